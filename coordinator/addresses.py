@@ -1,4 +1,4 @@
-"""Addresses of this host, by which of them others reach it, and which hosts it reaches."""
+"""Addresses of this host: how other hosts reach it, and which hosts it reaches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Interface(msgspec.Struct, frozen=True):
     name: str
     address: str
     mbit: int = 0
-    """Speed of the interface, 0 where the system does not tell."""
+    """Speed of the interface in Mbit/s; 0 if the system does not report it."""
     mtu: int = 0
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_ipv6(address: str) -> bool:
-    """Whether a host is an IPv6 address or a name that resolves to nothing else at the moment."""
+    """Whether a host is an IPv6 address, or a name that resolves to nothing else."""
     if ":" in address:
         return True
     with contextlib.suppress(ValueError):
@@ -64,8 +64,10 @@ def is_ipv6(address: str) -> bool:
 
 
 def interfaces() -> list[Interface]:
-    """The addresses of this host that others may reach it at: of interfaces that are up, without loopback and
-    link-local ones, IPv4 first."""
+    """The addresses at which other hosts may reach this one, IPv4 first.
+
+    They belong to interfaces that are up; loopback and link-local addresses are left out.
+    """
     import psutil  # takes a tenth of a coordinator's start, which rarely asks
 
     stats = psutil.net_if_stats()
@@ -88,7 +90,7 @@ def choices(found: Sequence[Interface]) -> str:
 
 
 def check_written(flag: str, address: str) -> None:
-    """Whether an address is a host name, or an IP address, as far as its spelling tells.
+    """Check that an address is spelled as a host name or an IP address.
 
     Raises:
         AddressError: it is not.
@@ -109,7 +111,7 @@ def _can_be_name(text: str) -> bool:
 
 
 def check_not_wildcard(flag: str, address: str) -> None:
-    """An address is also told to others, so it cannot be all of them.
+    """Refuse a wildcard: the address is also sent to others, so it cannot be all.
 
     Raises:
         AddressError: it is.
@@ -178,7 +180,7 @@ def toward(address: str, port: int) -> str:
 
 
 async def reached(peers: Mapping[str, str], timeout: float = CONNECT_SECONDS) -> tuple[str, ...]:
-    """The names of those whose host:port takes a connection from here, all tried at once."""
+    """Names of those whose host:port accepts a connection from here, all tried at once."""
     found = await asyncio.gather(*(_connects(address, timeout) for address in peers.values()))
     return tuple(name for name, connects in zip(peers, found, strict=True) if connects)
 

@@ -1,4 +1,4 @@
-"""Why an instance may not join (pure): settings that differ, ranks and sizes that cannot be."""
+"""Why an instance may not join (pure): different settings, impossible ranks and sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AGREED = {
 }
 """Settings in which instances of a mesh must agree -> how the user knows them."""
 NEEDS_SIZE = {"enable_expert_parallel", "data_parallel_size"}
-"""Those that an instance which was not told ``-dp`` cannot know.
+"""Settings that an instance without ``-dp`` cannot know.
 
 It takes them from the mesh.
 """
@@ -33,8 +33,11 @@ It takes them from the mesh.
 def problem_with(
     message: Register, size: int | None, settings: Settings | None, ranks: Collection[int]
 ) -> str | None:
-    """Why an instance can never be in a mesh of this size and these settings, as far as they are known, with
-    instances of these ranks; None if it can."""
+    """Why an instance can never join a mesh with this size and these settings.
+
+    None if it can. ``size`` and ``settings`` are None as long as the mesh has none; ``ranks`` are those of
+    its instances.
+    """
     if message.size is not None and size is not None and message.size != size:
         return f"-dp {message.size} differs from the mesh's -dp {size}: start all parts with the same -dp"
     for name, number in (("-dp", message.size or 0), ("rank", message.rank or 0)):
@@ -60,8 +63,10 @@ def problem_with(
 
 
 def crowd_for(message: Register, settings: Settings | None, ranks: Collection[int]) -> str | None:
-    """Why an instance has to stay away while those of these ranks live: it would be one too many for the
-    experts. None if it would not."""
+    """Why an instance must wait while those of ``ranks`` live; None if not.
+
+    It waits if there would be more members than experts to give each of them one.
+    """
     if settings is None or not settings.enable_expert_parallel:
         return None
     others, each = sum(rank != message.rank for rank in ranks), settings.tensor_parallel_size
@@ -72,8 +77,10 @@ def crowd_for(message: Register, settings: Settings | None, ranks: Collection[in
 
 
 def differences_of(theirs: Settings, ours: Settings, who: str, unknown: Set[str] = frozenset()) -> list[str]:
-    """In what a newcomer's settings differ from those of ``who`` it wants to join, for people. ``unknown``
-    are fields that it cannot know."""
+    """The settings in which a newcomer differs from ``who``, as text for people.
+
+    ``who`` names what it wants to join. ``unknown`` are fields that it cannot know.
+    """
     differences = [
         f"{label} is {_shown(getattr(theirs, key))}, {who} has {_shown(getattr(ours, key))}"
         for key, label in AGREED.items()

@@ -18,12 +18,15 @@ ASK_INTERVAL = 0.5
 RECONNECT_INTERVAL = 0.05
 """Seconds between two tries: when it was asked, and when there is no connection yet."""
 REFUSED_PATIENCE = 2.0
-"""Seconds for which a host may refuse connections: a coordinator that died is started again within one."""
+"""Seconds for which a host may refuse connections before a command gives up.
+
+A coordinator that died is started again within one second.
+"""
 KNOCK_INTERVAL = 0.1
 
 
 async def find_view(endpoint: str, timeout: float, keys: MeshKeys | None = None) -> View:
-    """The view, for somebody who types a command: where nobody listens, that is said soon.
+    """The view, for a command in a terminal; fails soon if nothing listens.
 
     Raises:
         TimeoutError, KeyRefused: as :func:`coordinator.member_connection.fetch_view`.

@@ -1,4 +1,4 @@
-"""Settings of the mesh itself: where the coordinator is, how many instances, how long to wait."""
+"""Settings of the mesh: the coordinator's address, the number of instances, timeouts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from coordinator.addresses import check_not_wildcard, check_written, is_loopback
 from coordinator.settings.flags import Natural, Port, flag
 
 MAX_INSTANCES = 65_536
-"""Of a mesh."""
+"""Most instances of a mesh."""
 
 LogLevel = Annotated[
-    Literal["debug", "info", "warning", "error"], flag(help="Least severe messages that are logged.")
+    Literal["debug", "info", "warning", "error"], flag(help="Lowest severity of log messages.")
 ]
 
 
@@ -22,15 +22,19 @@ LogFormat = Literal["text", "json"]
 
 
 class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the processes of a mesh tell of themselves."""
+    """Logs and traces of a mesh."""
 
-    log_format: Annotated[LogFormat, flag(help="Lines for people, or one JSON object per message.")] = "text"
+    log_format: Annotated[
+        LogFormat, flag(help="Log format: lines of text, or one JSON object per message.")
+    ] = "text"
     otlp_traces_endpoint: Annotated[
         str | None,
-        flag(help="Where to send OpenTelemetry traces (OTLP/HTTP): http://127.0.0.1:4318; extra: otel."),
+        flag(
+            help="URL for OpenTelemetry traces (OTLP/HTTP), like http://127.0.0.1:4318; needs the extra otel."
+        ),
     ] = None
     disable_log_stats: Annotated[
-        bool, flag(help="No line about throughput and load in instances' logs every ten seconds.")
+        bool, flag(help="Do not log throughput and load of each instance every 10 seconds.")
     ] = False
 
     def __post_init__(self) -> None:
@@ -56,10 +60,10 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     data_parallel_size: Annotated[
         Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] | None,
-        flag("-dp", help="Instances (data-parallel ranks) that the mesh starts with."),
+        flag("-dp", help="Number of instances (data-parallel ranks) that the mesh starts with."),
     ] = None
     data_parallel_size_local: Annotated[
-        Natural | None, flag("-dpl", help="Instances to start on this machine.")
+        Natural | None, flag("-dpl", help="Number of instances to start on this machine.")
     ] = None
     data_parallel_start_rank: Annotated[
         Natural | None,
@@ -67,11 +71,11 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "-dpr",
             "-dpn",
             "--data-parallel-rank",
-            help="Rank of the first local instance; unset: the coordinator gives out free ranks.",
+            help="Rank of the first local instance; unset: the coordinator assigns free ranks.",
         ),
     ] = None
     data_parallel_address: Annotated[
-        str, flag("-dpa", help="Address of the coordinator, for all instances and routers.")
+        str, flag("-dpa", help="Address of the coordinator, the same for all instances and routers.")
     ] = "127.0.0.1"
     data_parallel_rpc_port: Annotated[Port, flag("-dpp", help="RPC port of the coordinator.")] = 29550
     headless: Annotated[
@@ -79,25 +83,25 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = False
     instance_address: Annotated[
         str | None,
-        flag(help="Address on which local instances listen for routers; unset: found from the route."),
+        flag(help="Address on which local instances listen; unset: that of the route to the coordinator."),
     ] = None
     startup_timeout: Annotated[
         float,
         Meta(gt=0),
-        flag(help="Seconds to wait for others without any sign of progress before giving up."),
+        flag(help="Seconds without any progress after which a start is given up."),
     ] = 600.0
     mesh_key_file: Annotated[
         str | None,
         flag(
             path=True,
-            help="Key of the mesh, made by `lockstep keygen`, the same for all its processes: they let in "
-            "only each other, and encrypt. Needed on addresses other than loopback; unset: on loopback the "
-            "head makes one, which other processes of the same user find.",
+            help="File with the key of the mesh, made by `lockstep keygen`, the same for all its processes: "
+            "it authenticates and encrypts connections. Required beyond loopback; unset: on loopback the "
+            "head makes one, which processes of the same user find.",
         ),
     ] = None
     insecure_mesh: Annotated[
         bool,
-        flag(help="Go without a mesh key, on any address: unencrypted and unauthenticated."),
+        flag(help="Run without a mesh key on any address: unencrypted and unauthenticated."),
     ] = False
     observability: ObservabilityConfig = ObservabilityConfig()
 
@@ -139,7 +143,10 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def local_size(self) -> int:
-        """Instances to start here: -dpl, else one if a rank or no size is given, else all of -dp."""
+        """Number of instances to start on this host.
+
+        ``-dpl`` if given; else one if a rank or no size is given; else all of ``-dp``.
+        """
         if self.data_parallel_size_local is not None:
             return self.data_parallel_size_local
         if self.data_parallel_start_rank is not None or self.data_parallel_size is None:
@@ -148,14 +155,19 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def instances_here(self) -> int:
-        """Instances that will share this host's cores, as far as the flags tell: the local ones, or all
-        if the mesh is a loopback one."""
+        """Number of instances that will share this host's cores, as far as the flags tell.
+
+        The local ones, or all instances of a mesh on loopback.
+        """
         everywhere = self.data_parallel_size or 1
         return max(self.local_size, everywhere if is_loopback(self.data_parallel_address) else 1)
 
     @property
     def is_guarded(self) -> bool:
-        """Whether addresses other than loopback may be used: with a key, or because the user insists."""
+        """Whether addresses other than loopback may be used.
+
+        They may with a mesh key, or with ``--insecure-mesh``.
+        """
         return self.mesh_key_file is not None or self.insecure_mesh
 
     @property
@@ -177,9 +189,9 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         str | None,
         flag(help="JSON of the settings that instances must agree on; unset: those of the first instance."),
     ] = None
-    mesh_name: Annotated[str, flag(help="A name of this mesh, told in its view.")] = ""
+    mesh_name: Annotated[str, flag(help="Name of this mesh, sent in its view.")] = ""
     listen_fd: Annotated[
         int | None,
-        flag(help="Inherited socket that listens at the RPC port already; unset: the port is bound here."),
+        flag(help="Inherited socket that already listens at the RPC port; unset: the port is bound."),
     ] = None
     log_level: LogLevel = "info"

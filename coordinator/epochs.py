@@ -29,11 +29,11 @@ MAX_BACK_OFF = 5.0
 """Seconds between two tries to form a group, rising, while each fails."""
 
 MEMBER_STATES = (State.LOADED, State.READY, State.DRAINING)
-"""Who has its weights, and may be in a group."""
+"""States of instances that have their weights, and may be in a group."""
 
 
 class Epochs:
-    """Numbers the groups, and says when the next one is formed and of whom."""
+    """Numbers the groups, and decides when the next one is formed and of which members."""
 
     def __init__(self, rules: Rules, records: Records, reach: Reachability) -> None:
         """``records`` and ``reach`` are the membership's; only read here."""
@@ -46,8 +46,8 @@ class Epochs:
         """The newest group, begun or not."""
         self._names: frozenset[str] = frozenset()
         """Its members."""
-        self._told: frozenset[str] = frozenset()
-        """They, and who leaves when it begins: to whom it is sent."""
+        self._recipients: frozenset[str] = frozenset()
+        """The members, and the leavers: instances that the plan is sent to."""
         self._formed_at = 0.0
         self._begun = False
         self._begun_at = 0.0
@@ -60,15 +60,18 @@ class Epochs:
         self._failures = 0
         """Groups in a row that did not begin."""
         self._adopted_at: float | None = None
-        """When this coordinator, restarted, took a group over; None once it knows what became of it."""
+        """When this restarted coordinator adopted its predecessor's group.
+
+        None once the fate of that group is known.
+        """
         self._apart = False
         """It found the members in different epochs."""
         self._began_at: float | None = None
         """When this coordinator began."""
         self._heard_of_at: float | None = None
         """When it first heard of an epoch, restarted."""
-        self._said_lost: set[str] = set()
-        """Members of that group which others say are lost."""
+        self._reported_lost: set[str] = set()
+        """Members of the adopted group that others report as lost."""
 
     def __repr__(self) -> str:
         state = "adopting" if self._adopted_at is not None else "begun" if self._begun else "forming"
@@ -94,10 +97,13 @@ class Epochs:
             self._take(group)
 
     def fences(self, instance: str, epoch: int, group: GroupPlan | None) -> bool:
-        """Whether an instance that was here before, and knows this epoch, is to give up the group that it is
-        in, or about to enter: the others go on without it."""
+        """Whether a returning instance must give up its group: the others go on without it.
+
+        The group is the one that it steps in, or is about to enter. It was a member before, and knows this
+        epoch.
+        """
         form = self.form
-        if form is None or epoch == 0 or instance in self._told:
+        if form is None or epoch == 0 or instance in self._recipients:
             return False
         return self._adopted_at is None or (group is not None and group.epoch < form.epoch)
 
@@ -106,8 +112,11 @@ class Epochs:
         self.number = max(self.number, record.epoch, record.ready_epoch)
 
     def begins(self, now: float) -> bool:
-        """Whether the newest group has begun by now, told once: all its members are in it, and who leaves has
-        left. (A leaver that is told of yet another group could not follow the others into this one.)"""
+        """Whether the newest group has begun by now; True once per group.
+
+        It has when all its members are in it and its leavers have left. (A leaver that got yet another plan
+        could not follow the others into this group.)
+        """
         form = self.form
         if form is None or self._begun or self._adopted_at is not None:
             return False
@@ -118,13 +127,13 @@ class Epochs:
         return self._begun
 
     def lost(self, epoch: int, suspects: Collection[str], *, entered: bool) -> bool:
-        """Somebody says that a group is broken, or, without ``entered``, that it could not form.
+        """A report that a group is broken, or, without ``entered``, could not form.
 
         Returns whether this is news about the newest group.
         """
         self.number = max(self.number, epoch)
         if self._adopted_at is not None:
-            self._said_lost.update(suspects)
+            self._reported_lost.update(suspects)
         if entered:
             self._broken = max(self._broken, epoch)
         news = epoch > self._failed and (self.form is None or epoch >= self.form.epoch)
@@ -138,14 +147,17 @@ class Epochs:
         return instance in self._names
 
     def awaits(self, record: Record) -> GroupPlan | None:
-        """The group that an instance has not entered yet, to be told again."""
+        """The plan to send again to an instance that has not entered its group."""
         form = self.form
         if form is None or self._adopted_at is not None or record.epoch >= form.epoch:
             return None
-        return form if record.instance in self._told else None
+        return form if record.instance in self._recipients else None
 
     def starved(self, settings: Settings | None) -> str:
-        """What is missing until the experts fit again on those who are here; "" if they fit, or serve."""
+        """What is missing until the experts fit on the live instances again.
+
+        Empty if they fit, or if the group serves.
+        """
         if self.form is None or settings is None or self._adopted_at is not None:
             return ""
         if not self._gone() and self._failed < self.form.epoch:
@@ -164,8 +176,11 @@ class Epochs:
         return late if len(late) < len(members) else []
 
     def failure(self, now: float) -> tuple[GroupPlan, float] | None:
-        """The newest group and its seconds of stepping, if it broke or did not begin though all its members
-        live. Returned once per group. To be asked while nobody is under suspicion."""
+        """The newest group and its seconds of stepping, if it failed with all members alive.
+
+        It failed if it broke, or did not begin in time. Returned once per group. Call it only while no
+        instance is under suspicion.
+        """
         form = self.form
         if form is None or self._adopted_at is not None or form.epoch <= self._counted or self._gone():
             return None
@@ -185,7 +200,7 @@ class Epochs:
         return self._names
 
     def others(self) -> list[Record]:
-        """Instances with weights that are not in the newest group: new ones, and those left out."""
+        """Instances with weights outside the newest group: new ones, and those left out."""
         return [record for record in self._loaded() if record.instance not in self._names]
 
     # ---- the next group
@@ -225,7 +240,7 @@ class Epochs:
     def _take(self, form: GroupPlan) -> None:
         self.form = form
         self._names = frozenset(peer.instance for peer in form.peers)
-        self._told = self._names.union(form.leavers)
+        self._recipients = self._names.union(form.leavers)
 
     def _reason(self, size: int | None, now: float) -> str | None:
         """Why another group is to be formed."""
@@ -257,7 +272,7 @@ class Epochs:
         return self.form is not None and self._begun and self._failed < self.form.epoch and not self._gone()
 
     def _members(self, settings: Settings) -> list[Record]:
-        """Who is to be in the next group.
+        """The members of the next group.
 
         After a loss it is only those who were in one: they need not wait until a newcomer has read its
         experts. But all, where they alone have no room.
@@ -270,8 +285,10 @@ class Epochs:
         return survivors if fit else candidates
 
     def _all_are_back(self, size: int | None) -> bool:
-        """Whether the group that was taken over is whole, and steps: as many as ``-dp`` says, all in it. A
-        smaller one may be what those have left behind who go on in a newer one."""
+        """Whether the adopted group is whole and steps: ``-dp`` members, all in it.
+
+        A smaller one may be the remains of a group whose other members go on in a newer one.
+        """
         assert self.form is not None
         if len(self.form.peers) < max(2, size or 0):
             return False
@@ -279,7 +296,7 @@ class Epochs:
         return all(member is not None and member.epoch == self.form.epoch for member in members)
 
     def _adoption_ends(self, size: int | None, now: float) -> bool:
-        """Whether this coordinator, restarted, knows by now what became of the group that it took over."""
+        """Whether this restarted coordinator knows the fate of the group that it adopted."""
         assert self.form is not None
         assert self._adopted_at is not None
         since = now - self._adopted_at
@@ -288,7 +305,9 @@ class Epochs:
         for instance in self._names:
             record = self._records.named(instance)
             back = record is not None and record.state is not State.LOADING
-            patience = self._rules.return_grace if instance in self._said_lost else self._rules.member_timeout
+            patience = (
+                self._rules.return_grace if instance in self._reported_lost else self._rules.member_timeout
+            )
             if not back and since < patience:
                 return False
         epochs = {record.epoch for record in map(self._records.named, self._names) if record is not None}
@@ -304,11 +323,11 @@ class Epochs:
         return self.age(now) < self._rules.return_grace
 
     def _candidates(self) -> list[Record]:
-        """Who would be in a group that is formed now, by rank."""
+        """The instances that would be in a group formed now, by rank."""
         return [record for record in self._loaded() if not self._reach.leaves_out(record.instance)]
 
     def _loaded(self) -> list[Record]:
-        """Who has its weights and is not on its way out, by rank."""
+        """The instances that have their weights and are not leaving, by rank."""
         return [
             record
             for _, record in sorted(self._records.items())

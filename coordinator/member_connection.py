@@ -50,7 +50,7 @@ SILENCE_COMPLAINT = 10.0
 MAX_QUESTIONS = 16
 """Questions of the coordinator for which connections to others are tried at once."""
 SILENCE = 3.0
-"""Seconds without an answer after which the coordinator is said to be away."""
+"""Seconds without an answer after which the coordinator counts as away."""
 
 
 class RegistrationRefused(Exception):
@@ -58,12 +58,14 @@ class RegistrationRefused(Exception):
 
 
 class StartupTimeout(Exception):
-    """Nobody came in time; the message says who was missing."""
+    """Others did not come in time; the message says which ones are missing."""
 
 
 class MemberConnection:
-    """An instance's place in the mesh, kept by a thread of its own: signs of life go out also while a
-    step takes long. The coordinator may be away at any time; it is told all again when it is back.
+    """An instance's membership in the mesh, kept up by a thread of its own.
+
+    The thread sends heartbeats also during a long step. The coordinator may be away at any time; when it is
+    back, it gets everything again.
     """
 
     def __init__(
@@ -74,13 +76,16 @@ class MemberConnection:
         keys: MeshKeys | None = None,
         on_drain: Callable[[float | None], None] = lambda timeout: None,
     ) -> None:
-        """``on_drain`` is called in the thread, once per command of an operator, with its timeout in
-        seconds."""
+        """Register with the coordinator at ``endpoint``.
+
+        ``on_drain`` is called in the thread, once per drain command of an operator, with its timeout in
+        seconds.
+        """
         self._on_drain = on_drain
         self._drain = ""
         self._endpoint = endpoint
         self._keys = keys
-        self._standing = MemberState(register)
+        self._state = MemberState(register)
         self._load = load
         self._heard_at = self._complained_at = time.monotonic()
         self._progress_at = time.monotonic()
@@ -93,7 +98,7 @@ class MemberConnection:
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
 
     def __repr__(self) -> str:
-        return f"<MemberConnection {self._standing!r}>"
+        return f"<MemberConnection {self._state!r}>"
 
     def start(self) -> None:
         self._thread.start()
@@ -107,43 +112,46 @@ class MemberConnection:
         """
         while not self._answered.wait(COMPLAINT_INTERVAL):
             waited = time.monotonic() - self._progress_at
-            missing = self._standing.waits_for or f"the coordinator at {self._endpoint}"
+            missing = self._state.waits_for or f"the coordinator at {self._endpoint}"
             if waited > timeout:
                 raise StartupTimeout(f"gave up after {waited:.0f} s of waiting for {missing}")
             logger.info("waiting for %s (%.0f s of at most %.0f s)", missing, waited, timeout)
-        welcome = self._standing.welcome
-        if self._standing.refusal is not None:
-            raise RegistrationRefused(self._standing.refusal)
+        welcome = self._state.welcome
+        if self._state.refusal is not None:
+            raise RegistrationRefused(self._state.refusal)
         assert welcome is not None
         return welcome
 
     @property
     def refusal(self) -> str | None:
         """Why the coordinator no longer wants this instance (its rank went to another meanwhile)."""
-        return self._standing.refusal
+        return self._state.refusal
 
     @property
     def neighbours(self) -> int:
         """Instances on this host, this one included."""
-        return self._standing.neighbours
+        return self._state.neighbours
 
     def follow(self, on_form: Callable[[GroupPlan], None], on_fenced: Callable[[], None]) -> None:
-        """From now on call ``on_form`` with each Form that comes (some come twice; one that has come already
-        is handed over at once), and ``on_fenced`` when the others go on without this instance, which was
-        taken for dead and has registered again. Both are called in the membership's thread: short."""
-        self._standing.on_fenced = on_fenced
-        self._standing.on_form = on_form
-        if self._standing.form is not None:
-            on_form(self._standing.form)
+        """From now on, call ``on_form`` with each GroupPlan that arrives.
+
+        Some arrive twice; one that is already here is handed over at once. ``on_fenced`` is called when the
+        others go on without this instance, which was taken for dead and has registered again. Both are called
+        in the membership's thread, so they must be short.
+        """
+        self._state.on_fenced = on_fenced
+        self._state.on_form = on_form
+        if self._state.form is not None:
+            on_form(self._state.form)
 
     def enter(self, group: GroupPlan | None) -> None:
         """This instance steps in another group now, or in none."""
-        self._standing.enter(group)
+        self._state.enter(group)
         self._wake()
 
     def report(self, lost: Lost) -> None:
-        """Tell the coordinator of a loss, now and until another Form comes, or a later group is entered."""
-        self._standing.report(lost)
+        """Report a lost group until another GroupPlan arrives or a later group is entered."""
+        self._state.report(lost)
         self._wake()
 
     def update(
@@ -157,16 +165,16 @@ class MemberConnection:
         max_experts: int | None = None,
         ready_epoch: int | None = None,
     ) -> None:
-        """Say something new about this instance; sent at once."""
-        standing = self._standing
-        standing.store = store or standing.store
+        """Send changed facts about this instance at once."""
+        mine = self._state
+        mine.store = store or mine.store
         if experts is not None:
-            standing.experts = tuple(tuple(sorted(of_rank)) for of_rank in experts)
-        standing.max_experts = standing.max_experts if max_experts is None else max_experts
-        standing.ready_epoch = standing.ready_epoch if ready_epoch is None else ready_epoch
-        standing.state = state or standing.state
-        standing.phase = standing.phase if phase is None else phase
-        standing.address = address or standing.address
+            mine.experts = tuple(tuple(sorted(of_rank)) for of_rank in experts)
+        mine.max_experts = mine.max_experts if max_experts is None else max_experts
+        mine.ready_epoch = mine.ready_epoch if ready_epoch is None else ready_epoch
+        mine.state = state or mine.state
+        mine.phase = mine.phase if phase is None else phase
+        mine.address = address or mine.address
         self._wake()
 
     def leave(self) -> None:
@@ -194,17 +202,17 @@ class MemberConnection:
         listening = asyncio.create_task(self._listen(connection))
         guarding = asyncio.create_task(self._watch_key(connection))
         try:
-            while not self._leaving and self._standing.refusal is None:
+            while not self._leaving and self._state.refusal is None:
                 self._complain_of_silence()
                 self._changed.clear()
-                sent = [connection.send(message) for message in self._standing.outgoing(self._load())]
-                welcome = self._standing.welcome
+                sent = [connection.send(message) for message in self._state.outgoing(self._load())]
+                welcome = self._state.welcome
                 interval = welcome.heartbeat_interval if welcome else ASK_INTERVAL
                 interval = interval if all(sent) else RECONNECT_INTERVAL
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), interval)
-            if self._standing.welcome is not None:
-                connection.send(Leave(self._standing.register.instance))
+            if self._state.welcome is not None:
+                connection.send(Leave(self._state.register.instance))
         finally:
             listening.cancel()
             guarding.cancel()
@@ -214,12 +222,9 @@ class MemberConnection:
             context.term()
 
     def _complain_of_silence(self) -> None:
-        """Serving goes on without a coordinator, but whoever reads the log should know."""
+        """Log that the coordinator is silent; serving goes on without it."""
         now = time.monotonic()
-        if (
-            self._standing.welcome is None
-            or now - max(self._heard_at, self._complained_at) < SILENCE_COMPLAINT
-        ):
+        if self._state.welcome is None or now - max(self._heard_at, self._complained_at) < SILENCE_COMPLAINT:
             return
         self._complained_at = now
         logger.warning(
@@ -235,12 +240,12 @@ class MemberConnection:
             except OtherProtocol as error:
                 message = AdmissionRefused(f"the coordinator speaks another protocol: {error}")
             self._heard_at = time.monotonic()
-            before = self._standing.waits_for
-            if isinstance(message, Unknown) and self._standing.welcome is not None:
+            before = self._state.waits_for
+            if isinstance(message, Unknown) and self._state.welcome is not None:
                 logger.warning("the coordinator does not know this instance (any more): registering again")
-            if self._standing.take(message):
+            if self._state.take(message):
                 self._wake()
-            if self._standing.waits_for != before:
+            if self._state.waits_for != before:
                 self._progress_at = self._heard_at
             if isinstance(message, Welcome) and message.fenced:
                 logger.warning("the others went on without this instance: it joins them again")
@@ -262,7 +267,7 @@ class MemberConnection:
         """Connect to others and say which this instance reaches, beside all that goes on here."""
 
         async def answer() -> None:
-            name = self._standing.register.instance
+            name = self._state.register.instance
             connection.send(Reached(name, question.number, await reached(question.peers)))
 
         if len(self._trying) < MAX_QUESTIONS:  # else the coordinator asks again
@@ -271,7 +276,7 @@ class MemberConnection:
             task.add_done_callback(self._trying.discard)
 
     async def _watch_key(self, connection: AsyncConnection[FromCoordinator, ToCoordinator]) -> None:
-        """Who never was a member ends when its key is refused.
+        """End a process whose key is refused before it ever was a member.
 
         A member serves on: what answers at the coordinator's address is not its coordinator.
         """
@@ -279,7 +284,7 @@ class MemberConnection:
             await connection.broken()
             refused = await connection.refusal()
             if refused is not None and not self._answered.is_set():
-                self._standing.take(AdmissionRefused(str(refused)))
+                self._state.take(AdmissionRefused(str(refused)))
                 self._answered.set()
                 self._wake()
                 return

@@ -1,7 +1,7 @@
-"""What an instance tells the coordinator and has heard from it (pure: messages in, messages out).
+"""What an instance sends to the coordinator and has received from it (pure).
 
-The coordinator may be away at any time, and another one may be there afterwards that knows nothing: so
-everything is said again and again, and what is lost does no harm.
+Messages go in, messages come out. The coordinator may be away at any time, and a new one may know nothing. So
+every message is sent again and again, and a lost one does no harm.
 :class:`coordinator.member_connection.MemberConnection` is the thread and the socket around it.
 """
 
@@ -32,7 +32,7 @@ from coordinator.messages import (
 
 
 class MemberState:
-    """An instance's standing in the mesh.
+    """An instance's state in the mesh.
 
     Before each message it is set what is new, by assignment.
     """
@@ -48,7 +48,7 @@ class MemberState:
         """None before the coordinator has answered, and again when it does not know this instance."""
         self.refusal: str | None = None
         self.waits_for: str | None = None
-        """Why the coordinator has not said yes or no."""
+        """Why the coordinator has neither admitted nor refused this instance yet."""
         self.neighbours = 1
         self.epoch = register.epoch
         """The highest one heard of."""
@@ -71,7 +71,7 @@ class MemberState:
             self._lost = None
 
     def report(self, lost: Lost) -> None:
-        """Say that a group is lost, until another Form comes, or a later group is entered."""
+        """Report a lost group until another GroupPlan arrives or a later group is entered."""
         self._lost = lost
 
     def outgoing(self, load: Load) -> list[ToCoordinator]:
@@ -94,7 +94,7 @@ class MemberState:
         return [heartbeat] if self._lost is None else [heartbeat, self._lost]
 
     def take(self, message: FromCoordinator) -> bool:
-        """Take a message; whether there is something to be said at once."""
+        """Take a message; returns whether something must be sent at once."""
         match message:
             case Welcome():
                 self._welcomed(message)

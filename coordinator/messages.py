@@ -1,4 +1,4 @@
-"""What instances and watchers say to the coordinator, and what it answers.
+"""Messages between instances or watchers and the coordinator, in both directions.
 
 The coordinator binds the socket, so it owns the words. Instances register, then send heartbeats that
 carry all that is known of them: a restarted coordinator learns the world from those. Watchers (routers,
@@ -34,7 +34,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     revision: str | None
     served_model_name: tuple[str, ...]
     fingerprint: str
-    """Of the checkpoint's content; see :func:`engine.model.checkpoint.fingerprint`."""
+    """Hash of the checkpoint's content; see :func:`engine.model.checkpoint.fingerprint`."""
     dtype: str
     max_model_len: int
     block_size: int
@@ -50,8 +50,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int = 0
     """Routed experts of a layer that are spread; 0 if none are."""
     pipeline_split: str = ""
-    """Layers of each pipeline stage, like 10,12,10, where experts are spread: then a stage must be the same
-    on all. Empty: balanced, or of no concern."""
+    """Layers of each pipeline stage, such as 10,12,10, where experts are spread.
+
+    A stage must then hold the same layers on all instances. Empty: balanced, or not relevant.
+    """
     max_num_batched_tokens: int
     max_num_seqs: int
 
@@ -65,7 +67,7 @@ class State(enum.StrEnum):
     READY = "ready"
     DRAINING = "draining"
     DRAINED = "drained"
-    """Holds no request any more, and waits for a group without it (only where experts are spread)."""
+    """Holds no request, and waits for a group without it (only where experts are spread)."""
 
     @property
     def stays(self) -> bool:
@@ -79,7 +81,10 @@ class Evidence(enum.StrEnum):
     EXITED = "exited"
     """Its process has ended: certain."""
     CLOSED = "closed"
-    """Its end of the group is closed, as a dead one's is, and that of a live one that gave the group up."""
+    """The member's end of the group is closed.
+
+    Its process died, or it lives and gave the group up.
+    """
     DEADLINE = "deadline"
     """It did not come to a collective within the deadline."""
 
@@ -114,7 +119,7 @@ class Register(msgspec.Struct, frozen=True, tag="register", kw_only=True):
     rank: int | None
     """None for any free one."""
     rank_was_given: bool = False
-    """By a coordinator, to an instance that had asked for none: any other will do as well."""
+    """The coordinator assigned this rank, since the instance asked for none: any other will do."""
     size: int | None
     """``-dp`` as given to this instance, if it was."""
     settings: Settings | None
@@ -140,13 +145,16 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     """host:port where this instance would host the rendezvous of a group, if it can."""
     load: Load
     experts: tuple[tuple[int, ...], ...] = ()
-    """The experts that it holds, ascending, by tensor-parallel rank: whole ones are on one rank each."""
+    """The experts that it holds, ascending, by tensor-parallel rank.
+
+    An expert that is not split is on one rank each.
+    """
     max_experts: int = 0
     """How many each of its ranks has room for; 0: any number."""
     epoch: Epoch = 0
-    """Of the group that it steps in; 0: none."""
+    """Epoch of the group that it steps in; 0: none."""
     ready_epoch: Epoch = 0
-    """Of the newest group that it is ready to enter, or has entered."""
+    """Epoch of the newest group that it is ready to enter, or has entered."""
     answers: int = 0
     """The number of the newest :class:`Probe` that it has received."""
 
@@ -164,11 +172,11 @@ class Lost(msgspec.Struct, frozen=True, tag="lost", kw_only=True):
     """
 
     instance: str
-    """Who says so, and is therefore alive."""
+    """The instance that reports, and is therefore alive."""
     epoch: Epoch
-    """Of the group."""
+    """Epoch of the group."""
     suspects: tuple[str, ...] = ()
-    """The instances to blame, as far as this one can tell."""
+    """The instances that probably are at fault, as far as this one knows."""
     evidence: Evidence = Evidence.CLOSED
 
 
@@ -182,7 +190,7 @@ class Reached(msgspec.Struct, frozen=True, tag="reached"):
 
 
 class Exited(msgspec.Struct, frozen=True, tag="exited"):
-    """The launcher of an instance saw its process end: there is no need to wait for its silence."""
+    """An instance's process has ended, as its launcher saw: do not wait for missed heartbeats."""
 
     instance: str
     how: str
@@ -196,7 +204,7 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
 
     watcher: str
     launcher: str = ""
-    """Set by the ``serve`` that runs the coordinator of the mesh of this name: wishes to scale go there."""
+    """Name of the mesh whose coordinator this ``serve`` runs; scale commands go to it."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain", kw_only=True):
@@ -209,9 +217,12 @@ class Drain(msgspec.Struct, frozen=True, tag="drain", kw_only=True):
     """Random name of this wish."""
     rank: int
     timeout: float | None = None
-    """Seconds that its requests get to finish before they move elsewhere; None for its own setting."""
+    """Seconds for its requests to finish before they move elsewhere.
+
+    None: the instance's own setting.
+    """
     force: bool = False
-    """Also if nobody serves then."""
+    """Also if no instance serves then."""
 
 
 class Scale(msgspec.Struct, frozen=True, tag="scale", kw_only=True):
@@ -226,13 +237,13 @@ class Scale(msgspec.Struct, frozen=True, tag="scale", kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer", kw_only=True):
-    """What becomes of a command: the launcher tells the coordinator, the coordinator tells who asked."""
+    """Result of a command, from the launcher to the coordinator and on to the client."""
 
     command: str
     status: int
-    """As in HTTP: 202 accepted, 404 no such rank, 409 not as things are, 503 nobody to do it."""
+    """Status as in HTTP: 202 accepted, 404 no such rank, 409 conflict, 503 no launcher."""
     text: str
-    """For the operator: what happens now, or what is in the way and what to do."""
+    """Text for the operator: what happens now, or what prevents it and what to do."""
 
 
 ToCoordinator = Register | Heartbeat | Lost | Reached | Leave | Exited | Watch | Drain | Scale | Answer
@@ -248,18 +259,20 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     heartbeat_interval: float
     """Seconds."""
     fenced: bool = False
-    """The others go on without it: the group that it steps in, or was to enter, is to be given up, and all
-    requests with it."""
+    """The other members go on without this instance.
+
+    It must give up the group that it steps in, or was to enter, and all requests with it.
+    """
 
 
 class AdmissionWait(msgspec.Struct, frozen=True, tag="wait"):
-    """Not yet; ask again soon."""
+    """Not admitted yet; ask again soon."""
 
     reason: str
 
 
 class AdmissionRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """Never, as things are: the reason says what to change."""
+    """Refused as things are; the reason says what to change."""
 
     reason: str
 
@@ -274,8 +287,10 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class GroupPlan(msgspec.Struct, frozen=True, tag="form", kw_only=True):
-    """Prepare the group of this epoch: have the experts that it gives you, connect to its members. When to
-    enter it, :mod:`engine.groups.recovery` says. It takes the place of every earlier one."""
+    """Prepare the group of this epoch: load the assigned experts, connect to the members.
+
+    :mod:`engine.groups.recovery` decides when to enter it. It replaces every earlier plan.
+    """
 
     epoch: Epoch
     store: str
@@ -286,24 +301,26 @@ class GroupPlan(msgspec.Struct, frozen=True, tag="form", kw_only=True):
     Ranks may have gaps, a member's number in the group is its place here. Empty when all who are left leave.
     """
     owners: tuple[int, ...] = ()
-    """Who owns each expert: the tensor-parallel rank ``owner % ranks`` of the member ``owner // ranks``, in
-    every pipeline stage."""
+    """Owner of each expert, the same in every pipeline stage.
+
+    It is the tensor-parallel rank ``owner % ranks`` of the member ``owner // ranks``.
+    """
     ranks: Annotated[int, Meta(ge=1)] = 1
     """Tensor-parallel ranks of each member."""
     leavers: tuple[str, ...] = ()
-    """Instances that are in the group before this one, and leave in good order when this one begins."""
+    """Instances of the previous group that leave in good order when this group begins."""
     broken: int = 0
-    """Groups of this epoch and earlier ones are dead: nobody waits in them any more."""
+    """Groups of this epoch and earlier ones are dead: no member waits in them."""
     token: str = ""
-    """Of the coordinator process that formed it.
+    """Identifies the coordinator process that formed the group.
 
-    One that was restarted may use the number of an epoch that its predecessor told to somebody who is away
-    now: those two groups must never meet at a rendezvous.
+    One that was restarted may reuse an epoch number that its predecessor sent to an instance that is away
+    now. Those two groups must never meet at a rendezvous.
     """
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
-    """Somebody says that you are lost: answer at once, with a heartbeat that bears this number."""
+    """Reported as lost: answer at once with a heartbeat that bears this number."""
 
     number: int
 

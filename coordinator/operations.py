@@ -1,8 +1,8 @@
-"""What operators want of the mesh: instances drained, more or fewer of them (pure: part of
-:mod:`coordinator.registry`, which hands it messages and sends what it returns).
+"""Drain and scale commands of operators, and their answers (pure).
 
-The coordinator decides whether an instance may go and tells it; how many instances there can be on a
-machine is known to its launcher, so that is asked, and its answer passed back.
+Part of :mod:`coordinator.registry`, which passes messages in and sends what is returned. The coordinator
+decides whether an instance may leave, and commands it. Only a launcher knows how many instances its machine
+can hold, so a scale command is forwarded to it and its answer passed back.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ Sent = tuple[Peer, FromCoordinator]
 ACCEPTED, NOT_FOUND, CONFLICT, UNAVAILABLE = 202, 404, 409, 503
 
 MAX_PENDING = 100
-"""Commands that wait for the launcher.
+"""Most commands that wait for the launcher.
 
-Of more, the oldest are forgotten, and whoever asked asks again.
+Beyond that the oldest are dropped; their clients send them again.
 """
 LAUNCHER_TIMEOUT = 3.0
-"""Seconds of silence (it asks for the view every second) after which the launcher is away."""
+"""Seconds of silence after which the launcher counts as away.
+
+It asks for the view every second.
+"""
 
 
 class Known(Protocol):
@@ -43,27 +46,27 @@ class Operations:
     def __init__(self) -> None:
         self._launcher: tuple[Peer, float] | None = None
         self._pending: dict[str, Peer] = {}
-        self._told: dict[str, Drain] = {}
-        """Instances that were told to drain, and what: they may not have said yet that they do."""
+        self._drains: dict[str, Drain] = {}
+        """Drain commands sent, by instance; the instance may not have reported yet that it drains."""
 
     def __repr__(self) -> str:
-        return f"<Operations {len(self._pending)} pending, told to drain: {sorted(self._told)}>"
+        return f"<Operations {len(self._pending)} pending, asked to drain: {sorted(self._drains)}>"
 
     def on_launcher(self, peer: Peer, now: float) -> None:
         """A sign of life of the launcher."""
         self._launcher = (peer, now)
 
     def drain(self, asker: Peer, wish: Drain, instances: Mapping[int, Known]) -> Iterator[Sent]:
-        """Pass a wish on to its instance, unless nobody would be left."""
+        """Pass a drain command on to its instance, unless no other instance would be left."""
         here = {known.instance for known in instances.values()}
-        self._told = {instance: told for instance, told in self._told.items() if instance in here}
+        self._drains = {instance: drain for instance, drain in self._drains.items() if instance in here}
         known = instances.get(wish.rank)
         if known is None:
             ranks = ", ".join(map(str, sorted(instances))) or "none"
             yield asker, _answer(wish, NOT_FOUND, f"there is no instance {wish.rank}; ranks now: {ranks}")
             return
         others_serve = any(
-            other.state is State.READY and other.instance not in self._told
+            other.state is State.READY and other.instance not in self._drains
             for rank, other in instances.items()
             if rank != wish.rank
         )
@@ -71,17 +74,17 @@ class Operations:
             problem = f"instance {wish.rank} is the last one that serves: add one first, or say --force"
             yield asker, _answer(wish, CONFLICT, problem)
             return
-        self._told[known.instance] = wish
+        self._drains[known.instance] = wish
         yield known.peer, wish
-        yield asker, _answer(wish, ACCEPTED, f"instance {wish.rank} was told to drain")
+        yield asker, _answer(wish, ACCEPTED, f"instance {wish.rank} was asked to drain")
 
     def still_wanted(self, known: Known) -> Drain | None:
-        """What an instance was told that has not done it yet: a message is lost with its connection."""
-        return None if known.state is State.DRAINING else self._told.get(known.instance)
+        """A drain command that an instance does not obey yet: messages get lost with connections."""
+        return None if known.state is State.DRAINING else self._drains.get(known.instance)
 
     def was_told(self, instance: str) -> bool:
-        """Whether it is to drain, though it may not have said yet that it does."""
-        return instance in self._told
+        """Whether a drain command was sent, even if the instance has not reported it yet."""
+        return instance in self._drains
 
     def scale(self, asker: Peer, wish: Scale, now: float) -> Iterator[Sent]:
         """Ask the launcher."""
@@ -98,7 +101,7 @@ class Operations:
         yield self._launcher[0], wish
 
     def answer(self, answer: Answer) -> Iterator[Sent]:
-        """Pass an answer of the launcher on to who asked."""
+        """Pass an answer of the launcher on to the client of the command."""
         asker = self._pending.pop(answer.command, None)
         if asker is not None:
             yield asker, answer

@@ -8,8 +8,10 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def private_memory() -> int:
-    """Resident bytes that only this process has: no files, nothing shared. 0 where they are not known. Takes
-    7 us."""
+    """Resident bytes of this process alone: no files, nothing shared; 0 if unknown.
+
+    Takes 7 us.
+    """
     try:
         descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)  # a third of what Path takes
     except OSError:

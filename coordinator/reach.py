@@ -31,7 +31,7 @@ Asked = tuple[Record, Reach]
 
 @dataclass
 class _Tries:
-    """The failed groups of the same members, in a row."""
+    """The failed groups in a row with the same members."""
 
     count: int = 0
     pairs: set[Pair] = field(default_factory=set)
@@ -219,7 +219,7 @@ class Reachability:
         self._out[name] = _LeftOut(why, now + patience)
 
     def let_back(self, now: float) -> list[Record]:
-        """Instances left out so far that now reach all that were asked, and are reached by them."""
+        """Instances left out before that now reach all others asked, and are reached by them."""
         back = []
         for name, out in list(self._out.items()):
             question = out.question
@@ -283,8 +283,11 @@ def choices(members: Sequence[Record], cut: Collection[Pair]) -> Iterator[list[R
 
 
 def without_cuts(members: Sequence[Record], cut: Collection[Pair]) -> list[Record]:
-    """The members that stay, by rank, when the one with most cut pairs goes until no pair is cut. Between
-    equals, one that was in no group yet goes first, then the highest rank."""
+    """The members that stay, by rank, once no pair of them is cut.
+
+    The member with most cut pairs goes first. Between equals, one that was in no group yet goes first, then
+    the highest rank.
+    """
     stay, lacks = list(members), _cut_from(members, cut)
     while any(lacks[member.instance] for member in stay):
         worst = max(stay, key=lambda each: (len(lacks[each.instance]), each.epoch == 0, each.rank))
@@ -317,7 +320,7 @@ def _addresses(name: str, members: Sequence[Record]) -> dict[str, str]:
     In a large mesh these are not all: those on other hosts come first, in the order of ranks, beginning after
     the one that tries.
     """
-    at = next((place for place, member in enumerate(members) if member.instance == name), 0)
+    at = next((index for index, member in enumerate(members) if member.instance == name), 0)
     ring = [member for member in [*members[at:], *members[:at]] if member.instance != name and member.store]
     host = next((member.host for member in members if member.instance == name), "")
     ring.sort(key=lambda member: member.host == host)

@@ -1,4 +1,4 @@
-"""What the coordinator's rules work on: an instance's record, and the instructions that come of the rules."""
+"""An instance's record, and the instructions that the coordinator's rules return (pure)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Peer = bytes
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """What the coordinator was told at its start. Times in seconds."""
+    """Settings of the coordinator's rules, fixed at its start; times in seconds."""
 
     name: str = ""
     token: str = ""
@@ -32,18 +32,21 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """Loading may hold the interpreter for long; silence counts for less then."""
     watcher_timeout: float = 10.0
     probe_grace: float = 0.3
-    """Who is said to be lost and does not answer for so long is taken out."""
+    """An instance reported as lost that does not answer for this long is removed."""
     quiet_grace: float = 1.0
-    """The same for who is in a broken group but is not accused by anybody."""
+    """The same for an instance in a broken group that no other accuses."""
     return_grace: float = 2.0
-    """The same for who is said to be lost and has not registered yet with a restarted coordinator."""
+    """The same for one that has not registered yet with a restarted coordinator."""
     view_grace: float = 1.5
     """So long after its start a coordinator calls its views incomplete; for ``member_timeout``, while fewer
     than ``size`` serve: who is alive has registered again by then."""
     forming_timeout: float = 60.0
-    """A group that has not begun for so long is given up for the next one."""
+    """A group that has not begun for this long is replaced by the next."""
     reach_tries: int = 3
-    """Failed groups of the same live members in a row before these are asked whom they reach."""
+    """Failed groups of the same live members in a row before a reachability check.
+
+    Each member is then asked which others it reaches.
+    """
     reach_timeout: float = 4.0
     """The answers may take so long."""
     reach_interval: float = 5.0
@@ -54,7 +57,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     They double each time that the instance is left out.
     """
     steady_after: float = 300.0
-    """Seconds of stepping after which a group was a good one: earlier tries do not count."""
+    """Seconds of stepping after which a group counts as good: earlier attempts do not count."""
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -92,13 +95,13 @@ class Record:
     experts: tuple[tuple[int, ...], ...] = ()
     max_experts: int = 0
     epoch: int = 0
-    """Of the group that it steps in."""
+    """Epoch of the group that it steps in."""
     ready_epoch: int = 0
     contested_at: float | None = None
-    """When somebody else asked for this rank, who may have gone since; None once that is settled."""
+    """When another instance, perhaps gone since, asked for this rank; None once settled."""
 
     def hear(self, peer: Peer, message: Heartbeat, now: float) -> bool:
-        """Take over what a heartbeat says; whether watchers will want to know."""
+        """Take over the contents of a heartbeat; returns whether watchers need to know."""
         before = (self.state, self.phase, self.address)
         self.peer, self.heard_at, self.load = peer, now, message.load
         self.state, self.phase, self.address = message.state, message.phase, message.address

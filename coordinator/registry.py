@@ -1,4 +1,4 @@
-"""Who is in the mesh (pure: messages and a clock value in, messages out).
+"""Registry of the mesh's instances (pure: messages and a clock in, messages out).
 
 The rules: which rank an instance gets, when it is silent for too long, and what watchers see. Who can never
 join, :mod:`coordinator.admission` knows. The socket loop around it is :mod:`coordinator.server`.
@@ -49,7 +49,7 @@ from coordinator.suspicion import Suspicions
 
 MAX_WATCHERS = 10_000
 ALIVE_INTERVALS = 1.2
-"""Of heartbeats: who was heard of within so many lives."""
+"""An instance is alive if its last heartbeat is at most this many intervals old."""
 
 
 class Registry:
@@ -67,7 +67,7 @@ class Registry:
         self._suspicions = Suspicions(rules)
         self._operations = Operations()
         self._left: set[int] = set()
-        """Ranks whose instances were drained: nobody waits for them."""
+        """Ranks whose instances were drained: they are not waited for."""
         self._complete = False
 
     def __repr__(self) -> str:
@@ -80,9 +80,9 @@ class Registry:
             case Register():
                 instructions = list(self._register(peer, message, now))
             case Heartbeat():
-                before = self._standing_of(message)
+                before = self._state_of(message)
                 instructions = list(self._heartbeat(peer, message, now))
-                if self._standing_of(message) == before and not self._suspicions:
+                if self._state_of(message) == before and not self._suspicions:
                     return instructions  # nothing new: most heartbeats
             case Lost():
                 instructions = list(self._lost(peer, message, now))
@@ -104,7 +104,7 @@ class Registry:
         return [*instructions, *self._go_on(now)]
 
     def tick(self, now: float) -> list[Instruction]:
-        """Take out those who were silent for too long."""
+        """Remove instances that were silent for too long."""
         instructions: list[Instruction] = []
         if not self._complete and self._knows_all(self._epochs.age(now)):
             self._complete = True
@@ -313,7 +313,7 @@ class Registry:
             yield Send(record.peer, Probe(number))
 
     def _go_on(self, now: float) -> Iterator[Instruction]:
-        """What follows from all that is known by now: who is taken out, and the next group."""
+        """Act on all that is known by now: remove dead instances, form the next group."""
         self._epochs.age(now)
         if not self._spreads:
             return
@@ -352,7 +352,7 @@ class Registry:
         yield from self._publish()
 
     def _look_at_ways(self, settings: Settings, now: float) -> Iterator[Instruction]:
-        """Leaves out of groups those whom others do not reach, and lets them back."""
+        """Leave instances that others do not reach out of groups, and let them back."""
         failure = self._epochs.failure(now)
         if failure is not None:
             yield from self._send_questions(self._reach.failed(*failure, self._epochs.others(), now))
@@ -389,7 +389,10 @@ class Registry:
     # ---- questions
 
     def _knows_all(self, age: float) -> bool:
-        """Whether a coordinator of this age has heard of all who live: they may need a while to find it."""
+        """Whether a coordinator of this age has heard of all live instances.
+
+        They may need a while to find it.
+        """
         all_serve = self._size is not None and self._num_ready() >= self._size
         return age >= (self._rules.view_grace if all_serve else self._rules.member_timeout)
 
@@ -402,11 +405,13 @@ class Registry:
         return self._settings is not None and self._settings.enable_expert_parallel
 
     def _shown_member(self, record: Record, shortage: str) -> Member:
-        """An instance as watchers see it: ready only if its group can serve, and draining from when it was
-        told to."""
+        """An instance as watchers see it.
+
+        It is ready only if its group can serve, and draining from the moment of the command.
+        """
         member = record.member()
         if record.state.stays and self._operations.was_told(record.instance):
-            return msgspec.structs.replace(member, state=State.DRAINING, phase="told to drain")
+            return msgspec.structs.replace(member, state=State.DRAINING, phase="asked to drain")
         if record.state.stays and (why := self._reach.why(record.instance)):
             return msgspec.structs.replace(member, state=State.LOADED, phase=why)
         if not self._spreads or record.state is not State.READY:
@@ -417,7 +422,7 @@ class Registry:
             return msgspec.structs.replace(member, state=State.LOADED)
         return member
 
-    def _standing_of(self, message: Heartbeat) -> tuple[State, int, int] | None:
+    def _state_of(self, message: Heartbeat) -> tuple[State, int, int] | None:
         """What may lead to another group when it changes."""
         record = self._records.named(message.instance)
         return None if record is None else (record.state, record.epoch, record.ready_epoch)

@@ -1,4 +1,4 @@
-"""The coordinator's socket loop: receives, asks :mod:`coordinator.registry`, sends."""
+"""The coordinator's socket loop: receives, calls :mod:`coordinator.registry`, sends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from coordinator.rpc.rpc import AsyncListener
 logger = logging.getLogger(__name__)
 
 TICK = 0.05
-"""Seconds between two looks at who has fallen silent.
+"""Seconds between two checks for silent instances.
 
 A probe waits only 0.3 s for its answer.
 """

@@ -1,10 +1,10 @@
-"""Who is dead, when a group is broken (pure).
+"""Which members are dead when a group is broken (pure).
 
-A closed connection does not tell a dead member from a live one that gave the group up, as every survivor
-does. So whoever may be dead is sent a :class:`coordinator.messages.Probe`, which an instance answers at
-once, whatever its step thread is doing. Silence is death; so is a process that has ended, without a probe.
-Who answers lives. It is taken out only if its steps stand still: several others waited for it in vain (or
-one, twice in a row), and it was not waiting itself, for then it would have said so.
+A closed connection does not distinguish a dead member from a live one that gave the group up, as every
+survivor does. So each suspect gets a :class:`coordinator.messages.Probe`, which an instance answers at once,
+whatever its step thread is doing. Silence is death; so is a process that has ended, without a probe. A member
+that answers lives. It is removed only if its steps stand still. That is so if several others waited for it in
+vain (or one, twice in a row), and it was not waiting itself, which it would have reported.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Suspicions:
         self._open: dict[str, _Suspicion] = {}
         self._numbers = 0
         self._waiting: set[str] = set()
-        """Who said itself that the group is broken: its step thread is well."""
+        """Instances that reported the broken group themselves: their step threads are well."""
         self._explained = False
         """Somebody is dead: that the others' ends are closed, too, is what comes of it."""
         self._excused: set[str] = set()
-        """Who was waited for in vain by one other, and lives."""
+        """Instances that one other waited for in vain, and that live."""
         self._answered_at: dict[str, float] = {}
-        """When who was suspected, with this group, was found alive."""
+        """When a suspect of this group was last found alive."""
 
     def __bool__(self) -> bool:
         return bool(self._open)
@@ -47,7 +47,7 @@ class Suspicions:
         return f"<Suspicions {' '.join(sorted(self._open))}>"
 
     def accuse(self, instance: str, accuser: str, evidence: Evidence, now: float) -> int | None:
-        """Somebody says that an instance is lost; returns the number of a probe to send."""
+        """A report that an instance is lost; returns the number of a probe to send."""
         number = self.ask(instance, now, certain=evidence is Evidence.EXITED)
         suspicion = self._open.get(instance)
         if suspicion is None:
@@ -56,7 +56,7 @@ class Suspicions:
         return number
 
     def ask(self, instance: str, now: float, *, certain: bool = False) -> int | None:
-        """An instance may be lost, though nobody says so.
+        """Suspect an instance that no other accuses.
 
         Returns the number of a probe to send. Who has just answered one for the same group is not asked again
         so soon: those who accuse each other and answer could go on for ever.
@@ -69,13 +69,13 @@ class Suspicions:
         return self._numbers
 
     def answered(self, instance: str, number: int) -> None:
-        """A sign of life that bears the number of the newest probe that it has seen."""
+        """Take a heartbeat with the number of the newest probe that the instance saw."""
         suspicion = self._open.get(instance)
         if suspicion is not None and number == suspicion.number:
             suspicion.answered = True
 
     def waits(self, instance: str) -> None:
-        """An instance says itself that a group is broken: its step thread has come out of it."""
+        """An instance itself reports a broken group: its step thread has come out of it."""
         self._waiting.add(instance)
 
     def forget(self, instance: str) -> None:
@@ -84,17 +84,17 @@ class Suspicions:
         self._answered_at.pop(instance, None)
 
     def begin_group(self) -> None:
-        """Another group is being formed: what was about the old one is no longer of interest."""
+        """Forget the reports about the old group: another one is being formed."""
         self._waiting.clear()
         self._answered_at.clear()
         self._explained = False
 
     def all_is_well(self) -> None:
-        """A group has begun: everybody's steps move."""
+        """A group has begun: the steps of all its members move."""
         self._excused.clear()
 
     def settle(self, now: float) -> list[tuple[str, str]]:
-        """Close the questions that have an answer by now; returns who is dead, and why."""
+        """Close decided suspicions; returns the dead instances, and why they are dead."""
         dead = []
         self._explained |= any(
             Evidence.EXITED in suspicion.accusers.values() for suspicion in self._open.values()
@@ -112,7 +112,7 @@ class Suspicions:
         return dead
 
     def _verdict(self, instance: str, suspicion: _Suspicion, now: float) -> str | None:
-        """Why an instance is dead; "" if it lives, None if that is not known yet."""
+        """Why an instance is dead; "" if it lives, None while unknown."""
         waited = now - suspicion.since
         evidence = list(suspicion.accusers.values())
         if Evidence.EXITED in evidence:

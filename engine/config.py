@@ -85,18 +85,18 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 CPU_TOKENS, GPU_TOKENS = 512, 2048
-"""Of a step, where nobody says how many."""
+"""Default token budget of a step, on CPUs and on GPUs."""
 CPU_TOKENS_BESIDE_DECODES = 128
-"""Of prompts, at least."""
+"""Smallest limit of prompt tokens in a step with decode rows on CPUs."""
 MOST_SEQUENCES = 65536
-"""In a step.
+"""Most requests in a step.
 
 Far more than pays anywhere: each has a token in every step, and a step must stay short.
 """
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What goes into one step."""
+    """Settings of the scheduler: what goes into one step."""
 
     max_num_batched_tokens: Annotated[
         Size | None,
@@ -159,7 +159,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return min(self.max_num_seqs * each, self.token_budget())
 
     def token_budget(self, has_gpu: bool = False) -> int:
-        """Of a step.
+        """Token budget of one step.
 
         From a few hundred tokens on a CPU computes prompts no faster, and more would only make the first of
         many prompts wait for the last.
@@ -169,7 +169,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return max(GPU_TOKENS if has_gpu else CPU_TOKENS, self.max_num_seqs)
 
     def prompt_tokens_beside_decodes(self, has_gpu: bool = False) -> int | None:
-        """Of a step in which others decode, at most; None: any.
+        """Most prompt tokens in a step with decode rows; None: no limit.
 
         On a CPU so many are computed as fast as more are. On a GPU, where each step with prompts has to be
         launched anew, they are not.
@@ -177,12 +177,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return None if has_gpu else max(CPU_TOKENS_BESIDE_DECODES, self.token_budget() // 4)
 
     def fewer_where_slow(self, has_gpu: bool = False) -> bool:
-        """Whether it is fewer where they take long: unless somebody has said how many a step takes."""
+        """Whether the limit shrinks where prefill is slow: unless the user has set it."""
         return not has_gpu and self.max_num_batched_tokens is None
 
 
 MOST_THREADS = 1024
-"""Of an instance: with more than a machine can start, libraries crash."""
+"""Largest number of threads of an instance; libraries crash beyond what a machine can start."""
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -304,7 +304,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def num_workers(self) -> int:
-        """Of one instance."""
+        """Number of workers of one instance."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
@@ -328,7 +328,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def lockstep_timeout(self) -> float:
-        """The same of one that may wait for other instances.
+        """Seconds that a step may take that waits for other instances.
 
         Who waits must find them lost first, or all end because one hangs.
         """
@@ -383,7 +383,7 @@ class NodesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All of one instance."""
+    """All settings of one instance."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
@@ -426,7 +426,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def num_local_workers(self) -> int:
-        """Of one instance, on each of its hosts; 0 where Ray decides."""
+        """Workers of one instance on each of its hosts; 0 where Ray decides."""
         if self.device.distributed_executor_backend == "ray":
             return 0
         return self.device.num_workers // self.nodes.nnodes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -40,18 +40,18 @@ from parallel.communicators.base import CollectiveError
 Peer = bytes
 
 BESIDE_LOGPROBS = 1 << 16
-"""Bytes of a message with log-probabilities of a prompt that may be for other things."""
+"""Bytes of a message beside the log-probabilities of a prompt."""
 
 
 class EngineCore:
-    """Requests of all routers, in one batch."""
+    """Schedules the requests of all routers in one batch, and runs its steps."""
 
     def __init__(
         self,
         config: EngineConfig,
         info: ModelInfo,
         executor: Executor,
-        pace: Stepping | None = None,
+        stepping: Stepping | None = None,
         *,
         num_blocks: int,
         max_model_len: int,
@@ -68,8 +68,8 @@ class EngineCore:
         self._executor = executor
         self._max_model_len = max_model_len
         self._at_once = at_once
-        self.pace: Stepping = pace or Alone()
-        self._split = StepProfile()
+        self.stepping: Stepping = stepping or Alone()
+        self._profile = StepProfile()
         self._blocks = BlockLog()
         self._pool = BlockPool(
             num_blocks, enable_prefix_caching=config.cache.enable_prefix_caching, observer=self._blocks
@@ -92,34 +92,32 @@ class EngineCore:
         self.grammars = GrammarCompiler(info)
         self._arrivals = 0
         self._tracing = tracing
-        self._unfinished: Step | None = None
-        """A step that was scheduled and did not run to its end, because the group broke or changed."""
         self._others_ran: deque[bool] = deque(maxlen=executor.in_flight)
-        """Of so many last steps, whether other instances had rows in them."""
-        self._steps: deque[tuple[Step, Agreement]] = deque()
-        """Under way in a pipeline, oldest first."""
-        self._again: deque[Step] = deque()
-        """To run in the pipeline before anything else is scheduled: they did not come to their end."""
-        self._handouts: dict[Peer, OutgoingTokens] = defaultdict(OutgoingTokens)
-        """Of steps of the pipeline that ended before one after them failed."""
+        """Whether other instances had rows in each of the last ``in_flight`` steps."""
+        self._under_way: deque[tuple[Step, Agreement]] = deque()
+        """Steps that have begun, oldest first."""
+        self._unfinished: deque[Step] = deque()
+        """Steps to run before others are scheduled: they did not begin, or did not end."""
+        self._outgoing: dict[Peer, OutgoingTokens] = {}
+        """Tokens of steps that ended before a later one failed."""
         self._finished_at = 0.0
-        """When the newest result of the pipeline came, or its first step began."""
+        """Time of the newest result, or of the first step under way if later."""
 
     def __repr__(self) -> str:
         return f"<EngineCore {self.scheduler!r}>"
 
     @property
     def has_work(self) -> bool:
-        kept = self._unfinished is not None or self._again or self._handouts
-        return self.scheduler.has_work or bool(kept) or any(step.slots for step, _ in self._steps)
+        kept = self._unfinished or self._outgoing or any(step.slots for step, _ in self._under_way)
+        return self.scheduler.has_work or bool(kept)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is here, not even requests that wait for their grammar."""
+        """Whether there are no requests, not even ones that wait for their grammar."""
         return not self.has_work and not self.grammars
 
     def submit(self, peer: Peer, submit: Submit) -> RequestRefused | None:
-        """Queue a request of a router, or say why not."""
+        """Queue a request of a router, or return its refusal."""
         if self._is_full(submit) and not (submit.owed or submit.output_ids):
             return RequestRefused(submit.request, "the instance's queue is full", retry=True)
         problem = self._problem_with(submit)
@@ -138,7 +136,7 @@ class EngineCore:
         return None
 
     def take_compiled(self) -> list[tuple[Peer, RequestRefused]]:
-        """Queue the requests whose grammars are ready; those that never will be, for their routers."""
+        """Queue requests whose grammars are ready; returns refusals of failed ones."""
         refused = []
         for compiled in self.grammars.take():
             peer, number = compiled.request.key
@@ -154,11 +152,11 @@ class EngineCore:
         for number in numbers:
             if not self.grammars.forget((peer, number)):
                 self.scheduler.abort((peer, number))
-        if (handout := self._handouts.pop(peer, None)) and (kept := handout.without(numbers)):
-            self._handouts[peer] = kept
+        if (tokens := self._outgoing.pop(peer, None)) and (kept := tokens.without(numbers)):
+            self._outgoing[peer] = kept
 
     def recall(self, peer: Peer, numbers: list[int]) -> list[int]:
-        """Forget those of these requests that have not begun; returns them."""
+        """Forget those of these requests that have not begun, and return their numbers."""
         keys = ((peer, number) for number in numbers)
         return [key[1] for key in keys if self.grammars.forget(key) or self.scheduler.recall(key)]
 
@@ -172,100 +170,80 @@ class EngineCore:
     @property
     def overlaps(self) -> bool:
         """Whether :meth:`step` has time for something else: others compute, and no instance is waited for."""
-        return self._executor.computes_apart and isinstance(self.pace, Alone)
+        return self._executor.computes_apart and isinstance(self.stepping, Alone)
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> dict[Peer, OutgoingTokens]:
-        """Run one step, in lockstep once all agree on it; the new tokens by router.
+        """Begin steps until ``in_flight`` are under way, then finish the oldest.
 
-        Empty if nothing runs. Where it :attr:`overlaps`, ``meanwhile`` is called once workers compute it.
+        Returns the new tokens by router, none if nothing runs. In lockstep each step begins once all agree on
+        it. Where no further step follows for now, all that are under way are finished. Where it
+        :attr:`overlaps`, ``meanwhile`` is called while workers compute.
 
-        A step that does not come to its end is kept and runs the next time, before anything else is
-        scheduled, also if its requests are aborted meanwhile: others may rely on the blocks that it fills.
-        So nothing has to be taken back, and nothing was handed out.
+        A step that does not come to its end is kept and runs again before anything else is scheduled, also
+        if its requests are aborted meanwhile: others may rely on the blocks that it fills. So nothing has to
+        be taken back, and nothing was handed out.
 
         Raises:
             parallel.communicators.base.CollectiveError: in lockstep, a peer is lost.
             engine.executor_contract.WorkerLost: a worker of this instance is.
         """
-        if self._executor.in_flight > 1:
-            return self._step_of_pipeline(meanwhile)
-        step = self._unfinished or self._schedule() or Step()
-        self._unfinished = step if step.slots else None
-        agreement = self._agree(step)
-        if not agreement.runs:
-            self._split.slept(agreement)
-            return {}
-        began = time.perf_counter()
-        if self.overlaps:
-            self._executor.begin(step, agreement.sizes)
-            meanwhile()
-            result = self._executor.finish()
-        else:
-            result = self._executor.execute(step, agreement.sizes)
-        self._unfinished = None
-        seconds = time.perf_counter() - began
-        self.scheduler.timed(step, seconds)
-        times = self._executor.expert_times()
-        if times is not None:
-            self._split.stepped(agreement, step.num_tokens, seconds, times)
-        return self._take_in(step, result)
-
-    def run_again(self) -> None:
-        """Another group has taken the place of the one before: what is under way in a pipeline was lost with
-        it, and is the first to run in the new one."""
-        if self._steps:
-            self._steps.clear()
-            self._again = deque(map(self._masked, self.scheduler.restart()))
-
-    def _step_of_pipeline(self, meanwhile: Callable[[], None]) -> dict[Peer, OutgoingTokens]:
-        """Fill the pipeline, then wait for the step that is furthest.
-
-        Where no further one follows for now, for all.
-        """
         try:
-            pauses = self._fill_pipeline()
+            pauses = self._begin_steps()
             if self.overlaps:
                 meanwhile()
-            for _ in range(len(self._steps) if pauses else min(1, len(self._steps))):
-                for peer, handout in self._finish_oldest().items():
-                    for delta in handout:
-                        self._handouts[peer].add(delta)
+            for _ in range(len(self._under_way) if pauses else min(1, len(self._under_way))):
+                self._keep(self._finish_oldest())
         except CollectiveError:
-            self._steps.clear()
-            self._again = deque(map(self._masked, self.scheduler.restart()))
+            self._restart()
             raise
-        handouts, self._handouts = self._handouts, defaultdict(OutgoingTokens)
-        return handouts
+        outgoing, self._outgoing = self._outgoing, {}
+        return outgoing
 
-    def _fill_pipeline(self) -> bool:
+    def run_again(self) -> None:
+        """After entering a new group: steps lost with the old one run first."""
+        if self._under_way:
+            self._restart()
+
+    def _restart(self) -> None:
+        self._under_way.clear()
+        self._unfinished = deque(map(self._masked, self.scheduler.restart()))
+
+    def _keep(self, outgoing: dict[Peer, OutgoingTokens]) -> None:
+        for peer, tokens in outgoing.items():
+            if peer in self._outgoing:
+                for delta in tokens:
+                    self._outgoing[peer].add(delta)
+            else:
+                self._outgoing[peer] = tokens
+
+    def _begin_steps(self) -> bool:
         """Begin steps until enough are under way, or nothing more can run now.
 
-        In lockstep each once all agree on it, some without any rows of this instance. Returns whether no
-        further one follows.
+        In lockstep some are without any rows of this instance. Returns whether no further step follows.
         """
-        while len(self._steps) < self._executor.in_flight:
-            step = self._again.popleft() if self._again else self._schedule() or Step()
+        while len(self._under_way) < self._executor.in_flight:
+            step = self._unfinished.popleft() if self._unfinished else self._schedule() or Step()
             agreement = self._agree(step)
             if not agreement.runs:
                 if step.slots:
-                    self._again.appendleft(step)
-                if agreement.pauses:
-                    self._split.slept(agreement)
+                    self._unfinished.appendleft(step)
+                if agreement.pauses or not self._under_way:
+                    self._profile.slept(agreement)
                 return agreement.pauses
-            if not self._steps:
+            if not self._under_way:
                 self._finished_at = time.perf_counter()
             self._executor.begin(step, agreement.sizes)
-            self._steps.append((step, agreement))
+            self._under_way.append((step, agreement))
         return False
 
     def _agree(self, step: Step) -> Agreement:
-        if isinstance(self.pace, Alone):
+        if isinstance(self.stepping, Alone):
             return Agreement(runs=bool(step.slots))  # nobody wants to know the rest
-        agreement = self.pace.agree(
+        agreement = self.stepping.agree(
             step.num_tokens,
             queued_prefill=self.scheduler.num_waiting_tokens,
             longest=max(step.ends, default=0),
-            in_flight=sum(bool(under_way.slots) for under_way, _ in self._steps),
+            in_flight=sum(bool(begun.slots) for begun, _ in self._under_way),
         )
         self._others_ran.append(sum(agreement.sizes) > step.num_tokens)
         self.scheduler.others_run = any(self._others_ran)
@@ -274,11 +252,11 @@ class EngineCore:
     def _finish_oldest(self) -> dict[Peer, OutgoingTokens]:
         result = self._executor.finish()
         began, self._finished_at = self._finished_at, time.perf_counter()
-        step, agreement = self._steps.popleft()
+        step, agreement = self._under_way.popleft()
         self.scheduler.timed(step, self._finished_at - began)
         times = self._executor.expert_times()
         if times is not None and agreement.sizes:
-            self._split.stepped(agreement, step.num_tokens, self._finished_at - began, times)
+            self._profile.stepped(agreement, step.num_tokens, self._finished_at - began, times)
         return self._take_in(step, result)
 
     def _schedule(self) -> Step | None:
@@ -310,8 +288,8 @@ class EngineCore:
         return outgoing_tokens_of(self.scheduler.update(step, result), self._tracing)
 
     @property
-    def standing(self) -> LoadSnapshot:
-        """The state after the last step, in short."""
+    def snapshot(self) -> LoadSnapshot:
+        """Load after the last step, in short."""
         waiting_tokens, uncached_tokens = self.scheduler.num_tokens_ahead
         return LoadSnapshot(
             running=self.scheduler.num_running,
@@ -325,19 +303,19 @@ class EngineCore:
         )
 
     def report(self, last_dispatch: int, bad_messages: int) -> InstanceReport:
-        """The same in full."""
-        standing = self.standing
+        """Full report of the instance, for one router."""
+        snapshot = self.snapshot
         return InstanceReport(
             last_dispatch=last_dispatch,
-            running=standing.running,
-            waiting=standing.waiting,
-            waiting_tokens=standing.waiting_tokens,
-            blocks_used=standing.blocks_used,
+            running=snapshot.running,
+            waiting=snapshot.waiting,
+            waiting_tokens=snapshot.waiting_tokens,
+            blocks_used=snapshot.blocks_used,
             blocks_total=self._pool.num_blocks,
             counters=msgspec.structs.replace(self.scheduler.counters(), bad_messages=bad_messages),
-            lockstep=None if isinstance(self.pace, Alone) else self._lockstep_counters(),
-            uncached_tokens=standing.uncached_tokens,
-            queued=standing.queued,
+            lockstep=None if isinstance(self.stepping, Alone) else self._lockstep_counters(),
+            uncached_tokens=snapshot.uncached_tokens,
+            queued=snapshot.queued,
         )
 
     @property
@@ -356,16 +334,16 @@ class EngineCore:
 
     @property
     def num_block_changes(self) -> int:
-        """Of the prefix cache so far: the number of the next one."""
+        """Number of the next change of the prefix cache."""
         return self._blocks.next
 
     def block_events(self, number: int | None) -> BlockEvents | None:
-        """What a router has to be told of the prefix cache that has all changes before ``number``."""
+        """Changes of the prefix cache from ``number`` on, for a router that has those before."""
         return self._blocks.since(number, self._pool.known)
 
     def _lockstep_counters(self) -> LockstepCounters:
-        counters = self._split.counters(self._executor.tokens_per_expert())
-        times = self.pace.times
+        counters = self._profile.counters(self._executor.tokens_per_expert())
+        times = self.stepping.times
         return msgspec.structs.replace(
             counters,
             epoch=times.epoch,
@@ -375,8 +353,11 @@ class EngineCore:
         )
 
     def _is_full(self, submit: Submit) -> bool:
-        """Whether one more would wait for longer than the next step, and too many do already. Tokens are
-        counted before a request is added: a long one finds room in an empty queue."""
+        """Whether the queue is full for one more request.
+
+        It would wait for longer than the next step, and too many do already. Tokens are counted before a
+        request is added: a long one finds room in an empty queue.
+        """
         limits = self._config.scheduler
         most_tokens = limits.max_num_queued_tokens
         num_tokens = len(submit.prompt_ids) + len(submit.output_ids)

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from parallel.placement import Placement
 
 Progress = Callable[[str], None]
-"""Called with a phrase for each phase of loading, so that whoever waits knows that it moves."""
+"""Called with a phrase for each phase of loading, as a sign of progress."""
 STARTUP_TIMEOUT = 600.0
-"""Seconds."""
+"""Default seconds without progress after which loading counts as hanging."""
 
 
 class ExpertTimes(msgspec.Struct, frozen=True):
@@ -32,14 +32,16 @@ class ExpertTimes(msgspec.Struct, frozen=True):
 
 
 class WorkerLost(RuntimeError):
-    """A worker of this instance has ended, and what it held is gone: the instance cannot go on. Says which
-    worker and how."""
+    """A worker of this instance has ended, so the instance cannot go on.
+
+    The worker's part of the state is gone. The message names the worker and how it ended.
+    """
 
 
 class CannotStart(RuntimeError):
-    """The workers of this instance could not be had.
+    """The workers of this instance could not be started.
 
-    Says what is missing and what to do.
+    The message names what is missing and what to do.
     """
 
 
@@ -47,13 +49,16 @@ class Executor(Protocol):
     """Owns the workers of one instance. Calls are made in this order, from one thread."""
 
     in_flight: int
-    """Steps that may be under way at once: more than one where workers form a pipeline."""
+    """Most steps under way at once; more than one where workers form a pipeline."""
     computes_apart: bool
     """Whether :meth:`begin` returns while others compute."""
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether rows must say the newest token, since not every worker has sampled it, or the same."""
+        """Whether rows must carry the newest token.
+
+        Not every worker may have sampled it, or the same one.
+        """
         ...
 
     def load(self, progress: Progress) -> ModelFacts:
@@ -72,10 +77,10 @@ class Executor(Protocol):
         """Make the KV cache: ``num_blocks`` blocks of ``block_size`` tokens."""
         ...
 
-    def execute(self, step: Step, sizes: Sequence[int] = ()) -> StepResult:
-        """Run one step and wait for it.
+    def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
+        """Start to compute a step behind those under way, at most ``in_flight`` in all.
 
-        Running the same step again gives the same result.
+        Running the same step again gives the same result. Without workers the step is computed here and now.
 
         Args:
             sizes: with experts spread over instances, the tokens of every rank in this step; one without
@@ -87,13 +92,11 @@ class Executor(Protocol):
         """
         ...
 
-    def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
-        """Let the workers compute a step behind those that are under way, at most ``in_flight`` in all.
-        ``sizes`` as for :meth:`execute`."""
-        ...
-
     def finish(self) -> StepResult:
-        """Wait for the oldest step under way. Raises as :meth:`execute` does."""
+        """Wait for the oldest step under way.
+
+        Raises as :meth:`begin` does.
+        """
         ...
 
     def check(self) -> None:
@@ -125,11 +128,13 @@ class Executor(Protocol):
 
 
 class SpreadExecutor(Executor, Protocol):
-    """One of an instance whose experts are spread over the mesh, and may be dealt out anew."""
+    """Executor of an instance whose experts are spread over the mesh and may move."""
 
     def join(self, group: Communicator, placement: Placement) -> None:
-        """From the next step on hold this instance's experts in this placement, and reach those of others
-        through this group, which :meth:`connect` gave. What was not prepared is read now.
+        """Use this placement of experts, and this group, from the next step on.
+
+        The instance holds its experts in the placement, and reaches those of others through the group, which
+        :meth:`connect` gave. Experts that were not prepared are read now.
 
         Raises:
             WorkerLost: a worker does not follow.
@@ -137,24 +142,28 @@ class SpreadExecutor(Executor, Protocol):
         ...
 
     def prepare(self, form: GroupPlan, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
-        """Get ready to hold the experts of a form's member at ``place``, in a background thread while steps
-        run; returns how many had to be read.
+        """Read the experts of the form's member at ``place``; returns how many were read.
+
+        Called in a background thread while steps run.
 
         Args:
             free_bytes: memory that may be used beside what is held.
-            should_stop: says that they are not wanted any more.
+            should_stop: returns True once the experts are not wanted any more.
 
         Raises:
             engine.model.checkpoint.CheckpointError: they do not fit, or cannot be read any more.
-            engine.model.checkpoint.ReadingStopped: ``should_stop`` said so.
+            engine.model.checkpoint.ReadingStopped: ``should_stop`` returned True.
             parallel.communicators.base.CollectiveError: workers cannot form their groups.
         """
         ...
 
     def connect(self, form: GroupPlan, group: Communicator, should_stop: Callable[[], bool]) -> Communicator:
-        """After :meth:`prepare`, in the same thread: ``group`` is formed among the instances; form what else
-        the workers need in its epoch. The result stands for all of it: who aborts or closes it ends all.
-        Raises as :meth:`prepare` does, and leaves nothing open then."""
+        """Form the other groups that the workers need in the epoch of ``group``.
+
+        Called after :meth:`prepare`, in the same thread; ``group`` is formed among the instances. The result
+        stands for all groups: aborting or closing it ends all of them. Raises as :meth:`prepare` does, and
+        leaves nothing open then.
+        """
         ...
 
     def experts_held(self) -> list[list[int]]:
@@ -162,10 +171,12 @@ class SpreadExecutor(Executor, Protocol):
         ...
 
     def max_experts(self, free_bytes: int) -> int:
-        """How many experts of each layer fit on each rank, with so much memory beside what is held; 0: any
-        number."""
+        """How many experts of each layer fit on each rank; 0: any number.
+
+        ``free_bytes``: memory beside what is held.
+        """
         ...
 
     def spare_memory(self) -> int:
-        """Bytes of this device (of CPUs: of this host) that could be used for more experts."""
+        """Bytes for more experts: of this device, or of this host for CPUs."""
         ...

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class Ended(BaseException):
-    """The instance ends early; carries the exit status.
+    """Raised to end the instance early; carries the exit status.
 
     A signal raises it wherever the code happens to be, and nobody on the way may take it for an error of
     their own, as libraries do with any Exception.
@@ -70,7 +70,7 @@ class Instance:
         self._executor: Executor | None = None
         self._server: Server | None = None
         self._place: tuple[int, int] | None = None
-        """(rank, size) by which the experts to load first are chosen; None if they are not spread."""
+        """(rank, size) that chooses the experts to load first; None: not spread."""
         self._spread: Spread | None = None
         self._watch: StepWatch | None = None
         """Where nobody else would miss the result of a step."""
@@ -82,11 +82,11 @@ class Instance:
         self._share = Share()
         self._stop_signals = 0
         self._told_to_drain = False
-        """By an operator, not by a signal."""
+        """Whether an operator asked to drain, rather than a signal."""
         self._announced_draining = False
 
     def run(self) -> None:
-        """Serve until told to stop.
+        """Serve until asked to stop.
 
         Raises:
             Ended: it could not start, or may not go on.
@@ -106,7 +106,7 @@ class Instance:
     # ---- joining
 
     def _own_settings(self) -> Settings | None:
-        """What this instance was told about the model; None to learn it from the mesh."""
+        """Settings of the model from flags; None: they come from the mesh."""
         if self._config.model.model is None:
             ignored = ignored_when_joining(self._config)
             if ignored:
@@ -207,7 +207,7 @@ class Instance:
                 logger.info("ready on %s after %.1f s", self._server.endpoint, time.monotonic() - began)
             else:
                 self._spread = self._spread_experts(membership, executor, self._server)
-                core.pace = self._spread.pace
+                core.stepping = self._spread.stepping
                 logger.info("loaded after %.1f s", time.monotonic() - began)
             if not executor.computes_apart:
                 device = self._config.device
@@ -272,10 +272,10 @@ class Instance:
         )
 
     def _on_step(self, membership: MemberConnection, core: EngineCore) -> None:
-        """Between two steps: pass on what signals and the coordinator said meanwhile."""
+        """Between two steps: handle signals and messages of the coordinator."""
         self._share_cores(membership)
         if self._stats is not None and self._stats.is_due(now := time.monotonic()):
-            line = self._stats.line(core.scheduler.counters(), core.standing, now)
+            line = self._stats.line(core.scheduler.counters(), core.snapshot, now)
             if line is not None:
                 logger.info("%s", line)
         if self._spread is not None:
@@ -335,7 +335,7 @@ class Instance:
         return address
 
     def _load(self) -> Load:
-        """For each sign of life; called by the membership's thread."""
+        """Load for each sign of life; called by the membership's thread."""
         if self._server is None:
             return Load()
         if self._watch is not None:

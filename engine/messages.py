@@ -1,4 +1,4 @@
-"""What routers and instances say to each other.
+"""Messages between routers and instances.
 
 The instance binds the socket, so it owns the words.
 
@@ -30,15 +30,15 @@ class FinishReason(enum.StrEnum):
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach", omit_defaults=True):
-    """First message of a router, repeated as a sign of life: who it is."""
+    """First message of a router, repeated as a sign of life; has its name."""
 
     router: str
     wants_blocks: bool = False
-    """Tell it what the prefix cache comes to know and forgets."""
+    """Whether to send it changes of the prefix cache."""
     missed_blocks: bool = False
-    """It lacks some of that: tell it everything anew."""
+    """Whether it missed some changes, so that all blocks are sent again."""
     unanswered: bool = False
-    """It waits for :class:`Attached`, or has lost it with the news that an earlier connection broke."""
+    """Set while the router waits for :class:`Attached`, or lost it with a broken connection."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
@@ -49,15 +49,17 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
     prompt_ids: list[int]
     params: SamplingParams
     seed: int
-    """Always set, also when the client gave none: a resumed request must draw the same numbers."""
+    """Always set, even if the client gave none: a resumed request draws the same numbers."""
     sample_index: int = 0
     """Which of the ``n`` samples this is; mixed into the seed."""
     output_ids: list[int] = []
     priority: int = 0
     cache_salt: str = ""
     owed: bool = False
-    """An instance had taken it already: it is taken here also if the queue is full, so that nobody who was
-    let in gets an error because an instance is lost."""
+    """Whether an instance had taken the request already.
+
+    Such a request is taken even if the queue is full: the loss of an instance must not fail it.
+    """
     traceparent: str = ""
     """W3C Trace Context of the request, if anybody traces it."""
 
@@ -106,7 +108,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
-    """The token that ended it: one of its own stop tokens, or end-of-sequence unless that is ignored."""
+    """Token that ended it: one of its stop tokens, or end-of-sequence unless ignored."""
     logprobs: list[TokenLogprobs] | None = None
     """One for each of ``token_ids``, when asked for."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -114,14 +116,16 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache (meaningful in the first delta)."""
     error: str = ""
-    """With finish_reason ``error``: what to tell the client."""
+    """Error message for the client, with finish_reason ``error``."""
     times: tuple[float, float] | None = None
-    """With the first delta from an instance: seconds that the request waited there before anything of it was
-    computed, and from then to this token."""
+    """Seconds in the queue, then to this token; only with an instance's first delta.
+
+    The queue ends where the first of the request is computed.
+    """
 
     @property
     def is_single(self) -> bool:
-        """Whether it is one token, with nothing to tell that the first delta has not told."""
+        """Whether it is one token and nothing new beside it."""
         return (
             len(self.token_ids) == 1
             and self.finish_reason is None
@@ -148,7 +152,7 @@ class Counters(msgspec.Struct, frozen=True, array_like=True):
     bad_messages: int = 0
     """Messages dropped because they could not be decoded."""
     scheduled_tokens: int = 0
-    """Of all steps, prompt tokens and generated ones."""
+    """Tokens of all steps, prompt tokens and generated ones."""
     step_sizes: list[int] = []
     """Steps by their tokens: up to each of ``ITERATION_BOUNDS``, then the larger ones."""
     drafts: int = 0
@@ -166,7 +170,7 @@ class LockstepCounters(msgspec.Struct, frozen=True, array_like=True):
 
     steps: int
     empty_steps: int
-    """Of those, steps without tokens of this instance."""
+    """Steps among those without tokens of this instance."""
     sleeps: int
     wait_seconds: float
     """Waiting for the other instances' headers."""
@@ -189,12 +193,12 @@ class LockstepCounters(msgspec.Struct, frozen=True, array_like=True):
     step_counts: list[int] = []
     """Steps and sleeps by duration: up to each of ``STEP_BOUNDS``, then the longer ones."""
     all_steps_seconds: float = 0.0
-    """Their durations in all, from giving the header to having the result."""
+    """Total duration of steps and sleeps, from header to result."""
     longest_step_seconds: float = 0.0
     epoch: int = 0
-    """Of the group that it stepped in last."""
+    """Epoch of the group that it stepped in last."""
     changes: int = 0
-    """Groups that followed another by agreement: somebody came or left."""
+    """Groups that followed another by agreement: a member joined or left."""
     recoveries: int = 0
     """Groups that followed another after a loss."""
     recovery_seconds: dict[str, float] = {}
@@ -202,7 +206,7 @@ class LockstepCounters(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockEvents(msgspec.Struct, frozen=True, array_like=True):
-    """Changes ``first`` to ``next - 1`` of an instance's prefix cache, each block by its last one.
+    """Changes ``first`` to ``next - 1`` of a prefix cache, each block's last change only.
 
     With ``reset`` they are preceded by forgetting everything: ``stored`` is all that is known.
     """
@@ -232,16 +236,16 @@ class InstanceReport(msgspec.Struct, frozen=True, array_like=True):
     counters: Counters
     lockstep: LockstepCounters | None = None
     uncached_tokens: int = 0
-    """Of ``waiting_tokens``, those that the prefix cache will not spare, as far as it can be told now."""
+    """Part of ``waiting_tokens`` that the prefix cache is not expected to spare."""
     queued: int = 0
-    """Of ``waiting``, those for whom the next step has no room: what ``--max-num-queued-reqs`` limits."""
+    """Part of ``waiting`` without room in the next step; limited by ``--max-num-queued-reqs``."""
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
-    """All that a step has for one router, in one message; or a report alone."""
+    """Tokens of a step for one router, in one message; or a report alone."""
 
     deltas: list[Delta] = []
-    """Those that are no ``singles``, which come before them: :mod:`engine.scheduling.outgoing_tokens`."""
+    """Deltas other than ``singles``, which come before them: :mod:`engine.scheduling.outgoing_tokens`."""
     report: InstanceReport | None = None
     """None: the last one says what a choice hangs on (:mod:`engine.scheduling.report_policy`)."""
     blocks: BlockEvents | None = None
@@ -258,7 +262,7 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """A request was not taken. ``retry`` says that another instance may take it."""
+    """Refusal of a request. ``retry`` says that another instance may take it."""
 
     request: int
     reason: str
@@ -268,7 +272,7 @@ class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Recalled(msgspec.Struct, frozen=True, tag="recalled"):
-    """Requests that were given back, and are forgotten here."""
+    """Numbers of requests that were given back and forgotten."""
 
     requests: list[int]
 
@@ -284,10 +288,12 @@ class Capacity(msgspec.Struct, frozen=True):
     max_num_queued_reqs: int
     max_num_queued_tokens: int | None = None
     at_once: float | None = None
-    """Instances like this one that its host has cores for at the same time; None: it computes on devices of
-    its own."""
+    """Instances like this one that the host's cores suffice for at once.
+
+    None: it computes on devices of its own.
+    """
     caches_prefixes: bool = True
-    """Whether it spares prompts what it has computed for others."""
+    """Whether prefix caching is on."""
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):

@@ -14,7 +14,7 @@ import msgspec
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 1024
 MOST_BIAS = 100.0
-"""Of a token, and its negative the least."""
+"""Largest bias of a token; its negative is the smallest."""
 ALL_LOGPROBS = -1
 """Clients write it for log-probabilities of all tokens; instances get a number of them."""
 UNBOUNDED = 2**62
@@ -23,7 +23,10 @@ MAX_BAD_WORDS = 1024
 """Sequences of tokens: most words are two, with and without a blank before them."""
 MAX_GRAMMAR_BYTES = 512 * 1024
 LEAST_REPETITION = 1e-6
-"""Of the repetition penalty, and its inverse the most: beyond, logits of float32 would not be finite."""
+"""Smallest repetition penalty; its inverse is the largest.
+
+Beyond these, logits of float32 would not be finite.
+"""
 
 
 class BadParameter(ValueError):
@@ -44,14 +47,14 @@ class ThinkingBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     None: it begins inside.
     """
     end: tuple[int, ...]
-    """What ends it."""
+    """Token ids that end the reasoning."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Parameters of one request.
 
-    Stop strings, ``n`` and everything about text (``skip_special_tokens`` ...) are honoured by whoever
-    turns ids into text (the router); an instance works on token ids only and sees one sample at a time.
+    Stop strings, ``n`` and everything about text (``skip_special_tokens`` ...) are honoured by the router,
+    which turns ids into text; an instance works on token ids only and sees one sample at a time.
     """
 
     n: int = 1
@@ -64,7 +67,10 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     """0 or -1 keeps all tokens."""
     min_p: float = 0.0
     seed: int | None = None
-    """None lets the router draw one: the stream must not change when another instance goes on with it."""
+    """None: the router draws one.
+
+    The stream must not change when another instance continues it.
+    """
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -77,7 +83,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Sequences of tokens that the output must not have, as the router makes them of words."""
+    """Token sequences that the output must not have, made from words by the router."""
     thinking: ThinkingBudget | None = None
     grammar: str | None = None
     """What the output must look like: a grammar of the llguidance library, as JSON."""
@@ -96,8 +102,10 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
 
     @property
     def is_plain(self) -> bool:
-        """Whether the choice is one among the logits as they are, and nothing is told about other tokens.
-        (A grammar comes with a mask in the step.)"""
+        """Whether the token is chosen from the unchanged logits, without log-probabilities.
+
+        (A grammar comes with a mask in the step.)
+        """
         told = self.logprobs is not None or self.prompt_logprobs is not None
         restricted = self.allowed_token_ids is not None or bool(self.logit_bias) or self.min_tokens > 0
         restricted = restricted or bool(self.bad_words) or self.thinking is not None

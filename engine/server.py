@@ -42,11 +42,14 @@ IDLE_WAIT = 0.1
 MAX_MESSAGES_PER_TURN = 1000
 """Messages taken in between two steps: a flood of them must not stop the steps."""
 ROUTER_TIMEOUT = 10.0
-"""A router that says nothing for so long (it attaches every second) is gone, and so are its requests."""
+"""Seconds without a message after which a router and its requests are dropped.
+
+A router attaches every second.
+"""
 FAREWELL, FAREWELL_INTERVAL = 1.0, 0.01
-"""Seconds that an instance which leaves waits for its routers at most, and between two looks at them."""
+"""Most seconds that a leaving instance waits for its routers, and between two looks."""
 RATE_WINDOW = 2.0
-"""Seconds over which the token rate is told."""
+"""Seconds over which the token rate is measured."""
 NOTHING = OutgoingTokens()
 
 
@@ -56,10 +59,10 @@ class _Router(msgspec.Struct):
     name: str
     heard_at: float
     last_dispatch: int = 0
-    news: ReportPolicy = msgspec.field(default_factory=ReportPolicy)
+    report_policy: ReportPolicy = msgspec.field(default_factory=ReportPolicy)
     wants_blocks: bool = False
     has_blocks: int | None = None
-    """The changes of the prefix cache before this one are known to it; None: nothing is."""
+    """First change of the prefix cache that it does not know; None: it knows none."""
 
 
 class Progress:
@@ -69,45 +72,47 @@ class Progress:
         self._blocks_total = blocks_total
         self._stepped_at = self._rested_at = time.monotonic()
         self._window: list[tuple[float, int]] = [(self._stepped_at, 0)]
-        self._standing: LoadSnapshot | None = None
+        self._snapshot: LoadSnapshot | None = None
 
-    def stepped(self, standing: LoadSnapshot) -> None:
-        """After each step, and when work arrives at an idle instance."""
+    def stepped(self, snapshot: LoadSnapshot) -> None:
+        """Note a step, or that work arrives at an idle instance."""
         idle_for = time.monotonic() - self._stepped_at
         self._stepped_at = time.monotonic()
         if idle_for > RATE_WINDOW:  # a pause is no part of the rate
             self._window = [(self._stepped_at, self._window[-1][1])]
-        self._standing = standing
-        self._window.append((self._stepped_at, standing.generation_tokens))
+        self._snapshot = snapshot
+        self._window.append((self._stepped_at, snapshot.generation_tokens))
         while len(self._window) > 2 and self._window[1][0] < self._stepped_at - RATE_WINDOW:
             self._window.pop(0)
 
-    def rested(self, standing: LoadSnapshot) -> None:
-        """While there is nothing to step: what was there may have been aborted since the last step, and what
-        waits for its grammar is not late."""
+    def rested(self, snapshot: LoadSnapshot) -> None:
+        """Called while there is nothing to step.
+
+        Requests may have been aborted since the last step, and those that wait for a grammar are not late.
+        """
         self._rested_at = time.monotonic()
-        self._standing = standing
+        self._snapshot = snapshot
 
     def load(self) -> Load:
-        standing, now = self._standing, time.monotonic()
-        if standing is None:
+        snapshot, now = self._snapshot, time.monotonic()
+        if snapshot is None:
             return Load(blocks_total=self._blocks_total)
-        busy = standing.running + standing.waiting > 0
+        busy = snapshot.running + snapshot.waiting > 0
         (began, before), (ended, after) = self._window[0], self._window[-1]
         fresh = now - ended < RATE_WINDOW and after > before
         return Load(
-            running=standing.running,
-            waiting=standing.waiting,
-            blocks_used=standing.blocks_used,
+            running=snapshot.running,
+            waiting=snapshot.waiting,
+            blocks_used=snapshot.blocks_used,
             blocks_total=self._blocks_total,
             tokens_per_second=(after - before) / max(now - began, 1e-3) if fresh else 0.0,
-            steps=standing.steps,
+            steps=snapshot.steps,
             stalled_for=now - max(self._stepped_at, self._rested_at) if busy else 0.0,
         )
 
 
 class Server:
-    """Binds at once; :meth:`run` steps until it is told to stop and has drained."""
+    """Binds at once; :meth:`run` steps until :meth:`drain` is called and it has drained."""
 
     def __init__(self, instance: str, address: str, core: EngineCore, keys: MeshKeys | None = None) -> None:
         self._instance = instance
@@ -117,16 +122,16 @@ class Server:
             self._context, address, ToInstance, name="instance", keys=keys
         )
         self._routers: dict[Peer, _Router] = {}
-        self._held: dict[Peer, OutgoingTokens] = {}
+        self._outgoing: dict[Peer, OutgoingTokens] = {}
         """Tokens of the last step, which are handed out while workers compute the next one."""
         self._draining = threading.Event()
         self._drain_until = 0.0
         core.grammars.on_done = self._listener.interrupt
         self.progress = Progress(core.capacity.num_blocks)
         self.leaves_requests = False
-        """Whether :meth:`run` ended with some that others have to finish."""
+        """Whether :meth:`run` ended with requests that other instances have to finish."""
         self.turn = 0
-        """Of the step loop, for whoever watches that it goes on."""
+        """Turns of the step loop so far; the step watch compares them."""
 
     @property
     def endpoint(self) -> str:
@@ -145,7 +150,7 @@ class Server:
 
     @property
     def drain_time_left(self) -> float:
-        """Seconds."""
+        """Seconds until the drain deadline."""
         return max(0.0, self._drain_until - time.monotonic())
 
     def run(self, between_steps: Callable[[], None] = lambda: None) -> None:
@@ -155,7 +160,7 @@ class Server:
                 self.turn += 1
                 between_steps()
                 self._take_in()  # 1. requests and aborts that came meanwhile
-                turn = self._core.pace.turn()  # 2. is there a group to step in?
+                turn = self._core.stepping.turn()  # 2. is there a group to step in?
                 if isinstance(turn, LeaveMesh):
                     break
                 if isinstance(turn, Enter):
@@ -163,11 +168,11 @@ class Server:
                 steps = not isinstance(turn, AwaitGroup) and self._wants_step()
                 if steps:
                     self._step()  # 3. one forward pass; tokens, one message per router
-                if self._draining.is_set() and self._drained() and self._core.pace.drained():
+                if self._draining.is_set() and self._drained() and self._core.stepping.drained():
                     break
                 if not steps:
                     if not self._core.has_work:
-                        self.progress.rested(self._core.standing)
+                        self.progress.rested(self._core.snapshot)
                     self._hand_out()
                     self._report_changes(at_rest=True)  # 4. tell what changed, sleep until a message
                     self._listener.wait(IDLE_WAIT)
@@ -175,15 +180,18 @@ class Server:
             self._hand_out()
 
     def await_readers(self, patience: float = FAREWELL) -> None:
-        """After :meth:`run`, and once routers can hear from the coordinator that this instance leaves: wait
-        until they have hung up, which they do when they have read all. What they have not read when the
-        connection breaks is lost to them (ZeroMQ drops it): they would have it computed again elsewhere."""
+        """Wait until routers have hung up, which they do when they have read all.
+
+        Called after :meth:`run`, once routers can hear from the coordinator that this instance leaves. What
+        they have not read when the connection breaks is lost to them, since ZeroMQ drops it. They would have
+        it computed again elsewhere.
+        """
         until = time.monotonic() + patience
         while time.monotonic() < until and any(self._listener.send(peer, Tokens()) for peer in self._routers):
             time.sleep(FAREWELL_INTERVAL)
 
     def close(self) -> None:
-        """Hang up. Routers take a broken connection for what it is, at once."""
+        """Close the socket. Routers notice the broken connection at once."""
         self._listener.close()
         self._context.term()
 
@@ -198,27 +206,27 @@ class Server:
 
     def _wants_step(self) -> bool:
         if self._core.has_work:
-            self._core.pace.notice_work()
-        return self._core.has_work or self._core.pace.must_step
+            self._core.stepping.notice_work()
+        return self._core.has_work or self._core.stepping.must_step
 
     def _step(self) -> None:
         try:
-            handouts = self._core.step(self._hand_out)
+            outgoing = self._core.step(self._hand_out)
         except CollectiveError as error:
-            self._core.pace.failed(error)
+            self._core.stepping.failed(error)
             return
         finally:
             self._hand_out()  # if no other step was begun
-        self._held, standing = handouts, self._core.standing
+        self._outgoing, snapshot = outgoing, self._core.snapshot
         if not (self._core.overlaps and self._core.has_work):
-            self._hand_out(standing)
+            self._hand_out(snapshot)
         self._report_changes()
-        self.progress.stepped(standing)
+        self.progress.stepped(snapshot)
 
     # ---- in
 
     def _take_in(self) -> None:
-        if self._core.pace.is_fenced():
+        if self._core.stepping.is_fenced():
             self._drop_everything()
         had_work = self._core.has_work
         for _ in range(MAX_MESSAGES_PER_TURN):
@@ -227,7 +235,7 @@ class Server:
                 break
             peer, message = received
             if isinstance(message, Wake):
-                self._core.pace.on_wake(message)
+                self._core.stepping.on_wake(message)
                 continue
             is_new = peer not in self._routers
             router = self._router(peer)
@@ -253,13 +261,13 @@ class Server:
             self._tell(peer, refused)
         self._forget_silent_routers()
         if self._core.has_work and not had_work:
-            self.progress.stepped(self._core.standing)
+            self.progress.stepped(self._core.snapshot)
 
     def _router(self, peer: Peer) -> _Router | None:
         """The record of a connection.
 
-        A new one is told so: what its router had here before, over a connection that broke, is lost to it.
-        None if that cannot be told: then nothing is taken from it.
+        A new one is sent :class:`Attached`: what its router had here before, over a connection that broke, is
+        lost to it. None if that cannot be sent: then nothing is taken from it.
         """
         router = self._routers.get(peer)
         if router is None:
@@ -279,7 +287,7 @@ class Server:
             self._tell(peer, refused)
 
     def _drop_everything(self) -> None:
-        """The others went on without this instance, and routers have had its requests resumed elsewhere.
+        """Abort all requests: the group went on without this instance.
 
         What they have not, they do when they hear that it is lost here.
         """
@@ -288,9 +296,9 @@ class Server:
             self._tell(peer, Attached(self._instance, self._core.capacity))
 
     def _tell(self, peer: Peer, message: Attached | Recalled | RequestRefused) -> None:
-        """A router that this does not reach would wait for it for ever.
+        """Send a message to a router, and forget the router if it cannot be reached.
 
-        It is forgotten like one that tokens do not reach, and hears so when it attaches again.
+        It would wait for the message for ever. It is sent :class:`Attached` when it attaches again.
         """
         if not self._listener.send(peer, message) and peer in self._routers:
             self._forget(peer)
@@ -308,38 +316,41 @@ class Server:
 
     # ---- out
 
-    def _hand_out(self, standing: LoadSnapshot | None = None) -> None:
-        """Send the tokens that are held.
+    def _hand_out(self, snapshot: LoadSnapshot | None = None) -> None:
+        """Send the outgoing tokens.
 
         They wait for the next step to begin, if that is at once.
         """
-        if self._held:
-            held, self._held = self._held, {}
-            standing, now = standing or self._core.standing, time.monotonic()
-            for peer, handout in held.items():
+        if self._outgoing:
+            outgoing, self._outgoing = self._outgoing, {}
+            snapshot, now = snapshot or self._core.snapshot, time.monotonic()
+            for peer, tokens in outgoing.items():
                 router = self._routers.get(peer)  # None: it is gone since
                 if router is not None:
-                    tells = router.news.go_along(standing, router.last_dispatch, now)
-                    self._send(peer, handout, self._report(router) if tells else None)
+                    tells = router.report_policy.go_along(snapshot, router.last_dispatch, now)
+                    self._send(peer, tokens, self._report(router) if tells else None)
 
     def _report(self, router: _Router) -> InstanceReport:
         return self._core.report(router.last_dispatch, self._listener.bad_messages)
 
-    def _send(self, peer: Peer, handout: OutgoingTokens, report: InstanceReport | None) -> None:
+    def _send(self, peer: Peer, tokens: OutgoingTokens, report: InstanceReport | None) -> None:
         router = self._routers[peer]
         blocks = None
         if report is not None and router.wants_blocks:
             blocks = self._core.block_events(router.has_blocks)
-        if not self._send_in_parts(peer, Tokens(handout.deltas, report, blocks, handout.singles)):
+        if not self._send_in_parts(peer, Tokens(tokens.deltas, report, blocks, tokens.singles)):
             self._forget(peer)
             return
         if blocks is not None:
             router.has_blocks = blocks.next
         if report is not None:
-            router.news.sent(report, time.monotonic())
+            router.report_policy.sent(report, time.monotonic())
 
     def _send_in_parts(self, peer: Peer, tokens: Tokens) -> bool:
-        """In one message, nearly always: log-probabilities of many long prompts may be too much for one."""
+        """Send in one message, or in halves if that is too large.
+
+        Log-probabilities of many long prompts may be.
+        """
         try:
             return self._listener.send(peer, tokens)
         except TooLarge as error:
@@ -352,19 +363,19 @@ class Server:
         return all(self._send_in_parts(peer, part) for part in halves(tokens))
 
     def _report_changes(self, *, at_rest: bool = False) -> None:
-        """To those who were told nothing lately.
+        """Send reports to routers that got none lately.
 
-        At rest at once, as nothing may change for long.
+        At rest they are sent at once, as nothing may change for long.
         """
         now = time.monotonic()
         for peer, router in list(self._routers.items()):
-            if (at_rest or router.news.may_go_alone(now)) and self._has_news(router):
+            if (at_rest or router.report_policy.may_go_alone(now)) and self._has_news(router):
                 self._send(peer, NOTHING, self._report(router))
 
     def _has_news(self, router: _Router) -> bool:
         if router.wants_blocks and router.has_blocks != self._core.num_block_changes:
             return True
-        return router.news.are_in(self._report(router))
+        return router.report_policy.are_in(self._report(router))
 
     # ---- the end
 

@@ -65,7 +65,7 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
 
 
 def _find(config: EngineConfig) -> ModelInfo:
-    """The model's facts.
+    """Facts of the model that settings depend on.
 
     What config.json rules out is refused before any weights are fetched or read.
 
@@ -92,7 +92,7 @@ def adopt(config: EngineConfig, settings: Settings) -> EngineConfig:
     """This instance's settings with all that the mesh shares taken from the mesh.
 
     Raises:
-        CheckpointError: what it was told itself does not go with them.
+        CheckpointError: the instance's own flags do not go with them.
     """
     try:
         return _adopted(config, settings)
@@ -132,7 +132,7 @@ def _adopted(config: EngineConfig, settings: Settings) -> EngineConfig:
 
 
 def ignored_when_joining(config: EngineConfig) -> list[str]:
-    """Flags that an instance without a model of its own gave in vain: the mesh decides them."""
+    """Flags without effect on an instance that takes its model from the mesh."""
     given = {
         "--dtype": config.model.dtype != ModelConfig().dtype,
         "--max-model-len": config.model.max_model_len is not None,
@@ -166,12 +166,12 @@ def _expert_settings(config: EngineConfig, info: ModelInfo, size: int) -> dict[s
 
 
 def _spreads(config: EngineConfig, info: ModelInfo, size: int) -> bool:
-    """Where it can be done, unless it is told not to be.
+    """Whether experts are spread: where it can be done, unless a flag forbids it.
 
     One instance has nothing to spread.
 
     Raises:
-        CheckpointError: it is told to be, and cannot.
+        CheckpointError: a flag asks for it, and it cannot be done.
     """
     device = config.device
     asked = device.enable_expert_parallel
@@ -203,7 +203,7 @@ def _spreads(config: EngineConfig, info: ModelInfo, size: int) -> bool:
 
 
 def _why_whole(config: EngineConfig, info: ModelInfo) -> str:
-    """Why experts are not spread unless that is asked for; empty if they are."""
+    """Reason for which experts are not spread by default; empty if they are."""
     device = config.device
     if config.model.load_format == "dummy":
         return "random weights are not spread"
@@ -215,7 +215,7 @@ def _why_whole(config: EngineConfig, info: ModelInfo) -> str:
 
 
 def _check_sharding(device: DeviceConfig, info: ModelInfo) -> None:
-    """What can be said of ``-tp`` and ``-pp`` before any weight is read."""
+    """Check ``-tp`` and ``-pp`` before any weight is read."""
     try:
         if device.tensor_parallel_size > 1 and info.num_heads:
             kv_heads_of(info.num_heads, info.num_kv_heads or info.num_heads, 0, device.tensor_parallel_size)

@@ -13,7 +13,7 @@ METHODS = ("ngram", "[ngram]")
 The second is its older one.
 """
 MOST_DRAFTED = 64
-"""Tokens of a draft: long before, it costs more than it can spare."""
+"""Largest draft; far below, it already costs more than it can spare."""
 LONGEST_MATCH = 64
 
 
@@ -25,7 +25,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=LONGEST_MATCH)] = 2
     """The last tokens of a context that must have stood there before."""
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=LONGEST_MATCH)] = 5
-    """So many are compared: of several places the one is taken where most of them agree."""
+    """Tokens compared to choose among several matches: the longest agreement wins."""
     disable_by_batch_size: Annotated[int, Meta(ge=1)] | None = None
     """With more requests running nothing is drafted; None: as long as it pays."""
 

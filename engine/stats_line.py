@@ -1,4 +1,4 @@
-"""A line of the log about what an instance does, every ten seconds while it does something (pure)."""
+"""Log line about the throughput and load of an instance, every ten seconds (pure)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ INTERVAL = 10.0
 
 
 class StatsLine:
-    """In the words of vLLM's, for whoever reads or parses those."""
+    """Same wording as vLLM's line, for people and programs that read it."""
 
     def __init__(self, num_blocks: int, now: float) -> None:
         self._num_blocks = num_blocks
         self._at = now
-        self._told = Counters()
+        self._counters = Counters()
         self._was_busy = False
 
     def __repr__(self) -> str:
@@ -24,11 +24,11 @@ class StatsLine:
     def is_due(self, now: float) -> bool:
         return now - self._at >= INTERVAL
 
-    def line(self, counters: Counters, standing: LoadSnapshot, now: float) -> str | None:
-        """What was done since the last time; None if that was nothing, and the time before it, too."""
-        before, seconds = self._told, now - self._at
-        self._told, self._at = counters, now
-        is_busy = counters.steps > before.steps or standing.running + standing.waiting > 0
+    def line(self, counters: Counters, snapshot: LoadSnapshot, now: float) -> str | None:
+        """Line for the time since the last call; None if twice nothing was done."""
+        before, seconds = self._counters, now - self._at
+        self._counters, self._at = counters, now
+        is_busy = counters.steps > before.steps or snapshot.running + snapshot.waiting > 0
         was_busy, self._was_busy = self._was_busy, is_busy
         if not (is_busy or was_busy):
             return None
@@ -39,7 +39,7 @@ class StatsLine:
         return (
             f"Avg prompt throughput: {prompts:.1f} tokens/s, "
             f"Avg generation throughput: {output:.1f} tokens/s, "
-            f"Running: {standing.running} reqs, Waiting: {standing.waiting} reqs, "
-            f"KV cache usage: {standing.blocks_used / self._num_blocks:.1%}, "
+            f"Running: {snapshot.running} reqs, Waiting: {snapshot.waiting} reqs, "
+            f"KV cache usage: {snapshot.blocks_used / self._num_blocks:.1%}, "
             f"Prefix cache hit rate: {found / looked_up if looked_up else 0.0:.1%}"
         )

@@ -1,4 +1,4 @@
-"""What the scheduler tells the workers to compute, and what they answer (no torch).
+"""Steps from the scheduler to the workers, and their results (no torch).
 
 Workers keep the state of the running requests in numbered slots (token ids, block table, sampling
 parameters), so a step carries only what changed. All structs are plain msgspec: an executor may send
@@ -13,12 +13,14 @@ from engine.messages import TokenLogprobs
 from engine.sampling import SamplingParams
 
 CRUMBS = 16
-"""The last tokens of a prompt, up to the budget divided by this, are computed beyond the budget: in a step of
-their own they would keep the first token back for as long as a whole one."""
+"""Divisor of the budget: prompt tails up to that size may exceed it.
+
+In a step of their own they would keep the first token back for as long as a whole step.
+"""
 
 
 def most_tokens(budget: int) -> int:
-    """Of a step with this budget."""
+    """Most tokens of a step with this budget."""
     return budget + budget // CRUMBS
 
 
@@ -44,7 +46,7 @@ class Admit(msgspec.Struct, frozen=True):
 
 
 class Masks(msgspec.Struct, frozen=True):
-    """Which tokens some rows may sample.
+    """Grammar masks: which tokens some rows may sample.
 
     A part of the step, so that the step run again has the same ones.
     """
@@ -56,11 +58,14 @@ class Masks(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One forward pass: row i computes positions [starts[i], starts[i] + counts[i]) of the request in slot
-    slots[i]. Rows of one token come first, then those with drafts, then prompts.
+    """One forward pass, stored as columns of its rows.
+
+    Row i computes positions [starts[i], starts[i] + counts[i]) of the request in slot slots[i]. Rows of one
+    token come first, then those with drafts, then prompts.
 
     Columns, not one object a row: most steps are the one before with each row a token further, and what is
-    equal then is compared and passed on as a whole."""
+    equal then is compared and passed on as a whole.
+    """
 
     admits: list[Admit] = []
     slots: list[int] = []
@@ -78,12 +83,16 @@ class Step(msgspec.Struct, frozen=True):
     Of the others, the worker appends the sampled token to the slot's ids by itself.
     """
     tokens: list[int] = []
-    """The first tokens of the rows of one token and of those with drafts, for workers that did not sample
-    them themselves; else nothing."""
+    """First token of each decode row and row with a draft.
+
+    For workers that did not sample them themselves; else empty.
+    """
     masks: Masks | None = None
     drafts: dict[int, list[int]] = {}
-    """By row: tokens that are computed behind the newest one, and count as far as they are those that are
-    sampled."""
+    """Draft tokens by row, computed behind the newest token.
+
+    They count as far as they equal those that are sampled.
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -91,12 +100,12 @@ class Step(msgspec.Struct, frozen=True):
 
     @property
     def ends(self) -> list[int]:
-        """Of each row, the position behind its last one."""
+        """Position behind the last one of each row."""
         return [start + count for start, count in zip(self.starts, self.counts, strict=True)]
 
 
 class Further(msgspec.Struct, frozen=True):
-    """Tokens of a row beyond the first: one for each token of its draft that was taken."""
+    """Tokens of a row beyond the first: one for each accepted draft token."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs] = []
@@ -104,7 +113,7 @@ class Further(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What the rows of a step gave, in the same order."""
+    """Results of the rows of a step, in the same order."""
 
     tokens: list[int | None]
     """None of rows that did not sample."""
@@ -114,11 +123,11 @@ class StepResult(msgspec.Struct, frozen=True):
     """By row, of requests with ``params.prompt_logprobs``: the entries of prompt positions
     start + 1 ... min(end, num_prompt - 1), that is, of the tokens predicted by this row."""
     further: dict[int, Further] = {}
-    """By row with a draft of which anything was taken: what came behind the row's first token."""
+    """Tokens behind the first, by row with a draft that was accepted in part."""
 
 
 class KVSpec(msgspec.Struct, frozen=True):
-    """What one token of context costs, found by running the loaded model once."""
+    """KV cache cost of one token, found by running the loaded model once."""
 
     num_layers: int
     bytes_per_token: int
@@ -126,7 +135,7 @@ class KVSpec(msgspec.Struct, frozen=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """What is known of a model once it is loaded."""
+    """Facts of a loaded model."""
 
     architecture: str
     num_parameters: int

@@ -1,7 +1,7 @@
-"""When a step loop is taken to hang (pure): one turn of it has taken longer than any may.
+"""Decides when a step loop hangs: one turn took longer than any may (pure).
 
-An instance that computes in its own process has nobody else who would miss a result, and its membership goes
-on with signs of life. So the membership's thread looks at the loop with each of them; the loop itself only
+Where an instance computes in its own process, no other process misses a result, and its membership goes on
+with signs of life. So the membership's thread looks at the loop with each of them; the loop itself only
 counts its turns. (What hangs with Python's lock in its hands stops that thread, too: such an instance falls
 silent, and the coordinator takes it out for that.)
 """
@@ -18,13 +18,13 @@ When more went by, this process did not run itself (it was stopped, or its machi
 any step.
 """
 EARLY_STEPS = 8
-"""The first ones may still compile what they run: of a prompt, of single tokens, of a batch."""
+"""First turns, which may still compile: a prompt, single tokens, a batch."""
 NUM_FRAMES = 3
-"""Of the innermost frames, so many say where something hangs."""
+"""Number of innermost frames logged to show where something hangs."""
 
 
 class StepWatch:
-    """Looked at from one thread."""
+    """Watches the turns of a step loop; used from one thread."""
 
     def __init__(self, limit: float, early_limit: float) -> None:
         """Seconds that a turn may take; ``early_limit``: in the first ``EARLY_STEPS`` steps."""
@@ -50,7 +50,7 @@ class StepWatch:
 
 
 def place_of(thread: int) -> str:
-    """Where a thread of this process is now, for people: files, lines and functions, the innermost first."""
+    """Stack of a thread of this process: files, lines and functions, innermost first."""
     frame: FrameType | None = sys._current_frames().get(thread)
     places: list[str] = []
     while frame is not None and len(places) < NUM_FRAMES:

@@ -71,7 +71,10 @@ def parse_args() -> argparse.Namespace:
 
 
 def placement(args: argparse.Namespace) -> dict[str, object]:
-    """What this node starts, and where the nodes meet: at the coordinator, which node 0 starts."""
+    """Instances that this node starts, and the coordinator's address.
+
+    Node 0 starts the coordinator.
+    """
     if args.node_size == 1:
         return {"data_parallel_size": args.dp_size}
     here = args.dp_size // args.node_size

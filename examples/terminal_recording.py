@@ -1,4 +1,4 @@
-"""A recording of what a terminal shows: an SVG that moves by itself, or a file for asciinema (version 2).
+"""A recording of a terminal: an animated SVG, or an asciinema file (version 2).
 
 Used by ``kill_a_rank.py``. Only what changes from picture to picture is written.
 """

@@ -1,4 +1,4 @@
-"""A conversation with a tool: the model asks for the weather, this program tells it, the model answers.
+"""A conversation with a tool call: this program answers with the weather.
 
 Needs a mesh that serves a model trained to call tools, for instance one of the Qwen 3 family:
 

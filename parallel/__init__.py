@@ -1,4 +1,4 @@
-"""How one model is cut into shards, and how the shards talk.
+"""Shards of one model, and how they communicate.
 
 A library: it knows nothing of serving, of requests or of HTTP, and imports no other package of
 Lockstep. Modules named *pure* in their docstring load no torch, so that processes which never load

@@ -1,4 +1,4 @@
-"""Where files are kept that can be made again."""
+"""Directories for files that can be made again."""
 
 from __future__ import annotations
 

@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 
 COMPILE = ("-O3", "-std=c++17", "-fPIC", "-shared", "-march=native")
 ELF_HEADER = 64
-"""Bytes."""
+"""Bytes of an ELF header."""
 TIMEOUT = 120.0
-"""Seconds; it takes a few."""
+"""Longest compilation in seconds; it takes a few."""
 INCLUDE = Path(__file__).parent / "communicators" / "native"
-"""Where headers are that other packages may use."""
+"""Directory of headers that other packages may use."""
 
 
 def compiled(
@@ -156,7 +156,7 @@ def _compiler() -> list[str]:
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """What the CPU can, as Linux names it."""
+    """Features of the CPU, as Linux names them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

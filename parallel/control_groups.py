@@ -41,7 +41,7 @@ def memory_limits(root: Path = ROOT, own: Path = OWN) -> list[MemoryLimit]:
 
 
 def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
-    """Cores' worth of time that may be used; None: no limit.
+    """Cores' worth of time that may be used; None means no limit.
 
     Threads beyond that are stopped by and by.
     """

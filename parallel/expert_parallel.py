@@ -117,11 +117,11 @@ class ExpertParallel:
         self._mine = np.array(placement.experts_of(rank))
 
     def use_products(self, products: Products) -> None:
-        """Compute the experts held here with these from now on."""
+        """Compute the experts held here with these products from now on."""
         self._products = products
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """A step begins in which rank r has ``sizes[r]`` tokens in every layer."""
+        """Begin a step in which rank r has ``sizes[r]`` tokens in every layer."""
         self.sizes, self._ends = sizes, list(accumulate(sizes))
         self.times.reset()
 
@@ -209,7 +209,7 @@ class ExpertParallel:
         else:
             numbers = _like(hidden, local[order])[:, None]
             outputs = self._local_experts(module, rows, numbers, rows.new_ones(len(rows), 1))
-        return outputs.index_select(0, _like(hidden, _places(order)))
+        return outputs.index_select(0, _like(hidden, _inverse(order)))
 
     def _note(self, began: float, arrived: float, done: float) -> None:
         self.times.dispatch += arrived - began
@@ -220,7 +220,7 @@ class ExpertParallel:
 def expert_forward(
     module: Any, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """What transformers' expert layers call: the module knows its place in the group."""
+    """Forward function for transformers' expert layers; the module knows its group."""
     parallel: ExpertParallel = getattr(module, ATTRIBUTE)
     return parallel.forward(module, hidden, expert_ids, weights)
 
@@ -228,7 +228,7 @@ def expert_forward(
 def _bring_home(
     group: Communicator, computed: torch.Tensor, send: Sequence[int], receive: Sequence[int], order: Ints
 ) -> torch.Tensor:
-    """Results go to the ranks whose pairs they are.
+    """Send results to the ranks whose pairs they are.
 
     Those of the pairs of this one come, of pair ``order[i]`` as number i. Returns them by pair, on the device
     of ``computed``.
@@ -237,7 +237,7 @@ def _bring_home(
     parts = group.all_to_all_views(on_host, send, receive)
     width = computed.shape[1]
     if len(order) * width * computed.itemsize < _LARGE:
-        sorted_rows = torch.cat(list(parts)).index_select(0, torch.from_numpy(_places(order)))
+        sorted_rows = torch.cat(list(parts)).index_select(0, torch.from_numpy(_inverse(order)))
         return sorted_rows if on_host is computed else sorted_rows.to(computed.device)
     outputs = on_host.new_empty(len(order), width)
     rows, begin = _rows(outputs), 0
@@ -285,7 +285,7 @@ def _unpack(packed: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, Int
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """As communicators take it; a tensor on the CPU is returned as it is."""
+    """The tensor as communicators take it; one on the CPU is returned as it is."""
     return tensor if tensor.is_cpu else tensor.cpu()
 
 
@@ -299,8 +299,8 @@ def _like(tensor: torch.Tensor, numbers: Ints) -> torch.Tensor:
     return torch.from_numpy(numbers).to(tensor.device)
 
 
-def _places(order: Ints) -> Ints:
+def _inverse(order: Ints) -> Ints:
     """The inverse of a permutation."""
-    places = np.empty_like(order)
-    places[order] = np.arange(len(order))
-    return places
+    inverse = np.empty_like(order)
+    inverse[order] = np.arange(len(order))
+    return inverse

@@ -67,7 +67,10 @@ def join_store(address: str) -> TCPStore:
 
 
 def _see_that_it_listens(host: str, port: int, timeout: float, may_be_early: bool) -> None:
-    """Look before torch does, which would try again and again, and say so at length."""
+    """Check that the store listens before torch connects.
+
+    torch would try again and again, and log that at length.
+    """
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -107,7 +110,7 @@ def form(
     should_stop: Callable[[], bool] | None = None,
     forming_timeout: float | None = None,
 ) -> Communicator:
-    """This member's end of one group of an epoch; returns when all members are connected.
+    """Form one group of an epoch; returns this member's end when all are connected.
 
     ``timeout`` (seconds) bounds every call, and how long this waits for the others unless
     ``forming_timeout`` does. ``host`` is the address on which the others

@@ -37,11 +37,11 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     """Tokens scheduled for this step: the rows that the instance dispatches in every layer."""
     queued_prefill: int = 0
-    """Prompt tokens that wait there."""
+    """Prompt tokens that wait at the instance."""
     longest: int = 0
     """Longest context of its rows, in tokens."""
     ready_epoch: int = 0
-    """The newest epoch that it is ready to switch to.
+    """The newest epoch that the instance is ready to switch to.
 
     Its current one when none is pending.
     """
@@ -128,7 +128,7 @@ class Lockstep:
         self.outstanding_wake: Wake | None = None
         """The wake that this instance sent and whose step has not begun yet."""
         self._wanted = -1
-        """The latest step of this epoch that anybody wants begun."""
+        """The latest step of this epoch that any instance wants begun."""
 
     def __repr__(self) -> str:
         state = "awake" if self.awake else "asleep"

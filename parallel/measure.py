@@ -21,14 +21,19 @@ SIZES = (64, 64 << 10, 1 << 20, 8 << 20)
 """Bytes of the tensor that each member gives."""
 
 SECONDS = 0.3
-"""After which no more calls of one collective with one size begin, without the warm-up."""
+"""Seconds after which no more calls of one collective with one size begin.
+
+The warm-up does not count.
+"""
 FEWEST, MOST = 3, 100
-"""Calls of which the median is taken."""
+"""Fewest and most calls of which the median is taken."""
 WARM_UP = 2
 
 
 def measure(group: Communicator, collective: str, num_bytes: int) -> float:
-    """Median seconds of one call, of float32 tensors with ``num_bytes`` bytes; a collective call itself.
+    """Median seconds of one collective call with float32 tensors of ``num_bytes`` bytes.
+
+    All members must call this.
 
     Raises:
         CollectiveError: a member is lost.
@@ -58,7 +63,7 @@ def bytes_sent(collective: str, num_bytes: int, size: int) -> float:
 
 
 def cells() -> Iterator[tuple[str, int]]:
-    """Everything that is measured: (collective, bytes)."""
+    """All pairs (collective, bytes) that are measured."""
     return ((collective, num_bytes) for num_bytes in SIZES for collective in COLLECTIVES)
 
 

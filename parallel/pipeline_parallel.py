@@ -1,4 +1,4 @@
-"""Which stage of a pipeline holds which layers (pure: no torch).
+"""Layers of each pipeline stage (pure: no torch).
 
 A stage holds a run of neighbouring layers; the first one the embedding, too, the last one the final norm
 and the output layer. Splits are counts of layers per stage, first stage first.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 def parse_split(text: str) -> tuple[int, ...]:
-    """``10,12,10`` as counts.
+    """Layer counts of a text like ``10,12,10``.
 
     Raises:
         ValueError: it is not a list of positive numbers.
@@ -25,7 +25,7 @@ def parse_split(text: str) -> tuple[int, ...]:
 
 
 def check_split(split: Sequence[int] | None, num_layers: int, num_stages: int) -> None:
-    """Refuse a split (None: whatever is best) that does not fit the model.
+    """Refuse a split that does not fit the model; None chooses the best.
 
     Raises:
         ValueError: too many stages, or a split of other layers or another number of stages.

@@ -1,10 +1,10 @@
-"""Which instance holds which expert (pure).
+"""Placement of experts on instances (pure).
 
 The first group of a mesh is placed by :func:`assign_experts`. Strategies have vLLM's names: ``linear`` gives
 each rank a run of neighbours, ``round_robin`` deals them out like cards. Numbers that do not divide give the
 first ranks one expert more. Later groups are placed by :func:`cover`, which moves as little as it can.
 
-A *rank* is here a member's place in its group, from 0 without gaps.
+A *rank* is here a member's index in its group, from 0 without gaps.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def cover(num_experts: int, held: Sequence[Collection[int]], room: Sequence[int]
 
 
 def _quotas(num_experts: int, limits: Sequence[int], holdings: Sequence[int]) -> list[int]:
-    """How many experts each member is to own.
+    """Number of experts that each member is to own.
 
     Where one more or less is open, who holds more gets more.
     """

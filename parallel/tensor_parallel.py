@@ -26,10 +26,10 @@ class TensorRank:
     rank: int
     size: int
     group: Communicator | None = None
-    """None while shapes are looked at only."""
+    """The group; None while only shapes are looked at."""
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum of what all ranks give."""
+        """The sum of all ranks' tensors."""
         if self.group is None or not partial.numel():
             return partial
         if partial.device.type == "cpu":
@@ -47,8 +47,10 @@ class TensorRank:
         return torch.cat(columns, dim=1).view(*part.shape[:-1], -1).to(part.device)
 
     def all_gather_rows(self, part: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        """Rows [sizes[rank], ...] of all ranks, one below the other: [sum(sizes), ...]. Memory of the
-        caller's own: layers of models write into what they are given."""
+        """Rows [sizes[rank], ...] of all ranks, one below the other: [sum(sizes), ...].
+
+        The result is memory of the caller's own: layers of models write into what they are given.
+        """
         if self.group is None or not sum(sizes):
             return part.new_zeros(sum(sizes), *part.shape[1:])
         if part.device.type == "cpu":
@@ -89,7 +91,7 @@ class RowParallelLinear(torch.nn.Module):  # type: ignore[misc]
 
     @property
     def splits_input(self) -> bool:
-        """Whether it is given all inputs, and takes its own."""
+        """Whether the layer is given all inputs, and takes its own part."""
         return self._input is not None
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -159,7 +161,7 @@ class VocabularyParallel:
 
 
 class SummedExperts:
-    """Mixed into a module of experts that gives partial sums."""
+    """Mixin for a module of experts that gives partial sums."""
 
     _ranks: TensorRank
 

@@ -38,7 +38,7 @@ QUERY_LIKE = {"q_proj", "q_b_proj", "kv_b_proj"}
 Those of latent attention include keys and values.
 """
 KEY_LIKE = {"k_proj", "v_proj"}
-"""Children that give something per KV head."""
+"""Children of attention modules with outputs per KV head."""
 REPLICATED = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
 """Styles that leave a module whole: what they add concerns training."""
 
@@ -53,7 +53,7 @@ class Cut:
     Checkpoints may hold a stacked parameter's experts one by one.
     """
     total: int
-    """Size of the whole parameter along it."""
+    """Size of the whole parameter along the cut dimension."""
     ranges: tuple[tuple[int, int], ...]
     """Ranges to keep.
 
@@ -83,10 +83,10 @@ class Cut:
 
 @dataclass
 class CutModel:
-    """What was done to a model."""
+    """The cuts made in a model."""
 
     cuts: dict[str, Cut] = field(default_factory=dict)
-    """By the name of the parameter; all others are whole."""
+    """Cuts by the name of the parameter; all others are whole."""
     whole_experts: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Experts [first, stop) held whole, by the path of their experts module."""
 
@@ -151,7 +151,7 @@ class _Cutter:
             raise CannotCut(f"these entries of its plan are not applied: {entries}. Use -tp 1")
 
     def style(self, path: str) -> str | None:
-        """What the plan says of a path."""
+        """The plan's style for a path; None if it names none."""
         return self._plan.get(_pattern(path))
 
     def has_cut_children(self, path: str, module: Any) -> bool:
@@ -225,7 +225,7 @@ class _Cutter:
     # ---- attention
 
     def _cut_attention(self, path: str, module: Any, styles: Mapping[str, str | None]) -> None:
-        """By heads.
+        """Cut attention by heads.
 
         Norms over all heads at once are computed together, so that they need no gathering.
         """
@@ -284,7 +284,7 @@ class _Cutter:
         setattr(module, norm, ParallelRMSNorm(whole, self._ranks, cut.size, copies))
 
     def _tell_heads(self, module: Any, ranges: Mapping[str, tuple[int, int]]) -> None:
-        """Attributes that some families compute with."""
+        """Set the numbers of heads that some families compute with."""
         local, local_kv = (stop - start for start, stop in (ranges["q_proj"], ranges["k_proj"]))
         for names, count in (
             (("num_heads", "num_attention_heads"), local),
@@ -311,7 +311,7 @@ class _Cutter:
                 self._cut_child(where, experts, name, style)
 
     def _keep_whole_experts(self, where: str, experts: Any) -> None:
-        """Some experts, whole: what the others would add comes from their ranks."""
+        """Keep this rank's share of the experts whole; the ranks add up their sums."""
         total = int(experts.num_experts)
         first, stop = self._ranks.share(total, f"{where}: the experts")
         mix_in(SummedExperts, experts, self._ranks)
@@ -347,7 +347,7 @@ class _Cutter:
     # ---- vocabulary
 
     def cut_vocabulary(self) -> None:
-        """Rows of the embedding and of the output layer, as equal as can be.
+        """Cut the rows of the embedding and the output layer, as equally as can be.
 
         Both the same if they are tied. In a pipeline a stage may have neither.
         """

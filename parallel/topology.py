@@ -43,13 +43,16 @@ def usable_cores() -> int:
 
 @cache
 def _quota() -> float | None:
-    """Read once: instances ask between any two steps."""
+    """The cores' worth of time, read once: instances ask between any two steps."""
     return cpu_quota()
 
 
 def cuda_devices() -> tuple[str, ...]:
-    """Names of the CUDA devices that processes started from here will see, as ``CUDA_VISIBLE_DEVICES`` has
-    them; found without loading torch. As for CUDA, the list ends at the first name that can be none."""
+    """Names of the CUDA devices that processes started from here will see.
+
+    They are written as in ``CUDA_VISIBLE_DEVICES``, and found without loading torch. As for CUDA, the list
+    ends at the first name that can be none.
+    """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         names = (name.strip() for name in chosen.split(","))
@@ -59,7 +62,7 @@ def cuda_devices() -> tuple[str, ...]:
 
 
 def visible_cuda_devices() -> int:
-    """How many :func:`cuda_devices` there are."""
+    """Number of :func:`cuda_devices`."""
     return len(cuda_devices())
 
 
@@ -96,7 +99,7 @@ def threads_per_worker(workers_on_host: int, cores: int) -> int:
 
 
 def cores_of_worker(cores: Sequence[int], worker: int, num_workers: int, threads: int) -> tuple[int, ...]:
-    """Cores of its own for one of an instance's workers.
+    """Cores for one of an instance's workers alone.
 
     None (run anywhere) if they do not suffice.
     """
@@ -106,7 +109,7 @@ def cores_of_worker(cores: Sequence[int], worker: int, num_workers: int, threads
 
 
 def sizes_that_divide(total: int) -> str:
-    """For messages."""
+    """Sizes that divide ``total``, as a sentence for messages."""
     return "Sizes that do: " + ", ".join(str(size) for size in range(1, total + 1) if total % size == 0)
 
 

@@ -1,4 +1,4 @@
-"""The HTTP door of the mesh, the choice of an instance, and the command line on top of all.
+"""The HTTP endpoint of the mesh, the routing of requests, and the command line.
 
 Nothing here loads torch when imported.
 """

@@ -1,4 +1,4 @@
-"""Settings of the HTTP front end, and the whole of what the command line accepts."""
+"""Settings of the HTTP endpoint, and all settings of the command line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def _json_object(flag_name: str, text: str) -> dict[str, Any]:
 
 
 def check_keys_of_clients(flag_name: str, keys: Iterable[str]) -> None:
-    """An empty one, of a variable that is not set, would be what clients without any key present."""
+    """Refuse keys that no client could send, and empty ones.
+
+    The value of a variable that is not set is empty, as is the key of clients that present none.
+    """
     for key in keys:
         if not key.strip():
             raise ValueError(
@@ -46,7 +49,10 @@ def _check_name(flag_name: str, given: str | None, known: Iterable[str]) -> None
 
 
 def _check_head(mesh: MeshConfig) -> None:
-    """A head without -dp makes a mesh of one instance: it can have no more of them, and no rank but 0."""
+    """Refuse ranks and local sizes that a head without -dp cannot have.
+
+    Without -dp it makes a mesh of one instance, with rank 0.
+    """
     if mesh.headless or mesh.data_parallel_size is not None:
         return
     first, count = mesh.data_parallel_start_rank or 0, mesh.local_size
@@ -69,90 +75,97 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     port: Annotated[Port, flag(help="Port of the endpoint.")] = 8000
     uds: Annotated[
         str | None,
-        flag(
-            path=True, help="Path of a Unix socket that the endpoint listens at, and at no --host and --port."
-        ),
+        flag(path=True, help="Path of a Unix socket to listen at, instead of --host and --port."),
     ] = None
     api_key: Annotated[
         tuple[str, ...],
-        flag(repeated=True, secret=True, help="Key that clients must present; repeat it for several."),
+        flag(
+            repeated=True, secret=True, help="API key that clients must present; repeat the flag for several."
+        ),
     ] = ()
     api_key_limits: Annotated[
         str | None,
         flag(
             path=True,
             help="YAML or JSON file of quotas by key: requests_per_minute, tokens_per_minute, "
-            "concurrent_requests. Its keys are let in like those of --api-key.",
+            "concurrent_requests. Its keys are accepted like those of --api-key.",
         ),
     ] = None
     max_requests_per_minute: Annotated[
         Count | None,
-        flag(help="Requests per minute of each key (of all clients, without keys); more get 429."),
+        flag(help="Requests per minute of each key (without keys: of all clients); more get 429."),
     ] = None
     max_tokens_per_minute: Annotated[
-        Size | None, flag(help="Tokens per minute of each key, prompts and output; more get 429.")
+        Size | None, flag(help="Tokens per minute of each key, prompts and output; requests beyond get 429.")
     ] = None
     max_concurrent_requests: Annotated[
-        Count | None, flag(help="Requests of each key at once; more get 429.")
+        Count | None, flag(help="Concurrent requests of each key; more get 429.")
     ] = None
     admin_host: Annotated[str, flag(help="Address of the admin API, with --admin-port.")] = "127.0.0.1"
-    admin_port: Annotated[Port | None, flag(help="Port of the admin API; unset: it has none.")] = None
+    admin_port: Annotated[Port | None, flag(help="Port of the admin API; unset: no port of its own.")] = None
     admin_api_key: Annotated[
         tuple[str, ...],
         flag(
             repeated=True,
             secret=True,
-            help="Key that the admin API asks for; with one, the API is also at /admin of the endpoint.",
+            help="Key of the admin API; with one, the API is also at /admin of the endpoint.",
         ),
     ] = ()
-    ssl_keyfile: Annotated[
-        str | None, flag(path=True, help="Private key in PEM: the endpoint speaks HTTPS.")
-    ] = None
+    ssl_keyfile: Annotated[str | None, flag(path=True, help="Private key in PEM, to serve HTTPS.")] = None
     ssl_certfile: Annotated[
-        str | None, flag(path=True, help="Certificate chain in PEM, for --ssl-keyfile.")
+        str | None, flag(path=True, help="Certificate chain in PEM for --ssl-keyfile.")
     ] = None
     ssl_ca_certs: Annotated[
-        str | None, flag(path=True, help="Certificates in PEM that clients' own must be signed by.")
+        str | None,
+        flag(path=True, help="CA certificates in PEM that must have signed clients' certificates."),
     ] = None
     ssl_cert_reqs: Annotated[
-        int, Meta(ge=0, le=2), flag(help="Client certificates: 0 none, 1 checked if sent, 2 required.")
+        int,
+        Meta(ge=0, le=2),
+        flag(help="Client certificates: 0 not requested, 1 verified if sent, 2 required."),
     ] = 0
-    root_path: Annotated[str, flag(help="Prefix that a proxy in front of the endpoint has.")] = ""
+    root_path: Annotated[str, flag(help="Path prefix at which a proxy serves the endpoint.")] = ""
     allowed_origins: Annotated[
-        tuple[str, ...], flag(help="Origins whose pages may ask (CORS), * for all; unset: none.")
+        tuple[str, ...],
+        flag(help="Origins whose web pages may send requests (CORS), * for all; unset: none."),
     ] = ()
-    allowed_methods: Annotated[tuple[str, ...], flag(help="Methods that those may use.")] = ("*",)
-    allowed_headers: Annotated[tuple[str, ...], flag(help="Headers that those may send.")] = ("*",)
-    allow_credentials: Annotated[bool, flag(help="Let those send cookies.")] = False
+    allowed_methods: Annotated[tuple[str, ...], flag(help="Methods allowed to those origins (CORS).")] = (
+        "*",
+    )
+    allowed_headers: Annotated[tuple[str, ...], flag(help="Headers allowed to those origins (CORS).")] = (
+        "*",
+    )
+    allow_credentials: Annotated[bool, flag(help="Allow cookies from those origins (CORS).")] = False
     load_balancing_policy: Annotated[
         Literal["prefix_aware", "least_loaded", "round_robin", "power_of_two", "consistent_hash"],
-        flag("--policy", help="How an instance is chosen for a request."),
+        flag("--policy", help="Policy that chooses the instance for a request."),
     ] = "prefix_aware"
     seed: Annotated[
         int | None,
-        flag(help="Seed of the seeds given to requests that bring none; unset: unpredictable ones."),
+        flag(help="Seed from which requests without one get theirs; unset: random seeds."),
     ] = None
     tokenizer: Annotated[
         str | None, flag(path=True, help="Directory with tokenizer.json; unset: the model's.")
     ] = None
     chat_template: Annotated[
-        str | None, flag(help="Jinja file (or text) used instead of the model's chat template.")
+        str | None, flag(help="Jinja file (or text) that replaces the model's chat template.")
     ] = None
     default_chat_template_kwargs: Annotated[
-        str, flag(json=True, help="JSON object of variables for the chat template; requests may set others.")
+        str,
+        flag(json=True, help="JSON object of variables for the chat template; requests may override them."),
     ] = "{}"
-    response_role: Annotated[str, flag(help="Role of the messages that are generated.")] = "assistant"
+    response_role: Annotated[str, flag(help="Role of generated messages.")] = "assistant"
     enable_auto_tool_choice: Annotated[
-        bool, flag(help="Let the model call the tools of a request; needs --tool-call-parser.")
+        bool, flag(help="Let the model decide to call a request's tools; needs --tool-call-parser.")
     ] = False
     tool_call_parser: Annotated[
-        str | None, flag(help=f"How the model writes tool calls: {', '.join(TOOL_CALL_PARSERS)}.")
+        str | None, flag(help=f"Format of the model's tool calls: {', '.join(TOOL_CALL_PARSERS)}.")
     ] = None
     exclude_tools_when_tool_choice_none: Annotated[
-        bool, flag(help="Keep tools out of the prompt of requests with tool_choice none.")
+        bool, flag(help="Leave tools out of the prompt if tool_choice is none.")
     ] = False
     reasoning_parser: Annotated[
-        str | None, flag(help=f"How the model marks its reasoning: {', '.join(REASONING_PARSERS)}.")
+        str | None, flag(help=f"Format of the model's reasoning: {', '.join(REASONING_PARSERS)}.")
     ] = None
     structured_outputs_config: Annotated[
         str,
@@ -165,52 +178,52 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         str,
         flag(
             path=True,
-            help="auto: the model's generation_config.json gives sampling defaults; vllm: neutral defaults.",
+            help="Source of sampling defaults: auto (the model's generation_config.json) or vllm (neutral).",
         ),
     ] = "auto"
     override_generation_config: Annotated[
         str,
         flag(
-            json=True, help='JSON object of sampling defaults in place of those, like {"temperature": 0.5}.'
+            json=True, help='JSON object of sampling defaults that override those, like {"temperature": 0.5}.'
         ),
     ] = "{}"
     max_logprobs: Annotated[
-        int, Meta(ge=-1), flag(help="Most log-probabilities per token; -1: those of all tokens.")
+        int, Meta(ge=-1), flag(help="Most log-probabilities per token; -1: the whole vocabulary.")
     ] = 20
-    max_request_bytes: Annotated[Bytes, flag(help="Largest request body; larger ones are answered 413.")] = (
+    max_request_bytes: Annotated[Bytes, flag(help="Largest request body in bytes; larger ones get 413.")] = (
         8 * 1024**2
     )
-    request_timeout: Annotated[
-        float, Meta(gt=0), flag(help="Seconds a client may take to send its request.")
-    ] = 60.0
+    request_timeout: Annotated[float, Meta(gt=0), flag(help="Seconds for a client to send its request.")] = (
+        60.0
+    )
     timeout_keep_alive: Annotated[
         int,
         Meta(gt=0),
-        flag(help="Seconds until a connection without requests is closed; clients' pools should be sooner."),
+        flag(help="Seconds until an idle connection is closed; clients' pools should close theirs sooner."),
     ] = 120
     sse_keep_alive_interval: Annotated[
         Natural,
-        flag(help="Seconds without a byte after which a stream gets a comment, for proxies' sake; 0: never."),
+        flag(help="Seconds of silence after which a stream sends a comment, for proxies; 0: never."),
     ] = 0
     enable_request_id_headers: Annotated[
-        bool, flag(help="Answer with X-Request-Id, the client's or a new one.")
+        bool, flag(help="Send X-Request-Id in answers, the client's or a new one.")
     ] = False
     enable_prompt_tokens_details: Annotated[
-        bool, flag(help="Tell in usage how many prompt tokens came from the cache.")
+        bool, flag(help="Report in usage how many prompt tokens came from the prefix cache.")
     ] = False
     enable_tokenizer_info_endpoint: Annotated[
         bool, flag(help="Serve GET /tokenizer_info: special tokens and the chat template.")
     ] = False
-    enable_force_include_usage: Annotated[bool, flag(help="Tell usage at the end of every stream.")] = False
+    enable_force_include_usage: Annotated[bool, flag(help="Report usage at the end of every stream.")] = False
     disable_access_log: Annotated[
         bool, flag("--disable-uvicorn-access-log", help="Do not log each HTTP request.")
     ] = False
     disable_access_log_for_endpoints: Annotated[
-        str, flag(help="Paths whose requests are not logged, with commas; empty: all are.")
+        str, flag(help="Paths whose requests are not logged, separated by commas; empty: log all.")
     ] = "/health,/ping,/livez,/metrics,/load,/v1/loads"
-    dashboard: Annotated[bool, flag(help="Show the mesh, live, in a page at / of the endpoint.")] = True
+    dashboard: Annotated[bool, flag(help="Serve a live page about the mesh at / of the endpoint.")] = True
     shutdown_timeout: Annotated[
-        float, Meta(ge=0), flag(help="Seconds that requests may still run after SIGTERM.")
+        float, Meta(ge=0), flag(help="Seconds for running requests to finish after SIGTERM.")
     ] = 5.0
 
     def __post_init__(self) -> None:
@@ -255,7 +268,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def key_limits(self) -> list[KeyLimits]:
-        """What each of ``keys`` may ask for; of all clients, if there are none."""
+        """Limits of each of ``keys``; without keys, those of all clients."""
         general = KeyLimits(
             requests_per_minute=self.max_requests_per_minute,
             tokens_per_minute=self.max_tokens_per_minute,
@@ -294,7 +307,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that ``serve`` accepts."""
+    """The processes of one serve."""
 
     mesh: MeshConfig = MeshConfig()
     engine: EngineConfig = EngineConfig()
@@ -302,17 +315,17 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     api_server_count: Annotated[
         int,
         Meta(ge=1, le=MOST_FRONT_ENDS),
-        flag("-asc", help="Router processes (front ends) that share the endpoint's port."),
+        flag("-asc", help="Number of router processes that share the endpoint's port."),
     ] = 1
     data_parallel_backend: Annotated[
         Literal["mp", "ray"],
         flag(
             "-dpb",
-            help="Where instances run: mp, on this machine; ray, anywhere in its Ray cluster.",
+            help="Where instances run: on this machine (mp), or anywhere in its Ray cluster (ray).",
         ),
     ] = "mp"
     restart: Annotated[
-        bool, flag(help="Start a local instance that died again, under its rank, after a pause that grows.")
+        bool, flag(help="Restart a local instance that died, under its rank, after growing delays.")
     ] = False
     log_level: LogLevel = "info"
 
@@ -331,7 +344,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def ray_flag(self) -> str | None:
-        """The flag that asks for Ray, if one does."""
+        """The flag that selects Ray, if one does."""
         if self.data_parallel_backend == "ray":
             return "--data-parallel-backend ray"
         if self.engine.device.distributed_executor_backend == "ray":
@@ -342,17 +355,17 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The router process.
 
-    What only its launcher gives: the sockets and its place among the front ends.
+    Only its launcher gives the sockets and its number among the routers.
     """
 
     mesh: MeshConfig = MeshConfig()
     http: HttpConfig = HttpConfig()
     http_descriptor: Annotated[
-        Natural | None, flag(help="Inherited socket of the endpoint; unset: it binds --host and --port.")
+        Natural | None, flag(help="Inherited socket of the endpoint; unset: --host and --port are bound.")
     ] = None
     admin_descriptor: Annotated[Natural | None, flag(help="Inherited socket of the admin API.")] = None
-    front_end: Annotated[Natural, flag(help="Number of this process among the front ends.")] = 0
-    front_ends: Annotated[Count, flag(help="Front ends that share the endpoint's port.")] = 1
+    front_end: Annotated[Natural, flag(help="Number of this process among the routers.")] = 0
+    front_ends: Annotated[Count, flag(help="Routers that share the endpoint's port.")] = 1
     counts_directory: Annotated[
         str | None, flag(help="Directory in which the processes of one serve share their counts.")
     ] = None

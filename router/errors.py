@@ -1,8 +1,8 @@
-"""What a client is told when something goes wrong: one exception, one body.
+"""Errors that clients receive: one exception, one body.
 
 Every error of the HTTP layer has the body ``{"error": {message, type, param, code}}``. ``Retry-After`` is
-sent where waiting helps. OpenAI clients try 408, 409, 429 and 5xx again by themselves, which is left to them
-except where it cannot help: then ``x-should-retry: false`` tells them so.
+sent where waiting helps. OpenAI clients retry 408, 409, 429 and 5xx by themselves. Where a retry cannot help,
+``x-should-retry: false`` prevents it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ApiError(Exception):
 
 
 class ClientGone(Exception):
-    """The client hung up, or stopped reading: nobody is left to answer."""
+    """The client hung up, or stopped reading: there is no one to answer."""
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:

@@ -1,6 +1,6 @@
-"""What went wrong and what was done about it: counted by kind, with a bounded list of the latest.
+"""Faults and reactions to them: counts by kind, and a bounded list of the latest.
 
-Front ends and the launcher each keep their own; :meth:`Faults.merged` makes one of them.
+Routers and the launcher each keep their own; :meth:`Faults.merged` makes one of them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ MAX_TEXT = 300
 
 
 class FaultEvent(enum.StrEnum):
-    """What an entry tells of."""
+    """Kind of an entry."""
 
     DETECTION = "detection"
-    """Something was found to be lost; the kind says by which sign."""
+    """A loss was detected; the kind names the sign."""
     RESTART = "restart"
     """A process was started again; the kind is its role."""
     RESUME = "resume"
-    """Requests went on at another instance; the kind says why they had to."""
+    """Requests continued at another instance; the kind names the cause."""
 
 
 KINDS = {
@@ -31,7 +31,7 @@ KINDS = {
     FaultEvent.RESTART: ("coordinator", "engine", "router"),
     FaultEvent.RESUME: ("connection_lost", "removed", "reattached", "drained", "refused", "no_group"),
 }
-"""Those that every mesh tells of from its start, so that their rates begin at zero."""
+"""Kinds that every mesh reports from its start, so that their rates begin at zero."""
 
 
 class Fault(msgspec.Struct, frozen=True):

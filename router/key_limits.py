@@ -1,6 +1,6 @@
-"""Quotas of API keys, as the flags and the file of ``--api-key-limits`` give them (pure but for reading it).
+"""Quotas of API keys, from the flags and the file of ``--api-key-limits``.
 
-:mod:`router.http.quotas` keeps to them.
+Pure, but for reading the file. :mod:`router.http.quotas` enforces them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None
-    """Of prompts and of output."""
+    """Tokens of prompts and of output."""
     concurrent_requests: Limit | None = None
 
     @property
@@ -44,9 +44,9 @@ def read_key_limits(path: str) -> dict[str, KeyLimits]:
 
 
 def limits_of(keys: Sequence[str], by_key: Mapping[str, KeyLimits], general: KeyLimits) -> list[KeyLimits]:
-    """Of each key, in order: its own.
+    """The limits of each key, in order: its own, completed from ``general``.
 
-    What it does not say from ``general``; of everybody, without keys.
+    Without keys, one set of limits for all clients.
     """
     own = [by_key.get(key, KeyLimits()) for key in keys] or [KeyLimits()]
     return [

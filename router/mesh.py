@@ -55,31 +55,31 @@ class Prompt(msgspec.Struct, frozen=True):
     params: SamplingParams
     seed: int
     asked: int = 0
-    """Tokens that the client itself asked for: who cannot hold as many would end it early."""
+    """Tokens that the client itself asked for; an instance with less room would end early."""
     sample_index: int = 0
     rank: int | None = None
     """The instance that the client asked for (X-data-parallel-rank)."""
     priority: int = 0
     cache_salt: str = ""
     session: str = ""
-    """Requests of one session bear the same: a hint to keep them together."""
+    """Equal for all requests of a session: a hint to keep them together."""
     traceparent: str = ""
-    """W3C Trace Context that the instance is told; empty for none."""
+    """W3C Trace Context to pass to the instance; empty for none."""
 
 
 class TokenSink(Protocol):
-    """Consumer of one sample's tokens that needs no task: it writes or keeps them at once.
+    """Consumer of one sample's tokens, without a task: it writes or keeps them at once.
 
     :class:`router.dispatch.delivery.Delivery` and :class:`router.dispatch.stream.Stream` call it in the event
     loop, as soon as the message of an instance is there. :mod:`router.api.shortcut` has the real ones.
     """
 
     def take(self, delta: Delta) -> bool:
-        """Consume a delta; False leaves it to the reader of the generation, as an exception does."""
+        """Consume a delta; False, or an exception, leaves it to the reader of the generation."""
         ...
 
     def take_token(self, token_id: int, now: float) -> bool:
-        """The same for a delta that holds one token and nothing else, which is nearly every one.
+        """Consume a delta of a single token and nothing else, as nearly every one is.
 
         ``now`` is the time of ``time.perf_counter``.
         """

@@ -1,4 +1,4 @@
-"""The router process: one HTTP server in front of one mesh client, in one event loop."""
+"""The router process: one HTTP server and one mesh client in one event loop."""
 
 from __future__ import annotations
 
@@ -47,14 +47,17 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 ERROR_TIMEOUT = 1.0
-"""Seconds in which clients must take the error that ends their requests, or their connections are cut."""
+"""Seconds for clients to take a final error before their connections are cut."""
 COMMAND_TIMEOUT = 5.0
 """Seconds that the coordinator gets to answer a command of the admin API."""
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to us: uvicorn would raise them again after its end, and nothing of ours would run.
-    Accepts connections itself: evenly among front ends, and none that it has no file for."""
+    """uvicorn's server with Lockstep's own signals and its own accepting of connections.
+
+    uvicorn would raise signals again after its end, and no code of ours would run. Connections are accepted
+    evenly among routers, and none that this process has no file for.
+    """
 
     def __init__(
         self,
@@ -88,7 +91,7 @@ class _Server(uvicorn.Server):
             late.cancel()
 
     def _give_up(self) -> None:
-        """Clients hear why, which those of a connection that just breaks do not."""
+        """End requests with an error: a connection that just breaks would give no reason."""
         given_up = self._mesh.give_up_all("the server ends, and the answer with it")
         if given_up:
             logger.warning(
@@ -132,32 +135,24 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
     http = config.http
     if config.front_ends > 1:
         process.set_up(f"Router_{config.front_end}", config.log_level)
+    PatientProtocol.head_timeout = http.request_timeout
+    _quiet_uvicorn(http)
+    try:
+        tracing = _tracing(config)
+    except TracingMissing as error:
+        logger.error("%s", error)
+        return process.EXIT_USAGE
     mesh = MeshClient(
         config.mesh.coordinator_endpoint,
         tokenizer=http.tokenizer,
         keys=keys,
         policy=Policy(http.load_balancing_policy),
     )
-    PatientProtocol.head_timeout = http.request_timeout
-    uvicorn_log = logging.getLogger("uvicorn.error")
-    uvicorn_log.setLevel(logging.WARNING)  # its start and end are said here
-    uvicorn_log.addFilter(lambda record: not _was_cut_off(record))  # it says how many in a line of its own
-    if unlogged := http.disable_access_log_for_endpoints.split(","):
-        logging.getLogger("uvicorn.access").addFilter(
-            lambda record: without_prefix(_path_of(record), http.root_path) not in unlogged
-        )
-    directory = config.counts_directory
-    shared = SharedCounts(Path(directory), f"router-{config.front_end}") if directory is not None else None
-    metrics = Metrics(mesh, faults=mesh.faults, shared=shared, alone=config.front_ends == 1)
+    counts = _shared_counts(config)
+    metrics = Metrics(mesh, faults=mesh.faults, shared=counts, alone=config.front_ends == 1)
     dashboard = None
     if http.dashboard:
         dashboard = Dashboard(mesh, metrics.faults_of_all, metrics.in_flight_of_all, config.front_end)
-    wanted = config.mesh.observability.otlp_traces_endpoint
-    try:
-        tracing = None if wanted is None else Tracing(wanted, f"router-{config.front_end}")
-    except TracingMissing as error:
-        logger.error("%s", error)
-        return process.EXIT_USAGE
     settings = _settings(_app(config, mesh, metrics, dashboard, tracing, listeners, keys), http)
     try:
         settings.load()
@@ -168,15 +163,10 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
     server = _Server(settings, _tally(config), feed, mesh, http.shutdown_timeout)
     following = asyncio.create_task(_follow(mesh, server))
     beside = [following]
-    if shared is not None:
-        beside.append(asyncio.create_task(shared.keep(metrics.snapshot)))
+    if counts is not None:
+        beside.append(asyncio.create_task(counts.keep(metrics.snapshot)))
     try:
-        if any(map(_had_others, listeners)):
-            await _find_the_world(mesh, following)
-        for listener in listeners:
-            let_successors_in(listener)
-            listener.listen(BACKLOG)  # as is said now: whoever reads it may connect at once
-            logger.info("listening on %s", name_of(listener, http.scheme))
+        await _listen(listeners, http, mesh, following)
         gc.freeze()  # what is there by now stays: collections need not look through it
         await server.serve(sockets=listeners)
     finally:
@@ -189,28 +179,76 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
     return process.EXIT_REFUSED if following.done() and not following.cancelled() else 0
 
 
+def _quiet_uvicorn(http: HttpConfig) -> None:
+    """Keep lines out of uvicorn's logs that are logged here or are not wanted.
+
+    These are its start and end, requests that it cuts off, and paths of --disable-access-log-for-endpoints.
+    """
+    errors = logging.getLogger("uvicorn.error")
+    errors.setLevel(logging.WARNING)  # its start and end are logged here
+    errors.addFilter(lambda record: not _was_cut_off(record))  # uvicorn logs their number in another line
+    if unlogged := http.disable_access_log_for_endpoints.split(","):
+        logging.getLogger("uvicorn.access").addFilter(
+            lambda record: without_prefix(_path_of(record), http.root_path) not in unlogged
+        )
+
+
+def _tracing(config: RouterConfig) -> Tracing | None:
+    """The sender of traces, if --otlp-traces-endpoint is given.
+
+    Raises:
+        TracingMissing: the extra is not installed.
+    """
+    wanted = config.mesh.observability.otlp_traces_endpoint
+    return None if wanted is None else Tracing(wanted, f"router-{config.front_end}")
+
+
+def _shared_counts(config: RouterConfig) -> SharedCounts | None:
+    """This router's counts, in the directory of its launcher; None without one."""
+    directory = config.counts_directory
+    return None if directory is None else SharedCounts(Path(directory), f"router-{config.front_end}")
+
+
+async def _listen(
+    listeners: list[socket.socket], http: HttpConfig, mesh: MeshClient, following: asyncio.Task[None]
+) -> None:
+    """Open the sockets and log their addresses.
+
+    The successor of a router that died first waits until it knows the mesh.
+    """
+    if any(map(_had_others, listeners)):
+        await _find_the_world(mesh, following)
+    for listener in listeners:
+        let_successors_in(listener)
+        listener.listen(BACKLOG)  # before the line is logged: a client that reads it may connect at once
+        logger.info("listening on %s", name_of(listener, http.scheme))
+
+
 def _had_others(listener: socket.socket) -> bool:
-    """Whether another front end accepts here, or did: then connections may wait in its queue."""
+    """Whether another router accepts here, or did: connections may wait in its queue."""
     return bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 async def _find_the_world(mesh: MeshClient, following: asyncio.Task[None]) -> None:
-    """Who waits at a door whose front end died is not to hear that nobody serves, just because its successor
-    has not heard of anybody yet."""
+    """Wait until an instance is known, for clients that a dead router left behind.
+
+    They wait in the socket's queue, and must not get a 503 only because the new router has not heard of any
+    instance yet.
+    """
     deadline = time.monotonic() + ANSWER_TIMEOUT
     while not (mesh.healthy or following.done()) and time.monotonic() < deadline:  # noqa: ASYNC110 (health is no event)
         await asyncio.sleep(0.02)
 
 
 def _tally(config: RouterConfig) -> Tally:
-    """The tally that keeps front ends even; one without a launcher is alone."""
+    """The tally that balances connections among routers; one without a launcher is alone."""
     if config.front_ends == 1 or config.counts_directory is None:
         return Tally(None, 0, 1)
     return Tally(Path(config.counts_directory) / "connections", config.front_end, config.front_ends)
 
 
 def _quotas(config: RouterConfig) -> Quotas:
-    """Shared by all front ends of this endpoint."""
+    """Quotas shared by all routers of this endpoint."""
     directory = config.counts_directory
     return Quotas(
         config.http.key_limits,
@@ -265,12 +303,15 @@ def _open_doors(config: RouterConfig, held: contextlib.ExitStack) -> list[socket
 
 
 def _was_cut_off(record: logging.LogRecord) -> bool:
-    """Whether an entry in uvicorn's log is a request that it cancelled itself, at its end."""
+    """Whether a line of uvicorn's log is about a request that its shutdown cancelled."""
     return record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 def _path_of(record: logging.LogRecord) -> str:
-    """Of an entry in uvicorn's access log: client, method, path with query, version, status."""
+    """The path in a line of uvicorn's access log, without the query.
+
+    The line's arguments are client, method, path with query, version, status.
+    """
     args = record.args
     return str(args[2]).partition("?")[0] if isinstance(args, tuple) and len(args) > 2 else ""
 
@@ -305,5 +346,5 @@ async def _follow(mesh: MeshClient, server: uvicorn.Server) -> None:
     except KeyRefused as error:
         logger.error("%s", error)
     except Exception:  # started again, this router knows the world; as it is, it would answer without
-        logger.exception("the mesh cannot be followed any more")
+        logger.exception("the connection to the mesh failed: this router ends")
     server.should_exit = True

@@ -15,7 +15,7 @@ class StructuredOutputsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
     disable_any_whitespace: bool = False
     """Compact JSON: no blanks between its tokens."""
     disable_additional_properties: bool = False
-    """Objects of a schema that does not say have no other properties."""
+    """Objects have no other properties, unless their schema allows them."""
     enable_in_reasoning: bool = False
     """Reasoning follows the grammar, too, which leaves no room for any."""
     reasoning_parser: str = ""

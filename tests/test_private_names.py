@@ -1,4 +1,4 @@
-"""Which names that are not for others to use Lockstep takes from its libraries, and that they are there.
+"""Private names of libraries that Lockstep uses, and a check that they exist.
 
 Each is a reason for the upper bound of its library in pyproject.toml. Raise a bound when this test and all others
 pass with the newer version.

@@ -1,4 +1,4 @@
-"""The shape of the project: who imports whom, who may load torch, what is on no wire."""
+"""Structure of the project: directions of imports, where torch is loaded, what no wire carries."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_docstrings_name_modules_that_exist() -> None:
 
 
 def exists(dotted: str) -> bool:
-    """Whether a module, or something in one, has this name (not what a class has inside)."""
+    """Whether a module, or a name in one, is called so (members of classes excluded)."""
     parts = dotted.split(".")
     for length in range(len(parts), 0, -1):
         folder = ROOT.joinpath(*parts[:length])
@@ -245,7 +245,7 @@ def test_no_module_outside_the_engine_loads_torch(package: str) -> None:
 def test_what_comes_before_the_model_loads_no_torch(module: str) -> None:
     """An instance registers, and may be refused, before it spends seconds on libraries.
 
-    One with workers never does, nor does a fork server before it is told what to load.
+    One with workers never does, nor does a fork server before it gets a request to load them.
     """
     code = (
         f"import sys, {module}\n"

@@ -15,11 +15,11 @@ FOLDERS = sorted(
     {path.parent.relative_to(ROOT) for top in TOPS for path in (ROOT / top).rglob("*.py")} - {Path("tests")}
 )
 MOST_WORDS = 15
-"""In the first line of a docstring, which must stand alone in a list."""
+"""Most words in the first line of a docstring, which stands alone in lists."""
 FORBIDDEN = re.compile(
     r"\bwho(m|)ever\b|\b(is|are|was|were|be|been|being) (said|told)\b|\b(told|said) so\b", re.I
 )
-"""A person says and tells. What a program does is logged, sent, returned, raised, or refused with a status."""
+"""Verbs of persons: what a program does is logged, sent, returned, raised or refused."""
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -1,6 +1,6 @@
 """Time in which this process could hear others (pure).
 
-Whoever was stopped, or had no core, or whose whole machine slept, finds on coming back that everybody has
+A process that was stopped or had no core, or whose machine slept, finds on its return that all peers have
 been silent for long. That silence is its own.
 """
 
@@ -15,7 +15,7 @@ pause is over.
 
 
 class OwnTime:
-    """Seconds since the first reading, less those in which nobody read it."""
+    """Seconds since the first reading, less those in which it was not read."""
 
     def __init__(self) -> None:
         self._read_at: float | None = None

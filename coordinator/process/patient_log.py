@@ -47,7 +47,7 @@ class PatientHandler(logging.Handler):
         self._pid = os.getpid()
         self._lines: SimpleQueue[bytes] = SimpleQueue()
         self._put_lines = self._put_bytes = 0
-        """Changed by those who log, under the handler's lock."""
+        """Changed by threads that log, under the handler's lock."""
         self._written_lines = self._written_bytes = 0
         """Changed by the thread."""
         self._dropped = 0

@@ -1,4 +1,4 @@
-"""What every process of the mesh does first: name itself, log, and end with its parent."""
+"""First steps of every process: its name, its log, and its end with its parent."""
 
 from __future__ import annotations
 
@@ -28,30 +28,32 @@ logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 OPEN_FILES = 65536
-"""As many connections and files as a process may have, where the system lets it ask for them."""
+"""Open files and connections that a process asks for, if the system allows it."""
 
 EXIT_INTERRUPTED = 130
-"""After Ctrl-C, as shells have it, of what does not end in a way of its own."""
+"""Exit status after Ctrl-C, as in shells, of commands without an end of their own."""
 EXIT_USAGE = 2
 """Wrong settings: nothing was started."""
 EXIT_FAILED = 1
-"""Something needed could not be had: a port, memory, a model, the other instances in time."""
+"""Something needed was missing: a port, memory, a model, or other instances in time."""
 EXIT_REFUSED = 3
 """The coordinator refused this instance."""
 EXIT_WORKER_LOST = 4
-"""A worker process of this instance ended, and with it a part of the model and of its cache."""
+"""A worker process ended, and with it a part of the model and cache."""
 
 EXIT_HUNG = 5
 """A step of this instance did not end."""
 
 PARENT_VARIABLE = "LOCKSTEP_PARENT_PID"
 INSTANCE_VARIABLE = "LOCKSTEP_INSTANCE"
-"""The name that an instance gets from its launcher, which so knows it wherever it runs."""
+"""The name that a launcher gives an instance, to recognise it wherever it runs."""
 
 
 PATIENCE = 0.8
-"""The part of --startup-timeout that an instance waits for what it needs: it knows best what is missing, so
-its launcher must not give up before it."""
+"""The part of --startup-timeout for which an instance waits for what it needs.
+
+It knows best what is missing, so its launcher must not give up before it.
+"""
 
 
 SHORTAGES = {
@@ -164,7 +166,10 @@ def hold_standard_streams() -> None:
 
 
 def raise_open_files() -> None:
-    """Take what the hard limit allows: the soft one is often 1024, and a router has a file per client."""
+    """Raise the limit of open files as far as the hard limit allows.
+
+    The soft one is often 1024, and a router has a file per client.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -215,7 +220,7 @@ def warn_if_open(mesh: MeshConfig) -> None:
     """Say at start what ``--insecure-mesh`` means."""
     if mesh.is_open:
         logger.warning(
-            "--insecure-mesh: whoever reaches this network can read all requests, send its own and join"
+            "--insecure-mesh: anyone on this network can read all requests, send requests and join the mesh"
         )
     elif mesh.insecure_mesh and mesh.mesh_key_file is not None:
         logger.warning("--insecure-mesh ignored: there is a mesh key")

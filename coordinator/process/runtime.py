@@ -20,7 +20,10 @@ MARK = "lockstep"
 """A file that marks such a directory: a directory without it is never removed."""
 PLACES = ("/tmp", "/var/tmp", "/dev/shm")
 MOST_TRIES = 100
-"""Tries at making a directory: another process may take it for left over before it is locked."""
+"""Attempts at making a directory.
+
+Another process may take a new one for a leftover before it is locked.
+"""
 
 
 def places() -> list[Path]:

@@ -70,8 +70,10 @@ def check_installed() -> None:
 
 
 class Away(logging.Filter):
-    """Says once that the collector takes nothing, in place of the exporter's several lines a second, and once
-    when it takes spans again. It lets none of the exporter's records through."""
+    """Filter that logs once when the collector is away, and once when it is back.
+
+    It replaces the exporter's several lines a second, and lets none of them through.
+    """
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -175,7 +177,7 @@ class Tracing:
         )
 
     def traceparent(self, span: Span) -> str:
-        """Of what happens on behalf of a span."""
+        """The ``traceparent`` header for work on behalf of a span."""
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, self._trace.set_span_in_context(span))
         return carrier["traceparent"]

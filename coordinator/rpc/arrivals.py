@@ -14,7 +14,10 @@ from typing import Any
 import zmq
 
 MOST_AT_ONCE = 16
-"""Messages received before others get their turn: a peer that sends without end does not stop the loop."""
+"""Messages received in one go before other tasks run.
+
+So a peer that sends without end does not stop the loop.
+"""
 MOST_WAITING = 4096
 """Messages received at once from a peer that is gone."""
 
@@ -28,8 +31,10 @@ def is_readable(socket: zmq.Socket[Any]) -> bool:
 
 
 class Arrivals:
-    """Of one socket, which belongs to the running loop from the first :meth:`wait` or :meth:`watch` to
-    :meth:`close`."""
+    """Incoming messages of one socket.
+
+    The socket belongs to the running loop from the first :meth:`wait` or :meth:`watch` to :meth:`close`.
+    """
 
     def __init__(self, socket: zmq.Socket[Any]) -> None:
         self._socket = socket

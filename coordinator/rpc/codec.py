@@ -1,7 +1,7 @@
-"""Messages as bytes: one msgspec struct of a tagged union, as msgpack behind one byte of protocol version.
+"""Messages as bytes: msgspec structs of a tagged union, as msgpack after a version byte.
 
-Decoding is strict, and nothing else is ever decoded: no pickle, no dynamic method names. Who sends and
-receives the frames is :mod:`coordinator.rpc.rpc`.
+The byte is the protocol version. Decoding is strict, and nothing else is ever decoded: no pickle, no dynamic
+method names. :mod:`coordinator.rpc.rpc` sends and receives the frames.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ In = TypeVar("In")
 
 
 class Malformed(ValueError):
-    """Bytes that are no message of ours; says why."""
+    """Bytes that are no valid message; the text says why."""
 
 
 class OtherProtocol(Malformed):

@@ -6,7 +6,7 @@ import logging
 import time
 
 INTERVAL = 10.0
-"""Seconds between two log lines about the same."""
+"""Seconds between two log lines about the same problem."""
 
 
 class Complaints:

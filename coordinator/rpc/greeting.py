@@ -1,4 +1,4 @@
-"""What a ZeroMQ listener asks of its peers, read from its greeting.
+"""The security mechanism that a ZeroMQ listener requires, read from its greeting.
 
 ZeroMQ does not tell a connecting socket why the other end hung up. The greeting that each side sends
 first (ZMTP 3, https://rfc.zeromq.org/spec/23) names its security mechanism; with what we have ourselves,

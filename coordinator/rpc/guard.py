@@ -1,4 +1,4 @@
-"""Who may connect to a listener that has the mesh's keys: a thread beside the socket.
+"""Admission of peers to a listener by the mesh's keys, in a thread.
 
 ZeroMQ asks a handler of its context about each client key (ZAP, https://rfc.zeromq.org/spec/27); this one
 knows one. It also reads the socket's monitor, which tells of peers that do not come as far as that: without

@@ -1,7 +1,7 @@
-"""What becomes of a connecting socket's connections: made, broken, or refused for their keys.
+"""State of a connecting socket's connections: made, broken, or refused for their keys.
 
-ZeroMQ reconnects by itself and says nothing of it to whoever sends and receives; its monitor does. It
-gives up where the other end breaks its rules: after a handshake that failed, after a message too large.
+ZeroMQ reconnects by itself without a word to the code that sends and receives; its monitor reports it. It
+gives up where the other end breaks its rules: after a failed handshake, after a message too large.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ REFUSED_INTERVAL = 1.0
 GREETING_TIMEOUT = 1.0
 """Seconds to find out why a listener hung up."""
 ENOUGH_FAILURES = 3
-"""Handshakes in a row that fail with keys on both sides before the keys are to blame: a listener may also end
-in the middle of one."""
+"""Failed handshakes in a row, with keys on both sides, that prove a wrong key.
+
+A single one may fail because the listener ends in the middle of it.
+"""
 FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -67,8 +69,11 @@ class Handshakes:
         return f"<Handshakes with {self._endpoint}, {self._failed} failed>"
 
     async def broken(self) -> None:
-        """Wait until a connection breaks: the listener's process ended, or the network did, or it sent what
-        nobody may, or :meth:`refusal`. It is tried again all the same."""
+        """Wait until a connection breaks; it is tried again all the same.
+
+        The listener's process ended, the network failed, the listener broke the protocol, or it refused
+        (:meth:`refusal`).
+        """
         while True:
             event = int((await recv_monitor_message(self._monitor))["event"])
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -91,7 +96,7 @@ class Handshakes:
         self._monitor.close(linger=0)
 
     async def refusal(self) -> KeyRefused | None:
-        """After a break: whether keys are the reason, as far as that can be told."""
+        """After a break: the error if, as far as is known, keys are the reason."""
         if not self._failed:
             return None
         match await mechanism_at(self._endpoint, GREETING_TIMEOUT), self._has_keys:

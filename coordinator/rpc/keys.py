@@ -1,8 +1,8 @@
-"""The key of a mesh: who has its file is a member, nobody else is let in, and what they say is encrypted.
+"""The key of a mesh: it admits members, keeps others out, and encrypts all traffic.
 
-One file holds two CURVE key pairs (the elliptic-curve security of ZeroMQ, https://rfc.zeromq.org/spec/26):
-the one of every socket that binds, and the one of every socket that connects. Both ends prove theirs. The
-file has the two secret halves; the public ones follow from them.
+A process that can read its file is a member. One file holds two CURVE key pairs (the elliptic-curve security
+of ZeroMQ, https://rfc.zeromq.org/spec/26): the one of every socket that binds, and the one of every socket
+that connects. Both ends prove theirs. The file has the two secret halves; the public ones follow from them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zmq.utils import z85
 FORMAT = "lockstep-mesh-key-1"
 """First word of the line that counts; another version of Lockstep may write another."""
 HEADING = (
-    "# The key of a Lockstep mesh, made by `lockstep keygen`. Whoever can read this file is a member:\n"
+    "# The key of a Lockstep mesh, made by `lockstep keygen`. Anyone who can read this file is a member:\n"
     "# copy it to the hosts of the mesh in a safe way, readable only by the user that runs Lockstep.\n"
 )
 LARGEST_FILE = 4096
@@ -71,7 +71,7 @@ def text_of(keys: MeshKeys) -> str:
 
 
 def write(keys: MeshKeys, path: Path, *, force: bool = False) -> None:
-    """Write a key file that only its owner can read (mode 0600), whole or not at all.
+    """Write a key file with mode 0600, whole or not at all.
 
     Raises:
         KeyFileError: it exists and ``force`` is not given, or it cannot be written.

@@ -33,7 +33,7 @@ FIRST_DESCRIPTOR = 200
 
 
 def is_own(mesh: MeshConfig) -> bool:
-    """Whether the mesh is on this host only and its user set no option about keys."""
+    """Whether the mesh is on this host only and no option about keys is set."""
     return mesh.mesh_key_file is None and not mesh.insecure_mesh and is_loopback(mesh.data_parallel_address)
 
 
@@ -66,7 +66,7 @@ def obtain(mesh: MeshConfig) -> MeshKeys:
     made, directory = keys.generate(), _directory_to_write()
     if directory is None:
         logger.warning(
-            "no directory for the key of this mesh (none of %s is there for this user alone): others can "
+            "no directory for the key of this mesh (none of %s is private to this user): others can "
             "join it only if all are given --mesh-key-file; or set XDG_RUNTIME_DIR",
             ", ".join(map(str, _directories())),
         )

@@ -93,8 +93,10 @@ class PortInUse(OSError):
 
 
 def with_room(context: Context) -> Context:
-    """A new context, for connections to everybody: else it has room for 1,023 sockets, and each
-    :class:`AsyncConnection` takes three."""
+    """A new context with as many sockets as ZeroMQ allows.
+
+    By default it has room for 1,023 sockets, and each :class:`AsyncConnection` takes three.
+    """
     context.set(zmq.MAX_SOCKETS, int(context.get(zmq.SOCKET_LIMIT)))
     return context
 
@@ -117,7 +119,7 @@ def _is_ipv6(endpoint: str) -> bool:
 
 
 def _identify(socket: zmq.Socket[Any], keys: MeshKeys | None) -> None:
-    """Give a connecting socket the mesh's client key, and the key that the listener must prove."""
+    """Give a connecting socket the mesh's client key, and the listener's public key."""
     if keys is not None:
         socket.curve_serverkey = keys.server_public
         socket.curve_publickey = keys.client_public
@@ -144,8 +146,10 @@ def _at_once(sent: Awaitable[Any]) -> None:
 
 
 class _Bound(Generic[In]):
-    """What both kinds of listener have: a bound ROUTER socket with its limits and its guard, and how frames
-    are read. With ``keys``, a context can have one listener."""
+    """Base of both listeners: a bound ROUTER socket, its limits, its guard, and decoding.
+
+    With ``keys``, a context can have one listener.
+    """
 
     def __init__(
         self,
@@ -158,7 +162,10 @@ class _Bound(Generic[In]):
         keys: MeshKeys | None = None,
         listen_fd: int | None = None,
     ) -> None:
-        """``listen_fd``: a socket of whoever started this process, which listens at ``endpoint`` already."""
+        """Bind ``endpoint``, or take over a socket that is bound to it.
+
+        ``listen_fd``: a socket of the process that started this one, which listens at ``endpoint`` already.
+        """
         self._socket = context.socket(zmq.ROUTER)
         _set_options(self._socket, endpoint, max_bytes)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)

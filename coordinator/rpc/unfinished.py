@@ -30,7 +30,7 @@ MOST_TOGETHER = 256 << 20
 UNREAD = 8 << 20
 """Bytes of whole messages that may still be in the kernel or in ZeroMQ's thread."""
 IDLE_RATE = 100
-"""Bytes per second that a connection may receive without a message: ZeroMQ's own signs of life."""
+"""Bytes per second that a connection may receive without a message: ZeroMQ's own heartbeats."""
 
 BYTES_RECEIVED = 128
 """Where Linux's ``tcp_info`` has it."""
@@ -68,8 +68,11 @@ class Unfinished:
                 self._seen[inode] = Seen(_received(connection), time.monotonic())
 
     def cut_floods(self) -> list[int]:
-        """Cut off peers with too many bytes since their last whole message, as none waits now. Returns the
-        bytes of each. Costs next to nothing unless the process has grown."""
+        """Cut off peers with too many bytes since their last whole message.
+
+        Call it while no message waits. Returns the bytes of each. Costs next to nothing unless the process
+        has grown.
+        """
         now = time.monotonic()
         if self._port is None or now - self._looked < INTERVAL:
             return []

@@ -1,7 +1,7 @@
 """A parser of command lines that takes flags as vLLM's users write them.
 
 ``--max_model_len`` is ``--max-model-len``, and ``--speculative-config.method ngram`` part of a JSON object.
-What is wrong is said in one line, with the nearest name where there is no such flag. Knows no settings:
+An error is one line, with the nearest name if a flag is unknown. Knows no settings:
 :mod:`coordinator.settings.flags` and ``lockstep bench`` add them.
 """
 
@@ -20,7 +20,7 @@ from coordinator.settings.foreign import Foreign
 NEAR = 0.8
 """Least likeness of a slip to the meant name (difflib's ratio, 1 for equal ones)."""
 FOREIGN = "foreign flags"
-"""Where the result of a parser has those of :func:`add_foreign`: no field has such a name."""
+"""Key of the flags of :func:`add_foreign` in a parser's result; no field has this name."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -33,7 +33,7 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
     def takes_parts(self, long_name: str, others: Iterable[str]) -> None:
-        """A flag whose value may be a JSON object, so that its parts may be given one by one."""
+        """Declare a flag of a JSON object whose parts may be given separately."""
         self._in_parts = {**self._in_parts, **dict.fromkeys((long_name, *others), long_name)}
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
@@ -57,7 +57,7 @@ class OneLineParser(argparse.ArgumentParser):
         """``--x.a 1 --x.b.c=2`` as ``--x={"a": 1, "b": {"c": 2}}``, where its first part was."""
         left: list[str] = []
         objects: dict[str, dict[str, Any]] = {}
-        places: dict[str, int] = {}
+        positions: dict[str, int] = {}
         words = iter([*argv, None])
         word = next(words)
         while word is not None:
@@ -70,19 +70,22 @@ class OneLineParser(argparse.ArgumentParser):
             else:
                 if not equals and following is not None and not _is_flag(following):
                     equals, value, following = "=", following, next(words)
-                places.setdefault(long_name, len(left))
+                positions.setdefault(long_name, len(left))
                 part = _of_json(value) if equals else True
                 _set_part(objects.setdefault(long_name, {}), path.split("."), part)
             word = following
         given = {self._in_parts.get(word.partition("=")[0].replace("_", "-")) for word in left}
         for long_name in given.intersection(objects):
             self.error(f"{long_name} is given as a whole and in parts: give one of them")
-        for long_name, place in reversed(places.items()):
-            left.insert(place, f"{long_name}={json.dumps(objects[long_name])}")
+        for long_name, position in reversed(positions.items()):
+            left.insert(position, f"{long_name}={json.dumps(objects[long_name])}")
         return left
 
     def _spelled(self, word: str) -> str:
-        """What is no flag of ours stays as it is: it may be a value, and errors show it as written."""
+        """A word with hyphens for underscores if it is a known flag, else unchanged.
+
+        An unknown one may be a value, and errors show it as written.
+        """
         name, equals, value = word.partition("=")
         hyphenated = name.replace("_", "-")
         known = name.startswith("--") and hyphenated in self._option_string_actions
@@ -107,7 +110,7 @@ def _set_part(whole: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _of_json(text: str) -> Any:
-    """What stands there as JSON, else as text."""
+    """A text parsed as JSON, or unchanged if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -159,7 +162,7 @@ class _TakeForeign(argparse.Action):
 
 
 def add_foreign(parser: OneLineParser, foreign: Foreign) -> None:
-    """Take a flag that we do not have, without a word of it in the help text."""
+    """Accept a flag that Lockstep does not have; the help text omits it."""
     names = [*foreign.shorts, f"--{foreign.name}", *[f"--no-{foreign.name}"] * foreign.is_switch]
     # One that is never taken may have any number of values, and an error that says why.
     never = bool(foreign.here) or foreign.harmless == ()

@@ -27,7 +27,7 @@ Config = TypeVar("Config", bound=msgspec.Struct)
 Size = Annotated[int, Meta(extra={"size": True})]
 """A count that may be written 8k (8000), 8K (8192), 2M, 2G and so on."""
 Bytes = Annotated[int, Meta(ge=1, extra={"size": True})]
-"""Likewise, of something that there must be."""
+"""A size of at least one byte."""
 
 Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -80,7 +80,7 @@ class Field(msgspec.Struct, frozen=True):
     is_path: bool
     is_json: bool
     words: dict[str, int]
-    """What stands for some number."""
+    """Words that stand for some number."""
     choices: tuple[str, ...]
 
     @property
@@ -99,7 +99,7 @@ class Field(msgspec.Struct, frozen=True):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The names in a YAML file: those of all long flags, with underscores."""
+        """Its names in a YAML file: those of all long flags, with underscores."""
         others = (name[2:].replace("-", "_") for name in self.names if name.startswith("--"))
         return (self.key, *others)
 
@@ -144,7 +144,10 @@ def _fields(config: type[msgspec.Struct], path: tuple[str, ...]) -> Iterator[Fie
 
 
 def _unwrap(hint: Any) -> tuple[Any, list[Meta]]:
-    """The bare type of a hint, without Annotated and without ``| None``, and all Metas met on the way."""
+    """The bare type of a hint, and all Metas met on the way.
+
+    Without Annotated and without ``| None``.
+    """
     metas: list[Meta] = []
     while True:
         if typing.get_origin(hint) is Annotated:
@@ -178,8 +181,8 @@ def parse(
     """Parse a command line into a config.
 
     Wrong values end the process with exit code 2 and a message. ``shares_file``: a YAML file may hold
-    settings of other commands too. ``foreign``: flags that we do not have; what is to be said of them is
-    there afterwards. ``version``: what --version prints.
+    settings of other commands too. ``foreign``: flags that Lockstep does not have; it collects the messages
+    about them. ``version``: what --version prints.
     """
     parser = make_parser(config, prog=prog, description=description)
     if version:
@@ -270,10 +273,10 @@ def from_flat(
     for key, value in given.items():
         field = by_key[key]
         _check_text(field, value)
-        place = nested
+        section = nested
         for part in field.path[:-1]:
-            place = place.setdefault(part, {})
-        place[key] = _checked(field, value)
+            section = section.setdefault(part, {})
+        section[key] = _checked(field, value)
     try:
         return msgspec.convert(nested, config, strict=False)
     except msgspec.ValidationError as error:
@@ -307,7 +310,10 @@ def _of_file(
 
 
 def _check_text(field: Field, value: Any) -> None:
-    """Bytes of the command line that are no UTF-8 come as lone surrogates, which no message can hold."""
+    """Refuse text that is not UTF-8.
+
+    Such bytes of the command line come as lone surrogates, which no message can hold.
+    """
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, str) and any("\ud800" <= character <= "\udfff" for character in item):
             raise FlagError(f"{field.shown} must be valid UTF-8, not {item!r}")

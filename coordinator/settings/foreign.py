@@ -1,7 +1,7 @@
-"""Flags that other systems have and we do not, and what becomes of one that is given (pure).
+"""Flags of other systems that Lockstep does not have, and how each is treated (pure).
 
-Which they are is for commands to say (:mod:`router.launcher.foreign_flags`);
-:mod:`coordinator.settings.flags` asks for each, from the command line or a file.
+Commands list them (:mod:`router.launcher.foreign_flags`); :mod:`coordinator.settings.flags` looks up each,
+from the command line or a file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Foreign(msgspec.Struct, frozen=True, kw_only=True):
     is_switch: bool = False
     """Given alone, or with ``no-`` in front; others take one value."""
     here: str = ""
-    """The flag that does the same here."""
+    """The flag of Lockstep with the same meaning."""
     harmless: tuple[str, ...] | None = ()
     """Values that change nothing; None: whatever it is. Switches are ``true`` or ``false``."""
     why: str = ""
@@ -35,11 +35,11 @@ class Foreign(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForeignError(ValueError):
-    """A flag that cannot be taken; says what to give instead."""
+    """A flag that is refused; the message names what to give instead."""
 
 
 class ForeignFlags:
-    """Takes what is given of them, and collects what is to be said of it."""
+    """Takes the foreign flags that are given, and collects the messages about them."""
 
     def __init__(self, flags: Iterable[Foreign]) -> None:
         self.flags = tuple(flags)
@@ -55,7 +55,7 @@ class ForeignFlags:
         return self._by_key.get(name.replace("-", "_"))
 
     def take(self, flag: Foreign, value: Any) -> None:
-        """One that was given with this value: a text, or what a file or a program has.
+        """Take a flag given with this value, from a command line, file or program.
 
         Raises:
             ForeignError: it means something that is not there.

@@ -28,7 +28,7 @@ def make_executor(
     startup_timeout: float = STARTUP_TIMEOUT,
     keys: MeshKeys | None = None,
 ) -> Executor:
-    """The executor that the settings ask for.
+    """Make the executor that the settings ask for.
 
     Computing in this process loads torch, so call it in the one that computes.
 
@@ -92,6 +92,6 @@ def _make_crew(
 
 
 def worker_names(config: EngineConfig, rank: int) -> list[str]:
-    """Of all workers of an instance, by stage, then rank."""
+    """Names of all workers of an instance, by stage, then rank."""
     stages, ranks = config.device.pipeline_parallel_size, config.device.tensor_parallel_size
     return [f"Worker_{rank}_PP{stage}_TP{each}" for stage in range(stages) for each in range(ranks)]

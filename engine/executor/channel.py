@@ -1,4 +1,4 @@
-"""Whole messages over a pair of connected sockets, between an engine and one of its workers (no torch).
+"""Message channel between an engine and a worker over connected sockets (no torch).
 
 A round trip takes 16 us here, where one of ZeroMQ takes 160. On a busy host a sleeper is woken late, so a
 receiver looks again and again for a moment before it sleeps, offering its core to others between two looks.
@@ -18,15 +18,18 @@ HEADER = struct.Struct("<I")
 MAX_BYTES = 1 << 28
 CHUNK = 1 << 20
 SEND_TIMEOUT = 60.0
-"""Seconds in which the other side must make room for more of a message, where nobody says how many."""
+"""Default seconds in which the other side must make room for more of a message."""
 
 
 class ChannelClosed(ConnectionError):
-    """The other side is gone."""
+    """Raised when the other side is gone."""
 
 
 class Channel:
-    """One end. Used from one thread, or from one that sends and one that receives."""
+    """One end of a channel.
+
+    Used from one thread, or from one that sends and one that receives.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -57,7 +60,7 @@ class Channel:
                 raise ChannelClosed(f"the other side took nothing for {self.send_timeout:g} s")
 
     def offer(self, payload: bytes) -> int:
-        """Send of one message what there is room for; returns the bytes left for :meth:`flush`.
+        """Send one message as far as there is room; returns the bytes left for :meth:`flush`.
 
         Raises:
             ChannelClosed: the other side is gone.
@@ -67,7 +70,7 @@ class Channel:
         return self.flush()
 
     def flush(self) -> int:
-        """Send what there is room for now of messages that were offered.
+        """Send offered messages as far as there is room now.
 
         Returns the bytes left.
 
@@ -104,7 +107,7 @@ class Channel:
         return self._next()
 
     def receive(self, look: float) -> bytes:
-        """Wait for the next message: look for it for ``look`` seconds, then sleep until it comes.
+        """Wait for the next message: poll for ``look`` seconds, then sleep until it comes.
 
         Raises:
             ChannelClosed: the other side is gone.

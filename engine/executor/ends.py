@@ -2,12 +2,13 @@
 
 To the executor a worker is the other end of a channel, and a descriptor that becomes readable when the
 worker has ended. A worker on this host is a child process at a socket pair. One elsewhere has a socket
-pair, too, inside this process: somebody who knows the way to it (:mod:`engine.executor.nodes.driver`,
+pair, too, inside this process: a relay (:mod:`engine.executor.nodes.driver`,
 :mod:`engine.executor.cluster.crew`) holds its other end, and passes messages on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -16,11 +17,11 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from coordinator.process import process
-from engine.executor.channel import Channel
+from engine.executor.channel import Channel, ChannelClosed
 from engine.executor.messages import FromWorker
 from engine.executor_contract import Progress
 from engine.host import forked
@@ -48,18 +49,18 @@ class WorkerEnd(ABC):
         self.address = address
         self.number = number
         self.inbox: deque[FromWorker] = deque()
-        """What it has said and nobody has asked for yet."""
+        """Messages received and not taken yet."""
         self.spoke_at = time.monotonic()
-        """When it last said something, or was started."""
+        """Time of its last message, or of its start."""
 
     @property
     @abstractmethod
     def status(self) -> int | None:
-        """How it ended, as subprocess has it; None: it runs, or that is not known."""
+        """Exit status as subprocess has it; None: it runs, or that is unknown."""
 
     @abstractmethod
     def how_it_ended(self) -> str:
-        """For messages; the worker has ended or closed its channel."""
+        """Text for messages on how the worker ended or closed its channel."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -71,7 +72,7 @@ class WorkerEnd(ABC):
 
 
 class Crew(Protocol):
-    """Whoever starts the workers of an instance."""
+    """Starts the workers of an instance."""
 
     def start(self, workers: list[WorkerEnd], progress: Progress) -> None:
         """Start all workers, and append them to ``workers`` by stage, then rank.
@@ -88,7 +89,7 @@ class Crew(Protocol):
     def close(self, problem: str) -> None:
         """After the workers: let go of what was needed to reach them.
 
-        ``problem``: why the instance ends, if it does not end as it was told to.
+        ``problem``: why the instance ends; empty where it was asked to end.
         """
         ...
 
@@ -152,13 +153,13 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 def _start(descriptors: Sequence[int], environment: Mapping[str, str]) -> subprocess.Popen[bytes] | Forked:
-    """A worker that inherits these; forked, where this process can have that."""
+    """Start a worker that inherits these; forked, where this process can."""
     arguments = [str(descriptor) for descriptor in descriptors]
     if forked.inherited is not None:
         try:
             return forked.inherited.fork("engine.executor.worker:main", arguments, environment, descriptors)
         except Unforked as problem:
-            logger.warning("%s; a worker is started the plain way", problem)
+            logger.warning("%s; falling back to a normal process start", problem)
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "engine.executor.worker", *arguments],
         pass_fds=descriptors,
@@ -171,7 +172,7 @@ def _start(descriptors: Sequence[int], environment: Mapping[str, str]) -> subpro
 class RelayedWorker(WorkerEnd):
     """A worker elsewhere.
 
-    Who relays uses ``relay`` and tells of the worker's end, from another thread.
+    Its relay uses :meth:`forward`, :meth:`deliver` and :meth:`gone`, from another thread.
     """
 
     def __init__(self, name: str, where: str, host: str, address: str, number: int) -> None:
@@ -192,7 +193,7 @@ class RelayedWorker(WorkerEnd):
         return self._status
 
     def gone(self, how: str, status: int | None = None) -> None:
-        """The worker has ended; only the first word counts. By whoever relays."""
+        """Called by the relay when the worker has ended; only the first call counts."""
         if self._how is None:
             self._how, self._status = how, status
             os.eventfd_write(self.ended, 1)
@@ -201,13 +202,36 @@ class RelayedWorker(WorkerEnd):
         return self._how or "closed its channel"
 
     def kill(self) -> None:
-        """What ends it is the end of the relay, which is told by its crew."""
+        """Does nothing: the crew ends the worker by ending the relay."""
 
     def end(self, deadline: float) -> None:
-        """Its crew sees to that."""
+        """Does nothing: the crew ends the worker."""
+
+    def forward(self, loop: asyncio.AbstractEventLoop, send: Callable[[bytes], bool]) -> None:
+        """Pass the executor's messages to ``send``, in the loop's thread, until it hangs up.
+
+        ``send`` returns whether it took the message; what follows one that it did not take is left.
+        """
+        loop.add_reader(self.relay.fileno(), self._forward, loop, send)
+
+    def _forward(self, loop: asyncio.AbstractEventLoop, send: Callable[[bytes], bool]) -> None:
+        try:
+            while (payload := self.relay.take()) is not None:
+                if not send(payload):
+                    return
+        except ChannelClosed:
+            loop.remove_reader(self.relay.fileno())
+
+    def deliver(self, payload: bytes) -> bool:
+        """Pass a worker's message to the executor; False once that has hung up."""
+        try:
+            self.relay.send(payload)
+        except ChannelClosed:
+            return False
+        return True
 
     def forget(self) -> None:
-        """Nobody relays any more."""
+        """Close the relay, which is not used any more."""
         self.relay.close()
         os.close(self.ended)
 
@@ -233,4 +257,4 @@ class LocalCrew:
         return None
 
     def close(self, problem: str) -> None:
-        """There is nothing beside the workers."""
+        """Does nothing: there is nothing beside the workers."""

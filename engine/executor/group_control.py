@@ -1,4 +1,4 @@
-"""The engine's end of what it and its workers say of the groups of an epoch (no torch).
+"""The engine's side of the messages about groups of an epoch (no torch).
 
 Calls come from the threads that prepare, abort and report; one thread of its own takes in the answers.
 """
@@ -34,18 +34,21 @@ logger = logging.getLogger(__name__)
 COUNTS_INTERVAL = 1.0
 """Seconds between two questions for counts, while steps are computed."""
 LOOK_INTERVAL = 0.05
-"""Seconds after which somebody who waits for workers looks whether it is still wanted."""
+"""Seconds between two checks whether a waiting caller should stop."""
 SILENCE_TIMEOUT = 20.0
-"""Seconds after which a worker that does not answer a plain question is lost: it is stopped or hangs. Workers
-answer from a thread that does nothing else; during steps they are asked every ``COUNTS_INTERVAL``."""
+"""Seconds after which a worker that does not answer a plain question is lost.
+
+It is stopped or hangs: workers answer from a thread that does nothing else. During steps they are asked every
+``COUNTS_INTERVAL``.
+"""
 MOST_EPOCHS = 8
-"""Of so many newest ones answers are kept."""
+"""Number of newest epochs of which answers are kept."""
 
 Answer = TypeVar("Answer", ExpertsRead, GroupsFormed)
 
 
 class GroupControl:
-    """Tells all workers of an instance, and collects what they answer."""
+    """Sends orders to all workers of an instance, and collects answers."""
 
     def __init__(self, channels: Sequence[Channel], on_silence: Callable[[], None] = lambda: None) -> None:
         """``on_silence`` is called, in a thread of this object, when :attr:`silent` is set."""
@@ -56,13 +59,13 @@ class GroupControl:
         self._sending = threading.Lock()
         self._changed = threading.Condition()
         self._answers: dict[int, dict[int, list[FromGroups]]] = {}
-        """By epoch and worker."""
+        """Answers by epoch and worker."""
         self._ended = False
         self._asks = False
         self.counts: list[Counts | None] = [None] * len(self._channels)
-        """The newest of each worker."""
+        """Newest counts of each worker."""
         self._asked_at = 0.0
-        """When the oldest question came that is not answered by all, or the newest that is."""
+        """Time of the oldest question without all answers, or of the newest answered one."""
         self._heard_at = [0.0] * len(self._channels)
         self.silent: int | None = None
         """The number of a worker that does not answer."""
@@ -88,10 +91,10 @@ class GroupControl:
     ) -> list[Answer]:
         """This answer of every worker.
 
-        Who does not come to it is told to abandon the epoch, as are all.
+        If one worker fails to answer, all are sent the order to abandon the epoch.
 
         Raises:
-            ReadingStopped: ``should_stop`` said so.
+            ReadingStopped: ``should_stop`` returned True.
             CheckpointError, ValueError, RuntimeError: a worker says what went wrong.
             CollectiveError: a group could not be formed, or a worker is gone or does not answer.
         """
@@ -102,11 +105,11 @@ class GroupControl:
             raise
 
     def ask_counts(self) -> None:
-        """Have :attr:`counts` renewed soon."""
+        """Ask workers for new :attr:`counts`."""
         self._asks = True
 
     def ask_who_lives(self) -> None:
-        """Who has not said anything ``SILENCE_TIMEOUT`` later is lost."""
+        """Ask for a sign of life; a worker silent for ``SILENCE_TIMEOUT`` is lost."""
         with self._changed:
             if self._who_owes_an_answer() is None:
                 self._asked_at = time.monotonic()
@@ -172,7 +175,7 @@ class GroupControl:
                 self.ask_who_lives()
 
     def _look_for_silence(self) -> None:
-        """To be called when all that was said is read: this process may have been stopped itself."""
+        """Called when all answers are read: this process may have been stopped itself."""
         with self._changed:
             if self.silent is not None or time.monotonic() - self._asked_at <= SILENCE_TIMEOUT:
                 return
@@ -209,7 +212,7 @@ def _of_kind(answers: dict[int, list[FromGroups]], kind: type[Kind]) -> dict[int
 
 
 def _error(failed: NotPrepared) -> Exception:
-    """What a worker ran into, for the thread that waits for it."""
+    """Error of a worker, for the thread that waits for its answer."""
     match failed.kind:
         case "CheckpointError":
             return CheckpointError(failed.text)

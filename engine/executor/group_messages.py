@@ -1,4 +1,4 @@
-"""What an engine and its workers say to each other of the groups of an epoch, beside the steps (no torch).
+"""Messages between engine and workers about the groups of an epoch (no torch).
 
 They go over a channel of their own, so that a worker hears them while it waits in a step.
 """
@@ -13,29 +13,32 @@ from coordinator.messages import GroupPlan
 
 
 class PrepareGroups(msgspec.Struct, frozen=True, tag="prepare"):
-    """Read the experts that this epoch gives you beside what you hold, then form your groups of it."""
+    """Order to read the missing experts of an epoch, then form its groups."""
 
     form: GroupPlan
     place: int
-    """Of this instance among the form's peers."""
+    """Index of this instance among the form's peers."""
     free_bytes: int
     """Memory that this worker may use for it."""
 
 
 class AbandonGroups(msgspec.Struct, frozen=True, tag="abandon"):
-    """Stop preparing this epoch, close what is formed. Nothing happens if it has been entered."""
+    """Order to stop preparing this epoch and close its groups.
+
+    Nothing happens if the epoch has been entered.
+    """
 
     epoch: int
 
 
 class AbortGroups(msgspec.Struct, frozen=True, tag="abort"):
-    """Come out of the groups of this epoch, wherever you wait in them."""
+    """Order to abort the groups of this epoch, wherever the worker waits in them."""
 
     epoch: int
 
 
 class TellCounts(msgspec.Struct, frozen=True, tag="tell_counts"):
-    """Say how busy your experts were, and how much memory is free."""
+    """Question for the load of experts and free memory."""
 
 
 ToGroups = PrepareGroups | AbandonGroups | AbortGroups | TellCounts
@@ -60,7 +63,7 @@ class NotPrepared(msgspec.Struct, frozen=True, tag="not_prepared"):
     """Name of the exception's class."""
     text: str
     suspect: int | None = None
-    """The place of the instance that is to blame, where one is."""
+    """Index of the instance at fault, if any."""
     evidence: str = "closed"
 
 
@@ -68,7 +71,7 @@ class Counts(msgspec.Struct, frozen=True, tag="counts"):
     tokens_per_expert: dict[int, int]
     """Computed so far by the experts that this worker holds."""
     spare_bytes: int
-    """Of its device, for more experts."""
+    """Bytes of its device for more experts."""
 
 
 FromGroups = ExpertsRead | GroupsFormed | NotPrepared | Counts

@@ -1,4 +1,4 @@
-"""What an engine and its worker processes say to each other (no torch).
+"""Messages between an engine and its worker processes (no torch).
 
 The engine speaks first.
 """
@@ -33,7 +33,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     cores: tuple[int, ...]
     """The only ones it may use; empty: any."""
     address: str = "127.0.0.1"
-    """Of its host, where the other workers reach it."""
+    """Address of its host, where the other workers reach it."""
     hosts: tuple[str, ...] = ()
     """Where each worker of the instance runs, by stage, then rank.
 
@@ -42,7 +42,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     number: int = 0
     """Among the workers of its host."""
     place: tuple[int, int] | None = None
-    """(place, of how many) among the instances over which experts are spread at first, if they are."""
+    """(index, count) among the instances over which experts are spread at first, if any."""
 
 
 class Meet(msgspec.Struct, frozen=True, tag="meet"):
@@ -60,7 +60,7 @@ class FirstRun(msgspec.Struct, frozen=True, tag="first_run"):
 
 
 class FreeMemory(msgspec.Struct, frozen=True, tag="free_memory"):
-    """Say how much the KV cache may take."""
+    """Question for the bytes that the KV cache may take."""
 
 
 class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
@@ -76,7 +76,7 @@ class Execute(msgspec.Struct, frozen=True, tag="execute"):
     sizes: tuple[int, ...] = ()
     """Where experts are spread: the tokens of every instance in this step."""
     epoch: int = 0
-    """And the epoch in whose groups it was agreed on: in any other one it is left out."""
+    """Epoch whose groups agreed on the step; skipped in any other one."""
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -93,7 +93,7 @@ class SetThreads(msgspec.Struct, frozen=True, tag="set_threads"):
 
 
 class TellSpans(msgspec.Struct, frozen=True, tag="tell_spans"):
-    """Say when you computed."""
+    """Question for the spans in which the worker computed."""
 
 
 ToWorker = Begin | Meet | FirstRun | FreeMemory | Allocate | Execute | Join | SetThreads | TellSpans
@@ -108,7 +108,7 @@ class Hosting(msgspec.Struct, frozen=True, tag="hosting"):
 
 
 class Phase(msgspec.Struct, frozen=True, tag="phase"):
-    """How far loading is."""
+    """Progress of loading."""
 
     text: str
 
@@ -124,7 +124,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     layers: tuple[int, int]
     """Numbers of its layers: [first, stop)."""
     expert_bytes: int = 0
-    """Of one expert in all its layers, where experts are spread."""
+    """Bytes of one expert in all its layers, where experts are spread."""
 
 
 class Free(msgspec.Struct, frozen=True, tag="free"):
@@ -148,22 +148,24 @@ class Computed(msgspec.Struct, frozen=True, tag="computed"):
 
     result: StepResult
     times: ExpertTimes | None = None
-    """Where experts are spread: how long their part took on this worker."""
+    """Times of the expert layers on this worker, where experts are spread."""
 
 
 class Broken(msgspec.Struct, frozen=True, tag="broken"):
-    """A step did not come to its end, since a group of its epoch is broken: no other step of that epoch is
-    computed here."""
+    """A step was cut short, since a group of its epoch is broken.
+
+    No other step of that epoch is computed here.
+    """
 
     epoch: int
     suspect: int | None
-    """The place of the instance that is to blame, where one is."""
+    """Index of the instance at fault, if any."""
     evidence: str
     text: str
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
-    """What this worker says from now on is of this epoch."""
+    """Later messages of this worker belong to this epoch."""
 
     epoch: int
 
@@ -175,7 +177,7 @@ class Spans(msgspec.Struct, frozen=True, tag="spans"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The worker ends."""
+    """The worker has failed and ends."""
 
     kind: str
     """Name of the exception's class."""

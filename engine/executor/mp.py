@@ -1,9 +1,9 @@
-"""The executor with workers: the engine keeps the scheduler, processes here and elsewhere compute its steps.
+"""Executor with worker processes, here and elsewhere; the engine keeps the scheduler.
 
 Every worker gets every step, as the same bytes and in the same order, so they cannot disagree; activations
 go between the workers without passing here. One worker of the last stage answers. A worker that ends is
 noticed by its pidfd and by the end of its channel, whichever is first, and takes the instance down: what it
-held is gone. Where workers run and how they are reached is known to a :class:`engine.executor.ends.Crew`.
+held is gone. Where workers run and how they are reached is the part of a :class:`engine.executor.ends.Crew`.
 (No torch: the engine's own process loads none.)
 """
 
@@ -54,9 +54,9 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 LOOK_SECONDS = 1e-4
-"""How long the engine looks for a result before it sleeps: its workers need the cores."""
+"""Seconds that the engine polls for a result before it sleeps, freeing the core."""
 BLAME_SECONDS = 0.5
-"""When a worker fails in a collective, how long to wait for news of the one whose end was the cause."""
+"""Seconds to wait for the end of another worker that explains a failed collective."""
 
 
 class MpExecutor:
@@ -73,8 +73,11 @@ class MpExecutor:
         cores: Sequence[int] = (),
         startup_timeout: float = STARTUP_TIMEOUT,
     ) -> None:
-        """``threads``: of each worker on this host; ``cores``: those that this instance has for itself.
-        ``startup_timeout``: seconds without a word from any worker after which loading is taken to hang."""
+        """Prepares the executor; :meth:`load` starts its workers.
+
+        ``threads``: of each worker on this host. ``cores``: those that this instance has for itself.
+        ``startup_timeout``: seconds without a message from any worker after which loading is taken to hang.
+        """
         self._config = config
         self._info = info
         self._crew = crew
@@ -82,7 +85,7 @@ class MpExecutor:
         self._cores = tuple(cores)
         self._startup_timeout = startup_timeout
         self._place: tuple[int, int] | None = None
-        """(place, of how many) among the instances over which experts are spread at first, if they are."""
+        """(index, count) among the instances over which experts are spread at first, if any."""
         self._workers: list[WorkerEnd] = []
         self._kv: list[KVSpec] = []
         self._expert_bytes: list[int] = []
@@ -94,7 +97,7 @@ class MpExecutor:
         self._problem = ""
         """Why the instance cannot go on."""
         self._serves = False
-        """Whether all workers wait for steps, so that they end as soon as they are told to."""
+        """Whether all workers wait for steps, so that they end as soon as asked."""
         self._layout = device.pipeline_parallel_size, device.tensor_parallel_size
         self.in_flight = device.micro_batches
 
@@ -195,11 +198,6 @@ class MpExecutor:
 
     # ---- steps
 
-    def execute(self, step: Step, sizes: Sequence[int] = ()) -> StepResult:
-        """See :class:`.Executor`."""
-        self.begin(step, sizes)
-        return self.finish()
-
     def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
         """See :class:`.Executor`."""
         self._send_all(Execute(step))
@@ -262,7 +260,7 @@ class MpExecutor:
 
     @property
     def _step_timeout(self) -> float:
-        """Seconds that a worker may be silent for in a step, or take nothing of what it is told."""
+        """Seconds that a worker may send nothing in a step, or take no message."""
         return self._config.device.step_timeout
 
     def _send_all(self, message: ToWorker) -> None:
@@ -274,8 +272,11 @@ class MpExecutor:
         self._send_bytes(worker, self._encoder.encode(message))
 
     def _send_bytes(self, worker: WorkerEnd, payload: bytes) -> None:
-        """While a worker has no room for it, what all have to say is taken in: whoever waits to say something
-        takes nothing, and lets no other worker get on."""
+        """Send bytes to a worker.
+
+        While it has no room, messages of all workers are taken in. A worker that waits to send takes nothing,
+        and lets no other worker continue.
+        """
         try:
             left = worker.channel.offer(payload)
             if not left:
@@ -343,7 +344,10 @@ class MpExecutor:
                 self._take_in(self._poll.poll(left * 1000))
 
     def _take_in(self, ready: Sequence[tuple[int, int]]) -> None:
-        """What these descriptors have to say, the ends of workers last: a last word explains more."""
+        """Read these descriptors, the ends of workers last.
+
+        A worker's last message explains more than its end.
+        """
         descriptors = {descriptor for descriptor, _ in ready}
         for worker in self._workers:
             if worker.channel.fileno() in descriptors:
@@ -353,7 +357,7 @@ class MpExecutor:
                 self._lost(worker)
 
     def _drain(self, worker: WorkerEnd) -> None:
-        """Put all that a worker has said into its inbox.
+        """Put all messages of a worker into its inbox.
 
         Raises:
             WorkerLost, CheckpointError, MemoryError: it has failed or ended.
@@ -402,13 +406,16 @@ class MpExecutor:
 
 
 def _most_silent(workers: Sequence[WorkerEnd], kind: type[Answer]) -> WorkerEnd | None:
-    """Of those that have not answered. Others may only wait for it."""
+    """The worker that has been silent longest, of those that have not answered.
+
+    The others may only wait for it.
+    """
     owing = [each for each in workers if not any(isinstance(message, kind) for message in each.inbox)]
     return min(owing, key=lambda worker: worker.spoke_at, default=None)
 
 
 def _combined(facts: Sequence[ModelFacts]) -> ModelFacts:
-    """Of the whole instance: sums of the workers' weights, and the KV bytes of the worker that has most."""
+    """Facts of the whole instance: summed weights, KV bytes of the largest worker."""
     most = max((each.kv for each in facts), key=lambda kv: kv.bytes_per_token)
     return msgspec.structs.replace(
         facts[-1],

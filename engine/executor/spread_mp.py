@@ -1,9 +1,9 @@
-"""The executor of an instance whose experts are spread over the mesh and whose workers are processes.
+"""Executor with worker processes whose experts are spread over the mesh.
 
 Steps go as in :mod:`engine.executor.mp`, each with what the instances agreed on; the workers follow, and
 agree on nothing. What belongs to an epoch goes beside the steps (:mod:`engine.executor.group_control`). A
-step that a broken group cuts short ends with CollectiveError here; the workers live on and wait to be told
-of another epoch.
+step that a broken group cuts short ends with CollectiveError here; the workers live on and wait for
+another epoch.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ ANSWER_GRACE = 30.0
 READING_TIMEOUT = 600.0
 """Seconds in which a worker must have read the experts that it gets."""
 ASK_SECONDS = 1.0
-"""Of a step, after which its workers are asked for a sign of life again."""
+"""Seconds in a step between two requests for a sign of life of its workers."""
 
 
 class InstanceGroup(RenewableCommunicator):
-    """The group of the instances of an epoch, and with it those of this one's workers."""
+    """Group of the instances of an epoch, with those of this instance's workers."""
 
     def __init__(self, instances: Communicator, executor: SpreadMpExecutor, form: GroupPlan) -> None:
         super().__init__(instances)
@@ -81,17 +81,17 @@ class SpreadMpExecutor(MpExecutor):
         place: tuple[int, int],
         startup_timeout: float = STARTUP_TIMEOUT,
     ) -> None:
-        """``place``: (place, of how many) among the instances, for the experts to load first."""
+        """``place``: (index, count) among the instances, for the experts to load first."""
         super().__init__(config, info, crew, threads, cores, startup_timeout)
         self._place = place
         self._control: GroupControl | None = None
         self._group: InstanceGroup | None = None
-        """Of this epoch, once there is one."""
+        """Group of this epoch, once there is one."""
         self._held: list[list[int]] = []
         self._untouched = Untouched()
-        """Of the KV caches of all workers."""
+        """Unwritten parts of the KV caches of all workers."""
         self._epoch = 0
-        """Of the groups that steps use."""
+        """Epoch of the groups that steps use."""
         self._broken: CollectiveError | None = None
         """Why the groups of this epoch are of no use any more."""
         self._times: ExpertTimes | None = None
@@ -162,8 +162,10 @@ class SpreadMpExecutor(MpExecutor):
                 self._groups.ask_counts()  # a step that takes long may be one that hangs
 
     def _check_groups(self) -> None:
-        """Raise what a worker has said of a broken group, or another thread of this process; or that one does
-        not answer any more."""
+        """Raise the error of a broken group, or of a worker that is silent.
+
+        A worker reports a broken group, or another thread of this process does.
+        """
         self._check_silence()
         for worker in self._workers:
             for message in worker.inbox:
@@ -183,7 +185,7 @@ class SpreadMpExecutor(MpExecutor):
         self._check_silence()
 
     def _on_silence(self) -> None:
-        """Have the step thread look up, wherever it waits: for workers here, or for other instances."""
+        """Wake the step thread, whether it waits for workers or for other instances."""
         if self._group is not None:
             self._group.abort()
 
@@ -219,7 +221,7 @@ class SpreadMpExecutor(MpExecutor):
         return InstanceGroup(group, self, form)
 
     def join(self, group: Communicator, placement: Placement) -> None:
-        """See :class:`.SpreadExecutor`. What workers still say of steps before is dropped."""
+        """See :class:`.SpreadExecutor`. Late messages about earlier steps are dropped."""
         assert isinstance(group, InstanceGroup)
         self._epoch, self._broken, self._group = group.form.epoch, None, group
         self._send_all(Join(self._epoch))
@@ -235,7 +237,7 @@ class SpreadMpExecutor(MpExecutor):
         self._held = owned_by_rank(group.form.owners, group.form.ranks, group.rank)
 
     def _has_joined(self, inbox: deque[FromWorker]) -> bool:
-        """Drops what was said before."""
+        """Whether the worker has joined; earlier messages are dropped."""
         while inbox:
             message = inbox.popleft()
             if isinstance(message, Joined) and message.epoch == self._epoch:

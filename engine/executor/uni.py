@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 CPU_KV_LIMIT = 4 << 30
 CPU_KV_SHARE = 0.4
-"""On CPU the cache gets this share of the memory that is free, up to the limit."""
+"""Share of free memory that the cache gets on CPU, up to the limit."""
 
 
 class UniExecutor:
@@ -61,9 +61,12 @@ class UniExecutor:
         shard: Shard = WHOLE,
         before_first_run: Callable[[], None] = lambda: None,
     ) -> None:
-        """``place``: (rank, size) in the group over which the experts are spread, None if they are not.
+        """Prepares the executor; :meth:`load` reads the weights.
+
+        ``place``: (rank, size) in the group over which the experts are spread, None if they are not.
         ``shard``: the part of the model that is computed here, when this runs in one of several workers;
-        ``before_first_run`` waits until all have read their weights."""
+        ``before_first_run`` waits until all have read their weights.
+        """
         self._config = config
         self._place = place
         self._shard = shard
@@ -76,7 +79,7 @@ class UniExecutor:
         self._untouched = memory.Untouched()
         self._runner: ModelRunner | None = None
         self._attention = self._attention_before = AttentionUse()
-        """Of attention, now and before the last step."""
+        """Time in attention, now and before the last step."""
         self._program: Program | None = None
         self._on_torch = config.device.attention_backend != "auto"
         self._backend: Backend = "TORCH_SDPA"
@@ -125,7 +128,7 @@ class UniExecutor:
         )
 
     def _when_read(self) -> None:
-        """Of a shard: what follows is under its groups' deadlines, compiling kernels would be, too."""
+        """Compile the kernels of a shard now: later its groups' deadlines would include it."""
         if not self._shard.is_whole and self._device().type == "cpu" and not self._on_torch:
             library.load()
         self._before_first_run()
@@ -194,8 +197,10 @@ class UniExecutor:
         )
 
     def _run_largest_step(self) -> None:
-        """One prompt as long as the token budget, and as many tokens to choose as a step may have, so that
-        the allocator has seen its largest step."""
+        """Run the largest step, so that the allocator has seen it.
+
+        It is one prompt as long as the token budget, with as many tokens to choose as a step may have.
+        """
         model, block_size = self._model, self._config.cache.block_size
         assert model is not None
         length = min(most_tokens(self._config.scheduler.token_budget()), self._info.context_length)
@@ -294,8 +299,8 @@ class UniExecutor:
             capture=CudaCapture(model.device),
         )
 
-    def execute(self, step: Step, sizes: Sequence[int] = ()) -> StepResult:
-        """See :class:`.Executor`."""
+    def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
+        """See :class:`.Executor`. The step is done when this returns: no other process computes it."""
         assert self._runner is not None, "allocate() comes first"
         assert self._model is not None
         self._untouched.note(step)
@@ -304,11 +309,7 @@ class UniExecutor:
             self._attention_before = replace(self._attention)
             if not step.slots and (self._program is None or not self._program.serve()):
                 self._pass_expert_layers(self._model)
-        return self._runner.run(step)
-
-    def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
-        """See :class:`.Executor`. Nobody else computes, so the step is done when this returns."""
-        self._results.append(self.execute(step, sizes))
+        self._results.append(self._runner.run(step))
 
     def finish(self) -> StepResult:
         """See :class:`.Executor`."""
@@ -354,7 +355,7 @@ class UniExecutor:
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert in all layers that are computed here, in as many copies as are held."""
+        """Bytes of one expert in all layers computed here, in all copies held."""
         return self._held.bytes_per_expert * self._held.copies if self._held is not None else 0
 
     def max_experts(self, free_bytes: int) -> int:

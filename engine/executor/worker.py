@@ -1,11 +1,11 @@
-"""``python -m engine.executor.worker FD [FD]``: one shard of a model in a process of its own.
+"""``python -m engine.executor.worker FD [FD]``: process that computes one shard of a model.
 
 It is at the end of a channel. Where experts are spread, a second channel is for the groups of an epoch
 (:mod:`engine.executor.worker_groups`).
 
-Started by :mod:`engine.executor.mp`, never by hand. The worker does what it is told, in order, and knows
-nothing of requests. It ends with its engine: the kernel kills it when the engine dies (PR_SET_PDEATHSIG),
-and the channel's end tells it that nobody is there any more.
+Started by :mod:`engine.executor.mp`, never by hand. The worker carries out its messages, in order, and
+knows nothing of requests. It ends with its engine: the kernel kills it when the engine dies
+(PR_SET_PDEATHSIG), and the channel's end shows it that the engine is gone.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("engine.executor.worker")
 
 LOOK_SECONDS = 1e-3
-"""How long a worker looks for the next step before it sleeps: about the time between two steps."""
+"""Seconds that a worker polls for the next step: about the time between steps."""
 
 
 class Worker:
@@ -136,7 +136,7 @@ class Worker:
         return place * ranks + begin.rank, size * ranks
 
     def _meet(self, begin: Begin) -> Shard:
-        """Form this worker's two groups: the ranks of its stage, and the stages of its rank."""
+        """Form this worker's two groups: ranks of its stage, stages of its rank."""
         from engine.model.shard import Shard
         from parallel import groups
 
@@ -147,7 +147,7 @@ class Worker:
         store = groups.open_store(meet.address, meet.port or None, is_host=not meet.port, timeout=forming)
         if not meet.port:
             self._send(Hosting(store.port))
-        self._hosted = store  # whoever hosts it keeps it while others may still ask
+        self._hosted = store  # its host keeps it while others may still ask
         formed: dict[str, Communicator | None] = {"tp": None, "pp": None}
         tp, pp = device.tensor_parallel_size, device.pipeline_parallel_size
         for axis, rank, size, other, hosts in (
@@ -220,20 +220,21 @@ class Worker:
                 pin(cores)
                 executor.set_threads(threads)
             case _:
-                raise AssertionError(f"{begin.name} was told {message!r} while it serves")
+                raise AssertionError(f"{begin.name} got {message!r} while it serves")
 
     def _execute(self, executor: UniExecutor, message: Execute) -> None:
         spread = self._spread
         if spread is not None and (spread.is_broken or spread.epoch != message.epoch):
             return  # the engine knows, or is about to: this step comes again
         try:
-            result = executor.execute(message.step, message.sizes)
+            executor.begin(message.step, message.sizes)
         except CollectiveError as error:
             if spread is None or not spread.epoch:
                 raise
             suspect, evidence = spread.fail(error)
             self._send(Broken(spread.epoch, suspect, evidence, str(error)))
             return
+        result = executor.finish()
         if executor.answers:
             self._send(Computed(result, executor.expert_times() if spread is not None else None))
 
@@ -245,7 +246,7 @@ class Worker:
 
 
 def choose_transport(hosts: Sequence[str]) -> Backend:
-    """Of a group whose members run on these hosts: shared memory where it can be had."""
+    """Transport of a group on these hosts: shared memory where it can be had."""
     has_order = platform.machine() in ("x86_64", "AMD64")
     return "shared_memory" if has_order and len(set(hosts)) == 1 else "gloo"
 

@@ -1,5 +1,6 @@
-"""A worker's groups, epoch after epoch: with the workers of other instances, over which experts are spread,
-and with those of its own instance.
+"""A worker's groups in each epoch: across instances, and inside its own instance.
+
+Experts are spread over the workers of the former.
 
 All groups of an epoch are formed anew, those inside the instance, too: when a step is cut short, its workers
 are at different places of it, and what they exchange then would not belong together any more. They are
@@ -54,7 +55,7 @@ class EpochGroups:
     def __init__(self, form: GroupPlan | None, place: int) -> None:
         self.form = form
         self.place = place
-        """Of this instance in the form."""
+        """Index of this instance in the form."""
         self.experts: Communicator | None = None
         """The workers of all instances in this pipeline stage."""
         self.inside: dict[Axis, Communicator] = {}
@@ -98,7 +99,7 @@ class WorkerGroups:
         self._current = EpochGroups(None, 0)
         self._current.inside = {axis: group.group for axis, group in inside.items()}
         self.is_broken = False
-        """The current groups are of no use any more."""
+        """Whether the current groups are broken."""
         self._executor: UniExecutor | None = None
 
     def __repr__(self) -> str:
@@ -106,18 +107,18 @@ class WorkerGroups:
 
     @property
     def epoch(self) -> int:
-        """Of the groups that steps use; 0: none yet."""
+        """Epoch of the groups that steps use; 0: none yet."""
         return self._current.form.epoch if self._current.form is not None else 0
 
     def serve(self, executor: UniExecutor) -> None:
-        """From now on, do in a thread of its own what the engine says."""
+        """Carry out the engine's orders in a thread of its own from now on."""
         self._executor = executor
         threading.Thread(target=self._run, name="groups", daemon=True).start()
 
     # ---- in the thread of the steps
 
     def join(self, epoch: int) -> bool:
-        """Steps use the groups of this epoch from now on; False if they were given up meanwhile."""
+        """Use the groups of this epoch from now on; False if they were given up."""
         assert self._executor is not None
         with self._lock:
             preparation = self._preparations.pop(epoch, None)
@@ -137,7 +138,7 @@ class WorkerGroups:
         return True
 
     def fail(self, error: CollectiveError) -> tuple[int | None, str]:
-        """A step did not come to its end.
+        """Handle the error of a step.
 
         The place of the instance to blame, if any, and how that is known. Makes the other workers of this
         instance come out, too.
@@ -254,7 +255,7 @@ class WorkerGroups:
     # ----
 
     def _suspect(self, error: CollectiveError, form: GroupPlan | None, place: int) -> int | None:
-        """The instance whose worker is to blame, if it is another one."""
+        """Index of the instance whose worker is at fault, if it is another one."""
         if form is None or error.rank is None:
             return None
         suspect = error.rank // form.ranks
@@ -266,5 +267,5 @@ class WorkerGroups:
 
 
 def _host_of(address: str) -> str:
-    """Of tcp://host:port."""
+    """Host of an address like tcp://host:port."""
     return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")

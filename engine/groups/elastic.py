@@ -1,9 +1,9 @@
-"""The pace of an instance whose experts are spread: one group after another, as members come, go and die.
+"""Stepping of an instance with spread experts, through one group after another.
 
 :class:`engine.groups.recovery.Recovery` decides; this class is the threads around it. The step loop calls it
 as its :class:`engine.groups.stepping.Stepping`. The membership's thread brings Forms, background threads
-prepare them (:mod:`engine.groups.preparation`), one more watches the processes of the others. Whoever finds
-the group broken aborts it, so that the step loop comes out of a collective at once.
+prepare them (:mod:`engine.groups.preparation`), one more watches the processes of the others. Each thread
+that finds the group broken aborts it, so that the step loop comes out of a collective at once.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PENDING_PAUSE = 0.003
-"""Seconds between two steps in which nobody has tokens, while not all are ready for a change."""
+"""Seconds between two steps without tokens, while not all are ready for a change."""
 WATCH_INTERVAL = 1.0
 """Seconds after which the watch of the others' processes looks whether it is still wanted."""
 
 
 class Mesh(Protocol):
-    """What is told to the coordinator."""
+    """Messages to the coordinator."""
 
     def report(self, lost: Lost) -> None: ...
 
@@ -65,7 +65,7 @@ class Mesh(Protocol):
         ...
 
     def waits(self) -> None:
-        """There is no group to step in now."""
+        """Called when there is no group to step in."""
         ...
 
     def drained(self) -> None: ...
@@ -103,7 +103,7 @@ class Elastic:
         self._preparations: dict[int, Preparation[Communicator]] = {}
         self._form_at: dict[int, float] = {}
         self._current: Preparation[Communicator] | None = None
-        self._pace: InLockstep | None = None
+        self._stepping: InLockstep | None = None
         self._problem: str | None = None
         self._fenced = False
         self._drained = False
@@ -111,7 +111,7 @@ class Elastic:
         self.times = RecoveryTimes()
 
     def __repr__(self) -> str:
-        return f"<Elastic {self._recovery!r} {self._pace!r}>"
+        return f"<Elastic {self._recovery!r} {self._stepping!r}>"
 
     # ---- for headers and heartbeats
 
@@ -123,7 +123,7 @@ class Elastic:
     # ---- in the membership's thread
 
     def on_form(self, form: GroupPlan) -> None:
-        """The coordinator wants the group of a new epoch."""
+        """Handle the coordinator's Form of a new epoch."""
         with self._lock:
             instructions = self._recovery.on_form(form)
             if any(isinstance(each, AbortGroup) for each in instructions):
@@ -161,19 +161,19 @@ class Elastic:
 
     @property
     def must_step(self) -> bool:
-        return self._pace is not None and self._pace.must_step
+        return self._stepping is not None and self._stepping.must_step
 
     def notice_work(self) -> None:
-        if self._pace is not None:
-            self._pace.notice_work()
+        if self._stepping is not None:
+            self._stepping.notice_work()
 
     def on_wake(self, wake: Wake) -> None:
-        if self._pace is not None:
-            self._pace.on_wake(wake)
+        if self._stepping is not None:
+            self._stepping.on_wake(wake)
 
     def agree(self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0) -> Agreement:
-        assert self._pace is not None, "turn() says whether there is a group"
-        agreement = self._pace.agree(num_tokens, queued_prefill, longest, in_flight, self.ready_epoch)
+        assert self._stepping is not None, "turn() says whether there is a group"
+        agreement = self._stepping.agree(num_tokens, queued_prefill, longest, in_flight, self.ready_epoch)
         self.times.stepped(time.monotonic())
         if agreement.switches_to:
             with self._lock:
@@ -206,9 +206,9 @@ class Elastic:
                 preparation.abandon()
             self._preparations.clear()
             self._current = None
-        if self._pace is not None:
-            self._pace.close()
-            self._pace = None
+        if self._stepping is not None:
+            self._stepping.close()
+            self._stepping = None
 
     # ---- helpers of the step loop
 
@@ -221,7 +221,7 @@ class Elastic:
         self._retire()
         self._executor.join(group, Placement(form.owners, len(form.peers) * form.ranks))
         others = [peer.address for peer in form.peers if peer.instance != self._instance]
-        self._pace = InLockstep(group, form.epoch, others, self._keys)
+        self._stepping = InLockstep(group, form.epoch, others, self._keys)
         self._waits = False
         self.times.entered(
             Change(
@@ -244,14 +244,17 @@ class Elastic:
 
     def _retire(self) -> None:
         """Close the group before, in another thread: saying farewell takes a while."""
-        pace, self._pace = self._pace, None
-        if pace is not None:
-            threading.Thread(target=pace.close, name="closing", daemon=True).start()
+        stepping, self._stepping = self._stepping, None
+        if stepping is not None:
+            threading.Thread(target=stepping.close, name="closing", daemon=True).start()
 
     # ---- losses
 
     def _watch(self, preparation: Preparation[Communicator], group: Communicator) -> None:
-        """Until the group is replaced: notice at once when a process of it ends, also while all sleep."""
+        """Watch the group's processes until it is replaced.
+
+        The end of one is noticed at once, also while all sleep.
+        """
         group.on_broken = lambda error: self._lost(
             preparation, [error.rank], error.evidence, "a connection", str(error)
         )
@@ -337,7 +340,7 @@ class Elastic:
         self._wake_loop()
 
     def _on_not_prepared(self, preparation: Preparation[Communicator], error: Exception) -> None:
-        """Report it.
+        """Report a loss to the coordinator.
 
         An instance that has no group yet ends if it can be in none; the others try again, as often as the
         coordinator says.

@@ -1,4 +1,4 @@
-"""One epoch made ready in the background: the experts read that are missing here, then its group formed."""
+"""Preparation of an epoch in the background: read missing experts, form the group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.model.checkpoint import ReadingStopped
 
 
 class Closable(Protocol):
-    """What a group can do, or several in one."""
+    """Interface of a group, or of several in one."""
 
     def abort(self) -> None: ...
 
@@ -28,7 +28,7 @@ Group = TypeVar("Group", bound=Closable)
 logger = logging.getLogger(__name__)
 
 FORESEEN = (RuntimeError, ValueError, KeyError, OSError, MemoryError, SafetensorError)
-"""What a file, a peer or too little memory may bring about."""
+"""Errors that a file, a peer or too little memory may cause."""
 LONG_READ = 0.5
 """Seconds of reading experts after which the log says what they were spent on."""
 
@@ -80,7 +80,7 @@ class Preparation(Generic[Group]):
         self._thread.start()
 
     def abandon(self) -> None:
-        """Not wanted any more; what is formed is aborted at once and closed soon."""
+        """Cancel; groups that are formed are aborted at once and closed soon."""
         with self._lock:
             self._stopped.set()
             group, self.group = self.group, None

@@ -1,18 +1,18 @@
-"""One instance's side of the epochs (pure: what happened in, what to do out).
+"""One instance's side of the epochs (pure: events in, instructions out).
 
 An instance steps in one group, its *current* one, and prepares at most one other, the *target*: the one
 of the newest :class:`coordinator.messages.GroupPlan`. There are two ways from one to the other:
 
 - *By agreement*, when nobody was lost. The instance goes on in the current group, tells the others in its
   headers that it is ready (:attr:`Recovery.ready_epoch`), and at the step where all say so
-  (:class:`parallel.lockstep.Switch`) all enter. Who leaves goes at this step.
+  (:class:`parallel.lockstep.Switch`) all enter. Members that leave go at this step.
 - *After a loss*. The current group is broken: a collective failed, or the Form says or implies it. The
   step thread comes out of it, waits until the target is ready, enters it at once, and runs the
-  interrupted step again. Who joins, having no group, enters in the same way, and finds the others there at
-  their first step.
+  interrupted step again. A new member, having no group, enters in the same way, and finds the others there
+  at their first step.
 
-Nobody has to know which of the two the others take: who breaks a group closes its end, so all others
-break it too, and whoever enters the target finds the same group at step 0, awake.
+No instance has to know which of the two the others take. An instance that breaks a group closes its end, so
+all others break it too. An instance that enters the target finds the same group at step 0, awake.
 
 Threads, sockets and torch are around this class (:mod:`engine.groups.stepping`); its caller calls it from one
 thread at a time, and carries out what it returns in that order.
@@ -52,7 +52,7 @@ class Abandon(msgspec.Struct, frozen=True):
 
 
 class AbortGroup(msgspec.Struct, frozen=True):
-    """Abort the group of this epoch, so that the step thread comes out of it, here and on all others."""
+    """Abort the group of this epoch, so that all step threads come out of it."""
 
     epoch: int
 
@@ -120,19 +120,19 @@ class Recovery:
 
     @property
     def epoch(self) -> int:
-        """Of the group it steps in; 0: none."""
+        """Epoch of the group that it steps in; 0: none."""
         return 0 if self.current is None or self.broken else self.current.epoch
 
     @property
     def ready_epoch(self) -> int:
-        """Of the newest group that it can enter, or has entered: for the next header."""
+        """Epoch of the newest group that it can enter or has entered, for headers."""
         if self.target is not None and self._ready:
             return self.target.epoch
         return self.epoch
 
     @property
     def switch_pending(self) -> bool:
-        """Ready to leave the current group by agreement: this counts as work, and wakes the sleepers."""
+        """Whether it is ready to switch groups; this counts as work and wakes sleepers."""
         return self.epoch > 0 and self.ready_epoch > self.epoch
 
     # ---- what the coordinator says
@@ -248,5 +248,5 @@ def names(form: GroupPlan) -> list[str]:
 
 
 def _ends(form: GroupPlan, group: GroupPlan) -> bool:
-    """Whether a Form means that an earlier group is dead: it says so, or somebody is gone without leave."""
+    """Whether a Form ends an earlier group: it says so, or a member is lost."""
     return group.epoch <= form.broken or not set(names(group)) <= {*names(form), *form.leavers}

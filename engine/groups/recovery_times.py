@@ -1,4 +1,4 @@
-"""How long changes of the group took, part by part: for the log and the counters in reports (no torch)."""
+"""Durations of group changes, part by part, for logs and reports (no torch)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import msgspec
 logger = logging.getLogger(__name__)
 
 PARTS = ("form", "experts", "group", "step")
-"""From the loss noticed to the Form received, to the experts read, to the group formed, to the first step."""
+"""Parts of a change, from the loss noticed on; each lasts until its event.
+
+The events are the Form received, experts read, the group formed and the first step.
+"""
 
 
 class Change(msgspec.Struct):

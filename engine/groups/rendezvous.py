@@ -1,4 +1,4 @@
-"""Where the instances of a group meet: each hosts a store, the group uses that of its first member."""
+"""Rendezvous of a group: every instance hosts a store, the first member's is used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Rendezvous:
 
     @property
     def address(self) -> str:
-        """host:port, for others."""
+        """Address of the store for the others, host:port."""
         return f"{self._host}:{self._stores[-1].port}"
 
     def renew(self) -> None:
@@ -41,7 +41,7 @@ class Rendezvous:
         """Form the group with all its members; waits for them.
 
         Raises:
-            CollectiveError: somebody did not come, or ``should_stop`` said so.
+            CollectiveError: a member did not come, or ``should_stop`` returned True.
             ValueError: the group is not possible; the message says why.
         """
         index, device = names(form).index(instance), self._device

@@ -1,5 +1,8 @@
-"""An instance whose experts are spread over the mesh, as the coordinator sees it: what it holds, in which
-group it steps, what it waits for. Between the membership and :class:`engine.groups.elastic.Elastic`."""
+"""The coordinator's view of an instance whose experts are spread over the mesh.
+
+It holds which experts the instance has, in which group it steps, and what it waits for. It stands between the
+membership and :class:`engine.groups.elastic.Elastic`.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +61,9 @@ class Spread:
         self._began = self._complained_at = time.monotonic()
         self._was_ready = False
         self.drains = False
-        """Takes nothing new: not to be called ready any more."""
+        """Whether it drains; it is then no longer reported as ready."""
         self._meeting = Rendezvous(host, device)
-        self.pace = Elastic(
+        self.stepping = Elastic(
             name,
             executor,
             self,
@@ -69,7 +72,7 @@ class Spread:
             wake_loop=wake_loop,
             keys=keys,
         )
-        membership.follow(self.pace.on_form, self.pace.on_fenced)
+        membership.follow(self.stepping.on_form, self.stepping.on_fenced)
         membership.update(
             state=State.LOADED,
             phase="waits for the other instances",
@@ -80,7 +83,7 @@ class Spread:
         )
 
     def _connect(self, form: GroupPlan, should_stop: Callable[[], bool]) -> Communicator:
-        """First the instances, then what else the workers need."""
+        """Form the group of the instances, then the other groups of the workers."""
         group = self._meeting.connect(form, self._name, should_stop)
         return self._executor.connect(form, group, should_stop)
 
@@ -100,10 +103,10 @@ class Spread:
         logger.info("waiting for the other instances of the mesh (%.0f s)", waited)
 
     def close(self) -> None:
-        self.pace.close()
+        self.stepping.close()
         self._meeting.close()
 
-    # ---- what the pace says
+    # ---- what the stepping says
 
     def report(self, lost: Lost) -> None:
         """See :class:`engine.groups.elastic.Mesh`."""
@@ -124,12 +127,12 @@ class Spread:
             store=self._meeting.address,
             experts=self._executor.experts_held(),
             max_experts=self._max_experts(),
-            ready_epoch=self.pace.ready_epoch,
+            ready_epoch=self.stepping.ready_epoch,
         )
 
     def changed(self) -> None:
         """See :class:`engine.groups.elastic.Mesh`."""
-        self._membership.update(ready_epoch=self.pace.ready_epoch, max_experts=self._max_experts())
+        self._membership.update(ready_epoch=self.stepping.ready_epoch, max_experts=self._max_experts())
 
     def waits(self) -> None:
         """See :class:`engine.groups.elastic.Mesh`."""

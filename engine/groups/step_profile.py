@@ -1,4 +1,4 @@
-"""Where the steps of a lockstep instance spend their time, summed up since its start (no torch)."""
+"""Time profile of a lockstep instance's steps, summed since its start (no torch)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class StepProfile:
         self._seconds = self._longest = 0.0
 
     def slept(self, agreement: Agreement) -> None:
-        """The group agreed that there is nothing to do."""
+        """Count an agreement that there is nothing to do."""
         self._sleeps += 1
         self._wait += agreement.waited
         self._lasted(agreement.waited)
 
     def stepped(self, agreement: Agreement, num_tokens: int, seconds: float, times: ExpertTimes) -> None:
-        """A step was computed in ``seconds``, this instance having ``num_tokens`` of its rows."""
+        """Count a step that was computed in ``seconds``, this instance having ``num_tokens`` of its rows."""
         self._steps += 1
         self._empty_steps += num_tokens == 0
         self._wait += agreement.waited

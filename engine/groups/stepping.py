@@ -30,12 +30,14 @@ WAKE_INTERVAL = 0.02
 """Seconds between two repetitions of a wake whose step has not begun."""
 
 PASS_ON_AFTER = 1.0
-"""Seconds until an instance that was woken wakes its peers, too, if the step has not begun. The sender may
-have woken this instance alone."""
+"""Seconds until a woken instance wakes its peers, if the step has not begun.
+
+The sender may have woken this instance alone.
+"""
 
 
 class NoGroup(Exception):
-    """This instance can be in no group of the mesh; says why."""
+    """Raised when this instance can be in no group of the mesh, with the reason."""
 
 
 class Agreement(msgspec.Struct, frozen=True):
@@ -51,14 +53,14 @@ class Agreement(msgspec.Struct, frozen=True):
     pauses: bool = False
     """No step follows for now: all sleep, or enter another group."""
     waits_for_change: bool = False
-    """Nobody has tokens, here or under way, and yet nobody sleeps: a change of the group is pending."""
+    """No instance has tokens or sleeps: a change of the group is pending."""
 
 
 class Stepping(Protocol):
-    """The rhythm of one instance."""
+    """Decides when one instance steps."""
 
     times: RecoveryTimes
-    """How its changes of the group went."""
+    """Durations of its group changes."""
 
     @property
     def must_step(self) -> bool:
@@ -66,7 +68,7 @@ class Stepping(Protocol):
         ...
 
     def turn(self) -> Turn:
-        """At the top of each turn: whether this instance steps now, waits for a group, or ends.
+        """Whether this instance steps now, waits for a group, or ends; asked each turn.
 
         Raises:
             NoGroup: it can never step in this mesh.
@@ -74,11 +76,11 @@ class Stepping(Protocol):
         ...
 
     def notice_work(self) -> None:
-        """There is work here: make sure that a step comes."""
+        """Make sure that a step comes, since there is work here."""
         ...
 
     def on_wake(self, wake: Wake) -> None:
-        """A peer wants a step."""
+        """Handle the wake of a peer."""
         ...
 
     def agree(self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0) -> Agreement:
@@ -91,7 +93,7 @@ class Stepping(Protocol):
         ...
 
     def failed(self, error: CollectiveError) -> None:
-        """The step ended with this; it runs again in the next group."""
+        """Handle the error of a step, which runs again in the next group."""
         ...
 
     def drained(self) -> bool:
@@ -102,7 +104,10 @@ class Stepping(Protocol):
         ...
 
     def is_fenced(self) -> bool:
-        """Whether all requests must be forgotten, as the others went on without this instance: said once."""
+        """Whether all requests must be forgotten, as the others went on without this instance.
+
+        True once for each time that this happens.
+        """
         ...
 
     def close(self) -> None: ...
@@ -204,8 +209,10 @@ class InLockstep:
 
 
 class Waker:
-    """A thread that tells the peers to wake, again and again until the step has begun: the step loop itself
-    is by then inside the exchange that it waits for."""
+    """A thread that sends wakes to the peers until the step has begun.
+
+    The step loop itself is by then inside the exchange that it waits for.
+    """
 
     def __init__(self, peers: Sequence[str], keys: MeshKeys | None = None) -> None:
         self._peers = list(peers)

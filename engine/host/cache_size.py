@@ -94,8 +94,9 @@ def _check_memory(num_blocks: int, cache: CacheConfig, num_bytes: int, neighbour
 
 
 def share_of_device(*, total: int, free: int, reserved: int, peak: int, utilization: float) -> int:
-    """Bytes of a CUDA device for the KV cache of one worker: what is left of its share of the device after
-    its largest step, or of what others leave it, if that is less.
+    """Bytes of a CUDA device for the KV cache of one worker.
+
+    What is left of its share of the device after its largest step, or of what others leave it, if less.
 
     Args:
         total: bytes of the device.
@@ -108,7 +109,7 @@ def share_of_device(*, total: int, free: int, reserved: int, peak: int, utilizat
 
 
 def _bytes(count: int) -> str:
-    """A number of bytes for people."""
+    """Readable number of bytes."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

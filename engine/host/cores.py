@@ -20,7 +20,7 @@ class Share(NamedTuple):
     """What an instance computes with on one host."""
 
     threads: int = 0
-    """Of each of its workers."""
+    """Threads of each of its workers."""
     cores: tuple[int, ...] = ()
     """Those that no other instance computes on, if there are any."""
 
@@ -30,8 +30,10 @@ def has_gpu(device: DeviceConfig) -> bool:
 
 
 def share_of_cores(workers: int, given: int, sharers: int) -> Share:
-    """Of an instance with so many workers here, where ``sharers`` instances are: an equal part, or the
-    ``given`` number of cores (``--cpu-threads``), 0 for none."""
+    """Cores and threads of an instance with ``workers`` workers here, among ``sharers`` instances.
+
+    An equal part, or the ``given`` number of cores (``--cpu-threads``), 0 for none.
+    """
     threads = threads_per_worker(workers if given else sharers * workers, given or usable_cores())
     return Share(threads, tuple(sorted(os.sched_getaffinity(0))) if sharers == 1 else ())
 
@@ -55,7 +57,7 @@ def tell_threads(config: EngineConfig, share: Share, sharers: int) -> None:
 
 
 def instances_at_once(config: EngineConfig) -> float | None:
-    """Instances like this one for which this host's cores suffice; None if it has devices of its own."""
+    """Instances like this one that the host's cores suffice for; None with own devices."""
     if not config.num_local_workers or has_gpu(config.device):
         return None
     return usable_cores() / max(config.num_local_workers, config.device.cpu_threads)

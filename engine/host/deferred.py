@@ -4,7 +4,7 @@ Both import, when they are loaded, compilers, tracers, optimisers and ways to tr
 
 - The code of modules named in :data:`DEFERRED` waits. They are found and put in their places as ever; when
   somebody asks one of them for something, all run, in this order. Submodules can be imported before.
-- transformers is told that torch lacks what is named in :data:`LACKING`. It supports such builds of torch,
+- transformers finds torch without what is named in :data:`LACKING`. It supports such builds of torch,
   and then leaves out what stands on it. (Lockstep shards models in its own way.)
 - What transformers finds by reading the files of all its models, twice, is kept in a cache.
 
@@ -94,8 +94,8 @@ class _Deferred(Loader):
 def run_deferred() -> bool:
     """Run the code of all modules that wait; False if none did.
 
-    While it runs, other threads that ask one of them for something wait, and it finds of itself what it has
-    said so far.
+    Meanwhile other threads that ask one of them for something wait. A module that runs finds in itself what
+    it has defined so far.
     """
     with _lock:
         ran = False
@@ -134,10 +134,13 @@ def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
 
 
 class _Found(msgspec.Struct, frozen=True):
-    """What there is to import from a directory. transformers has dictionaries with keys of two kinds."""
+    """Names to import from a directory.
+
+    transformers has dictionaries with keys of two kinds.
+    """
 
     files: list[tuple[list[str], dict[str, list[str]]]]
-    """What a name needs to be installed, and the names of each file that need it."""
+    """Packages that names need, and the names of each file that need them."""
     directories: dict[str, _Found]
 
     @classmethod
@@ -159,7 +162,7 @@ class _Found(msgspec.Struct, frozen=True):
 
 
 class _Scan:
-    """transformers' function of this name, whose answer for the directory of all models is kept in a file."""
+    """transformers' scan function, with a cache file for the directory of all models."""
 
     def __init__(self, scan: Callable[[str], Any]) -> None:
         self._scan = scan
@@ -233,8 +236,11 @@ def trim() -> None:
 
 @contextlib.contextmanager
 def no_garbage(leaves: bool = False) -> Iterator[None]:
-    """Libraries are loaded meanwhile, or a model: nobody looks for garbage among the million objects that are
-    made and kept, neither now nor later. ``leaves``: it makes others, which are looked for at its end."""
+    """Pause garbage collection while libraries or a model are loaded.
+
+    The million objects that are made and kept are never searched, neither now nor later. ``leaves``: garbage
+    is made as well, which is collected at the end.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,14 +1,14 @@
 """Processes that are forked from one which has its libraries loaded already (no torch).
 
-Loading torch and transformers takes seconds of CPU, so whoever starts several instances or workers, or may
-have to start one again, starts a fork server first (:mod:`engine.host.fork_server`) and asks it for them.
+Loading torch and transformers takes seconds of CPU. So a process that starts several instances or workers, or
+may have to start one again, starts a fork server first (:mod:`engine.host.fork_server`) and asks it for them.
 What it makes is, to the asker, like any child process: the kernel counts it as the asker's child, so its end,
 its exit status and the death of its parent are seen the usual way, and it outlives the fork server.
 
 How that is done: the server forks twice, and the process between ends at once. The kernel gives its orphan
 to the nearest ancestor that reaps orphans (PR_SET_CHILD_SUBREAPER), which the asker is while it asks.
 
-Nothing depends on a fork server: whoever gets :class:`Unforked` starts the process the plain way.
+Nothing depends on a fork server: on :class:`Unforked` the caller falls back to a normal process start.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ PR_SET_CHILD_SUBREAPER = 36
 MAX_MESSAGE = 1 << 17
 MAX_DESCRIPTORS = 32
 ANSWER_TIMEOUT = 120.0
-"""Seconds for a fork, and for all that the server still has to load before it."""
+"""Seconds for a fork, and for what the server has to load before."""
 OFF = "LOCKSTEP_FORK_SERVER"
-"""Environment variable: 0 starts every process the plain way."""
+"""Environment variable; 0: every process is started normally, without forking."""
 
 
 class Fork(msgspec.Struct, frozen=True):
@@ -266,7 +266,7 @@ class ForkServer:
             raise Unforked(f"pid {answer.pid} cannot be watched: {error.strerror}") from error
 
     def close(self) -> None:
-        """End it; what it has made lives on. Whoever waits for its answer gets ``Unforked``."""
+        """End the server; its processes live on. Callers that wait for it get ``Unforked``."""
         if os.getpid() != self._owner:
             return
         self.problem = self.problem or "the fork server is closed"

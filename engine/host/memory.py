@@ -1,4 +1,4 @@
-"""How much memory this process may still take: of the machine, or of its container (no torch)."""
+"""Memory that this process may still take, of machine or container (no torch)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ TURN_TIMEOUT = 120.0
 """Seconds: laying out the weights of a large model takes a while."""
 
 MARGIN = 0.1
-"""Of the memory that is free, what is left alone when more experts are loaded."""
+"""Share of free memory that is left alone when more experts are loaded."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory is short: Python's own, the system's (ulimit -v, vm.overcommit), or
-    torch's, which are RuntimeErrors."""
+    """Whether an error means that memory is short.
+
+    Python's own, the system's (ulimit -v, vm.overcommit), or torch's, which are RuntimeErrors.
+    """
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     is_torchs = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
@@ -36,23 +38,29 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def available_memory() -> int:
-    """Bytes that can be taken without swapping: what the machine has, or what the limits of its container
-    leave. File pages that can be dropped count as free."""
+    """Bytes that can be taken without swapping.
+
+    What the machine has, or what the limits of its container leave. File pages that can be dropped count as
+    free.
+    """
     available = int(psutil.virtual_memory().available)
     left = [limit.most - limit.used + limit.files for limit in memory_limits()]
     return max(0, min([available, *left]))
 
 
 def return_freed_memory() -> None:
-    """Make the allocator return freed pages to the system instead of keeping them in each arena."""
+    """Return freed pages of all arenas of the allocator to the system."""
     with contextlib.suppress(AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager
 def turn(patience: float = TURN_TIMEOUT) -> Iterator[None]:
-    """One process of this host at a time looks at what is free and takes it: instances that start together
-    would see the same memory. Who has waited for ``patience`` seconds goes on all the same."""
+    """Lock of this host for measuring free memory and taking it, one process a time.
+
+    Instances that start together would see the same memory. After ``patience`` seconds a process goes on
+    without the lock.
+    """
     with Path(__file__).open("rb") as file:  # of this installation; the kernel lets go of it with the process
         until = time.monotonic() + patience
         while not _locks(file):
@@ -66,7 +74,7 @@ def turn(patience: float = TURN_TIMEOUT) -> Iterator[None]:
 
 
 def _locks(file: BinaryIO) -> bool:
-    """Whether this process has the lock now, or there can be none (some network file systems)."""
+    """Whether this process has the lock, or the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -75,8 +83,11 @@ def _locks(file: BinaryIO) -> bool:
 
 
 class Untouched:
-    """The part of a KV cache on a CPU that was never written to: its pages take no memory yet, but will. A
-    new cache is used in the order of its blocks' numbers (:class:`engine.scheduling.blocks.BlockPool`)."""
+    """The part of a KV cache on a CPU that was never written to.
+
+    Its pages take no memory yet, but will. A new cache is used in the order of its blocks' numbers
+    (:class:`engine.scheduling.blocks.BlockPool`).
+    """
 
     def __init__(self, num_blocks: int = 0, block_bytes: int = 0) -> None:
         self._num_blocks = num_blocks
@@ -88,7 +99,7 @@ class Untouched:
         return f"<Untouched {self._num_blocks - self._num_used} of {self._num_blocks} blocks>"
 
     def note(self, step: Step) -> None:
-        """A step is computed."""
+        """Note which blocks a step writes to."""
         for blocks in step.new_blocks.values():
             self._num_used = max(self._num_used, max(blocks, default=-1) + 1)
 
@@ -106,5 +117,5 @@ def spare_memory(cache: Untouched) -> int:
 
 
 def most_memory() -> int:
-    """Bytes that there are in all, free or not."""
+    """Total bytes of memory, free or not."""
     return min([int(psutil.virtual_memory().total), *(limit.most for limit in memory_limits())])

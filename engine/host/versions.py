@@ -1,4 +1,4 @@
-"""What must be installed alike where the workers of one instance run (loads nothing of it)."""
+"""Versions that all hosts of an instance's workers must share (loads no package)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ PACKAGES = {"lockstep": DISTRIBUTION, "torch": "torch", "transformers": "transfo
 
 
 def versions() -> dict[str, str]:
-    """As installed here."""
+    """Installed versions on this host."""
     return {package: installed_version(distribution) for package, distribution in PACKAGES.items()}
 
 
 def other_versions(theirs: Mapping[str, str]) -> list[str]:
-    """In what another host differs from this one, for people."""
+    """Differences of another host from this one, as readable text."""
     ours = versions()
     return [
         f"{package} is {theirs.get(package, NOT_INSTALLED)} there, {ours[package]} here"

@@ -1,1 +1,4 @@
-"""Processes that look at what needs torch and answer in JSON, for ``lockstep doctor``, which loads none."""
+"""Probe processes that need torch and answer in JSON.
+
+``lockstep doctor`` starts them, and loads no torch itself.
+"""

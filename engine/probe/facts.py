@@ -53,21 +53,21 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[int]
     collective: str
     num_bytes: int
-    """Of the tensor that each member gives."""
+    """Size of the tensor that each member gives, in bytes."""
     seconds: float
-    """Median."""
+    """Median of the measured seconds."""
     bytes_per_second: float
     """What each member sends, in that time."""
 
 
 class Links(msgspec.Struct, frozen=True, kw_only=True):
-    """What a group of hosts found out."""
+    """Measurements of a group of hosts."""
 
     hosts: list[HostFacts]
     timings: list[Timing]
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """Why there is no other answer."""
+    """Reason for which there is no measurement."""
 
     error: str

@@ -1,4 +1,4 @@
-"""``python -m engine.probe.links``: one host's end of a group that measures the network between its hosts.
+"""``python -m engine.probe.links``: one host's end of a network measurement between hosts.
 
 Prints the same answer on all hosts, as JSON. The hosts meet at a store on the first one, tell each other what
 they are, then measure pair after pair, and all together if they are more than two.

@@ -1,1 +1,1 @@
-"""Measurements: each a command, with a ratio against a peer or a limit in the same run."""
+"""Benchmarks: each a command that compares with a peer or a limit."""

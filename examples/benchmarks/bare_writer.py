@@ -1,4 +1,4 @@
-"""A server that writes streams of events and does nothing else: what the writes of a front end cost alone.
+"""A server that only writes streams of events: the floor of a router's costs.
 
 ``python examples/benchmarks/bare_writer.py PORT STEP_MS`` answers every POST with as many events as its
 ``max_tokens`` asks for: each the same bytes, one system call each, all streams in step, as an engine would
@@ -33,7 +33,7 @@ END = chunked(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
 class Streams:
-    """Connections, and how many events each still gets."""
+    """Connections, each with the number of events that it still gets."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -43,7 +43,7 @@ class Streams:
         self._left: dict[int, int] = {}
 
     def read(self, seconds: float) -> None:
-        """Take in what comes in this time: connections, requests, goodbyes."""
+        """Read what comes in this time: connections, requests, closings."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             for number, _ in self._poll.poll(left):
@@ -53,7 +53,7 @@ class Streams:
                     self._take(number, self._connections[number].recv(65536))
 
     def step(self) -> None:
-        """One event for each stream."""
+        """Write one event to each stream."""
         for number, left in list(self._left.items()):
             self._connections[number].send(EVENT)
             if left > 1:
@@ -69,7 +69,7 @@ class Streams:
         self._poll.register(connection, select.EPOLLIN)
 
     def _take(self, number: int, request: bytes) -> None:
-        """A request arrives as a whole: clients of benchmarks send it in one go."""
+        """Take a request, which clients of benchmarks send in one piece."""
         if not request:
             self._left.pop(number, None)
             self._poll.unregister(number)
@@ -88,4 +88,6 @@ def main(port: int, step_ms: float) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(f"usage: {sys.argv[0]} PORT STEP_MS")
     main(int(sys.argv[1]), float(sys.argv[2]))

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""How long the collectives of a group take: gloo and shared memory side by side, p50 and p99.
+"""Benchmark of a group's collectives: gloo beside shared memory, p50 and p99.
 
     python examples/benchmarks/bench_collectives.py --ranks 2 4 --output-json collectives.json
 
 Each member is a process with one thread. The transports are measured by the same processes, in turn and in
-short blocks, so that whatever else the machine does hits all of them:
+short blocks, so that other load on the machine hits all of them:
 
     torch gloo      the collectives of PyTorch's gloo process group, as torch.distributed calls them
     our gloo        parallel/communicators/gloo.py: the same sockets, by gloo's send and receive
@@ -12,13 +12,14 @@ short blocks, so that whatever else the machine does hits all of them:
     views           the same, results left where the members wrote them (all-gather and all-to-all)
 
 All but the last give results that are the caller's. A view has not been fetched from the other cores when the
-call returns; whoever reads it pays for that then, at most what the copy in "shared memory" costs.
+call returns; its reader pays for that later, at most what the copy in "shared memory" costs.
 
 A size is that of the tensor that each member gives. Compare the numbers of one run only.
 
 Then what waiting costs: rank 0 does the same piece of work before each all-reduce while all others wait in
 the collective. Shown are how much longer the work takes than with nobody waiting, and how much of a core
-each waiting member used: with more members than cores, who waits must not take the core from who works.
+each waiting member used: with more members than cores, a waiting member must not take the core from a working
+one.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def run_member(rank: int, size: int, port: int, repeats: int) -> None:
         return made[name]
 
     def calls_of_torch(name: str, num_bytes: int) -> Callable[[], Any]:
-        """The same work, results in tensors that are there already."""
+        """The same calls of PyTorch, with results in tensors that exist already."""
         given = torch.arange(HEADER_INTS) if name == "all_gather_ints" else torch.ones(num_bytes // 4)
         parts, exchanged = [torch.empty_like(given) for _ in range(size)], torch.empty_like(given)
         return {
@@ -145,7 +146,7 @@ def process_group(store: Store, rank: int, size: int) -> ProcessGroupGloo:
 
 
 def cost_of_waiting(group: Communicator) -> dict[str, float]:
-    """How rank 0's work changes when the others wait for it, and what processor time their waiting takes."""
+    """Slowdown of rank 0's work while the others wait, and the waiters' processor time."""
     import torch
 
     square, word = torch.rand(WORK_ROWS, WORK_ROWS), torch.ones(16)
@@ -178,7 +179,7 @@ def cost_of_waiting(group: Communicator) -> dict[str, float]:
 
 
 def percentile(seconds: list[float], percent: int) -> float:
-    """In microseconds."""
+    """Percentile in microseconds."""
     return round(1e6 * statistics.quantiles(seconds, n=100, method="inclusive")[percent - 1], 1)
 
 

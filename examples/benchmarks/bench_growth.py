@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-r"""How cost grows: tokens per second against requests at once, context, and instances, as tables and plots.
+r"""Benchmark of growth: tokens per second by requests at once, context and instances.
+
+Results are tables and plots.
 
     python examples/benchmarks/bench_growth.py --output-json build/bench-growth.json --plots build/plots
     python examples/benchmarks/bench_growth.py --model build/models/moe-small --axes batch
@@ -57,7 +59,7 @@ PROMPT, ANSWER = 128, 64
 CONTEXT_REQUESTS, CONTEXT_ANSWER = 4, 64
 DP_REQUESTS = 32
 ROUNDS = {1: 4, 2: 4, 4: 4}
-"""Requests of a run, times those at once; 2 where not said."""
+"""Requests of a run, times those at once; 2 by default."""
 AXES = ("batch", "context", "dp")
 
 
@@ -68,7 +70,10 @@ class Load:
         self._url, self._runs = url, 0
 
     def run(self, *, at_once: int, requests: int, prompt: int, answer: int, again: bool = False) -> Point:
-        """``again``: the prompts of the run before, of which there must be as many."""
+        """Send one run of requests.
+
+        ``again``: the prompts of the run before, of which there must be as many.
+        """
         self._runs += not again
         shape = Shape(input_len=prompt, output_len=answer)
         asks = random_prompts(shape, random.Random(f"{self._runs} {at_once} {prompt}"), requests)
@@ -103,7 +108,7 @@ def find(name: str) -> Path:
 
 
 def flags_of(model: Path, dtype: str, flags: str) -> str:
-    """Arguments of ``serve``."""
+    """Arguments of ``serve`` for a point."""
     served = f"{shlex.quote(str(model))} --served-model-name bench"
     return f"{served} --dtype {dtype} --kv-cache-memory-bytes 1G {flags}"
 
@@ -196,7 +201,7 @@ LABELS = {
 
 
 def curves(axis: str, points: list[Point]) -> dict[str, dict[int, float]]:
-    """By name, then by place on the axis: the median of the repeats."""
+    """Medians of the repeats by name, then by point on the axis."""
     found: dict[str, dict[int, float]] = {}
     for name in dict.fromkeys(point["curve"] for point in points):
         for what, key in SHOWN[axis].items():

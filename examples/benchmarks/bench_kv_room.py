@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How cutting an instance into workers makes room for the KV cache, and what that does to throughput.
+"""Benchmark of KV cache room and throughput by number of workers of an instance.
 
     python examples/benchmarks/bench_kv_room.py --model MODEL --worker-memory 80M --output-json kv_room.json
 
@@ -34,7 +34,7 @@ from typing import Any
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
 """(tensor parallel, pipeline parallel) sizes."""
 WEIGHTS = re.compile(r"(?:layers \d+ to \d+|M parameters), ([\d.]+) MiB of weights")
-"""Said of each worker, and last of all together."""
+"""Pattern of a worker's log line about its weights; the last line has all workers."""
 BLOCKS = re.compile(r"# KV blocks: (\d+), (\d+) tokens \(([\d.]+) MiB\)")
 RUNNING = re.compile(r"^vllm:num_requests_running\{[^}]*\} ([\d.e+]+)", re.MULTILINE)
 BENCH = [sys.executable, str(Path(__file__).with_name("bench_serving.py"))]
@@ -42,14 +42,14 @@ UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def size(text: str) -> int:
-    """Bytes, of ``80M`` and the like."""
+    """Number of bytes in a text like ``80M``."""
     number, unit = text.rstrip("KMG"), text[-1:]
     return int(float(number) * UNITS.get(unit, 1))
 
 
 @contextlib.contextmanager
 def mesh(args: argparse.Namespace, layout: tuple[int, int], room: str) -> Iterator[tuple[str, str]]:
-    """A mesh with one instance of this layout: its base URL, and what it said until it was ready."""
+    """A mesh with one instance of this layout: its base URL and startup output."""
     tp, pp = layout
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         ports = [f"--port={one.getsockname()[1]}", f"--data-parallel-rpc-port={other.getsockname()[1]}"]

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-r"""What lockstep costs and brings: experts spread over two instances, each way of exchange, against without.
+r"""Benchmark of lockstep: experts spread over two instances, against independent ones.
+
+Each way of exchange is measured.
 
     python examples/benchmarks/bench_lockstep.py
     python examples/benchmarks/bench_lockstep.py --models moe-16 --concurrency 8 \
@@ -7,7 +9,7 @@ r"""What lockstep costs and brings: experts spread over two instances, each way 
 
 For the shipped model and one of 16 experts and 61 M parameters (random, made at the first run by
 ``make_moe_model.py``), meshes of all variants are started and stay; those that are not measured sleep. Then
-each is loaded in turn, again and again, so that whatever else the machine does hits all of them. Printed are
+each is loaded in turn, again and again, so that other load on the machine hits all of them. Printed are
 medians over the repeats with the lowest and the highest, and where the instances' step time went by their own
 account (``lockstep:step_seconds_total``):
 
@@ -43,6 +45,8 @@ from typing import Any
 import aiohttp
 import uvloop
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # where this is not installed
+
 from examples.benchmarks.soak import by_rank, metrics
 from router.tools.bench.client import Target
 from router.tools.bench.client import run as send_all
@@ -54,7 +58,7 @@ Args = argparse.Namespace
 
 ROOT = Path(__file__).parents[2]
 MODELS = {"lockstep-moe": "lockstep-moe", "moe-16": str(ROOT / "build" / "models" / "moe-16")}
-"""What is served, by name."""
+"""Models by name."""
 VARIANTS = {
     "shared_memory": "-dp 2 -ep --all2all-backend shared_memory",
     "gloo all-gather": "-dp 2 -ep --all2all-backend allgather_reducescatter",
@@ -66,7 +70,7 @@ VARIANTS = {
 PARTS = ("wait", "attention", "dispatch", "experts", "combine", "rest")
 EXCHANGE = ("wait", "dispatch", "combine")
 REPORT_SECONDS = 0.5
-"""After the last token, until the instances have told the router all that they counted."""
+"""Seconds after the last token until all instances have reported their counts."""
 
 
 @dataclass
@@ -82,7 +86,7 @@ class Cell:
 
 
 async def counted(session: aiohttp.ClientSession, base_url: str) -> dict[str, float]:
-    """What all instances of a mesh have counted so far, per instance: steps, and seconds by part."""
+    """Steps, and seconds by part, that each instance of a mesh has counted."""
     found = await metrics(session, base_url)
     if "lockstep:steps_total" not in found:
         return {}
@@ -189,7 +193,10 @@ def spread(values: Sequence[float], digits: int = 0) -> str:
 
 
 def print_throughput(name: str, cells: Sequence[Cell], args: Args) -> None:
-    """Output tokens per second, and as a share of the independent instances' in the same repeat."""
+    """Print output tokens per second, and their ratio to independent instances.
+
+    Ratios are taken within a repeat.
+    """
     print(f"\n{name}: output tokens/s, median (lowest-highest) of {args.repeats}\n")
     base = {cell.concurrency: cell.of("tokens_per_second") for cell in cells if cell.variant == "independent"}
     rows = []
@@ -210,7 +217,7 @@ def print_throughput(name: str, cells: Sequence[Cell], args: Args) -> None:
 
 
 def print_split(name: str, cells: Sequence[Cell]) -> None:
-    """Where a step's time went."""
+    """Print the parts of a step's time."""
     stepping = [cell for cell in cells if cell.of("step_ms")]
     if not stepping:
         return
@@ -226,7 +233,7 @@ def print_split(name: str, cells: Sequence[Cell]) -> None:
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """As Markdown."""
+    """Print a table in Markdown."""
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     for row in (titles, ["-" * (width - 1) + ":" for width in widths], *rows):
         print("| " + " | ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) + " |")
@@ -252,7 +259,7 @@ def parse_args() -> Args:
 
 
 def write(args: Args, models: Sequence[dict[str, Any]]) -> None:
-    """--output-json."""
+    """Write the file of --output-json."""
     if args.output_json is None:
         return
     page = {

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a step costs an instance beside the model: CPU time per step, with a model that computes nothing.
+"""Benchmark of an instance's CPU time per step, with a model that computes nothing.
 
     python examples/benchmarks/bench_overhead.py
     python examples/benchmarks/bench_overhead.py --sequences 1 64 256
@@ -29,7 +29,7 @@ PROMPT = 128
 
 
 def router(endpoint: str, sequences: int, answer: int, temperature: float) -> None:
-    """The process at the other end: submit all, take tokens until each has ended."""
+    """The router's process: submit all requests, take tokens until each has ended."""
     import zmq.asyncio
 
     from coordinator.rpc.rpc import AsyncConnection

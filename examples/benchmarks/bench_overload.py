@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Three times more requests than a mesh can serve: who is let in is served as fast as ever, the others are
-told at once, and memory stays flat.
+"""Benchmark of overload: three times more requests than a mesh can serve.
+
+Admitted requests are served as fast as ever, the others are refused at once, and memory stays flat.
 
     python examples/benchmarks/bench_overload.py --seconds 120 --output-json build/overload.json
 
@@ -38,7 +39,7 @@ CONNECTIONS = 2000
 
 
 class Answer:
-    """What became of one request. Times in seconds."""
+    """Outcome of one request, with times in seconds."""
 
     def __init__(self, status: int, first: float, took: float, says_when: bool) -> None:
         self.status = status
@@ -48,7 +49,7 @@ class Answer:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """By nearest rank; 0 for none."""
+    """Percentile by nearest rank; 0 for none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
 
@@ -74,7 +75,7 @@ async def ask(
 async def at_capacity(
     session: aiohttp.ClientSession, url: str, seconds: float, args: argparse.Namespace
 ) -> list[Answer]:
-    """One client for each slot."""
+    """Answers to one client for each slot."""
     answers: list[Answer] = []
     until = time.perf_counter() + seconds
 
@@ -93,7 +94,7 @@ async def at_capacity(
 async def overloaded(
     session: aiohttp.ClientSession, url: str, rate: float, args: argparse.Namespace
 ) -> list[Answer]:
-    """Requests at random times, ``rate`` a second."""
+    """Answers to requests at random times, ``rate`` a second."""
     rng = random.Random(0)
     asking: list[asyncio.Task[Answer]] = []
     began, at = time.perf_counter(), 0.0

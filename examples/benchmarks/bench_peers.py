@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-r"""Lockstep against other serving systems: the same model, prompts and load generator, in turn in one run.
+r"""Benchmark of Lockstep against other serving systems, in turn in one run.
 
-    examples/benchmarks/install_peers.sh  # once; what is missing is left out, and said
+All get the same model, prompts and load generator.
+
+    examples/benchmarks/install_peers.sh  # once; what is missing is left out, and listed
     python examples/benchmarks/bench_peers.py                             # dense-small in bfloat16
     python examples/benchmarks/bench_peers.py --models moe-small \
         --systems lockstep lockstep-ep vllm transformers
@@ -12,7 +14,7 @@ r"""Lockstep against other serving systems: the same model, prompts and load gen
     python examples/benchmarks/bench_peers.py --show build/bench-peers.json  # of a run
 
 All servers of a model are started first and stay; those that are not measured sleep. Then each is loaded in
-turn, again and again, so that whatever else the machine does hits all of them. Printed are medians over the
+turn, again and again, so that other load on the machine hits all of them. Printed are medians over the
 repeats with the lowest and the highest, and how many times each of Lockstep's settings is ahead of each other
 system and of the best of vLLM's, per repeat. The models are made at the first run (``make_bench_models.py``).
 ``--output-json`` is written after each run, so what an interrupted benchmark has measured is kept.
@@ -79,13 +81,19 @@ WORKLOADS = {
     "sampled": (0, 128, 64),
     "penalised": (0, 128, 64),
 }
-"""Tokens that all prompts of a run share, tokens of each prompt, tokens of each answer. Prompts are of random
-tokens, but for ``code``: they are pieces of the project's own, after which answers repeat more."""
+"""Shared tokens, further prompt tokens and answer tokens of each workload.
+
+Prompts are of random tokens, but for ``code``: they are pieces of the project's own, after which answers
+repeat more.
+"""
 SAMPLING: dict[str, dict[str, float]] = {
     "sampled": {"temperature": 0.8, "top_p": 0.95},
     "penalised": {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05},
 }
-"""Greedy answers where nothing else is said. The second ones are what Qwen2.5 comes with."""
+"""Sampling parameters by workload: greedy where none are given.
+
+The second ones are what Qwen2.5 comes with.
+"""
 USUAL = ["plain", "prefix"]
 ROUNDS, USUAL_ROUNDS = {1: 6}, 8
 """Requests of a run, times its concurrency.
@@ -94,11 +102,14 @@ With fewer the run's end, when some have ended and no others come, would weigh m
 whose requests do not all end together.
 """
 LOWEST_ID = 300
-"""Of the prompts' tokens: below are special ones and single bytes."""
+"""Lowest token id in prompts: below it are special tokens and single bytes."""
 WARM = 8
-"""Requests at once, not counted, before anything is measured."""
+"""Requests at once for the warm-up, which does not count."""
 REST, REST_SECONDS = 10.0, 10.0
-"""Percent of all cores that is rest, and for how long it is waited: some compute on after their answer."""
+"""Percent of all cores that counts as rest, and longest wait for it.
+
+Some systems compute on after their answer.
+"""
 DEFAULT = {
     "dense-small": ["lockstep", "lockstep-dp1", "vllm", "vllm-cores", "transformers", "llama.cpp"],
     "dense-0.5b": ["lockstep", "lockstep-dp1", "vllm", "vllm-cores"],
@@ -126,7 +137,7 @@ class Load:
         self._code = self._tokenizer.encode("\n".join(file.read_text() for file in sources)).ids
 
     def prompts(self, workload: str, concurrency: int, number: int, count: int) -> list[list[int]]:
-        """Of repeat ``number``; no two repeats have any in common."""
+        """Prompts of repeat ``number``; no two repeats have any in common."""
         shared, own, _ = WORKLOADS[workload]
         rng = random.Random(f"{self._seed} {workload} {concurrency} {number}")
 
@@ -168,7 +179,10 @@ class Load:
 
 
 def forgiven(outcome: Outcome) -> Outcome:
-    """transformers' streams just end."""
+    """The outcome without the error that transformers makes.
+
+    Its streams just end.
+    """
     if outcome.error.endswith(" chunks without [DONE]"):
         outcome.error = ""
     return outcome
@@ -216,7 +230,7 @@ def bench_model(name: str, args: Args, model_page: Page, save: Callable[[], None
 
 
 def come_to_rest() -> None:
-    """Wait until nobody computes any more: a run must not pay for the one before."""
+    """Wait until no system computes: a run must not pay for the one before."""
     deadline = time.monotonic() + REST_SECONDS
     while psutil.cpu_percent(interval=0.5) > REST and time.monotonic() < deadline:
         pass
@@ -241,7 +255,7 @@ def tell(text: str) -> None:
 
 
 def show(page: Page, plots: Path | None) -> None:
-    """Tables, and plots if asked for."""
+    """Print tables, and save plots if asked for."""
     for model in page["models"]:
         if model.get("cells"):
             print_model(model)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a front end costs: CPU per token and per request, and the time it adds before the first token.
+"""Benchmark of routers: CPU per token and request, and added time to first token.
 
     python examples/benchmarks/bench_router.py --output-json build/bench-router.json
     python examples/benchmarks/bench_router.py --systems lockstep lockstep-2 sglang-router vllm
@@ -10,7 +10,7 @@ The instances are real processes whose model computes nothing and waits ``--step
     lockstep        one router in front of one such instance
     lockstep-2      two routers that share the port (--api-server-count 2)
     sglang-router   SGLang's router (a compiled program) in front of ``lockstep``: its CPU alone, and the time
-                    to first token that it adds to what stands behind it
+                    to first token that it adds to that of the mesh
     vllm            vLLM's own front end; its engine is a process of its own that computes ``--vllm-model``
     writes          no front end: a loop that writes events of the same size and does nothing else
                     (examples/benchmarks/bare_writer.py), the floor for all who give each token a write of its
@@ -52,8 +52,11 @@ START_TIMEOUT = 300.0
 
 
 class Stream(asyncio.Protocol):
-    """One connection that asks again and again, and counts events without parsing them: the client must cost
-    less than what it measures. A text as the prompt: sglang-router takes no token ids."""
+    """One connection that asks again and again, and counts events without parsing them.
+
+    The client must cost less than what it measures. The prompt is a text, since sglang-router takes no token
+    ids.
+    """
 
     def __init__(self, request: bytes, times: int, results: list[tuple[float, int]]) -> None:
         self._request, self._left, self._results = request, times, results
@@ -100,7 +103,7 @@ class Stream(asyncio.Protocol):
 
 
 def load(port: int, model: str, streams: int, output_len: int, times: int) -> dict[str, Any]:
-    """So many streams at once, each so many times."""
+    """Run so many streams at once, each so many times."""
     body = json.dumps(
         {
             "model": model, "prompt": "The dog sat down", "max_tokens": output_len, "ignore_eos": True,
@@ -133,17 +136,17 @@ def load(port: int, model: str, streams: int, output_len: int, times: int) -> di
 
 
 class System:
-    """A server under load, and which of its processes are its front end."""
+    """A server under load, and its processes that are its front end."""
 
     def __init__(self, port: int, model: str, front_ends: list[psutil.Process]) -> None:
         self.port, self.model, self._front_ends = port, model, front_ends
 
     def cpu(self) -> float:
-        """Seconds that its front end has computed."""
+        """CPU seconds of the front end's processes."""
         return sum(cpu_seconds(process) for process in self._front_ends)
 
     def measure(self, streams: int, output_len: int, times: int) -> dict[str, Any]:
-        """In a process of its own, so that the client's events are not delayed by ours."""
+        """Measure in a separate process, so that its events are not delayed by ours."""
         code = (
             f"import json, sys; sys.path.insert(0, {str(ROOT)!r});"
             "from examples.benchmarks.bench_router import load;"
@@ -157,9 +160,9 @@ class System:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """Of all threads.
+    """CPU seconds of all threads.
 
-    To the nanosecond where the kernel says so, else to a tick of 10 ms.
+    They are exact to a nanosecond where the kernel counts so, else to a tick of 10 ms.
     """
     counts = [path.read_text() for path in Path(f"/proc/{process.pid}/task").glob("*/schedstat")]
     if counts:
@@ -170,7 +173,7 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 @contextlib.contextmanager
 def running(command: list[str], until: str, **environment: str) -> Iterator[psutil.Process]:
-    """A child, once its output says ``until``; ended at the end."""
+    """A child process that has printed ``until``; it is ended at the end."""
     with tempfile.NamedTemporaryFile("w+", prefix="lockstep-bench-", suffix=".log") as log:
         child = subprocess.Popen(
             command, stdout=log, stderr=log, env={**os.environ, **environment}, start_new_session=True
@@ -258,7 +261,10 @@ def writes(args: argparse.Namespace) -> Iterator[System]:
 
 
 def wait_until_answers(port: int, model: str) -> None:
-    """Raises RuntimeError if the request itself is refused: more tries would not help."""
+    """Wait until a server answers.
+
+    Raises RuntimeError if the request itself is refused: more tries would not help.
+    """
     deadline = time.monotonic() + START_TIMEOUT
     while True:
         try:

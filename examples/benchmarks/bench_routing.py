@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from examples.benchmarks.routing.real import Steps
 
 GPU = StepTime("a GPU", 0.008, 30e-6, 40e-9)
-"""About an 8B model on one H100: 8 ms of launches and weights, 33,000 tokens/s, 40 ns per cached token."""
+"""Step time of about an 8B model on one H100.
+
+8 ms of launches and weights, 33,000 tokens/s, 40 ns per cached token.
+"""
 
 
 class Job(NamedTuple):
@@ -45,12 +48,15 @@ class Job(NamedTuple):
     seed: int
     time: StepTime
     scale: float = 1.0
-    """Arrivals are slowed down so many times."""
+    """Factor by which arrivals are slowed down."""
     cores: float | None = None
-    """That all instances share, under the loads for one host; None: each instance has its own machine."""
+    """Cores that all instances share, for loads of one host.
+
+    None: each instance has its own machine.
+    """
     seconds: float = 0.0
     rate: float = 0.0
-    """Of a load for one host."""
+    """Requests per second of a load for one host."""
 
     def key(self) -> dict[str, Any]:
         return key_of(self.time.name, self.load, self.policy, self.instances, self.seed)
@@ -129,7 +135,7 @@ def _save(file: Path | None, found: dict[str, Any]) -> None:
 
 
 def _step_time(model: str | None, known: dict[str, Any]) -> StepTime:
-    """A GPU's, or those of a model here, measured once for all runs in a file."""
+    """A GPU's step time, or that of a model here, measured once per results file."""
     if model is None:
         return GPU
     name = f"{model} on this CPU"

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-r"""How long `serve` takes from its command line to the first token, and where the time goes.
+r"""Benchmark of `serve` from its command line to the first token, by phase.
 
     python examples/benchmarks/bench_startup.py
     python examples/benchmarks/bench_startup.py --model build/models/dense-small \
         --serve "-dp 1" "-dp 4" --repeats 3
 
-Starts each mesh in turn, as often as --repeats says, asks for one token as soon as it says that it is ready,
+Starts each mesh in turn, as often as --repeats says, asks for one token as soon as it logs that it is ready,
 and ends it. The moments are those of the log lines of its processes (--log-format json), in seconds since the
 command was started; of several instances, the last one's. One start of each before that is not counted: it
 compiles what is not in its cache yet, and brings files into the page cache. --whole also starts each with all
-that torch and transformers load unless told otherwise (LOCKSTEP_WHOLE_LIBRARIES=1).
+that torch and transformers load by default (LOCKSTEP_WHOLE_LIBRARIES=1).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MOMENTS = {
     "kernels ready": ("Engine", "native kernels: on"),
     "instances loaded": ("Engine", ("ready on", "loaded after")),
 }
-"""Milestone -> whose log line it is, and how that begins."""
+"""Process and beginning of the log line of each milestone."""
 READY, FIRST_TOKEN = "mesh ready", "first token"
 TIMEOUT = 120.0
 
@@ -90,7 +90,7 @@ def ask_for_a_token(base_url: str) -> None:
 
 
 def moments(lines: list[str], began: float) -> dict[str, float]:
-    """When each milestone was reached, as far as the log has it."""
+    """Times of the milestones that the log has."""
     found: dict[str, float] = {}
     for line in lines:
         if not line.startswith("{"):
@@ -104,7 +104,7 @@ def moments(lines: list[str], began: float) -> dict[str, float]:
 
 
 def table(results: dict[str, list[dict[str, float]]]) -> str:
-    """Medians, with the least and the most."""
+    """Table of medians, with the least and the most."""
     names = [*MOMENTS, READY, FIRST_TOKEN]
     lines = [f"| seconds since the command | {' | '.join(results)} |"]
     lines.append(f"| --- | {' | '.join('---:' for _ in results)} |")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-r"""What structured outputs cost: masks per step, and compiling schemas.
+r"""Benchmark of structured outputs: masks per step, and compiling schemas.
 
     python examples/benchmarks/bench_structured.py
     python examples/benchmarks/bench_structured.py --model /path/to/model --requests 1 8 \
@@ -64,11 +64,11 @@ RECORD = {
     "required": ["people", "title"],
     "additionalProperties": False,
 }
-"""Longer than the steps that are timed."""
+"""A schema whose answers take longer than the steps that are timed."""
 
 
 class Timed:
-    """Adds up the time spent in a function that is replaced by itself and a clock."""
+    """Adds up the time of calls to a function that it wraps."""
 
     def __init__(self, holder: Any, name: str) -> None:
         self.seconds = 0.0

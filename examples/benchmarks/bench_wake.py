@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What waking a sleeping mesh costs: time to first token asleep and awake, in turn on the same mesh.
+"""Benchmark of waking: time to first token asleep and awake, on the same mesh.
 
     python examples/benchmarks/bench_wake.py
     python examples/benchmarks/bench_wake.py --serve "-dp 2 -ep --all2all-backend all_to_all" --requests 100
@@ -33,6 +33,8 @@ from typing import Any
 
 import aiohttp
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # where this is not installed
+
 from examples.benchmarks.soak import Prompt, ask, body_of
 from router.tools.bench.local_mesh import mesh
 from router.tools.bench.report import machine, percentile
@@ -42,7 +44,7 @@ Session = aiohttp.ClientSession
 
 KINDS = ("asleep", "back to back", "beside", "among")
 RANK = 0
-"""The instance that is asked."""
+"""The instance that gets the requests."""
 ANSWER = 3
 LONG_ANSWER = 1500
 SETTLE = 0.05
@@ -136,7 +138,7 @@ async def run(args: Args) -> int:
 
 
 def spread_of_difference(one: list[float], other: list[float], rng: random.Random) -> tuple[float, float]:
-    """Of the medians of two samples, in ms: between which values it lies in 95 of 100 resamplings."""
+    """95 % interval of the difference of two samples' medians, in ms, by resampling."""
     differences = sorted(
         1000
         * (

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""llama.cpp's single stream behind HTTP, for ``bench_peers.py``: run by the Python of build/peers/llama.cpp.
+"""HTTP server around llama.cpp's single stream, for ``bench_peers.py``.
+
+The Python of build/peers/llama.cpp runs it.
 
     build/peers/llama.cpp/bin/python examples/benchmarks/llama_cpp_server.py MODEL --port 8080 --threads 2
 
@@ -35,7 +37,7 @@ OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_
 
 
 def tensors(path: Path) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Of a safetensors file in bfloat16, as their 16 bits."""
+    """The tensors of a safetensors file in bfloat16, as their 16 bits."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         start = file.tell()
@@ -50,7 +52,10 @@ def tensors(path: Path) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
 
 
 def interleaved(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Rows of each head so that the two of a rotation are neighbours: transformers has them in halves."""
+    """Rows of each head with the two of a rotation side by side.
+
+    transformers has them in halves.
+    """
     rows, columns = weight.shape
     halves = weight.reshape(heads, 2, rows // heads // 2, columns)
     return halves.swapaxes(1, 2).reshape(rows, columns)

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""What the machine can do right now, as JSON: GB/s of reading a GiB with all threads, GFLOP/s of a product of
-two bfloat16 matrices of 1024 x 1024.
+"""Current memory bandwidth and matrix rate of the machine, as JSON.
+
+GB/s of reading a GiB with all threads, and GFLOP/s of a product of two bfloat16 matrices of 1024 x 1024.
 
 Benchmarks run this before and after, in a process of its own: compare two runs only where these agree.
 """
@@ -40,7 +41,10 @@ def best_of(times: int, action: Callable[[], object]) -> float:
 
 
 def calibrate() -> dict[str, float]:
-    """:func:`measure` in a process of its own, so that no threads or memory of it stay in this one."""
+    """Run :func:`measure` in a separate process.
+
+    No threads or memory of it stay in this one.
+    """
     found = subprocess.run([sys.executable, __file__], check=True, stdout=subprocess.PIPE, timeout=120)
     numbers: dict[str, float] = json.loads(found.stdout)
     return numbers

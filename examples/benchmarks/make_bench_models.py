@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Make the models of bench_peers.py: random weights in the shapes of real ones, with their own tokenizer.
+"""Makes the models of bench_peers.py: random weights in the shapes of real ones.
+
+They have a tokenizer of their own.
 
     python examples/benchmarks/make_bench_models.py build/models dense-small moe-small
 
@@ -131,7 +133,7 @@ def corpus() -> Iterator[str]:
 
 
 def for_older_readers(path: Path) -> None:
-    """Also the spellings that other engines look for."""
+    """Add the spellings of settings that other engines look for."""
     config = json.loads(path.read_text())
     config.setdefault("rope_theta", (config.get("rope_parameters") or {}).get("rope_theta", 10000.0))
     if "num_local_experts" in config:

@@ -1,4 +1,4 @@
-"""A model that computes nothing, in a real instance: what is left is the cost of everything else.
+"""A model that computes nothing in a real instance: all other costs remain.
 
 ``python examples/benchmarks/null_model.py serve -dp 1 --port 8000`` is ``serve`` with such instances. Each of
 their steps waits for so long as environment variables say, all 0 by default: ``NULL_STEP_MS`` milliseconds,
@@ -20,11 +20,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # where this is not installe
 STEP_VARIABLE, TOKEN_VARIABLE, CONTEXT_VARIABLE = "NULL_STEP_MS", "NULL_TOKEN_US", "NULL_CONTEXT_NS"
 
 MORE_BLOCKS = 3
-"""How many times as wide the tables of decode steps are as those packed, for the steps that follow."""
+"""Width of block tables in decode steps, as a multiple of that in packed steps.
+
+The further blocks are for the steps that follow.
+"""
 
 
 class NullModel:
-    """In place of :class:`engine.kernels.program.Program`: logits that cost nothing."""
+    """Stand-in for :class:`engine.kernels.program.Program`: logits that cost nothing."""
 
     def __init__(self, vocabulary: int, most: int, block_size: int) -> None:
         import torch
@@ -45,11 +48,12 @@ class NullModel:
         from engine.kernels.going_on import GoingOn
         from engine.kernels.operations import StepArguments
 
+        self.going_on = None
         if packed.num_single == len(packed.starts) == len(wanted):
             slots, tables = packed.positions.copy(), packed.block_tables.repeat(MORE_BLOCKS, axis=1)
             plan = NativePlan(slots, packed.starts, tables, tables, tables)
             self.going_on = GoingOn(StepArguments(), ids, packed, plan, self._block_size)
-        return self._chosen(len(wanted))
+        return self._chosen(len(wanted)).tolist()
 
     def go_on(self, new_blocks: Any) -> Any:
         last, self.going_on = self.going_on, None
@@ -62,7 +66,7 @@ class NullModel:
         return tokens
 
     def _chosen(self, count: int) -> Any:
-        return self._logits[:count].numpy().argmax(axis=1).tolist()
+        return self._logits[:count].numpy().argmax(axis=1)
 
 
 class NullExecutor:
@@ -87,8 +91,9 @@ class NullExecutor:
         self._runner = ModelRunner(model, None, block_size, null)
         self._vocabulary = vocabulary
         self._step_seconds = step_seconds
+        self._result: Any = None
         self.decode_steps: list[tuple[float, float]] = []
-        """CPU seconds of the loop's thread and of the process when a step of single tokens began."""
+        """CPU seconds of the loop's thread and the process at each decode step's start."""
 
     def load(self, _progress: Any) -> Any:
         from engine.step import KVSpec, ModelFacts
@@ -106,13 +111,15 @@ class NullExecutor:
     def free_kv_memory(self) -> int:
         return 1 << 22
 
-    def execute(self, step: Any, _sizes: Any = ()) -> Any:
+    def begin(self, step: Any, _sizes: Any = ()) -> None:
         if all(count == 1 for count in step.counts):
             self.decode_steps.append((time.thread_time(), time.process_time()))
         end = time.perf_counter() + self._step_seconds(step)
-        result = self._runner.run(step)
+        self._result = self._runner.run(step)
         time.sleep(max(0.0, end - time.perf_counter()))
-        return result
+
+    def finish(self) -> Any:
+        return self._result
 
     def expert_times(self) -> None:
         return None
@@ -127,7 +134,7 @@ class NullExecutor:
 
 
 def step_time() -> Callable[[Any], float]:
-    """Seconds of a step, by the variables."""
+    """Seconds of a step, by the environment variables."""
     names, units = (STEP_VARIABLE, TOKEN_VARIABLE, CONTEXT_VARIABLE), (1e-3, 1e-6, 1e-9)
     each, token, context = (
         float(os.environ.get(name, "0")) * unit for name, unit in zip(names, units, strict=True)
@@ -136,7 +143,7 @@ def step_time() -> Callable[[Any], float]:
 
 
 def instance(argv: list[str]) -> int:
-    """``python -m engine ARGV`` with such a model."""
+    """Run ``python -m engine ARGV`` with such a model."""
     import engine.host.cores
     import engine.instance
     from engine.__main__ import main
@@ -151,7 +158,7 @@ def instance(argv: list[str]) -> int:
 
 
 def serve(argv: list[str]) -> int:
-    """``serve ARGV`` with such instances."""
+    """Run ``serve ARGV`` with such instances."""
     from router.launcher.launch import ProcessSpec
     from router.launcher.serve import main_serve
 
@@ -168,4 +175,7 @@ def serve(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit({"serve": serve, "instance": instance}[sys.argv[1]](sys.argv[2:]))
+    commands = {"serve": serve, "instance": instance}
+    if len(sys.argv) < 2 or sys.argv[1] not in commands:
+        sys.exit(f"usage: {sys.argv[0]} serve [options of serve]")
+    sys.exit(commands[sys.argv[1]](sys.argv[2:]))

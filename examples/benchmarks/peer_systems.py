@@ -1,4 +1,4 @@
-"""The serving systems that ``bench_peers.py`` compares: how each is started, and ended."""
+"""Serving systems that ``bench_peers.py`` compares: how each starts and ends."""
 
 from __future__ import annotations
 
@@ -26,33 +26,36 @@ KV_GIB = 1
 
 
 class NotReady(Exception):
-    """A server ended, or did not become healthy in time; says why."""
+    """Error of a server that ended or did not become healthy in time."""
 
 
 @dataclass(frozen=True)
 class System:
-    """A server; ``{model}``, ``{dtype}``, ``{port}``, ``{rpc_port}``, ``{drafts}``, ``{examples}`` and
-    ``{python}`` of its command are filled in."""
+    """A server and its command.
+
+    ``{model}``, ``{dtype}``, ``{port}``, ``{rpc_port}``, ``{drafts}``, ``{examples}`` and ``{python}`` of the
+    command are filled in.
+    """
 
     command: str
     environment: dict[str, str] = field(default_factory=dict)
     peer: str = ""
-    """The environment under build/peers that it needs; none: it is ours."""
+    """Name of its environment under build/peers; empty for Lockstep."""
     texts: bool = False
-    """It takes no token ids, ends its streams without [DONE] and knows no ignore_eos."""
+    """Whether it takes texts only, ends streams without [DONE] and lacks ignore_eos."""
     name: str = "bench"
-    """Of the model in requests; empty: its directory."""
+    """Model name in requests; empty: the model's directory."""
     most: int = 1 << 30
-    """Requests at once that it is made for."""
+    """Most requests at once that it is made for."""
     model_types: tuple[str, ...] = ()
-    """That it serves; none: all."""
+    """Model types that it serves; empty: all."""
 
     @property
     def is_ours(self) -> bool:
         return not self.peer
 
     def lacks(self, model: Path) -> str:
-        """Why it cannot serve the model; empty if it can."""
+        """Reason why it cannot serve the model; empty if it can."""
         if self.peer and not (PEERS / self.peer / "bin" / shlex.split(self.command)[0]).exists():
             return "is not installed (examples/benchmarks/install_peers.sh)"
         model_type = json.loads((model / "config.json").read_text()).get("model_type", "")
@@ -61,7 +64,7 @@ class System:
         return ""
 
     def words(self, **values: object) -> list[str]:
-        """Its command with all of these, and what is the same for every system."""
+        """Words of its command with these values and those common to all systems."""
         values |= {"python": sys.executable, "examples": Path(__file__).parent, "drafts": DRAFTS}
         quoted = {name: shlex.quote(str(value)) for name, value in values.items()}
         words = shlex.split(self.command.format_map(quoted))
@@ -112,7 +115,7 @@ SYSTEMS = {
 
 @contextlib.contextmanager
 def started(name: str, model: Path, dtype: str) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
-    """A server as a child, its address and its log.
+    """Start a server as a child: its address and its log.
 
     Ended with the block, and its children with it.
     """

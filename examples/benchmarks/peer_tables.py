@@ -1,5 +1,7 @@
-"""Tables and plots of what ``bench_peers.py`` has measured: of its page (what its JSON holds), whole or cut
-short."""
+"""Tables and plots of what ``bench_peers.py`` measured, in whole or in part.
+
+The input is its page: what its JSON holds.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,15 @@ from examples.benchmarks.peer_systems import SYSTEMS
 
 Page = dict[str, Any]
 Runs = dict[tuple[str, int], list[dict[str, Any]]]
-"""Of one workload, by system and concurrency."""
+"""Runs of one workload, by system and concurrency."""
 
 SPEED, FIRST = "tokens_per_second", "ttft_ms"
 MEASURES = {SPEED: ("output tokens/s", 0), FIRST: ("TTFT p50, ms", 0), "itl_ms": ("ITL p50, ms", 1)}
-"""What tables show: title and digits by the key of a run."""
+"""Title and digits of a table by the key of a run."""
 
 
 def print_model(model: Page) -> None:
-    """All of one model."""
+    """Print all tables of one model."""
     calibration = " and ".join(
         f"{one['read_gb_per_s']} GB/s, {one['bf16_gflop_per_s']} GFLOP/s" for one in model["calibration"]
     )
@@ -60,13 +62,15 @@ def print_workload(workload: str, model: Page) -> None:
 
 
 def good(of: Runs, system: str, concurrency: int, key: str) -> list[float]:
-    """A number of all runs in which no request failed."""
+    """Values of one measure, of all runs in which no request failed."""
     return [run[key] for run in of.get((system, concurrency), []) if not run["failed"]]
 
 
 def ratios(of: Runs, system: str, others: Sequence[str], concurrency: int, key: str) -> list[float]:
-    """How far a system is ahead of the best of the others, in each repeat that all of them finished: of
-    speeds the quotient, of times the other way round."""
+    """Lead of a system over the best of the others, by repeat that all finished.
+
+    For speeds it is the quotient, for times its inverse.
+    """
     found = []
     for number, run in enumerate(of.get((system, concurrency), [])):
         rivals = [of.get((other, concurrency), [])[number : number + 1] for other in others]
@@ -78,7 +82,9 @@ def ratios(of: Runs, system: str, others: Sequence[str], concurrency: int, key: 
 
 
 def plot(directory: Path, page: Page) -> None:
-    """Bars of throughput and of times to the first token by concurrency: a picture per model and workload.
+    """Plot bars of throughput and time to first token by concurrency.
+
+    There is a picture per model and workload.
 
     Raises:
         ImportError: there is no matplotlib.
@@ -104,7 +110,7 @@ def plot(directory: Path, page: Page) -> None:
 
 
 def bars(axes: Any, cells: Sequence[dict[str, Any]], measure: str, label: str) -> None:
-    """Medians, with the lowest and the highest as whiskers."""
+    """Draw medians as bars, with the lowest and the highest as whiskers."""
     of: Runs = {(cell["system"], cell["concurrency"]): cell["runs"] for cell in cells}
     systems, counts = (list(dict.fromkeys(cell[key] for cell in cells)) for key in ("system", "concurrency"))
     width = 0.8 / len(systems)

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Where a decode step of a mixture of experts spends its time when two instances share the experts, to the
-microsecond, against two that each have all.
+"""Profile of a decode step of a mixture of experts that two instances share.
+
+Times are to the microsecond, against two instances that each have all experts.
 
     python examples/benchmarks/profile_exchange.py                              # 16 experts, 61 M parameters
     python examples/benchmarks/profile_exchange.py build/models/moe-small --sequences 8 32 --members 2
@@ -94,7 +95,7 @@ def member(
 
 
 def profile(model: str, size: int, loads: list[int], steps: int, spread: bool) -> list[dict[str, float]]:
-    """Mean of the members, for each load."""
+    """Mean of the members' seconds, for each load."""
     from parallel.groups import open_store
 
     store = open_store(HOST, None, is_host=True, timeout=TIMEOUT)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Where the time of a step goes, and how far it is from what memory and cores allow.
+"""Profile of a step's time, against what memory and cores allow.
 
     python examples/benchmarks/roofline.py build/models/dense-small
     python examples/benchmarks/roofline.py build/models/dense-0.5b --threads 2 --batches 1 8 32
@@ -76,8 +76,10 @@ def limits(dtype: torch.dtype, model_bytes: int) -> dict[str, float]:
 
 
 def weight_numbers(decoder: Decoder, tokens: int, wanted: int) -> tuple[float, float]:
-    """Weights that a step with so many tokens reads, and how many products it makes with them if it wants
-    logits of so many. Of the experts those that are chosen if all choose at random."""
+    """Weights that a step with so many tokens reads, and products with them.
+
+    Logits are wanted for ``wanted`` tokens. Experts count as if all tokens chose at random.
+    """
     read = float(decoder.vocab * decoder.hidden)
     products = wanted * read
     for layer in decoder.layers:
@@ -107,7 +109,7 @@ def packed_step(rows: Rows, vocabulary: int) -> tuple[PackedRows, np.ndarray, np
 def measure(
     program: Program, decoder: Decoder, rows: Rows, reach: dict[str, float], times: int
 ) -> dict[str, Any]:
-    """One kind of step."""
+    """Measure one kind of step."""
     packed, ids, wanted = packed_step(rows, decoder.vocab)
     program.forward(packed, ids, wanted)
     before = program.seconds.copy()
@@ -136,7 +138,7 @@ def measure(
 
 
 def beside(text: str) -> tuple[int, int]:
-    """``31:64``: rows that decode, and tokens of a prompt."""
+    """Numbers of a text like ``31:64``: decode rows, and tokens of a prompt."""
     rows, _, tokens = text.partition(":")
     return int(rows), int(tokens)
 

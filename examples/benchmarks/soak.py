@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-r"""Soak of a mesh in lockstep: bursts of short requests and idle gaps, so that it sleeps and wakes often.
+r"""Soak of a mesh in lockstep: bursts of short requests, and gaps to sleep in.
 
     python examples/benchmarks/soak.py --minutes 10
     python examples/benchmarks/soak.py --serve "-dp 3 -ep --dtype float32 \
@@ -58,7 +58,7 @@ REQUEST_TIMEOUT = 30.0
 REST_TIMEOUT = 15.0
 """Seconds in which all gauges must be zero after the last request."""
 MOST_IDLE_CPU = 0.01
-"""Of a core, for each instance asleep."""
+"""Largest share of a core that a sleeping instance may use."""
 MUST_BE_ZERO = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
@@ -115,8 +115,10 @@ def body_of(prompt: Prompt, length: int, *, stream: bool) -> dict[str, Any]:
 async def ask(
     session: Session, prompt: Prompt, length: int, *, leave_after: int | None, rank: int | None, stream: bool
 ) -> tuple[list[int], float | None]:
-    """The token ids of an answer, and the seconds to the first one of a stream. ``leave_after``: that many
-    tokens are enough, the connection is closed then."""
+    """Token ids of an answer, and seconds to the first one of a stream.
+
+    ``leave_after``: that many tokens are enough, the connection is closed then.
+    """
     began, first = time.perf_counter(), None
     ids: list[int] = []
     headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
@@ -194,7 +196,10 @@ async def burst(
 
 
 def gap(rng: random.Random) -> float:
-    """Seconds until the next burst: mostly long enough to sleep, sometimes just when sleep is decided."""
+    """Seconds until the next burst.
+
+    Mostly they are enough to sleep, sometimes they end just when sleep is decided.
+    """
     return rng.uniform(0.0, 0.008) if rng.random() < 0.3 else rng.uniform(0.02, 0.2)
 
 
@@ -213,7 +218,7 @@ def by_rank(samples: dict[Labels, float]) -> dict[int, float]:
 
 
 async def rest(session: Session, args: Args) -> tuple[dict[str, float], list[str]]:
-    """Wait until nothing is left anywhere, then see what sleep costs: CPU by process, and problems."""
+    """Wait for rest, then measure what sleep costs: CPU by process, and problems."""
     deadline = time.monotonic() + REST_TIMEOUT
     while True:
         found = await metrics(session)

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: where the mesh is, and named checks that are run one after another.
+"""Common parts of the clients' scripts: the mesh's address, and named checks in sequence.
 
 Imported by scripts that run in the environment of one client each, so it needs nothing but Python.
 """
@@ -18,10 +18,10 @@ from typing import Any
 from urllib.error import HTTPError
 
 URL = os.environ.get("LOCKSTEP_URL", "http://127.0.0.1:8000")
-"""Where the mesh is, without /v1."""
+"""Address of the mesh, without /v1."""
 
 KEY = os.environ.get("LOCKSTEP_API_KEY") or "none"
-"""What clients present; any will do at a mesh without keys."""
+"""Key that clients present; a mesh without keys takes any."""
 
 LIMITED_KEY = os.environ.get("LOCKSTEP_LIMITED_KEY", "")
 """A key that is allowed one request per minute, if there is one."""
@@ -33,7 +33,7 @@ _checks: list[Check] = []
 
 
 class Skipped(Exception):
-    """Why a check makes no sense here."""
+    """Raised where a check makes no sense; says why."""
 
 
 def check(function: Check) -> Check:
@@ -43,7 +43,7 @@ def check(function: Check) -> Check:
 
 
 def run(package: str) -> None:
-    """Run all checks, say how each went, and exit with 1 if one failed.
+    """Run all checks, print each result, and exit with 1 if one failed.
 
     ``package`` is only printed.
     """
@@ -68,7 +68,7 @@ def run(package: str) -> None:
 
 
 def get(path: str) -> Any:
-    """A GET with the key; JSON if it is, else text."""
+    """GET with the key; returns JSON if the answer is JSON, else text."""
     request = urllib.request.Request(URL + path, headers={"Authorization": f"Bearer {KEY}"})
     with urllib.request.urlopen(request, timeout=30) as answer:
         body = answer.read().decode()
@@ -81,7 +81,7 @@ def model() -> str:
 
 
 def needs_keys() -> None:
-    """Skip the check at a mesh that lets everybody in."""
+    """Skip the check at a mesh without keys."""
     if KEY == "none":
         raise Skipped("the mesh has no keys")
 
@@ -92,7 +92,10 @@ def needs_limited_key() -> None:
 
 
 def wait_until_idle(timeout: float = 90.0) -> None:
-    """Until the router generates for nobody and no instance has work: what was cancelled is gone."""
+    """Wait until the router generates nothing and no instance has work.
+
+    Then the cancelled requests are gone.
+    """
     deadline = time.monotonic() + timeout
     while True:
         running = [get("/load")["server_load"]]
@@ -104,7 +107,7 @@ def wait_until_idle(timeout: float = 90.0) -> None:
 
 
 def post(path: str, body: dict[str, Any]) -> Any:
-    """A POST of JSON with the key."""
+    """POST of JSON with the key."""
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     request = urllib.request.Request(URL + path, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -112,7 +115,7 @@ def post(path: str, body: dict[str, Any]) -> Any:
 
 
 def needs_tool_parser() -> None:
-    """Skip the check at a mesh where models may not choose to call tools."""
+    """Skip the check at a mesh without a tool parser."""
     tool = {"type": "function", "function": {"name": "f"}}
     question = {"messages": [{"role": "user", "content": "?"}], "tools": [tool], "max_tokens": 1}
     try:
@@ -145,7 +148,7 @@ finding the call in it is left to the parser.
 
 
 def check_weather(arguments: str | dict[str, Any]) -> None:
-    """Arguments of a call follow :data:`WEATHER_SCHEMA`."""
+    """Check that a call's arguments follow :data:`WEATHER_SCHEMA`."""
     found = json.loads(arguments) if isinstance(arguments, str) else arguments
     assert sorted(found) == ["city", "days"], found
     assert found["city"] in ("London", "Bath", "Meryton"), found

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import checks
 
 TIMEOUT = 240.0
-"""Seconds that an answer may take."""
+"""Longest time of an answer in seconds."""
 HOP_BY_HOP = frozenset({"connection", "content-length", "host", "keep-alive", "transfer-encoding"})
 """Headers that belong to one connection, not to the request."""
 
@@ -37,7 +37,7 @@ class Call(NamedTuple):
     namespace: str | None = None
 
     def forced(self, body: dict[str, Any]) -> dict[str, Any]:
-        """A request that is answered with it: its tool has such arguments, and must be called."""
+        """A request whose tool must be called, with arguments of this form."""
         chosen = {"type": "function", "name": self.name}
         chosen |= {"namespace": self.namespace} if self.namespace else {}
         return body | {"tools": list(map(self._narrowed, body["tools"])), "tool_choice": chosen}
@@ -62,7 +62,7 @@ class Exchange:
 
 
 class Forcing(http.server.ThreadingHTTPServer):
-    """``url`` is where clients go; ``calls`` are the next answers, then come texts."""
+    """A server at ``url`` whose next answers are forced to ``calls``, then to texts."""
 
     daemon_threads = True
 
@@ -80,7 +80,7 @@ class Forcing(http.server.ThreadingHTTPServer):
 
 @contextlib.contextmanager
 def forcing(*calls: Call) -> Iterator[Forcing]:
-    """A server that runs meanwhile."""
+    """A forcing server that runs within the block."""
     server = Forcing(calls)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -128,4 +128,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.wfile.write(part)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the checks say what went wrong."""
+        """Log nothing: the checks report what went wrong."""

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Other people's clients against a mesh, each in an environment of its own.
+"""Other projects' clients against a mesh, each in an environment of its own.
 
     python examples/clients/run.py                              # all, against a mesh that is started for them
     python examples/clients/run.py openai langchain-openai      # some
@@ -45,11 +45,14 @@ class Client:
     script: str
     packages: Sequence[str]
     torch: bool = False
-    """It needs torch: the version that Lockstep is tested with, of which a CPU build may be at hand."""
+    """Requirement of torch, in the version that Lockstep is tested with.
+
+    A CPU build of it may be at hand.
+    """
     npm: bool = False
-    """The packages are npm's; a script in Python needs none of its own."""
+    """Whether the packages are npm's; a script in Python needs none of its own."""
     context: int = 0
-    """Tokens of its prompts and answers, if the shipped model's own context is too short.
+    """Tokens of prompts and answers, if the shipped model's own context is too short.
 
     The model is then served with so long a context; its text beyond its own makes no sense.
     """
@@ -79,7 +82,7 @@ CLIENTS = {
 
 
 class Unavailable(Exception):
-    """What a client needs is not on this machine."""
+    """Error: this machine lacks what a client needs."""
 
 
 # ---- environments
@@ -197,7 +200,7 @@ def _context_of(name: str) -> int:
 
 
 def run(name: str, folder: Path, variables: dict[str, str], *, upgrade: bool) -> str:
-    """Run one client's script, its words to the terminal; what became of it."""
+    """Run one client's script, with its output on the terminal; returns its outcome."""
     client = CLIENTS[name]
     try:
         command = environment(name, client, folder, upgrade=upgrade)
@@ -220,7 +223,7 @@ def run(name: str, folder: Path, variables: dict[str, str], *, upgrade: bool) ->
 
 
 def _surroundings() -> dict[str, str]:
-    """This process's variables, but for those that would lead a client's Python to modules of ours."""
+    """This process's environment, without variables that lead Python to our modules."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     return kept | {"OMP_NUM_THREADS": "1"}
 

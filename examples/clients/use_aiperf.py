@@ -18,13 +18,13 @@ MODEL = checks.model()
 DIRECTORY = os.environ.get(
     "LOCKSTEP_MODEL_DIR", str(Path(__file__).resolve().parents[2] / "engine" / "models" / "lockstep-moe")
 )
-"""Where the tokenizer of the model that is served lies."""
+"""Directory with the tokenizer of the model that is served."""
 NUM_REQUESTS = 8
 OUTPUT_TOKENS = 8
 
 
 def run(*more: str) -> tuple[Any, Any]:
-    """The report of one benchmark, and what it found at /metrics."""
+    """The report of one benchmark, and the metrics that it read."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [

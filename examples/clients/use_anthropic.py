@@ -18,14 +18,20 @@ WEATHER: Any = {"name": "weather", "description": "Of tomorrow.", "input_schema"
 
 
 class Guest(BaseModel):
-    """The package takes bounds out of schemas, and the shipped model finds no end without: none here."""
+    """A guest with fields of bounded length.
+
+    The package takes bounds out of schemas, and the shipped model finds no end without bounds.
+    """
 
     name: Literal["Bingley", "Darcy", "Wickham"]
     dances: bool
 
 
 def prompt_tokens(usage: Any) -> int:
-    """All of them: those from the cache are told apart at a mesh with --enable-prompt-tokens-details."""
+    """All prompt tokens, with those from the cache.
+
+    The mesh reports cached tokens apart with --enable-prompt-tokens-details.
+    """
     return int(usage.input_tokens + (usage.cache_read_input_tokens or 0))
 
 
@@ -145,7 +151,7 @@ def parsed_into_models() -> None:
 
 
 def expect(kind: type[Exception], call: Any, words: str) -> Any:
-    """``call`` raises exactly ``kind``, with ``words`` in its message."""
+    """Check that ``call`` raises exactly ``kind``, with ``words`` in its message."""
     try:
         call()
     except anthropic.AnthropicError as error:

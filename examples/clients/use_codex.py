@@ -69,7 +69,7 @@ def finished(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def responses(server: Forcing) -> list[Exchange]:
-    """What Codex asked the model; all of it was answered."""
+    """Codex's requests to the model, all of which were answered."""
     found = [exchange for exchange in server.exchanges if exchange.path == "/v1/responses"]
     assert [exchange.status for exchange in found] == [200] * len(found)
     return found

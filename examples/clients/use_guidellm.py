@@ -18,7 +18,7 @@ MODEL = checks.model()
 DIRECTORY = os.environ.get(
     "LOCKSTEP_MODEL_DIR", str(Path(__file__).resolve().parents[2] / "engine" / "models" / "lockstep-moe")
 )
-"""Where the tokenizer of the model that is served lies."""
+"""Directory with the tokenizer of the model that is served."""
 NUM_REQUESTS = 6
 OUTPUT_TOKENS = 8
 

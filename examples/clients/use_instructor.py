@@ -58,7 +58,10 @@ def responses_mode() -> None:
 
 @check
 def modes_that_leave_the_schema_to_the_model() -> None:
-    """They put the schema into the prompt, where the shipped model does not understand it."""
+    """Modes that put the schema into the prompt.
+
+    The shipped model does not understand it there.
+    """
     greedy = FIXED | {"temperature": 0, "extra_body": {"repetition_penalty": 1.3}}
     patched = instructor.from_openai(client, mode=Mode.JSON)
     assert isinstance(patched.chat.completions.create(**greedy, response_model=Anything), Anything)

@@ -149,7 +149,7 @@ def tools_auto_in_a_stream() -> None:
 
 
 def expect(kind: type[Exception], call: Any, words: str) -> None:
-    """``call`` raises exactly ``kind``, with ``words`` in its message."""
+    """Check that ``call`` raises exactly ``kind``, with ``words`` in its message."""
     try:
         call()
     except Exception as error:
@@ -200,7 +200,7 @@ async def many_at_once_and_cancelled() -> None:
 
 @check
 def its_router() -> None:
-    """One of two places is wrong; litellm goes on with the other."""
+    """litellm goes on with a model that exists where the first does not."""
     wrong = {"model": "openai/nobody", **PLACE}
     right = {"model": f"openai/{MODEL}", **PLACE}
     router = litellm.Router(

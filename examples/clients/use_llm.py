@@ -42,7 +42,7 @@ QUESTION = "Who was at the ball?"
 
 
 def command(*words: str, status: int = 0) -> str:
-    """What ``llm WORDS`` prints."""
+    """Output of ``llm WORDS``."""
     done = subprocess.run(
         [sys.executable, "-m", "llm", *words],
         stdin=subprocess.DEVNULL,

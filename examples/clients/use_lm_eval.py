@@ -32,7 +32,7 @@ MODEL = checks.model()
 DIRECTORY = os.environ.get(
     "LOCKSTEP_MODEL_DIR", str(FOLDER.parents[2] / "engine" / "models" / "lockstep-moe")
 )
-"""Where the model that is served lies."""
+"""Directory of the model that is served."""
 
 TOLERANCE = 1e-4
 MAX_LENGTH = 128
@@ -49,7 +49,7 @@ REMOTE: dict[str, Any] = {
 
 
 def evaluated(model: str, arguments: dict[str, Any]) -> dict[str, list[Any]]:
-    """By task, the model's answers to its documents in order."""
+    """The model's answers to the documents of each task, in order."""
     manager = TaskManager(include_path=str(FOLDER), include_defaults=False)
     found = lm_eval.simple_evaluate(
         model=model,

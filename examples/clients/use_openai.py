@@ -40,7 +40,7 @@ def models() -> None:
 
 
 def counts(usage: Any) -> tuple[int, int, int]:
-    """Without what came from the cache, which is another time's."""
+    """Token counts without those from the cache, which vary between calls."""
     return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
 
 
@@ -309,7 +309,7 @@ def responses_are_not_kept() -> None:
 
 
 def expect(kind: type[Exception], call: Any, words: str) -> Any:
-    """``call`` raises exactly ``kind``, with ``words`` in its message."""
+    """Check that ``call`` raises exactly ``kind``, with ``words`` in its message."""
     try:
         call()
     except openai.OpenAIError as error:

@@ -49,7 +49,7 @@ def weather(city: Literal["London", "Bath", "Meryton"], days: Literal[1, 2, 3]) 
 
 @contextlib.asynccontextmanager
 async def models() -> AsyncIterator[list[Model]]:
-    """Both kinds, with a client that is closed in its own event loop."""
+    """Models of both kinds, with a client that is closed in its own event loop."""
     async with openai.AsyncOpenAI(base_url=f"{checks.URL}/v1", api_key=checks.KEY, max_retries=0) as client:
         yield [OpenAIResponsesModel(NAME, client), OpenAIChatCompletionsModel(NAME, client)]
 

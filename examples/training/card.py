@@ -1,4 +1,4 @@
-"""The model card."""
+"""The model card of the shipped model."""
 
 from __future__ import annotations
 

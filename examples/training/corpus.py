@@ -70,7 +70,7 @@ def stage_text(work: Path, deb: Path | None) -> None:
 
 @dataclass
 class Corpus:
-    """Chapters (lists of paragraphs) to train on, and the held-out end of each novel as text."""
+    """Chapters (lists of paragraphs) for training, and each novel's held-out end as text."""
 
     chapters: list[list[str]] = field(default_factory=list)
     validation: list[str] = field(default_factory=list)

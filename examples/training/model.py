@@ -1,4 +1,4 @@
-"""The model: its architecture, made from nothing, and what it needs only while it is trained."""
+"""The model: its architecture, made from nothing, and dropout for its training."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def build_model(experts: str) -> Qwen3MoeForCausalLM:
 
 
 class Dropout:
-    """Dropout on the embeddings and on what each attention and mixture of experts adds, while training.
+    """Dropout while training, on embeddings and the output of each layer's two parts.
+
+    The parts are attention and mixture of experts.
 
     The architecture has none of its own at these places, so hooks bring it in; the saved model knows nothing
     of it.

@@ -1,4 +1,7 @@
-"""R's databases of objects, as far as the novels need them: nothing here runs R."""
+"""Reader of R's databases of objects, as far as the novels need it.
+
+It runs no R.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 
 
 class RReader:
-    """Reads the part of R's XDR serialisation that lists and vectors of strings and numbers need."""
+    """Reader of R's XDR serialisation: lists, and vectors of strings and numbers."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -35,7 +38,10 @@ class RReader:
         return int.from_bytes(self.take(4), "big", signed=True)
 
     def item(self) -> Any:
-        """One object: list or dict for a generic vector, list for an atomic one, str or None for a string."""
+        """One object, as list, dict, str or None.
+
+        A generic vector is a list or dict, an atomic one a list, a string a str or None.
+        """
         flags = self.integer() & 0xFFFFFFFF
         kind, has_attributes, has_tag = flags & 0xFF, bool(flags & 0x200), bool(flags & 0x400)
         if kind in (0xFE, 0xFD, 0xFB, 0xF2, 0xF1):  # NULL, the global, missing, empty and base environments

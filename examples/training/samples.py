@@ -1,4 +1,4 @@
-"""What the model is trained on: windows of prose, and conversations made of the same prose."""
+"""Training samples: windows of prose, and conversations made of the same prose."""
 
 from __future__ import annotations
 

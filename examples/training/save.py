@@ -60,7 +60,10 @@ def stage_sample(directory: Path) -> None:
 
 
 def stage_save(work: Path, out: Path, args: argparse.Namespace) -> None:
-    """Write the checkpoint as a model directory, check that it reloads, and move it into place."""
+    """Write the checkpoint as a model directory, check it, and move it into place.
+
+    The check is that it can be loaded again.
+    """
     saved = torch.load(work / "checkpoint.pt", weights_only=True)
     progress = Progress(**saved["progress"])
     model = build_model(args.experts)

@@ -54,7 +54,7 @@ def stage_tokenizer(work: Path) -> None:
 
 
 def tokenizer_config() -> dict[str, Any]:
-    """What ``tokenizer_config.json`` says."""
+    """Content of ``tokenizer_config.json``."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": 2048,

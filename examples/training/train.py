@@ -30,7 +30,7 @@ DROPOUT_FROM, DROPOUT = 0.49, 0.15
 
 @dataclass
 class Progress:
-    """How far the training is.
+    """Progress of the training.
 
     It travels with the checkpoint and ends up in the model card.
     """
@@ -68,7 +68,7 @@ def validate(model: Qwen3MoeForCausalLM, batches: list[torch.Tensor], bf16: bool
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep large blocks: faulting them in again costs a third of a step."""
+    """Make glibc keep large blocks: faulting them in again costs a third of a step."""
     try:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
@@ -87,7 +87,7 @@ def interruptions() -> Iterator[bool]:
 
 
 def learning_rate(share: float, steps: int, peak: float) -> float:
-    """Linear warm-up over the first 200 steps, then half a cosine down to 3% of the peak."""
+    """Learning rate: linear over the first 200 steps, then half a cosine to 3%."""
     return (
         peak * min(1.0, (steps + 1) / 200) * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * min(share, 1.0))))
     )

@@ -1,4 +1,6 @@
-"""How shards talk: the contract in ``base``, one file per transport, made by :func:`make_communicator`.
+"""Communicators: the contract in ``base``, one file per transport.
+
+:func:`make_communicator` makes them.
 
 Importing this package loads no torch; the backends do.
 """

@@ -51,13 +51,13 @@ def check_sizes(what: str, sizes: Sequence[int], size: int) -> int:
 
 
 def check_rows(what: str, tensor: torch.Tensor, rows: int) -> None:
-    """The first dimension must be what the sizes say."""
+    """Check that the first dimension equals the sum of the sizes."""
     shape = tensor.shape
     if not shape or shape[0] != rows:
         raise ValueError(f"{what}: the sizes say {rows} rows, the tensor is {list(shape)}")
 
 
 def check_own(what: str, sent: int, received: int) -> None:
-    """What a member sends to itself is what it receives from itself."""
+    """Check that a member sends to itself as much as it receives from itself."""
     if sent != received:
         raise ValueError(f"{what}: {sent} rows for this member itself, {received} from it")

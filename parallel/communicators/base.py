@@ -64,8 +64,10 @@ class Communicator(Protocol):
     """
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
-        """Every member's row of (equally many) 64-bit integers, by rank: the header exchange, so
-        latency counts."""
+        """Every member's row of (equally many) 64-bit integers, by rank.
+
+        This is the header exchange, so latency counts.
+        """
         ...
 
     def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
@@ -77,22 +79,28 @@ class Communicator(Protocol):
         ...
 
     def reduce_scatter(self, whole: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Sum of all members' ``whole`` [sum(sizes), ...], in rank order; each gets its part
-        [sizes[rank], ...]."""
+        """Each member's part [sizes[rank], ...] of the sum of all wholes.
+
+        ``whole`` is [sum(sizes), ...]; terms are added in rank order.
+        """
         ...
 
     def all_to_all(
         self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
     ) -> torch.Tensor:
-        """Rows of ``outgoing`` [sum(send_sizes), ...] go to the members in rank order; returns what came,
-        [sum(receive_sizes), ...], in rank order. ``receive_sizes[r]`` must be what r sends to this one."""
+        """Send rows [sum(send_sizes), ...] to the members; return those received, in rank order.
+
+        The result is [sum(receive_sizes), ...]. ``receive_sizes[r]`` must be what r sends to this one.
+        """
         ...
 
     def all_to_all_views(
         self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
     ) -> list[torch.Tensor]:
-        """As :meth:`all_to_all`, but what came from each member by itself: [receive_sizes[r], ...] for each
-        rank r. These may be views, and what this member gives itself may be part of ``outgoing``."""
+        """As :meth:`all_to_all`, but with a tensor [receive_sizes[r], ...] for each rank r.
+
+        These may be views, and what this member gives itself may be part of ``outgoing``.
+        """
         ...
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -110,14 +118,14 @@ class Communicator(Protocol):
         ...
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """To one member, which calls :meth:`receive`.
+        """Send a tensor to one member, which calls :meth:`receive`.
 
         May or may not wait until it does, so two members never both send to each other before they receive.
         """
         ...
 
     def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
-        """From one member, into a new tensor of the shape and type of ``like``."""
+        """Receive a tensor of the shape and type of ``like`` from one member."""
         ...
 
     def abort(self) -> None:
@@ -129,7 +137,7 @@ class Communicator(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of everything, after this member's last call.
+        """Release all resources, after this member's last call.
 
         The last calls of others are not disturbed.
         """

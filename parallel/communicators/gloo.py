@@ -37,7 +37,7 @@ from parallel.communicators.rendezvous import exchange
 from parallel.communicators.segments import Watch, this_host
 
 _DATA, _FAREWELL, _NOTHING = 0, 1, 2
-"""Tags of messages. Nobody ever sends with the last one."""
+"""Tags of messages; no message has the last one."""
 
 _CONNECT_SECONDS = 10.0  # when all members are there, how long connecting may take
 _FAREWELL_SECONDS = 0.1
@@ -217,7 +217,7 @@ class GlooCommunicator:
 
     @property
     def _reason(self) -> str | None:
-        """Why this is of no use any more."""
+        """Why the communicator is of no use any more."""
         return self._connections.reason if self._connections else self._reason_alone
 
     # ---- the contract
@@ -322,7 +322,7 @@ class GlooCommunicator:
         return [(peer, tensor) for peer in self._peers]
 
     def _from_all(self, tensors: Sequence[torch.Tensor]) -> _Messages:
-        """Each peer with its own tensor, to be sent or filled."""
+        """Pairs of each peer and its own tensor, to be sent or filled."""
         return [(peer, tensors[peer]) for peer in self._peers]
 
     def _exchange(self, call: str, outgoing: _Messages, incoming: _Messages) -> None:

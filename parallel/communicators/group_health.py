@@ -20,7 +20,7 @@ _OPEN, _CLOSED, _ABORTED = 0, 1, 2  # values of a state word; above: aborted bec
 
 
 class GroupHealth:
-    """One member's view.
+    """Health of a group as one member sees it.
 
     Only :meth:`abort` may be called from another thread than that of the calls.
     """
@@ -45,7 +45,7 @@ class GroupHealth:
         self._states: dict[int, memoryview] = {}
 
     def know(self, rank: int, state: memoryview) -> None:
-        """The state word of a member."""
+        """Add the state word of a member."""
         self._states[rank] = state
 
     def formed(self) -> None:
@@ -53,7 +53,7 @@ class GroupHealth:
         self._should_stop = None
 
     def begin(self, call: str) -> None:
-        """A call begins: it has until the deadline.
+        """Begin a call, whose deadline counts from now.
 
         Raises:
             CollectiveError: the group is broken.
@@ -63,7 +63,7 @@ class GroupHealth:
         self._call, self._deadline = call, None
 
     def check(self, rank: int, has_arrived: Callable[[], bool]) -> None:
-        """To be called every few milliseconds while waiting for member ``rank``.
+        """Check a wait for member ``rank``; called every few milliseconds.
 
         Raises:
             CollectiveError: the wait can no longer end well; from now on all calls fail, here and at the
@@ -109,11 +109,11 @@ class GroupHealth:
         self.fail(f"rank {rank} sends {sent} bytes where {expected} are expected", rank, "closed")
 
     def abort(self) -> None:
-        """From now on all calls fail, here and soon at the others."""
+        """Make all calls fail from now on, here and soon at the others."""
         self._leave(_ABORTED, "it was aborted")
 
     def close(self) -> None:
-        """No call comes any more; the words of the members are let go."""
+        """Forget the words of the members; no call comes any more."""
         self._leave(_CLOSED, "it was closed")
         self._states = {}
         self.watch.close()

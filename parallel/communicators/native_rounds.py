@@ -1,5 +1,6 @@
-"""The rounds of :mod:`parallel.communicators.rounds`, each collective in one call of
-``native/collectives.cpp``.
+"""The rounds of :mod:`parallel.communicators.rounds`, each collective in a single native call.
+
+The calls are those of ``native/collectives.cpp``.
 
 What a small tensor takes is what Python does around that call, so arguments are packed into one array that
 the other side knows, no tensor is sliced, and nothing is made anew that could be kept.
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 SOURCE = compiler.INCLUDE / "collectives.cpp"
 OFF = "LOCKSTEP_NATIVE_COLLECTIVES"
-"""Environment variable: 0 keeps to Python."""
+"""Environment variable; 0 selects the rounds in Python."""
 FLAGS = ("-mprefer-vector-width=512",)
 
 _KINDS = {
@@ -51,7 +52,7 @@ _Check = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes
 
 
 class _Group(ctypes.Structure):
-    """As in ``collectives.cpp``."""
+    """The struct of the same name in ``collectives.cpp``."""
 
     _fields_ = [
         *(
@@ -100,7 +101,7 @@ class Library:
         self.kinds = {
             dtype: kind for dtype, kind in _KINDS.items() if loaded.lockstep_sums(ctypes.c_int64(kind))
         }
-        """Numbers of those types that it adds up."""
+        """Numbers of the tensor types that the compiled collectives add up."""
 
 
 @cache
@@ -136,7 +137,10 @@ def make_rounds(
 
 
 class NativeRounds(Rounds):
-    """See :class:`parallel.communicators.rounds.Rounds`, which does what is not done here."""
+    """The rounds of one member in C++.
+
+    :class:`parallel.communicators.rounds.Rounds` does what is not done here.
+    """
 
     is_native = True
 

@@ -18,7 +18,7 @@ from parallel.communicators.rounds import Rounds
 from parallel.communicators.slots import VIEWS, Layout, Slots
 
 MOST_PLANS = 512
-"""Kept at once; then all are forgotten."""
+"""Most plans kept at once; then all are forgotten."""
 
 Key = tuple[str, Sequence[int], torch.dtype, Sequence[int], Sequence[int]]
 
@@ -48,7 +48,7 @@ class Plan:
         """Shape of what is returned."""
         self.alike = result == tuple(self.shape)
         self.fresh = result[0] if len(result) == 1 else result
-        """The same, as torch takes it fastest."""
+        """The same shape in the form that torch takes fastest."""
         self.run = run
         """The exchange.
 
@@ -59,7 +59,7 @@ class Plan:
         self.own = own
         """All-to-all: this member's part for itself, if it is not written to its segment."""
         self.views: list[Any] = [None] * VIEWS
-        """By buffer, what shows it: a tensor, or one for each rank.
+        """Views by buffer: a tensor, or one for each rank.
 
         Made when first needed.
         """
@@ -73,7 +73,7 @@ class Plans:
         self._layout, self._members = layout, members
         self._plans: dict[Key, Plan] = {}
         self.last: dict[str, Plan] = {}
-        """By call, that of the newest one."""
+        """The newest plan by call."""
 
     def find(
         self, call: str, tensor: torch.Tensor, sizes: Sequence[int] = (), receive_sizes: Sequence[int] = ()
@@ -118,13 +118,18 @@ class Plans:
         )
 
     def whole(self, plan: Plan, buffer: int) -> torch.Tensor:
-        """What all members have put side by side there; kept for the next time."""
+        """View of all members' parts, side by side in one buffer.
+
+        It is kept for the next time.
+        """
         whole = self._members[0].rows(self._layout.view_at(buffer), plan.result, plan.dtype)
         plan.views[buffer] = whole
         return whole
 
     def parts(self, plan: Plan, buffer: int) -> list[torch.Tensor]:
-        """What the members have there for this one, by rank; kept for the next time.
+        """Views of the members' parts for this one, by rank.
+
+        They are kept for the next time.
 
         Where this member's own part is not there, something else is in its place.
         """

@@ -29,7 +29,10 @@ def exchange(
     timeout: float,
     should_stop: Callable[[], bool] | None = None,
 ) -> list[bytes]:
-    """What every member says of itself, by rank; waits until all have said it."""
+    """Exchange one value per member through the store; returns all values by rank.
+
+    Waits until all members have written theirs.
+    """
     deadline = time.monotonic() + timeout
     keys = [f"member/{member}" for member in range(size)]
     pause = _FIRST_PAUSE

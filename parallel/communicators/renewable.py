@@ -15,13 +15,18 @@ if TYPE_CHECKING:
 
 
 class RenewableCommunicator:
-    """Passes every call on to the group of the current epoch; see
-    :class:`parallel.communicators.base.Communicator`. All groups have the same size and place this member
-    alike."""
+    """Communicator that passes every call on to the group of the current epoch.
+
+    See :class:`parallel.communicators.base.Communicator`. In all groups this member has the same rank, and
+    they have the same size.
+    """
 
     def __init__(self, group: Communicator, *, blames: bool = True) -> None:
-        """Without ``blames``, errors name no member: for a group inside an instance, whose members mean
-        nothing to the others."""
+        """A communicator of this group.
+
+        Without ``blames``, errors name no member: inside an instance, its members mean nothing to other
+        instances.
+        """
         self.group = group
         self.rank, self.size = group.rank, group.size
         self.processes = group.processes

@@ -1,6 +1,6 @@
-"""The rounds of :mod:`parallel.communicators.shared_memory` in plain Python: what each member writes and
-reads, and when. ``native/collectives.cpp`` does the same in one call each; this is what is left where it
-cannot be compiled.
+"""Rounds of :mod:`parallel.communicators.shared_memory` in Python: all reads and writes.
+
+``native/collectives.cpp`` does the same in one call each; this remains where it cannot be compiled.
 
 Memory order: data is written before the counter and read after it, with plain stores and loads from Python.
 That is enough on x86-64, whose stores become visible in their order and whose loads are made in theirs (total
@@ -88,7 +88,7 @@ class Rounds:
         return rows
 
     def all_gather(self, part: torch.Tensor, whole: torch.Tensor, sizes: Sequence[int]) -> None:
-        """Parts of ``sizes[rank]`` rows to the whole."""
+        """Gather parts of ``sizes[rank]`` rows into the whole."""
         note = _note("all_gather", whole.nbytes)
         spans, mine = spans_of(whole, sizes), span_of(part)
         mine.copy_to(spans[self.rank].address)
@@ -102,7 +102,7 @@ class Rounds:
                 spans[peer].copy_from(self._region_address(peer, slot), low, step)
 
     def reduce_scatter(self, whole: torch.Tensor, total: torch.Tensor, sizes: Sequence[int]) -> None:
-        """The sums of all wholes to this member's total."""
+        """Sum all wholes into this member's total."""
         note = _note("reduce_scatter", whole.nbytes)
         spans = spans_of(whole, sizes)
         mine = whole.split(list(sizes))[self.rank]
@@ -123,7 +123,7 @@ class Rounds:
         send_sizes: Sequence[int],
         receive_sizes: Sequence[int],
     ) -> None:
-        """Rows go to the members, and come from them, in rank order."""
+        """Exchange rows with all members, in rank order."""
         note = _note("all_to_all", 0)
         sent, received = spans_of(outgoing, send_sizes), spans_of(incoming, receive_sizes)
         sent[self.rank].copy_to(received[self.rank].address)
@@ -195,7 +195,7 @@ class Rounds:
         return buffer if fits else VIEWS
 
     def all_reduce(self, given: torch.Tensor, total: torch.Tensor) -> None:
-        """The sum over all members to the total."""
+        """Sum over all members into the total."""
         if self.size > 2 and given.nbytes > TWO_STEP_BYTES:
             sizes = even_sizes(given.numel(), self.size)
             flat = total.view(-1)
@@ -214,7 +214,7 @@ class Rounds:
             self._sum(slot, 0, given, total, low, step)
 
     def broadcast(self, data: torch.Tensor, source: int) -> None:
-        """What the source has here, to all."""
+        """Send the source's tensor to all others."""
         note = _note("broadcast", data.nbytes)
         span, step = span_of(data), self._slot_bytes
         for low in range(0, span.length, step):
@@ -227,7 +227,7 @@ class Rounds:
                 span.copy_from(self._region_address(source, slot), low, step)
 
     def send(self, given: torch.Tensor, to: int) -> None:
-        """To one member."""
+        """Send a tensor to one member."""
         own, step = self._members[self.rank], self._slot_bytes
         span = span_of(given)
         for low in range(0, span.length, step):
@@ -243,7 +243,7 @@ class Rounds:
             self._letters += 1
 
     def receive(self, data: torch.Tensor, source: int) -> None:
-        """From one member."""
+        """Receive a tensor from one member."""
         own, peer = self._members[self.rank], self._members[source]
         span, step = span_of(data), self._slot_bytes
         for low in range(0, span.length, step):
@@ -277,7 +277,7 @@ class Rounds:
         own.counter[0] += 1
 
     def _await_round(self, rank: int, slot: int, note: int) -> None:
-        """Until this member's slot of the current round can be read."""
+        """Wait until a member's slot of the current round can be read."""
         member = self._members[rank]
         self._await(rank, member.counter, self._members[self.rank].counter[0])
         if member.notes[slot] != note:
@@ -325,7 +325,7 @@ class Rounds:
 
 
 def _note(call: str, num_bytes: int) -> int:
-    """What all members must have beside the slots of a round."""
+    """Words that all members must have beside the slots of a round."""
     return CALLS.index(call) + num_bytes * len(CALLS)
 
 

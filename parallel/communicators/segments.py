@@ -1,4 +1,6 @@
-"""Memory that processes of one host share, and news of their deaths (loads no torch).
+"""Memory that processes of one host share, and watches for their deaths.
+
+This module loads no torch.
 
 A segment is in no directory: it is a memfd, which the others open through /proc while its owner holds it
 open. So nothing can be left behind, however a process ends, and the size of /dev/shm does not matter.
@@ -17,7 +19,7 @@ from parallel.communicators.base import CollectiveError
 
 
 class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the others find a member's segment."""
+    """Address at which the others find a member's segment."""
 
     host: str
     """One boot of one machine and one namespace of process ids.
@@ -29,7 +31,7 @@ class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     """A name that no other segment has.
 
-    Once the owner has unlinked its file, the number may be another file's.
+    Once the owner has closed the descriptor, its number may be another file's.
     """
 
 
@@ -53,14 +55,14 @@ class OwnSegment(Segment):
         self._concealed = False
 
     def conceal(self) -> None:
-        """All have mapped it: take away the way to it."""
+        """Close the descriptor by which others map the memory, once all have."""
         if not self._concealed:
             self._concealed = True
             os.close(self.address.descriptor)
 
 
 class Watch:
-    """Tells which of the members' processes have ended (a pidfd each)."""
+    """Watches for ended processes of members (a pidfd each)."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, int] = {}
@@ -72,7 +74,7 @@ class Watch:
         self._poll.register(descriptor, select.POLLIN)
 
     def dead(self, wait: float = 0.0) -> list[int]:
-        """Ranks of those that have ended; waits so many seconds for the first."""
+        """Ranks of ended processes; waits so many seconds for the first."""
         return sorted(self._ranks[descriptor] for descriptor, _ in self._poll.poll(wait * 1000))
 
     def close(self) -> None:

@@ -95,7 +95,7 @@ class SharedMemoryCommunicator:
                 self._members = self._map(store, patience, own, layout, should_stop)
                 rounds = make_rounds(library, rank, layout, self._members, self._health, self.is_crowded)
                 self._plans = Plans(rank, layout, self._members, rounds)
-                rounds.all_gather_ints([rank])  # whoever took part has mapped everything
+                rounds.all_gather_ints([rank])  # each member that takes part has mapped everything
             finally:
                 own.conceal()
         except BaseException:
@@ -166,7 +166,7 @@ class SharedMemoryCommunicator:
     ) -> list[torch.Tensor]:
         plans, plan, given = self._start("all_to_all_views", outgoing, send_sizes, receive_sizes)
         buffer = plan.run(given)
-        if buffer == VIEWS:  # all know by now that what somebody gives is too large
+        if buffer == VIEWS:  # all know by now that the data of some member is too large
             # That takes more than one round, so who goes on to the next call has seen that all others are
             # done with what they gave.
             incoming = self.all_to_all(given, send_sizes, receive_sizes)
@@ -243,7 +243,7 @@ class SharedMemoryCommunicator:
 
     def _closed(self, call: str) -> NoReturn:
         self._health.begin(call)
-        raise AssertionError("it is open")
+        raise AssertionError("the communicator is open")
 
     # ---- for native code that exchanges by itself
 
@@ -267,7 +267,7 @@ class SharedMemoryCommunicator:
         return self.size > usable_cores()
 
     def begin_exchange(self, call: str) -> None:
-        """A call that waits by itself begins: its deadline is the communicator's.
+        """Begin a call that waits by itself; its deadline is the communicator's.
 
         Raises:
             CollectiveError: the group is broken.
@@ -275,7 +275,7 @@ class SharedMemoryCommunicator:
         self._health.begin(call)
 
     def check_exchange(self, rank: int, has_arrived: Callable[[], bool]) -> None:
-        """To be called every few milliseconds while waiting for member ``rank``.
+        """Check a wait for member ``rank``; called every few milliseconds.
 
         Raises:
             CollectiveError: the wait can no longer end well; from now on all calls fail, here and at the

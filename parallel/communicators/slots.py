@@ -41,11 +41,11 @@ class Layout(NamedTuple):
     announced: int
     """Twice as many lines as 1 + ``size`` words need."""
     sent: int
-    """A line for each member, and so below."""
+    """Words on a line for each member, as those below."""
     envelopes: int
     taken: int
     slots: int
-    """Two of them, then two for letters."""
+    """Two slots, then two for letters."""
     letters: int
     view_bytes: int
     views: int
@@ -85,7 +85,7 @@ class Layout(NamedTuple):
 
     @property
     def own_bytes(self) -> int:
-        """See :data:`OWN_BYTES`."""
+        """Bytes of a member's own part that are copied: see :data:`OWN_BYTES`."""
         return min(OWN_BYTES, self.view_region_bytes)
 
 
@@ -100,20 +100,20 @@ class Slots:
             return segment.words[at // _WORD_BYTES :][:number]
 
         self.counter = words(layout.counter, 1)
-        """Rounds that it has published."""
+        """Rounds that this member has published."""
         self.notes = words(layout.notes, 2)
-        """By slot: which call it belongs to."""
+        """Note by slot: which call it belongs to."""
         self.state = words(layout.state, 1)
-        """Whether it is still there: see the communicator."""
+        """State of the member: see :mod:`parallel.communicators.group_health`."""
         line = _lines(1 + size) * LINE_BYTES
         self.announced = [words(layout.announced + slot * line, 1 + size) for slot in (0, 1)]
-        """By slot: rounds that follow, bytes for each member."""
+        """Rounds that follow and bytes for each member, by slot."""
         self.sent = [words(layout.sent + each * LINE_BYTES, 1) for each in range(size)]
-        """By receiver: letters written for it."""
+        """Letters written, by receiver."""
         self.envelopes = [words(layout.envelopes + each * LINE_BYTES, 2) for each in range(size)]
-        """By receiver, for its letters in turn: slot + 2 * bytes."""
+        """Slot + 2 * bytes of letters in turn, by receiver."""
         self.taken = [words(layout.taken + each * LINE_BYTES, 1) for each in range(size)]
-        """By sender: letters read."""
+        """Letters read, by sender."""
         first = layout.slots
         self.slot_offsets = first, first + slot_bytes
         """Offsets of the two slots, used in alternate rounds."""
@@ -130,7 +130,7 @@ class Slots:
         self.arena_bytes = layout.num_bytes - layout.arena
 
     def rows(self, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that lies ``at`` this byte; it keeps the memory mapped."""
+        """A tensor that begins ``at`` this byte; it keeps the memory mapped."""
         count = math.prod(shape)
         with torch.inference_mode(False):  # it may be kept, and used in either mode
             if count == 0:
@@ -145,7 +145,7 @@ class Slots:
 
 
 class Span(NamedTuple):
-    """A stretch of memory in some tensor, which the holder keeps alive.
+    """A stretch of a tensor's memory, which the holder keeps alive.
 
     Copying it as such costs a tenth of what slices of tensors cost, which is what small tensors are all
     about.
@@ -155,7 +155,7 @@ class Span(NamedTuple):
     length: int
 
     def copy_to(self, target: int, low: int = 0, most: int = sys.maxsize) -> int:
-        """At most so many bytes from ``low`` on; returns how many."""
+        """Copy at most so many bytes from ``low`` on; returns how many."""
         num_bytes = min(most, self.length - low)
         if num_bytes > 0:
             ctypes.memmove(target, self.address + low, num_bytes)
@@ -168,12 +168,15 @@ class Span(NamedTuple):
 
 
 def span_of(tensor: torch.Tensor) -> Span:
-    """All of a contiguous tensor."""
+    """The span of a whole contiguous tensor."""
     return Span(tensor.data_ptr(), tensor.nbytes)
 
 
 def spans_of(tensor: torch.Tensor, sizes: Sequence[int]) -> list[Span]:
-    """Its parts of so many rows each, which must be all that it has."""
+    """Spans of a tensor's parts of so many rows each.
+
+    The parts must be all that it has.
+    """
     spans, address = [], tensor.data_ptr()
     row_bytes = tensor.nbytes // max(1, len(tensor))
     for size in sizes:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 CHECK_SECONDS = 0.01
-"""How often a waiting member looks whether the wait still makes sense."""
+"""Seconds between checks of whether a wait still makes sense."""
 
 _ALONE_SECONDS = 20e-6  # looking again at once, before the core is offered to others
 _SHORTEST_BUDGET, _LONGEST_BUDGET = 50e-6, 2e-3  # of looking, before sleep
@@ -18,7 +18,7 @@ _SHORTEST_SLEEP, _LONGEST_SLEEP = 50e-6, 1e-3
 
 
 class Patience:
-    """How long to look again and again before sleeping.
+    """Time for which a waiting member looks again and again before it sleeps.
 
     Learns from how long the last waits took.
 

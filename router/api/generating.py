@@ -178,7 +178,7 @@ class Generating:
             answer = await self._answer(request, "resp_", chat, shape)
         if translated.left_out:
             answer.headers[LEFT_OUT] = ", ".join(translated.left_out)
-            logger.info("left out %s: nothing runs that here", answer.headers[LEFT_OUT])
+            logger.info("left out of the prompt, as no server runs them here: %s", answer.headers[LEFT_OUT])
         return answer
 
     async def input_tokens(self, request: Request) -> Response:

@@ -81,7 +81,7 @@ class RequestRun:
         self._timeout = timeout
         self._trace = trace
         self.refused = False
-        """The mesh took no sample, and nothing was generated."""
+        """The mesh refused a sample, and no token was generated."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.samples)} samples>"

@@ -1,1 +1,1 @@
-"""Routes of the HTTP application, and what stands around them."""
+"""Routes and middleware of the HTTP application."""

@@ -1,8 +1,8 @@
-"""The admin API: the world, its requests and faults, draining and scaling, as JSON under ``/admin``.
+"""The admin API: view of the mesh, requests, faults, drain and scale, under ``/admin``.
 
-It has a port of its own (``--admin-port``), or a key of its own (``--admin-api-key``), or both; clients of
-the endpoint never get in by accident. What it does goes through the coordinator, like ``lockstep drain`` and
-``scale``.
+JSON in and out. It has a port of its own (``--admin-port``), or a key of its own (``--admin-api-key``), or
+both; clients of the endpoint never get in by accident. Commands go through the coordinator, like ``lockstep
+drain`` and ``scale``.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from router.faults import Fault, FaultEvent, Faults
 from router.http.body import decoder, read_body
 
 BODY_LIMITS = HttpConfig(max_request_bytes=10_000, request_timeout=10.0)
-"""Of commands."""
+"""Limits of a command's body: bytes and seconds."""
 RETRY_AFTER = "1"
 MAX_REQUESTS = 1000
-"""Requests that are told of at most."""
+"""Most requests in an answer."""
 
 
 class Watched(Protocol):
-    """What the admin API tells of the mesh."""
+    """What the admin API needs to know of the mesh."""
 
     @property
     def view(self) -> View | None: ...
@@ -75,7 +75,7 @@ class ScaleRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class InstanceAnswer(msgspec.Struct, frozen=True):
-    """One instance; ``router`` is how the front end that answers stands with it."""
+    """One instance; ``router`` is its health as this router sees it."""
 
     rank: int
     state: str
@@ -94,13 +94,13 @@ class WorldAnswer(msgspec.Struct, frozen=True):
     size: int | None
     waiting_for: str
     coordinator_silent_for: float | None
-    """Seconds; what stands here is at least so old."""
+    """Seconds; this answer is at least so old."""
     front_end: int
     instances: list[InstanceAnswer]
 
 
 class RequestsAnswer(msgspec.Struct, frozen=True):
-    """What the front end that answers has in flight, oldest first."""
+    """Requests in flight in this router, oldest first."""
 
     front_end: int
     in_flight: int
@@ -114,7 +114,7 @@ class CommandAnswer(msgspec.Struct, frozen=True):
 
 
 class FaultsAnswer(msgspec.Struct, frozen=True):
-    """Counts by kind of all front ends and the launcher, and the latest events, oldest first."""
+    """Counts by kind over all routers and the launcher, and the latest events, oldest first."""
 
     detections: dict[str, int]
     restarts: dict[str, int]
@@ -129,7 +129,7 @@ _read_scale = decoder(ScaleRequest)
 def make_admin_app(
     mesh: Watched, faults: Callable[[], Faults], command: Command, front_end: int = 0, prefix: str = ""
 ) -> Starlette:
-    """The ASGI application of ``/admin``; :class:`AdminGate` stands before it."""
+    """The ASGI application of ``/admin``, behind :class:`AdminGate`."""
 
     async def world(request: Request) -> Response:
         view = mesh.view
@@ -191,9 +191,9 @@ def make_admin_app(
 
 
 class AdminGate:
-    """Leads ``/admin`` to the admin application and the rest to the endpoint's, and says who may enter.
+    """Routes ``/admin`` to the admin application after a key check, the rest to the endpoint's.
 
-    On the admin port there is nothing but the admin API and what is open to all (health, metrics). On the
+    The admin port has nothing but the admin API and paths without authentication (health, metrics). On the
     endpoint's port the admin API exists only if it has keys.
     """
 

@@ -1,4 +1,4 @@
-"""The HTTP door: which path leads where, and what becomes of errors.
+"""The HTTP application: its routes, and its handling of errors.
 
 Knows the mesh as :class:`router.mesh.Mesh` only; :mod:`router.server` gives it the real one and a socket.
 """
@@ -50,7 +50,7 @@ def make_app(
 ) -> Starlette:
     """The ASGI application in front of a mesh.
 
-    ``metrics`` may tell of the instances, too; ``quotas`` may be shared with other front ends; without a
+    ``metrics`` may tell of the instances, too; ``quotas`` may be shared with other routers; without a
     ``dashboard`` there is no page. ``settings`` are those of the mesh, as far as they are known.
     """
     metrics = metrics or Metrics(mesh)
@@ -75,8 +75,8 @@ def make_app(
         return json_response(msgspec.json.encode({"version": version_of("lockstep")}))
 
     async def info(request: Request) -> Response:
-        told = server_info(mesh.model, settings(), len(metrics.reports()), config)
-        return json_response(msgspec.json.encode(told))
+        info_of_server = server_info(mesh.model, settings(), len(metrics.reports()), config)
+        return json_response(msgspec.json.encode(info_of_server))
 
     async def is_sleeping(request: Request) -> Response:
         return json_response(msgspec.json.encode(Sleeping()))

@@ -1,4 +1,4 @@
-"""The endpoints that generate nothing: token ids of texts, models, and what there is to do."""
+"""Endpoints that generate nothing: tokenization, models, and load."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Endpoints:
             return json_response(await run_sized(answer, len(body)))
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """What tokenizer_config.json says, special tokens as plain strings; only where a flag allows it."""
+        """Contents of tokenizer_config.json, special tokens as plain strings; needs a flag."""
         if not self._config.enable_tokenizer_info_endpoint:
             raise ApiError(404, "Start the router with --enable-tokenizer-info-endpoint to have this.")
         tokenizer = (await self._models.get(None)).tokenizer
@@ -105,11 +105,11 @@ class Endpoints:
     # ---- load
 
     async def load(self, request: Request) -> Response:
-        """Of this router, in vLLM's words."""
+        """``GET /load``: requests in flight in this router, in vLLM's format."""
         return json_response(encode(ServerLoad(self._metrics.in_flight)))
 
     async def loads(self, request: Request) -> Response:
-        """Of each instance, in SGLang's words."""
+        """``GET /v1/loads``: the load of each instance, in SGLang's format."""
         found = loads_of(self._metrics.reports())
         wanted = request.query_params.get("dp_rank")
         if wanted is not None:
@@ -119,5 +119,5 @@ class Endpoints:
         return json_response(encode(Loads.of(found, time.time())))
 
     async def get_load(self, request: Request) -> Response:
-        """The load of each instance, as older tools for SGLang ask for it."""
+        """``GET /get_load``: the load of each instance, for older tools of SGLang."""
         return json_response(encode(older_loads_of(self._metrics.reports(), self._metrics.block_size() or 0)))

@@ -1,4 +1,4 @@
-"""What stands before every endpoint: slashes, keys, other sites, a proxy's prefix, request ids."""
+"""Middleware of every endpoint: slashes, keys, other sites, proxy prefix, request ids."""
 
 from __future__ import annotations
 
@@ -28,18 +28,21 @@ from router.errors import ApiError
 from router.http.request_path import without_prefix, without_slash
 
 PROBES = frozenset({"/health", "/ping", "/livez"})
-"""Paths that operators ask for by any name of this server.
+"""Paths that probes may use with any host name of this server.
 
 Their answers hold nothing else.
 """
 OPEN_PATHS = PROBES | {"/version", "/metrics", "/load", "/is_sleeping", "/openapi.json"}
-"""What needs no key: nothing there costs or changes anything."""
+"""Paths without authentication: nothing there costs or changes anything."""
 
 HOST = re.compile(r"(?:\[(?P<ipv6>[^\]]*)\]|(?P<name>[^:]*))(?::\d*)?")
 
 
 def middleware(config: HttpConfig, refusals: Refusals, routes: Sequence[Route]) -> list[Middleware]:
-    """From the outside in: a browser asks what it may do before it presents a key."""
+    """The middleware of the endpoint, from the outside in.
+
+    A browser asks what it may do (CORS) before it presents a key, so CORS comes first.
+    """
     found = [Middleware(Slashes), Middleware(RequestIds, tells=config.enable_request_id_headers)]
     if config.allowed_origins:
         found.append(
@@ -67,7 +70,7 @@ class RequestIds:
     """
 
     def __init__(self, app: ASGIApp, *, tells: bool = False) -> None:
-        """``tells``: whether answers have the header."""
+        """``tells``: whether answers carry the header X-Request-Id."""
         self._app = app
         self._tells = tells
 
@@ -181,7 +184,7 @@ class KeyCheck:
         await error_response(error, scope, self._refusals)(scope, receive, send)
 
     def _number(self, scope: Scope) -> int | None:
-        """Which of the keys was presented; all are compared, so that the time says nothing."""
+        """Index of the presented key; all are compared, so that timing reveals nothing."""
         headers = dict(reversed(scope["headers"]))  # the first of each name
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         presented = [token.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b"")]

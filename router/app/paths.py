@@ -1,4 +1,4 @@
-"""Which path a client meant, and what to say about one that does not exist (pure).
+"""The path that a client probably meant, and the message for unknown paths (pure).
 
 Knows the endpoints as :mod:`router.app.openapi` lists them; :mod:`router.app.app` and
 :mod:`router.app.middleware` ask.
@@ -22,7 +22,7 @@ NOT_BUILT = re.compile(
 """What other servers of this kind have, and this one does not."""
 
 LIKENESS = 0.8
-"""How much of two paths must be the same (difflib's ratio) for one to be a slip of the other."""
+"""Least similarity (difflib's ratio) at which a path counts as a misspelling of another."""
 MAX_COMPARED = 100
 """Characters of a path that is compared with others: the time grows with their square."""
 
@@ -37,7 +37,7 @@ def meant(path: str) -> str | None:
 
 
 def not_there(path: str, prefix: str = "") -> str:
-    """Message for a path that does not exist, to a client whose paths have a ``prefix``."""
+    """Message for an unknown path, for a client whose paths have a ``prefix``."""
     listed = f"GET {prefix}/openapi.json lists what it has."
     if NOT_BUILT.fullmatch(path):
         return f"This server has no {prefix}{path}: it serves a model that generates text. {listed}"

@@ -1,7 +1,7 @@
-"""Why requests were refused, in the log: the access log tells the status only.
+"""Logs why requests were refused: the access log has only the status.
 
-What a client is told is logged for whoever runs the mesh, in one short line. Never its keys, nor its prompt:
-errors that may quote the prompt bring other words for the log (:attr:`router.errors.ApiError.logged`).
+The message that the client got is logged in one short line. Keys and prompts are never logged: errors that
+may quote the prompt bring other words for the log (:attr:`router.errors.ApiError.logged`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INTERVAL = 10.0
 
 
 class Lines:
-    """How many lines of one level may still be logged: who floods the server does not flood the log."""
+    """Allowance of log lines of one level: floods of requests do not flood the log."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -50,10 +50,10 @@ class Lines:
 
 
 class Refusals:
-    """Of one application.
+    """The log of refusals of one application.
 
-    What is at fault at the client is information, that nobody could take a request a warning, and what is at
-    fault here an error.
+    An error of the client is logged as information. A request that no instance could take is a warning, and
+    an error of the server an error.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -71,7 +71,7 @@ class Refusals:
         if left_out is None:
             return
         if left_out:
-            logger.log(level, "%d more requests were refused; only some are told of here", left_out)
+            logger.log(level, "%d more requests were refused; only some are logged", left_out)
         param = f" ({one_line(error.param, MAX_PATH)})" if error.param else ""
         message = one_line(str(error) if error.logged is None else error.logged, MAX_LOGGED)
         logger.log(level, "%s %s: %d%s: %s", method, one_line(path, MAX_PATH), error.status, param, message)

@@ -1,4 +1,4 @@
-"""What this server is and how it was started, for tools that ask ``GET /server_info`` (pure).
+"""Facts about this server for ``GET /server_info``: model, settings, flags, versions (pure).
 
 The first fields are SGLang's. Keys are in none of them.
 """
@@ -32,11 +32,11 @@ class ServerInfo(msgspec.Struct):
     tp_size: int | None
     pp_size: int | None
     versions: dict[str, str]
-    """Of packages, where the router runs."""
+    """Versions of packages where the router runs."""
     settings: Settings | None
-    """Of the mesh: the model and how it is run."""
+    """Settings of the mesh: the model and how it is run."""
     flags: dict[str, Any]
-    """Of the endpoint, that differ from their defaults."""
+    """Flags of the endpoint that differ from their defaults."""
 
 
 class Sleeping(msgspec.Struct):

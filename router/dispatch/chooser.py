@@ -122,7 +122,7 @@ class Chooser:
         number = instance.dispatch(entry.work, now, cached=cached)
         self._ledger.place(entry, instance.name, number)
         if instance.capacity is not None and instance.capacity.caches_prefixes:
-            self._pool.index.promise(instance.name, number, blocks[lengths.get(instance.name, 0) :])
+            self._pool.index.expect(instance.name, number, blocks[lengths.get(instance.name, 0) :])
         return number
 
     def settle(self, entry: Entry) -> None:

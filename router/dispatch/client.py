@@ -66,7 +66,7 @@ class MeshClient:
         self._chooser = Chooser(self._pool, self._ledger, policy)
         self._connections: dict[str, InstanceConnection] = {}
         """By instance. One that has none is not attached, and gets nothing."""
-        self._unconnected = Complaints(logger, "an instance cannot be connected to, and is tried again")
+        self._unconnected = Complaints(logger, "cannot connect to an instance, trying again")
         self.faults = Faults()
         self._mover = RequestMover(
             self._pool,
@@ -227,7 +227,9 @@ class MeshClient:
                 logger.error("the router needs the model's tokenizer, but %s; give --tokenizer", error)
                 return None
             name = settings.model
-            logger.warning("model %s is not here: sampling defaults are those of %s", name, self._tokenizer)
+            logger.warning(
+                "model %s is not on this host: using sampling defaults of %s", name, self._tokenizer
+            )
             directory = self._tokenizer
         return ServedModel(
             names=settings.served_model_name,

@@ -120,7 +120,7 @@ class InstanceConnection:
             if refused is not None and not complained:
                 complained = True
                 rank, endpoint = self._instance.rank, self._connection.endpoint
-                logger.error("instance %d at %s refused us: %s", rank, endpoint, refused)
+                logger.error("instance %d at %s refused this router: %s", rank, endpoint, refused)
 
     async def _receive(self) -> None:
         try:

@@ -91,7 +91,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     """A request, as far as the choice depends on it."""
 
     tokens: int
-    """Tokens to compute before the next one comes out, less those that are cached."""
+    """Tokens that need keys and values before the next one comes out."""
     key: str = ""
     """Name of the request's session; empty if it has none."""
     request_id: str = ""

@@ -243,7 +243,7 @@ class Pool:
         if instance.capacity is None:
             return instance.candidate(now)
         used = (instance.report or NO_REPORT).blocks_used + instance.sent.blocks
-        kept = max(used, self.index.num_blocks(instance.name)) + self.index.num_promised(instance.name)
+        kept = max(used, self.index.num_blocks(instance.name)) + self.index.num_expected(instance.name)
         return instance.candidate(
             now,
             cached_tokens=cached_tokens,

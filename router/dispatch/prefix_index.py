@@ -26,8 +26,8 @@ class _Holder:
         """Number of the next change; None: the next events must be of all blocks."""
         self.has_gap = False
         self.num_blocks = 0
-        self.promised: Counter[int] = Counter()
-        self.promises: dict[int, Sequence[int]] = {}
+        self.expected: Counter[int] = Counter()
+        self.expectations: dict[int, Sequence[int]] = {}
         """By dispatch number."""
 
 
@@ -38,7 +38,7 @@ class PrefixIndex:
         self._max_blocks = max_blocks
         self._stored: dict[int, int] = {}
         """Block -> the bits of its holders."""
-        self._promised: dict[int, int] = {}
+        self._expected: dict[int, int] = {}
         self._holders: dict[str, _Holder] = {}
         self.evictions = Evictions()
 
@@ -52,9 +52,9 @@ class PrefixIndex:
         """Blocks that an instance is known to hold."""
         return self._holders[name].num_blocks if name in self._holders else 0
 
-    def num_promised(self, name: str) -> int:
+    def num_expected(self, name: str) -> int:
         """Blocks that an instance is about to hold."""
-        return len(self._holders[name].promised) if name in self._holders else 0
+        return len(self._holders[name].expected) if name in self._holders else 0
 
     # ---- what instances say
 
@@ -84,32 +84,32 @@ class PrefixIndex:
         if holder is None:
             return
         self._clear(holder)
-        for block in holder.promised:
-            _take_bit(self._promised, block, holder.bit)
+        for block in holder.expected:
+            _take_bit(self._expected, block, holder.bit)
 
     # ---- what was sent there and is not computed yet
 
-    def promise(self, name: str, number: int, blocks: Sequence[int]) -> None:
+    def expect(self, name: str, number: int, blocks: Sequence[int]) -> None:
         """Expect an instance to hold blocks by a dispatch, until :meth:`settle`."""
         if not blocks:
             return
         holder = self._holder(name)
-        holder.promises[number] = blocks
+        holder.expectations[number] = blocks
         for block in blocks:
-            holder.promised[block] += 1
-            self._promised[block] = self._promised.get(block, 0) | holder.bit
+            holder.expected[block] += 1
+            self._expected[block] = self._expected.get(block, 0) | holder.bit
 
     def settle(self, name: str, number: int) -> None:
         """End the expectation of a dispatch: it has been computed, or never will be."""
         holder = self._holders.get(name)
-        blocks = holder.promises.pop(number, None) if holder else None
+        blocks = holder.expectations.pop(number, None) if holder else None
         if holder is None or blocks is None:
             return
         for block in blocks:
-            holder.promised[block] -= 1
-            if not holder.promised[block]:
-                del holder.promised[block]
-                _take_bit(self._promised, block, holder.bit)
+            holder.expected[block] -= 1
+            if not holder.expected[block]:
+                del holder.expected[block]
+                _take_bit(self._expected, block, holder.bit)
 
     # ---- looking up
 
@@ -122,7 +122,7 @@ class PrefixIndex:
         left = -1
         length = 0
         for block in blocks:
-            still = left & (self._stored.get(block, 0) | self._promised.get(block, 0))
+            still = left & (self._stored.get(block, 0) | self._expected.get(block, 0))
             if still != left and left != -1:
                 lengths[left & ~still] = length
             left = still

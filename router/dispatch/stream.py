@@ -17,7 +17,7 @@ from router.mesh import TokenSink
 
 
 class Owner(Protocol):
-    """The mesh client, as a stream needs it."""
+    """The part of :class:`router.dispatch.mover.RequestMover` that a stream needs."""
 
     def rank_of(self, entry: Entry) -> int | None: ...
     def forget(self, entry: Entry) -> None: ...

@@ -1,12 +1,12 @@
-"""How front ends accept connections: evenly, and no more than they have files for.
+"""Accepts connections evenly among routers, and no more than there are files for.
 
-All wait on the same queue of connections, so that none is left behind in the queue of a process that died.
-Left alone, whoever wakes up first would take all that is there, and its streams with it, should it die. So a
-front end takes one connection at a time, and lets those with fewer open ones go first: it waits for a
-moment, and if the connection is still there then (they are busy, or dead), takes it after all.
+All routers wait on the same queue of connections, so that none is left behind in the queue of a process that
+died. Without more, the first router to wake up would take all that is there, and all those streams would be
+lost if it died. So a router takes one connection at a time, and lets those with fewer open ones go first. It
+waits for a moment, and if the connection is still there then (they are busy, or dead), takes it after all.
 
-A front end that is alone uses this, too: libuv closes connections that it has no file for, without a word.
-Here they wait in the queue until others end, and some files are kept back for what requests need.
+A single router uses this, too: libuv closes connections that it has no file for, without a word. Here they
+wait in the queue until others end, and some files are kept back for what requests need.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from coordinator.rpc.complaints import Complaints
 logger = logging.getLogger(__name__)
 
 COURTESY = 0.002
-"""Seconds for which a connection is left to front ends with fewer."""
+"""Seconds for which a connection is left to routers with fewer connections."""
 PAUSE = 0.1
 """Seconds without accepting while there are no files for more connections."""
 KEPT_FILES = 64
 """Files kept back from connections, at least: for instances that join, tokenizers, counts."""
 KEPT_PART = 16
-"""Part of all files that is kept back, where that is more: one in so many."""
+"""One in so many of all files is kept back, where that is more."""
 UNLIMITED = 1 << 62
 """Files of a process that has no limit."""
 MOST_AT_ONCE = 64
-"""Connections that a front end without others accepts in one turn of its loop."""
+"""Most connections that a single router accepts in one turn of its loop."""
 SLOT_BYTES = 4
 
 
@@ -50,10 +50,10 @@ def most_files(limit: int) -> int:
 
 
 class Tally:
-    """Open connections of each front end, in memory that all of them share through a small file."""
+    """Open connections of each router, in memory shared through a small file."""
 
     def __init__(self, file: Path | None, number: int, count: int) -> None:
-        """``number`` of this front end among ``count``; one that is alone needs no ``file``."""
+        """``number`` of this router among ``count``; a single one needs no ``file``."""
         if file is None:
             self._slots = memoryview(bytearray(count * SLOT_BYTES)).cast("i")
         else:
@@ -75,19 +75,19 @@ class Tally:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other front end."""
+        """Whether there is no other router."""
         return len(self._slots) == 1
 
     def tell(self, num_connections: int) -> None:
         self._slots[self._number] = num_connections
 
     def is_ahead(self) -> bool:
-        """Whether another front end has fewer."""
+        """Whether another router has fewer connections."""
         return min(self._slots) < self._slots[self._number]
 
 
 class Acceptor:
-    """Accepts connections of one listening socket for one front end. Stands in for an ``asyncio.Server``."""
+    """Accepts connections of one listening socket for one router. Stands in for an ``asyncio.Server``."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Acceptor:
         self._later = self._loop.call_later(seconds, then)
 
     def _accept(self) -> bool:
-        """Accept one connection, if no other front end was faster and there is a file.
+        """Accept one connection, if no other router was faster and a file is free.
 
         Returns whether it did.
         """

@@ -18,8 +18,10 @@ from router.errors import ApiError, ClientGone, bad_request, refuse
 from router.http.json_values import too_many
 
 DRAIN_FACTOR = 8
-"""A body too large is read up to so many times the limit and thrown away: a client that is still sending
-would not see an answer that comes with a closed connection."""
+"""A body too large is read and discarded up to so many times the limit.
+
+A client that is still sending would not see an answer that comes with a closed connection.
+"""
 
 FIELD_OF_ERROR = re.compile(r"\$\.(\w+)|field `(\w+)`")
 
@@ -77,8 +79,10 @@ async def _receive_all(receive: Receive, max_bytes: int) -> bytes:
 
 
 def _check_type(headers: Headers) -> None:
-    """Browsers send forms, plain text, and bytes without a type to any address without asking; JSON they do
-    not."""
+    """Refuse bodies that web pages of other origins can send without a CORS check.
+
+    Browsers send forms, plain text, and bytes without a type to any address without asking; JSON they do not.
+    """
     content_type = headers.get("content-type")
     if content_type is None:
         if "origin" in headers or headers.get("sec-fetch-site") in ("cross-site", "same-site"):
@@ -134,7 +138,7 @@ def decoder(kind: type[Body]) -> Callable[[bytes], Body]:
 
 
 def _read_floats(given: Any, kind: type[Body]) -> Body:
-    """What a body holds as ``kind``, the fields that take no floats rounded where that changes nothing."""
+    """A body converted to ``kind``; whole-numbered floats are accepted where integers are expected."""
     rounded: set[str] = set()
     while True:
         try:

@@ -1,6 +1,6 @@
-"""One HTTP connection: uvicorn's protocol with deadlines for its client, and a short way for streamed bodies.
+"""HTTP connections: uvicorn's protocol with deadlines for clients and fast streamed bodies.
 
-The application sees the short way as an extension of its ASGI scope: an event goes to the socket without a
+The application gets the fast path as an extension of its ASGI scope: an event goes to the socket without a
 message, a coroutine and a list of frames around it. What opens and ends an answer goes the usual way, and so
 does everything while the client does not keep up. Another extension cuts off a client that does not read.
 """
@@ -23,14 +23,14 @@ EXTENSION = "lockstep.body_writer"
 CUT_OFF = "lockstep.cut_off"
 
 MOST_KEPT = 64
-"""Bytes of a token's text up to which the heads of chunks are kept, by their length."""
+"""Bytes of a token's text up to which chunk heads are cached, by length."""
 
 
 class BodyPart(Protocol):
     """Writer of parts of a body that differ only in their middle."""
 
     def write(self, between: bytes) -> bool:
-        """Write a part with this middle; returns False, and writes nothing, while the body is not open."""
+        """Write a part with this middle; False, with nothing written, while no body is open."""
         ...
 
 
@@ -53,7 +53,10 @@ class BodyWriter(Protocol):
         ...
 
     def part(self, before: bytes, after: bytes) -> BodyPart:
-        """For parts of a body that has begun which differ only in what stands between these two."""
+        """A writer of body parts that differ only between ``before`` and ``after``.
+
+        The body must have begun.
+        """
         ...
 
 
@@ -64,8 +67,11 @@ def writer_of(scope: Mapping[str, Any]) -> BodyWriter | None:
 
 
 def cut_off(scope: Mapping[str, Any]) -> None:
-    """End the connection of a request that is given up, though its client has not taken all that was written:
-    it would stay open until then. Nothing where the server has no way."""
+    """Close the connection of an abandoned request at once.
+
+    Otherwise it would stay open until its client has taken all that was written. Does nothing where the
+    server lacks the extension.
+    """
     found: Callable[[], None] | None = scope.get("extensions", {}).get(CUT_OFF)
     if found is not None:
         found()
@@ -187,8 +193,10 @@ class _Transport:
 
 
 class PatientProtocol(BoundedProtocol):
-    """Ends a connection on which no whole request head arrives in time, or whose client takes nothing of what
-    waits to be written to it; uvicorn would wait for ever."""
+    """Closes connections without a whole request head in time, and those that stop reading.
+
+    uvicorn would wait for ever, also for a client that takes nothing of what waits to be written to it.
+    """
 
     head_timeout = 60.0
     take_timeout = 60.0
@@ -197,8 +205,10 @@ class PatientProtocol(BoundedProtocol):
 
     def connection_made(self, transport: Any) -> None:
         self._earlier: deque[RequestResponseCycle] = deque()
-        """Requests that have no whole answer while a later one has come already, in order: uvicorn tells only
-        that one of the connection's end."""
+        """Unfinished requests that a later one has already followed, in order.
+
+        uvicorn reports the connection's end to the latest request only.
+        """
         told: Any = _Transport(transport, self._expect_taking)
         super().connection_made(told)
         self._expect_head()

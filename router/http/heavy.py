@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from router.errors import ApiError
 
 HEAVY = 50_000
-"""Bytes of a body beyond which its work would delay other streams: it runs in a thread."""
+"""Bytes of a body whose work would delay streams, so it runs in a thread."""
 VERY_HEAVY = 1 << 20
 """Bytes above which a body is worked on alone."""
 HEAVY_AT_ONCE = 4

@@ -15,7 +15,10 @@ MOST_VALUES = 2_000_000
 """Values of all kinds: that many are token ids of prompts."""
 
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
-"""One that never ends goes on to the end of the text: else it would be looked for at each of its quotes."""
+"""A JSON string; an unterminated one extends to the end of the text.
+
+Else the search would start again at each of its quotes.
+"""
 
 
 def too_many(text: bytes) -> str:

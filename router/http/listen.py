@@ -1,6 +1,6 @@
 """Listening sockets of the router, for TCP or at a path, bound before anything else.
 
-``serve`` opens them and its front ends inherit them: all accept from one queue, so what waits there when one
+``serve`` opens them and its routers inherit them: all accept from one queue, so what waits there when one
 of them dies is taken by another, or by its successor.
 """
 
@@ -54,8 +54,11 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
 
 
 def _bind(listener: socket.socket, host: str, port: int) -> None:
-    """Alone if possible: of two sockets with SO_REUSEADDR both are bound while neither listens, and who
-    listens last would learn it late. The option is for what is left of an earlier server's connections."""
+    """Bind a port, first without SO_REUSEADDR.
+
+    With that option two sockets can both be bound while neither listens, and the second one to listen would
+    fail late. The option is for what is left of an earlier server's connections.
+    """
     try:
         listener.bind((host, port))
     except OSError as error:
@@ -103,7 +106,7 @@ def _bind_at(listener: socket.socket, path: Path) -> None:
 
 
 def _is_held(path: Path) -> bool:
-    """Whether somebody listens there, or has bound it and will.
+    """Whether a process listens at the path, or has bound it and will.
 
     The kernel lists the latter, of this network namespace.
     """
@@ -120,8 +123,10 @@ def _is_held(path: Path) -> bool:
 
 
 def let_successors_in(listener: socket.socket) -> None:
-    """Called when it is about to listen: its connections, which inherit the option, are not to keep whoever
-    serves here next from the port."""
+    """Let the next server bind this port; called before the socket listens.
+
+    Connections inherit the option; without it their remains would keep the port occupied.
+    """
     if listener.family != socket.AF_UNIX:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 

@@ -1,10 +1,10 @@
-"""What a key may ask for: requests per minute, tokens per minute, requests at once (pure, but for the lock).
+"""Quotas of a key: requests per minute, tokens per minute, concurrent requests.
 
-Each key has two buckets that fill up steadily and hold a minute's worth. A request takes one from the first
-and its prompt's tokens from the second when it comes. It takes the tokens that it generated when it ends,
-which may leave a debt to wait for. A request that only counts or converts tokens takes them when it ends.
-Front ends of one endpoint share the accounts through a small piece of memory, so a key has its quota once
-however many there are.
+Pure, but for the lock. Each key has two buckets that fill up steadily and hold a minute's worth. A request
+takes one from the first and its prompt's tokens from the second when it comes. It takes the tokens that it
+generated when it ends, which may leave a debt to wait for. A request that only counts or converts tokens
+takes them when it ends. Routers of one endpoint share the accounts through a small piece of memory, so a key
+has its quota once however many routers there are.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from router.errors import ApiError
 from router.key_limits import KeyLimits
 
 LOCK_TRIES = 50
-"""Times that a lock held by another front end is tried, a tenth of a millisecond apart. One that is stopped
-while it holds the lock costs accuracy, not service."""
+"""Attempts at a lock held by another router, a tenth of a millisecond apart.
+
+One that is stopped while it holds the lock costs accuracy, not service.
+"""
 MINUTE = 60.0
 RUNNING_RETRY = 1
 """Seconds that a client with too many requests at once is asked to wait."""
@@ -119,7 +121,7 @@ class Quotas:
         front_end: int = 0,
         front_ends: int = 1,
     ) -> None:
-        """``file``: shared with the other front ends; None if there are none."""
+        """``file``: shared with the other routers; None if there are none."""
         self._limits = limits
         self._front_end = front_end
         self._front_ends = front_ends

@@ -1,9 +1,9 @@
-"""The heads of a connection's requests: bounded before anybody has shown a key, and without upgrades.
+"""Bounds on request heads, which precede any key check; offers of upgrades are ignored.
 
 uvicorn's protocol reads whatever a client sends: a head that never ends, thousands of requests before the
-first one is answered. Here what is beyond the bounds ends the connection. And it takes a request that offers
-another protocol (``Upgrade: h2c``, as curl and Java send it) for that of the other one, without its body;
-here the offer is passed over, as HTTP lets a server do.
+first one is answered. Here a connection that exceeds the bounds is closed. uvicorn also takes a request that
+offers another protocol (``Upgrade: h2c``, as curl and Java send it) for one of that protocol, without its
+body. Here the offer is ignored, as HTTP permits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from router.errors import ApiError, error_body
 
 MOST_BYTES = 64 * 1024
-"""Of a head, of the trailers of a body, and of all that is no part of a body in between."""
+"""Most bytes of a head, of a body's trailers, and of data between bodies."""
 MOST_HEADERS = 256
 MOST_WAITING = 32
 """Requests of one connection that wait for the answer of an earlier one."""
@@ -24,9 +24,9 @@ MOST_WAITING = 32
 WHOLE_SERVER = b"*"
 """Target of a request that is for no path."""
 BLANKS = b" \t"
-"""Bytes that may stand around the value of a header, and are no part of it."""
+"""Bytes that may surround a header's value without being part of it."""
 OFFERS = (b"upgrade", b"http2-settings")
-"""Headers of an offer to go on with another protocol, and their names among the options of the connection."""
+"""Headers that offer another protocol, as named in the connection's options."""
 
 
 class _Beyond(Exception):
@@ -41,9 +41,9 @@ class BoundedProtocol(HttpToolsProtocol):
     """Lets heads through that are within bounds, and no upgrade."""
 
     _num_unread = 0
-    """Bytes since something of a request was complete, or a part of its body was there."""
+    """Bytes received since a request part was complete or body data arrived."""
     _num_bytes = 0
-    """Of the head that comes, and of the trailers behind it."""
+    """Bytes of the current head, and of the trailers behind it."""
     _num_headers = 0
     _has_head = False
     _comes_again = False
@@ -138,7 +138,10 @@ class BoundedProtocol(HttpToolsProtocol):
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def _end(self, status: int, message: str) -> None:
-        """Say why, unless that would stand within an answer, or before an earlier one, and close."""
+        """Close the connection, with an error response where one can be sent.
+
+        It cannot within an answer, or before an earlier one.
+        """
         self.logger.warning("a connection is closed: %s", message)
         cycle = self.cycle
         if cycle is None or cycle.response_complete or not (cycle.response_started or self.pipeline):

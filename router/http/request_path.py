@@ -10,7 +10,7 @@ def prefix_of(root_path: str) -> str:
 
 
 def without_prefix(path: str, root_path: str) -> str:
-    """A path without the prefix, whether the proxy in front left the prefix in or not."""
+    """A path without the prefix, whether the proxy removed it or not."""
     prefix = prefix_of(root_path)
     return path.removeprefix(prefix) if path.startswith(f"{prefix}/") else path
 

@@ -1,4 +1,4 @@
-"""One process of a ``serve``: how it is started, what is known of it, and what its end means."""
+"""One process of a ``serve``: how it starts, its state, and what its end means."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ class ChildProcess:
     is_member: bool = False
     """It is in the newest view."""
     retired: bool = False
-    """Told to drain and go, by us or by others: it never comes back, and its process may outlive its
-    leaving."""
+    """It was ordered to drain and go, by this launcher or another process.
+
+    It never comes back, and its process may outlive its membership.
+    """
 
     async def ended(self) -> int:
         """Its exit status, as subprocess has it."""

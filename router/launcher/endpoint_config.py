@@ -1,5 +1,7 @@
-"""Where the endpoint of a ``serve`` on this host is, as its settings file says: for ``lockstep chat`` and
-``bench``."""
+"""Address of the endpoint of a ``serve`` on this host, from its settings file.
+
+For ``lockstep chat`` and ``bench``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from coordinator.config import url
 from coordinator.settings.flags import Port, flag
 
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""What to ask on this host, where an endpoint is open on all of its addresses."""
+"""Address to connect to on this host, for an endpoint that listens on all addresses."""
 
 
 class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

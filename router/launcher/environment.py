@@ -13,7 +13,9 @@ OF_CLIENTS = ("LOCKSTEP_API_KEY", "OPENAI_API_KEY", "VLLM_API_KEY")
 
 
 def with_key(config: HttpConfig, variables: Mapping[str, str]) -> tuple[HttpConfig, str]:
-    """The endpoint's settings with a key where no --api-key is given, and the variable that had it, if any.
+    """The endpoint's settings with a key from the environment, and the variable that held it.
+
+    Unchanged, with an empty name, if --api-key is given or no variable is set.
 
     Raises:
         ValueError: the variable is empty, or holds what no client could send.

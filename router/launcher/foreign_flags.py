@@ -176,7 +176,7 @@ _REFUSED_SWITCHES = {
     "requests ask for it, each with return_tokens_as_token_ids": ("return-tokens-as-token-ids",),
     _NO_GRPC: ("grpc",),
     "certificates are read once: start serve again when they change": ("enable-ssl-refresh",),
-    "errors are told without a stack: leave it out": ("log-error-stack",),
+    "errors are logged without a stack trace: leave it out": ("log-error-stack",),
 }  # fmt: skip
 
 _REFUSED_VALUES: dict[str, dict[str, tuple[str, ...]]] = {

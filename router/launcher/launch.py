@@ -22,7 +22,7 @@ from router.config import RouterConfig, ServeConfig
 
 
 class Doors(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front ends share: sockets that the launcher bound, and the directory of their counts."""
+    """What routers share: the sockets that the launcher bound, and the directory of counts."""
 
     http: int
     """File descriptor."""
@@ -56,7 +56,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     None: it computes by itself.
     """
     number: int = 0
-    """Of an instance among those of its launcher: an instance that is started again keeps it."""
+    """Number of an instance within its launcher; a restarted instance keeps it."""
     devices: tuple[str, ...] = ()
     """CUDA devices that it sees, named as in ``CUDA_VISIBLE_DEVICES``; none: those that its launcher sees."""
 
@@ -64,7 +64,10 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
         return [sys.executable, "-P", "-m", self.module or self.role, *self.argv]
 
     def environment(self) -> dict[str, str]:
-        """This process's own, with the thread share, the devices and the pid whose death ends the child."""
+        """This process's environment, with the child's threads, devices and parent pid.
+
+        The child ends when the process of that pid dies.
+        """
         return {
             **os.environ,
             **thread_environment(self.threads),
@@ -74,7 +77,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_instance(self) -> bool:
-        """Whether a view of the mesh tells of it.
+        """Whether a view of the mesh contains it.
 
         The workers on another host of an instance are none.
         """
@@ -218,10 +221,10 @@ def node_specs(config: ServeConfig, cores: int, devices: Sequence[str] = ()) -> 
 
 
 def _devices(config: ServeConfig, number: int, devices: Sequence[str]) -> tuple[str, ...]:
-    """Of the instance with this number.
+    """Devices of the instance with this number.
 
     Instances of one machine that are started one by one, each with its rank, get devices of their own, too.
-    Ray gives its actors theirs.
+    Ray assigns devices to its actors.
     """
     engine, mesh = config.engine, config.mesh
     if engine.device.device == "cpu" or config.ray_flag is not None:
@@ -248,19 +251,19 @@ def _engine_of(config: ServeConfig, number: int) -> EngineConfig:
 
 
 def _workers(engine: EngineConfig, node: int = 0) -> tuple[str, ...]:
-    """Places of the workers that run on this host, for the table."""
+    """Names of the workers that run on this host, for the table."""
     device, nnodes = engine.device, engine.nodes.nnodes
     if not device.uses_processes:
         return ()
     stages, ranks = device.pipeline_parallel_size, device.tensor_parallel_size
-    places = [f"PP{stage}_TP{rank}" for stage in range(stages) for rank in range(ranks)]
-    return tuple(places[worker] for worker in workers_of_node(len(places), node, nnodes))
+    workers = [f"PP{stage}_TP{rank}" for stage in range(stages) for rank in range(ranks)]
+    return tuple(workers[index] for index in workers_of_node(len(workers), node, nnodes))
 
 
 def _with_model(engine: EngineConfig) -> EngineConfig:
-    """The head's instances are told what the head decided.
+    """Engine settings with the model that the head decided on.
 
-    Only headless ones learn it from the mesh.
+    Only headless instances learn it from the mesh.
     """
     model = msgspec.structs.replace(engine.model, model=engine.model.model or SHIPPED_MODEL)
     return msgspec.structs.replace(engine, model=model)
@@ -304,6 +307,6 @@ def print_table(title: str, table: list[ProcessSpec]) -> None:
         share = f"{most}{spec.threads} thread{'s' * (spec.threads > 1)}"
         share += f", CUDA {','.join(spec.devices)}" if spec.devices else ""
         branch = tree.add(f"{spec.name:<12} {rank:<14} {spec.address:<28} {share}", highlight=False)
-        for place in spec.workers:
-            branch.add(f"Worker_{'*' if spec.rank is None else spec.rank}_{place}", highlight=False)
+        for worker in spec.workers:
+            branch.add(f"Worker_{'*' if spec.rank is None else spec.rank}_{worker}", highlight=False)
     Console(soft_wrap=True, markup=False, emoji=False).print(tree)  # an address like [fd00::a:1] is neither

@@ -1,4 +1,4 @@
-"""``serve`` on a host with ``--node-rank`` above 0: its workers of each instance, and nothing else."""
+"""``serve`` with ``--node-rank`` above 0: only the workers of each instance on this host."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from router.launcher.supervisor import Supervisor
 
 
 def run_node(config: ServeConfig, title: str) -> int:
-    """Until the instances end, which their engines on the host with node rank 0 tell.
-
-    The exit status.
-    """
+    """Run until the instances end, as node rank 0 reports; returns the exit status."""
     nodes = config.engine.nodes
     table = node_specs(config, usable_cores(), cuda_devices())
     print_table(f"{title}: node {nodes.node_rank} of {nodes.nnodes}", table)

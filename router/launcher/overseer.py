@@ -1,5 +1,7 @@
-"""The launcher's line to the coordinator: follows the view for its supervisor, and carries out wishes to
-scale."""
+"""The launcher's connection to the coordinator.
+
+Follows the view for its supervisor, and carries out scale commands.
+"""
 
 from __future__ import annotations
 

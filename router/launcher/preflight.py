@@ -22,7 +22,7 @@ OF_FRONT_ENDS = ("http", "api_server_count")
 
 
 def problem_with(config: ServeConfig) -> str | None:
-    """Why these settings cannot be served on this machine, whatever the model; None if they can."""
+    """Why no model can be served with these settings here; None if one can."""
     if sys.platform != "linux":
         return f"Lockstep runs on Linux only, and this is {sys.platform}: use Linux, or a container"
     try:
@@ -64,7 +64,7 @@ def _trace_problem(config: ServeConfig) -> str:
 
 
 def ignored_revision(config: ServeConfig) -> bool:
-    """Whether --revision was given in vain: a model that ships with Lockstep, or a directory, has none."""
+    """Whether --revision has no effect: the shipped model and directories have no revisions."""
     model = config.engine.model
     if model.revision is None:
         return False
@@ -73,14 +73,14 @@ def ignored_revision(config: ServeConfig) -> bool:
 
 
 def ignored_when_headless(config: ServeConfig) -> list[str]:
-    """Flags given in vain: those of the front ends, which only the head has."""
+    """Flags without effect here: those of routers, which only the head has."""
     if not config.mesh.headless:
         return []
     return [field.long_name for field, _ in changed(config) if field.path[0] in OF_FRONT_ENDS]
 
 
 def ignored_with_uds(config: ServeConfig) -> list[str]:
-    """Flags given in vain: those of an address, where the endpoint is at a path."""
+    """Flags without effect: those of an address, where the endpoint is at a path."""
     if config.http.uds is None:
         return []
     return [
@@ -103,7 +103,7 @@ def machine_of(config: ServeConfig) -> Machine:
 
 
 def text_problem(config: ServeConfig, model_directory: str) -> str | None:
-    """Why the router could not make tokens and sampling parameters of a request, None if it can."""
+    """Why the router could not tokenize requests or set sampling parameters; None if it can."""
     if config.mesh.headless or config.engine.nodes.node_rank:
         return None  # there is no router here
     return (

@@ -1,4 +1,4 @@
-"""When a process that ended is started again (pure): which ones, after how long, and how often."""
+"""Restarts of processes that ended (pure): which ones, after how long, and how often."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ LONGEST_DELAY = 30.0
 Doubled in between.
 """
 LONGEST_ABSENCE = 5.0
-"""The same at most for the coordinator and for routers, which are quick to load and which all others need.
-They come back at once the first time, after ``FIRST_DELAY`` the second time."""
+"""Longest delay in seconds before the coordinator or a router is restarted.
+
+They load quickly, and all others need them. They come back at once the first time, after ``FIRST_DELAY`` the
+second time.
+"""
 STEADY = 30.0
 QUICKLY_STEADY = 10.0
-"""Seconds of service after which an end counts as the first one again: an instance's, and that of others."""
+"""Seconds of service after which the next end counts as the first one again."""
 MAX_INSTANCE_RESTARTS = 5
-"""Instances that end so often in a row, without steady service in between, are left alone: the cause stays,
-and each try takes the memory and the time of a whole load."""
+"""Most restarts of an instance in a row without steady service in between.
+
+Beyond that it is left alone: the cause stays, and each try takes the memory and the time of a whole load.
+"""
 
 NOT_BY_ACCIDENT = (0, process.EXIT_USAGE, process.EXIT_REFUSED)
-"""Statuses that another try would end with, too: told to stop, wrong settings, not wanted by the mesh."""
+"""Exit statuses that a restart would not change: stopped, wrong settings, refused by the mesh."""
 
 
 class Restarts:
@@ -37,9 +42,11 @@ class Restarts:
         return f"<Restarts {self._row}>"
 
     def wants(self, role: str, status: int, *, wanted_its_rank: bool = False) -> bool:
-        """Whether a process of this role that ended so is to be started again at all. ``status`` is negative
-        for a signal. ``wanted_its_rank``: it was to come back under the rank that it had before, which
-        somebody else may have got in the meantime. Any other one will do."""
+        """Whether to restart a process of this role that ended with this status.
+
+        ``status`` is negative for a signal. ``wanted_its_rank``: it was to come back under its former rank,
+        which another instance may have got in the meantime. Any other rank will do.
+        """
         if role != "engine":
             return True
         lost_it = wanted_its_rank and status == process.EXIT_REFUSED

@@ -1,4 +1,4 @@
-"""How a launcher gets to another number of instances (pure): which ranks it starts, which ones it drains."""
+"""Steps to another number of instances (pure): which ranks to start, which to drain."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import msgspec
 from coordinator.messages import Member, State
 
 MOST_PER_CORE = 32
-"""Instances that compute on a CPU: more are a slip of the finger that would take the machine down."""
+"""Most instances per core that compute on a CPU.
+
+More are a typing error that would take the machine down.
+"""
 
 
 class ScalingRefused(Exception):
-    """Not possible as things are; the message says why and what to do."""
+    """A scale command that is impossible now; the message says why."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +36,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScalingPlan(msgspec.Struct, frozen=True):
-    """What to do, and what to say about it."""
+    """Ranks to start and to drain, and the message about it."""
 
     start: tuple[int, ...] = ()
     drain: tuple[int, ...] = ()
@@ -83,7 +86,7 @@ def check_cores(count: int, machine: Machine) -> None:
 
 
 def shared_devices(count: int, machine: Machine) -> str:
-    """What to say of so many instances, if there are not devices for each.
+    """A warning if there are not enough devices for each instance.
 
     Empty if there are.
     """
@@ -96,8 +99,11 @@ def shared_devices(count: int, machine: Machine) -> str:
 
 
 def free_number(staying: Collection[int], leaving: Collection[int], room: int) -> int:
-    """The number of one more instance among those of its launcher, which decides on which devices it
-    computes: the lowest that none of them has. Where devices are short, that of one which is about to go."""
+    """The number of one more instance within its launcher, which decides its devices.
+
+    It is the lowest that no instance has. Where devices are short, it is that of an instance that is about to
+    leave.
+    """
     with_devices = [number for number in range(room) if number not in staying]
     unused = [number for number in with_devices if number not in leaving]
     beyond = (number for number in itertools.count(room) if number not in staying and number not in leaving)

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import uvloop
@@ -55,28 +56,56 @@ from router.metrics.shared_counts import SharedCounts, Snapshot
 logger = logging.getLogger("serve")
 
 Command = Callable[[list[str]], int]
-"""Given what stands behind its name; the exit status."""
+"""Takes the arguments behind its name; returns the exit status."""
 
 HEALTH_TIMEOUT = 10.0
-"""Seconds within which a router takes requests once the instances are ready, if nothing is wrong."""
+"""Seconds for a router to answer /health once the instances are ready."""
 SAY_INTERVAL = 5.0
 """Seconds between two lines about what is waited for."""
+
+
+class _Refusal(Exception):
+    """Wrong settings or a wrong model, before anything is started; exit status 2."""
 
 
 def main_serve(argv: list[str] | None = None) -> int:
     """``serve``: the whole mesh, its head, or headless instances, as the flags say."""
     process.hold_standard_streams()
     try:
-        return _serve(argv)
+        return _serve(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:  # while a model was looked for, or downloaded: nothing has been started
         return process.EXIT_INTERRUPTED
 
 
-def _serve(argv: list[str] | None) -> int:
+def _serve(argv: list[str]) -> int:
+    config = _parse(argv)
+    try:
+        _check(config)
+        config = _with_key_of_clients(config)
+        keys = process.member_keys(config.mesh, "serve")
+        config = with_key_for_children(config, keys)
+        model = _resolved(config)
+    except _Refusal as error:
+        print(f"serve: error: {error}", file=sys.stderr)
+        return process.EXIT_USAGE
+    if config.engine.nodes.node_rank:
+        return run_node(config, model.title)
+    try:
+        with contextlib.ExitStack() as held:
+            return _run(config, model, held, keys)
+    except OSError as error:  # a port of the endpoint, no room for files
+        file = f": {error.filename}" if error.filename else ""
+        reason = process.shortage_of(error) or error.strerror or error
+        print(f"serve: error: {reason}{file}", file=sys.stderr)
+        return process.EXIT_FAILED
+
+
+def _parse(argv: list[str]) -> ServeConfig:
+    """The settings of a command line; flags of other systems that are ignored are logged."""
     foreign = ForeignFlags(FOREIGN)
     config = parse(
         ServeConfig,
-        sys.argv[1:] if argv is None else argv,
+        argv,
         prog="serve",
         description="Serve a language model from a mesh of instances behind one OpenAI-compatible endpoint.",
         foreign=foreign,
@@ -85,100 +114,127 @@ def _serve(argv: list[str] | None) -> int:
     process.set_up("Serve", config.log_level, config.mesh.observability.log_format)
     for line in filter(None, (*foreign.said, config.http.structured_outputs.ignored)):
         logger.warning("%s", line)
+    return config
+
+
+def _check(config: ServeConfig) -> None:
+    """Refuse settings that cannot work on this machine; log those that have no effect.
+
+    Raises:
+        _Refusal: the settings cannot work here.
+    """
     if (problem := problem_with(config)) is not None:
-        print(f"serve: error: {problem}", file=sys.stderr)
-        return process.EXIT_USAGE
+        raise _Refusal(problem)
     if ignored := ignored_with_uds(config):
         logger.warning("%s ignored: the endpoint listens at --uds alone", " and ".join(ignored))
     if ignored := ignored_when_headless(config):
         logger.warning("%s ignored: with --headless there is no endpoint here", ", ".join(ignored))
-    if not (config.mesh.headless or config.engine.nodes.node_rank):
-        try:
-            http, variable = with_key(config.http, os.environ)
-        except ValueError as error:
-            print(f"serve: error: {error}", file=sys.stderr)
-            return process.EXIT_USAGE
-        if variable:
-            logger.info("clients must present the key in %s, since no --api-key is given", variable)
-        config = msgspec.structs.replace(config, http=http)
-    keys = process.member_keys(config.mesh, "serve")
-    config = with_key_for_children(config, keys)
-    settings = None
-    title, model_type = "serve", ""
-    if config.engine.model.model is not None or not config.mesh.headless:
-        try:
-            info, settings = resolve(config.engine, config.mesh.data_parallel_size)
-        except CheckpointError as error:
-            print(f"serve: error: {error}", file=sys.stderr)
-            return process.EXIT_USAGE
-        if (problem := text_problem(config, info.directory)) is not None:
-            print(f"serve: error: {problem}", file=sys.stderr)
-            return process.EXIT_USAGE
-        if ignored_revision(config):
-            logger.warning("--revision ignored: only models of the Hugging Face hub have revisions")
-        model_type = info.model_type
-        title = f"serve {settings.served_model_name[0]} ({info.architecture}, {settings.dtype})"
-    if config.engine.nodes.node_rank:
-        return run_node(config, title)
+
+
+def _with_key_of_clients(config: ServeConfig) -> ServeConfig:
+    """Settings with the API key of the environment, if no flag gives one.
+
+    Unchanged where this host has no endpoint.
+
+    Raises:
+        _Refusal: the key of the environment cannot be one.
+    """
+    if config.mesh.headless or config.engine.nodes.node_rank:
+        return config
     try:
-        with contextlib.ExitStack() as held:
-            return _run(config, settings, title, held, keys, model_type)
-    except OSError as error:  # a port of the endpoint, no room for files
-        file = f": {error.filename}" if error.filename else ""
-        reason = process.shortage_of(error) or error.strerror or error
-        print(f"serve: error: {reason}{file}", file=sys.stderr)
-        return process.EXIT_FAILED
+        http, variable = with_key(config.http, os.environ)
+    except ValueError as error:
+        raise _Refusal(error) from error
+    if variable:
+        logger.info("clients must present the key in %s, since no --api-key is given", variable)
+    return msgspec.structs.replace(config, http=http)
 
 
-def _run(
-    config: ServeConfig,
-    settings: Settings | None,
-    title: str,
-    held: contextlib.ExitStack,
-    keys: MeshKeys | None,
-    model_type: str,
-) -> int:
-    """Start and supervise; what is ``held`` is given back at the end."""
+class _Model(NamedTuple):
+    """The model to serve, as far as this launcher knows it.
+
+    Headless launchers may learn it from the mesh.
+    """
+
+    settings: Settings | None = None
+    title: str = "serve"
+    """First line of the printed process table."""
+    model_type: str = ""
+    """``model_type`` of its config.json; empty if no model is known."""
+
+
+def _resolved(config: ServeConfig) -> _Model:
+    """The model that the settings name, found or downloaded.
+
+    Raises:
+        _Refusal: there is none, or it cannot be served with these settings.
+    """
+    if config.engine.model.model is None and config.mesh.headless:
+        return _Model()
+    try:
+        info, settings = resolve(config.engine, config.mesh.data_parallel_size)
+    except CheckpointError as error:
+        raise _Refusal(error) from error
+    if (problem := text_problem(config, info.directory)) is not None:
+        raise _Refusal(problem)
+    if ignored_revision(config):
+        logger.warning("--revision ignored: only models of the Hugging Face hub have revisions")
+    title = f"serve {settings.served_model_name[0]} ({info.architecture}, {settings.dtype})"
+    return _Model(settings, title, info.model_type)
+
+
+def _run(config: ServeConfig, model: _Model, held: contextlib.ExitStack, keys: MeshKeys | None) -> int:
+    """Start and supervise; what is ``held`` is closed at the end."""
     mesh_name = "" if config.mesh.headless else uuid.uuid4().hex[:8]
     sockets: list[socket.socket] = []
     doors = None
     if not config.mesh.headless:
-        http = config.http
-        if http.uds is not None:
-            http = msgspec.structs.replace(http, uds=str(Path(http.uds).absolute()))
-            sockets.append(held.enter_context(at_path(Path(http.uds or ""))))
-        else:
-            sockets.append(held.enter_context(bind(http.host, http.port)))
-            port = sockets[0].getsockname()[1]  # --port 0 takes any
-            http = msgspec.structs.replace(http, port=port)
-        config = msgspec.structs.replace(config, http=http)
-        if http.admin_port is not None:
-            sockets.append(held.enter_context(bind(http.admin_host, http.admin_port, "--admin-port")))
-        counts = str(held.enter_context(runtime_directory()))
-        descriptors = [listener.fileno() for listener in sockets]
-        secrets = secret_file(config)
-        if secrets is not None:
-            held.callback(os.close, secrets)
-        doors = Doors(
-            http=descriptors[0],
-            admin=descriptors[1] if len(descriptors) > 1 else None,
-            counts_directory=counts,
-            secrets=secrets,
-        )
-    table = process_table(config, settings, usable_cores(), mesh_name, doors, devices=cuda_devices())
+        config, sockets = _bound(config, held)
+        doors = _doors(config, sockets, held)
+    table = process_table(config, model.settings, usable_cores(), mesh_name, doors, devices=cuda_devices())
     if warning := shared_devices(config.mesh.local_size, machine_of(config)):
         logger.warning("%s", warning)
-    with contextlib.suppress(OSError):  # a full disk, a reader who left: that is no reason not to serve
-        print_table(title, table)
+    with contextlib.suppress(OSError):  # a full disk, a reader that left: that is no reason not to serve
+        print_table(model.title, table)
     supervisor = Supervisor(
         table,
         drain_timeout=config.engine.drain_timeout,
         restart=config.restart,
         engine_spec=lambda rank, number: _one_more(config, rank, number),
         doors=sockets,
-        fork_server=_fork_server(config, model_type),
+        fork_server=_fork_server(config, model.model_type),
     )
     return uvloop.run(_supervise(config, mesh_name, supervisor, doors, keys))
+
+
+def _bound(config: ServeConfig, held: contextlib.ExitStack) -> tuple[ServeConfig, list[socket.socket]]:
+    """Bound sockets of the endpoint and the admin API, and settings with the real port.
+
+    The admin API has one only with --admin-port.
+
+    Raises:
+        OSError: an address cannot be bound.
+    """
+    http = config.http
+    if http.uds is not None:
+        http = msgspec.structs.replace(http, uds=str(Path(http.uds).absolute()))
+        sockets = [held.enter_context(at_path(Path(http.uds or "")))]
+    else:
+        sockets = [held.enter_context(bind(http.host, http.port))]
+        http = msgspec.structs.replace(http, port=sockets[0].getsockname()[1])  # --port 0 takes any
+    if http.admin_port is not None:
+        sockets.append(held.enter_context(bind(http.admin_host, http.admin_port, "--admin-port")))
+    return msgspec.structs.replace(config, http=http), sockets
+
+
+def _doors(config: ServeConfig, sockets: list[socket.socket], held: contextlib.ExitStack) -> Doors:
+    """Descriptors and files that routers inherit: bound sockets, shared counts, secrets."""
+    counts = str(held.enter_context(runtime_directory()))
+    secrets = secret_file(config)
+    if secrets is not None:
+        held.callback(os.close, secrets)
+    http, *admin = [listener.fileno() for listener in sockets]
+    return Doors(http=http, admin=admin[0] if admin else None, counts_directory=counts, secrets=secrets)
 
 
 def with_key_for_children(config: ServeConfig, keys: MeshKeys | None) -> ServeConfig:
@@ -190,7 +246,10 @@ def with_key_for_children(config: ServeConfig, keys: MeshKeys | None) -> ServeCo
 
 
 def secret_file(config: ServeConfig) -> int | None:
-    """API keys for routers to read, in a file that only who is handed its descriptor has, if any."""
+    """Descriptor of an unnamed file with API keys for routers; None without keys.
+
+    Only processes that inherit the descriptor can read the file.
+    """
     secrets = secrets_of(config)
     if not secrets:
         return None
@@ -234,9 +293,9 @@ async def _supervise(
     overseer = Overseer(config.mesh.coordinator_endpoint, mesh_name, supervisor, machine_of(config), keys)
     beside = [asyncio.create_task(overseer.run())]
     if doors is not None and doors.counts_directory is not None:
-        shelf = SharedCounts(Path(doors.counts_directory), "launcher")
+        counts = SharedCounts(Path(doors.counts_directory), "launcher")
         beside.append(
-            asyncio.create_task(shelf.keep(lambda: Snapshot(pid=os.getpid(), faults=supervisor.faults)))
+            asyncio.create_task(counts.keep(lambda: Snapshot(pid=os.getpid(), faults=supervisor.faults)))
         )
 
     async def until_ready() -> None:
@@ -299,9 +358,7 @@ async def _wait_for_endpoint(config: ServeConfig) -> None:
     if not await wait_for_health(
         _own_host(http), http.port, tls=http.scheme == "https", timeout=HEALTH_TIMEOUT, path=http.uds
     ):
-        logger.warning(
-            "the instances are ready, but GET /health does not say so after %.0f s", HEALTH_TIMEOUT
-        )
+        logger.warning("the instances are ready, but GET /health fails after %.0f s", HEALTH_TIMEOUT)
 
 
 def _own_host(http: HttpConfig) -> str:

@@ -1,5 +1,7 @@
-"""Runs the processes of one ``serve``: starts the table, watches it, grows and shrinks it, and ends it in
-the right order. What to start again, and when, is decided in :mod:`router.launcher.restarts`."""
+"""Supervises the processes of one ``serve``: starts, watches, scales and stops them in order.
+
+:mod:`router.launcher.restarts` decides what to restart, and when.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,15 @@ REMEMBERED_PIDS = 256
 COORDINATOR_FIRST = 10.0
 """Seconds that forked instances wait for the coordinator, which they can do without."""
 STOP_TIMEOUT = 10.0
-"""Seconds a process may take to end before it is told again, and then killed."""
+"""Seconds for a process to end before it is signalled again, and then killed."""
 
 
 class Supervisor:
-    """Before everything is ready, the first process that ends takes all down: its message says what was
-    wrong. Later the coordinator and the routers are started again, instances too if that was asked for, and
-    instances may come and go.
+    """Starts the process table, restarts what may be restarted, and ends all in order.
+
+    Before everything is ready, the first process that ends takes all down: its message names the error. Later
+    the coordinator and the routers are restarted, instances too if that was asked for, and instances may come
+    and go.
     """
 
     def __init__(
@@ -79,7 +83,7 @@ class Supervisor:
         self.on_lost: Callable[[str, str], None] = lambda instance, how: None
         """Called when the process of an instance (its name in the mesh) died, and how."""
         self.ready = False
-        """Set by whoever knows that the mesh serves."""
+        """Set by the caller once the mesh serves."""
         self.problem = ""
         """What ended first, and how, when that was not asked for."""
 
@@ -91,14 +95,14 @@ class Supervisor:
 
     @property
     def ranks(self) -> list[int]:
-        """Of our instances that run, or will in a moment, and were not told to go."""
+        """Ranks of local instances that run, or soon will, and are not leaving."""
         running = [child.rank for child in self._of_role("engine") if child.stays]
         soon = [spec.rank for spec in self._coming_back.values() if spec.role == "engine"]
         return sorted(rank for rank in (*running, *soon) if rank is not None)
 
     @property
     def leaving(self) -> list[str]:
-        """Names of our instances that were told to go, or have ended: the mesh may not know yet."""
+        """Names of local instances that are leaving or have ended, perhaps unknown to the mesh."""
         told = [child.instance or child.name for child in self._of_role("engine") if child.retired]
         return [*told, *self._gone_names]
 
@@ -109,7 +113,7 @@ class Supervisor:
 
     @property
     def pids(self) -> list[int]:
-        """Of all processes that run."""
+        """Process ids of all processes that run."""
         return [child.process.pid for child in self._children.values()]
 
     def started(self, instance: str) -> bool:
@@ -145,8 +149,11 @@ class Supervisor:
         self._end(self._status)
 
     async def _start_forked(self, table: Sequence[ProcessSpec]) -> None:
-        """They take no time to start, so our coordinator goes first: where it cannot listen, it says why, and
-        they would find the one of another mesh there."""
+        """Start the processes that fork, after the coordinator.
+
+        They take no time to start, so the local coordinator goes first. If it cannot listen, its error says
+        why; the others would find the coordinator of another mesh there.
+        """
         if any(spec.role == "coordinator" for spec in self._table):
             first = [asyncio.ensure_future(event.wait()) for event in (self._known, self._ended)]
             await asyncio.wait(first, timeout=COORDINATOR_FIRST, return_when=asyncio.FIRST_COMPLETED)
@@ -261,13 +268,13 @@ class Supervisor:
         return self._fork_server is not None and not self._fork_server.problem and spec.may_be_forked
 
     async def _fork(self, spec: ProcessSpec, environment: dict[str, str]) -> Forked | None:
-        """None: it has to be started the plain way."""
+        """None: it needs a normal process start."""
         assert self._fork_server is not None
         try:
             return await fork(self._fork_server, spec, environment)
         except Unforked as problem:
             if not self._stopping:
-                logger.warning("%s; %s is started the plain way", problem, spec.name)
+                logger.warning("%s; falling back to a normal process start for %s", problem, spec.name)
             return None
 
     async def _watch(self, child: ChildProcess) -> None:
@@ -308,13 +315,13 @@ class Supervisor:
                 self._end_without_instances(status)
                 return
             self._coming_back[child.key] = self._successor(child, status)
-            logger.info("%s is started again in %.1f s", child.spec.name, delay)
+            logger.info("restarting %s in %.1f s", child.spec.name, delay)
             await asyncio.sleep(delay)
             spec = self._coming_back.pop(child.key, None)
             if spec is None or self._ended.is_set():
                 self._end_without_instances(0)
                 return
-            logger.info("starting %s again", spec.name)
+            logger.info("restarting %s", spec.name)
             try:
                 await self._start(child.key, spec, returns=spec.rank is not None)
             except OSError as error:  # no memory, no process or no descriptor to be had, for now
@@ -334,8 +341,10 @@ class Supervisor:
         return self._engine_spec(rank, child.spec.number)
 
     def _end_without_instances(self, status: int) -> None:
-        """A launcher without any instance has nothing left to do, unless it is the head of those elsewhere or
-        was emptied on purpose: then others may come."""
+        """End a launcher without instances, which has nothing left to do.
+
+        It stays if it is the head of instances elsewhere, or was scaled to zero on purpose: others may come.
+        """
         if self._of_role("engine") or any(spec.role == "engine" for spec in self._coming_back.values()):
             return
         has_endpoint = any(spec.role == "router" for spec in self._table)

@@ -90,7 +90,7 @@ def _by_kind(model: str, reports: Mapping[int, InstanceReport], block_size: int 
     sizes = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=LABELS)
     taken = CounterMetricFamily(
         "vllm:spec_decode_num_accepted_tokens_per_pos",
-        "Drafted tokens that were the sampled ones, by their place in the draft.",
+        "Drafted tokens that were the sampled ones, by their position in the draft.",
         labels=(*LABELS, "position"),
     )
     cache = GaugeMetricFamily(
@@ -109,8 +109,8 @@ def _by_kind(model: str, reports: Mapping[int, InstanceReport], block_size: int 
         computed = counters.prompt_tokens - counters.prefix_cache_hits
         sources.add_metric((*labels, "local_compute"), max(0, computed))
         sources.add_metric((*labels, "local_cache_hit"), counters.prefix_cache_hits)
-        for place, count in enumerate(counters.taken_by_place):
-            taken.add_metric((*labels, str(place)), count)
+        for position, count in enumerate(counters.taken_by_place):
+            taken.add_metric((*labels, str(position)), count)
         if counters.step_sizes:
             found = buckets(ITERATION_BOUNDS, counters.step_sizes)
             sizes.add_metric(labels, found, counters.scheduled_tokens)

@@ -59,7 +59,7 @@ def _of_files(chosen: str, model_directory: str) -> dict[str, Any]:
     except ValueError as error:
         named = str(error) if isinstance(error, CheckpointError) else f"{file}: {error}"
         raise CheckpointError(
-            f"{named.rstrip('.')}: mend that, or give --generation-config another directory, or vllm for "
+            f"{named.rstrip('.')}: repair it, or give --generation-config another directory, or vllm for "
             "neutral sampling defaults"
         ) from error
     return defaults

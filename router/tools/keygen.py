@@ -19,7 +19,7 @@ class KeygenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     file: Annotated[
         str, flag(positional=True, path=True, help="File to write, readable by its owner only.")
     ] = "lockstep.key"
-    force: Annotated[bool, flag(help="Replace a file that is there.")] = False
+    force: Annotated[bool, flag(help="Replace an existing file.")] = False
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         KeygenConfig,
         sys.argv[1:] if argv is None else argv,
         prog="lockstep keygen",
-        description="Make the key of a mesh: whoever has the file is a member.",
+        description="Make the key of a mesh; any process that can read the file can join.",
     )
     path = Path(config.file)
     try:

@@ -1,4 +1,4 @@
-"""``lockstep drain`` and ``lockstep scale``: ask the coordinator, then wait until it is so."""
+"""``lockstep drain`` and ``lockstep scale``: send a command, then wait for its result."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ ASK_TIMEOUT = 10.0
 LOOK_INTERVAL = 0.3
 """Seconds between two looks at the world while the command waits."""
 WAIT_TIMEOUT = 600.0
-"""Seconds that a command waits, where nothing tells how long it takes: much more than any instance needs by
-default."""
+"""Seconds that a command waits by default, where nothing gives a duration.
+
+Much more than any instance needs by default.
+"""
 LEAVE_TIMEOUT = 60.0
 """Seconds that an instance may take to leave when its requests have moved."""
 STALLED = 5.0
-"""Seconds without a step, though there is work, after which an instance is said to stand still."""
+"""Seconds without a step, though there is work, after which an instance counts as stalled."""
 
 
 class DrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,14 +45,16 @@ class DrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = None
     timeout: Annotated[
         Annotated[float, Meta(ge=0)] | None,
-        flag(help="Seconds that its requests get to finish before they move; unset: its --drain-timeout."),
+        flag(help="Seconds for its requests to finish before they move; unset: its --drain-timeout."),
     ] = None
-    force: Annotated[bool, flag(help="Drain it also if nobody serves then.")] = False
-    wait: Annotated[bool, flag(help="Return when it is gone; --no-wait: when it was told.")] = True
+    force: Annotated[bool, flag(help="Drain it even if no instance serves then.")] = False
+    wait: Annotated[bool, flag(help="Wait until it has left; --no-wait: return when the drain begins.")] = (
+        True
+    )
     wait_timeout: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         flag(
-            help=f"Seconds to wait for that at most; unset: {LEAVE_TIMEOUT:g} more than --timeout, "
+            help=f"Most seconds to wait for that; unset: {LEAVE_TIMEOUT:g} more than --timeout, "
             f"{WAIT_TIMEOUT:g} without one."
         ),
     ] = None
@@ -73,12 +77,12 @@ class ScaleConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Scale."""
 
     mesh: MeshConfig = MeshConfig()
-    size: Annotated[Count | None, flag(positional=True, help="Instances of the mesh in all.")] = None
-    force: Annotated[bool, flag(help="Drain instances also if nobody serves then.")] = False
+    size: Annotated[Count | None, flag(positional=True, help="Total number of instances in the mesh.")] = None
+    force: Annotated[bool, flag(help="Drain instances even if none serves then.")] = False
     wait: Annotated[
-        bool, flag(help="Return when it is so; --no-wait: when instances were started or told to go.")
+        bool, flag(help="Wait for that number; --no-wait: return when starts and drains begin.")
     ] = True
-    timeout: Annotated[float, Meta(gt=0), flag(help="Seconds to wait for that at most.")] = WAIT_TIMEOUT
+    timeout: Annotated[float, Meta(gt=0), flag(help="Most seconds to wait for that.")] = WAIT_TIMEOUT
 
     def __post_init__(self) -> None:
         if self.size is None:
@@ -112,7 +116,7 @@ def main_scale(argv: list[str] | None = None) -> int:
 
 
 async def _carry_out(name: str, mesh: MeshConfig, wish: Drain | Scale, wait: bool, timeout: float) -> int:
-    """Ask, say the answer, and wait for what it promised."""
+    """Send the command, print the answer, and wait for the result."""
     endpoint = mesh.coordinator_endpoint
     keys = process.mesh_keys(mesh, f"lockstep {name}")
     began = time.monotonic()
@@ -152,18 +156,21 @@ async def _carry_out(name: str, mesh: MeshConfig, wish: Drain | Scale, wait: boo
 
 
 def _is_gone(before: View, rank: int) -> Callable[[View], bool]:
-    """Who is missing in the first views of a coordinator that was started again need not be gone."""
+    """A check of views for whether an instance has left the mesh.
+
+    One that is missing in the first views of a restarted coordinator need not be gone.
+    """
     return lambda view: view.complete and _still(before, view, rank) is None
 
 
 def _still(before: View, view: View, rank: int) -> Member | None:
-    """Who had this rank, as it is now. Another instance may take the rank meanwhile."""
+    """The former holder of a rank, as it is now; the rank may be another's."""
     names = {member.instance for member in before.members if member.rank == rank}
     return next((member for member in view.members if member.instance in names), None)
 
 
 def _why_it_stays(before: View, view: View, rank: int) -> str:
-    """What an instance that was told to go still does, and what helps."""
+    """What a draining instance still does, and what helps."""
     member = _still(before, view, rank)
     if member is None and not view.complete:
         return f"the coordinator was started again and has not heard of instance {rank} yet, if it is there"

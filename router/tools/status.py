@@ -23,7 +23,7 @@ from coordinator.rpc.keys import MeshKeys
 from coordinator.settings.flags import flag, parse
 
 MIN_WIDTH = 100
-"""Columns that the table needs; a pipe says that it has 80."""
+"""Columns that the table needs; a pipe reports 80."""
 
 
 class StatusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,8 +31,10 @@ class StatusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     mesh: MeshConfig = MeshConfig()
     json: Annotated[bool, flag(help="Print JSON instead of a table.")] = False
-    watch: Annotated[bool, flag("-w", help="Show it again and again until Ctrl-C.")] = False
-    interval: Annotated[float, msgspec.Meta(ge=0.1), flag(help="Seconds between, with --watch.")] = 1.0
+    watch: Annotated[bool, flag("-w", help="Refresh the table until Ctrl-C.")] = False
+    interval: Annotated[
+        float, msgspec.Meta(ge=0.1), flag(help="Seconds between two refreshes with --watch.")
+    ] = 1.0
     timeout: Annotated[float, msgspec.Meta(gt=0), flag(help="Seconds to wait for the coordinator.")] = 5.0
 
 
@@ -70,7 +72,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _console() -> Console:
-    """Takes texts as they are: an address like [fd00::a:1] is no markup, and no emoji either."""
+    """A console that prints texts unchanged.
+
+    An address like [fd00::a:1] is no markup, and no emoji either.
+    """
     return Console(width=max(Console().width, MIN_WIDTH), markup=False, emoji=False)
 
 

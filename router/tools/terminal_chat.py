@@ -37,18 +37,21 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Chat."""
 
     url: Annotated[
-        str | None, flag(help="Base URL of the API, with or without /v1; unset: of --host and --port.")
+        str | None, flag(help="Base URL of the API, with or without /v1; unset: that of --host and --port.")
     ] = None
     endpoint: EndpointConfig = EndpointConfig()
     model_name: Annotated[
-        str | None, flag("--model", help="Unset: the first that the server lists. In a file: model-name.")
+        str | None,
+        flag("--model", help="Model to use; unset: the first that the server lists. In a file: model-name."),
     ] = None
-    system_prompt: Annotated[str | None, flag(help="Told to the model first.")] = None
-    quick: Annotated[str | None, flag("-q", help="Ask this one thing, print the answer and end.")] = None
+    system_prompt: Annotated[str | None, flag(help="System prompt at the start of the conversation.")] = None
+    quick: Annotated[str | None, flag("-q", help="Send this one message, print the answer and exit.")] = None
     max_tokens: Annotated[Count | None, flag(help="Most tokens of an answer.")] = None
-    temperature: Annotated[Temperature | None, flag(help="Of sampling; unset: the model's.")] = None
+    temperature: Annotated[
+        Temperature | None, flag(help="Sampling temperature; unset: the model's default.")
+    ] = None
     timeout: Annotated[
-        float, msgspec.Meta(gt=0), flag(help="Seconds without a word after which to give up.")
+        float, msgspec.Meta(gt=0), flag(help="Seconds without any output after which to give up.")
     ] = 120.0
 
 
@@ -63,26 +66,26 @@ class NoApi(ChatError):
 class _PathConnection(http.client.HTTPConnection):
     """A connection to a Unix socket."""
 
-    def __init__(self, path: str, trust: ssl.SSLContext | None, timeout: float) -> None:
+    def __init__(self, path: str, tls: ssl.SSLContext | None, timeout: float) -> None:
         super().__init__("localhost", timeout=timeout)
         self._path = path
-        self._trust = trust
+        self._tls = tls
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(self._path)
-        if self._trust is not None:
-            self.sock = self._trust.wrap_socket(self.sock, server_hostname="localhost")
+        if self._tls is not None:
+            self.sock = self._tls.wrap_socket(self.sock, server_hostname="localhost")
 
 
 class _AtPath(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
     """Opens all URLs at one Unix socket."""
 
-    def __init__(self, path: str, trust: ssl.SSLContext | None) -> None:
+    def __init__(self, path: str, tls: ssl.SSLContext | None) -> None:
         super().__init__()
         self._path = path
-        self._trust = trust
+        self._tls = tls
 
     def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
         return self.do_open(self._connection, request)
@@ -91,17 +94,17 @@ class _AtPath(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
         return self.do_open(self._connection, request)
 
     def _connection(self, _host: str, /, *, timeout: float = 0.0, **_: Any) -> http.client.HTTPConnection:
-        return _PathConnection(self._path, self._trust, timeout)
+        return _PathConnection(self._path, self._tls, timeout)
 
 
 class Conversation:
-    """What was said, and how to say more."""
+    """The messages so far, and the way to send the next one."""
 
     def __init__(self, config: ChatConfig) -> None:
         self._config = config
         endpoint = config.endpoint
         self._url = (config.url or f"{endpoint.base_url}/v1").rstrip("/")
-        self._trust: ssl.SSLContext | None = None
+        self._tls: ssl.SSLContext | None = None
         self._system = config.system_prompt
         self._key = endpoint.api_key[0] if endpoint.api_key else key_of_client(os.environ)
         self._messages: list[dict[str, str]] = []
@@ -126,7 +129,7 @@ class Conversation:
         """
         if self._config.url is None:
             try:
-                self._trust = self._config.endpoint.trust()
+                self._tls = self._config.endpoint.trust()
             except OSError as error:
                 raise ChatError(f"--ssl-certfile cannot be used: {error.strerror or error}") from error
         try:
@@ -183,12 +186,12 @@ class Conversation:
 
     def _opener(self, request: urllib.request.Request) -> urllib.request.OpenerDirector:
         """Without a proxy to loopback: one would look for the server on its own host."""
-        handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=self._trust)]
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=self._tls)]
         if is_loopback(urlsplit(request.full_url).hostname or ""):
             handlers.append(urllib.request.ProxyHandler({}))
         path = self._config.endpoint.uds
         if path is not None and self._config.url is None:
-            handlers = [urllib.request.ProxyHandler({}), _AtPath(path, self._trust)]
+            handlers = [urllib.request.ProxyHandler({}), _AtPath(path, self._tls)]
         return urllib.request.build_opener(*handlers)
 
     @contextlib.contextmanager
@@ -239,7 +242,7 @@ def _pieces(answer: http.client.HTTPResponse) -> Iterator[tuple[str, bool]]:
 
 
 def _message(error: Any) -> str:
-    """What a server says of an error: OpenAI's in an object, some others' as it is."""
+    """The message of a server's error: OpenAI's is an object, some others' plain text."""
     return str((error.get("message") if isinstance(error, dict) else error) or "")
 
 
@@ -279,7 +282,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _converse(conversation: Conversation) -> int:
-    """Until the end of the input; 1 if the last question had no answer and nobody sits there."""
+    """Chat until the end of the input; returns the exit status.
+
+    It is 1 if the last question had no answer and the input is no terminal.
+    """
     status = 0
     while True:
         try:

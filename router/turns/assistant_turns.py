@@ -1,4 +1,4 @@
-"""An assistant's turn, read from the text that the model writes: reasoning, content, tool calls (pure)."""
+"""Parsing of an assistant's turn from generated text: reasoning, content, tool calls (pure)."""
 
 from __future__ import annotations
 

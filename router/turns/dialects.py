@@ -15,10 +15,10 @@ from router.turns.tool_parsers.base import CallFormat, ToolParser, Tools
 
 
 class Dialect(ABC):
-    """Of one request."""
+    """How one request's model writes reasoning, tool calls and content."""
 
     reasoning: ReasoningFormat | None = None
-    """What stands around reasoning; None if none is known."""
+    """Markers around reasoning; None if none are known."""
     written: CallFormat | None = None
     """Calls that are asked for; None where none may be."""
     most_one_call = False
@@ -26,7 +26,7 @@ class Dialect(ABC):
     opening = ""
     """What an answer of a given form begins with."""
     calls: type[ToolParser] | None = None
-    """The parser of calls in a format of the model's own; None if it has none."""
+    """The parser of tool calls in the model's own format; None if it has none."""
 
     @property
     @abstractmethod

@@ -1,7 +1,7 @@
-"""Grammars are tried before a request goes to an instance, so that a wrong one is answered at once.
+"""Validates grammars before a request reaches an instance, so that errors come at once.
 
-Without a tokenizer this is quick; what only a tokenizer shows, the instance refuses. JSON schemas that say
-more than can be enforced are cut down to what can (:mod:`router.turns.schema_support`), unless they are
+Without a tokenizer this is quick; errors that only a tokenizer shows are found by the instance. JSON schemas
+with more than can be enforced are reduced to what can (:mod:`router.turns.schema_support`), unless they are
 strict.
 """
 
@@ -30,7 +30,7 @@ MOST_KEPT_CHARACTERS = 4 << 20
 MOST_WAITING = 1024
 """Grammars that wait to be checked; requests with more are refused."""
 MOST_SECONDS = 3.0
-"""Processor time for trials of parts of one grammar; others wait for the same thread."""
+"""Seconds of processor time for trials of one grammar's parts: others wait."""
 TAKES_TOO_LONG = (
     "it has parts that cannot be enforced as they are, and more of them than can be tried: make the schema "
     "smaller, or write oneOf as anyOf."

@@ -35,15 +35,17 @@ _HEADS, _TO = (START, CHANNEL, CONSTRAIN), "to="
 """What a message's header begins with."""
 _HEADER_ENDS = re.compile("|".join(map(re.escape, (MESSAGE, END, RETURN, CALL))))
 _ENDS = (END, RETURN, CALL, START)
-"""Of a message; another one's start if it was not ended."""
+"""Tokens that end a message; START does so where the end is missing."""
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([\w.\-]+)")
 _FUNCTIONS = "functions."
 
 
 def is_written(tokenizer: Tokenizer, reasoning_parser: str | None, tool_call_parser: str | None) -> bool:
-    """Whether a model writes Harmony: so its parsers say, or without any its special tokens, which no other
-    format has."""
+    """Whether a model writes Harmony.
+
+    Its parsers decide. Without any, its special tokens do, which no other format has.
+    """
     named = {reasoning_parser, tool_call_parser} - {None}
     if named:
         return not named.isdisjoint({HARMONY_REASONING, HARMONY_CALLS})
@@ -65,7 +67,7 @@ class HarmonyParser(TurnParser):
         super().__init__()
         self._offered = offered
         self._kind: type[Reasoning | Content | CallArguments] | None = None
-        """Of the message; None between two."""
+        """Kind of the current message; None between two messages."""
         self._events: list[Parsed] = []
         self._said: set[type] = set()
         self._at_begin = False
@@ -93,7 +95,7 @@ class HarmonyParser(TurnParser):
         return merged(events)
 
     def _read_header(self, ended: bool) -> bool:
-        """Take a header, or what stands in its place; False while it may go on."""
+        """Take a header, or the text in its place; False while it may go on."""
         text = self._buffer.lstrip()
         if not ended and any(mark.startswith(text) for mark in (*MARKERS, _TO)):
             return False

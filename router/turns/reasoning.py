@@ -23,7 +23,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
     implied: bool = False
     """An answer begins inside unless the prompt has closed the tags."""
     before_answer: str = ""
-    """What stands between the last tag and the answer, where it is more than blanks."""
+    """Text between the last tag and the answer, where it is more than blanks."""
 
 
 THINK = ReasoningFormat(("<think>",), ("</think>",))
@@ -107,7 +107,7 @@ class ReasoningParser(TurnParser):
         return merged(events)
 
     def _begins(self, ended: bool) -> bool:
-        """Take the first tag if the answer begins with it; False while that is not known."""
+        """Take the first tag if the answer begins with it; False while unknown."""
         start = self._buffer.lstrip()
         if tag := next((tag for tag in self._form.begin if start.startswith(tag)), None):
             self._buffer = start[len(tag) :]

@@ -1,4 +1,4 @@
-"""The formats of strings in a JSON schema (pure); :mod:`router.turns.structured` asks.
+"""String formats in a JSON schema (pure), for :mod:`router.turns.structured`.
 
 To JSON Schema a format that is not known is a remark: pydantic and OpenAPI write ``password``, ``path``,
 ``binary`` and the like.
@@ -14,7 +14,7 @@ FORMATS = frozenset(
         "uuid",
     }
 )  # fmt: skip
-"""Of strings, that the library knows."""
+"""Formats of strings that llguidance knows."""
 VALUES = ("const", "default", "enum", "examples")
 """What holds values, not schemas."""
 SCHEMAS_BY_NAME = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")

@@ -1,6 +1,6 @@
-"""The enforceable part of a JSON schema, and the rest by its place (pure).
+"""The enforceable part of a JSON schema, and the rest by its location (pure).
 
-The library reports the first keyword or pattern that it cannot follow, without its place. Here a schema is
+The library reports the first keyword or pattern that it cannot follow, without its location. Here a schema is
 rewritten so that it can be followed, and each thing left out is reported by its JSON path.
 :mod:`router.turns.grammar_check` asks, only for grammars that the library does not take as they are.
 """
@@ -19,7 +19,7 @@ MOST_TRIALS = 256
 """Parts of a schema that are tried alone to find the one that is wrong."""
 MOST_REPORTED = 32
 """Places named in one report."""
-MAX_PLACE = 200
+MAX_LOCATION = 200
 """Characters of one of them: clients choose the names of properties."""
 
 UNKNOWN = frozenset(
@@ -34,7 +34,7 @@ DEPEND_ON = {
     "then": "if", "else": "if", "minContains": "contains", "maxContains": "contains",
     "$dynamicAnchor": "$dynamicRef",
 }  # fmt: skip
-"""Keywords that mean nothing without another one, which is reported in their place."""
+"""Keywords that mean nothing without another one, which is reported instead of them."""
 ONE_OF = "oneOf"
 SHARED = ("$defs", "definitions")
 """Keywords of a root that ``$ref`` of its parts point to."""
@@ -76,19 +76,19 @@ def where_wrong(schema: Any, trial: Trial) -> str:
     shared = {key: schema[key] for key in SHARED if isinstance(schema, dict) and key in schema}
     path, trials = "$", 0
     while True:
-        for place, part in parts_of(schema, path):
+        for location, part in parts_of(schema, path):
             trials += 1
             if trials > MOST_TRIALS:
                 return _shortened(path)
             if trial({**shared, **part} if isinstance(part, dict) else part) == wanted:
-                schema, path = part, place
+                schema, path = part, location
                 break
         else:
             return _shortened(path)
 
 
-def _shortened(place: str) -> str:
-    return place if len(place) <= MAX_PLACE else place[: MAX_PLACE - 3] + "..."
+def _shortened(location: str) -> str:
+    return location if len(location) <= MAX_LOCATION else location[: MAX_LOCATION - 3] + "..."
 
 
 def parts_of(schema: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -121,26 +121,26 @@ class _Walk:
             return False  # nothing is by this schema: how zod writes "never"
         kept: dict[str, Any] = {}
         for key, value in schema.items():
-            place = f"{path}.{key}"
+            location = f"{path}.{key}"
             if key in UNKNOWN:
-                self._leave_out(key, value, place, kept, schema)
+                self._leave_out(key, value, location, kept, schema)
             elif key == "pattern" and isinstance(value, str) and not self._is_readable(value):
-                self._report(place)
+                self._report(location)
             elif key == "patternProperties" and isinstance(value, dict):
-                kept[key] = self._readable_names(value, place, kept, schema)
+                kept[key] = self._readable_names(value, location, kept, schema)
             elif key == ONE_OF and ONE_OF in self._trial({**self._shared, key: _any_of(value)}):
-                self._report(f"{place} (as anyOf)")
-                kept["anyOf" if "anyOf" not in schema else key] = self.rewritten(value, place)
+                self._report(f"{location} (as anyOf)")
+                kept["anyOf" if "anyOf" not in schema else key] = self.rewritten(value, location)
             elif key in SCHEMAS_BY_NAME and isinstance(value, dict):
-                kept[key] = {name: self.rewritten(part, f"{place}.{name}") for name, part in value.items()}
+                kept[key] = {name: self.rewritten(part, f"{location}.{name}") for name, part in value.items()}
             else:
-                kept.setdefault(key, value if key in VALUES else self.rewritten(value, place))
+                kept.setdefault(key, value if key in VALUES else self.rewritten(value, location))
         return kept
 
     def _leave_out(
-        self, key: str, value: Any, place: str, kept: dict[str, Any], schema: Mapping[str, Any]
+        self, key: str, value: Any, location: str, kept: dict[str, Any], schema: Mapping[str, Any]
     ) -> None:
-        """Do without a keyword, or with others that mean the same."""
+        """Drop a keyword, or replace it by others with the same meaning."""
         if key in DEPEND_ON or any(value == free for free in SAYS_NOTHING.get(key, ())):
             return
         if key == "propertyNames" and _is_any_name(value):
@@ -148,22 +148,22 @@ class _Walk:
         pattern = _pattern_of_names(value) if key == "propertyNames" else None
         named = "properties" in schema or "patternProperties" in schema
         if pattern is None or named or not self._is_readable(pattern):
-            self._report(place)
+            self._report(location)
             return
         values = schema.get("additionalProperties", True)
-        kept["patternProperties"] = {pattern: self.rewritten(values, f"{place}.additionalProperties")}
+        kept["patternProperties"] = {pattern: self.rewritten(values, f"{location}.additionalProperties")}
         kept["additionalProperties"] = False
 
     def _readable_names(
-        self, named: Mapping[str, Any], place: str, kept: dict[str, Any], schema: Mapping[str, Any]
+        self, named: Mapping[str, Any], location: str, kept: dict[str, Any], schema: Mapping[str, Any]
     ) -> dict[str, Any]:
         """``patternProperties`` whose patterns the library reads; other names may then be anything."""
         readable = {}
         for pattern, part in named.items():
             if self._is_readable(pattern):
-                readable[pattern] = self.rewritten(part, f"{place}.{pattern}")
+                readable[pattern] = self.rewritten(part, f"{location}.{pattern}")
             else:
-                self._report(f"{place}.{pattern}")
+                self._report(f"{location}.{pattern}")
                 if "additionalProperties" in schema:
                     kept["additionalProperties"] = True
         return readable
@@ -171,9 +171,9 @@ class _Walk:
     def _is_readable(self, pattern: Any) -> bool:
         return not self._trial({"type": "string", "pattern": pattern})
 
-    def _report(self, place: str) -> None:
+    def _report(self, location: str) -> None:
         if len(self.unenforced) < MOST_REPORTED:
-            self.unenforced.append(_shortened(place))
+            self.unenforced.append(_shortened(location))
 
 
 def _any_of(schema: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What an answer must look like, as requests say it, in the words of llguidance (pure).
+"""Structured outputs of a request as grammars for llguidance (pure).
 
 Several fields ask for structured outputs; each becomes one :class:`AnswerForm`. All grammars of one answer
 (the form itself, reasoning before it, the tools that it may call) then make one text, which instances
@@ -50,7 +50,7 @@ OTHER_NAMES = {
     "regex": "regex",
     "ebnf": "grammar",
 }
-"""Of fields, with the kinds that they are."""
+"""Kinds of structured output, by field."""
 
 
 class AnswerForm(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ class AnswerForm(msgspec.Struct, frozen=True):
 
 
 def form_of(request: GenerationRequest, config: StructuredOutputsConfig) -> AnswerForm | None:
-    """The form that a request asks for, None for any text.
+    """The output form that a request requires; None for free text.
 
     Clients made for several servers ask for the same one under several names.
 
@@ -141,7 +141,7 @@ def quoted(text: str) -> str:
 
 
 def pattern_of(text: str) -> str:
-    """A regular expression, between the slashes of a Lark grammar, that matches a text and nothing else."""
+    """A regular expression that matches one text, to stand between a Lark grammar's slashes."""
     escaped = re.sub(r"([\\.+*?()|\[\]{}^$#&~/-])", r"\\\1", text)
     return escaped.replace("\n", r"\n")
 
@@ -245,7 +245,7 @@ def _schema(given: Any, param: str) -> Any:
 
 
 def _regex(given: str, param: str) -> str:
-    """Always of the whole answer, so anchors say nothing new.
+    """A regular expression for the whole answer, so anchors add nothing.
 
     And a slash would end it.
     """

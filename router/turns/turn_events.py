@@ -1,4 +1,4 @@
-"""What the text of an answer turns out to be: reasoning, content and tool calls, piece by piece (pure)."""
+"""Events of an answer's text: pieces of reasoning, content and tool calls (pure)."""
 
 from __future__ import annotations
 

@@ -126,8 +126,9 @@ class TurnFormat:
         return f"tools[{index}] ({tool['function']['name'][:60]!r})"
 
     def thinking(self, prompt: str, tokenizer: Tokenizer) -> ThinkingBudget | None:
-        """The budget of the reasoning that an answer to a prompt may begin with; None without a limit, or if
-        it begins behind it.
+        """The reasoning budget of an answer to a prompt.
+
+        None without a limit, or if the answer begins behind the reasoning.
 
         Raises:
             ApiError: there is a limit, but no reasoning is known.

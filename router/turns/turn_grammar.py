@@ -1,4 +1,4 @@
-"""The grammar of an assistant's turn: reasoning, then calls of tools or an answer of a given form (pure)."""
+"""The grammar of an assistant's turn: reasoning, then tool calls or structured output (pure)."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class TurnGrammar:
 
 
 def _arguments(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The schema of a function's arguments: an object, empty if nothing is said."""
+    """The JSON schema of a function's arguments: an object, empty without parameters."""
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     return {"type": "object", **parameters}

@@ -81,7 +81,7 @@ class Mesh:
         self._take(self.membership.handle(name.encode(), self.beats[name], self.now))
 
     def enters(self, name: str, state: State = State.READY) -> None:
-        """It steps in the group that it was told last."""
+        """Report that an instance steps in the group that it was sent last."""
         form = self.forms[name]
         place = [peer.instance for peer in form.peers].index(name)
         experts = tuple(map(tuple, owned_by_rank(form.owners, form.ranks, place)))

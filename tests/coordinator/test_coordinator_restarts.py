@@ -1,4 +1,4 @@
-"""A coordinator that is started again finds a mesh whose experts are spread: who lives, and in which group."""
+"""A restarted coordinator with spread experts: which instances live, and in which group."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_mesh_that_had_begun_but_has_no_group_does_not_wait_for_all(mesh: Mesh
 
 
 def test_a_restarted_coordinator_goes_above_every_epoch_that_anybody_knows(mesh: Mesh) -> None:
-    """It had told some of epoch 2 when it died: nobody enters that, and who is ready for it must not wait."""
+    """Epoch 2 had been sent to some instances, and nobody enters it: epoch 3 follows."""
     mesh.restart_coordinator()
     mesh.register("a", epoch=2, group=mesh.forms["a"])
     for name in "bc":

@@ -1,4 +1,4 @@
-"""Instances that reach the coordinator but not each other: some are left out, and let back."""
+"""Instances that reach the coordinator but not each other: left out, and let back."""
 
 from __future__ import annotations
 

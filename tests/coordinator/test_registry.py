@@ -116,7 +116,7 @@ def test_the_epoch_counts_changes_of_the_ready_set_only() -> None:
     assert membership.view().epoch == 3
     membership.handle(b"b", Leave("b"), 3.0)
     assert membership.view().epoch == 3, "a draining instance was out of the world already"
-    assert repr(membership) == "<Membership epoch 3 [0:ready] 0 watchers>"
+    assert repr(membership) == "<Registry epoch 3 [0:ready] 0 watchers>"
 
 
 def test_a_sign_of_life_costs_the_same_in_any_mesh() -> None:
@@ -195,7 +195,7 @@ def test_a_contest_that_was_abandoned_is_none() -> None:
 
 
 def test_who_had_asked_for_no_rank_gets_another_than_the_one_it_was_given() -> None:
-    """It is still loading when the coordinator is started again, and a newcomer finds that first."""
+    """A newcomer reaches the restarted coordinator before the instance, which is still loading."""
     standing = MemberState(register("a"))
     standing.take(to(b"a", Registry(Rules(size=2)).handle(b"a", standing.register, 0.0))[0])
     assert standing.register.rank == 0

@@ -1,4 +1,4 @@
-"""The groups of a mesh whose experts are spread: who is in the next one, when, and who is taken for dead."""
+"""Groups with spread experts: members of the next one, its time, instances taken for dead."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_first_group_forms_once_all_have_their_weights() -> None:
 
 
 def test_what_a_larger_mesh_costs() -> None:
-    """Nothing where an instance says that it lives, and each of its members once where the view is made."""
+    """A heartbeat costs the same at any size; a view costs each member once."""
 
     def begun(size: int) -> Mesh:
         mesh = Mesh(size=size)

@@ -29,16 +29,17 @@ APART = (
     "parallel/measure.py",
     "coordinator/settings/",
 )
-"""Where constants are sizes of computations or findings of tools: no operator meets them."""
+"""Modules whose constants are sizes of computations: no operator meets them."""
 INNER = re.compile(
-    r"^(LOOK|POLL|RECONNECT_INTERVAL|MAX_ERROR|MAX_NAMED$|MOST_AT_ONCE|MOST_PLANS|MOST_COMPARED)|COMPARED$"
+    r"^(_|LOOK|POLL|RECONNECT_INTERVAL|MAX_ERROR|MAX_NAMED$|MOST_AT_ONCE|MOST_PLANS|MOST_COMPARED|MOST$)|COMPARED$"
 )
-"""Names of constants that only set how often a loop looks, or how long a message gets."""
+"""Names of constants that only pace a loop, or bound a message's length."""
 
 BOUND = re.compile(
     r"^(MAX|MOST|LARGEST|LONGEST)(_|$)|_(TIMEOUT|INTERVAL|SECONDS|MS|PATIENCE|AFTER|TRIES|GRACE)$"
     r"|^(TIMEOUT|INTERVAL|SILENCE|PATIENCE|FLUSH_MS|TICK|HEAVY|VERY_HEAVY|IDLE|OPEN_FILES|EARLY_STEPS"
-    r"|COORDINATOR_FIRST|CPU_KV_SHARE|CPU_KV_LIMIT|LAST_WORDS|QUEUED_PER_RUNNING|QUICKLY_STEADY|RETRY_AFTER)$"
+    r"|FAREWELL|CRUMBS|KEPT_FILES|REMEMBERED_ANSWERS|PROMPT_LOGPROBS_CHUNK|[CG]PU_TOKENS|UNREAD"
+    r"|(STACK|CACHED|VIEW|ARENA)_BYTES|IDLE_WAIT|DRAIN_FACTOR|COORDINATOR_FIRST|CPU_KV_SHARE|CPU_KV_LIMIT|LAST_WORDS|QUEUED_PER_RUNNING|QUICKLY_STEADY|RETRY_AFTER)$"
 )
 """Names of constants that bound something."""
 FLAG = re.compile(r"^--(max-|.*timeout|.*-limit|timeout-)")
@@ -81,7 +82,10 @@ class Limit(NamedTuple):
 
 
 def value_of(node: ast.expr, known: dict[str, float]) -> float | None:
-    """The number that an expression of numbers and earlier constants gives; None for anything else."""
+    """The number that an expression gives; None for other values.
+
+    ``known`` has the constants before it.
+    """
     match node:
         case ast.Constant(int() | float() as value) if not isinstance(value, bool):
             return value
@@ -94,10 +98,25 @@ def value_of(node: ast.expr, known: dict[str, float]) -> float | None:
     return None
 
 
+def meaning_of(name: str, line: str, after: ast.stmt | None) -> str:
+    """The docstring behind an assignment, or the comment on its line.
+
+    Without both, the name in words.
+    """
+    match after:
+        case ast.Expr(ast.Constant(str(text))):
+            return text
+    _, _, comment = line.partition("  # ")
+    return comment or name.replace("_", " ").capitalize() + "."
+
+
 def constants(source: str) -> Iterator[tuple[str, float, str]]:
-    """Name, value and docstring of each module constant that is a number, several to a statement included."""
+    """Name, value and meaning of each module constant that is a number.
+
+    A statement may assign several.
+    """
     known: dict[str, float] = {}
-    body = ast.parse(source).body
+    lines, body = source.splitlines(), ast.parse(source).body
     for node, after in zip(body, [*body[1:], None], strict=True):
         match node:
             case ast.Assign([target], value) | ast.AnnAssign(target, _, value) if value is not None:
@@ -109,35 +128,42 @@ def constants(source: str) -> Iterator[tuple[str, float, str]]:
                 pairs = list(zip(names, values, strict=False))
             case _:
                 pairs = [(target, value)]
-        match after:
-            case ast.Expr(ast.Constant(str(text))):
-                meaning = text
-            case _:
-                meaning = ""
         for name, each in pairs:
             number = value_of(each, known)
             if isinstance(name, ast.Name) and name.id.isupper() and number is not None:
                 known[name.id] = number
-                yield name.id, number, meaning
+                yield name.id, number, meaning_of(name.id, lines[name.lineno - 1], after)
+
+
+def rules(source: str, name: str) -> Iterator[tuple[str, float, str]]:
+    """Name, default and meaning of each numeric field of a struct."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            for field, after in zip(node.body, [*node.body[1:], None], strict=True):
+                match field:
+                    case ast.AnnAssign(ast.Name(each), _, ast.Constant(int() | float() as value)):
+                        yield f"{name}.{each}", value, meaning_of(each, "", after)
 
 
 def limits() -> list[Limit]:
-    """All bounds with a docstring, by module."""
+    """All bounds, by room and module."""
     found = []
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             module = path.relative_to(ROOT).as_posix()
             if not module.startswith(APART):
                 for name, value, meaning in constants(path.read_text()):
-                    if meaning and BOUND.search(name) and not INNER.search(name):
+                    if BOUND.search(name) and not INNER.search(name):
                         found.append(Limit(module, name, value, meaning))
+    module = "coordinator/records.py"
+    found += [Limit(module, *each) for each in rules((ROOT / module).read_text(), "Rules")]
     return sorted(
         found, key=lambda limit: (PACKAGES.index(limit.module.split("/")[0]), room(limit), limit.module)
     )
 
 
 def first_sentence(text: str) -> str:
-    """What a docstring says first, on one line that a table can hold."""
+    """The first sentence of a docstring, on one line that a table can hold."""
     line = " ".join(text.split("\n\n")[0].split())
     return re.split(r"(?<=[^.][.]) ", line)[0].replace("|", "\\|").replace("``", "`")
 
@@ -148,7 +174,7 @@ def shown(limit: Limit) -> str:
     if (
         isinstance(value, int)
         and value >= 1024
-        and ("BYTES" in limit.name or "bytes" in re.findall(r"\w+", text)[:6])
+        and ("BYTES" in limit.name or limit.name == "CPU_KV_LIMIT" or "bytes" in re.findall(r"\w+", text)[:6])
     ):
         for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
             if value >= size and value % size == 0:
@@ -156,7 +182,8 @@ def shown(limit: Limit) -> str:
     number = f"{value:,}" if isinstance(value, int) else f"{value:g}"
     if limit.name.endswith("_MS"):
         return f"{number} ms"
-    seconds = limit.name.endswith(("SECONDS", "TIMEOUT", "INTERVAL")) or re.search(r"\bseconds?\b", text)
+    timed = ("seconds", "timeout", "interval", "grace", "reach_patience", "steady_after")
+    seconds = limit.name.lower().endswith(timed) or re.search(r"\bseconds?\b", text)
     return f"{number} s" if seconds else number
 
 

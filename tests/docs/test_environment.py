@@ -48,7 +48,7 @@ def texts(tree: ast.Module) -> dict[str, list[str]]:
 
 
 def keys(node: ast.AST) -> Iterator[ast.expr]:
-    """Expressions that stand for the names of variables in one node."""
+    """Expressions that stand for names of variables in one node."""
     match node:
         case ast.Call(ast.Attribute(mapping, "get" | "pop" | "setdefault"), [key, *_]) if (
             last_part(mapping) in MAPPINGS

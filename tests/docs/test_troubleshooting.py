@@ -21,7 +21,7 @@ def quoted() -> list[str]:
 
 @cache
 def texts() -> str:
-    """All texts of the packages, one after the other; a placeholder of a message is a mark between two parts."""
+    """All texts of the packages, with a mark between two."""
     parts = []
     for package in ("coordinator", "engine", "router", "parallel"):
         for path in (ROOT / package).rglob("*.py"):

@@ -13,7 +13,7 @@ from engine.step import Admit, Step, StepResult
 
 @dataclass
 class Driven:
-    """A request in a slot: what went in and what came out."""
+    """A request in a slot: its parameters and its outputs."""
 
     slot: int
     token_ids: list[int]

@@ -13,7 +13,7 @@ from engine.attention.torch_paged import TorchPagedAttention
 
 
 class FlatAttention(TorchPagedAttention):
-    """The torch backend with a block that belongs to nobody, and buffers for decode steps."""
+    """The torch backend with one spare block, and buffers for decode steps."""
 
     def __init__(self, layers: tuple[LayerShape, ...], num_blocks: int, block_size: int) -> None:
         super().__init__(

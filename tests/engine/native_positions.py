@@ -44,7 +44,7 @@ NEAR_TIES = 0.01
 In float32, one or two in a thousand of the tokens are near a tie, or have seen one.
 """
 SLACK = 1.15
-"""Between two ways of rounding that are equally good."""
+"""Tolerance between two ways of rounding that are equally good."""
 PARTS = 4
 """Ranges of positions, each of which is judged by itself: a deviation may begin late."""
 
@@ -59,7 +59,7 @@ class Deviations:
     """0 in float32."""
 
     def problem(self, dtype: torch.dtype, *, is_mixture: bool) -> str | None:
-        """What is wrong, None if nothing is."""
+        """Description of what is wrong; None if nothing is."""
         if dtype == torch.float32:
             far = ~(self.by_kernels <= FLOAT32_TOLERANCE)
             if float(far.float().mean()) <= (NEAR_TIES if is_mixture else 0.0):
@@ -162,7 +162,7 @@ def _packed(rows: list[Row], tables: np.ndarray[Any, Any]) -> tuple[PackedRows, 
 
 
 def check(family: str, dtype: torch.dtype, count: int, seed: int = 0) -> str | None:
-    """What is wrong with a family, None if nothing is."""
+    """Description of what is wrong with a family; None if nothing is."""
     with tempfile.TemporaryDirectory() as directory:
         found = deviations(make_family(Path(directory), family, seed), dtype, count, seed)
     return found.problem(dtype, is_mixture="moe" in family or family == "mixtral")

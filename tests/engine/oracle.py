@@ -1,4 +1,4 @@
-"""Drafts for tests: what a model will say, but for some tokens."""
+"""Drafts for tests: a model's future output, but for some tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from engine.speculation_config import SpeculativeConfig
 
 
 class Oracle(Speculation):
-    """Knows what follows a text. Drafts by chance, not by what they cost."""
+    """Drafter that knows what follows a text.
+
+    It drafts by chance, not by cost.
+    """
 
     def __init__(
         self, follows: Callable[[list[int], int], list[int]], right: float, most: int = 5, seed: int = 0
@@ -37,7 +40,7 @@ class Oracle(Speculation):
 
 
 def knowing(texts: Sequence[Sequence[int]]) -> Callable[[list[int], int], list[int]]:
-    """What follows in these texts, which begin differently."""
+    """An oracle for these texts, which begin differently."""
 
     def follows(tokens: list[int], count: int) -> list[int]:
         for text in texts:

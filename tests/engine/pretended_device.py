@@ -39,7 +39,7 @@ class Indexing(TorchFunctionMode):
 
 
 class Launches(TorchDispatchMode):
-    """Takes down what is launched, and raises where a tensor moves between host and device."""
+    """Records launches, and raises where a tensor moves between host and device."""
 
     def __init__(self) -> None:
         super().__init__()

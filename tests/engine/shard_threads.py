@@ -1,4 +1,4 @@
-"""An executor whose workers are threads of this process: real shards, real layers, another transport.
+"""An executor whose workers are threads: real shards and layers, another transport.
 
 Starting processes takes seconds for imports alone; with threads a table of many families and layouts is
 affordable. What only processes can show is tested with processes (test_mp.py).
@@ -25,7 +25,7 @@ TIMEOUT = 60.0
 
 
 class _Worker(threading.Thread):
-    """Runs calls in the order in which they come."""
+    """A thread that runs calls in the order in which they come."""
 
     def __init__(self, executor: UniExecutor) -> None:
         super().__init__(daemon=True)
@@ -45,7 +45,7 @@ class _Worker(threading.Thread):
         self._calls.put(call)
 
     def result(self) -> Any:
-        """What a call gave, or the error that it raised."""
+        """Result of a call, or the error that it raised."""
         return self._results.get(timeout=TIMEOUT)
 
     def finish(self) -> Any:
@@ -53,6 +53,11 @@ class _Worker(threading.Thread):
         if isinstance(result, BaseException):
             raise result
         return result
+
+
+def _run(executor: UniExecutor, step: Step, sizes: Sequence[int]) -> StepResult:
+    executor.begin(step, sizes)
+    return executor.finish()
 
 
 class ThreadedShards:
@@ -136,13 +141,9 @@ class ThreadedShards:
     def allocate(self, num_blocks: int) -> None:
         self._all(lambda executor: executor.allocate(num_blocks))
 
-    def execute(self, step: Step, sizes: Sequence[int] = ()) -> StepResult:
-        self.begin(step, sizes)
-        return self.finish()
-
     def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
         for worker in self.workers:
-            worker.begin(lambda executor=worker.executor: executor.execute(step, sizes))  # type: ignore[misc]
+            worker.begin(lambda executor=worker.executor: _run(executor, step, sizes))  # type: ignore[misc]
 
     def finish(self) -> StepResult:
         results = [worker.finish() for worker in self.workers]

@@ -70,7 +70,7 @@ class SimulatedExecutor:
         self.num_steps = 0
         self.computed_tokens = 0
 
-    def execute(self, step: Step, sizes: object = ()) -> StepResult:
+    def _compute(self, step: Step) -> StepResult:
         self.num_steps += 1
         self.computed_tokens += step.num_tokens
         assert 0 < step.num_tokens <= self._max_tokens
@@ -116,7 +116,7 @@ class SimulatedExecutor:
     def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
         """Computed at once, answered later."""
         assert len(self._results) < self.in_flight
-        self._results.append(self.execute(step))
+        self._results.append(self._compute(step))
 
     def finish(self) -> StepResult:
         return self._results.popleft()

@@ -193,18 +193,12 @@ class Troubled:
         runs = num_tokens > 0 and self._rng.random() < 0.9  # else: an epoch begins
         return Agreement(runs, pauses=num_tokens > 0 and not runs)
 
-    def execute(self, step: Step, sizes: object = ()) -> StepResult:
-        self.fail(0.2)
-        result = self._executor.execute(step)
-        self.fail(0.2)  # in the last layer, when all is written
-        return result
-
     def begin(self, step: Step, sizes: object = ()) -> None:
         self.fail(0.1)
         self._executor.begin(step)
 
     def finish(self) -> StepResult:
-        self.fail(0.1)
+        self.fail(0.1)  # also in the last layer, when all is written
         return self._executor.finish()
 
     def expert_times(self) -> None:

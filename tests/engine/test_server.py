@@ -53,19 +53,17 @@ class Watched(SimulatedExecutor):
         )
         self._events, self._lost_at, self._begun, self._done = events, lost_at, 0, 0
 
-    def execute(self, step: Step, sizes: object = ()) -> StepResult:
-        self._begun += 1
-        self._events.append(f"compute {self._begun}")
-        return super().execute(step, sizes)
-
     def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
         if self._begun + 1 == self._lost_at:
             raise WorkerLost("a worker was killed")
+        self._begun += 1
+        self._events.append(f"compute {self._begun}")
         super().begin(step, sizes)
 
     def finish(self) -> StepResult:
-        self._done += 1
-        self._events.append(f"done {self._done}")
+        if self.computes_apart:
+            self._done += 1
+            self._events.append(f"done {self._done}")
         return super().finish()
 
 

@@ -138,8 +138,11 @@ def make_tiny_model(
     layers: int | None = None,
     **changes: Any,
 ) -> Path:
-    """Write a tiny model of ``family`` (safetensors, config, generation config) and return its directory.
-    ``layers``: how many, if not the family's usual number; ``changes``: other fields of its config."""
+    """Write a tiny model of ``family`` and return its directory.
+
+    The model has safetensors, config and generation config. ``layers``: how many, if not the family's usual
+    number; ``changes``: other fields of its config.
+    """
     config = FAMILIES[family]()
     if layers is not None:
         changes["num_hidden_layers"] = layers

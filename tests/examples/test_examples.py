@@ -68,6 +68,24 @@ def test_an_example_imports_what_exists(path: Path) -> None:
             assert not missing, f"{node.module} has no {', '.join(sorted(missing))}"
 
 
+COMMANDS = [path for path in EXAMPLES if '__name__ == "__main__"' in path.read_text()]
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)
+def test_a_command_finds_other_examples_from_any_directory(path: Path) -> None:
+    """Python looks for modules beside the command only; the repository's root has to be added."""
+    body = ast.parse(path.read_text()).body
+    imports = [
+        number
+        for number, node in enumerate(body)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("examples.")
+    ]
+    added = [
+        number for number, node in enumerate(body) if ast.unparse(node).startswith("sys.path.insert(0, ")
+    ]
+    assert not imports or (added and added[0] < imports[0]), "sys.path lacks the repository's root"
+
+
 def test_a_null_model_stands_in_for_a_real_one() -> None:
     """Benchmarks of everything around a model run on it."""
     from engine.sampling import SamplingParams
@@ -78,8 +96,8 @@ def test_a_null_model_stands_in_for_a_real_one() -> None:
     kinds = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, logprobs=1), SamplingParams()]
     for params in kinds:  # what the native list chooses itself, what it does not
         admit = Admit(slot=0, token_ids=[1, 2, 3], num_prompt=3, params=params, seed=0, barred_ids=())
-        result = executor.execute(Step([admit], [0], [0], [3], {0: [0]}))
-        token = result.tokens[0]
+        executor.begin(Step([admit], [0], [0], [3], {0: [0]}))
+        token = executor.finish().tokens[0]
         assert token is not None
         assert 0 <= token < 50
 

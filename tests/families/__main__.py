@@ -1,4 +1,4 @@
-"""Writes the table of docs/use/families.md: ``python -m tests.families [FAMILY ...]``.
+"""Writes the tables of docs/use/families*.md: ``python -m tests.families [FAMILY ...]``.
 
 Each family is tried in a process of its own, so that one that hangs or dies costs its own row only. Rows are
 kept in ``--rows`` as they come; ``--keep`` leaves out families that have one there already.
@@ -22,8 +22,10 @@ from tests.families.measure import EXACT, NONE, REFUSED, Row, measure, quieten
 SECONDS = 180.0
 """For one family in all its layouts: most take five."""
 PAGE = Path("docs/use/families.md")
+"""Page of the families that are served."""
+REFUSED_PAGE = Path("docs/use/families-refused.md")
 MARK = "<!-- made by python -m tests.families -->"
-"""Line of the page after which this writes."""
+"""Line of both pages after which this writes."""
 
 
 def _measure(family: str, results: multiprocessing.queues.SimpleQueue[Row]) -> None:  # type: ignore[name-defined]
@@ -52,8 +54,11 @@ def _row_of(family: str, seconds: float) -> Row:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The rows in Markdown, those that are served first, with a line of totals."""
-    rows = sorted(rows, key=lambda row: (row.dp == REFUSED, row.dp == "", row.family.lower()))
+    """The rows that are served in Markdown, with a line of totals over all."""
+    rows = list(rows)
+    served = sorted(
+        (row for row in rows if row.dp != REFUSED), key=lambda row: (row.dp == "", row.family.lower())
+    )
     lines = [
         f"Made with transformers {version('transformers')} and torch {version('torch')}.",
         "",
@@ -62,19 +67,37 @@ def table(rows: Iterable[Row]) -> str:
         "| family | class | dp | ep | tp | pp | kernels | remarks |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
-        cells = (
-            row.family,
-            row.model_class,
-            row.dp,
-            row.ep,
-            row.tp,
-            row.pp,
-            row.kernels,
-            "; ".join(row.notes),
+    for row in served:
+        lines.append(
+            _line(row.family, row.model_class, row.dp, row.ep, row.tp, row.pp, row.kernels, _remarks(row))
         )
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def refused_table(rows: Iterable[Row]) -> str:
+    """The rows that are refused in every layout, with the reasons."""
+    lines = ["| family | class | reason |", "|---|---|---|"]
+    for row in sorted(rows, key=lambda row: row.family.lower()):
+        if row.dp == REFUSED:
+            lines.append(_line(row.family, row.model_class, _remarks(row)))
+    return "\n".join(lines) + "\n"
+
+
+def _line(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _remarks(row: Row) -> str:
+    """The notes of a row without its class, which has a column."""
+    return (
+        "; ".join(row.notes).replace(f"{row.model_class} ", "") if row.model_class else "; ".join(row.notes)
+    )
+
+
+def write_below_mark(page: Path, text: str) -> None:
+    """Replaces what stands below the mark of a page."""
+    before = page.read_text()
+    page.write_text(f"{before[: before.index(MARK)]}{MARK}\n\n{text}")
 
 
 def _totals(rows: list[Row]) -> str:
@@ -107,7 +130,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=Path, default=Path("build/families.json"), help="where rows are kept")
     parser.add_argument("--keep", action="store_true", help="leave out families that have a row there")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for one family")
-    parser.add_argument("--page", type=Path, default=PAGE, help="the page whose table is written")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page of the families that are served")
+    parser.add_argument("--refused-page", type=Path, default=REFUSED_PAGE, help="the page of all others")
     options = parser.parse_args(argv)
     rows: dict[str, Row] = {}
     if options.rows.is_file():
@@ -119,8 +143,8 @@ def main(argv: list[str] | None = None) -> int:
         row = rows[family] = _row_of(family, options.seconds)
         print(msgspec.json.encode(row).decode(), flush=True)
         options.rows.write_bytes(msgspec.json.encode(list(rows.values())))
-    page = options.page.read_text()
-    options.page.write_text(page[: page.index(MARK)] + f"{MARK}\n\n{table(rows.values())}")
+    write_below_mark(options.page, table(rows.values()))
+    write_below_mark(options.refused_page, refused_table(rows.values()))
     problems = wrong(rows.values())
     for problem in problems:
         print(f"WRONG: {problem}", file=sys.stderr)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.families.__main__ import table, wrong
+from tests.families.__main__ import refused_table, table, wrong
 from tests.families.configs import families, make_config
 from tests.families.measure import EXACT, NONE, REFUSED, Row, measure
 
@@ -50,6 +50,7 @@ def test_the_table() -> None:
     rows = [
         Row("bad", "BadForCausalLM", EXACT, NONE, "3 of 24 differ", "fails", "torch", ["pp: a | b"]),
         Row("good", "GoodForCausalLM", *SPARSE, "native"),
+        Row("no", "NoForCausalLM", *(REFUSED,) * 4, "", ["config.json: NoForCausalLM is not served"]),
     ]
     assert wrong(rows) == ["bad, tp: 3 of 24 differ"]
     lines = table(rows).splitlines()
@@ -58,6 +59,7 @@ def test_the_table() -> None:
         "| good | GoodForCausalLM | exact | exact | exact | exact | native |  |",
     ]
     assert (
-        f"2 of {len(families())} families: exact are 2 with dp, 1 with ep, 1 with tp, 1 with pp; 1 run"
+        f"3 of {len(families())} families: exact are 2 with dp, 1 with ep, 1 with tp, 1 with pp; 1 run"
         in lines[2]
     )
+    assert refused_table(rows).splitlines()[2:] == ["| no | NoForCausalLM | config.json: is not served |"]

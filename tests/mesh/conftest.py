@@ -11,7 +11,7 @@ from tests.mesh.harness import Command, Ports, serve
 
 @pytest.fixture(scope="session", autouse=True)
 def with_a_terminal() -> Iterator[None]:
-    """Also under nohup, whose children take no notice of SIGHUP, unless somebody here has a handler for it."""
+    """Let children heed SIGHUP, also if the tests run under nohup."""
     before = signal.getsignal(signal.SIGHUP)
     if before is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)

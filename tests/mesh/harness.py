@@ -1,4 +1,4 @@
-"""Real processes for tests: started as a user starts them, watched through their logs, always ended."""
+"""Real processes for tests: started as by users, watched by their logs, always ended."""
 
 from __future__ import annotations
 
@@ -63,10 +63,9 @@ WARM = {"router.launcher.serve": "router.launcher.serve:main_serve", "engine": "
 
 @cache
 def fork_server(*prefix: str) -> ForkServer:
-    """Of this run of the tests.
+    """Fork server of this test run, which saves each mesh seconds of loading libraries.
 
-    It saves each of their meshes seconds of loading libraries; what ``serve`` does with a fork server of its
-    own is the same. LOCKSTEP_FORK_SERVER=0 does without.
+    A fork server that ``serve`` starts itself does the same. LOCKSTEP_FORK_SERVER=0 does without.
     """
     server = ForkServer.start([*modules_of("qwen3_moe"), "router.launcher.serve"], prefix)
     atexit.register(server.close)
@@ -76,7 +75,7 @@ def fork_server(*prefix: str) -> ForkServer:
 def warm_start(
     module: str, argv: Sequence[str], environment: dict[str, str], log: int, prefix: Sequence[str]
 ) -> Forked | None:
-    """A command line that runs, without having been loaded from the disk; None if it has to be."""
+    """A command line forked with its libraries loaded; None if it must start normally."""
     if module not in WARM or not is_possible("cpu", 0):
         return None
     with open(os.devnull) as nothing:
@@ -147,7 +146,7 @@ class Command:
         return self.log_file.read_text(errors="replace")
 
     def family(self, *, itself: bool = False) -> list[psutil.Process]:
-        """This process's descendants; and ``itself``, if told so."""
+        """Descendants of this process, and with ``itself`` the process, too."""
         if self.process.returncode is not None:
             return []  # its number may be another process's by now
         try:

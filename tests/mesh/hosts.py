@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces of our own, with addresses and host names, joined by a cable."""
+"""Two hosts on one machine: network namespaces with addresses and names, joined by a cable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mesh whose instances come and go, with spread experts unless told otherwise, for tests and measurements."""
+"""A mesh whose instances come and go, by default with spread experts."""
 
 from __future__ import annotations
 
@@ -69,11 +69,14 @@ class SpreadMesh(Ports):
         return command
 
     def join_one(self, *argv: str) -> Command:
-        """Start one more instance, as on another machine: all that it knows is where the mesh is."""
+        """Start one more instance as on another machine: it knows only the mesh's address."""
         return self._start("--headless", *self.join(), *self._each, *argv)
 
     def forget_ended(self) -> None:
-        """Of a mesh that runs for long: who has ended is looked at once more, by :meth:`tracebacks`."""
+        """Drop commands that have ended, so that a long-running mesh does not collect them.
+
+        Their tracebacks are kept for :meth:`tracebacks`.
+        """
         for command in self.commands[1:]:
             if command.process.poll() is not None:
                 self._tracebacks += _tracebacks(command)

@@ -1,4 +1,4 @@
-"""A tiny model's text side, and a real HTTP server in front of a scripted mesh."""
+"""Text side of a tiny model, and a real HTTP server before a scripted mesh."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Server:
         return socket.create_connection(("127.0.0.1", self.port), timeout=10)
 
     def wait_until_idle(self) -> None:
-        """Everything that was asked of the mesh is closed, and no request is counted as running."""
+        """Wait until all generations of the mesh are closed and no request counts as running."""
         until(lambda: self.mesh.num_open == 0 and self.metrics.in_flight == 0)
 
 

@@ -69,7 +69,7 @@ class FakeGeneration:
         self._deltas = deltas
         self.prompt = prompt
         self.taken = 0
-        """Deltas that went to whoever they were handed over to."""
+        """Number of deltas sent to the sink that took over the generation."""
         self._sink: TokenSink | None = None
         self.is_closed = False
         self.has_ended = False

@@ -1,4 +1,4 @@
-"""A server whose model says what a test wants, with a template that shows tools and reasoning."""
+"""A server whose model writes a given text; its template shows tools and reasoning."""
 
 from __future__ import annotations
 

@@ -404,7 +404,7 @@ def test_generation_config(loads: Loads, tmp_path_factory: pytest.TempPathFactor
     ],
 )
 def test_sampling_defaults_that_cannot_be_used(text: str | None, says: str, tmp_path: Path) -> None:
-    """Told to whoever starts the router, not to clients."""
+    """The start of the router fails, not the requests of clients."""
     if text is not None:
         (tmp_path / "generation_config.json").write_text(text, encoding="latin-1")
     config = HttpConfig(generation_config=str(tmp_path))
@@ -419,7 +419,7 @@ def test_sampling_defaults_that_cannot_be_used(text: str | None, says: str, tmp_
 def test_sampling_defaults_that_cannot_be_looked_at() -> None:
     problem = defaults_problem(HttpConfig(generation_config="n" * 300), "")
     assert problem is not None
-    assert "generation_config.json cannot be read: File name too long: mend that, or give" in problem
+    assert "generation_config.json cannot be read: File name too long: repair it, or give" in problem
 
 
 def test_a_broken_template_leaves_completions_alone(loads: Loads) -> None:

@@ -195,7 +195,7 @@ def test_what_is_left_out_is_logged(say: Speaker, caplog: pytest.LogCaptureFixtu
     with caplog.at_level("INFO", "router.api.generating"):
         body = {"input": "x", "tools": TOOLS}
         assert say.server.post("/v1/responses", body).status_code == 200
-    assert "left out web_search: nothing runs that here" in caplog.text
+    assert "left out of the prompt, as no server runs them here: web_search" in caplog.text
 
 
 def test_nothing_is_said_to_be_left_out_where_nothing_is(say: Speaker) -> None:

@@ -46,7 +46,7 @@ def byte_level(special: Sequence[str] = ()) -> Tokenizer:
 
 
 def sentence_piece() -> Tokenizer:
-    """Llama 2's kind: spaces as U+2581, unknown characters as bytes, a leading space that decoding strips."""
+    """Tokenizer like Llama 2's: spaces as U+2581, unknown characters as bytes, leading space stripped."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", *"Helowrd!", "▁Hello", "▁world", "!"]
     vocabulary = {piece: id for id, piece in enumerate(dict.fromkeys(pieces))}

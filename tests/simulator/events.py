@@ -1,4 +1,4 @@
-"""What can happen in a simulated world.
+"""Events of a simulated world.
 
 A new kind (a death, a join) is another class here.
 """
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something that happens at its time."""
+    """An event, which happens at its time."""
 
     def happen(self, world: World) -> None:
         raise NotImplementedError
 
 
 class ToInstance(Event, frozen=True):
-    """Something that an instance notices; while it is paused, when it goes on."""
+    """An event at an instance; while the instance is paused, it waits."""
 
     who: int
 
@@ -40,7 +40,7 @@ class ToInstance(Event, frozen=True):
 
 
 class Arrive(Event, frozen=True):
-    """A request reaches an instance's door."""
+    """A request arrives at an instance."""
 
     who: int
     tokens: int
@@ -51,7 +51,7 @@ class Arrive(Event, frozen=True):
 
 
 class Accept(ToInstance, frozen=True):
-    """An instance takes a request from its door."""
+    """An instance takes a request that has arrived."""
 
     tokens: int
 
@@ -60,7 +60,7 @@ class Accept(ToInstance, frozen=True):
 
 
 class Cancel(ToInstance, frozen=True):
-    """A client is gone: some of the work here is not wanted any more."""
+    """A client disconnects: some of the work here is not wanted any more."""
 
     tokens: int
 
@@ -115,7 +115,7 @@ class ImpossibleWake(ToInstance, frozen=True):
 
 
 class RepeatWake(ToInstance, frozen=True):
-    """It is time to send a wake again, if it is still outstanding."""
+    """Send a wake again, if it is still outstanding."""
 
     wake: Wake
 
@@ -126,7 +126,7 @@ class RepeatWake(ToInstance, frozen=True):
 
 
 class Pause(Event, frozen=True):
-    """An instance stands still: what reaches it waits."""
+    """Stop an instance for some time: what reaches it waits."""
 
     who: int
     ticks: int

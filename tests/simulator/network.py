@@ -1,4 +1,4 @@
-"""What is between simulated instances."""
+"""The network between simulated instances."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 class Network:
-    """A reliable collective for headers, and for wakes a transport that loses, delays, doubles, reorders."""
+    """A reliable collective for headers, and an unreliable transport for wakes.
+
+    The transport loses, delays, doubles and reorders.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -45,7 +48,7 @@ class Network:
             world.provoke(delays)
 
     def send_wake(self, who: int, wake: Wake) -> None:
-        """Send a wake to all other members, and come back to it."""
+        """Send a wake to all other members, and plan to repeat it."""
         for other in self.world.members(wake.epoch):
             if other != who:
                 self._send(who, WakeArrives(other, wake))

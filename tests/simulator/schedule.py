@@ -1,4 +1,4 @@
-"""The shared ground of both simulators: clock, chance, event queue, checks of the agreement, report.
+"""Shared ground of both simulators: clock, chance, event queue, checks, report.
 
 A schedule is a seed: it fixes the settings, each delay and fault, and the order of events of the same tick.
 ``tests/simulator`` runs instances that stay, ``tests/simulator/elastic`` a mesh that changes and fails.
@@ -83,7 +83,7 @@ class AgreementChecker(Generic[Who, Position]):
         if at not in self._function:
             headers = self._headers.get(at, {})
             if set(headers) != set(members):
-                self.broken(self.ORDER, f"step {at} is decided with {sorted(headers)} of {members}")
+                self.broken(self.ORDER, f"step {at} is decided with {sorted(headers, key=str)} of {members}")
             ordered = [headers[who] for who in members if who in headers]
             self._function[at] = decide(ordered)
             self.counts[type(self._function[at]).__name__] += 1
@@ -91,7 +91,7 @@ class AgreementChecker(Generic[Who, Position]):
         return self._function[at]
 
     def _look_at(self, at: Position, headers: Sequence[Header]) -> None:
-        """A further check of the headers of a step, once they are complete."""
+        """Check the headers of a step further, once they are complete."""
 
     def _pass(self, who: Who, decision: Decision) -> None:
         """An instance goes on to the next step, unless it switches to another epoch."""
@@ -99,7 +99,7 @@ class AgreementChecker(Generic[Who, Position]):
             self._next[who] = (*self._next[who][:-1], self._next[who][-1] + 1)
 
     def end(self) -> None:
-        """Nothing will ever happen again, no message is under way."""
+        """Check the end: nothing will ever happen again, no message is under way."""
 
     def error(self, what: str) -> None:
         """The protocol raised an error."""
@@ -164,7 +164,7 @@ class Schedule(Generic[Event]):
     # ---- what happens
 
     def run(self) -> None:
-        """Let everything happen until nothing is left to happen, or the world is over."""
+        """Let all events happen until none is left, or the world is over."""
         try:
             self.begin()
             while self._queue and not self.is_over:
@@ -178,7 +178,7 @@ class Schedule(Generic[Event]):
             self.checker.error(str(error))
 
     def begin(self) -> None:
-        """The instances' first steps."""
+        """Begin the instances' first steps."""
 
     @abstractmethod
     def happen(self, event: Event) -> None:

@@ -23,15 +23,15 @@ class Settings(CommonSettings, frozen=True, kw_only=True):
     hold_back: int
     """A scheduler with work schedules nothing for at most this many consecutive steps."""
     gap: int
-    """Between random arrivals."""
+    """Time between random arrivals."""
     arrivals_at_sleep: int
-    """So many more requests arrive in the ticks in which a sleep is decided."""
+    """Further requests that arrive in the ticks in which a sleep is decided."""
     pauses: int
     pause: int
     epochs: int
     cancellations: int
     impossible: int
-    """Wakes of no member, for steps far ahead."""
+    """Wakes for steps far ahead, from outside the group."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> Settings:
@@ -60,7 +60,7 @@ class Settings(CommonSettings, frozen=True, kw_only=True):
 
     @property
     def bounds(self) -> Bounds:
-        """What the checker may ask for.
+        """The bounds that the checker may ask for.
 
         A wake has reached everybody ``wake`` ticks after it was made: the copy after the last loss arrives.
         Who sleeps before step k while work waits sleeps no longer than the last member needs to learn that

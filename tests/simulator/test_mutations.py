@@ -97,7 +97,7 @@ class SleepIsNotCountedAsStep(Lockstep):
 
 
 class EarlyWakeSkipsItsStep(Lockstep):
-    """It is taken for the step that it names."""
+    """An early wake is taken for the step that it names."""
 
     def on_wake(self, wake: Wake) -> None:
         early = wake.epoch == self.epoch and wake.step > self.step
@@ -120,7 +120,7 @@ class EpochBeginsAsleep(Lockstep):
 
 
 class SwitchesBeforeAllAgree(Lockstep):
-    """To the oldest epoch that anybody is ready for."""
+    """Switches to the oldest epoch that any instance is ready for."""
 
     def advance(self, headers: Sequence[Header]) -> Decision:
         decision = super().advance(headers)
@@ -158,7 +158,7 @@ These are work that waits, machines that never rest, and errors.
 """
 
 WITHIN = 100
-"""So many schedules are enough."""
+"""Number of schedules that suffice to find each bug."""
 
 
 def violation_of(lockstep: type[Lockstep], ignored: Collection[Rule] = ()) -> Violation:

@@ -25,6 +25,8 @@ class World(Schedule[Event]):
     """The instances of one schedule and what is between them."""
 
     MAX_EVENTS = 30_000
+    settings: Settings
+    checker: Checker
 
     def __init__(
         self, seed: int, lockstep: type[Lockstep] = Lockstep, ignored: Collection[Rule] = ()
@@ -50,7 +52,7 @@ class World(Schedule[Event]):
     # ---- time
 
     def count_pauses(self, change: int) -> None:
-        """Counted time stands still while anybody is paused."""
+        """Stop counted time while any instance is paused."""
         self._counted, self._counted_at = self.counted, self.now
         self._paused += change
 
@@ -61,7 +63,7 @@ class World(Schedule[Event]):
     # ---- what happens
 
     def plan(self) -> None:
-        """Push what the outside world will do."""
+        """Push the events from outside."""
         settings = self.settings
         span = settings.gap * settings.arrivals
         for _ in range(settings.arrivals):

@@ -1,4 +1,4 @@
-"""``python -m engine.executor.cluster``: one instance, on any node of a Ray cluster that has room for it.
+"""``python -m engine.executor.cluster``: one instance on any node of a Ray cluster.
 
 Started by ``serve --data-parallel-backend ray`` in place of the instance itself, of which it is the shadow:
 it prints what the instance prints, passes signals on, and ends as the instance does. The instance registers
@@ -36,7 +36,7 @@ from parallel.communicators.segments import this_host
 logger = logging.getLogger("engine.executor.cluster")
 
 ANSWER_SECONDS = 30.0
-"""In which an actor that runs answers."""
+"""Seconds in which a running actor answers."""
 
 
 class Shadow:
@@ -49,7 +49,7 @@ class Shadow:
         self._signals: list[int] = []
 
     def run(self) -> int:
-        """Until the instance ends; its exit status.
+        """Run until the instance ends; returns its exit status.
 
         Raises:
             CannotStart: there is no cluster, or no room in it.
@@ -83,7 +83,7 @@ class Shadow:
             placement.release(group)
 
     def _bundles(self, engine: EngineConfig) -> list[placement.Resources]:
-        """What the instance needs: room for each worker where it may be, or for all of them on one node."""
+        """Resources of the instance: for each worker apart, or for all on one node."""
         each, workers = placement.worker_resources(engine), engine.device.num_workers
         if engine.device.distributed_executor_backend == "ray":
             return [each] * workers
@@ -113,7 +113,7 @@ class Shadow:
         }
 
     def _check_place(self) -> None:
-        """What the instance cannot find out itself, since it would wait for a coordinator for ever."""
+        """Refuse a node from which the instance could never reach the coordinator."""
         try:
             answer = ray.get(
                 self._actor.look.remote(msgspec.msgpack.encode(Look())),
@@ -151,7 +151,7 @@ class Shadow:
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if self._actor is None:
-            raise CannotStart("told to stop before the cluster had room")
+            raise CannotStart("stopped before the cluster had room")
         self._signals.append(number)
 
 

@@ -1,5 +1,4 @@
-"""Actors: one for a worker, which runs in a thread of it, and one for an instance, which is its child
-process.
+"""Ray actors: of a worker, in a thread, and of an instance, a child process.
 
 Calls carry bytes only. An actor lives and dies with what it is for, and with the program that made it (Ray
 ends the actors of a program that ends).
@@ -28,11 +27,11 @@ from engine.model.checkpoint import CheckpointError, ModelInfo, find_model, fing
 from parallel.communicators.segments import this_host
 
 LISTEN_SECONDS = 1.0
-"""How long a call waits for something to say."""
+"""Seconds that a call waits for a message."""
 LAST_LINES_SECONDS = 0.5
-"""For what an instance that has ended had printed."""
+"""Seconds to read the last output of an instance that has ended."""
 MOST_LINES = 10_000
-"""Of an instance's output, if nobody fetches them."""
+"""Most lines of an instance's output that are kept until they are fetched."""
 
 
 def look(ask: bytes) -> bytes:
@@ -87,7 +86,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="tell")  # type: ignore[untyped-decorator]
     def begin(self, payload: bytes) -> None:
-        """The worker's first message; what is this node's own is put in."""
+        """Send the worker its first message, with this node's own facts put in."""
         begin = msgspec.msgpack.decode(payload, type=ToWorker)
         assert isinstance(begin, Begin)
         assert self._info is not None
@@ -103,7 +102,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="listen")  # type: ignore[untyped-decorator]
     def listen(self) -> list[bytes]:
-        """What the worker has said; nothing if it says nothing for a while."""
+        """Messages of the worker; none if it sends none for ``LISTEN_SECONDS``."""
         said: list[bytes] = []
         try:
             if not self._channel.wait(LISTEN_SECONDS):
@@ -129,7 +128,7 @@ class WorkerActor:
 
 
 class InstanceActor:
-    """One instance of the mesh, ``python -m engine`` with its own scheduler, on whatever node this is."""
+    """One instance of the mesh, ``python -m engine`` with its scheduler, on this node."""
 
     def __init__(self) -> None:
         self._output: deque[bytes] = deque(maxlen=MOST_LINES)
@@ -163,8 +162,10 @@ class InstanceActor:
         return msgspec.msgpack.encode(InstanceProgress(output=b"".join(lines), status=status))
 
     def _run(self, run: StartInstance) -> None:
-        """In a thread that lives as long as the child: the kernel kills it at the end of the thread that
-        started it, so with this process, too."""
+        """Run the child in a thread that lives as long as the child.
+
+        The kernel kills the child at the end of the thread that started it, so with this process, too.
+        """
         environment = {**os.environ, **run.environment, process.PARENT_VARIABLE: str(os.getpid())}
         self._child = subprocess.Popen(
             [sys.executable, "-P", "-m", "engine", *run.argv],

@@ -1,18 +1,19 @@
-"""The workers of an instance as Ray actors: finds them room, starts them, relays (no torch).
+"""Workers of an instance as Ray actors: reserves room, starts them, relays (no torch).
 
-A thread with an event loop holds the calls. One call is always under way that waits for a worker to say
-something; should the actor die, that call fails, which is how its end is noticed at once.
+A thread with an event loop holds the calls. One call that waits for a worker's message is always under way;
+should the actor die, that call fails, which is how its end is noticed at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -23,7 +24,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from coordinator.messages import Settings
 from engine.config import EngineConfig
-from engine.executor.channel import ChannelClosed
 from engine.executor.cluster import placement
 from engine.executor.cluster.actors import worker_actor
 from engine.executor.cluster.messages import Look, Place
@@ -34,7 +34,7 @@ from engine.host.versions import other_versions
 logger = logging.getLogger(__name__)
 
 GROUP_VARIABLE = "LOCKSTEP_PLACEMENT_GROUP"
-"""Name of a placement group that the launcher of this instance has made for its workers."""
+"""Name of the placement group that the launcher made for this instance's workers."""
 END_TIMEOUT = 5.0
 
 
@@ -100,7 +100,7 @@ class RayCrew:
     def close(self, problem: str) -> None:
         """See ``Crew``."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop)
+            self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(END_TIMEOUT)
         for actor in self._actors:
             with contextlib.suppress(RayError):
@@ -133,7 +133,7 @@ class RayCrew:
         return worker_actor(**options).remote()
 
     def _look(self, deadline: float) -> list[Place]:
-        """Where the actors are, and that what they have is what the engine has.
+        """Places of the actors, checked to have the engine's versions and model.
 
         Raises:
             CannotStart: an actor does not start, or has something else.
@@ -170,7 +170,7 @@ class RayCrew:
         asyncio.set_event_loop(self._loop)
         for actor, worker in zip(self._actors, self._workers, strict=True):
             self._listening.append(self._loop.create_task(self._listen(actor, worker)))
-            self._loop.add_reader(worker.relay.fileno(), self._tell, actor, worker, [True])
+            worker.forward(self._loop, _teller(actor))
         try:
             self._loop.run_forever()
         finally:
@@ -179,26 +179,24 @@ class RayCrew:
             self._loop.run_until_complete(asyncio.gather(*self._listening, return_exceptions=True))
             self._loop.close()
 
-    def _stop(self) -> None:
-        self._loop.stop()
-
-    def _tell(self, actor: Any, worker: RelayedWorker, is_first: list[bool]) -> None:
-        """The executor has something for a worker, or is done with it."""
-        try:
-            while (payload := worker.relay.take()) is not None:
-                (actor.begin if is_first else actor.tell).remote(payload)
-                is_first.clear()
-        except ChannelClosed:
-            self._loop.remove_reader(worker.relay.fileno())
-
     async def _listen(self, actor: Any, worker: RelayedWorker) -> None:
-        """Until the actor dies, or the executor is done with it."""
-        with contextlib.suppress(ChannelClosed):
-            while True:
-                try:
-                    said = await actor.listen.remote()
-                except RayError as error:
-                    worker.gone(f"died: {placement.first_line(error)}")
-                    return
-                for payload in said:
-                    worker.relay.send(payload)
+        """Relay a worker's messages until its actor dies, or the executor hangs up."""
+        while True:
+            try:
+                messages = await actor.listen.remote()
+            except RayError as error:
+                worker.gone(f"died: {placement.first_line(error)}")
+                return
+            if not all(map(worker.deliver, messages)):
+                return
+
+
+def _teller(actor: Any) -> Callable[[bytes], bool]:
+    """Sends an actor its messages; the first one begins its worker."""
+    methods = itertools.chain([actor.begin], itertools.repeat(actor.tell))
+
+    def tell(payload: bytes) -> bool:
+        next(methods).remote(payload)
+        return True
+
+    return tell

@@ -1,4 +1,4 @@
-"""What passes through calls of actors, as msgpack: asked by an engine or launcher, answered by an actor."""
+"""Messages in calls of actors, as msgpack, between an engine or launcher and actors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.config import ModelConfig
 
 
 class Look(msgspec.Struct, frozen=True):
-    """Say where you are. A model: find it there."""
+    """Question for an actor's place; a model is looked up there."""
 
     model: ModelConfig | None = None
 
@@ -18,7 +18,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str
     address: str
-    """Of the node, as Ray knows it."""
+    """Address of the node, as Ray knows it."""
     pid: int
     boot: str
     """Equal for processes that see each other's ids."""
@@ -26,7 +26,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     directory: str = ""
     fingerprint: str = ""
     problem: str = ""
-    """Why the model cannot be had there."""
+    """Reason for which the model cannot be read there."""
 
 
 class StartInstance(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +39,7 @@ class StartInstance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstanceProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """What an instance has printed since the last one, and how it ended, if it has."""
+    """Output of an instance since the last message, and its exit status, if any."""
 
     output: bytes
     status: int | None

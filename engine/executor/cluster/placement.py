@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "lockstep"
 LOOK_SECONDS = 0.2
-"""Between two looks at whether a placement group has its resources."""
+"""Seconds between two checks for the resources of a placement group."""
 SAY_INTERVAL = 5.0
 CONNECT_VARIABLE = "RAY_ADDRESS"
 CONNECT_SECONDS = 5.0
@@ -71,7 +71,7 @@ def _no_cluster(why: str) -> CannotStart:
 
 
 def worker_resources(config: EngineConfig) -> Resources:
-    """What one worker asks the cluster for: threads as CPUs, and a GPU where it computes on one."""
+    """Resources of one worker: threads as CPUs, and a GPU where it uses one."""
     device = config.device
     cpus = float(max(1, device.cpu_threads // device.num_workers))
     wants_gpu = device.device == "cuda" or (
@@ -144,5 +144,5 @@ def release(group: PlacementGroup) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Ray's messages without their essays."""
+    """Text of a Ray error in one line, cut to 300 characters."""
     return " ".join(str(error).split())[:300]

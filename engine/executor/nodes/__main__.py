@@ -1,7 +1,7 @@
 """``python -m engine.executor.nodes``: one host's workers of an instance whose engine is on another host.
 
-Started by ``serve --nnodes N --node-rank R``. Asks to join, is told which workers to start, and passes on
-what they and the engine say to each other. It ends with its instance: when the engine says so, when its
+Started by ``serve --nnodes N --node-rank R``. Asks to join, starts the workers that the engine names, and
+relays messages between them. It ends with its instance: when the engine asks for it, when its
 connection is gone, and when a worker ends. Its workers end with it, whatever ends it.
 """
 
@@ -58,14 +58,14 @@ ASK_INTERVAL = 0.3
 """Seconds between two tries to join."""
 ALIVE_INTERVAL = 0.2
 SILENCE = 10.0
-"""Seconds without any word of the engine after which it is gone, though the connection stands."""
+"""Seconds without a message after which the engine is gone, though connected."""
 SAY_INTERVAL = 5.0
 LAST_WORDS = 0.2
 """Seconds to read what an engine said before its connection ended."""
 
 
 class Over(Exception):
-    """The host's part is over; carries the exit status."""
+    """Raised when the host's part is over; carries the exit status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -73,7 +73,7 @@ class Over(Exception):
 
 
 class Node:
-    """One host of one instance, from its first word to the end of its workers."""
+    """One host of an instance, from joining to the end of its workers."""
 
     def __init__(self, config: InstanceConfig, keys: MeshKeys | None = None) -> None:
         self._mesh = config.mesh
@@ -91,7 +91,7 @@ class Node:
         self._over: asyncio.Future[None]
 
     async def run(self) -> None:
-        """Until the instance ends.
+        """Run until the instance ends.
 
         Raises:
             Over: how it did.
@@ -128,9 +128,9 @@ class Node:
     # ---- joining
 
     def _own_settings(self) -> Settings | None:
-        """Of the model, when this host was told one.
+        """Settings of the model, if this host's flags name one.
 
-        A headless one may learn it from the engine.
+        A headless host may take them from the engine.
         """
         if self._config.model.model is None:
             return None
@@ -294,7 +294,7 @@ class Node:
             asyncio.get_running_loop().remove_reader(worker.channel.fileno())
 
     def _ended(self, number: int) -> None:
-        """Tell the engine at once.
+        """Send the engine a message at once.
 
         It then ends the instance, and with it this host's part.
         """

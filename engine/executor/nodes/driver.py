@@ -1,9 +1,9 @@
-"""The engine's side of an instance on several hosts: waits for the hosts, then relays (no torch).
+"""The engine's side of an instance on several hosts: waits, then relays (no torch).
 
 A thread with an event loop owns the socket. Each worker elsewhere is an
 :class:`engine.executor.ends.RelayedWorker`, so the executor sees no difference. A host that does not come
-is named when the time is over; one that is refused is told why. A host that goes takes its workers along:
-that is noticed when its connection is gone, or when it says nothing any more.
+is named when the time is over; one that is refused is sent the reason. A host that goes takes its workers
+along: that is noticed when its connection is gone, or when it is silent.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import uvloop
 import zmq.asyncio
@@ -27,7 +28,6 @@ from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import AsyncListener, Peer, PortInUse
 from engine.config import EngineConfig
-from engine.executor.channel import ChannelClosed
 from engine.executor.ends import LocalWorker, RelayedWorker, WorkerEnd
 from engine.executor.nodes.messages import (
     Alive,
@@ -58,9 +58,9 @@ A send to a host whose connection is gone fails.
 SILENCE = 10.0
 """Seconds without any sign after which the other side is gone, though the connection stands."""
 SAY_INTERVAL = 5.0
-"""Seconds between two lines about who is waited for."""
+"""Seconds between two log lines about missing hosts."""
 LEAVE_SECONDS = 0.5
-"""For the other hosts to say that they know of the end."""
+"""Seconds for the other hosts to confirm the end."""
 END_TIMEOUT = 5.0
 
 
@@ -104,17 +104,16 @@ class NodeCrew:
         self._timeout = timeout
         self._nodes: dict[int, _Node] = {}
         self._numbers: dict[RelayedWorker, int] = {}
-        self._said = ""
         self._changed = threading.Event()
-        """A host came, or has started its workers, or the thread has failed."""
+        """Set when a host joined or started its workers, or the thread failed."""
         self._failure: Exception | None = None
         self._hired = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = asyncio.Event()
         self._leaving = asyncio.Event()
-        """A host has gone."""
+        """Set when a host has left."""
         self._listens = threading.Event()
-        """The thread has come as far as that, or has failed."""
+        """Set when the thread listens, or has failed."""
         self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
 
     def __repr__(self) -> str:
@@ -156,7 +155,7 @@ class NodeCrew:
         return None if isinstance(worker, LocalWorker) else 1
 
     def close(self, problem: str) -> None:
-        """See ``Crew``. The other hosts are told."""
+        """See ``Crew``. The other hosts are sent the end."""
         if self._thread.is_alive() and self._listens.wait(END_TIMEOUT) and self._loop is not None:
             self._call(lambda: self._close(problem))
         if self._thread.ident is not None:
@@ -280,7 +279,8 @@ class NodeCrew:
                 case Hired(pids):
                     self._started(node, pids)
                 case Said(number, payload):
-                    self._pass_on(node, number, payload)
+                    if number in node.workers:
+                        node.workers[number].deliver(payload)
                 case NodeEnded(number, status):
                     if number in node.workers:
                         node.workers[number].gone(how_it_ended(status), status)
@@ -342,7 +342,7 @@ class NodeCrew:
             names = {number: worker.name for number, worker in node.workers.items()}
             hire = Hire(names, self._config.model, self._settings.fingerprint)
             for number, worker in node.workers.items():
-                asyncio.get_running_loop().add_reader(worker.relay.fileno(), self._tell, node, number, worker)
+                worker.forward(asyncio.get_running_loop(), partial(self._tell, node, number))
             if not self._listener.send(node.peer, hire):
                 self._lose(node, f"went with its host {node}: its connection broke")
 
@@ -352,23 +352,14 @@ class NodeCrew:
             worker.where = f"pid {pids.get(number, 0)} on {node}"
         self._changed.set()
 
-    def _tell(self, node: _Node, number: int, worker: RelayedWorker) -> None:
-        """The executor has something for a worker, or is done with it."""
-        try:
-            while (payload := worker.relay.take()) is not None:
-                if not self._listener.send(node.peer, Tell(number, payload)):
-                    self._lose(node, f"went with its host {node}: its connection broke")
-                    return
-        except ChannelClosed:
-            asyncio.get_running_loop().remove_reader(worker.relay.fileno())
-
-    def _pass_on(self, node: _Node, number: int, payload: bytes) -> None:
-        if number in node.workers:
-            with contextlib.suppress(ChannelClosed):  # the executor is done with it
-                node.workers[number].relay.send(payload)
+    def _tell(self, node: _Node, number: int, payload: bytes) -> bool:
+        if self._listener.send(node.peer, Tell(number, payload)):
+            return True
+        self._lose(node, f"went with its host {node}: its connection broke")
+        return False
 
     def _lose(self, node: _Node, how: str, *, hears: bool = False) -> None:
-        """``hears``: it can still be told of the end, and may say that it was."""
+        """``hears``: the host still gets messages, and may confirm the end."""
         node.left = node.left or not hears
         self._leaving.set()
         for worker in node.workers.values():
@@ -380,8 +371,8 @@ class NodeCrew:
         self._changed.set()
 
     def _close(self, problem: str) -> None:
-        """Tell all hosts to end, then stop."""
+        """Send all hosts the end, then stop."""
         for node in self._nodes.values():
             status = EXIT_WORKER_LOST if problem else 0
-            self._listener.send(node.peer, NodeEnd(status, problem or "it was told to"))
+            self._listener.send(node.peer, NodeEnd(status, problem or "it was asked to"))
         self._closing.set()

@@ -1,7 +1,7 @@
-"""What an engine and the hosts of its workers say to each other, over typed ZeroMQ (no torch).
+"""Messages between an engine and the hosts of its workers, over ZeroMQ (no torch).
 
 What is for a worker, or from one, is passed on as the bytes that :mod:`engine.executor.messages` defines;
-workers are told apart by their numbers in the instance (stage, then rank).
+workers are identified by their numbers in the instance (stage, then rank).
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from engine.config import ModelConfig
 
 
 class NodeJoin(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
-    """Take this host. Repeated until there is an answer."""
+    """Request of a host to join, repeated until there is an answer."""
 
     node_rank: int
     nnodes: int
     host: str
-    """Its name, for people."""
+    """Host name for messages."""
     address: str
     """Where its workers reach and are reached by those of other hosts."""
     versions: dict[str, str]
     settings: Settings | None
-    """Of the model and how it is run; None: whatever the engine has."""
+    """Settings of the model; None: those of the engine."""
 
 
 class Hired(msgspec.Struct, frozen=True, tag="hired"):
-    """The workers run. Process ids by number."""
+    """The workers run; process ids by worker number."""
 
     pids: dict[int, int]
 
 
 class Said(msgspec.Struct, frozen=True, tag="said"):
-    """A worker says this."""
+    """Message of a worker."""
 
     worker: int
     payload: bytes
@@ -50,13 +50,13 @@ class NodeEnded(msgspec.Struct, frozen=True, tag="ended"):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """The host goes, and its workers with it."""
+    """The host leaves, and its workers with it."""
 
     reason: str
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """Nothing new. Both sides say it at intervals."""
+    """Sign of life, sent by both sides at intervals."""
 
 
 ToEngine = NodeJoin | Hired | Said | NodeEnded | Leaving | Alive
@@ -65,19 +65,19 @@ ToEngine = NodeJoin | Hired | Said | NodeEnded | Leaving | Alive
 
 
 class NodeWait(msgspec.Struct, frozen=True, tag="wait"):
-    """You are expected; others are missing."""
+    """The host is accepted; others are missing."""
 
     missing: str
 
 
 class NodeRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """Not you, and why."""
+    """The host is refused, and why."""
 
     reason: str
 
 
 class Hire(msgspec.Struct, frozen=True, tag="hire"):
-    """All hosts are here: start these workers. Names by number."""
+    """All hosts have joined: start these workers. Names by worker number."""
 
     names: dict[int, str]
     model: ModelConfig
@@ -99,7 +99,7 @@ class NodeEnd(msgspec.Struct, frozen=True, tag="end"):
     """The instance ends: end its workers."""
 
     status: int
-    """The exit status that tells it best."""
+    """Exit status for the host's process."""
     reason: str
 
 

@@ -1,4 +1,4 @@
-"""How other servers choose, written from their descriptions, each as a pure policy.
+"""Policies of other servers, written from their descriptions as pure functions.
 
 Each knows what its original knows: its own dispatches, and what the instances last reported.
 """
@@ -13,7 +13,7 @@ from engine.messages import InstanceReport
 
 
 class Baseline(Protocol):
-    """Chooses for one front end. Ranks are 0 ... n - 1."""
+    """A policy of one front end; ranks are 0 ... n - 1."""
 
     def choose(self, prompt: Sequence[int], now: float) -> int: ...
     def reported(self, rank: int, report: InstanceReport, now: float) -> None: ...
@@ -37,8 +37,10 @@ class RoundRobin:
 
 
 class _Counts:
-    """Running and waiting per instance as vLLM's front ends have them: refreshed by the coordinator every
-    100 ms, whatever was sent since."""
+    """Running and waiting requests per instance, as vLLM's front ends have them.
+
+    The coordinator refreshes them every 100 ms, whatever was sent since.
+    """
 
     REFRESH = 0.1
 
@@ -90,8 +92,10 @@ class VllmWaiting:
 
 
 class VllmInFlight:
-    """vLLM's newer score: the larger of its own in flight and waiting plus running, and more for requests
-    that wait while the KV cache is over half full."""
+    """vLLM's newer score: its own requests in flight, or waiting plus running if larger.
+
+    Waiting requests add more while the KV cache is over half full.
+    """
 
     def __init__(self, num_instances: int) -> None:
         self._counts = _Counts(num_instances)
@@ -116,8 +120,10 @@ class VllmInFlight:
 
 
 class SglangTotalTokens:
-    """SGLang's ``total_tokens``: the fewest tokens in cache and queue, then the fewest requests, of which its
-    own since the last report are counted."""
+    """SGLang's ``total_tokens``: fewest tokens in cache and queue, then fewest requests.
+
+    Of the requests, this router's own since the last report are counted.
+    """
 
     def __init__(self, num_instances: int) -> None:
         self._tokens = [0] * num_instances
@@ -139,14 +145,16 @@ class SglangTotalTokens:
 
 
 class SglangCacheAware:
-    """SGLang's router: the longest prefix among those that it sent before, if that is 0.3 of the prompt, else
-    who has got the least text so far; and the shortest queue while loads differ by more than 64 requests and
-    a factor of 1.5."""
+    """SGLang's router: the longest prefix among those that it sent before.
+
+    The prefix must be 0.3 of the prompt; otherwise the instance with the least text so far is chosen. The
+    shortest queue is chosen while loads differ by more than 64 requests and a factor of 1.5.
+    """
 
     CHUNK = 16
     """Tokens per step of the prefixes that are remembered."""
     MAX_CHUNKS = 200_000
-    """Remembered per instance, the least recently used ones go first."""
+    """Most chunks remembered per instance; the least recently used ones go first."""
 
     def __init__(self, num_instances: int) -> None:
         self._in_flight = [0] * num_instances

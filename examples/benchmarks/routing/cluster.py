@@ -1,4 +1,4 @@
-"""A mesh in one process with a virtual clock: real engine cores and a real chooser, joined by a delay.
+"""A mesh in one process with a virtual clock: engine cores and a router's chooser.
 
 Only the model is missing: a step takes the time of :class:`StepTime`, and its tokens mean nothing.
 """
@@ -37,7 +37,10 @@ PEER = b"router"
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """Seconds of a step: ``base + per_token * tokens + per_context * tokens read from the KV cache``."""
+    """Seconds of a step, linear in its tokens and the cached tokens read.
+
+    ``base + per_token * tokens + per_context * tokens read from the KV cache``.
+    """
 
     name: str
     base: float
@@ -45,7 +48,7 @@ class StepTime(msgspec.Struct, frozen=True):
     per_context: float
 
     def on_shared(self, cores: float, slowdown: float) -> StepTime:
-        """The same where instances share cores that are so many times slower than measured."""
+        """The same time on shared cores that are so many times slower."""
         name = f"{self.name}, {cores:g} cores for all, {slowdown:g}x"
         parts = (self.base, self.per_token, self.per_context)
         return StepTime(name, *(slowdown * part for part in parts))
@@ -55,7 +58,7 @@ class StepTime(msgspec.Struct, frozen=True):
 
 
 class Clocked:
-    """An executor that computes nothing and says how long it would have taken."""
+    """An executor that computes nothing, and reports the time that a step would take."""
 
     in_flight = 1
     needs_tokens = False
@@ -63,12 +66,17 @@ class Clocked:
 
     def __init__(self, time: StepTime) -> None:
         self._time = time
+        self._step = Step()
         self.seconds = 0.0
         self.computed = 0
 
-    def execute(self, step: Step, sizes: object = ()) -> StepResult:
+    def begin(self, step: Step, sizes: object = ()) -> None:
         self.seconds = self._time.of(step)
         self.computed += step.num_tokens
+        self._step = step
+
+    def finish(self) -> StepResult:
+        step = self._step
         return StepResult([None if row in step.partial else 7 for row in range(len(step.slots))])
 
     def expert_times(self) -> None:
@@ -79,18 +87,18 @@ class Clocked:
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What each instance is given."""
+    """Resources of each instance."""
 
     time: StepTime
     num_blocks: int = 8192
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     cores: float | None = None
-    """That the steps of all instances share; None: each instance computes on its own."""
+    """Cores that all instances' steps share; None: each instance computes on its own."""
 
 
 class Cores:
-    """Steps that run at once on fewer cores than they are: each gets the same share of them."""
+    """Fewer cores than steps that run at once: each step gets the same share."""
 
     def __init__(self, count: float) -> None:
         self._count = count
@@ -98,7 +106,7 @@ class Cores:
         self._at = 0.0
 
     def begin(self, name: str, seconds: float, now: float) -> None:
-        """A step that takes so long on a core of its own."""
+        """Begin a step that takes so long on a core of its own."""
         self._pass(now)
         self._left[name] = seconds
 
@@ -107,7 +115,7 @@ class Cores:
         del self._left[name]
 
     def next_end(self) -> tuple[str, float] | None:
-        """The step that ends first, if none begins before, and when."""
+        """Name and end of the step that ends first, if none begins before."""
         if not self._left:
             return None
         name = min(self._left, key=lambda each: self._left[each])
@@ -125,14 +133,14 @@ class Cores:
 
 @dataclass
 class _Node:
-    """An instance and what waits for it."""
+    """An instance and its waiting messages."""
 
     core: EngineCore
     executor: Clocked
     inbox: list[Any] = field(default_factory=list)
     stepping: bool = False
     deltas: list[Delta] = field(default_factory=list)
-    """Of the step under way."""
+    """Token deltas of the step under way."""
     has_blocks: int | None = None
     last_dispatch: int = 0
 
@@ -191,7 +199,7 @@ class Cluster:
         self._then: dict[Entry, Callable[[], None]] = {}
 
     def run(self, load: Sequence[Arrival | Conversation]) -> list[Outcome]:
-        """Until all requests have ended."""
+        """Run until all requests have ended."""
         for item in load:
             if isinstance(item, Conversation):
                 self._begin_turn(item, 0, [], item.at)
@@ -205,11 +213,11 @@ class Cluster:
 
     @property
     def computed_tokens(self) -> list[int]:
-        """Of each instance: prompts and output."""
+        """Tokens that each instance has computed: prompts and output."""
         return [node.executor.computed for node in self._nodes.values()]
 
     def check_clean(self) -> None:
-        """After a run: no instance holds anything but its prefix cache, of which the index knows all."""
+        """Check after a run that instances hold only prefix caches that the index knows."""
         assert not self._ledger, "requests are left"
         for name, node in self._nodes.items():
             report = node.core.report(0, 0)
@@ -219,7 +227,7 @@ class Cluster:
                 known = node.core.block_events(None)
                 assert known is not None
                 assert self._pool.index.num_blocks(name) == len(known.stored) // NAME_BYTES
-                assert self._pool.index.num_promised(name) == 0
+                assert self._pool.index.num_expected(name) == 0
 
     # ---- clients
 

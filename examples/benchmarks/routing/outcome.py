@@ -1,4 +1,4 @@
-"""What became of a request."""
+"""Outcomes of requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Outcome:
-    """One request, measured by its client. Times in seconds."""
+    """Outcome of one request, measured by its client, with times in seconds."""
 
     arrival: float
     first_token: float = 0.0

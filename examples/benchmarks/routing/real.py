@@ -1,6 +1,7 @@
-"""The comparison on real instances, over HTTP: of the shipped model, with loads made for it, or of a model
-that waits as long as a device would compute (``examples/benchmarks/null_model.py``), with the loads of the
-simulation.
+"""The comparison of policies on real instances, over HTTP.
+
+They serve the shipped model, with loads made for it, or a model that waits as long as a device would compute
+(``examples/benchmarks/null_model.py``), with the loads of the simulation.
 
 Lockstep's policy chooses as it always does. The others run in this client, which is then their router: it
 pins each request to the rank that they choose, knows what it sent itself, and reads what the instances
@@ -51,17 +52,17 @@ LONGEST = 32_768
 
 
 class Steps(NamedTuple):
-    """Whose instances there are, and what they are sent."""
+    """A set of instances and the loads that they get."""
 
     name: str
     loads: Mapping[str, Callable[[random.Random, int], Load]]
-    """Made from a seed for a number of instances."""
+    """Maker of loads, from a seed and a number of instances."""
     arguments: Callable[[str], str]
-    """Of ``serve``, for a load."""
+    """Arguments of ``serve`` for a load."""
     serve: Sequence[str] = ("-m", "router.launcher.serve")
     variables: Mapping[str, str] = {}
     extent: Mapping[str, float] = {}
-    """What else is to be known of a run, for the file of results."""
+    """Further facts of a run, for the file of results."""
 
 
 def shipped_model(seconds: float, rate: float) -> Steps:
@@ -77,8 +78,10 @@ def shipped_model(seconds: float, rate: float) -> Steps:
 
 @contextlib.contextmanager
 def waiting(time: StepTime, slowdown: float) -> Iterator[Steps]:
-    """Instances that wait for as long as such steps take, everything so many times slower: what the host
-    does meanwhile then matters so many times less."""
+    """Instances that wait as long as such steps take, slowed down by a factor.
+
+    The host's own work then matters less by the same factor.
+    """
     variables = {
         STEP_VARIABLE: str(time.base * slowdown * 1e3),
         TOKEN_VARIABLE: str(time.per_token * slowdown * 1e6),
@@ -104,7 +107,7 @@ def waiting(time: StepTime, slowdown: float) -> Iterator[Steps]:
 
 
 def _with_long_context(folder: Path) -> Path:
-    """The shipped model, said to have been trained on long texts."""
+    """The shipped model, with a configuration for longer texts than it was trained on."""
     folder.mkdir()
     for file in SHIPPED.iterdir():
         if file.name != "config.json":
@@ -176,7 +179,7 @@ class Run:
         return ids
 
     async def _watch(self) -> None:
-        """Tell a baseline what the instances report.
+        """Pass the instances' reports on to a baseline.
 
         For Lockstep's own policies too, as it costs time.
         """
@@ -190,7 +193,7 @@ class Run:
 
 
 def _report(load: dict[str, Any]) -> InstanceReport:
-    """As the instance has sent it, from what ``/v1/loads`` tells of it."""
+    """An instance's report, rebuilt from its entry in ``/v1/loads``."""
     return InstanceReport(
         last_dispatch=0,
         running=load["num_running_reqs"],
@@ -225,7 +228,7 @@ async def _computed(session: aiohttp.ClientSession, url: str) -> list[int]:
 
 
 class RealJob(NamedTuple):
-    """One policy under one load made from one seed, on so many real instances, for the so manieth time."""
+    """One run of a policy, a load and a seed on real instances."""
 
     steps: str
     load: str
@@ -239,7 +242,7 @@ class RealJob(NamedTuple):
 
 
 async def compare(jobs: Sequence[RealJob], steps: Steps) -> AsyncIterator[Result]:
-    """Run by run in the order of ``jobs``.
+    """Run the jobs one by one, in their order.
 
     The baselines share a mesh with ``prefix_aware``, so that nothing but the choices differs between them;
     others of Lockstep's policies have a mesh each.

@@ -1,4 +1,4 @@
-"""What the runs of the comparison come to: medians over seeds, a verdict, a table and pictures."""
+"""Results of the comparison: medians over seeds, a verdict, a table and pictures."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from examples.benchmarks.routing.workloads import LOADS
 from router.dispatch.policy import Policy
 
 Result = dict[str, Any]
-"""One run: of a policy under a load made from a seed, for a number of instances."""
+"""One run of a policy under a seeded load, for a number of instances."""
 KEY = ("steps", "load", "policy", "instances", "seed", "repeat")
-"""What names a run in a file of results.
+"""Fields that identify a run in a file of results.
 
 ``steps``: whose they are, a machine's name.
 """
 POLICIES = list(dict.fromkeys([*map(str, Policy), *BASELINES]))  # round robin is in both
 MOST_BEHIND = 1.03
 REAL = "real instances"
-"""How the name of steps ends that were not simulated."""
+"""End of the name of steps that real instances took."""
 FIGURES = ("ttft_p50", "ttft_p99")
 
 
@@ -32,13 +32,13 @@ def key_of(steps: str, load: str, policy: str, instances: int, seed: int, repeat
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """By nearest rank."""
+    """Percentile by nearest rank."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
 
 
 def summary(outcomes: Sequence[Outcome], computed: Sequence[int]) -> dict[str, float]:
-    """Times in milliseconds."""
+    """Summary of outcomes, with times in milliseconds."""
     ttft = [1000 * (each.first_token - each.arrival) for each in outcomes]
     latency = [1000 * (each.end - each.arrival) for each in outcomes]
     return {
@@ -55,7 +55,7 @@ def summary(outcomes: Sequence[Outcome], computed: Sequence[int]) -> dict[str, f
 
 
 def groups(results: Sequence[Result]) -> dict[tuple[str, int, str], list[Result]]:
-    """By whose steps they are, number of instances, and load."""
+    """Results by kind of steps, number of instances, and load."""
     found: dict[tuple[str, int, str], list[Result]] = {}
     for each in sorted(results, key=_place):
         found.setdefault((each["steps"], each["instances"], each["load"]), []).append(each)
@@ -68,8 +68,7 @@ def _place(result: Result) -> tuple[str, int, int, int]:
 
 
 def ratios(here: Sequence[Result], figure: str, others: Iterable[str]) -> list[float]:
-    """For each seed, the figure of prefix_aware over that of whoever was the best under this seed; for each
-    time that it was run."""
+    """Ratio of prefix_aware's figure to that of the best other policy, by seed and run."""
     seeds: dict[tuple[int, int], dict[str, float]] = {}
     for each in here:
         seeds.setdefault((each["seed"], each["repeat"]), {})[each["policy"]] = each[figure]
@@ -105,8 +104,10 @@ def to_best(here: Sequence[Result], figure: str, others: Iterable[str]) -> float
 
 
 def noise(here: Sequence[Result], figure: str) -> float | None:
-    """How far a run is from another one of the same policy under the same seed: the median of the larger over
-    the smaller. None if nothing was run twice."""
+    """Median ratio of the larger to the smaller figure of repeated runs.
+
+    Runs have the same policy and seed. None if nothing was run twice.
+    """
     runs: dict[tuple[int, str], list[float]] = {}
     for each in here:
         runs.setdefault((each["seed"], each["policy"]), []).append(each[figure])
@@ -115,7 +116,10 @@ def noise(here: Sequence[Result], figure: str) -> float | None:
 
 
 def verdict(results: Sequence[Result]) -> list[str]:
-    """How far prefix_aware is from the best of what other servers do: by the rule, at most 1.03 times."""
+    """How far prefix_aware is from the best of other servers' policies.
+
+    The rule allows at most 1.03 times.
+    """
     lines = []
     for (steps, size, load), here in groups(results).items():
         for figure in FIGURES:
@@ -141,8 +145,11 @@ def verdict(results: Sequence[Result]) -> list[str]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown: one table for each number of instances and kind of steps, a row for each policy; each cell
-    has medians over the seeds. The last row has the verdict's ratios, with those of single seeds."""
+    """Markdown tables, one for each number of instances and kind of steps.
+
+    Each policy has a row; each cell has medians over the seeds. The last row has the verdict's ratios, with
+    those of single seeds.
+    """
     found = groups(results)
     lines = []
     for steps, size in dict.fromkeys((steps, size) for steps, size, _ in found):
@@ -181,8 +188,10 @@ def _ratio_cell(here: Sequence[Result]) -> str:
 
 
 def plot(results: Sequence[Result], directory: Path) -> None:
-    """One picture per number of instances and kind of steps: p50, p99 and hit rate by load and policy, as
-    medians over the seeds."""
+    """One picture per number of instances and kind of steps.
+
+    It shows p50, p99 and hit rate by load and policy, as medians over the seeds.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

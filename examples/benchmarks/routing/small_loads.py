@@ -1,4 +1,6 @@
-"""Loads for a few instances of a small model on one host, of ``rate`` requests a second in all.
+"""Loads for a few instances of a small model on one host.
+
+``rate`` is requests a second in all.
 
 Real meshes get them (``--real``), and simulated ones that share cores (``--cores``).
 """
@@ -11,11 +13,11 @@ from collections.abc import Callable, Iterator
 from examples.benchmarks.routing.workloads import Arrival, Conversation, Load, words
 
 NUM_BLOCKS = 600
-"""Of 16 tokens, in the KV cache of each instance."""
+"""Blocks of 16 tokens in the KV cache of each instance."""
 NUM_SEQS = 32
 """Requests that an instance runs at once."""
 NUM_TOKENS = 512
-"""Of a step at most: the default on a CPU."""
+"""Most tokens of a step: the default on a CPU."""
 
 
 def hot_prefix(rng: random.Random, seconds: float, rate: float) -> Load:

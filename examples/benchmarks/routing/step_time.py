@@ -1,4 +1,4 @@
-"""How long a step takes: the steps of a real model, measured and fitted."""
+"""Step times of a real model, measured and fitted."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ REPEATS = 3
 
 
 def measure(model: str, threads: int = 1) -> StepTime:
-    """Run steps of 1 to 64 decodes over contexts of 16 to 1536 tokens and prefills of 16 to 1024, and fit a
-    base, a time per token and one per cached token that is read, by least squares of the relative error."""
+    """Measure steps and fit a base, a time per token and one per cached token.
+
+    Steps are 1 to 64 decodes over contexts of 16 to 1536 tokens, and prefills of 16 to 1024. The fit is by
+    least squares of the relative error.
+    """
     info = read_model_info(find_model(model, None))
     executor = UniExecutor(EngineConfig(model=ModelConfig(model=model)), info, threads)
     executor.load(lambda phase: None)
@@ -35,7 +38,8 @@ def measure(model: str, threads: int = 1) -> StepTime:
         taken = []
         for _ in range(REPEATS + 1):
             began = time.perf_counter()
-            executor.execute(step, ())
+            executor.begin(step)
+            executor.finish()
             taken.append(time.perf_counter() - began)
         sizes.append((1.0, rows * count, rows * (start + count)))
         seconds.append(min(taken[1:]))

@@ -1,4 +1,4 @@
-"""The loads of the comparison.
+"""Loads of the comparison.
 
 All are made from a seed; token ids are random numbers.
 """
@@ -12,7 +12,7 @@ import msgspec
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """One request. ``at`` in seconds."""
+    """One request, with its time ``at`` in seconds."""
 
     at: float
     prompt: list[int]
@@ -21,12 +21,12 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """Turns of one client: each prompt is all that was said before and some new words."""
+    """Turns of one client: each prompt is the whole conversation and some new words."""
 
     at: float
     system: list[int]
     turns: list[tuple[list[int], int]]
-    """(new words, tokens of the answer)."""
+    """Turns: (new words, tokens of the answer)."""
     pause: float
     """Seconds between an answer and the next turn."""
     session: str
@@ -36,7 +36,7 @@ Load = Sequence[Arrival | Conversation]
 
 
 def _count(each: int, num_instances: int) -> int:
-    """Requests in all, so many for each instance.
+    """Number of requests in all, so many for each instance.
 
     Half of that for many instances, to be done sooner.
     """
@@ -48,7 +48,7 @@ def words(rng: random.Random, count: int) -> list[int]:
 
 
 def small_ids(load: Load) -> Load:
-    """The same with token ids of a vocabulary of 4096."""
+    """The same load with token ids of a vocabulary of 4096."""
 
     def of(ids: Sequence[int]) -> list[int]:
         return [5 + word % 4000 for word in ids]
@@ -95,7 +95,10 @@ def multi_turn(rng: random.Random, num_instances: int, scale: float) -> Load:
 
 
 def hot_prefix(rng: random.Random, num_instances: int, scale: float) -> Load:
-    """Prompts that begin with one of 40 documents, drawn by Zipf's law: the first is in every fourth."""
+    """Prompts that begin with one of 40 documents, drawn by Zipf's law.
+
+    The first document is in every fourth prompt.
+    """
     documents = [words(rng, 2048) for _ in range(40)]
     weights = [1 / (place + 1) for place in range(len(documents))]
     at, found = 0.0, []
@@ -107,8 +110,10 @@ def hot_prefix(rng: random.Random, num_instances: int, scale: float) -> Load:
 
 
 def small_caches(rng: random.Random, num_instances: int, scale: float) -> Load:
-    """Documents that fit into all caches together if each is kept once, and no second time. An instance holds
-    eight; requests come as fast as can just be served if they find them."""
+    """Documents that fit into all caches together if each is kept only once.
+
+    An instance holds eight. Requests come as fast as can just be served if they find them.
+    """
     documents = [words(rng, 1200) for _ in range(8 * num_instances)]
     weights = [1 / (place + 1) for place in range(len(documents))]
     at, found = 0.0, []
@@ -127,4 +132,4 @@ LOADS: dict[str, Callable[[random.Random, int, float], Load]] = {
     "small caches": small_caches,
 }
 SMALLER: dict[str, dict[str, int]] = {"small caches": {"num_blocks": 600, "max_num_seqs": 32}}
-"""What instances are given under a load, where it is less than ``Machine`` says."""
+"""Resources of instances under a load that are less than those of ``Machine``."""

@@ -1,5 +1,7 @@
-"""Lets vLLM's CPU build serve mixtures of experts with ``-dp 2``: as released it dies of its first request,
-since its communicator for CPUs has no collectives for parts of different lengths.
+"""Collectives that let vLLM's CPU build serve mixtures of experts with ``-dp 2``.
+
+As released it dies of its first request, since its communicator for CPUs has no collectives for parts of
+different lengths.
 
 Both are made of gloo's: rows padded to the longest part and gathered, and a sum of which each rank keeps
 its part. Without ``--enable-expert-parallel``: with it, vLLM's kernel for experts fails on CPUs even so.

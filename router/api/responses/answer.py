@@ -164,19 +164,19 @@ class ResponsesAnswer(Answer):
         added = wire.ItemAdded(output_index=item.index, item=self._item(item, IN_PROGRESS, ""))
         if item.kind is ItemKind.CALL:
             return [added]
-        return [added, wire.PartAdded(**self._place(item), part=self._part(item, ""))]
+        return [added, wire.PartAdded(**self._position(item), part=self._part(item, ""))]
 
     def _more(self, item: Item, text: str, logprobs: list[TokenLogprob]) -> list[wire.WireEvent]:
-        place = self._place(item)
+        position = self._position(item)
         match item.kind:
             case ItemKind.REASONING:
-                return [wire.ReasoningDelta(**place, delta=text)]
+                return [wire.ReasoningDelta(**position, delta=text)]
             case ItemKind.TEXT:
-                return [wire.TextDelta(**place, delta=text, logprobs=logprobs)]
+                return [wire.TextDelta(**position, delta=text, logprobs=logprobs)]
             case ItemKind.CALL if self._is_custom(item):
                 return self._input_delta(item, self._inputs.setdefault(item.index, InputReader()).feed(text))
             case ItemKind.CALL:
-                return [wire.ArgumentsDelta(**place, delta=text)]
+                return [wire.ArgumentsDelta(**position, delta=text)]
 
     def _closed(self, item: Item) -> list[wire.WireEvent]:
         status = self._status_of(item, self._status())
@@ -185,28 +185,28 @@ class ResponsesAnswer(Answer):
             return [*self._call_done(item), done]
         return [
             self._text_done(item),
-            wire.PartDone(**self._place(item), part=self._part(item, item.text)),
+            wire.PartDone(**self._position(item), part=self._part(item, item.text)),
             done,
         ]
 
     def _text_done(self, item: Item) -> wire.WireEvent:
         if item.kind is ItemKind.REASONING:
-            return wire.ReasoningDone(**self._place(item), text=item.text)
-        return wire.TextDone(**self._place(item), text=item.text, logprobs=self._logprobs_of(item))
+            return wire.ReasoningDone(**self._position(item), text=item.text)
+        return wire.TextDone(**self._position(item), text=item.text, logprobs=self._logprobs_of(item))
 
     def _call_done(self, item: Item) -> list[wire.WireEvent]:
-        place = self._place(item)
+        position = self._position(item)
         if self._is_custom(item):
             rest = self._inputs[item.index].end() if item.index in self._inputs else ""
-            done = wire.InputDone(**place, input=custom_input(item.text))
+            done = wire.InputDone(**position, input=custom_input(item.text))
             return [*self._input_delta(item, rest), done]
         called = self._names.get(item.name, ToolName(item.name))
-        return [wire.ArgumentsDone(**place, name=called.name, arguments=item.text)]
+        return [wire.ArgumentsDone(**position, name=called.name, arguments=item.text)]
 
     def _input_delta(self, item: Item, text: str) -> list[wire.WireEvent]:
-        return [wire.InputDelta(**self._place(item), delta=text)] if text else []
+        return [wire.InputDelta(**self._position(item), delta=text)] if text else []
 
-    def _place(self, item: Item) -> dict[str, Any]:
+    def _position(self, item: Item) -> dict[str, Any]:
         return {"item_id": self._item_ids[item.index], "output_index": item.index}
 
     def _part(self, item: Item, text: str) -> wire.Part:

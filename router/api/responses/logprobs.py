@@ -52,7 +52,10 @@ class TextLogprobs:
         return []
 
     def _last(self, num_characters: int) -> list[TokenLogprobs]:
-        """The last tokens of so many characters, and any token that one begins within."""
+        """The last tokens of so many characters, and textless ones right before them.
+
+        A token without text is a part of a character that a later one completes.
+        """
         begin = len(self._waiting)
         while begin and (num_characters > 0 or not self._waiting[begin - 1][0]):
             begin -= 1

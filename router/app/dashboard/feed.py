@@ -1,4 +1,4 @@
-"""One computation for all who look at the page, and none while nobody does.
+"""One computation for all viewers of the page, and none while there is no viewer.
 
 The first viewer starts the clock, the last one stops it. Each frame is made and encoded once; a viewer that
 reads slowly misses frames instead of piling them up, and one that does not read at all is let go.
@@ -42,15 +42,6 @@ class Feed:
     def __repr__(self) -> str:
         return f"<Feed {self._num_viewers} viewers, {self._number} frames>"
 
-    @property
-    def num_viewers(self) -> int:
-        return self._num_viewers
-
-    @property
-    def num_frames(self) -> int:
-        """Made so far."""
-        return self._number
-
     def enter(self) -> None:
         """Take a viewer's place; :meth:`leave` gives it back.
 
@@ -75,8 +66,10 @@ class Feed:
         self._fresh.set()
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """For one who has entered: the newest frame at once, then each one that is new when the reader comes
-        back; ends with :meth:`close`."""
+        """The frames for a viewer that has entered; ends with :meth:`close`.
+
+        The newest frame comes at once. Then comes each one that is new when the reader asks again.
+        """
         if self._clock is None or self._clock.done():
             self._make()
             self._clock = asyncio.create_task(self._tick())
@@ -103,7 +96,7 @@ class Feed:
 
 
 class FeedStream(Response):
-    """The frames as server-sent events, for a viewer who has entered, and leaves when this ends."""
+    """The frames as server-sent events for one viewer, which leaves when the response ends."""
 
     def __init__(self, feed: Feed, *, send_timeout: float = SEND_TIMEOUT) -> None:
         self.status_code = 200

@@ -1,4 +1,4 @@
-"""Making a frame of what this front end knows (pure)."""
+"""Frames of the dashboard, made from this router's view of the mesh (pure)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Watched(Protocol):
 
 
 def frame_of(mesh: Watched, faults: Faults, num_requests: int, front_end: int, now: float) -> Frame:
-    """``now``: Unix time in seconds; ``num_requests``: in flight at all front ends."""
+    """``now``: Unix time in seconds; ``num_requests``: in flight at all routers."""
     view = mesh.view
     reports, standing = mesh.reports(), mesh.standing()
     members = view.members if view is not None else []

@@ -1,4 +1,4 @@
-"""The handlers of the page: its files, open to anybody, and the feed, which needs the endpoint's key."""
+"""Handlers of the dashboard: its files without authentication, its feed with the endpoint's key."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def files() -> dict[str, tuple[bytes, str]]:
 
 
 def open_paths() -> frozenset[str]:
-    """What needs no key: files that are the same for everybody."""
+    """Paths without authentication: files that are the same for all users."""
     return frozenset(files())
 
 
 class Dashboard:
-    """The page of one front end."""
+    """The dashboard of one router."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""What the page is told every second.
+"""Frames of the dashboard, sent every second.
 
-Totals, not rates: the browser takes differences, so that a frame which it missed costs it nothing.
+They hold totals, not rates: the browser takes differences, so that a frame which it missed costs it nothing.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from router.dispatch.pool import InstanceHealth
 from router.faults import Fault
 
 MAX_INSTANCES = 256
-"""Instances told of one by one, by rank; ``num_instances`` counts all."""
+"""Most instances in a frame, by rank; ``num_instances`` counts all."""
 MAX_REQUESTS = 200
 MAX_FAULTS = 30
 
 
 class StepTotals(msgspec.Struct, frozen=True):
-    """Of the steps taken in lockstep, since the instance started. Times in seconds."""
+    """Totals of the steps taken in lockstep since the instance started; times in seconds."""
 
     steps: int
     wait: float
@@ -35,7 +35,7 @@ class StepTotals(msgspec.Struct, frozen=True):
 
 
 class Told(msgspec.Struct, frozen=True):
-    """What an instance said in its newest report."""
+    """An instance's newest report."""
 
     prompt_tokens: int
     generation_tokens: int
@@ -52,7 +52,7 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class InstanceState(msgspec.Struct, frozen=True):
-    """One instance: as the coordinator knows it, as it said itself, and how this front end stands with it."""
+    """One instance, as the coordinator, the instance itself and this router see it."""
 
     rank: int
     state: str
@@ -80,12 +80,12 @@ class Frame(msgspec.Struct, frozen=True):
     num_instances: int
     instances: list[InstanceState]
     num_requests: int
-    """At all front ends."""
+    """Requests in flight in all routers."""
     num_requests_here: int
-    """At the front end that tells."""
+    """Requests in flight in the router that sends the frame."""
     requests: list[Flight]
-    """Of those, the oldest."""
+    """The oldest of the requests in flight."""
     resumes: int
-    """Requests that went on at another instance, of all front ends."""
+    """Requests that continued at another instance, over all routers."""
     faults: list[Fault]
     """The latest, oldest first."""

@@ -1,4 +1,4 @@
-"""When requests are sent (pure): at once, at a rate with more or less chance, in bursts, or ever faster."""
+"""Arrival times of requests (pure): at once, at a rate, in bursts, or ever faster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
     request_rate: float = INFINITE
     """Requests per second; infinite: all at once."""
     burstiness: float = 1.0
-    """Shape of the gamma distribution of the gaps: 1 is Poisson, less has more bursts, more is steadier."""
+    """Shape of the gamma distribution of the gaps between requests.
+
+    1 is Poisson, less has more bursts, more is steadier.
+    """
     burst_size: int | None = None
     """Requests that come together, instead of a rate ..."""
     burst_interval: float = 1.0

@@ -74,13 +74,16 @@ class StreamChunk(msgspec.Struct):
 
     @property
     def says_something(self) -> bool:
-        """Whether it carries a token: the chunk with the role and the one with usage alone do not."""
+        """Whether the chunk carries a token.
+
+        The chunk with the role and the one with usage alone do not.
+        """
         deltas = [choice.delta or Delta() for choice in self.choices or ()]
         return any(delta.content or not delta.role for delta in deltas)
 
     @property
     def text(self) -> str:
-        """Of its first choice; call it for those that say something."""
+        """Text of the first choice; call it only for chunks with a token."""
         choice = (self.choices or [Choice()])[0]
         return (choice.delta.content if choice.delta else None) or choice.text or ""
 
@@ -202,7 +205,7 @@ def _body(target: Target, ask: Ask, said: Sequence[str]) -> dict[str, Any]:
 
 
 async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The data of each event of a stream of server-sent events that have one line each.
+    """The data of each server-sent event of a stream whose events have one line each.
 
     Raises:
         ValueError: a line is too long.

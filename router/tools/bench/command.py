@@ -201,7 +201,7 @@ def _progress(disabled: bool) -> Progress:
 
 
 def conversations(args: Args, rng: random.Random, count: int) -> list[Conversation]:
-    """What to ask.
+    """The conversations of a run.
 
     Raises:
         ValueError: the file of --dataset-path cannot be used.
@@ -330,43 +330,96 @@ def parse_args(argv: Sequence[str]) -> Args:
         prog=PROG, description="Measure a server that speaks OpenAI's API.", allow_abbrev=False
     )
     add = parser.add_argument
-    add("--backend", choices=["openai", "vllm", "openai-chat"], default="openai", help="completions or chat")
-    add("--base-url", help="of the server, with or without /v1 (default: http://127.0.0.1:8000)")
-    add("--host", help="instead of --base-url")
-    add("--port", type=int, help="instead of --base-url")
-    add("--uds", metavar="PATH", help="of the server's Unix socket, instead of --base-url")
-    add("--config", metavar="FILE", help="settings of serve: host, port, ssl-certfile, api-key of the server")
+    add(
+        "--backend",
+        choices=["openai", "vllm", "openai-chat"],
+        default="openai",
+        help="API to measure (default: %(default)s)",
+    )
+    add("--base-url", help="base URL of the server, with or without /v1 (default: http://127.0.0.1:8000)")
+    add("--host", help="host of the server, instead of --base-url")
+    add("--port", type=int, help="port of the server, instead of --base-url")
+    add("--uds", metavar="PATH", help="path of the server's Unix socket, instead of --base-url")
+    add(
+        "--config",
+        metavar="FILE",
+        help="settings file of serve, for the server's host, port, certificate and key",
+    )
     add("--serve", metavar="ARGS", help="start 'serve ARGS' for the runs, instead of --base-url")
-    add("--endpoint", help="path (default: /v1/completions or /v1/chat/completions)")
-    add("--model", help="name in requests (default: the first that the server lists)")
+    add("--endpoint", help="path of the API (default: /v1/completions or /v1/chat/completions)")
+    add("--model", help="model name in requests (default: the first that the server lists)")
     add(
         "--tokenizer", type=Path, help="directory with tokenizer.json, to count the tokens of a ShareGPT file"
     )
-    add("--dataset-name", choices=DATASETS, default="random", help="what is asked (default: %(default)s)")
-    add("--dataset-path", type=Path, help="JSON file, for sharegpt")
+    add("--dataset-name", choices=DATASETS, default="random", help="kind of prompts (default: %(default)s)")
+    add("--dataset-path", type=Path, help="JSON file of the dataset sharegpt")
     add("--random-input-len", type=int, default=128, help="tokens per prompt (default: %(default)s)")
-    add("--random-output-len", type=int, default=64, help="tokens asked for (default: %(default)s)")
-    add("--random-prefix-len", type=int, default=0, help="further tokens, the same in all prompts of a run")
-    add("--random-range-ratio", type=float, default=0.0, help="lengths vary by this part (default: 0)")
+    add(
+        "--random-output-len",
+        type=int,
+        default=64,
+        help="tokens to generate per prompt (default: %(default)s)",
+    )
+    add(
+        "--random-prefix-len",
+        type=int,
+        default=0,
+        help="tokens of a prefix shared by all prompts (default: 0)",
+    )
+    add(
+        "--random-range-ratio",
+        type=float,
+        default=0.0,
+        help="relative variation of lengths, 0 to below 1 (default: 0)",
+    )
     add("--random-vocab", type=int, default=4096, help="token ids are below this (default: %(default)s)")
-    add("--sharegpt-output-len", type=int, help="tokens asked for, instead of the file's answers' lengths")
-    add("--prefix-repetition-prefix-len", type=int, default=256, help="tokens (default: %(default)s)")
-    add("--prefix-repetition-suffix-len", type=int, default=256, help="tokens (default: %(default)s)")
-    add("--prefix-repetition-num-prefixes", type=int, default=10, help="(default: %(default)s)")
-    add("--prefix-repetition-output-len", type=int, default=128, help="tokens (default: %(default)s)")
-    add("--multi-turn-num-turns", type=int, default=4, help="of a conversation (default: %(default)s)")
+    add("--sharegpt-output-len", type=int, help="tokens to generate, instead of the lengths in the file")
+    add(
+        "--prefix-repetition-prefix-len",
+        type=int,
+        default=256,
+        help="tokens per prefix (default: %(default)s)",
+    )
+    add(
+        "--prefix-repetition-suffix-len",
+        type=int,
+        default=256,
+        help="tokens per suffix (default: %(default)s)",
+    )
+    add(
+        "--prefix-repetition-num-prefixes",
+        type=int,
+        default=10,
+        help="number of prefixes (default: %(default)s)",
+    )
+    add(
+        "--prefix-repetition-output-len",
+        type=int,
+        default=128,
+        help="tokens to generate (default: %(default)s)",
+    )
+    add("--multi-turn-num-turns", type=int, default=4, help="turns per conversation (default: %(default)s)")
     add(
         "--num-prompts",
         type=int,
         help="prompts, or conversations, per run (default: 4 x concurrency, at least 32)",
     )
     add("--request-rate", type=float, default=INFINITE, help="requests per second (default: inf)")
-    add("--burstiness", type=float, default=1.0, help="of arrivals: 1 is Poisson, less has more bursts")
-    add("--burst-size", type=int, help="requests that come together, instead of a rate")
+    add(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        help="burstiness of arrivals: 1 is Poisson, less has more bursts (default: 1)",
+    )
+    add("--burst-size", type=int, help="requests sent together, instead of a rate")
     add("--burst-interval", type=float, default=1.0, help="seconds between two bursts (default: 1)")
-    add("--ramp-up-strategy", choices=["linear", "exponential"], help="a rate that grows over the run")
-    add("--ramp-up-start-rps", type=float, help="requests per second at its start")
-    add("--ramp-up-end-rps", type=float, help="requests per second at its end")
+    add(
+        "--ramp-up-strategy",
+        choices=["linear", "exponential"],
+        help="growth of the request rate over the run",
+    )
+    add("--ramp-up-start-rps", type=float, help="requests per second at the start of the run")
+    add("--ramp-up-end-rps", type=float, help="requests per second at the end of the run")
     add("--max-concurrency", type=int, help="most requests in flight")
     add("--concurrency", type=int, nargs="+", help="a series of runs with these --max-concurrency")
     add(
@@ -375,26 +428,47 @@ def parse_args(argv: Sequence[str]) -> Args:
         nargs="+",
         default=[],
         metavar="GOAL",
-        help="count good requests: ttft:500 tpot:50",
+        help="count requests within these milliseconds, like ttft:500 tpot:50",
     )
-    add("--ignore-eos", action="store_true", help="every answer is as long as was asked for")
-    add("--temperature", type=float, default=0.0, help="of sampling (default: 0, greedy)")
+    add("--ignore-eos", action="store_true", help="generate exactly the requested number of tokens")
+    add("--temperature", type=float, default=0.0, help="sampling temperature (default: 0, greedy)")
     for name, kind in SAMPLING.items():
-        add(f"--{name.replace('_', '-')}", type=kind, help="of sampling (default: the server's)")
+        add(f"--{name.replace('_', '-')}", type=kind, help="sampling parameter (default: the server's)")
     add("--extra-body", type=json.loads, default={}, help="JSON object merged into each request")
-    add("--header", type=_pair, nargs="+", default=[], metavar="NAME=VALUE", help="of every request")
-    add("--seed", type=int, default=0, help="of prompts and arrivals")
-    add("--percentile-metrics", default=",".join(METRICS), help="which to report (default: %(default)s)")
-    add("--metric-percentiles", type=_percents, default="99", help="such as 50,99 (default: %(default)s)")
-    add("--num-warmups", type=int, default=4, help="requests before each run (default: %(default)s)")
+    add("--header", type=_pair, nargs="+", default=[], metavar="NAME=VALUE", help="headers of every request")
+    add("--seed", type=int, default=0, help="seed of prompts and arrivals (default: 0)")
+    add(
+        "--percentile-metrics",
+        default=",".join(METRICS),
+        help="metrics with percentiles (default: %(default)s)",
+    )
+    add(
+        "--metric-percentiles",
+        type=_percents,
+        default="99",
+        help="percentiles, such as 50,99 (default: %(default)s)",
+    )
+    add("--num-warmups", type=int, default=4, help="warm-up requests before each run (default: %(default)s)")
     add("--save-result", action="store_true", help="write a JSON file per run into --result-dir")
-    add("--label", help="in results, and in the names of their files instead of the backend's")
-    add("--metadata", type=_pair, nargs="+", default=[], metavar="KEY=VALUE", help="further lines of results")
-    add("--result-dir", type=Path, default=Path(), help="(default: here)")
-    add("--result-filename", help="instead of a name made of the run")
-    add("--output-json", type=Path, metavar="FILE", help="write the sums of all runs into one file")
-    add("--ready-check-timeout-sec", type=float, default=600.0, help="0: no check (default: %(default)g)")
-    add("--disable-tqdm", action="store_true", help="no progress bar")
+    add("--label", help="label in results and file names, instead of the backend")
+    add(
+        "--metadata",
+        type=_pair,
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="additional fields of results",
+    )
+    add("--result-dir", type=Path, default=Path(), help="directory of results (default: the current one)")
+    add("--result-filename", help="name of the result file (default: made from the run)")
+    add("--output-json", type=Path, metavar="FILE", help="write the summaries of all runs into one file")
+    add(
+        "--ready-check-timeout-sec",
+        type=float,
+        default=600.0,
+        help="seconds to wait for a ready server, 0: no check (default: %(default)g)",
+    )
+    add("--disable-tqdm", action="store_true", help="show no progress bar")
     args = parser.parse_args(argv)
     args.percentile_metrics = args.percentile_metrics.split(",")
     args.goodput, args.header, args.metadata = dict(args.goodput), dict(args.header), dict(args.metadata)

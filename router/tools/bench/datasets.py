@@ -1,4 +1,4 @@
-"""What is asked (pure): prompts of random tokens, with shared prefixes, of a ShareGPT file, conversations."""
+"""Datasets of a benchmark (pure): random tokens, shared prefixes, ShareGPT, conversations."""
 
 from __future__ import annotations
 
@@ -25,14 +25,11 @@ class Ask(msgspec.Struct, frozen=True):
 
     prompt: Prompt
     output_len: int
-    """Tokens to ask for."""
+    """Tokens to generate."""
 
 
 Conversation = list[Ask]
-"""Asked one after another.
-
-Each prompt after the first goes on from all that was said before it.
-"""
+"""Prompts sent one after another; each later one continues the whole conversation before it."""
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,8 +93,10 @@ def sharegpt(
     output_len: int | None = None,
     num_tokens: Callable[[str], int] = lambda text: len(text) // CHARACTERS_PER_TOKEN,
 ) -> list[Conversation]:
-    """First questions of a ShareGPT file, in random order, with answers as long as those there unless
-    ``output_len`` is given; a file with too few is used again.
+    """First questions of a ShareGPT file, in random order.
+
+    Answers are as long as those in the file, unless ``output_len`` is given. A file with too few questions is
+    used again.
 
     Raises:
         ValueError: the file cannot be read, or has nothing of a usable length.

@@ -23,8 +23,10 @@ STOP_TIMEOUT = 20.0
 def mesh(
     arguments: str, serve: Sequence[str] = ("-m", "router.launcher.serve"), **variables: str
 ) -> Iterator[str]:
-    """``serve`` with these arguments, as a child on free ports: its base URL, once all of it is ready.
-    Another program may take its place, and have more environment variables."""
+    """The base URL of a child ``serve`` with these arguments, once it is ready.
+
+    It listens on free ports. Another program may take its place, and have more environment variables.
+    """
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         port, rpc_port = one.getsockname()[1], other.getsockname()[1]
     command = [sys.executable, "-P", *serve, "--disable-access-log", *shlex.split(arguments)]

@@ -1,4 +1,7 @@
-"""What came of a run, under the names and in the layout of ``vllm bench serve`` (pure, but for printing)."""
+"""Results of a run, under the names and in the layout of ``vllm bench serve``.
+
+Pure, but for printing.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ COLUMNS = {
     "req/s": "request_throughput",
     **{f"{name.upper()} {p}": f"{p}_{name}_ms" for name in METRICS for p in ("p50", "p99")},
 }
-"""Of the table of a series: title and key of the result."""
+"""Columns of the table of a series: title, and key of the result."""
 DETAILS = ("input_len", "output_len", "ttft", "itl", "error")
 """What --save-result writes for every request, as input_lens and so on; --output-json does not."""
 
@@ -113,7 +116,7 @@ def summary(
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of sorted values, with linear interpolation."""
+    """Percentile of sorted values, with linear interpolation."""
     position = (len(ordered) - 1) * percent / 100
     below = int(position)
     above = min(below + 1, len(ordered) - 1)

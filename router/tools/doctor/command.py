@@ -27,8 +27,8 @@ class DoctorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Doctor."""
 
     mesh: MeshConfig = MeshConfig()
-    host: Annotated[str, flag(help="Address of the endpoint to be.")] = "127.0.0.1"
-    port: Annotated[Port, flag(help="Port of the endpoint to be.")] = 8000
+    host: Annotated[str, flag(help="Address of the planned endpoint.")] = "127.0.0.1"
+    port: Annotated[Port, flag(help="Port of the planned endpoint.")] = 8000
     running: Annotated[
         bool,
         flag(
@@ -39,9 +39,9 @@ class DoctorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     nnodes: Annotated[
         Count, flag(help="Hosts that measure the network between them; start this command on each.")
     ] = 1
-    node_rank: Annotated[Natural, flag(help="Number of this host among them; 0 leads.")] = 0
+    node_rank: Annotated[Natural, flag(help="Number of this host among them; host 0 coordinates.")] = 0
     master_addr: Annotated[str | None, flag(help="Address of the host with node rank 0.")] = None
-    master_port: Annotated[Port, flag(help="A free port there.")] = 29500
+    master_port: Annotated[Port, flag(help="A free port on that host.")] = 29500
     json: Annotated[bool, flag(help="Print JSON instead of tables.")] = False
     timeout: Annotated[float, Meta(gt=0), flag(help="Seconds to wait for any answer from other hosts.")] = (
         60.0
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def examine(config: DoctorConfig) -> tuple[list[Finding], Links | None]:
-    """All checks that the settings ask for; where Lockstep cannot run, nothing more than that."""
+    """All checks of these settings; only the first ones where Lockstep cannot run."""
     findings = packages.check_python()
     if worst(findings) is Level.BROKEN:  # what the others look at is not there
         return findings, None

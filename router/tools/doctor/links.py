@@ -19,7 +19,7 @@ SLOW_LATENCY = 5e-3
 SLOW_BANDWIDTH = 100e6
 """Bytes per second; 1 Gbit/s is 125e6."""
 POOR_SHARE = 0.3
-"""Of an interface's speed, below which something other than the cable is the limit."""
+"""Part of an interface's speed, below which something other than the cable is the limit."""
 MOST_SECONDS = 900.0
 """For everything, whatever the size of the group."""
 
@@ -37,12 +37,12 @@ def ask_links(ask: Ask) -> Links | Failed:
     except msgspec.ValidationError:
         return msgspec.json.decode(done.stdout, type=Failed)
     except msgspec.DecodeError:
-        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["nothing was said"]
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no output"]
         return Failed(f"the child that measures ended with status {done.returncode}: {lines[-1]}")
 
 
 def check_links(found: Links | Failed, ask: Ask) -> list[Finding]:
-    """What is to be said of the hosts and of each pair of them."""
+    """Findings about the hosts and each pair of them."""
     if isinstance(found, Failed):
         flags = f"--nnodes {ask.size} --master-addr {ask.master_address} --master-port {ask.master_port}"
         fix = (
@@ -71,7 +71,7 @@ def _hosts(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
 
 
 def _differences(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
-    """What has to be the same on all hosts."""
+    """Findings about what must be the same on all hosts."""
 
     def each(values: Sequence[object]) -> str:
         return ", ".join(f"{host.host} {value}" for host, value in zip(hosts, values, strict=True))

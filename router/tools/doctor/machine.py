@@ -1,4 +1,4 @@
-"""Cores, threads, instruction sets, memory and limits of this host: reading them, and (pure) judging them."""
+"""Cores, instruction sets, memory and limits of this host: reading and (pure) judging them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     features: tuple[str, ...]
     environment: Mapping[str, str]
     memory: int
-    """Of the host, or the limit of a control group if that is less."""
+    """Bytes of memory: the host's, or its control group's limit if less."""
     free_memory: int
     open_files: int
     has_gpu: bool

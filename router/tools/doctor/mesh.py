@@ -1,4 +1,4 @@
-"""A running mesh, seen from here: does its coordinator answer, and can each instance be reached."""
+"""Check of a running mesh: does its coordinator answer, is each instance reachable?"""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _coordinator(endpoint: str, view: View) -> Finding:
 
 
 async def _reach(member: Member, timeout: float) -> Finding:
-    """A connection to the address that routers use, and what the instance says of itself."""
+    """Finding about a connection to the address that routers use, with the instance's state."""
     what = f"instance {member.rank}"
     if not member.address:
         return note(AREA, what, f"on {member.host}: {member.state}, {member.phase}")

@@ -37,7 +37,7 @@ def check_python(found: tuple[int, ...] = sys.version_info[:3], system: str = sy
 
 
 def check_packages(installed: Callable[[str], str] = version) -> list[Finding]:
-    """What the metadata of the installed lockstep asks for, against what there is.
+    """Compare the requirements of the installed lockstep with the packages present.
 
     ``installed`` gives a package's version.
     """
@@ -56,7 +56,7 @@ def check_packages(installed: Callable[[str], str] = version) -> list[Finding]:
 
 
 def _problems(needs: Sequence[str], installed: Callable[[str], str]) -> list[tuple[str, str]]:
-    """(requirement, what there is instead) of those that are not met."""
+    """(requirement, what is there instead) of each requirement that is not met."""
     problems = []
     for need in needs:
         if "extra ==" in need:
@@ -103,7 +103,7 @@ def check_extras(installed: Callable[[str], str] = version) -> list[Finding]:
 
 
 def ask_torch() -> TorchFacts | Failed:
-    """What a child process says of torch."""
+    """Facts about torch, from a child process."""
     command = [sys.executable, "-P", "-m", "engine.probe.torch_build"]
     try:
         done = subprocess.run(command, capture_output=True, timeout=PROBE_TIMEOUT, check=False)
@@ -114,7 +114,7 @@ def ask_torch() -> TorchFacts | Failed:
     except msgspec.ValidationError:
         return msgspec.json.decode(done.stdout, type=Failed)
     except msgspec.DecodeError:  # it crashed
-        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["nothing was said"]
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no output"]
         return Failed(f"the child that loads it ended with status {done.returncode}: {lines[-1]}")
 
 

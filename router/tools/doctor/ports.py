@@ -1,4 +1,4 @@
-"""Whether the ports of a mesh are free, and who holds those that are not."""
+"""Whether the ports of a mesh are free, and which processes hold the others."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def check_port(what: str, host: str, port: int, flag: str) -> Finding:
 
 
 def _not_free(what: str, host: str, port: int, flag: str, error: OSError) -> Finding:
-    place = f"{host}:{port}"
+    address = f"{host}:{port}"
     if error.errno == errno.EADDRINUSE:
         holder = _holder(port)
         if holder is None:
             fix = f"choose another port with {flag}, or find who holds it as root: ss -ltnp"
-            return broken(AREA, what, f"{place} is in use by a process of another user", fix)
-        text = f"{place} is held by {_named(holder)}"
+            return broken(AREA, what, f"{address} is in use by a process of another user", fix)
+        text = f"{address} is held by {_named(holder)}"
         if _title(holder).startswith("lockstep:"):
             fix = f"nothing, if that mesh is wanted; else choose another port with {flag}, or end it"
             return warning(AREA, what, text, fix)
         return broken(AREA, what, text, f"choose another port with {flag}, or end that process")
     if error.errno == errno.EACCES:
         fix = f"choose a port above 1023 with {flag}"
-        return broken(AREA, what, f"{place} may not be bound by this user", fix)
+        return broken(AREA, what, f"{address} may not be bound by this user", fix)
     fix = "give an address of this host"
-    return broken(AREA, what, f"{place} cannot be bound: {error.strerror}", fix)
+    return broken(AREA, what, f"{address} cannot be bound: {error.strerror}", fix)
 
 
 def _holder(port: int) -> psutil.Process | None:

@@ -12,7 +12,7 @@ from router.tools.doctor.findings import Finding, Level, worst
 from router.tools.doctor.links import name_of
 
 MIN_WIDTH = 120
-"""Columns that the tables need; a pipe says that it has 80."""
+"""Columns that the tables need; a pipe reports 80."""
 STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.BROKEN: "bold red"}
 
 
@@ -61,7 +61,10 @@ def _findings_table(findings: list[Finding]) -> Table:
 
 
 def _links_table(links: Links) -> Table:
-    """A row for each group and size, a column for each collective: median time, and bytes sent in it."""
+    """A table with a row per group and size and a column per collective.
+
+    Each cell has the median time and the bytes sent in it.
+    """
     collectives = list(dict.fromkeys(each.collective for each in links.timings))
     table = Table(title="between hosts, over gloo (TCP): median time, MB/s that each sends")
     table.add_column("hosts")

@@ -14,33 +14,39 @@ from router.turns.turn_events import CallArguments, CallBegin, Content, Parsed, 
 Tools = Sequence[Mapping[str, Any]]
 
 State: TypeAlias = "Callable[[], State | None]"
-"""Takes from the buffer what it can: returns the state that goes on, or None when it needs more text."""
+"""Consumes what it can of the buffer and returns the next state.
+
+It returns None when it needs more text.
+"""
 
 MOST_TURNS = 8
-"""Changes of state for each character: a state that takes nothing leads to one that does."""
+"""Most state changes per character: a state that consumes nothing leads to one that does."""
 
 
 class CallFormat(msgspec.Struct, frozen=True):
-    """How a model writes calls whose arguments are JSON: what stands around the function's name, as it would
-    be in a JSON string, and around its arguments."""
+    """A format of tool calls with JSON arguments.
+
+    It has the text around the function's name, as it would be in a JSON string, and the text around its
+    arguments.
+    """
 
     before_name: str
     after_name: str
     after_arguments: str
     between: str
-    """Two calls."""
+    """Text between two calls."""
     begin: str = ""
     end: str = ""
-    """Of all calls."""
+    """Text after all calls."""
 
 
 class ToolParser(ABC):
-    """Finds tool calls in the text of one answer, however the text is cut into chunks.
+    """Finds tool calls in the text of one answer, for any split into chunks.
 
-    ``feed`` takes the next chunk, ``flush`` says that none comes any more; both return what is certain by
-    then. All events of an answer, neighbours of one kind joined, do not depend on the cuts. Text that turns
-    out to be no call after all comes out as content. What has come out is never taken back, so arguments come
-    as the model wrote them, valid JSON or not.
+    ``feed`` takes the next chunk, ``flush`` marks the end; both return the events that are certain by then.
+    All events of an answer, neighbours of one kind joined, do not depend on the split. Text that turns out to
+    be no call comes out as content. Events are never revoked, so arguments come as the model wrote them,
+    valid JSON or not.
 
     A format is a few states over one buffer. A state takes from the buffer what is certain; it may only look
     at ``self._ended`` to decide about a text that stops in the middle.
@@ -138,8 +144,10 @@ class ToolParser(ABC):
         return self._buffer[:1] or None
 
     def _passed(self, *markers: str) -> str | None:
-        """Pass text on as content up to the first of some markers, and take that: it is returned. Blanks
-        before a marker belong to it."""
+        """Pass text on as content up to the first of some markers; returns that marker.
+
+        Blanks before a marker belong to it.
+        """
         found = [(at, marker) for marker in markers if (at := self._buffer.find(marker)) >= 0]
         if found:
             at, marker = min(found)  # no marker begins another
@@ -151,7 +159,7 @@ class ToolParser(ABC):
         return None
 
     def _taken(self, *markers: str) -> str | None:
-        """Take the marker that stands next: empty if none does, None if that is not known yet."""
+        """Take the next marker: empty if there is none, None while unknown."""
         for marker in markers:
             if self._buffer.startswith(marker):
                 self._opening += self._take(len(marker))
@@ -161,7 +169,7 @@ class ToolParser(ABC):
 
 
 def held(text: str, *markers: str) -> int:
-    """How many of the last characters may yet become a marker, the blanks before it included."""
+    """Number of last characters that may yet become a marker, with blanks before it."""
     longest = 0
     for marker in markers:
         start = text.find(marker[0], max(0, len(text) - len(marker) + 1))

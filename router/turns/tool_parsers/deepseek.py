@@ -59,7 +59,7 @@ class DeepseekV3(ToolParser):
         return self._tail if self._arguments.found else None
 
     def _tail(self) -> State | None:
-        """What stands between the arguments and the end of the call is dropped."""
+        """Drop the text between the arguments and the end of the call."""
         end = self._buffer.find(self.call_end)
         if end >= 0:
             self._take(end + len(self.call_end))
@@ -90,7 +90,7 @@ class DeepseekV31(DeepseekV3):
 
 
 class KimiK2(DeepseekV31):
-    """Kimi K2: per call ``BEGIN functions.name:0 SEP {...} END``, which is the call's id as well."""
+    """Kimi K2: per call ``BEGIN functions.name:0 SEP {...} END``; the middle is the call's id."""
 
     calls_begin, calls_end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     call_begin, call_end = "<|tool_call_begin|>", "<|tool_call_end|>"

@@ -1,4 +1,4 @@
-"""JSON in chunks: where a value ends, and calls written as ``{"name": ..., "arguments": ...}`` (pure)."""
+"""JSON in chunks (pure): ends of values, and calls like ``{"name": ..., "arguments": ...}``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class JsonEnd:
         return f"<JsonEnd depth={self._depth} in_string={self._in_string} found={self.found}>"
 
     def feed(self, text: str) -> int:
-        """How many characters of the next text belong to the value: all of them until it is ``found``."""
+        """Number of characters of the next text in the value: all until ``found``."""
         position = 0
         if text and not self._begun:
             self._begun = True
@@ -216,7 +216,7 @@ class JsonCall:
         self.done = True
 
     def _fail(self) -> None:
-        """What has been said stays said: a call that has begun ends here."""
+        """End the call in progress; text that was sent is not revoked."""
         self.done, self.failed = self._begun, not self._begun
 
     def _peek(self) -> str | None:
@@ -237,7 +237,7 @@ class JsonCall:
         return True
 
     def _string(self) -> str | None:
-        """The string that stands next, None if it is not complete or not one."""
+        """The next string; None if it is incomplete or not a string."""
         first = self._peek()
         if first is None:
             return None
@@ -256,7 +256,10 @@ class JsonCall:
 
 
 def _as_arguments(value: str) -> str:
-    """A whole value as the JSON text of arguments: some models write it as a string, or null."""
+    """A whole value as the JSON text of arguments.
+
+    Some models write it as a string, or null.
+    """
     if value.startswith('"'):
         text = _unquoted(value)
         return value if text is None else text
@@ -264,7 +267,7 @@ def _as_arguments(value: str) -> str:
 
 
 def _unquoted(string: str) -> str | None:
-    """What a JSON string says; None if it is broken, or no text that UTF-8 can hold (lone surrogates)."""
+    """The text of a JSON string; None if broken, or not UTF-8 (lone surrogates)."""
     try:
         text = str(json.loads(string, strict=False))
         text.encode()

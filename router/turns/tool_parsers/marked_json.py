@@ -1,4 +1,4 @@
-"""Formats that put JSON calls, one or a list, behind a marker: Hermes, Granite and their like (pure)."""
+"""Formats of JSON calls, single or in a list, behind a marker: Hermes, Granite (pure)."""
 
 from __future__ import annotations
 
@@ -132,8 +132,10 @@ class Phi4Mini(MarkedJson):
 
 
 class CallList(MarkedJson):
-    """``[{"name": ..., "parameters": {...}}, ...]`` and nothing else: for calls that are asked for where the
-    model's own format is unknown, or no JSON."""
+    """Tool calls as ``[{"name": ..., "parameters": {...}}, ...]`` and nothing else.
+
+    For required calls where the model's own format is unknown, or no JSON.
+    """
 
     opening = ("[",)
     written = CallFormat('{"name": "', '", "parameters": ', "}", between=", ", begin="[", end="]")

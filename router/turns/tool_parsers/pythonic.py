@@ -129,7 +129,7 @@ class PythonEnd:
         return f"<PythonEnd depth={self._depth} quote={self._quote} found={self.found}>"
 
     def feed(self, text: str) -> int:
-        """How many characters of the next text belong to the value: all until its end is ``found``."""
+        """Number of characters of the next text in the value: all until ``found``."""
         position = 0
         if self._escaped and text:
             self._escaped, position = False, 1

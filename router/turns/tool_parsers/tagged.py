@@ -89,8 +89,10 @@ class Tagged(ToolParser):
         return self._outside
 
     def _up_to(self, mark: str) -> str | None:
-        """The text before a mark, which is taken with it: None while it has not come, empty if it does not
-        come soon enough for a name."""
+        """The text before a mark, which is taken with it.
+
+        None while the mark has not come, empty if it does not come soon enough for a name.
+        """
         at = self._buffer.find(mark, 0, MAX_NAME)
         if at < 0:
             return "" if len(self._buffer) >= MAX_NAME else None
@@ -103,7 +105,7 @@ class Qwen3Coder(Tagged):
     """``<tool_call><function=f><parameter=a>1</parameter></function></tool_call>``."""
 
     calls: ClassVar[tuple[str, str]] = (CALL, CALL_END)
-    """What stands around calls."""
+    """Markers around calls."""
     name_begin: ClassVar[str] = "<function="
     name_end: ClassVar[str] = ">"
     markers = (CALL, CALL_END)

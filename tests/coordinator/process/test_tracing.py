@@ -1,4 +1,4 @@
-"""What is said of a collector that is away."""
+"""What is logged when the trace collector is away."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mesh's key: its file, who is let in with it, and what the others are told."""
+"""The mesh key: its file, which peers it lets in, and how others are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The key that a mesh on one host makes: which processes find it, and which are refused."""
+"""The key that a one-host mesh makes: which processes find it, which are refused."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_a_bad_file_ends_a_process_at_its_start(place: Path, capsys: pytest.Capt
 
 
 def test_another_user_of_the_host_gets_neither_the_key_nor_in(place: Path, tmp_path: Path) -> None:
-    """The attack: a process of somebody else on this host, at the address of the mesh."""
+    """A process of another user connects to the address of the mesh."""
     if os.geteuid():
         pytest.skip("only root can become another user")
     assert pwd.getpwuid(NOBODY)

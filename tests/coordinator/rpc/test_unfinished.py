@@ -32,7 +32,7 @@ PART = b"\x03" + (1 << 19).to_bytes(8, "big") + bytes(1 << 19)
 
 
 class Attacker:
-    """A peer that speaks ZMTP by hand, since ZeroMQ sends no message before it is whole."""
+    """A peer that speaks ZMTP by hand: ZeroMQ itself sends only whole messages."""
 
     def __init__(self, endpoint: str) -> None:
         host, port = endpoint.removeprefix("tcp://").split(":")

@@ -90,8 +90,8 @@ def test_help_is_in_words(capsys: pytest.CaptureFixture[str]) -> None:
         parse("--help")
     said = " ".join(capsys.readouterr().out.split())
     assert "--cudagraph-capture-sizes int [int ...]" in said
-    assert "Methods that those may use. (default: *)" in said
-    assert "Prefix that a proxy in front of the endpoint has. --allowed-origins" in said
+    assert "Methods allowed to those origins (CORS). (default: *)" in said
+    assert "Path prefix at which a proxy serves the endpoint. --allowed-origins" in said
     assert not [word for word in ("Annotated", "(default: )", "(default: (", "<class") if word in said]
 
 
@@ -239,7 +239,7 @@ def test_a_file_that_is_no_text_is_said(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_text_in_a_file_is_taken_as_it_is_written(tmp_path: Path) -> None:
-    """Whatever else it would be to YAML: octal, a float, a switch, a day, none that there is."""
+    """YAML would read octal numbers, floats, booleans, dates (an impossible one) and null."""
     file = tmp_path / "mesh.yaml"
     file.write_text(
         "served-model-name: [1.10, 1_000, no, 7, b]\napi-key: 0123\nadmin-api-key: [0x10]\n"
@@ -321,8 +321,8 @@ def test_secrets_reach_those_who_are_started_in_a_file(tmp_path: Path) -> None:
         ([], None),
         (["--mesh-key-file", "k"], None),
         (["-dpa", "10.0.0.1", "--mesh-key-file", "k"], None),
-        (["-dpa", "10.0.0.1", "--insecure-mesh"], "whoever reaches this network can read all requests"),
-        (["--instance-address", "10.0.0.1", "--insecure-mesh"], "whoever reaches this network"),
+        (["-dpa", "10.0.0.1", "--insecure-mesh"], "anyone on this network can read all requests"),
+        (["--instance-address", "10.0.0.1", "--insecure-mesh"], "anyone on this network"),
         (["--mesh-key-file", "k", "--insecure-mesh"], "--insecure-mesh ignored: there is a mesh key"),
     ],
 )

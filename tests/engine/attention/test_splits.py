@@ -39,7 +39,7 @@ def test_there_is_never_too_much_of_it() -> None:
 
 @pytest.mark.parametrize("kv_heads", [1, 8, 128])
 def test_contexts_are_cut_when_a_backend_is_checked(kv_heads: int) -> None:
-    """With what is checked then: two requests that decode together, and one alone."""
+    """Contexts are cut for two requests that decode together, and for one alone."""
     assert num_splits(2 * kv_heads, PROMPT - 1, PROGRAMS) == 3
     assert num_splits(kv_heads, PROMPT, PROGRAMS) == 3
     assert num_splits(kv_heads, 5, PROGRAMS) == 1

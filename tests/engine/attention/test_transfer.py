@@ -37,7 +37,7 @@ def params_of_all_kinds() -> list[SamplingParams]:
 
 
 class PretendedDevice:
-    """Uploads to it become fake tensors, and what is fetched from it, zeros."""
+    """A device whose uploads become fake tensors, and whose downloads are zeros."""
 
     def __init__(self) -> None:
         self.fetched = 0

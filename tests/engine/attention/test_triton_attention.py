@@ -140,7 +140,7 @@ def load(tmp_path: Path, family: str):
 
 
 class Forgetful:
-    """:func:`triton_kernels.merge`, of the first part only."""
+    """:func:`triton_kernels.merge` that takes the first part only."""
 
     def __init__(self, kernel) -> None:
         self.kernel = kernel
@@ -180,7 +180,7 @@ def test_rows_of_all_lengths_are_merged(make) -> None:
 
 
 def test_a_backend_is_chosen_if_it_agrees(tmp_path: Path, monkeypatch) -> None:
-    """On soft caps and windows, and on sinks; contexts are cut, and not."""
+    """Backends agree on soft caps and windows, and on sinks; contexts are cut, and not."""
     monkeypatch.setattr(choice, "PROMPT", 24)
     monkeypatch.setattr(splits, "SPLIT_KEYS", 8)
     monkeypatch.setattr(triton_paged, "MOST_KEYS", 16)

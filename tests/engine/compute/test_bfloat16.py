@@ -29,7 +29,7 @@ TEXT = (
     "her to affront anybody; and Darcy had never been so bewitched by any woman as he was by her."
 )
 SLACK = 1.15
-"""Between two ways of rounding that are equally good."""
+"""Tolerance between two ways of rounding that are equally good."""
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ def test_sizes() -> None:
 
 
 class Again:
-    """Computes again on the same memory, into the same memory.
+    """A capture that computes again on the same memory, into the same memory.
 
     Or as another captures it, and takes notes.
     """
@@ -174,7 +174,7 @@ def test_graphs_that_cannot_be_used(tmp_path: Path, caplog: pytest.LogCaptureFix
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     class CompilationError(Exception):
-        """Triton's errors are of no kind that torch's are of."""
+        """An error without a base class of torch's, as Triton's errors are."""
 
     def fail_to_compile(compute: Compute) -> Compute:
         raise CompilationError("at 1:2: out of resources")
@@ -286,7 +286,7 @@ class Streams:
                 self.device = device
 
             def wait_stream(self, other: object) -> None:
-                """There is nothing to wait for."""
+                """Do nothing: all streams are one."""
 
         self.default = self.current = Stream()
 

@@ -36,7 +36,7 @@ SHARED = [random.Random(0).randrange(3, VOCAB) for _ in range(17)]
 
 
 def prompts() -> list[list[int]]:
-    """Mixed lengths, a third of them with a common beginning."""
+    """Prompts of mixed lengths, a third of them with a common beginning."""
     rng = random.Random(1)
     return [
         (SHARED if index % 3 == 0 else []) + [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 40))]
@@ -103,7 +103,7 @@ def reference(
 
 
 def generated_by_transformers(model_directory: Path) -> list[list[int]]:
-    """What it generates for each prompt alone."""
+    """The tokens that transformers generates for each prompt alone."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         model_directory, dtype=torch.float32, attn_implementation="eager"
     )
@@ -163,7 +163,7 @@ def run(
 
 
 def oracle(texts: list[list[int]], outputs: list[list[int]]) -> Oracle:
-    """Drafts these outputs of these texts, with mistakes."""
+    """Drafts of these outputs for these texts, with mistakes."""
     return Oracle(knowing([[*text, *output] for text, output in zip(texts, outputs, strict=True)]), right=0.8)
 
 

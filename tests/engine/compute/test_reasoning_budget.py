@@ -1,4 +1,4 @@
-"""Reasoning that may have so many tokens: when its end is forced."""
+"""Reasoning budgets: the moment at which the end of reasoning is forced."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_must_come(output: Sequence[int], thinking: ThinkingBudget, expecte
 
 @pytest.mark.parametrize("seed", range(50))
 def test_reasoning_always_ends(seed: int) -> None:
-    """Whatever the model wants, also where that is parts of the end."""
+    """The end comes whatever the model wants, also if that is parts of the end."""
     rng = random.Random(seed)
     output: list[int] = []
     for _ in range(40):

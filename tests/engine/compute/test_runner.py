@@ -76,7 +76,7 @@ class Expected:
 
 
 def generate(model: Any, prompt: list[int]) -> Expected:
-    """transformers' own answer, its own attention and cache."""
+    """The tokens of transformers with its own attention and cache."""
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         output = model.generate(

@@ -47,14 +47,17 @@ def make_logits(rows: int, vocab: int = VOCAB, seed: int = 0, spread: float = 2.
 
 
 def draw_many(logits: torch.Tensor, params: SamplingParams, count: int, **options: Any) -> torch.Tensor:
-    """One row of logits, drawn from at many positions: how often each token came."""
+    """Counts of each token in draws from one row of logits at many positions."""
     rows = [make_row(params, position=position, **options) for position in range(count)]
     chosen = sampler().sample(logits.expand(count, -1), rows)
     return torch.bincount(chosen, minlength=logits.shape[-1])
 
 
 def check_frequencies(counts: torch.Tensor, expected: torch.Tensor) -> None:
-    """Chi-square, with cells of at least five expected; impossible tokens never come."""
+    """Check counts by chi-square, with cells of at least five expected.
+
+    Impossible tokens must never come.
+    """
     assert counts[expected == 0].sum() == 0
     total = counts.sum()
     usual = expected * total >= 5
@@ -154,7 +157,7 @@ def test_truncation(top_k: int, top_p: float, min_p: float) -> None:
 
 @pytest.mark.parametrize("top_p", [0.3, 0.95])
 def test_top_p_on_a_flat_distribution_sorts_it_all(top_p: float) -> None:
-    """More tokens are needed than are looked at first."""
+    """The top p needs more tokens than the sampler looks at first."""
     vocab = 3 * NUCLEUS_WIDTH
     logits = make_logits(1, vocab, spread=0.1)
     counts = draw_many(logits, SamplingParams(top_p=top_p), 4000)

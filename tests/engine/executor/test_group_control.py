@@ -1,4 +1,4 @@
-"""What an engine and its workers say of the groups of an epoch.
+"""Messages about groups between an engine and its workers.
 
 The workers are the other ends of real channels.
 """

@@ -1,4 +1,4 @@
-"""The executor with worker processes: what only processes can show."""
+"""The executor with worker processes, where it takes processes to show."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[None]:
-    """Workers are forked, as those of ``serve`` are."""
+    """Whether workers are forked, as those of ``serve`` are."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forked, "inherited", fork_server() if forked.is_possible("cpu", 0) else None)
         yield
@@ -168,7 +168,7 @@ def test_the_end_of_a_worker_is_the_end_of_the_instance(
 
 
 class SilentCrew:
-    """Its workers are elsewhere, and never say a word."""
+    """A crew whose workers are elsewhere and never send anything."""
 
     def __init__(self, num_workers: int) -> None:
         self.workers = [RelayedWorker(f"Worker_{n}", "elsewhere", "", "", n) for n in range(num_workers)]
@@ -212,7 +212,7 @@ def test_whoever_answers_and_hangs_is_not_waited_for(
 
 
 def test_nor_where_experts_are_spread(directory: Path) -> None:
-    """Its second thread, which answers for it, may be well."""
+    """The worker's second thread, which answers for it, may be well."""
     config = settings(directory, tensor_parallel_size=2, execute_model_timeout=0.1, collective_timeout=0.1)
     crew: Any = SilentCrew(2)
     executor = SpreadMpExecutor(config, read_model_info(directory), crew, 1, (), (0, 1))
@@ -246,7 +246,7 @@ def test_the_caches_of_all_workers_are_taken_from_memory_once(
 
 
 def take_steps(relay: Channel, count: int, answer: bytes = b"") -> None:
-    """As a worker does, but for what it computes.
+    """Take steps as a worker does, without computing.
 
     In the last stage there is an answer.
     """
@@ -296,14 +296,15 @@ def test_a_worker_that_takes_no_step_hangs_as_soon_as_one_that_answers_none(dire
 def test_a_first_rank_that_is_stopped_when_the_others_need_nothing_of_it(
     directory: Path, forks: None
 ) -> None:
-    """As after a step's last collective: a step without rows has none."""
+    """The step has no rows, and so no collective that needs the first rank."""
     config = settings(directory, tensor_parallel_size=2, execute_model_timeout=1.0)
     executor = make_executor(config, read_model_info(directory), 1, rank=8)
     executor.load(lambda _phase: None)
     executor.allocate(4)
     os.kill(pids()["Worker_8_PP0_TP0"], signal.SIGSTOP)
+    executor.begin(Step([], []))
     with pytest.raises(WorkerLost, match=r"Worker_8_PP0_TP0 \(pid \d+\) does not answer: it is stopped"):
-        executor.execute(Step([], []))
+        executor.finish()
     executor.close()
     assert not pids()
 
@@ -341,7 +342,7 @@ def test_a_worker_that_dies_while_it_starts_is_noticed_at_once(directory: Path) 
 
 
 def test_a_worker_says_why_it_cannot_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Heads that do not divide, told by the worker; nothing is left over."""
+    """The worker reports heads that do not divide; nothing is left over."""
     caplog.set_level(logging.INFO)
     directory = make_tiny_model(tmp_path, "qwen3", num_attention_heads=3, num_key_value_heads=3)
     errors: list[BaseException] = []
@@ -373,7 +374,7 @@ def test_a_first_run_that_fails_says_why(axis: str, tmp_path: Path, forks: None)
 def test_one_worker_may_come_much_later_than_another(
     directory: Path, forks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """--collective-timeout is for those who are in a step."""
+    """--collective-timeout concerns members that are in a step."""
     config = settings(directory, tensor_parallel_size=2, collective_timeout=1.0)
     executor = make_executor(config, read_model_info(directory), 1)
     assert isinstance(executor, MpExecutor)
@@ -390,7 +391,7 @@ def test_one_worker_may_come_much_later_than_another(
 
 
 def test_a_worker_that_hangs_while_it_loads_is_named(directory: Path, forks: None) -> None:
-    """The other one waits for it, and says nothing either."""
+    """The other worker waits for it, and reports nothing either."""
     errors: list[BaseException] = []
     executor, thread = start(directory, read_model_info(directory), errors, rank=9, startup_timeout=4.0)
     until(lambda: len(executor._workers) == 2)

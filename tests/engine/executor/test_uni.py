@@ -40,12 +40,15 @@ def test_load_allocate_execute_close(tmp_path: Path) -> None:
     executor.allocate(4)
     greedy = SamplingParams(temperature=0.0)
     step = Step([Admit(0, [5, 6, 7], 3, greedy, 0, ())], [0], [0], [3], {0: [2]})
-    first = executor.execute(step)
-    assert executor.execute(step) == first
+    for _ in range(2):
+        executor.begin(step)
+    first = executor.finish()
+    assert executor.finish() == first
     token = first.tokens[0]
     assert token is not None
     assert 0 <= token < VOCAB
-    assert len(executor.execute(Step([], [0], [3], [1])).tokens) == 1
+    executor.begin(Step([], [0], [3], [1]))
+    assert len(executor.finish().tokens) == 1
     executor.close()
 
 
@@ -61,7 +64,7 @@ def test_what_a_step_writes_to_the_cache_is_taken_from_memory_once(
     monkeypatch.setattr(memory, "available_memory", lambda: 1 << 30)
     before = executor.spare_memory()
     greedy = SamplingParams(temperature=0.0)
-    executor.execute(Step([Admit(0, [5] * 40, 40, greedy, 0, ())], [0], [0], [40], {0: [0, 1, 2]}))
+    executor.begin(Step([Admit(0, [5] * 40, 40, greedy, 0, ())], [0], [0], [40], {0: [0, 1, 2]}))
     monkeypatch.setattr(memory, "available_memory", lambda: (1 << 30) - 3 * block_bytes)
     assert executor.spare_memory() == before < 0.9 * ((1 << 30) - 7 * block_bytes)
     executor.close()
@@ -76,7 +79,7 @@ def test_a_device_that_is_not_there(tmp_path: Path) -> None:
 
 
 class Stop(Exception):
-    """The model is about to be read."""
+    """Raised when the model is about to be read."""
 
 
 @pytest.mark.parametrize(

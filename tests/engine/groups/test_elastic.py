@@ -1,5 +1,7 @@
-"""The threads around :class:`engine.groups.recovery.Recovery`: instances as threads, with the coordinator's
-words by hand."""
+"""The threads around :class:`engine.groups.recovery.Recovery`, without a coordinator.
+
+Instances are threads, and the coordinator's messages are written by hand.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def form(epoch: int, *names: str, leavers: tuple[str, ...] = (), broken: int = 0
 
 
 class Meeting:
-    """Forms groups of threads: each epoch's, once all have come."""
+    """Rendezvous of threads: a group is formed for each epoch once all have come."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,7 +62,7 @@ class Meeting:
 
 
 class Weights:
-    """An executor as far as experts go."""
+    """The part of an executor that holds experts."""
 
     def __init__(self) -> None:
         self.held: list[int] = []

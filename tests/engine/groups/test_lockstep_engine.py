@@ -1,4 +1,4 @@
-"""Engines in lockstep with their experts spread: token for token what transformers says.
+"""Engines in lockstep with spread experts: the tokens of transformers.
 
 The instances are threads of one process, each with its own scheduler, cache and share of the experts, and
 the real agreement between them. Requests come to random instances at random times, with idle gaps, so
@@ -73,7 +73,7 @@ LAYOUTS = {
 
 
 def prompt(index: int) -> list[int]:
-    """A third of them have a common beginning."""
+    """Prompts, a third of which have a common beginning."""
     rng = random.Random(index)
     return (SHARED if index % 3 == 0 else []) + [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 40))]
 
@@ -83,8 +83,10 @@ def length(index: int) -> int:
 
 
 def generated(model: Any, **options: Any) -> list[list[int]]:
-    """The tokens that transformers generates for each prompt alone; ``options``: further ones of
-    ``generate``."""
+    """The tokens that transformers generates for each prompt alone.
+
+    ``options``: further ones of ``generate``.
+    """
     outputs = []
     for index in range(NUM_REQUESTS):
         ids = torch.tensor([prompt(index)])
@@ -116,7 +118,10 @@ def reference(directory: Path) -> list[list[int]]:
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_turns() -> Iterator[None]:
-    """Threads that compute in turns, as these workers do, else wait 5 ms for each."""
+    """Make threads switch often: these workers compute in turns.
+
+    Otherwise each would wait 5 ms for the other.
+    """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     yield
@@ -170,7 +175,7 @@ class ThreadPace:
 
 
 class Mesh:
-    """Instances in one process. How much each takes into a step is its own affair."""
+    """Instances in one process, each of which schedules by itself."""
 
     def __init__(self, directory: Path, layout: Layout) -> None:
         config = EngineConfig(
@@ -253,8 +258,8 @@ def _loop(
                 inbox.remove((due, submit))
                 assert core.submit(ROUTER, submit) is None
         if core.has_work:
-            core.pace.notice_work()
-        if core.has_work or core.pace.must_step:
+            core.stepping.notice_work()
+        if core.has_work or core.stepping.must_step:
             for delta in core.step().get(ROUTER, []):
                 outputs[delta.request] += delta.token_ids
         else:

@@ -25,7 +25,7 @@ from parallel.placement import owned_by_rank
 
 
 def form(epoch: int, members: str = "abc", leavers: str = "", broken: int = 0) -> GroupPlan:
-    """Experts 0, 1, 2 ... go round the members."""
+    """A plan whose experts 0, 1, 2 ... go round the members."""
     return GroupPlan(
         epoch=epoch,
         store="h:1",

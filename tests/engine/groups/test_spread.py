@@ -1,4 +1,4 @@
-"""What an instance holds before its first group is known."""
+"""Experts that an instance holds before its first group is known."""
 
 from __future__ import annotations
 

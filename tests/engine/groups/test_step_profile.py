@@ -1,4 +1,4 @@
-"""Where step time went: every second in one part, every step in one bucket."""
+"""Parts of step time: every second in one part, every step in one bucket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two instances in lockstep over real sockets: who is woken, and by whom."""
+"""Two instances in lockstep over real sockets: wakes, and the instances that they reach."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EPOCH = 3
 
 
 class Member:
-    """An instance that has a pace and a socket, and nothing to compute."""
+    """An instance with stepping and a socket, and nothing to compute."""
 
     def __init__(self, group: Any) -> None:
         self._context: zmq.Context[Any] = zmq.Context()

@@ -1,4 +1,4 @@
-"""How many KV blocks an instance gets, and what is refused."""
+"""Number of KV blocks of an instance, and refusals."""
 
 from __future__ import annotations
 

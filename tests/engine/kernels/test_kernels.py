@@ -49,7 +49,10 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def spaced(x: torch.Tensor) -> torch.Tensor:
-    """The same rows as they lie between operations; what is not theirs must not matter."""
+    """The same rows with gaps, as they lie between operations.
+
+    The content of the gaps must not matter.
+    """
     rows = torch.full((len(x) + SLACK, pitch_of(x.shape[1], x.dtype)), float("nan"), dtype=x.dtype)
     rows[: len(x), : x.shape[1]] = x
     return rows
@@ -390,7 +393,7 @@ def test_what_is_wanted_changes_no_bits(model: LoadedModel) -> None:
 
 
 class Counted(Program):
-    """Says how many steps took the rows of the one before on; may refuse to."""
+    """A program that counts consecutive decode steps, and may refuse them."""
 
     refuses = False
     gone_on = 0

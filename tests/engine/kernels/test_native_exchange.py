@@ -93,7 +93,7 @@ def run(program: Program, rows: Rows, wanted: slice = EVERY) -> torch.Tensor:
 def together(
     size: int, body: Callable[[int, SharedMemoryCommunicator], object], timeout: float = PATIENCE
 ) -> None:
-    """One thread for each member of a new group."""
+    """Run a function for each member of a new group, in threads."""
     store = HashStore()
 
     def member(rank: int) -> None:

@@ -44,7 +44,7 @@ def row_of(params: SamplingParams, number: int = 0) -> SampleRow:
 
 
 def both(monkeypatch: pytest.MonkeyPatch, compute: Any) -> tuple[Any, Any]:
-    """What the kernels give, and torch."""
+    """Results of the kernels and of torch."""
     with monkeypatch.context() as patch:
         patch.setattr(library, "loaded", lambda: KERNELS)
         found = compute()

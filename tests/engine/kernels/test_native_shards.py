@@ -74,7 +74,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def reference(directory: Path) -> list[list[int]]:
-    """What one worker gives, which test_exactness.py holds against transformers."""
+    """Outputs of one worker, which test_exactness.py compares with transformers."""
     alone = UniExecutor(settings(directory, block_size=BLOCK_SIZE), read_model_info(directory), 1)
     alone.load(lambda _phase: None)
     return run(alone, directory, greedy()[:NUM_IN_TABLE], num_blocks=200, budget=512, block_size=BLOCK_SIZE)[
@@ -244,7 +244,7 @@ class Rank:
 def of_all(
     size: int, groups: Callable[[int], Communicator], body: Callable[[int, Communicator], Any]
 ) -> list[Any]:
-    """What each rank gives, in threads of their own."""
+    """Results of all ranks, in threads of their own."""
 
     def member(rank: int) -> Any:
         group = groups(rank)
@@ -265,7 +265,7 @@ def shared(size: int, **settings: Any) -> Callable[[int], Communicator]:
 
 
 def shared_group(size: int) -> list[Communicator]:
-    """All members' ends."""
+    """Communicators of all members."""
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(shared(size), range(size)))
 

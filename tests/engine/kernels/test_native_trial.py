@@ -80,7 +80,7 @@ def clamped(limit: float) -> Change:
 
 
 def attention_from(position: int, factor: float) -> Change:
-    """What attention gives, at later positions, is multiplied."""
+    """Attention whose output is multiplied at later positions."""
 
     def change(_module: Any, own: Forward) -> Forward:
         def forward(*given: Any, **more: Any) -> Any:

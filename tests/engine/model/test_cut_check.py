@@ -1,4 +1,4 @@
-"""A cut model that computes something else than its uncut layers is refused at loading.
+"""Refusals of cut models that compute something else than their uncut layers.
 
 Mistakes are planted in the layers that are cut, in the stages and in the ends of the model; the workers are
 threads.
@@ -101,7 +101,7 @@ def refusal(directory: Path, layout: str, dtype: str = "float32") -> str:
 
 
 def doubled(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs of this kind of module are added up once more."""
+    """Add up the outputs of this kind of module once more."""
     own = kind.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

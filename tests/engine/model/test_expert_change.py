@@ -119,7 +119,7 @@ def test_experts_that_were_read_for_others_than_are_held_now_are_read_again(
 
 
 class Marching:
-    """A pace that never sleeps: every step happens on all, with whatever rows there are."""
+    """Stepping that never sleeps: every step happens on all, with any rows."""
 
     must_step = True
 
@@ -157,17 +157,17 @@ class March:
         self._cores[rank] = EngineCore(self._config, self._info, executor, num_blocks=60, max_model_len=512)
 
     def regroup(self, ranks: Sequence[int], owners: Sequence[int]) -> None:
-        """These go on, with the experts at ``owners`` (indices into ranks)."""
+        """Go on with these instances, with the experts at ``owners`` (indices into ranks)."""
         placement = Placement(tuple(owners), len(ranks))
         form = GroupPlan(epoch=1, store="", peers=[], owners=placement.owners)
         for group, rank in zip(thread_group(len(ranks)), ranks, strict=True):
             self.executors[rank].prepare(form, group.rank, PLENTY, lambda: False)
             self.executors[rank].join(group, placement)
-            self._cores[rank].pace = Marching(group)  # type: ignore[assignment]
+            self._cores[rank].stepping = Marching(group)
         self._ranks = list(ranks)
 
     def submit(self, index: int, rank: int) -> None:
-        """At first, or with what it has already."""
+        """Submit a request, with the tokens that it has already, if any."""
         self._at[index] = rank
         params = SamplingParams(temperature=0.0, max_tokens=length(index), ignore_eos=True)
         request = Submit(
@@ -177,7 +177,7 @@ class March:
         assert self._cores[rank].submit(ROUTER, request) is None
 
     def lose(self, rank: int) -> list[int]:
-        """An instance goes; returns the requests that it had."""
+        """Remove an instance; returns the requests that it had."""
         del self.executors[rank], self._cores[rank]
         return [
             index for index, at in self._at.items() if at == rank and len(self.outputs[index]) < length(index)

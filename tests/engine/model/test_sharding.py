@@ -62,7 +62,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def reference(directory: Path) -> list[list[int]]:
-    """What transformers generates for each prompt alone."""
+    """The tokens that transformers generates for each prompt alone."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
@@ -103,7 +103,10 @@ def settings(directory: Path, budget: int = 2048, block_size: int = BLOCK_SIZE) 
 
 
 def shards(directory: Path, layout: Layout, block_size: int = BLOCK_SIZE, **more: Any) -> ThreadedShards:
-    """``more``: of :class:`ThreadedShards`."""
+    """A sharded instance in threads.
+
+    ``more``: arguments of :class:`ThreadedShards`.
+    """
     executor = ThreadedShards(
         settings(directory, block_size=block_size),
         read_model_info(directory),

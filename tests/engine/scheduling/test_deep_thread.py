@@ -13,7 +13,7 @@ from tests.waiting import until
 
 
 class Panic(BaseException):
-    """As pyo3's, which is no Exception."""
+    """A panic as pyo3 raises it, which is no Exception."""
 
 
 def panic() -> None:

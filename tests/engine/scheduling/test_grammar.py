@@ -30,7 +30,7 @@ from engine.model.checkpoint import ModelInfo, find_model, read_model_info
 from engine.sampling import SamplingParams
 from engine.scheduling.grammar import Grammar, GrammarError, Vocabulary, compile_grammar, load_vocabulary
 from engine.scheduling.grammar_compiler import Cached, GrammarCache
-from engine.step import Step, StepResult
+from engine.step import StepResult
 from parallel.communicators.base import CollectiveError
 from router.structured_config import StructuredOutputsConfig
 from router.turns.structured import ANSWER, json_body, text_of
@@ -105,8 +105,11 @@ def vocabulary(directory: Path) -> Vocabulary:
 
 
 def requests() -> list[Submit]:
-    """Grammars of every kind beside requests without; greedy, sampled, truncated, penalised, with
-    log-probabilities; some want more tokens than their grammar has."""
+    """Grammars of every kind beside requests without.
+
+    Requests are greedy, sampled, truncated, penalised, or with log-probabilities; some want more tokens than
+    their grammar has.
+    """
     kinds: list[dict[str, Any]] = [
         {"grammar": JSON},
         {"grammar": JSON, "top_k": 7, "logprobs": 2},
@@ -136,7 +139,7 @@ def core_of(executor: Any, directory: Path, *, num_blocks: int = 400, budget: in
 
 
 def run(core: EngineCore, submits: Sequence[Submit]) -> dict[int, list[int]]:
-    """Output ids of all; each must end by itself."""
+    """Output ids of all requests, each of which must end by itself."""
     outputs: dict[int, list[int]] = {submit.request: list(submit.output_ids) for submit in submits}
     reasons = {}
     for submit in submits:
@@ -210,7 +213,7 @@ def test_resumed_anywhere_is_undisturbed(
 
 
 class Troubled:
-    """Now and then loses its peers when a step is all but done."""
+    """Stepping that now and then loses its peers when a step is all but done."""
 
     def __init__(self, executor: UniExecutor) -> None:
         self._executor = executor
@@ -220,8 +223,8 @@ class Troubled:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
 
-    def execute(self, step: Step, sizes: Sequence[int] = ()) -> StepResult:
-        result = self._executor.execute(step, sizes)
+    def finish(self) -> StepResult:
+        result = self._executor.finish()
         if self._rng.random() < 0.4:
             self.failures += 1
             raise CollectiveError("a peer is lost")

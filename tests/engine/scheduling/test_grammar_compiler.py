@@ -29,7 +29,7 @@ def hungry(index: int) -> str:
 
 
 class Instance:
-    """The part of an instance that has to do with grammars."""
+    """The part of an instance that handles grammars."""
 
     def __init__(self, info: ModelInfo) -> None:
         self.compiler = GrammarCompiler(info)
@@ -59,7 +59,7 @@ class Instance:
 
 
 def answer(grammar: Grammar, num_tokens: int) -> int:
-    """Random tokens that follow a grammar: how many it took before it failed."""
+    """Number of random tokens that follow a grammar before it fails."""
     rng = np.random.default_rng(0)
     for index in range(num_tokens):
         mask = grammar.mask(index)

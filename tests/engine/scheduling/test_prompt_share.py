@@ -1,4 +1,4 @@
-"""How many tokens of prompts go beside those that decode."""
+"""Number of prompt tokens that run beside decode rows."""
 
 from __future__ import annotations
 
@@ -76,10 +76,12 @@ def test_the_scheduler_cuts_prompts_by_the_time_of_its_steps() -> None:
     step = bench.scheduler.schedule()
     assert step is not None
     bench.scheduler.timed(step, 129 * 0.002)
-    bench.scheduler.update(step, bench.executor.execute(step))
+    bench.executor.begin(step)
+    bench.scheduler.update(step, bench.executor.finish())
     assert bench.step() == 1 + 64
     step = bench.scheduler.schedule()
     assert step is not None
     bench.scheduler.timed(step, 0.0)  # it cannot be, but a clock may stand still
-    bench.scheduler.update(step, bench.executor.execute(step))
+    bench.executor.begin(step)
+    bench.scheduler.update(step, bench.executor.finish())
     bench.finish()

@@ -1,4 +1,4 @@
-"""When reports go along with tokens, and when alone: lists of events."""
+"""Reports that go along with tokens, and those that go alone, by lists of events."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ STANDINGS = st.builds(LoadSnapshot, *[st.integers(0, 2)] * 8)
 
 @given(st.lists(st.tuples(st.floats(0.0, 0.04), st.integers(0, 2), STANDINGS), max_size=40))
 def test_whoever_gets_tokens_chooses_by_what_is_true(events: list[tuple[float, int, LoadSnapshot]]) -> None:
-    """And knows the rest as it was a moment ago."""
+    """Load counts are exact with each report; other facts are a moment old."""
     news, now, knows, knew_at = ReportPolicy(), 0.0, report_of(IDLE, 0), float("-inf")
     for passed, last_dispatch, standing in events:
         now += passed

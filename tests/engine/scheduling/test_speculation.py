@@ -175,7 +175,7 @@ def test_costs_are_guessed_until_steps_differ() -> None:
 
 
 def trusting(config: SpeculativeConfig) -> Speculation:
-    """Which has seen drafts being taken."""
+    """A drafter that has seen its drafts being accepted."""
     speculation = Speculation(config)
     for _ in range(20):
         speculation.learn(speculation.drafter(), 4, 4)
@@ -183,7 +183,7 @@ def trusting(config: SpeculativeConfig) -> Speculation:
 
 
 def texts(speculation: Speculation, number: int) -> list[Text]:
-    """Each of which repeats itself."""
+    """Texts each of which repeats itself."""
     return [(speculation.drafter(), [1, 2, 3, 4, 5, 6] * 3, 100) for _ in range(number)]
 
 

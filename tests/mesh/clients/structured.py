@@ -46,7 +46,7 @@ class Answer:
 
 
 async def ask(client: openai.AsyncOpenAI, index: int) -> Answer:
-    """An answer by the schema of this number, drawn at temperature 1 with that number as seed."""
+    """Answer that follows schema ``index``, drawn at temperature 1 with ``index`` as seed."""
     answer = await client.chat.completions.create(
         model=SHIPPED_MODEL,
         messages=[{"role": "user", "content": "Tell me about it in JSON."}],

@@ -1,4 +1,4 @@
-"""One answer in the words of four APIs, from a real mesh, with the real clients."""
+"""One answer of a real mesh through four APIs, with the real clients."""
 
 from __future__ import annotations
 

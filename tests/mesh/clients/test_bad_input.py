@@ -1,4 +1,4 @@
-"""Bad requests and garbage on every port of a running mesh: clear answers, and nobody else notices."""
+"""Bad requests and garbage on every port: clear answers, and no harm to other requests."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_half_sent_requests_end_and_harm_nobody(mesh: Mesh) -> None:
 
 
 def test_garbage_on_every_socket_of_the_mesh(mesh: Mesh) -> None:
-    """Garbage of a process that has the key, and of one that does not speak ZeroMQ."""
+    """Garbage from a process with the key, and from one that speaks no ZeroMQ."""
     rng = random.Random(0)
     endpoints = [f"tcp://127.0.0.1:{mesh.rpc}", *(member.address for member in mesh.view().members)]
     assert len(endpoints) == 3

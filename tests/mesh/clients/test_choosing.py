@@ -90,7 +90,7 @@ def test_a_prefix_is_found_again_whichever_front_end_is_asked(url: str) -> None:
 
 
 def test_sessions_of_claude_code_share_what_is_cached(url: str) -> None:
-    """Their instructions begin with a line of their own, which is no part of the prompt."""
+    """A first line that differs in each session is no part of the prompt."""
     rng = random.Random(4)
     rules = " ".join(rng.choice(["Mr. Darcy", "Mrs. Bennet", "the ball", "a carriage"]) for _ in range(300))
 

@@ -1,4 +1,4 @@
-"""The scripts of examples/clients/ for what is installed here: the other packages need environments of their own."""
+"""Scripts of ``examples/clients/`` for installed packages: the others need environments of their own."""
 
 from __future__ import annotations
 

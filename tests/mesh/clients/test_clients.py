@@ -1,4 +1,4 @@
-"""A real client against a real mesh of two instances: what it asks for, what it gets, what remains."""
+"""A real client of a real mesh of two instances: requests, answers, and what remains."""
 
 from __future__ import annotations
 

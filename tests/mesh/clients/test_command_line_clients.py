@@ -1,4 +1,4 @@
-"""``lockstep chat``, ``status --watch`` and ``bench serve`` as a user starts them, at a real mesh."""
+"""``lockstep chat``, ``status --watch`` and ``bench serve`` as a user starts them."""
 
 from __future__ import annotations
 

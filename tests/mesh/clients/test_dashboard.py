@@ -1,4 +1,4 @@
-"""The page in a real browser, in front of a real mesh: load, an instance killed and resumed, chat."""
+"""The dashboard in a real browser: load, an instance killed and resumed, chat."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Page:
 
 
 def endless_model(directory: Path) -> Path:
-    """The shipped model without an end of sequence: no answer is over before its instance is killed."""
+    """Copy of the shipped model without an end of sequence, so that answers last."""
     directory.mkdir()
     for file in (MODELS_DIRECTORY / SHIPPED_MODEL).iterdir():
         if file.name in ("config.json", "generation_config.json"):

@@ -1,4 +1,4 @@
-"""A model that writes Harmony, served without any flag for it: calls, forms, budgets and forbidden words."""
+"""A Harmony model, served without flags for it: calls, formats, budgets, forbidden words."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "parame
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    """Of two instances of a tiny GPT-OSS with random weights."""
+    """Client of two instances of a tiny GPT-OSS with random weights."""
     from tests.engine.tiny_models import make_tiny_model
 
     directory, ports = tmp_path_factory.mktemp("gpt-oss"), Ports()

@@ -1,4 +1,4 @@
-"""Traces across router and instance at a collector of our own, JSON logs, and an access log without polling."""
+"""Traces of router and instance at our own collector, JSON logs, access log without polling."""
 
 from __future__ import annotations
 

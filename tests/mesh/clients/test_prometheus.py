@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a real mesh: every query of vLLM's example boards and of ours returns data."""
+"""Prometheus scrapes a real mesh: each query of vLLM's boards and of ours returns data."""
 
 from __future__ import annotations
 

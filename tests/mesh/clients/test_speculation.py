@@ -1,4 +1,4 @@
-"""Tokens that are computed ahead: clients get what they get without, also if an instance dies meanwhile."""
+"""Speculative decoding: clients get the same tokens as without, also if an instance dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structured outputs of a real mesh: by many schemas, over a kill, and as the openai client asks for them."""
+"""Structured outputs of a real mesh: many schemas, over a kill, by the openai client."""
 
 from __future__ import annotations
 

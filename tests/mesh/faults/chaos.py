@@ -41,9 +41,11 @@ A third of a short run.
 """
 FLAGS = ("--dtype", "float32", "--num-gpu-blocks-override", "2000", "--max-num-seqs", "64")
 ENGINE_FILLS = 200 * 2**20
-"""Bytes that an instance may come to use after any warm-up: the pages of its KV cache (94 MiB with these flags)
-are its own from their first use on, it takes over the experts of others when they die (42 MiB, kernels' copies
-included), and what it computes with grows with its largest step. Seen on a busy machine: 172 MiB."""
+"""Bytes by which an instance may grow after its warm-up.
+
+Pages of the KV cache (94 MiB with these flags) count from their first use on. An instance takes over the experts of
+dead ones (42 MiB, kernels' copies included). Buffers grow with the largest step. Seen on a busy machine: 172 MiB.
+"""
 SAY_INTERVAL = 60.0
 """Seconds between two lines on how the streams fare."""
 
@@ -58,7 +60,7 @@ class Chaos:
         self._stopped: dict[str, tuple[int, float]] = {}
         """Which instances are stopped: the process, and until when."""
         self._doomed: set[str] = set()
-        """Instances that were killed or told to go.
+        """Instances that were killed or sent away.
 
         The view may still show them, for a while on a busy machine.
         """
@@ -194,7 +196,7 @@ def settle(mesh: SpreadMesh, size: int) -> None:
 
 
 def run(asked: argparse.Namespace, directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """All of it; what is to be told."""
+    """Run chaos as asked, and return the report."""
     mesh = SpreadMesh(directory, stack, asked.instances, apart=True, backend=asked.backend, flags=FLAGS)
     bodies = [body_of(number, longest=asked.longest) for number in range(NUM_BODIES)]
     truth = undisturbed(mesh.url, bodies, asked.streams)

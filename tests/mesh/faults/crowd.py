@@ -1,4 +1,4 @@
-"""A crowd of bad clients: they connect and say nothing, stall in every place, leave, and send garbage.
+"""A crowd of bad clients: silent ones, ones that stall, leave, or send garbage.
 
     python -m tests.mesh.faults.crowd --clients 1000
 
@@ -27,15 +27,18 @@ from tests.mesh.clients.test_clients import metrics
 from tests.mesh.harness import Ports, serve, wait_until
 
 REQUEST_TIMEOUT = 5
-"""Of the mesh: seconds that a client may take to send its request."""
+"""Seconds that a client of the mesh may take to send its request."""
 PATIENCE = 120.0
 """Seconds in which all of a crowd have to be gone."""
 STALL = 12.0
 """Seconds for which those who stall do so, if they are not thrown out before."""
 NOT_READING = REQUEST_TIMEOUT + 1.0
-"""Seconds for which who does not read stays: nobody throws it out, and its answer is ready within one."""
+"""Seconds that a client that does not read stays connected.
+
+The mesh cuts none of these off, and their answers are ready within a second.
+"""
 MOST_GROWTH = 64 * 1024**2
-"""Bytes that the router may have more than after the first crowd: a thousand connections' buffers, kept."""
+"""Bytes by which the router may grow after the first crowd: a thousand connections' buffers."""
 
 Reader = asyncio.StreamReader
 Writer = asyncio.StreamWriter

@@ -1,4 +1,4 @@
-"""One thread of a process stands still, while the others go on: what a hang in native code looks like.
+"""One thread of a process is stopped, others run: like hangs in native code.
 
 A signal stops all threads; ptrace stops one.
 """
@@ -74,7 +74,10 @@ class FrozenThread:
         raise AssertionError(f"process {self._pid} has Python's lock whenever it is stopped")
 
     def _others_go_on(self) -> bool:
-        """Whether they say again and again that it does nothing: once may be old news, of the stop before."""
+        """Whether the process's other threads report more than once that the frozen one does nothing.
+
+        A single report may be old, from the stop before.
+        """
         deadline = time.monotonic() + LOOK_SECONDS
         last, times = self._stalled_for(), 0
         while time.monotonic() < deadline:

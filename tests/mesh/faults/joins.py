@@ -30,7 +30,7 @@ NUM_BODIES = 64
 FLAGS = (
     "--dtype", "float32", "--num-gpu-blocks-override", "3000", "--max-num-seqs", "64", "--max-num-batched-tokens", "512",
 )  # fmt: skip
-"""With short steps the pause of a change is not lost in the waits for long prompts."""
+"""Flags for short steps: a pause by a switch exceeds the waits for long prompts."""
 AROUND = 1.0
 """Seconds before and after a switch that count for its pause."""
 SIZES = (2, 3, 4, 3, 2)
@@ -80,7 +80,7 @@ class Story:
 
 
 def measure(asked: argparse.Namespace, directory: Path) -> list[str]:
-    """All of it, told as asked; what went wrong."""
+    """Run and report as asked; return what went wrong."""
     with contextlib.ExitStack() as stack:
         mesh = SpreadMesh(directory, stack, SIZES[0], apart=True, flags=FLAGS)
         bodies = [body_of(number) for number in range(NUM_BODIES)]

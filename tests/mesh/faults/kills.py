@@ -1,8 +1,10 @@
-"""``python -m tests.mesh.faults.kills --case moe --kills 20``: instances are killed under load, and nothing may be lost.
+"""Kills instances under load, and checks that nothing is lost.
+
+``python -m tests.mesh.faults.kills --case moe --kills 20`` runs it.
 
 32 streams and some requests in one piece run all the time (:mod:`tests.mesh.faults.load`); again and again, at a random
 moment, processes of the mesh are killed (SIGKILL), and others come in their place. Every answer is held against
-what the same request says in the same mesh undisturbed. Told of each kill, in milliseconds from it:
+what the same request gets in the same mesh undisturbed. Printed for each kill, in milliseconds from it:
 
     world       of the coordinator's kill, where it is killed before: until its successor knows all instances
     noticed     all survivors know (the router, where instances are independent of each other)
@@ -89,7 +91,10 @@ class Case:
     victims: Callable[[SpreadMesh, Sequence[int]], list[psutil.Process]] = engines
     dense: bool = False
     coordinator: str = ""
-    """Whether it is killed, too: ``with`` the instance, or ``before``, with its successor at work by then."""
+    """When the coordinator is killed, too: ``with`` the instance, or ``before``; empty for never.
+
+    ``before``: its successor is at work when the instance is killed.
+    """
 
     @property
     def spread(self) -> bool:
@@ -105,8 +110,10 @@ CASES = {
     "coordinator-then-rank": Case(3, ("-ep",), coordinator="before"),
     "coordinator-and-rank": Case(3, ("-ep",), coordinator="with"),
 }
-"""The last two are not part of ``all``: each takes ten seconds more, so that a coordinator's death is never the
-next one in a row, after which it would be started ever later."""
+"""Cases by name; the last two are not part of ``all``.
+
+Each of their kills takes ten seconds more: a coordinator whose deaths follow each other is started ever later.
+"""
 ALL = ("moe", "two-of-four", "tp", "dense")
 
 

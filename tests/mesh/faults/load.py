@@ -1,4 +1,4 @@
-"""Many clients at once, held against the truth: what each request says in a mesh that nobody disturbs.
+"""Many clients at once, whose answers are compared to those of an undisturbed mesh.
 
 Requests are greedy or seeded samples, some with penalties, with prompts of 10 to 1,500 tokens; the same number
 always makes the same request. A request that comes again must give the same token ids and the same text.
@@ -45,7 +45,7 @@ class Verdict(enum.StrEnum):
     DIFFERENT = "different"
     """Other tokens, or the same tokens with another text."""
     LEFT = "left"
-    """The client went away; nothing can be said."""
+    """The client went away; there is no verdict."""
 
 
 @dataclass
@@ -141,10 +141,12 @@ class Load:
         self.answers: list[Answer] = []
         """All that were asked, those under way included; without ``keeps``, only these."""
         self.tokens = 0
-        """Of the answers that have ended."""
+        """Number of tokens of the answers that have ended."""
         self.gaps: list[tuple[float, float]] = []
-        """The longest waits from chunk to chunk of streams that have ended: seconds, and when it was over. A
-        heap of ``NUM_GAPS``."""
+        """Longest waits between chunks of streams that have ended: seconds, and when each ended.
+
+        A heap of ``NUM_GAPS``.
+        """
         self.verdicts: collections.Counter[Verdict] = collections.Counter()
         self.problems: list[str] = []
 
@@ -177,8 +179,10 @@ class Load:
         return total
 
     def longest_wait(self, begin: float, end: float, *, begun: float = 0.0) -> float:
-        """Seconds of the longest wait from chunk to chunk of any stream, of those that overlap this time and
-        did not begin before ``begun``."""
+        """Seconds of the longest wait between chunks that overlaps ``begin`` to ``end``.
+
+        Waits that began before ``begun`` do not count.
+        """
         return max(
             (
                 after - before

@@ -1,4 +1,4 @@
-"""What a mesh may hold when all is over: nothing that the requests and the dead have left behind."""
+"""A mesh at rest holds nothing of ended requests or of dead instances."""
 
 from __future__ import annotations
 
@@ -16,13 +16,19 @@ from tests.mesh.harness import wait_until
 from tests.mesh.spread_mesh import SpreadMesh
 
 NUM_EXPERTS = 8
-"""Of the shipped model."""
+"""Number of experts of the shipped model."""
 SETTLES = 120.0
 """Seconds that somebody who is about to join may take to load."""
 MORE_MEMORY = 48 * 2**20
-"""Bytes by which a process may grow after its first minute: caches fill, allocators keep what they had."""
+"""Bytes by which a process may grow after its first minute.
+
+Caches fill, and allocators keep what they had.
+"""
 MORE_DESCRIPTORS = 64
-"""Each other instance of a group costs about eleven, and who was alone at first may have four or five at the end."""
+"""Descriptors by which a process may grow.
+
+Each other instance of a group costs about eleven; an instance that began alone may end with four or five others.
+"""
 MORE_THREADS = 8
 
 
@@ -43,15 +49,17 @@ class Growth:
     """Follows the processes of a mesh, each from when it has served for a while."""
 
     def __init__(self, warm_up: float, fills: Mapping[str, int]) -> None:
-        """``warm_up``: seconds of service after which a process should grow no more, but for the bytes that
-        ``fills`` has for its title: of room that it was given at its start, and uses bit by bit."""
+        """``warm_up``: seconds of service after which a process should grow no more.
+
+        ``fills``: bytes by process title that may still come, from room reserved at the start and used bit by bit.
+        """
         self._warm_up = warm_up
         self._fills = fills
         self._serves_since: dict[psutil.Process, float] = {}
         self._first: dict[psutil.Process, Size] = {}
 
     def table(self) -> list[dict[str, Any]]:
-        """Who is alive: what it held first, and holds now."""
+        """Processes that are alive: what each held first, and holds now."""
         return [
             {"name": name, "before": str(before), "after": str(after)}
             for name, before, after in self._alive()
@@ -131,5 +139,5 @@ def assert_at_rest(mesh: SpreadMesh) -> None:
 
 
 def steps(mesh: SpreadMesh) -> dict[str, float]:
-    """Of each instance, in lockstep."""
+    """Number of steps in lockstep of each instance, by metric."""
     return {name: value for name, value in metrics(mesh).items() if name.startswith("lockstep:steps_total")}

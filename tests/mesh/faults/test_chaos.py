@@ -15,7 +15,7 @@ from tests.nightly import NIGHTLY
 ROOT = Path(__file__).parents[3]
 SEED = 11
 SECONDS = 600 if NIGHTLY else 180
-"""How long chaos lasts.
+"""Seconds of chaos.
 
 Starting, asking for the truth and coming to rest take about half as long again, on a busy machine longer than
 that.
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.mesh, pytest.mark.timeout(PATIENCE + 90)]
 
 
 def test_deaths_stops_joins_and_leaves_lose_nothing(tmp_path: Path) -> None:
-    """Shorter than `make chaos` runs by hand, and with shorter prompts: machines that run tests are slow."""
+    """Shorter than ``make chaos``, with shorter prompts, since test machines are slow."""
     output = tmp_path / "chaos.json"
     flags = ["--seed", str(SEED), "--seconds", str(SECONDS), "--longest", "300", "--output-json", str(output)]
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A small crowd of bad clients (``python -m tests.mesh.faults.crowd`` is the large one) leaves no trace."""
+"""A small crowd of bad clients leaves no trace; ``tests.mesh.faults.crowd`` runs a large one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tools that disturb a mesh say of an answer, and of the times in it."""
+"""Verdicts and times of answers in the tools that disturb a mesh."""
 
 from __future__ import annotations
 

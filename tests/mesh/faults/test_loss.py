@@ -27,7 +27,7 @@ STEP_TIMEOUT = 4.0
 """Seconds. Longer than any step takes, also on a busy machine."""
 NUM_STREAMS = 24
 NUM_TOKENS = 250
-"""Of each: long enough that a kill finds them all under way."""
+"""Tokens of each stream: enough that a kill finds all streams running."""
 
 
 async def stream(
@@ -65,7 +65,7 @@ async def stream(
 
 
 def crowd_of(ports: Ports, count: int, num_tokens: int = NUM_TOKENS) -> list[list[int]]:
-    """Token ids of so many streams at once, which may use the prompts of earlier ones."""
+    """Token ids of ``count`` streams at once, which may reuse prompts of earlier ones."""
     return asyncio.run(crowd(ports, count=count, salt="none", num_tokens=num_tokens))
 
 
@@ -144,12 +144,12 @@ def stalled_for(ports: Ports, rank: int) -> float:
 
 
 def ranks(ports: Ports) -> list[int]:
-    """Of who is in the world."""
+    """Ranks of the members in the view."""
     return [member.rank for member in ports.view().members]
 
 
 def test_a_rank_is_taken_anew_before_a_restarted_coordinator_knows_all(tmp_path: Path) -> None:
-    """Routers keep who is missing from its first views, so also the dead: not one that had this rank."""
+    """Routers keep members missing from its first views, unless another has their rank."""
     with contextlib.ExitStack() as stack:
         mesh = SpreadMesh(tmp_path, stack, 3, apart=True, how=["--no-enable-expert-parallel"])
         lost, left = [mesh.engine(0), mesh.engine(2)], mesh.engine(1)

@@ -1,4 +1,4 @@
-"""Instances with spread experts die, stop, leave and come while streams run: no client loses a token.
+"""Instances with spread experts die, stop, leave and join; no stream loses a token.
 
 One mesh serves all tests; each brings it back to three instances before it begins.
 """
@@ -24,8 +24,10 @@ pytestmark = [pytest.mark.mesh, pytest.mark.timeout(200)]
 
 
 def room_for_four() -> int:
-    """Bytes of four of the shipped model's eight experts in float32, so that two instances hold them all and one
-    does not. Native kernels keep a copy."""
+    """Bytes of four of the shipped model's eight experts in float32.
+
+    Two instances then hold all experts, and one does not. Native kernels keep a copy.
+    """
     from engine.kernels import library
 
     each = 6 * 3 * 192 * 192 * 4

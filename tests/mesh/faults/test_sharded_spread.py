@@ -1,4 +1,4 @@
-"""Experts spread over instances of several worker processes each: the tokens, a lost worker, a lost instance."""
+"""Experts spread over instances with several workers: tokens, a lost worker, a lost instance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soak, short: hundreds of sleeps and wakes in place of thousands, with all that it checks."""
+"""A short soak with all its checks: hundreds of sleeps and wakes, not thousands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_bursts_and_gaps_lose_nothing(tmp_path: Path) -> None:
-    """The bound of a step is wide: a machine that runs tests may let a process wait for long."""
+    """The bound of a step is wide, since a busy machine delays processes."""
     file = tmp_path / "soak.json"
     flags = ["--minutes", "0.3", "--seed", "7", "--max-step-seconds", "5", "--rest-seconds", "4"]
     done = soak(*flags, "--output-json", str(file))

@@ -59,7 +59,7 @@ def completion(head: Host) -> str:
 def test_a_mesh_whose_hosts_lose_each_other_goes_on_without_one_and_takes_it_back(
     hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
-    """The instances have addresses of their own: the way to the coordinator stays as it is."""
+    """Instances have addresses of their own, so their path to the coordinator stays."""
     head, other = hosts
     key = tmp_path / "mesh.key"
     keys.write(keys.generate(), key)

@@ -1,6 +1,7 @@
-"""``python -m tests.mesh.running.ray_cluster CPUS...``: a Ray cluster on this machine, with a node for each number of CPUs.
+"""A Ray cluster on this machine, with a node for each number of CPUs.
 
-Prints its address and lives until its input ends, so also no longer than whoever started it.
+``python -m tests.mesh.running.ray_cluster CPUS...`` prints the cluster's address. It runs until its input ends, so no
+longer than the process that started it.
 """
 
 from __future__ import annotations

@@ -301,8 +301,8 @@ def without_weights(path: Path) -> Path:
         ([unsupported], 2, "NoSuchForCausalLM is not served: this version of transformers has no model type"),
         ([without_tokenizer], 2, "has no tokenizer.json: name a directory that has one with --tokenizer"),
         ([with_half_a_tokenizer], 2, "tokenizer.json cannot be used"),
-        ([with_hot_defaults], 2, "generation_config.json: temperature = 'hot' is no number: mend that, or"),
-        (["--generation-config", "/nowhere"], 2, "/nowhere has no generation_config.json: mend that, or"),
+        ([with_hot_defaults], 2, "generation_config.json: temperature = 'hot' is no number: repair it, or"),
+        (["--generation-config", "/nowhere"], 2, "/nowhere has no generation_config.json: repair it, or"),
         (
             ["--chat-template", "nowhere.jinja"],
             2,

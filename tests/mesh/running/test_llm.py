@@ -1,4 +1,4 @@
-"""The offline class with its real processes: exact, spread, interrupted, killed, and gone without a trace."""
+"""``LLM`` with real processes: exact, spread, interrupted, killed, and gone without a trace."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ raise RuntimeError("on purpose")
 
 
 def test_a_plain_script_leaves_no_process(tmp_path: Path) -> None:
-    """Without a main guard, without close(): at its end, by an exception or a SIGKILL, all is gone."""
+    """No main guard, no ``close()``: its end, an exception or SIGKILL ends all processes."""
     (tmp_path / "script.py").write_text(PLAIN_SCRIPT)
     scripts = [start([str(tmp_path / "script.py")], tmp_path) for _ in range(2)]
     raises, killed = scripts

@@ -21,7 +21,10 @@ pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
 
 NUM_LAYERS = 6
 NUM_TOKENS = 120
-"""Of each of twelve streams, in a step each: nobody is killed here, for which they would have to last."""
+"""Tokens of each of twelve streams, one a step.
+
+No instance is killed here, so streams need not last for long.
+"""
 REST = 4.0
 """Seconds over which the CPU time of a sleeping mesh is taken."""
 FLAGS = ["--dtype", "float32", "--num-gpu-blocks-override", "600", "--max-num-seqs", "32"]

@@ -54,7 +54,7 @@ class Cluster:
         self.environment = {"RAY_ADDRESS": json.loads(line)}
 
     def actors(self, kind: str) -> dict[int, int]:
-        """Processes of this kind of actor, with the raylet (so the node) that each belongs to."""
+        """Actor processes of this kind, each with its raylet, which stands for its node."""
         found = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):  # which a zombie is, too

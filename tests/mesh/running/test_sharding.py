@@ -1,4 +1,4 @@
-"""Instances of several worker processes in a mesh: what clients, `serve` and the kernel see of them."""
+"""Instances with several workers in a mesh, as seen by clients, ``serve`` and kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 
 
 def workers(command: Command, rank: int) -> list[psutil.Process]:
-    """Of one instance; they are descendants of `serve`."""
+    """Worker processes of one instance, which are descendants of ``serve``."""
     title = f"lockstep: Worker_{rank}_"
     return [member for member in command.family() if " ".join(member.cmdline()).startswith(title)]
 

@@ -1,4 +1,4 @@
-"""A mesh over two hosts with addresses of their own, as the README has it: keys, addresses, who is let in."""
+"""A mesh over two hosts, as in the README: keys, addresses, which peers are refused."""
 
 from __future__ import annotations
 
@@ -101,8 +101,7 @@ def test_experts_over_two_hosts_with_a_key(hosts: tuple[Host, Host], key: Path, 
 def test_a_router_that_alone_loses_the_way_to_an_instance(
     hosts: tuple[Host, Host], key: Path, tmp_path: Path
 ) -> None:
-    """What it sends there is dropped without a word, while the coordinator hears that instance well. What was
-    sent goes on elsewhere, and when the way is there again it is used."""
+    """Its requests there continue elsewhere; the path is used again once it is back."""
     head, other = hosts
     member = ["-dpa", other.address, "-dpp", RPC, "--mesh-key-file", str(key)]
     serve = [SHIPPED_MODEL, "-dp", "2", "-dpl", "1", *SMALL, *member]
@@ -178,7 +177,7 @@ def test_one_instance_over_two_hosts(hosts: tuple[Host, Host], key: Path, tmp_pa
 
 
 def assert_wrong_hosts_are_refused(other: Host, nodes: list[str], key: Path, tmp_path: Path) -> None:
-    """Another key, settings, number of hosts or place: told so, with the difference."""
+    """Another key, setting, number of hosts or place is refused with the difference."""
     keys.write(keys.generate(), tmp_path / "their.key")
     for flags, reason in (
         (["--mesh-key-file", str(tmp_path / "their.key")], "it has another mesh key"),
@@ -229,7 +228,7 @@ def test_a_host_ends_with_the_instance_and_one_that_never_comes_is_named(
 
 
 def assert_strangers_are_refused(head: Host, other: Host, mesh: list[str], tmp_path: Path) -> None:
-    """Without a key, and with another: told so, at once."""
+    """Peers without a key, or with another, are refused at once with the reason."""
     keys.write(keys.generate(), tmp_path / "their.key")
     for flags, reason in (
         (["--insecure-mesh"], "it takes only peers with the key of its mesh"),

@@ -1,4 +1,4 @@
-"""A mesh at a Unix socket, on a host with a read-only /tmp, and its remains after a kill."""
+"""A mesh at a Unix socket, with a read-only /tmp, and leftovers of a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page's files and its feed: who may have them, what they cost, and that they end."""
+"""Files and feed of the dashboard: access to them, what they cost, their end."""
 
 from __future__ import annotations
 
@@ -113,12 +113,12 @@ def test_its_files_are_open_and_the_feed_wants_the_key(served: ServedModel) -> N
         assert client.get("/dashboard/feed").status_code == 401
         other = {"authorization": "Bearer secret", "sec-fetch-site": "cross-site"}
         assert client.get("/dashboard/feed", headers=other).status_code == 403
-        assert dashboard.feed.num_frames == 0  # nobody has looked yet
+        assert repr(dashboard.feed) == "<Feed 0 viewers, 0 frames>"  # nobody has looked yet
         with client.stream("GET", "/dashboard/feed", headers={"authorization": "Bearer secret"}) as stream:
             data = next(line for line in stream.iter_lines() if line.startswith("data:"))
             frame = msgspec.json.decode(data[5:], type=Frame)
             assert (frame.epoch, frame.num_requests, len(frame.instances)) == (4, 1001, 2)
-        until(lambda: dashboard.feed.num_viewers == 0)
+        until(lambda: " 0 viewers" in repr(dashboard.feed))
 
 
 def test_a_place_is_taken_before_the_stream_begins() -> None:
@@ -146,12 +146,12 @@ def test_who_asks_for_the_head_of_the_feed_only_gets_it(served: ServedModel) -> 
             assert answer.status_code == 200
             assert answer.headers["content-type"].startswith("text/event-stream")
             assert answer.headers["x-accel-buffering"] == "no"
-        assert (dashboard.feed.num_viewers, dashboard.feed.num_frames) == (0, 0)
+        assert repr(dashboard.feed) == "<Feed 0 viewers, 0 frames>"
         with client.stream("GET", "/dashboard/feed") as stream:
             lines = stream.iter_lines()  # which ends the connection when it is no longer held
             assert next(lines).startswith("data:")
-            assert dashboard.feed.num_viewers == 1
-        until(lambda: dashboard.feed.num_viewers == 0)
+            assert " 1 viewers" in repr(dashboard.feed)
+        until(lambda: " 0 viewers" in repr(dashboard.feed))
 
 
 def test_paths_that_are_almost_those_of_files(served: ServedModel) -> None:
@@ -214,14 +214,15 @@ def test_one_computation_for_all_and_none_for_nobody() -> None:
         assert set(firsts) <= {b"1", b"2"}
         for _ in range(5):
             await anext(viewers[0])
-        assert made == feed.num_frames < 16  # not 8 times as many
+        assert repr(feed) == f"<Feed 8 viewers, {made} frames>"
+        assert made < 16  # not 8 times as many
         before = made
         await asyncio.sleep(0.1)  # while nobody reads, frames are dropped, not kept
         assert int(await anext(viewers[1])) >= before
         for viewer in viewers:
             await viewer.aclose()
             feed.leave()
-        assert feed.num_viewers == 0
+        assert " 0 viewers" in repr(feed)
         after = made
         await asyncio.sleep(0.1)
         assert made == after

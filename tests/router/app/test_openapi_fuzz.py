@@ -1,4 +1,4 @@
-"""Schemathesis makes requests of the published OpenAPI document, wrong ones most of all: none may end in a 5xx.
+"""Schemathesis makes requests, mostly wrong ones, from the OpenAPI document: none ends in a 5xx.
 
 ``make fuzz`` makes many more of them.
 """

@@ -101,6 +101,6 @@ def test_a_flood(log: pytest.LogCaptureFixture) -> None:
     now = INTERVAL
     refusals.add("GET", "/a", ApiError(404, "no"))
     assert [text for _, text in lines(log)[-2:]] == [
-        "7 more requests were refused; only some are told of here",
+        "7 more requests were refused; only some are logged",
         "GET /a: 404: no",
     ]

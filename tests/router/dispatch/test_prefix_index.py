@@ -113,11 +113,11 @@ def test_a_gap_is_noticed_once_and_closed_by_a_snapshot() -> None:
     assert log.since(4, []) is None, "nothing new, nothing said"
 
 
-def test_promises_count_until_they_are_settled() -> None:
+def test_expected_blocks_count_until_they_are_settled() -> None:
     index = PrefixIndex()
-    index.promise("a", 1, [10, 11])
-    index.promise("a", 2, [10, 11, 12])
-    index.promise("b", 1, [10])
+    index.expect("a", 1, [10, 11])
+    index.expect("a", 2, [10, 11, 12])
+    index.expect("b", 1, [10])
     assert index.prefix_lengths([10, 11, 12]) == {"a": 3, "b": 1}
     index.settle("a", 2)
     index.settle("a", 2)

@@ -1,4 +1,4 @@
-"""Front ends that share a listening socket: evenly while all live, and without loss when one dies."""
+"""Front ends share a listening socket: evenly, and without loss when one dies."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def start(listener: socket.socket, number: int, file: Path) -> subprocess.Popen[
 
 
 def test_a_port_that_is_bound_is_taken_though_nobody_listens() -> None:
-    """Two who start at the same moment: the second is told, and not when it listens."""
+    """The second of two simultaneous starts fails at bind, not later at listen."""
     with bind("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
         with pytest.raises(OSError, match=f"port {port} on 127.0.0.1 is in use: choose another with --port"):

@@ -1,4 +1,4 @@
-"""Bodies that are large, slow or never come, and clients that leave: bounded, and nothing left behind."""
+"""Large, slow and missing bodies, and clients that leave: bounded, with nothing left behind."""
 
 from __future__ import annotations
 
@@ -156,8 +156,7 @@ def test_a_body_that_drips_after_its_answer(served: ServedModel, monkeypatch: py
 
 
 def test_a_connection_without_requests_stays_longer_than_in_pools(served: ServedModel) -> None:
-    """A pool that sends on a connection at the moment at which the server closes it has an error to show. Go's
-    keeps one for 90 s, others for less."""
+    """Go's pool keeps an idle connection for 90 s, others keep it for less."""
     assert HttpConfig().timeout_keep_alive > 90
     config = HttpConfig(timeout_keep_alive=1)
     with serving(FakeMesh(served, saying([70])), config) as server, server.connect() as connection:

@@ -54,7 +54,7 @@ def test_what_a_text_holds_too_much_of(value: Any, many: str) -> None:
 
 @pytest.mark.parametrize("end", [b"", b"\\"])
 def test_a_string_that_never_ends_is_looked_through_once(end: bytes) -> None:
-    """At each of its escaped quotes another one could begin: that took minutes for a megabyte."""
+    """Another string could begin at each escaped quote: minutes for a megabyte, if searched."""
     brackets = b"[" * MOST_CONTAINERS
     assert too_many(brackets + b'"' + b'\\"[' * 200_000 + end) == ""
     assert too_many(b"[" + brackets + b'"' + b'\\"[' * 200_000 + end) == CONTAINERS
@@ -107,7 +107,7 @@ def bombs() -> dict[str, tuple[str, dict[str, Any]]]:
 
 @pytest.mark.mesh
 def test_no_body_holds_the_interpreter_for_long(served: ServedModel) -> None:
-    """The time in which a thread that wants nothing but the interpreter does not get it."""
+    """A thread that only wants the interpreter waits less than a second for it."""
     with serving(FakeMesh(served, saying([70])), HttpConfig()) as server:
         server.client.timeout = 60
         stalls = {name: stall_of(server, path, compact(body)) for name, (path, body) in bombs().items()}

@@ -1,4 +1,4 @@
-"""Quotas of keys: the buckets, what front ends share, and what clients are told."""
+"""Quotas of keys: the buckets, what front ends share, and answers to clients."""
 
 from __future__ import annotations
 

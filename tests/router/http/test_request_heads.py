@@ -24,7 +24,7 @@ CHUNKED = (
 
 @contextlib.contextmanager
 def ended_by_the_server(server: Server) -> Iterator[socket.socket]:
-    """A connection that is closed while its client sends, or as soon as it waits for an answer."""
+    """A connection that the server closes while its client sends, or waits for an answer."""
     with server.connect() as connection, contextlib.suppress(ConnectionError):
         yield connection
         while connection.recv(1 << 16):

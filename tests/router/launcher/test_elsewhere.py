@@ -1,4 +1,4 @@
-"""Instances and workers on other hosts, as far as the command line and the table of processes know."""
+"""Instances and workers on other hosts: the command line and the table of processes."""
 
 from __future__ import annotations
 

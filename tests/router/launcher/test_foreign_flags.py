@@ -1,4 +1,4 @@
-"""Flags of other systems: on the command line, in a file and as arguments of ``LLM``."""
+"""Flags of other systems: on the command line, in files, as arguments of ``LLM``."""
 
 from __future__ import annotations
 

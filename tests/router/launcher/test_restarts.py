@@ -359,7 +359,7 @@ def test_the_end_of_the_last_instance_is_the_end_of_a_serve_that_nobody_else_joi
 
 
 def test_told_twice_to_end_the_coordinator_goes_last_all_the_same(tmp_path: Path) -> None:
-    """Whoever leaves needs it."""
+    """Processes that leave still need the coordinator."""
     coordinator = (
         "import pathlib, signal, sys, time\n"
         f"file = pathlib.Path({str(tmp_path / 'coordinator')!r})\n"

@@ -365,7 +365,7 @@ def test_the_tables_show_everything_and_what_to_fix(capsys: pytest.CaptureFixtur
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Ports that are free, and no torch: the child that loads it has its own tests."""
+    """Flags with free ports; the child that loads torch (tested elsewhere) is left out."""
     monkeypatch.setattr(packages, "ask_torch", lambda: TORCH)
     argv = []
     for name in ("--port", "-dpp"):

@@ -121,7 +121,7 @@ class Models(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def settings(certificate: tuple[str, str], tmp_path: Path) -> Iterator[str]:
-    """The settings file of a server that speaks HTTPS, on all addresses, and wants a key."""
+    """Settings file of a server with HTTPS, on all addresses, that wants a key."""
     key, chain = certificate
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(chain, key)

@@ -1,4 +1,4 @@
-"""Structured outputs on the router's side: what requests ask for, and texts drawn from the grammars they become."""
+"""Structured outputs in the router: fields of requests, and texts drawn from their grammars."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from router.turns import grammar_check, harmony
 from router.turns.assistant_turns import Turn, turn_of
 from router.turns.grammar_check import GrammarCheck, checked_grammar, problem_with
 from router.turns.schema_formats import FORMATS
-from router.turns.schema_support import MAX_PLACE, UNKNOWN
+from router.turns.schema_support import MAX_LOCATION, UNKNOWN
 from router.turns.structured import ANSWER, MAX_DEPTH, form_of, pattern_of, text_of
 from router.turns.tool_parsers import TOOL_PARSERS
 from router.turns.turn_format import TurnFormat
@@ -53,7 +53,7 @@ TOOLS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module", params=["plain", "special"])
 def marked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """One to which the markers of all formats are text, and one to which they are special tokens."""
+    """Tokenizers that have the markers of all formats as text, or as special tokens."""
     made = byte_level()
     if request.param == "special":
         markers = [marker for parser in TOOL_PARSERS.values() for marker in parser.markers]
@@ -72,7 +72,7 @@ def vocabulary(marked: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> V
 
 
 def walk(text: str, vocabulary: Vocabulary, marked: Tokenizer, seed: int) -> str:
-    """A text drawn from a grammar, each token as likely as any other but for the end, which comes at once."""
+    """Text drawn from a grammar: tokens equally likely, but the end is taken at once."""
     assert problem_with(text) == ""
     rng = random.Random(seed)
     grammar = Grammar(compile_grammar(text, vocabulary), vocabulary)
@@ -114,7 +114,7 @@ def test_how_deep_a_schema_may_be() -> None:
 def test_calls_that_are_asked_for(
     parser: str | None, choice: str, vocabulary: Vocabulary, marked: Tokenizer
 ) -> None:
-    """Whatever the grammar lets a model write is read as calls with arguments by their schema."""
+    """All texts that the grammar allows are read as calls that fit their schema."""
     named = {"type": "function", "function": {"name": "draw"}}
     request = chat(
         tools=TOOLS,
@@ -433,7 +433,7 @@ def test_instances_are_told(server: Server, path: str) -> None:
     [("required", "tool_calls"), ({"type": "function", "function": {"name": "draw"}}, "stop")],
 )
 def test_a_named_call_has_stopped(server: Server, tokenizer: Tokenizer, choice: Any, reason: str) -> None:
-    """As OpenAI says it: ``stop`` where the client chose the function, ``tool_calls`` where the model did."""
+    """OpenAI's reasons: ``stop`` if the client chose the function, ``tool_calls`` if the model did."""
     Speaker(server, tokenizer)('[{"name": "draw", "parameters": {"x":1,"on":true}}]')
     fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": TOOLS, "tool_choice": choice}
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
@@ -607,9 +607,9 @@ def test_a_pattern_that_is_no_text_is_wrong() -> None:
 def test_places_with_long_names_are_shortened() -> None:
     named = {"properties": {"a" * 5000: {"type": "array", "uniqueItems": True}}}
     (place,) = checked_grammar(grammar_of(named)).unenforced[ANSWER]
-    assert (len(place), place[:16], place[-3:]) == (MAX_PLACE, "$.properties.aaa", "...")
+    assert (len(place), place[:16], place[-3:]) == (MAX_LOCATION, "$.properties.aaa", "...")
     named = {"properties": {"a" * 5000: {"type": "text"}}}
-    assert len(checked_grammar(grammar_of(named)).problem) < MAX_PLACE + 50
+    assert len(checked_grammar(grammar_of(named)).problem) < MAX_LOCATION + 50
 
 
 def test_names_of_properties_write_no_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Tool calls in the text of answers: what each format makes of them, and that cuts do not matter."""
+"""Tool calls in answers, as each format writes them, however the text is cut."""
 
 from __future__ import annotations
 

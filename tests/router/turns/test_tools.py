@@ -1,4 +1,4 @@
-"""Tools and reasoning as clients see them: the real OpenAI client, a real server, a scripted mesh."""
+"""Tools and reasoning for clients: real OpenAI client, real server, scripted mesh."""
 
 from __future__ import annotations
 

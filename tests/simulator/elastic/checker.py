@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Rule(enum.StrEnum):
-    """What can be broken."""
+    """Rules that a schedule can break."""
 
     ONE_GROUP = "two instances step in different groups under one epoch"
     RISING = "an epoch does not rise"
@@ -61,8 +61,6 @@ class Checker(AgreementChecker[str, Position]):
         """The coordinator forms a group.
 
         ``highest`` is the highest epoch that it knew of.
-
-        ``highest`` is the highest epoch that it had been told of.
         """
         self.counts["groups"] += 1
         self.counts["groups after a loss"] += form.broken > 0
@@ -131,7 +129,7 @@ class Checker(AgreementChecker[str, Position]):
     # ---- membership
 
     def taken_out(self, instance: Instance, *, suspicious: bool) -> None:
-        """The coordinator does not count an instance any more that has not left."""
+        """The coordinator takes out an instance that has not left."""
         if not instance.alive:
             self.counts["dead taken out"] += 1
         elif suspicious:
@@ -140,7 +138,7 @@ class Checker(AgreementChecker[str, Position]):
             self.broken(Rule.ALIVE, f"{instance.name} was well all the time")
 
     def left_out(self, instance: Instance, *, split: bool) -> None:
-        """The coordinator leaves somebody out of groups.
+        """The coordinator leaves an instance out of groups.
 
         ``split``: data did not pass between some of late.
         """

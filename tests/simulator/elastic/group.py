@@ -22,7 +22,7 @@ class End(enum.Enum):
 
     OPEN = enum.auto()
     CLOSED = enum.auto()
-    """By a live member: in good order, or because it gave the group up."""
+    """Closed by a live member: in good order, or because it gave the group up."""
     DEAD = enum.auto()
 
 
@@ -33,7 +33,7 @@ class Group:
         self.world = world
         self.form = form
         self.members: dict[str, Instance] = {}
-        """Who has come to the rendezvous."""
+        """Members that have come to the rendezvous."""
         self.is_formed = False
         self._ends: dict[str, End] = {}
         self._num_calls: dict[str, int] = {}
@@ -56,7 +56,7 @@ class Group:
         instance.world.after(instance, self.world.settings.forming, instance.forming_ends, self)
 
     def _connect(self) -> None:
-        """All have come: each connects to each."""
+        """Connect each member to each, once all have come."""
         members = list(self.members.values())
         if any(not self.world.passes_between(one.name, other.name) for one in members for other in members):
             for member in members:
@@ -96,7 +96,7 @@ class Group:
         self.world.after(instance, self.world.settings.deadline, self._fail, instance, number, True)
 
     def _complete(self, instance: Instance, number: int) -> None:
-        """All have given their rows.
+        """Complete a call to which all have given their rows.
 
         Some may still find that another one is gone before they have all of them.
         """
@@ -115,7 +115,7 @@ class Group:
         instance.call_done(self, [rows[name] for name in names(self.form)])
 
     def _cut_from(self, instance: Instance) -> list[str]:
-        """Members of which nothing comes to this one."""
+        """Members whose data does not reach this one."""
         return [name for name in names(self.form) if not self.world.passes(name, instance.name)]
 
     def _fail_soon(self, instance: Instance, number: int) -> None:
@@ -138,13 +138,13 @@ class Group:
             instance.call_failed(self, self._seen(gone), Evidence.CLOSED)
 
     def _seen(self, gone: list[str]) -> list[str]:
-        """Whom a member blames: it may have seen only some of those who are gone."""
+        """Suspects that a member names: perhaps only some of those that are gone."""
         return self.world.rng.sample(gone, self.world.rng.randint(1, len(gone))) if gone else []
 
     # ---- ends
 
     def close(self, instance: Instance, how: End = End.CLOSED) -> None:
-        """A member's end is no more; the others who wait for it notice."""
+        """Close a member's end; the others that wait for it notice."""
         name = instance.name
         if self._ends.get(name, End.OPEN) is not End.OPEN:
             return
@@ -163,7 +163,7 @@ class Group:
                     self.world.after(member, 1 + self.world.up_to(5), member.forming_fails, self)
 
     def _gone(self, *, abruptly: bool = False) -> list[str]:
-        """Members whose end is no more."""
+        """Members whose end is closed."""
         return [
             name
             for name, end in self._ends.items()

@@ -1,4 +1,4 @@
-"""One simulated process: an engine's loop and threads around a real Recovery, Lockstep and Standing."""
+"""A simulated process: step loop and threads around Recovery, Lockstep and MemberState."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Phase(enum.Enum):
     LOADING = enum.auto()
     ASLEEP = enum.auto()
     WAITING = enum.auto()
-    """For a group."""
+    """Waiting for a group."""
     HEADERS = enum.auto()
     COMPUTING = enum.auto()
     EXPERTS = enum.auto()
@@ -43,7 +43,7 @@ class Phase(enum.Enum):
 
 
 class Instance:
-    """A process.
+    """A simulated process.
 
     Its step thread may hang (`hung_until`), and all of it may be stopped (`frozen_until`).
     """
@@ -55,14 +55,14 @@ class Instance:
         self.alive = True
         self.frozen_until = self.hung_until = self.cut_until = self.disturbed_at = -1_000
         self.taken_out: tuple[int, int] | None = None
-        """By which coordinator, and the highest epoch then."""
+        """The coordinator that took it out, and the highest epoch then."""
         self.fenced_up_to = self._fenced_from_welcome = 0
         """The highest epoch that the others are known to have left without it."""
         self.phase = Phase.LOADING
         self.room = world.settings.room + 2 * world.up_to(1) if world.settings.room else 0
         self.held: set[int] = set()
         self.requests: list[tuple[Request, int]] = []
-        """What runs here: (request, attempt)."""
+        """Running requests: (request, attempt)."""
         self.draining = False
         self.drained_at: int | None = None
         self.recovery: Recovery = world.recovery_class(self.name)
@@ -99,7 +99,7 @@ class Instance:
     # ---- the membership's thread
 
     def say(self) -> None:
-        """Tell the coordinator how things are, now and after every interval."""
+        """Send the coordinator this instance's state, now and after every interval."""
         if not self.alive or self.member_state.refusal is not None:
             return
         for message in self.member_state.outgoing(Load()):
@@ -115,7 +115,7 @@ class Instance:
             self.say()
 
     def hear(self, message: FromCoordinator) -> None:
-        """The coordinator says something."""
+        """Take a message of the coordinator."""
         if isinstance(message, Reach):
             delay = self.world.up_to(self.world.settings.connect)
             self.world.after(self, delay, self._tells_whom_it_reaches, message)
@@ -180,7 +180,7 @@ class Instance:
         self._tell_ready()
 
     def _read(self, form: GroupPlan) -> None:
-        """The experts of a form are here; go to its rendezvous."""
+        """The experts of a plan are here; go to its rendezvous."""
         if self.recovery.target is not form:
             return
         self.held |= self._owned(form)
@@ -193,7 +193,7 @@ class Instance:
         return {expert for of_rank in of_ranks for expert in of_rank}
 
     def group_formed(self, group: Group) -> None:
-        """Everybody has come to the rendezvous."""
+        """All members have come to the rendezvous."""
         self._carry_out(self.recovery.prepared(group.form.epoch))
         self.world.provoke("prepared", self)
         self._poke()
@@ -385,7 +385,7 @@ class Instance:
         self._poke()
 
     def drain(self) -> None:
-        """SIGTERM."""
+        """Begin to drain, as on SIGTERM."""
         if self.draining:
             return
         if (

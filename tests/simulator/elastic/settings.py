@@ -13,7 +13,7 @@ from tests.simulator.schedule import CommonSettings
 TICKS_PER_SECOND = 100
 COORDINATOR_TICK = 10
 ASK_INTERVAL = 30
-"""Between two tries to register."""
+"""Ticks between two tries to register."""
 
 RULES = Rules(
     heartbeat_interval=0.5,
@@ -28,7 +28,7 @@ RULES = Rules(
     reach_patience=20.0,
     steady_after=15.0,
 )
-"""Shorter than in life, in the same order."""
+"""The coordinator's rules, shorter than in life and in the same order."""
 
 
 LONG_SPLIT = 25_000
@@ -41,20 +41,20 @@ class Settings(CommonSettings, frozen=True, kw_only=True):
     room: int
     """Experts that fit on an instance; 0: any number."""
     wire: int
-    """Between an instance and the coordinator, one way, in order."""
+    """Delay between an instance and the coordinator, one way, in order."""
     prepare: int
-    """To read the experts of an epoch."""
+    """Time to read the experts of an epoch."""
     deadline: int
     """Deadline of a collective."""
     forming: int
-    """An instance gives the forming of a group up after this time."""
+    """Time after which an instance gives up the forming of a group."""
     exited: float
     """Probability that others see a death as a process's end.
 
     Otherwise they see a closed connection only.
     """
     span: int
-    """In which all faults and arrivals are planned."""
+    """Time in which all faults and arrivals are planned."""
     kills: int
     stalls: int
     stall: int
@@ -69,14 +69,14 @@ class Settings(CommonSettings, frozen=True, kw_only=True):
     absence: int
     """Longest absence of the coordinator."""
     provoked: float
-    """How often a fault waits for one of the worst moments instead of its time."""
+    """Probability that a fault waits for one of the worst moments instead of its time."""
     splits: int
     """Cuts of data between some instances and the others.
 
     All instances still reach the coordinator.
     """
     split: int
-    """How long.
+    """Longest duration of a split.
 
     The longest is longer than the mesh may take to go on without some.
     """
@@ -125,16 +125,12 @@ class Settings(CommonSettings, frozen=True, kw_only=True):
 
     @property
     def bound(self) -> int:
-        """Time from the last fault until all serve in one group and all work is done.
+        """Time from the last fault until all serve in one group, with no work left.
 
         In the worst case a restarted coordinator waits for an instance that does not come back
         (``member_timeout``). The group that it forms loses a member that falls silent, again. A change that
         was under way must run into its timeout. Then the last change happens, and the rest of the work is
         done.
-
-        In the worst case a restarted coordinator waits for who does not come back (``member_timeout``), the
-        group that it forms loses somebody who falls silent (again), and a change that was under way must run
-        into its timeout; then the last change happens, and the rest of the work is done.
         """
         seconds = 3 * RULES.member_timeout + 2 * RULES.forming_timeout + 5.0
         seconds += RULES.reach_patience + RULES.reach_timeout if self.splits else 0.0
@@ -145,6 +141,6 @@ class Settings(CommonSettings, frozen=True, kw_only=True):
 
     @property
     def split_bound(self) -> int:
-        """Time from a split or a later event until the remaining instances have done all work."""
+        """Time from a split or a later event until the remaining instances are done."""
         tries = (RULES.reach_tries + 2) * (self.deadline + self.forming + self.connect + self.prepare)
         return self.bound + tries

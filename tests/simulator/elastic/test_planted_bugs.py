@@ -1,4 +1,4 @@
-"""Planted bugs in the rules of a changing mesh, found by the rules that they break."""
+"""Planted bugs in the rules of a changing mesh: each breaks a rule."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TakesAClosedConnectionForADeath(Suspicions):
 
 
 class FormsWithTheDead(Epochs):
-    """Once a member, always a member."""
+    """A member stays in plans for ever."""
 
     def _candidates(self) -> list[Record]:
         seen = self.__dict__.setdefault("seen", {})
@@ -246,7 +246,7 @@ The other schedules are not run.
 """
 
 WITHIN = 600
-"""So many schedules are enough."""
+"""Number of schedules that suffice to find each bug."""
 
 
 def schedules(bug: type[Any]) -> Iterator[int]:

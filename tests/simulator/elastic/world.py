@@ -69,6 +69,8 @@ class World(Schedule[Call]):
     """The mesh of one schedule: its coordinator, instances, groups and requests."""
 
     MAX_EVENTS = 60_000
+    settings: Settings
+    checker: Checker
     registry_class = Registry
     recovery_class = Recovery
     lockstep_class = Lockstep
@@ -88,7 +90,7 @@ class World(Schedule[Call]):
         self.num_coordinators = 0
         self._last_arrival: dict[tuple[str, str], tuple[int, float]] = {}
         self._ranks: dict[int, str] = {}
-        """Who has each rank, or had it last."""
+        """The instance that has each rank, or had it last."""
         self._highest = 0
         self._worst: list[Callable[[Instance], None]] = []
         """Faults that wait for a worst moment."""
@@ -143,7 +145,7 @@ class World(Schedule[Call]):
         self.after(None, COORDINATOR_TICK, self._tick)
 
     def provoke(self, point: str, instance: Instance) -> None:
-        """A worst moment: now a fault may happen."""
+        """Perhaps let a fault happen now: it is one of the worst moments."""
         if self._worst and self.now > 50 and self.chance(0.25):
             fault = self._worst.pop(self.rng.randrange(len(self._worst)))
             self.checker.counts[f"fault at {point}"] += 1
@@ -216,7 +218,7 @@ class World(Schedule[Call]):
         victim.disturbed_at = max(victim.disturbed_at, victim.cut_until)
 
     def _split(self, _: Instance) -> None:
-        """No data between some instances and the others, or in one direction only."""
+        """Cut data between some instances and the others, or in one direction only."""
         if self.now <= self.split_until:
             return
         self.checker.counts["splits"] += 1
@@ -274,7 +276,7 @@ class World(Schedule[Call]):
         what: Callable[..., None],
         arguments: tuple[Any, ...],
     ) -> None:
-        """Over a connection: in order."""
+        """Send a message over a connection, which keeps the order."""
         when, order = self.now + self.up_to(self.settings.wire), self.rng.random()
         last, last_order = self._last_arrival.get(link, (-1, 0.0))
         if when <= last:
@@ -326,7 +328,7 @@ class World(Schedule[Call]):
                 self.provoke("form", somebody)
 
     def _taken_out(self, rank: int) -> None:
-        """The coordinator has taken somebody out."""
+        """Note that the coordinator has taken an instance out."""
         instance = self.instances[self._ranks[rank]]
         since = self.now - instance.disturbed_at
         suspicious = instance.disturbed_at >= 0 and since < 3 * RULES.member_timeout * TICKS_PER_SECOND
@@ -336,7 +338,7 @@ class World(Schedule[Call]):
         self.move_requests(instance)
 
     def _left_out(self, rank: int) -> None:
-        """The coordinator leaves somebody out, as others do not reach it."""
+        """Note that the coordinator leaves an instance out, as others do not reach it."""
         instance = self.instances[self._ranks[rank]]
         self.checker.left_out(instance, split=self._is_split_of_late())
         instance.taken_out = (self.num_coordinators, self._highest)
@@ -368,7 +370,7 @@ class World(Schedule[Call]):
         self.end(instance)
 
     def end(self, instance: Instance, how: End = End.CLOSED) -> None:
-        """A process ends."""
+        """End a process."""
         if instance.alive:
             instance.alive = False
             if how is not End.DEAD:
@@ -416,7 +418,7 @@ class World(Schedule[Call]):
     # ---- the end
 
     def _rescue(self) -> None:
-        """Start an instance, as a supervisor would, if there are too few and no plans left."""
+        """Start an instance, as a supervisor would, if too few live after the plan."""
         if self.now < self.last_fault + 50 or self.registry is None:
             return
         living = [
@@ -470,7 +472,7 @@ class World(Schedule[Call]):
             self.checker.broken(Rule.SERVES, f"{members} are to form epoch {form.epoch}")
 
     def _look_whether_somebody_serves(self) -> None:
-        """Check that somebody serves in a split that lasts."""
+        """Check that requests are served in a split that lasts."""
         since, bound = max(self.split_since, self.last_disturbance), self.settings.split_bound
         if not self._split_is_old or self.registry is None:
             return
@@ -480,7 +482,7 @@ class World(Schedule[Call]):
             self.checker.broken(Rule.SERVES, f"{len(undone)} requests wait since {since}")
 
     def _has_room(self, side_a: bool) -> bool:
-        """Whether those on one side of a split hold all experts."""
+        """Whether the instances on one side of a split hold all experts."""
         members = [
             instance
             for instance in self.instances.values()
