@@ -15,6 +15,12 @@ import signal
 import tempfile
 from pathlib import Path
 
+import pytest
+
+from tests.nightly import is_on_diagonal
+
+pytest_plugins = ["tests.measured"]
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: children would
     signal.signal(signal.SIGINT, signal.default_int_handler)  # inherit that, and be deaf to Ctrl-C
 
@@ -36,3 +42,11 @@ def _session_directory() -> str:
 
 
 os.environ["XDG_RUNTIME_DIR"] = _session_directory()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what large tables have beside their diagonal (:func:`tests.nightly.is_on_diagonal`)."""
+    left_out = [item for item in items if not is_on_diagonal(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if is_on_diagonal(item)]

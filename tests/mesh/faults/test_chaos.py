@@ -14,7 +14,7 @@ from tests.nightly import NIGHTLY
 
 ROOT = Path(__file__).parents[3]
 SEED = 11
-SECONDS = 600 if NIGHTLY else 180
+SECONDS = 600 if NIGHTLY else 60
 """Seconds of chaos.
 
 Starting, asking for the truth and coming to rest take about half as long again, on a busy machine longer than
