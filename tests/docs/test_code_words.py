@@ -14,6 +14,9 @@ ROOT = Path(__file__).parent.parent.parent
 PAGES = [
     path for room in ("design", "develop", "run") for path in sorted((ROOT / "docs" / room).glob("*.md"))
 ]
+SOURCE = re.compile(r"\[(\w+\.py):\d+\] ")
+"""Where a line of a log comes from."""
+PAGES_WITH_LOGS = [path for path in sorted((ROOT / "docs").glob("*/*.md")) if SOURCE.search(path.read_text())]
 PACKAGES = ("coordinator", "engine", "router", "parallel", "tests", "examples")
 SOURCES = {".py", ".cpp", ".hpp", ".h", ".c", ".js", ".html", ".sh"}
 
@@ -99,3 +102,14 @@ def test_names_that_are_gone_are_found() -> None:
     assert list(unknown_in(text)) == []
     gone = ["`EngineCore.no_such`", "`NoSuchClass`", "`engine/no_such.py`", "`no_such.py`", "`no_such_word`"]
     assert list(unknown_in(" ".join(gone))) == sorted(name.strip("`") for name in gone)
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_LOGS, ids=lambda page: page.name)
+def test_sources_of_log_samples_are_files_that_log(page: Path) -> None:
+    """Lines move with every change; the samples show those of their day."""
+    logging = {name.rpartition("/")[2] for name in files() if _logs(name)}
+    assert set(SOURCE.findall(page.read_text())) <= logging | {"httptools_impl.py"}
+
+
+def _logs(name: str) -> bool:
+    return name.endswith(".py") and "logger." in (ROOT / name).read_text()
