@@ -39,7 +39,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """The same for one that has not registered yet with a restarted coordinator."""
     view_grace: float = 1.5
     """So long after its start a coordinator calls its views incomplete; for ``member_timeout``, while fewer
-    than ``size`` serve: who is alive has registered again by then."""
+    than ``size`` serve: a live instance has registered again by then."""
     forming_timeout: float = 60.0
     """A group that has not begun for this long is replaced by the next."""
     reach_tries: int = 3
