@@ -23,7 +23,7 @@ from tests.families.configs import families
 from tests.families.measure import EXACT, NONE, REFUSED, Row, measure, quieten
 
 SECONDS = 180.0
-"""For one family in all its layouts: most take five."""
+"""Seconds for one family in all its layouts; most take five."""
 PAGE = Path("docs/use/families.md")
 """Page of the families that are served."""
 REFUSED_PAGE = Path("docs/use/families-refused.md")
