@@ -30,7 +30,7 @@ REFUSED_PAGE = Path("docs/use/families-refused.md")
 MARK = "<!-- made by python -m tests.families -->"
 """Line of both pages after which this writes."""
 SHARED_BY = 3
-"""Remarks of at least so many families stand once, in a list before the table, which has their numbers."""
+"""Families that share a remark, from which on it stands once, in a numbered list."""
 LAYOUT = re.compile(r"(?:(?:dp|ep|tp|pp): )?")
 """What a remark on one layout begins with."""
 
@@ -61,7 +61,7 @@ def _row_of(family: str, seconds: float) -> Row:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The rows that are served in Markdown, with a line of totals over all, and the remarks that many share."""
+    """The rows that are served in Markdown, with totals over all and shared remarks."""
     rows = list(rows)
     served = sorted(
         (row for row in rows if row.dp != REFUSED), key=lambda row: (row.dp == "", row.family.lower())
