@@ -15,7 +15,7 @@ import pytest
 from tests.nightly import NIGHTLY
 
 ROOT = Path(__file__).parent.parent
-DECIDING = ["coordinator", "engine/scheduling", "router/dispatch", "router/text"]
+DECIDING = ["coordinator", "engine/scheduling", "router/dispatch"]
 ALL = ["coordinator", "engine", "lockstep", "parallel", "router"]
 MEASURED = ALL if NIGHTLY else DECIDING
 
