@@ -146,16 +146,7 @@ def test_the_page_shows_load_a_loss_and_chat(tmp_path: Path) -> None:
                 wait_until(lambda: "instance" in page.text(".said.assistant small"), 60, "where it runs")
                 rank = int(page.text(".said.assistant small").split()[1])
                 epoch = int(page.text("#tile-epoch"))
-                other = command.child(f"Engine_{1 - rank}")
                 command.child(f"Engine_{rank}").send_signal(signal.SIGKILL)
-                other.send_signal(
-                    signal.SIGSTOP
-                )  # the page looks once a second: the answer must not end before
-                try:
-                    moved = f"instance {rank} → {1 - rank}"
-                    wait_until(lambda: moved in page.text(".said.assistant small"), 30, "where it goes on")
-                finally:
-                    other.send_signal(signal.SIGCONT)
                 wait_until(lambda: int(page.text("#tile-resumes")) > 0, 30, "resumes")
                 wait_until(lambda: f"Engine_{rank} was killed by signal 9" in page.text("#events"), 30)
                 wait_until(lambda: "resumed" in page.text("#throughput-legend"), 30, "marks")
