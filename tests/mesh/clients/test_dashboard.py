@@ -90,7 +90,9 @@ def endless_model(directory: Path) -> Path:
     return directory
 
 
-def test_the_page_shows_load_a_loss_and_chat(tmp_path: Path) -> None:
+def test_the_page_shows_load_a_loss_and_chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Slow steps: the page looks once a second, and must see where an answer runs before and after a loss.
+    monkeypatch.setenv("LOCKSTEP_NATIVE_KERNELS", "0")
     ports = Ports()
     model = str(endless_model(tmp_path / "lockstep-moe"))
     with (
