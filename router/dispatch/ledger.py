@@ -86,6 +86,8 @@ class Entry:
     """Every output token already passed on, over all attempts."""
     has_begun: bool = False
     """A delta of some try has come."""
+    fingerprint: str | None = None
+    """Name of the numerics class of the instance that gave the first token, or is to give it."""
     owed: bool = False
     """An instance had taken the request, so the next one must take it, too."""
     blocks: list[int] | None = None
