@@ -64,9 +64,9 @@ def problem_with(
 
 
 def other_class(numerics: Numerics | None, members: Collection[Numerics]) -> str | None:
-    """Why an instance is of another numerics class than the members of the mesh, and what to do.
+    """Why an instance computes other bits than the mesh, and what to do.
 
-    None if it is of one of their classes, or if they have none yet.
+    None if it is of one of their numerics classes, or if they have none yet.
     """
     if not members or numerics in members:
         return None

@@ -364,7 +364,10 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ranks_by_class(members: Sequence[Member]) -> dict[Numerics, list[int]]:
-    """Ranks of the members of each numerics class; those whose class is not known are left out."""
+    """Ranks of the members of each numerics class.
+
+    Members whose class is not known are left out.
+    """
     ranks: dict[Numerics, list[int]] = {}
     for member in members:
         if member.numerics is not None:

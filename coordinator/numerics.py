@@ -1,4 +1,4 @@
-"""Numerics class of an instance: a digest of all that decides the bits of its answers (pure).
+"""Numerics class of an instance: a digest of all that decides its bits (pure).
 
 Instances of one class give equal token ids and log-probabilities for equal weights, request and seed, if the
 class is *invariant*: the native step computes each row by itself. Where torch's operators compute, the bits
@@ -98,7 +98,7 @@ def combined(classes: Collection[Numerics]) -> Numerics:
 
 
 def slowest_kind(classes: Sequence[Numerics]) -> str | None:
-    """The kind of native kernels that instances of all these classes can be told to use.
+    """The slowest kind of native kernels of these classes, which all of them can use.
 
     None if one of them computes with others.
     """

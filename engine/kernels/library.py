@@ -161,7 +161,10 @@ class Library:
 
 
 _chosen: Kind | None = None
-"""What this process was told to use; None: what the environment says, else the fastest kind."""
+"""Kind of kernels that :func:`choose` was called with.
+
+None: the one that the environment names, else the fastest.
+"""
 
 
 def choose(kind: Kind | None) -> None:

@@ -87,7 +87,7 @@ class Entry:
     has_begun: bool = False
     """A delta of some try has come."""
     fingerprint: str | None = None
-    """Name of the numerics class of the instance that gave the first token, or is to give it."""
+    """Name of a numerics class: that of the instance that gives the first token."""
     owed: bool = False
     """An instance had taken the request, so the next one must take it, too."""
     blocks: list[int] | None = None

@@ -35,7 +35,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """Kernels chosen by a test are loaded anew, and none of them stay for other tests.
+    """Kernels are loaded anew for each test, and for the tests after these.
 
     AMX is a switch of the library, which the kinds amx and avx512 share.
     """

@@ -1,4 +1,7 @@
-"""Instances of two numerics classes in one mesh: both are shown, answers name theirs, one can be refused."""
+"""Instances of two numerics classes in one mesh.
+
+Both are shown, answers name theirs, and another one can be refused.
+"""
 
 from __future__ import annotations
 

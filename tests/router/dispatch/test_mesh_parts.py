@@ -321,7 +321,7 @@ def test_prompt_logprobs_are_told_once() -> None:
 
 
 def test_a_request_keeps_the_numerics_class_of_its_first_token() -> None:
-    """A try without a token leaves none; an instance that takes over a begun request changes none."""
+    """A try without a token leaves none, and no later instance changes it."""
     pool, ledger = Pool(), Ledger()
     chooser = Chooser(pool, ledger)
     entry = Entry(Prompt(request_id="r", prompt_ids=[1, 2, 3], params=SamplingParams(), seed=9))
