@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Files with tests that start processes. The longest comes first and short ones last, so that the two processes which
 # take file after file end at about the same time.
-MESH_FILES = $(sort $(shell grep -rl 'mark\.mesh' tests --include='test_*.py'))
+MESH_FILES = $(filter-out tests/test_second_tries.py,$(sort $(shell grep -rl 'mark\.mesh' tests --include='test_*.py')))
 MESH_SHORT = tests/engine/% tests/parallel/% tests/mesh/running/test_wheel.py \
              $(patsubst %,tests/mesh/clients/test_%.py,apis bad_input observability structured)
 MESH_TESTS = tests/mesh/faults/test_chaos.py $(filter-out tests/mesh/faults/test_chaos.py $(MESH_SHORT),$(MESH_FILES)) \
@@ -25,10 +25,11 @@ test: $(STAMP)  ## run all tests, or those that ARGS names
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(BIN)/python -m pytest -m "not mesh" --numprocesses 2 --dist worksteal || \
-	    $(BIN)/python -m pytest -m "not mesh" --last-failed --last-failed-no-failures none
-	$(BIN)/python -m pytest -m mesh --numprocesses 2 --dist loadfile --no-loadscope-reorder $(MESH_TESTS) || \
-	    $(BIN)/python -m pytest -m mesh --last-failed --last-failed-no-failures none $(MESH_TESTS)
+	rm -rf build/coverage && mkdir -p build/coverage
+	LOCKSTEP_COVERAGE=1 $(BIN)/python -m pytest -m "not mesh" --numprocesses 2 --dist worksteal
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+	$(BIN)/python -m tests.second_tries -m mesh --numprocesses 3 --dist loadfile --no-loadscope-reorder $(MESH_TESTS)
 endif
 
 check: $(STAMP)  ## lint, format, types
@@ -109,7 +110,10 @@ joins: $(STAMP)  ## two instances join and two leave under 32 streams: pauses, a
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m tests.mesh.faults.joins --output-json build/joins.json --plot build/joins.svg $(ARGS)
 
-nightly: $(STAMP)  ## what takes too long for each push: native kernels at 20,000 positions of each family, and all families in every layout
+nightly: $(STAMP)  ## all tests at full size (LOCKSTEP_NIGHTLY=1), then fuzz, 50,000 schedules, native positions, all families
+	LOCKSTEP_NIGHTLY=1 $(MAKE) test
+	$(MAKE) fuzz
+	$(MAKE) simulate
 	$(BIN)/python -m tests.engine.native_positions --positions 20000
 	$(BIN)/python -m tests.families
 

@@ -18,7 +18,7 @@ LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost", "ip6-loopback"})
 
 
 CONNECT_SECONDS = 2.0
-"""Within which a connection is made, or counts as impossible."""
+"""Seconds after which a connection that is not made counts as impossible."""
 
 
 class AddressError(ValueError):

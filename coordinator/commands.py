@@ -15,6 +15,7 @@ from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import AsyncConnection
 
 ASK_INTERVAL = 0.5
+"""Seconds until a command that was sent is repeated."""
 RECONNECT_INTERVAL = 0.05
 """Seconds between two tries: when it was asked, and when there is no connection yet."""
 REFUSED_PATIENCE = 2.0
@@ -23,6 +24,7 @@ REFUSED_PATIENCE = 2.0
 A coordinator that died is started again within one second.
 """
 KNOCK_INTERVAL = 0.1
+"""Seconds between two tries to connect while the host refuses connections."""
 
 
 async def find_view(endpoint: str, timeout: float, keys: MeshKeys | None = None) -> View:

@@ -44,10 +44,13 @@ logger = logging.getLogger(__name__)
 ASK_INTERVAL = 0.3
 """Seconds between two tries to register."""
 WATCH_INTERVAL = 1.0
+"""Seconds between two requests for the view."""
 RECONNECT_INTERVAL = 0.05
 """Seconds between two tries while there is no connection."""
 COMPLAINT_INTERVAL = 5.0
+"""Seconds between two log lines about what is waited for."""
 SILENCE_COMPLAINT = 10.0
+"""Seconds without an answer after which a warning is logged, and between two of them."""
 MAX_QUESTIONS = 16
 """Questions of the coordinator for which connections to others are tried at once."""
 SILENCE = 3.0

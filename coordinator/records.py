@@ -30,34 +30,42 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     require_same_numerics: bool = False
     """Refuse an instance whose numerics class is not that of the mesh."""
     heartbeat_interval: float = 0.5
+    """Seconds between two heartbeats of an instance."""
     member_timeout: float = 5.0
+    """Seconds of silence after which an instance that has loaded is removed."""
     loading_timeout: float = 30.0
-    """Loading may hold the interpreter for long; silence counts for less then."""
+    """Seconds of silence after which an instance that loads is removed.
+
+    Loading may hold the interpreter for long.
+    """
     watcher_timeout: float = 10.0
+    """Seconds of silence after which a watcher gets no more views."""
     probe_grace: float = 0.3
-    """An instance reported as lost that does not answer for this long is removed."""
+    """Seconds without an answer after which an instance reported as lost is removed."""
     quiet_grace: float = 1.0
-    """The same for an instance in a broken group that no other accuses."""
+    """Seconds without an answer for members of a broken group that no other accuses."""
     return_grace: float = 2.0
-    """The same for one that has not registered yet with a restarted coordinator."""
+    """Seconds for an instance reported as lost to register with a restarted coordinator."""
     view_grace: float = 1.5
-    """So long after its start a coordinator calls its views incomplete; for ``member_timeout``, while fewer
-    than ``size`` serve: who is alive has registered again by then."""
+    """Seconds after its start for which a coordinator calls its views incomplete.
+
+    While fewer than ``size`` instances serve: ``member_timeout``. By then live ones have registered again.
+    """
     forming_timeout: float = 60.0
-    """A group that has not begun for this long is replaced by the next."""
+    """Seconds after which a group that has not begun is replaced by the next."""
     reach_tries: int = 3
     """Failed groups of the same live members in a row before a reachability check.
 
     Each member is then asked which others it reaches.
     """
     reach_timeout: float = 4.0
-    """The answers may take so long."""
+    """Seconds for the answers to a reachability check."""
     reach_interval: float = 5.0
-    """Between two looks whether an instance that was left out is reached again."""
+    """Seconds between two checks whether an instance that was left out is reached again."""
     reach_patience: float = 3600.0
-    """Most seconds until the first of these looks.
+    """Most seconds until the first of these checks.
 
-    They double each time that the instance is left out.
+    The time doubles whenever the instance is left out.
     """
     steady_after: float = 300.0
     """Seconds of stepping after which a group counts as good: earlier attempts do not count."""

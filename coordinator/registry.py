@@ -49,6 +49,7 @@ from coordinator.records import Instruction, Note, Peer, Record, Records, Rules,
 from coordinator.suspicion import Suspicions
 
 MAX_WATCHERS = 10_000
+"""Peers that get each change of the view; any more get only answers."""
 ALIVE_INTERVALS = 1.2
 """An instance is alive if its last heartbeat is at most this many intervals old."""
 

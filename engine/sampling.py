@@ -12,7 +12,9 @@ import math
 import msgspec
 
 MAX_STOP_STRINGS = 64
+"""Stop strings of one request, and its stop tokens."""
 MAX_LOGIT_BIAS = 1024
+"""Tokens that one request may bias."""
 MOST_BIAS = 100.0
 """Largest bias of a token; its negative is the smallest."""
 ALL_LOGPROBS = -1
@@ -22,6 +24,7 @@ UNBOUNDED = 2**62
 MAX_BAD_WORDS = 1024
 """Sequences of tokens: most words are two, with and without a blank before them."""
 MAX_GRAMMAR_BYTES = 512 * 1024
+"""Characters of the grammar of one request."""
 LEAST_REPETITION = 1e-6
 """Smallest repetition penalty; its inverse is the largest.
 

@@ -15,6 +15,7 @@ The second is its older one.
 MOST_DRAFTED = 64
 """Largest draft; far below, it already costs more than it can spare."""
 LONGEST_MATCH = 64
+"""Tokens: upper bound of ``prompt_lookup_min`` and ``prompt_lookup_max``."""
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

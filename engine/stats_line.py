@@ -6,7 +6,7 @@ from engine.messages import Counters
 from engine.scheduling.report_policy import LoadSnapshot
 
 INTERVAL = 10.0
-"""Seconds."""
+"""Seconds between two lines about throughput and load."""
 
 
 class StatsLine:

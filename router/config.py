@@ -17,7 +17,7 @@ from router.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS, check_halv
 from router.structured_config import StructuredOutputsConfig, read_config
 
 MOST_FRONT_ENDS = 256
-"""More are a mistake: each is a process that fills a core."""
+"""Most routers; each is a process that fills a core."""
 
 
 def _json_object(flag_name: str, text: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import msgspec
 MAX_RECENT = 100
 """Events that each process remembers in words."""
 MAX_TEXT = 300
+"""Characters of an event's text; the rest is cut off."""
 
 
 class FaultEvent(enum.StrEnum):

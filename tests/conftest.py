@@ -1,8 +1,8 @@
 """What all tests share: how those that start real processes are run.
 
 They have deadlines in seconds, and the machine may be busy with something else. So ``make test`` runs the other
-tests first, then these, a file in each of two processes, and those that failed once more, one after the other.
-Everything else decides by itself alone, and must pass at once.
+tests first, then these, a file in each of two processes. At most two that failed run once more, each alone
+(``tests.second_tries``). A failure of any other test decides at once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,12 @@ import shutil
 import signal
 import tempfile
 from pathlib import Path
+
+import pytest
+
+from tests.nightly import is_on_diagonal
+
+pytest_plugins = ["tests.measured"]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: children would
     signal.signal(signal.SIGINT, signal.default_int_handler)  # inherit that, and be deaf to Ctrl-C
@@ -36,3 +42,11 @@ def _session_directory() -> str:
 
 
 os.environ["XDG_RUNTIME_DIR"] = _session_directory()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what large tables have beside their diagonal (:func:`tests.nightly.is_on_diagonal`)."""
+    left_out = [item for item in items if not is_on_diagonal(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if is_on_diagonal(item)]

@@ -48,7 +48,7 @@ ROOMS = {
 Modules beside them belong to no room, and must close no circle either.
 """
 MOST_MODULES = 25
-"""In one folder: more, and nobody finds anything."""
+"""Most modules in one folder, so that they are found."""
 
 COMPUTES = {
     "parallel.communicators.arithmetic",
@@ -115,7 +115,7 @@ def imported_modules(path: Path, known: set[str]) -> set[str]:
 
 
 def graph(room_of: Callable[[str], str]) -> dict[str, set[str]]:
-    """Who imports whom, among the rooms that modules are put into."""
+    """Imports between rooms: for each room, the rooms that it imports."""
     paths = {name_of(path): path for package in ORDER for path in sources(package)}
     edges: dict[str, set[str]] = {room_of(name): set() for name in paths}
     for name, path in paths.items():
@@ -243,10 +243,7 @@ def test_no_module_outside_the_engine_loads_torch(package: str) -> None:
     ],
 )
 def test_what_comes_before_the_model_loads_no_torch(module: str) -> None:
-    """An instance registers, and may be refused, before it spends seconds on libraries.
-
-    One with workers never does, nor does a fork server before it gets a request to load them.
-    """
+    """An instance registers, and may be refused, before seconds are spent on libraries."""
     code = (
         f"import sys, {module}\n"
         "found = {'torch', 'transformers', 'tokenizers', 'scipy'} & set(sys.modules)\n"

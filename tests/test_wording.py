@@ -1,4 +1,4 @@
-"""How docstrings, help texts and log lines are written: short summaries, plain words."""
+"""How docstrings, help texts, log lines and pages are written: short, in plain words."""
 
 from __future__ import annotations
 
@@ -20,6 +20,27 @@ FORBIDDEN = re.compile(
     r"\bwho(m|)ever\b|\b(is|are|was|were|be|been|being) (said|told)\b|\b(told|said) so\b", re.I
 )
 """Verbs of persons: what a program does is logged, sent, returned, raised or refused."""
+
+
+PAGES = sorted(
+    [
+        path
+        for room in ("start", "use", "run", "design", "develop")
+        for path in (ROOT / "docs" / room).glob("*.md")
+    ]
+    + [ROOT / "docs" / "index.md", ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+)
+"""Pages that are kept up to date; notes stay as they were written."""
+MADE = {"families.md", "families-refused.md", "foreign-flags.md", "limits.md", "limits-mesh.md"}
+"""Pages that are made from the code, mostly: their sentences are not counted."""
+OF_PERSONS = re.compile(
+    r"\b(process(es)?|routers?|instances?|members?|workers?|coordinators?|clients?),? who\b|\ball who\b|\bthose who\b|\bwhom\b"
+    r"|(^|[.;:|] )who (is|was|has|had|does|needs|comes|goes|asks|answers|steps|breaks|waits|cannot|can|may|must)\b"
+    r"|\bfront[- ]ends?\b|\btold\b|\bunless said\b",
+    re.I,
+)
+"""What pages must not have, besides: processes as persons, and the router under its old name."""
+MOST_WORDS_OF_SENTENCE = 25
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -59,3 +80,39 @@ def wrong_in(path: Path) -> Iterator[str]:
 def test_texts_are_plain(folder: Path) -> None:
     wrong = [each for path in sorted((ROOT / folder).glob("*.py")) for each in wrong_in(path)]
     assert not wrong, "\n" + "\n".join(wrong)
+
+
+def prose(text: str) -> str:
+    """A page without fenced blocks and comments; links and code are one word each."""
+    text = re.sub(r"^ *(`{3,})[^\n]*\n.*?^ *\1", "\n", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"`[^`]*`", "CODE", text)
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Sentences of paragraphs and lists; parts before and after a semicolon or colon count by themselves."""
+    for part in re.split(r"\n\s*\n|\n *(?=[-*] |\d+\. |#)", text):
+        if not part.lstrip().startswith("|"):
+            yield from re.split(r"(?<=[.!?])[)*_\"]* +(?=[A-Z(*\"0-9])|[;:] ", " ".join(part.split()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_are_plain(page: Path) -> None:
+    text = prose(page.read_text())
+    wrong = [found[0] for rule in (FORBIDDEN, OF_PERSONS) for found in rule.finditer(text)]
+    if page.name not in MADE:
+        wrong += [
+            each for each in sentences(text) if len(re.findall(r"\S*\w\S*", each)) > MOST_WORDS_OF_SENTENCE
+        ]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_sentences_of_pages_are_counted() -> None:
+    page = "# A b\n\nOne two. Three `four five`:\n\n```\nsix\n```\n\n- seven [eight nine](x.md); ten\n\n| eleven |\n"
+    assert [each for each in sentences(prose(page)) if each] == [
+        "# A b", "One two.", "Three CODE:", "- seven eight nine", "ten",
+    ]  # fmt: skip
+    assert OF_PERSONS.search("an operator who drains") is None
+    assert OF_PERSONS.search("It ends; who has no tokens waits")
+    assert OF_PERSONS.search("a process who waits")

@@ -18,7 +18,7 @@ def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
 
 
 async def until_async(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
-    """The same for what happens in this event loop."""
+    """Wait for a condition that this event loop brings about."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

@@ -15,6 +15,7 @@ import time
 from queue import SimpleQueue
 
 MOST_LINES = 20_000
+"""Lines that wait to be written; more are dropped and counted."""
 MOST_BYTES = 8 << 20
 """Bytes of lines that wait to be written."""
 

@@ -39,15 +39,17 @@ from coordinator.rpc.unfinished import INTERVAL, Unfinished
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 1024**2
+"""Bytes of one message; a larger one is not sent, and its receiver hangs up."""
 MAX_QUEUED_MESSAGES = 20_000
 """High-water mark of each socket and peer, both directions."""
 
 LINGER_MS = 500
-"""How long a closing socket may try to deliver what was sent last."""
+"""Milliseconds for a closing socket to deliver what was sent last."""
 
 RECONNECT_MS = 50
+"""Milliseconds until the first new try to connect."""
 RECONNECT_MAX_MS = 250
-"""Milliseconds between two tries to connect, doubling.
+"""Most milliseconds between two tries to connect; they double from ``RECONNECT_MS``.
 
 A coordinator that is started again should not be waited for much longer than its start takes.
 """
@@ -59,8 +61,9 @@ The kernel's own tries are up to a minute apart by the time a cable is back.
 """
 
 HEARTBEAT_MS = 2000
+"""Milliseconds between two questions whether the other end is there."""
 HEARTBEAT_TIMEOUT_MS = 10_000
-"""Milliseconds between two questions whether the other end is there, and for an answer.
+"""Milliseconds for the answer to such a question, before a connection counts as broken.
 
 A path that just drops what it is given breaks no connection for a quarter of an hour. ZeroMQ's own thread
 answers, whatever a process computes. One that is stopped does not, but those who have rules for that judge

@@ -16,6 +16,7 @@ import time
 HEADER = struct.Struct("<I")
 """Bytes of the message that follows."""
 MAX_BYTES = 1 << 28
+"""Bytes of one message; a channel that announces more counts as closed."""
 CHUNK = 1 << 20
 SEND_TIMEOUT = 60.0
 """Default seconds in which the other side must make room for more of a message."""

@@ -43,6 +43,7 @@ from parallel.placement import Placement, assign_experts, owned_by_rank
 logger = logging.getLogger(__name__)
 
 CPU_KV_LIMIT = 4 << 30
+"""Most bytes of the KV cache on a CPU, where no flag sets its size."""
 CPU_KV_SHARE = 0.4
 """Share of free memory that the cache gets on CPU, up to the limit."""
 

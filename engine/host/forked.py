@@ -32,7 +32,9 @@ from coordinator.process import process
 
 PR_SET_CHILD_SUBREAPER = 36
 MAX_MESSAGE = 1 << 17
+"""Bytes of one message to or from the fork server."""
 MAX_DESCRIPTORS = 32
+"""File descriptors passed along with one request to the fork server."""
 ANSWER_TIMEOUT = 120.0
 """Seconds for a fork, and for what the server has to load before."""
 OFF = "LOCKSTEP_FORK_SERVER"

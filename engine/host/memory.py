@@ -20,7 +20,7 @@ from parallel.control_groups import memory_limits
 logger = logging.getLogger(__name__)
 
 TURN_TIMEOUT = 120.0
-"""Seconds: laying out the weights of a large model takes a while."""
+"""Seconds that a process waits for the lock, while others lay out weights."""
 
 MARGIN = 0.1
 """Share of free memory that is left alone when more experts are loaded."""

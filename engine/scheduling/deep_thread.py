@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 STACK_BYTES = 256 << 20
-"""Stack of the thread. Pages that were never touched cost nothing.
+"""Bytes of the thread's stack.
 
-Touched pages are held until the thread ends.
+Pages that were never touched cost nothing; touched pages are held until the thread ends.
 """
 
 IDLE = 10.0

@@ -12,7 +12,9 @@ from router.errors import refuse
 from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
 
 MAX_ID_LENGTH = 256
+"""Characters of a request id, session id or cache salt."""
 MAX_TIMEOUT = 7 * 86400.0
+"""Longest timeout that a request may set, in seconds: a week."""
 
 UNSUPPORTED = {
     "logprob_token_ids": "",

@@ -15,10 +15,11 @@ from router.errors import MAX_LOGGED, ApiError, one_line
 logger = logging.getLogger(__name__)
 
 MAX_PATH = 100
+"""Characters of a path, and of a parameter's name, in a log line."""
 MAX_LINES = 50
 """Lines of one level in each interval; what is beyond is counted."""
 INTERVAL = 10.0
-"""Seconds."""
+"""Seconds for which lines are counted against ``MAX_LINES``."""
 
 
 class Lines:

@@ -20,9 +20,11 @@ HEAVY = 50_000
 VERY_HEAVY = 1 << 20
 """Bytes above which a body is worked on alone."""
 HEAVY_AT_ONCE = 4
+"""Requests over ``HEAVY`` that are worked on at once, each in a thread."""
 MOST_HEAVY_WAITING = 512
+"""Requests over ``HEAVY`` that wait for those at work; more are refused with 503."""
 MOST_VERY_HEAVY_WAITING = 16
-"""Requests that wait for those at work; more are refused with 503."""
+"""Requests over ``VERY_HEAVY`` that wait for the one at work; more are refused with 503."""
 
 Result = TypeVar("Result")
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 
 MOST_STRINGS = 250_000
+"""Strings in one body, keys of objects included."""
 MOST_CONTAINERS = 100_000
-"""Objects and lists."""
+"""Objects and lists in one body."""
 MOST_VALUES = 2_000_000
-"""Values of all kinds: that many are token ids of prompts."""
+"""Values of all kinds in one body: prompts may have that many token ids."""
 
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 """A JSON string; an unterminated one extends to the end of the text.

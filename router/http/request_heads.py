@@ -18,6 +18,7 @@ from router.errors import ApiError, error_body
 MOST_BYTES = 64 * 1024
 """Most bytes of a head, of a body's trailers, and of data between bodies."""
 MOST_HEADERS = 256
+"""Headers of one request, trailers included; more are refused with 431."""
 MOST_WAITING = 32
 """Requests of one connection that wait for the answer of an earlier one."""
 

@@ -21,6 +21,7 @@ from router.text.tokens import Tokenizer
 NOBODY_TIMEOUT = 60.0
 """Seconds that a prompt waits for an instance that can take it."""
 NOBODY_INTERVAL = 0.05
+"""Seconds between two looks for an instance that takes a prompt."""
 
 
 class GenerationError(RuntimeError):

@@ -26,7 +26,9 @@ from router.turns.structured import text_of
 logger = logging.getLogger(__name__)
 
 MOST_KEPT = 512
+"""Checked grammars kept in the cache; the least recently used go first."""
 MOST_KEPT_CHARACTERS = 4 << 20
+"""Characters of all checked grammars kept in the cache."""
 MOST_WAITING = 1024
 """Grammars that wait to be checked; requests with more are refused."""
 MOST_SECONDS = 3.0

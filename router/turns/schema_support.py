@@ -18,9 +18,9 @@ from router.turns.schema_formats import SCHEMAS_BY_NAME, VALUES
 MOST_TRIALS = 256
 """Parts of a schema that are tried alone to find the one that is wrong."""
 MOST_REPORTED = 32
-"""Places named in one report."""
+"""Locations named in one report."""
 MAX_LOCATION = 200
-"""Characters of one of them: clients choose the names of properties."""
+"""Characters of a reported location: clients choose the names of properties."""
 
 UNKNOWN = frozenset(
     {

@@ -25,6 +25,7 @@ WHITESPACE = r" |\r?\n[ \t]{0,32}"
 A model that only goes on with blanks would never end; llguidance's own default lets it.
 """
 MAX_CHOICES = 4096
+"""Choices of one request; more are refused with 400."""
 MAX_JSON = 128 * 1024
 """Characters of a schema, of all choices, of structural tags."""
 MAX_JSON_TEXT = 4 * MAX_JSON

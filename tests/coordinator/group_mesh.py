@@ -1,4 +1,4 @@
-"""A membership whose instances step in groups, told what they say one by one."""
+"""A membership whose instances step in groups, driven by single messages of theirs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES = "abcdefgh"
 
 
 class Mesh:
-    """A real membership, and the instances around it as what they said last."""
+    """A real membership, with each instance represented by its last heartbeat."""
 
     def __init__(self, size: int = 3, room: int = 0, ranks: int = 1, **rules: float) -> None:
         """``ranks``: tensor-parallel ones of each instance."""
@@ -46,14 +46,14 @@ class Mesh:
         self.notes: list[str] = []
         self.forms: dict[str, GroupPlan] = {}
         self.cut: set[tuple[str, str]] = set()
-        """Who does not reach whom; the coordinator is reached by all."""
+        """Pairs of instances without a path; all reach the coordinator."""
         self.mute = ""
-        """Who answers no question about that."""
+        """Names of instances that answer no question about reachability."""
         self.asked: list[tuple[str, str]] = []
-        """Who was asked whether it reaches whom."""
+        """Questions about reachability: instance asked, and instance asked about."""
 
     def begin(self, names: str = "abc") -> None:
-        """All of them load, form the first group, and step in it."""
+        """Let these instances load, form the first group, and step in it."""
         for name in names:
             self.register(name)
         for name in names:
@@ -99,13 +99,13 @@ class Mesh:
         self._take(self.membership.handle(name.encode(), Leave(name), self.now))
 
     def answer(self, names: str) -> None:
-        """They answer the probes that they were sent."""
+        """Let these instances answer the last probes that they were sent."""
         for name in names:
             probes = [message for message in self.sent[name] if isinstance(message, Probe)]
             self.says(name, answers=probes[-1].number)
 
     def wait(self, seconds: float, alive: str = "") -> None:
-        """Time goes by; these say plain heartbeats meanwhile."""
+        """Let time pass, with plain heartbeats of the instances ``alive``."""
         until = self.now + seconds
         while self.now < until:
             self.now = min(self.now + 0.25, until)
@@ -147,7 +147,7 @@ class Mesh:
             self._take(self.membership.handle(name.encode(), message, self.now))
 
     def split(self, here: str, there: str) -> None:
-        """Nothing passes between these any more, but to and from the coordinator."""
+        """Cut all paths between two sets of instances; all reach the coordinator."""
         self.cut |= {way for one in here for other in there for way in ((one, other), (other, one))}
 
 

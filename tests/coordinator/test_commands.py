@@ -1,4 +1,4 @@
-"""Finding a coordinator for somebody who typed a command."""
+"""How a command finds the coordinator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an instance tells the coordinator, and again, whatever gets lost."""
+"""Messages of an instance to the coordinator, repeated whatever gets lost."""
 
 from __future__ import annotations
 

@@ -134,10 +134,7 @@ def test_before_the_first_group_it_is_the_same() -> None:
 
 
 def test_a_newcomer_that_nobody_reaches_ends_no_step_and_is_tried_three_times(pair: Mesh) -> None:
-    """The newcomer cannot form a group with those who serve, whose own group goes on.
-
-    Between two tries they form their group anew.
-    """
+    """The group of the serving instances goes on, formed anew between two tries."""
     pair.split("c", "ab")
     pair.register("c")
     pair.says("c")

@@ -342,10 +342,7 @@ def test_a_newcomer_that_is_never_ready_is_taken_out(mesh: Mesh) -> None:
 
 
 def test_experts_are_placed_on_ranks_and_stay_there() -> None:
-    """Eight experts on two instances of two ranks.
-
-    One dies, and a newcomer takes its place.
-    """
+    """Eight experts on two instances of two ranks; a newcomer replaces a dead one."""
     mesh = Mesh(size=2, ranks=2)
     mesh.begin("ab")
     form = mesh.forms["a"]

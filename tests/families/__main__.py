@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import re
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -20,12 +23,16 @@ from tests.families.configs import families
 from tests.families.measure import EXACT, NONE, REFUSED, Row, measure, quieten
 
 SECONDS = 180.0
-"""For one family in all its layouts: most take five."""
+"""Seconds for one family in all its layouts; most take five."""
 PAGE = Path("docs/use/families.md")
 """Page of the families that are served."""
 REFUSED_PAGE = Path("docs/use/families-refused.md")
 MARK = "<!-- made by python -m tests.families -->"
 """Line of both pages after which this writes."""
+SHARED_BY = 3
+"""Families that share a remark, from which on it stands once, in a numbered list."""
+LAYOUT = re.compile(r"(?:(?:dp|ep|tp|pp): )?")
+"""What a remark on one layout begins with."""
 
 
 def _measure(family: str, results: multiprocessing.queues.SimpleQueue[Row]) -> None:  # type: ignore[name-defined]
@@ -54,22 +61,34 @@ def _row_of(family: str, seconds: float) -> Row:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The rows that are served in Markdown, with a line of totals over all."""
+    """The rows that are served in Markdown, with totals over all and shared remarks."""
     rows = list(rows)
     served = sorted(
         (row for row in rows if row.dp != REFUSED), key=lambda row: (row.dp == "", row.family.lower())
     )
+    shared = _shared(served)
     lines = [
         f"Made with transformers {version('transformers')} and torch {version('torch')}.",
         "",
         _totals(rows),
         "",
+        *(f"{number}. {remark}" for remark, number in shared.items()),
+        *([""] if shared else []),
         "| family | class | dp | ep | tp | pp | kernels | remarks |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in served:
         lines.append(
-            _line(row.family, row.model_class, row.dp, row.ep, row.tp, row.pp, row.kernels, _remarks(row))
+            _line(
+                row.family,
+                row.model_class,
+                row.dp,
+                row.ep,
+                row.tp,
+                row.pp,
+                row.kernels,
+                _remarks(row, shared),
+            )
         )
     return "\n".join(lines) + "\n"
 
@@ -87,11 +106,28 @@ def _line(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _remarks(row: Row) -> str:
-    """The notes of a row without its class, which has a column."""
-    return (
-        "; ".join(row.notes).replace(f"{row.model_class} ", "") if row.model_class else "; ".join(row.notes)
-    )
+def _shared(rows: Iterable[Row]) -> dict[str, int]:
+    """Numbers of the remarks that several rows have, the most frequent first."""
+    counts = Counter(remark for row in rows for _, remark in _remarks_of(row))
+    often = [remark for remark, count in counts.most_common() if count >= SHARED_BY]
+    return {remark: number for number, remark in enumerate(often, 1)}
+
+
+def _remarks(row: Row, shared: Mapping[str, int] = MappingProxyType({})) -> str:
+    """The notes of a row; ``(1)`` stands for the first of the shared ones."""
+    notes = []
+    for layout, remark in _remarks_of(row):
+        notes.append(f"{layout}({shared[remark]})" if remark in shared else f"{layout}{remark}")
+    return "; ".join(notes)
+
+
+def _remarks_of(row: Row) -> Iterator[tuple[str, str]]:
+    """Layout and remark of each note, without the row's class, which has a column."""
+    for note in row.notes:
+        text = note.replace(f"{row.model_class} ", "") if row.model_class else note
+        layout = LAYOUT.match(text)
+        end = layout.end() if layout else 0
+        yield text[:end], text[end:]
 
 
 def write_below_mark(page: Path, text: str) -> None:

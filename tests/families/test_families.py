@@ -63,3 +63,21 @@ def test_the_table() -> None:
         in lines[2]
     )
     assert refused_table(rows).splitlines()[2:] == ["| no | NoForCausalLM | config.json: is not served |"]
+
+
+def test_remarks_of_many_families_stand_once_before_the_table() -> None:
+    rows = [
+        Row(family, f"{family}ForCausalLM", EXACT, NONE, REFUSED, REFUSED, "torch", notes)
+        for family, notes in (
+            ("A", ["tp: AForCausalLM has no plan", "pp: has no layers"]),
+            ("B", ["tp: BForCausalLM has no plan"]),
+            ("C", ["tp: CForCausalLM has no plan", "pp: has no layers"]),
+        )
+    ]
+    lines = table(rows).splitlines()
+    assert lines[4:6] == ["1. has no plan", ""]
+    assert [line.split(" | ")[-1] for line in lines[-3:]] == [
+        "tp: (1); pp: has no layers |",
+        "tp: (1) |",
+        "tp: (1); pp: has no layers |",
+    ]

@@ -32,7 +32,7 @@ START_TIMEOUT = 120.0
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port that no process listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -169,7 +169,7 @@ class Command:
         return found
 
     def wait_for(self, text: str, timeout: float = START_TIMEOUT) -> None:
-        """Wait until the log says ``text``; fails at once if the process ends without."""
+        """Wait until the log has ``text``; fails at once if the process ends without."""
 
         def said() -> bool:
             ended = self.process.poll() is not None

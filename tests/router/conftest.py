@@ -33,7 +33,7 @@ from tests.waiting import until
 
 MAX_MODEL_LEN = 256
 VOCAB_SIZE = 512
-"""More than the tokenizer has, as padded models do."""
+"""Tokens of the model: more than the tokenizer has, as in padded models."""
 JSON = {"content-type": "application/json"}
 
 
@@ -67,7 +67,7 @@ class Server:
         self.metrics = metrics
         self.port = port
         self.connections = connections
-        """That are open."""
+        """Open connections of the server."""
         self.url = f"http://127.0.0.1:{port}"
         self.client = httpx2.Client(base_url=self.url, timeout=10, trust_env=False)
 
@@ -122,7 +122,7 @@ def shared_server(served: ServedModel, tokenizer: Tokenizer) -> Iterator[Server]
 
 @pytest.fixture
 def server(shared_server: Server, tokenizer: Tokenizer) -> Iterator[Server]:
-    """Says " Hello world!"; what a test started must have ended when it ends."""
+    """Server that answers " Hello world!"; it must be idle when a test ends."""
     shared_server.mesh.reset(saying(tokenizer.encode(" Hello world!", add_special_tokens=False)))
     yield shared_server
     shared_server.wait_until_idle()

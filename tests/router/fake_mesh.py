@@ -1,4 +1,4 @@
-"""A mesh without instances: it says what a test wants it to say."""
+"""A mesh without instances, which gives the tokens that a test scripts."""
 
 from __future__ import annotations
 

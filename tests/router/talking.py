@@ -58,14 +58,14 @@ def talking(
 
 
 class Speaker:
-    """Makes the mesh say a text, one token per step."""
+    """Makes the mesh generate a text, one token per step."""
 
     def __init__(self, server: Server, tokenizer: Tokenizer) -> None:
         self.server = server
         self.tokenizer = tokenizer
 
     def __call__(self, text: str, reason: FinishReason = FinishReason.STOP) -> list[int]:
-        """The token ids that it says.
+        """Script this text; returns its token ids.
 
         A turn that ends by itself has one more, which is not shown.
         """
@@ -76,7 +76,7 @@ class Speaker:
 
     @property
     def last_prompt(self) -> str:
-        """The text of what it was asked last."""
+        """Text of the last prompt."""
         return self.tokenizer.decode(self.server.mesh.prompts[-1].prompt_ids)
 
 

@@ -109,7 +109,7 @@ ELSEWHERE = [
 
 
 def status_for(server: Server, host: str | None, more: bytes = b"") -> bytes:
-    """What a request has for this header; None: for none of the kind."""
+    """Status of a request with this Host header; None: without one."""
     line = b"" if host is None else b"Host: %b\r\n" % host.encode()
     version = b"1.0" if host is None else b"1.1"
     with server.connect() as connection:
@@ -155,7 +155,7 @@ def test_a_router_lives_also_when_nobody_serves(served: ServedModel) -> None:
 
 
 def options(server: Server, path: bytes) -> tuple[int, str | None]:
-    """Status and Allow."""
+    """Status and Allow header of an OPTIONS request."""
     with server.connect() as connection:
         connection.sendall(b"OPTIONS %b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % path)
         answer = b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode()
@@ -488,7 +488,7 @@ def router(directory: Path, *flags: str) -> Iterator[str]:
 
 
 def test_log_lines_about_a_request_have_its_id(tmp_path: Path) -> None:
-    """The access log, and why it was refused."""
+    """Lines of the access log, and of the reason for a refusal."""
     ids = {"x-request-id": "abc-1"}
     with router(tmp_path) as url, httpx2.Client(trust_env=False, base_url=url) as client:
         for _ in range(2):  # on one connection: not the first one's

@@ -190,10 +190,7 @@ def test_names_of_max_tokens_in_chat(text_model: TextModel, fields: dict[str, An
 def test_the_operators_limit_of_tokens(
     loads: Loads, tmp_path: Path, flags: dict[str, str], most: int | None
 ) -> None:
-    """The model's own is for requests that set none.
-
-    The operator's holds for all, as in vLLM.
-    """
+    """The model's limit is a default; the operator's holds for all, as in vLLM."""
     (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 7}')
     model = loads(**{key: str(tmp_path) if value == "HERE" else value for key, value in flags.items()})
     assert model.most_tokens == most

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 GROUP_VARIABLE = "LOCKSTEP_PLACEMENT_GROUP"
 """Name of the placement group that the launcher made for this instance's workers."""
 END_TIMEOUT = 5.0
+"""Seconds that the thread of the crew may take to end."""
 
 
 class RayCrew:

@@ -27,8 +27,10 @@ NAMESPACE = "lockstep"
 LOOK_SECONDS = 0.2
 """Seconds between two checks for the resources of a placement group."""
 SAY_INTERVAL = 5.0
+"""Seconds between two reports that a placement group waits for resources."""
 CONNECT_VARIABLE = "RAY_ADDRESS"
 CONNECT_SECONDS = 5.0
+"""Seconds for a connection to the address of a Ray cluster."""
 
 Resources = dict[str, float]
 

@@ -57,9 +57,11 @@ logger = logging.getLogger("engine.executor.nodes")
 ASK_INTERVAL = 0.3
 """Seconds between two tries to join."""
 ALIVE_INTERVAL = 0.2
+"""Seconds between two signs of life to the engine."""
 SILENCE = 10.0
 """Seconds without a message after which the engine is gone, though connected."""
 SAY_INTERVAL = 5.0
+"""Seconds between two log lines about what the host waits for."""
 LAST_WORDS = 0.2
 """Seconds to read what an engine said before its connection ended."""
 

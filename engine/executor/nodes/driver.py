@@ -62,6 +62,7 @@ SAY_INTERVAL = 5.0
 LEAVE_SECONDS = 0.5
 """Seconds for the other hosts to confirm the end."""
 END_TIMEOUT = 5.0
+"""Seconds for the thread of connections to start listening, and again for its end."""
 
 
 class _Node:

@@ -21,6 +21,7 @@ from router.http.connection import cut_off
 INTERVAL = 1.0
 """Seconds between two frames."""
 MAX_VIEWERS = 64
+"""Browsers that follow the feed of one router; more are refused with 503."""
 
 
 class Feed:

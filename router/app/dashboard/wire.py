@@ -16,7 +16,9 @@ from router.faults import Fault
 MAX_INSTANCES = 256
 """Most instances in a frame, by rank; ``num_instances`` counts all."""
 MAX_REQUESTS = 200
+"""Running requests listed in one frame."""
 MAX_FAULTS = 30
+"""Most recent faults listed in one frame."""
 
 
 class StepTotals(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""The coordinator was away: nobody else was."""
+"""Time in which the coordinator itself stood still does not count against instances."""
 
 from __future__ import annotations
 

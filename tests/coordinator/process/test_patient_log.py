@@ -1,4 +1,4 @@
-"""A log whose reader stalls stops nobody, and counts each line that it loses."""
+"""A log whose reader stalls blocks no process, and counts each line it drops."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ process.set_up("Test", "info")
 log = logging.getLogger("test")
 """
 SLOW_AFTER = 10.0
-"""Seconds."""
+"""Seconds within which a process must end."""
 
 
 class Logging:
-    """A process whose log is a small pipe, which nobody reads for now."""
+    """A process whose log is a small pipe that is not read for now."""
 
     def __init__(self, script: str) -> None:
         self._end, writing = os.pipe()

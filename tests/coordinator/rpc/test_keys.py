@@ -209,10 +209,7 @@ def test_an_instance_without_the_key_is_refused_in_bounded_time() -> None:
 
 
 def test_who_was_a_member_outlives_a_stranger_at_the_coordinators_address() -> None:
-    """A restarted coordinator that lacks the key is one that is away.
-
-    With its key it is found again.
-    """
+    """A coordinator restarted without the key counts as away; with it, it is back."""
 
     async def restart() -> None:
         views: list[object] = []
@@ -246,10 +243,7 @@ def test_who_was_a_member_outlives_a_stranger_at_the_coordinators_address() -> N
 
 
 def test_a_step_loop_need_not_look_for_peers_to_be_let_in_or_refused() -> None:
-    """The guard answers while the instance computes.
-
-    A wake of a peer comes through, a stranger's does not.
-    """
+    """While an instance computes, the guard lets in a peer's wake, not a stranger's."""
     context: zmq.Context[Any] = zmq.Context()
     listener: Listener[Any, Any] = Listener(
         context, "tcp://127.0.0.1:0", ToInstance, name="instance", keys=OURS

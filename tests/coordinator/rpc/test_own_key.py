@@ -221,10 +221,7 @@ def test_a_key_that_was_given_is_handed_on_by_its_name() -> None:
 
 
 def test_a_coordinator_without_a_key_is_joined_only_if_that_is_wanted(place: Path) -> None:
-    """Any user of the host can listen at a port.
-
-    Prompts must not go to that user.
-    """
+    """Another user of the host may listen at the port to get prompts."""
     port = free_port()
     mesh = mesh_at(port)
     with running("coordinator", "-dpp", str(port), "--insecure-mesh") as child:

@@ -194,10 +194,7 @@ class Path:
 def test_a_path_that_loses_everything_is_a_broken_connection(
     is_stuck: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing hangs up, so TCP itself would wait for a quarter of an hour.
-
-    What cannot leave because of what is before it asks nobody anything.
-    """
+    """TCP itself would wait a quarter of an hour; heartbeats behind stuck data never leave."""
     monkeypatch.setattr(rpc, "HEARTBEAT_MS", 100)
     monkeypatch.setattr(rpc, "HEARTBEAT_TIMEOUT_MS", 500)
 
@@ -239,10 +236,7 @@ def test_a_path_that_loses_everything_is_a_broken_connection(
 
 
 def test_messages_are_taken_as_they_come() -> None:
-    """All of them, in order, also when their taker sends.
-
-    Garbage in between is dropped, others get their turn, and what the taker raises ends it.
-    """
+    """Garbage is dropped, other tasks get turns, and an exception of the taker ends it."""
 
     async def talk() -> None:
         context = zmq.asyncio.Context()

@@ -156,7 +156,7 @@ def test_an_event_loop_cuts_a_flood_off_and_serves_others() -> None:
 
 @pytest.mark.parametrize("mesh_keys", [None, keys.generate()], ids=["open", "keys"])
 def test_large_whole_messages_are_no_flood(mesh_keys: MeshKeys | None) -> None:
-    """Whole messages of many times the limit, as they come, and while nobody receives."""
+    """Whole messages of many times the limit, also while nothing receives them."""
     context: zmq.Context[Any] = zmq.Context()
     listener: Listener[Any, Any] = Listener(
         context, "tcp://127.0.0.1:0", ToInstance, name="test", max_bytes=MAX_BYTES, keys=mesh_keys

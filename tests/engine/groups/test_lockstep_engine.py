@@ -266,6 +266,7 @@ def _loop(
             time.sleep(0.002)
 
 
+@pytest.mark.diagonal("directory", "layout", columns=7, each=3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_spread_experts_give_the_same_tokens(
     directory: Path, reference: list[list[int]], layout: str

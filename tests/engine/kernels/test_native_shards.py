@@ -90,6 +90,7 @@ def tokens_of(executor: Any, directory: Path, **how: Any) -> list[list[int]]:
     return run(executor, directory, greedy()[:NUM_IN_TABLE], block_size=BLOCK_SIZE, **how)[0]
 
 
+@pytest.mark.diagonal("directory", "layout", columns=5)
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_the_tokens_are_those_of_one_worker(layout: str, directory: Path, reference: list[list[int]]) -> None:
     """With room, then with so little that prompts are cut, requests preempted and prefixes found."""
@@ -125,6 +126,7 @@ def test_sampling_chooses_what_one_worker_would(layout: str, tmp_path: Path) -> 
         executor.close()
 
 
+@pytest.mark.diagonal("directory", "layout", columns=4)
 @pytest.mark.parametrize("layout", ["tp2", "tp4", "pp2", "tp2_pp2"])
 def test_workers_that_share_memory_choose_and_go_on(
     layout: str, directory: Path, reference: list[list[int]], monkeypatch: pytest.MonkeyPatch
@@ -270,6 +272,7 @@ def shared_group(size: int) -> list[Communicator]:
         return list(pool.map(shared(size), range(size)))
 
 
+@pytest.mark.diagonal("directory", "size", columns=2, each=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, 4])
 def test_sums_in_shared_memory_have_the_bits_of_an_all_reduce(
@@ -338,6 +341,7 @@ def test_the_best_token_of_all_ranks_is_the_one_that_argmax_finds(
     assert best.tolist() == [token] * 3
 
 
+@pytest.mark.diagonal("directory", "size", columns=2, each=1)
 @pytest.mark.parametrize("temperatures", [[0.0], [0.0, 1.0, 2.0]], ids=str)
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_choose_the_same_tokens_and_go_on(

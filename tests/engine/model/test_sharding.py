@@ -160,6 +160,7 @@ def run(
     return [outputs[index] for index in range(len(params))], core.scheduler.counters()
 
 
+@pytest.mark.diagonal("directory", "executor", columns=5)
 def test_greedy_ids_equal_transformers(
     executor: ThreadedShards, directory: Path, reference: list[list[int]]
 ) -> None:

@@ -37,12 +37,12 @@ FLAGS = ("--dtype", "float32", "--num-gpu-blocks-override", "2000", "--max-num-s
 
 @dataclass
 class Answer:
-    """To one schema."""
+    """Answer to a request with one schema."""
 
     text: str
     finish_reason: str
     problem: str = ""
-    """Why it does not follow its schema."""
+    """Why the answer does not follow its schema; empty if it does."""
 
 
 async def ask(client: openai.AsyncOpenAI, index: int) -> Answer:

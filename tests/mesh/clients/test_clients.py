@@ -48,7 +48,7 @@ def gauges(mesh: Ports) -> dict[str, float]:
 
 
 def assert_idle(mesh: Ports) -> None:
-    """No request, no block, anywhere; said by both instances and by the router."""
+    """Both instances and the router report no request and no block in use."""
 
     def idle() -> bool:
         found = gauges(mesh)

@@ -32,7 +32,7 @@ def lockstep(*argv: str, said: str = "") -> subprocess.CompletedProcess[str]:
 
 
 URL = "http://mesh"
-"""Stands for the mesh's, which is not known yet where cases are listed."""
+"""Placeholder for the mesh's URL, which is not known where cases are listed."""
 
 
 def test_chat(mesh: Mesh) -> None:
@@ -74,7 +74,7 @@ def test_chat_says_what_is_wrong(mesh: Mesh, argv: list[str], said: str) -> None
 
 
 def test_ctrl_c_at_the_prompt_costs_no_conversation(mesh: Mesh) -> None:
-    """In a terminal; one that came too late to stop an answer."""
+    """In a terminal: a Ctrl-C that came too late to stop an answer."""
     leader, follower = pty.openpty()
     command = [sys.executable, "-P", "-m", "router.tools.terminal_chat", "--url", mesh.url]
     with subprocess.Popen(

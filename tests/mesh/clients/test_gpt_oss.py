@@ -33,7 +33,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 BRIEF = {"thinking_token_budget": 8}
-"""Random weights end no thought by themselves."""
+"""Budget for reasoning, which random weights do not end by themselves."""
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
 
 

@@ -70,7 +70,7 @@ class Chaos:
         self.problems: list[str] = []
 
     def run(self, seconds: float, look: Callable[[View], None]) -> None:
-        """``look`` is called in between."""
+        """Do harm for ``seconds``, and call ``look`` in between."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             time.sleep(self._rng.uniform(0.2, 3.0))
@@ -99,7 +99,7 @@ class Chaos:
             self._harm(ready, rank)
 
     def _kill_coordinator(self, ready: list[Member]) -> None:
-        """Half the time together with an instance."""
+        """Kill the coordinator, half the time together with an instance."""
         victim = self._rng.choice(ready) if len(ready) > 1 and self._rng.random() < 0.5 else None
         self._say("kill the coordinator" + (f" and {victim.rank}" if victim else ""))
         self._mesh.command.child("Coordinator").send_signal(signal.SIGKILL)
@@ -157,7 +157,7 @@ class Watch:
         self._mesh, self._load, self._growth = mesh, load, growth
         self._began = self._said_at = time.monotonic()
         self.minutes: list[dict[str, Any]] = []
-        """How it stood then: every ``SAY_INTERVAL``."""
+        """State of the mesh and the streams every ``SAY_INTERVAL``."""
 
     def look(self, view: View) -> None:
         self._mesh.forget_ended()
@@ -182,9 +182,9 @@ def counts(load: Load) -> dict[str, int]:
 
 
 def settle(mesh: SpreadMesh, size: int) -> None:
-    """Let so many instances be ready.
+    """Wait until ``size`` instances are ready.
 
-    Who is a member now may be about to go, so it is looked at again.
+    A member now may be about to leave, so the mesh is looked at again.
     """
     for _ in range(3):
         for _ in range(size - len(mesh.view().members)):

@@ -31,7 +31,7 @@ REQUEST_TIMEOUT = 5
 PATIENCE = 120.0
 """Seconds in which all of a crowd have to be gone."""
 STALL = 12.0
-"""Seconds for which those who stall do so, if they are not thrown out before."""
+"""Seconds for which stalling clients stall, unless they are cut off before."""
 NOT_READING = REQUEST_TIMEOUT + 1.0
 """Seconds that a client that does not read stays connected.
 
@@ -124,9 +124,9 @@ KINDS: tuple[Callable[[Reader, Writer, random.Random], Coroutine[Any, Any, None]
 
 
 async def one(port: int, index: int) -> tuple[str, str]:
-    """A client of the kind that its number says.
+    """Run the client of this index; returns its kind, and what went wrong.
 
-    The kind, and what went wrong for one that behaves.
+    Problems are reported for clients that behave.
     """
     kind, rng = KINDS[index % len(KINDS)], random.Random(index)
     try:
@@ -151,7 +151,7 @@ async def crowd(port: int, clients: int) -> list[tuple[str, str]]:
 
 
 def traces(ports: Ports, router: psutil.Process) -> dict[str, float]:
-    """What is left of requests and connections: nothing, when all is well."""
+    """Requests and connections that are left: none, when all is well."""
     found = metrics(ports)
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     left = {name: sum(value for key, value in found.items() if key.startswith(name + "{")) for name in names}
@@ -164,7 +164,7 @@ def traces(ports: Ports, router: psutil.Process) -> dict[str, float]:
 def run(ports: Ports, router: psutil.Process, clients: int) -> dict[str, Any]:
     """One crowd, and the wait until nothing of it is left.
 
-    Fails if somebody who behaved was not served.
+    Fails if a client that behaved was not served.
     """
     began = time.monotonic()
     outcomes = asyncio.run(crowd(ports.http, clients))

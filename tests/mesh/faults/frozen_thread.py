@@ -13,23 +13,23 @@ from collections.abc import Callable
 
 PTRACE_CONT, PTRACE_SEIZE, PTRACE_INTERRUPT = 7, 0x4206, 0x4207
 PTRACE_O_EXITKILL = 0x100000
-"""The process ends with us."""
+"""Option: the traced process ends with this one."""
 WALL = 0x40000000
-"""Also for what is no child."""
+"""Option of waitpid: threads that are no children are waited for, too."""
 
 TRIES = 30
 LOOK_SECONDS = 3.0
-"""In which a process whose other threads go on says so."""
+"""Seconds in which a process whose other threads run reports the frozen one."""
 
 
 class FrozenThread:
     """The main thread of a process, stopped for good."""
 
     def __init__(self, pid: int, stalled_for: Callable[[], float]) -> None:
-        """Returns when it stands.
+        """Freeze the main thread of process ``pid``; returns once it stands still.
 
-        ``stalled_for``: seconds for which it has done nothing, as the others say who go on without it. They
-        do not if it was stopped with Python's lock in its hands: then it is let go, and stopped again.
+        ``stalled_for``: seconds for which that thread has done nothing, as the process's other threads report. They
+        report nothing if it was stopped while it held Python's lock: it is then resumed, and stopped again.
         """
         self._pid = pid
         self._stalled_for = stalled_for
@@ -44,7 +44,7 @@ class FrozenThread:
 
     @property
     def status(self) -> int:
-        """The process's, when it has ended, as subprocess has it."""
+        """Exit status of the process once it has ended, as in ``subprocess``."""
         self._thread.join(60)
         assert self._status is not None, "it has not ended"
         return self._status

@@ -46,7 +46,7 @@ class Story:
         self.changes: list[dict[str, Any]] = []
 
     def stay(self, seconds: float) -> None:
-        """Nothing happens for a while."""
+        """Record throughput and waits while nothing happens to the mesh."""
         begin = time.monotonic()
         time.sleep(seconds)
         end = time.monotonic()
@@ -61,7 +61,7 @@ class Story:
         )
 
     def change(self, name: str, act: Callable[[], object], size: int) -> None:
-        """Somebody comes or goes."""
+        """Let an instance join or leave, and record the pause."""
         asked = time.monotonic()
         act()
         wait_until(lambda: self._logs.since(asked, "has begun"), 120, name)
@@ -119,7 +119,7 @@ def measure(asked: argparse.Namespace, directory: Path) -> list[str]:
 
 
 def tell(page: dict[str, Any], asked: argparse.Namespace) -> None:
-    """Print it, and write it where it is wanted."""
+    """Print the report, and write the files that were asked for."""
     print(table(page), flush=True)
     for file in filter(None, (asked.output_json, asked.plot)):
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -54,7 +54,7 @@ from tests.mesh.spread_mesh import SpreadMesh
 
 ROOT = Path(__file__).parents[3]
 NUM_BODIES = 64
-"""Different requests."""
+"""Number of different requests."""
 FLAGS = ("--dtype", "float32", "--num-gpu-blocks-override", "3000", "--max-num-seqs", "64")
 STRANDED = 60.0
 """Seconds that a recovery may take before it counts as none."""
@@ -127,7 +127,7 @@ class Kills:
         self._killed_at = 0.0
 
     def kill_once(self) -> dict[str, float]:
-        """At a random moment; what was measured until all requests were back. Milliseconds."""
+        """Kill at a random moment; returns milliseconds measured until all requests were back."""
         if (
             self._case.coordinator
         ):  # whose successor is held back after a short life: that is not measured here
@@ -173,7 +173,7 @@ class Kills:
         return found
 
     def _replace_coordinator(self) -> float:
-        """Kill it; seconds until its successor knows the world."""
+        """Kill the coordinator; returns seconds until its successor knows all instances."""
         before = self._mesh.view().epoch
         began = time.monotonic()
         self._mesh.command.child("Coordinator").kill()
@@ -222,7 +222,7 @@ def _back(back: list[tuple[float, str]]) -> dict[str, float]:
 # ---- what is said of it
 
 COUNTS = ("moved", "again")
-"""What is not a time."""
+"""Measured quantities that are counts, not times."""
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -283,7 +283,7 @@ def make_dense_model(directory: Path) -> Path:
 
 
 def run(name: str, asked: argparse.Namespace, directory: Path) -> tuple[dict[str, Any], list[str]]:
-    """One case; what is written of it, and what went wrong."""
+    """Run one case; returns its report, and what went wrong."""
     case = CASES[name]
     model = SHIPPED_MODEL
     if case.dense:
@@ -323,7 +323,7 @@ def run(name: str, asked: argparse.Namespace, directory: Path) -> tuple[dict[str
 
 
 def tokens_of(answers: Sequence[Answer]) -> int:
-    """All that came."""
+    """Number of tokens of all answers."""
     return sum(len(answer.ids) for answer in answers)
 
 

@@ -169,7 +169,7 @@ class Load:
             self.problems.append("requests did not end")
 
     def tokens_between(self, begin: float, end: float) -> int:
-        """That came over streams."""
+        """Number of tokens that came over streams between two times."""
         total = 0
         for answer in self.answers:
             before = 0
@@ -239,7 +239,7 @@ class Load:
 
 
 def session() -> aiohttp.ClientSession:
-    """For as many requests at once as are asked."""
+    """HTTP session without a bound on requests at once."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=aiohttp.ClientTimeout(total=None)
     )
@@ -287,7 +287,7 @@ def _take(answer: Answer, page: dict[str, Any]) -> None:
 
 
 def undisturbed(url: str, bodies: Sequence[dict[str, Any]], at_once: int = 32) -> list[Answer]:
-    """The truth: what each request says, asked while nothing happens.
+    """Answers to all requests, asked while nothing disturbs the mesh.
 
     Raises:
         RuntimeError: a request failed all the same.

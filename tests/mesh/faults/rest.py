@@ -18,7 +18,7 @@ from tests.mesh.spread_mesh import SpreadMesh
 NUM_EXPERTS = 8
 """Number of experts of the shipped model."""
 SETTLES = 120.0
-"""Seconds that somebody who is about to join may take to load."""
+"""Seconds that a joining instance may take to load."""
 MORE_MEMORY = 48 * 2**20
 """Bytes by which a process may grow after its first minute.
 
@@ -83,7 +83,7 @@ class Growth:
                         self._first[process] = _size(process)
 
     def problems(self) -> list[str]:
-        """Who is alive, and has grown."""
+        """Processes that are alive and have grown."""
         return [
             f"{name} grew from {before} to {after}"
             for name, before, after in self._alive()
@@ -96,7 +96,7 @@ class Growth:
         return max((room for title, room in self._fills.items() if title in name), default=0)
 
     def _alive(self) -> Iterator[tuple[str, Size, Size]]:
-        """Who it is, and what it held first, and holds now."""
+        """Name of each live process, with what it held first and holds now."""
         for process, before in self._first.items():
             with contextlib.suppress(psutil.Error):
                 yield f"{_title(process)} (pid {process.pid})", before, _size(process)

@@ -10,15 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.nightly import NIGHTLY
+
 ROOT = Path(__file__).parents[3]
 SEED = 11
-SECONDS = 180
+SECONDS = 600 if NIGHTLY else 60
 """Seconds of chaos.
 
 Starting, asking for the truth and coming to rest take about half as long again, on a busy machine longer than
 that.
 """
-PATIENCE = 700
+PATIENCE = 1500 if NIGHTLY else 700
 """Seconds for all of it."""
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(PATIENCE + 90)]

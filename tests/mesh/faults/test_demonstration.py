@@ -1,4 +1,4 @@
-"""The demonstration in the README still shows what it says."""
+"""The demonstration in the README still shows what the README describes."""
 
 from __future__ import annotations
 

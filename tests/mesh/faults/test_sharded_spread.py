@@ -22,12 +22,12 @@ pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
 
 NUM_STREAMS = 4
 UNDISTURBED = 100
-"""Tokens of a stream that need not last until somebody is killed."""
+"""Tokens of a stream that need not last until an instance is killed."""
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """What one instance with all experts says."""
+    """Token ids that one instance with all experts gives."""
     ports = Ports()
     with serve(tmp_path_factory.mktemp("alone") / "log", *ports.head(), *FLAGS) as command:
         command.wait_for("1 instance ready")
@@ -40,7 +40,7 @@ def says_the_same(mesh: SpreadMesh, alone: list[list[int]]) -> bool:
 
 
 def disturbed(mesh: SpreadMesh, act: Callable[[], None]) -> list[list[int]]:
-    """What the streams say if this is done while instance 1 works."""
+    """Token ids of streams if ``act`` is called while instance 1 works."""
 
     def once_busy() -> None:
         wait_until(lambda: mesh.running(1) > 0, 60, "instance 1 works")

@@ -81,10 +81,7 @@ def test_head_and_headless_instances_in_any_order_then_one_more(tmp_path: Path) 
 
 
 def assert_joins_serves_and_drains(ports: Ports, tmp_path: Path) -> None:
-    """Done-when 5: a third instance serves without a restart.
-
-    On SIGTERM no client notices its end.
-    """
+    """A third instance joins without a restart; its end on SIGTERM disturbs no client."""
     with serve(tmp_path / "third.log", "--headless", *ports.join(), *JOINER) as third:
         third.wait_for("ready on")
         wait_until(lambda: ready_ranks(ports) == [0, 1, 2], 10)
@@ -161,10 +158,7 @@ def streaming(ports: Ports) -> HTTPResponse:
 
 
 def test_one_command_ends_cleanly_and_leaves_no_orphan(tmp_path: Path) -> None:
-    """`serve` alone.
-
-    The tree is printed; Ctrl-C ends all; a killed parent takes its children along.
-    """
+    """``serve`` prints its process tree; Ctrl-C or a killed parent ends all processes."""
     ports = Ports()
     with serve(tmp_path / "serve.log", *ports.head(), *SMALL, "--shutdown-timeout", "1") as command:
         command.wait_for("1 instance ready")

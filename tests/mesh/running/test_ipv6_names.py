@@ -16,7 +16,7 @@ from tests.mesh.harness import Command, free_port
 pytestmark = pytest.mark.mesh
 
 NAME = "only-six"
-"""Loopback, though nobody can tell by its spelling."""
+"""A name of the loopback address that does not look like one."""
 HOST = "host-six"
 """This host's own IPv6 address, if it has one that others reach."""
 ADDRESS = next((each.address for each in interfaces() if ":" in each.address), None)

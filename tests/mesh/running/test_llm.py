@@ -55,7 +55,7 @@ def ids(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def running(llm: LLM) -> list[int]:
-    """Requests at each instance, as the instances say."""
+    """Requests at each instance, as the instances report."""
     reports = llm._mesh.client.reports()
     return [report.running + report.waiting for _, report in sorted(reports.items())]
 

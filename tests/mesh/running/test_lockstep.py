@@ -32,7 +32,7 @@ FLAGS = ["--dtype", "float32", "--num-gpu-blocks-override", "600", "--max-num-se
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """What one instance with all experts says."""
+    """Token ids that one instance with all experts gives."""
     ports = Ports()
     log = tmp_path_factory.mktemp("alone") / "log"
     with serve(log, *ports.head(), *FLAGS) as command:
@@ -126,7 +126,7 @@ def _of(rank: int, name: str, **more: str) -> str:
 
 
 def rest(engines: list[psutil.Process]) -> list[float]:
-    """CPU seconds of each while nobody asks for anything."""
+    """CPU seconds of each instance while no request runs."""
     before = [sum(engine.cpu_times()[:2]) for engine in engines]
     time.sleep(REST)
     return [sum(engine.cpu_times()[:2]) - then for engine, then in zip(engines, before, strict=True)]

@@ -63,7 +63,7 @@ class Operated(Ports):
         return [instance["rank"] for instance in world["instances"] if instance["state"] == "ready"]
 
     def metric(self, name: str) -> float:
-        """Sum over its labels."""
+        """Value of a metric, summed over its labels."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=20) as answer:
             lines = answer.read().decode().splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
@@ -177,7 +177,7 @@ class Streaming:
         await self._reader.readuntil(b"data: {")
 
     async def end(self) -> str | None:
-        """Read on to the end; the whole text, None if the connection broke before."""
+        """Read to the end; returns the text, None if the connection broke before."""
         try:
             rest = await self._reader.read(-1)
         except ConnectionResetError:

@@ -28,11 +28,7 @@ def lockstep(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_processes_of_one_user_find_each_other_and_a_stranger_stays_outside(tmp_path: Path) -> None:
-    """The headless instance comes first, in another terminal.
-
-    The stranger has no key, as another user of the host, who cannot read the file; it would serve, had it
-    been let in.
-    """
+    """The headless instance starts first; the stranger cannot read the key, like other users."""
     ports = Ports()
     serve = [SHIPPED_MODEL, "-dp", "2", "-dpl", "1", "--no-enable-expert-parallel", *SMALL, *ports.join()]
     with (

@@ -126,10 +126,7 @@ def expected() -> list[int]:
 
 
 def test_instances_on_both_nodes(cluster: Cluster, expected: list[int], tmp_path: Path) -> None:
-    """One command starts them.
-
-    There is room for one on each node, and for no third one.
-    """
+    """One command starts them; nodes have room for one each, and for no third."""
     ports = Ports()
     flags = ["-dp", "2", "--data-parallel-backend", "ray", "--no-enable-expert-parallel"]
     with in_cluster(tmp_path / "log", cluster, ports, *flags) as command:
@@ -151,10 +148,7 @@ def test_instances_on_both_nodes(cluster: Cluster, expected: list[int], tmp_path
 
 
 def test_workers_of_one_instance_on_both_nodes(cluster: Cluster, expected: list[int], tmp_path: Path) -> None:
-    """A tensor-parallel rank on each node.
-
-    The end of an actor is the end of the instance.
-    """
+    """A tensor-parallel rank on each node; the end of an actor ends the instance."""
     ports = Ports()
     flags = ["-tp", "2", "--distributed-executor-backend", "ray", "--collective-timeout", "20"]
     with in_cluster(tmp_path / "log", cluster, ports, *flags) as command:

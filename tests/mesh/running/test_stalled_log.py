@@ -1,4 +1,4 @@
-"""``serve`` with a log that nobody reads, as behind ``less`` or a stopped terminal (Ctrl-S)."""
+"""``serve`` with an unread log, as behind ``less`` or a stopped terminal (Ctrl-S)."""
 
 from __future__ import annotations
 

@@ -142,10 +142,7 @@ ONE_INSTANCE = [SHIPPED_MODEL, "-tp", "2", *SMALL, "--nnodes", "2", "--collectiv
 
 
 def test_one_instance_over_two_hosts(hosts: tuple[Host, Host], key: Path, tmp_path: Path) -> None:
-    """A tensor-parallel rank here and one there: the same text as one process gives.
-
-    Strangers stay outside; and when a worker there is killed, all of it ends, on both hosts.
-    """
+    """Same text as one process; strangers are refused; a killed worker ends both hosts."""
     head, other = hosts
     with head.command(tmp_path / "alone.log", "router.launcher.serve", SHIPPED_MODEL, *SMALL) as alone:
         alone.wait_for("1 instance ready")
@@ -193,10 +190,7 @@ def assert_wrong_hosts_are_refused(other: Host, nodes: list[str], key: Path, tmp
 def test_a_host_ends_with_the_instance_and_one_that_never_comes_is_named(
     hosts: tuple[Host, Host], key: Path, tmp_path: Path
 ) -> None:
-    """A pipeline over both hosts; the engine is killed, so that it can tell nobody.
-
-    Then one host alone.
-    """
+    """A pipeline over both hosts, whose engine is killed; then one host alone."""
     head, other = hosts
     pipeline = [SHIPPED_MODEL, "-pp", "2", *SMALL, "--nnodes", "2", "--master-addr", head.address]
     member = [*pipeline, "--mesh-key-file", str(key)]

@@ -1,4 +1,4 @@
-"""Chat completions, likewise."""
+"""Chat completions with the real OpenAI client: a real server, a scripted mesh."""
 
 from __future__ import annotations
 

@@ -86,10 +86,7 @@ def test_logprobs_with_echo(client: openai.OpenAI, tokenizer: Tokenizer) -> None
 def test_offsets_point_into_an_echoed_text(
     server: Server, tokenizer: Tokenizer, skip_special_tokens: bool, truncate_prompt_tokens: int | None
 ) -> None:
-    """Special tokens that it has count.
-
-    The one that is put before it is not in the text.
-    """
+    """Special tokens in the text count; the one put before it does not."""
     body = {"prompt": "<|im_start|>one two<|im_end|>\nthree", "max_tokens": 50, "logprobs": 0, "echo": True,
             "skip_special_tokens": skip_special_tokens, "truncate_prompt_tokens": truncate_prompt_tokens}  # fmt: skip
     (choice,) = server.post("/v1/completions", body).json()["choices"]

@@ -215,7 +215,7 @@ def test_a_closed_stream_needs_no_garbage_collector() -> None:
 
 
 class WritingClient(Client):
-    """One whose server has a short way, which is open at some times only."""
+    """Client whose server has a short way, open at some times only."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -327,16 +327,13 @@ def test_tokens_go_straight_to_the_socket(server: Server) -> None:
 
 @pytest.fixture
 def much(tokenizer: Tokenizer) -> Script:
-    """Megabytes: more than sockets hold."""
+    """Script of megabytes, more than sockets hold."""
     ids = tokenizer.encode("a" * 2000, add_special_tokens=False)
     return lambda _: [*[Delta(1, ids)] * 4000, Delta(1, ids, FinishReason.LENGTH)]
 
 
 def test_a_client_that_does_not_keep_up_is_waited_for(server: Server, much: Script) -> None:
-    """What it does not take is not written into memory.
-
-    Once it reads, it gets all of it.
-    """
+    """Unread parts are not buffered in memory; once it reads, it gets all."""
     server.mesh.reset(much)
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)

@@ -452,7 +452,7 @@ def test_a_generation_that_ends_too_early_is_an_error(text_model: TextModel) -> 
 
 
 def test_a_stop_string_closes_its_generation_at_once(text_model: TextModel, tokenizer: Tokenizer) -> None:
-    """The instance would go on: nobody else knows stop strings."""
+    """The instance would go on, since only the router knows stop strings."""
 
     async def work() -> None:
         ids = tokenizer.encode(" one two", add_special_tokens=False)

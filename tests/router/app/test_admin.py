@@ -1,4 +1,4 @@
-"""The admin API: who may enter, what it tells, how commands end."""
+"""The admin API: access, answers, and the ends of commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENDPOINT, ADMIN = "http://127.0.0.1:8000", "http://127.0.0.1:9000"
 
 
 class World:
-    """What a mesh client knows; and a coordinator that answers as told."""
+    """Knowledge of a mesh client, and a coordinator with scripted answers."""
 
     def __init__(self, view: View | None) -> None:
         self.view = view
@@ -199,7 +199,7 @@ def test_web_pages_need_the_key() -> None:
 
 
 def test_sites_of_other_names_need_the_key() -> None:
-    """Their names may be made to mean 127.0.0.1 once their pages are loaded."""
+    """DNS rebinding: a site may let its name mean 127.0.0.1 after its load."""
     world = World(view(member("a", 0)))
     for host, status in (("site.example:9000", 403), ("localhost:9000", 200), ("127.0.0.1", 200)):
         assert ask(gate(world), "GET", f"{ADMIN}/admin/world", headers={"host": host}).status_code == status

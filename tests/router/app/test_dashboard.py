@@ -127,7 +127,7 @@ def test_its_files_are_open_and_the_feed_wants_the_key(served: ServedModel) -> N
 
 
 def test_a_place_is_taken_before_the_stream_begins() -> None:
-    """So those who come at the same time are counted, too."""
+    """Viewers that come at the same time are counted, too."""
 
     async def come(dashboard: Dashboard, count: int) -> list[int]:
         feed = next(route for route in dashboard.routes() if route.path == FEED_PATH)

@@ -35,7 +35,7 @@ from tests.router.dispatch.test_mesh_parts import member, view
 from tests.waiting import until_async
 
 TOO_LARGE = SamplingParams(thinking=ThinkingBudget(10**30, (), (5,)))
-"""No message can hold it.
+"""Parameters that no message can hold.
 
 Requests are checked long before; should one get as far, it must not harm others.
 """
@@ -59,18 +59,18 @@ class World:
         self._attached = Attached("a", CAPACITY)
 
     def member(self, name: str = "a", state: State = State.READY) -> Member:
-        """All of them are at the same address."""
+        """A member of the view; all of them have the same address."""
         return member(name, 0, state, self._instance.endpoint)
 
     async def show(self, *members: Member, settings: Settings | None = None) -> None:
-        """Tell the client who is there."""
+        """Send the client a view with these members."""
         if self._watcher is None:
             self._watcher, _ = await self._coordinator.receive()
         self._coordinator.send(self._watcher, msgspec.structs.replace(view(*members), settings=settings))
         await until_async(lambda: (found := self.client.view) is not None and found.members == [*members])
 
     async def taken(self) -> tuple[Peer, Submit]:
-        """The next request at the instance, and who sent it."""
+        """The next request at the instance, and the peer that sent it."""
         while True:
             peer, message = await self._instance.receive()
             if isinstance(message, Attach):
@@ -79,7 +79,7 @@ class World:
                 return peer, message
 
     def tell(self, peer: Peer, message: ToRouter) -> None:
-        """As the instance."""
+        """Send a message as the instance."""
         self._instance.send(peer, message)
 
     async def submitted(self) -> Submit:
@@ -188,10 +188,7 @@ def test_a_request_that_was_often_asked_back_survives_a_loss() -> None:
 
 
 def test_a_tokenizer_of_another_directory_leaves_the_model_where_it_is(tmp_path: Path) -> None:
-    """Its sampling defaults are there.
-
-    Elsewhere they are looked for only if it is not on this host.
-    """
+    """Sampling defaults are read from the model; elsewhere only without it on this host."""
     model, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
     model.mkdir()
 
@@ -221,7 +218,7 @@ class DeadLink:
 
 
 def with_dead_links(client: MeshClient, count: int) -> None:
-    """So many instances that were there until now."""
+    """Give the client ``count`` instances whose connections have just broken."""
     client._pool.apply(view(*(member(f"i{rank}", rank) for rank in range(count))), time.monotonic())
     for instance in client._pool:
         instance.attached, instance.capacity = True, CAPACITY

@@ -120,7 +120,7 @@ async def routing() -> AsyncIterator[MeshClient]:
 
 
 async def answer(listener: AsyncListener[ToInstance, ToRouter], name: str) -> bytes:
-    """A new connection, as an instance does; who it is."""
+    """Answer a new connection as an instance does; returns the peer."""
     while True:
         peer, _ = await asyncio.wait_for(listener.receive(), 5)
         if listener.send(peer, Attached(name, CAPACITY)):  # else it is what an old one left

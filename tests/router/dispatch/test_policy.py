@@ -267,10 +267,7 @@ def test_equal_prompts_stay_together_only_where_that_spares_anything(caches: boo
 
 
 def test_a_copy_is_priced_by_what_caches_dropped_and_needed_again() -> None:
-    """Two instances full of documents that come back as soon as they are dropped.
-
-    A prompt waits for the one that has its document, but not while its drops were of no use to others.
-    """
+    """A prompt waits for its document's instance, unless a copy drops nothing needed again."""
     ranks = []
     for comes_back in (True, False):
         pool, _, chooser = world(2)

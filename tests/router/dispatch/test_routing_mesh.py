@@ -43,7 +43,7 @@ def crowd(rng: random.Random) -> list[Arrival | Conversation]:
 
 
 def served(policy: str, load: Sequence[Arrival | Conversation], **options: bool) -> list[Outcome]:
-    """Everybody's outcome, once it is sure that nothing of them is left."""
+    """Outcomes of all requests, of which nothing is left in the instances."""
     cluster = Cluster(policy, 4, SMALL, **options)
     outcomes = cluster.run(load)
     assert all(0 < each.first_token <= each.end for each in outcomes)

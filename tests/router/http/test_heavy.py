@@ -23,7 +23,7 @@ from tests.router.fake_mesh import FakeMesh, saying
 from tests.waiting import until
 
 LONG = "Hello world, one two three four. " * 31_000
-"""1 MB."""
+"""Text of 1 MB."""
 CHAT: dict[str, Any] = {"model": "tiny", "max_tokens": 4}
 
 

@@ -154,10 +154,7 @@ KEYS = ("k-one", 'k two: "#\\', "12345", "k-root")
 
 
 def test_keys_are_on_no_command_line(tmp_path: Path) -> None:
-    """Nor those of a file of settings.
-
-    ``--admin-host`` shows that they are there when settings are checked.
-    """
+    """Keys of a settings file neither; ``--admin-host`` shows that checks see them."""
     file = tmp_path / "mesh.json"
     file.write_text(json.dumps({"api-key": KEYS[:3], "admin-api-key": KEYS[3:]}))
     argv = ["/m", "-asc", "2", "--config", str(file), "--admin-port", "1", "--admin-host", "0.0.0.0"]

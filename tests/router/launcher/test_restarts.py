@@ -128,10 +128,7 @@ def view(*members: Member) -> View:
 
 
 def supervised(supervisor: Supervisor, act: Callable[[], Awaitable[None]]) -> int:
-    """Run it, act once it is ready, then end it as a user does.
-
-    Its exit status.
-    """
+    """Run a supervisor, act once it is ready, end it; returns its exit status."""
 
     async def both() -> int:
         async def at_once() -> None:
@@ -228,7 +225,7 @@ def test_a_start_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> N
 def test_workers_of_an_instance_elsewhere_that_served_for_long_begin_a_new_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No view tells since when they serve."""
+    """No view has the time since which they serve."""
     monkeypatch.setattr(restarts, "STEADY", 0.2)
     monkeypatch.setattr(restarts, "FIRST_DELAY", 0.01)
     ends = f"import time; time.sleep(0.3); raise SystemExit({process.EXIT_WORKER_LOST})"
@@ -246,7 +243,7 @@ def test_workers_of_an_instance_elsewhere_that_served_for_long_begin_a_new_row(
 
 
 def test_a_head_without_an_endpoint_stays_while_instances_elsewhere_serve() -> None:
-    """That of an LLM: what its own instance had goes on there."""
+    """Head of an ``LLM``, whose requests continue on instances elsewhere."""
     supervisor = Supervisor([spec("Coordinator", "coordinator"), spec("Engine_0", "engine", 0)])
 
     async def act() -> None:
@@ -451,7 +448,7 @@ def test_a_router_that_is_started_again_has_its_keys() -> None:
         url = f"http://127.0.0.1:{door.getsockname()[1]}/v1/models"
 
         def statuses() -> list[int]:
-            """With the key, and with another one, once somebody answers."""
+            """Statuses with the key and with another, once a server answers."""
             headers = ({"authorization": "Bearer secret"}, {"authorization": "Bearer other"})
             deadline = time.monotonic() + PATIENCE
             while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""How long ``lockstep drain`` waits, and what it says of an instance that stays."""
+"""How long ``lockstep drain`` waits, and what it prints if an instance stays."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_the_model_of_a_meshs_file_is_no_name_that_clients_use(tmp_path: Path) -
 
 
 class Models(BaseHTTPRequestHandler):
-    """Lists one model to who has the key."""
+    """Server that lists one model to clients with the key."""
 
     def do_GET(self) -> None:
         ours = self.headers["Authorization"] == "Bearer secret"

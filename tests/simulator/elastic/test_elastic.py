@@ -6,11 +6,12 @@ from collections import Counter
 
 import pytest
 
+from tests.nightly import NIGHTLY
 from tests.simulator.elastic.checker import Checker, Rule
 from tests.simulator.elastic.world import World, simulate
 from tests.simulator.schedule import Violation
 
-NUM_SCHEDULES = 3000
+NUM_SCHEDULES = 3000 if NIGHTLY else 1000
 """The others, up to 50,000, are run by ``make simulate``."""
 CHUNK = 250
 

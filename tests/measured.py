@@ -1,0 +1,45 @@
+"""Branch coverage of the rooms that decide, by their own tests: ``LOCKSTEP_COVERAGE=1``, in xdist's workers.
+
+Tracing every test costs half of their time again (Python 3.11 has no cheaper way), so for each push these rooms
+alone are measured: they hold the decisions, and most of what they do takes no model. At night all are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from tests.nightly import NIGHTLY
+
+ROOT = Path(__file__).parent.parent
+DECIDING = ["coordinator", "engine/scheduling", "router/dispatch"]
+ALL = ["coordinator", "engine", "lockstep", "parallel", "router"]
+MEASURED = ALL if NIGHTLY else DECIDING
+
+if os.environ.get("LOCKSTEP_COVERAGE") and "PYTEST_XDIST_WORKER" in os.environ:
+    import coverage
+
+    measurement = coverage.Coverage(data_suffix=True, source_dirs=[str(ROOT / each) for each in MEASURED])
+    measurement.start()  # also while modules are imported: that runs their first lines
+
+    def pytest_collection_finish() -> None:
+        """Trace the tests of these rooms from here on."""
+        measurement.stop()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+        """Trace a test if it is one of a room that is measured."""
+        if not any(item.path.is_relative_to(ROOT / "tests" / each) for each in MEASURED):
+            return (yield)
+        measurement.start()
+        try:
+            return (yield)
+        finally:
+            measurement.stop()
+
+    def pytest_sessionfinish() -> None:
+        """Write what was covered: a worker ends without what is left to do at exit."""
+        measurement.save()

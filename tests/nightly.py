@@ -1,0 +1,24 @@
+"""Whether tests run at their full size, as ``make nightly`` asks for with ``LOCKSTEP_NIGHTLY=1``."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+NIGHTLY = os.environ.get("LOCKSTEP_NIGHTLY", "") not in ("", "0")
+"""All seeds of the simulators, and ten minutes of chaos; otherwise what fits into a run for each push."""
+
+
+def is_on_diagonal(item: pytest.Item) -> bool:
+    """Whether a test of a table runs for each push: ``@pytest.mark.diagonal("rows", "columns", each=2)``.
+
+    The table is that of two parameters. Each row runs in ``each`` columns, neighbouring rows in other ones, so
+    that every row and every column is tried. At night the table is whole.
+    """
+    mark = item.get_closest_marker("diagonal")
+    if NIGHTLY or mark is None or not isinstance(item, pytest.Function):
+        return True
+    row, column = (item.callspec.indices[name] for name in mark.args)
+    each = mark.kwargs.get("each", 2)
+    return (column - each * row) % mark.kwargs["columns"] < each

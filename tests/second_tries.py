@@ -1,0 +1,76 @@
+"""A run of tests in which a few failures of real processes get a second try.
+
+``python -m tests.second_tries ARGUMENTS OF PYTEST``. Tests with the mark ``mesh`` have deadlines in seconds, and
+the machine may be busy. Those that fail run once more, each alone, after all others. At the end each second try is
+listed with the last line of its first failure. Any other failure decides at once.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+import pytest
+
+MOST = 2
+"""Failed tests that get a second try; one more, and the run fails without any."""
+
+
+@dataclass
+class Failures:
+    """A plugin that collects which tests failed, and why."""
+
+    mesh: dict[str, str] = field(default_factory=dict)
+    """Test -> the last line of its first failure."""
+    others: int = 0
+    """Failures without a second try, those while tests are collected included."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not report.failed:
+            return
+        if "mesh" in report.keywords:
+            self.mesh.setdefault(report.nodeid, last_line(report.longreprtext))
+        else:
+            self.others += 1
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self.others += report.failed
+
+    @property
+    def may_be_tried_again(self) -> bool:
+        return not self.others and 0 < len(self.mesh) <= MOST
+
+
+def last_line(text: str) -> str:
+    """What pytest prints last of a failure, after the lines with its error."""
+    errors = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
+    lines = errors or text.split("\n") if text else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "no message")
+
+
+def try_again(test: str) -> bool:
+    """Whether a test passes alone, in a process of its own."""
+    return subprocess.run([sys.executable, "-m", "pytest", test], check=False).returncode == 0
+
+
+def main(arguments: list[str]) -> int:
+    """Run the tests, and those again that may be; the exit status of the whole."""
+    failures = Failures()
+    status = int(pytest.main(arguments, plugins=[failures]))
+    if status != pytest.ExitCode.TESTS_FAILED:
+        return status
+    if not failures.may_be_tried_again:
+        print(
+            f"no second tries: {len(failures.mesh)} mesh tests failed (at most {MOST} are tried again), {failures.others} others"
+        )
+        return status
+    passed = {test: try_again(test) for test in failures.mesh}
+    print(f"{len(passed)} second tries (at most {MOST}):")
+    for test, first in failures.mesh.items():
+        print(f"  {'passed' if passed[test] else 'FAILED'} {test}: {first}")
+    return 0 if all(passed.values()) else status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
