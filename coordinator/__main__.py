@@ -30,6 +30,7 @@ def rules_of(config: CoordinatorConfig) -> Rules:
     start = mesh.data_parallel_start_rank or 0
     return Rules(
         name=config.mesh_name,
+        require_same_numerics=mesh.require_same_numerics,
         size=mesh.data_parallel_size,
         reserved=tuple(range(start, start + local)),
         settings=msgspec.json.decode(config.settings, type=Settings) if config.settings else None,

@@ -6,6 +6,7 @@ from collections.abc import Collection, Set
 
 from coordinator.config import MAX_INSTANCES
 from coordinator.messages import Register, Settings
+from coordinator.numerics import Numerics, slowest_kind
 
 AGREED = {
     "fingerprint": "model",
@@ -60,6 +61,24 @@ def problem_with(
     if not differences:
         return None
     return "this instance differs from the mesh: " + "; ".join(differences)
+
+
+def other_class(numerics: Numerics | None, members: Collection[Numerics]) -> str | None:
+    """Why an instance computes other bits than the mesh, and what to do.
+
+    None if it is of one of their numerics classes, or if they have none yet.
+    """
+    if not members or numerics in members:
+        return None
+    theirs = " and ".join(sorted(map(str, set(members))))
+    if numerics is None:
+        return f"this instance names no numerics class, the mesh has {theirs}: install the same version"
+    text = f"this instance is of numerics class {numerics}, the mesh of {theirs}"
+    everybody = [numerics, *members]
+    if len({each.kernels for each in everybody}) == 1:
+        return f"{text}: start all instances with the same -tp, and versions of lockstep, torch and others"
+    kind = slowest_kind(everybody)
+    return f"{text}: --numerics chooses the same kernels" + (f", as in --numerics {kind}" if kind else "")
 
 
 def crowd_for(message: Register, settings: Settings | None, ranks: Collection[int]) -> str | None:

@@ -85,6 +85,13 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         str | None,
         flag(help="Address on which local instances listen; unset: that of the route to the coordinator."),
     ] = None
+    require_same_numerics: Annotated[
+        bool,
+        flag(
+            help="Refuse an instance of another numerics class than the first one's: whose kernels, versions "
+            "or -tp would give other bits. Given where the coordinator runs."
+        ),
+    ] = False
     startup_timeout: Annotated[
         float,
         Meta(gt=0),
@@ -121,6 +128,10 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if size is not None and (self.data_parallel_size_local or 0) > size:
             raise ValueError(
                 f"-dpl {self.data_parallel_size_local} local instances are more than -dp {size} in all"
+            )
+        if self.headless and self.require_same_numerics:
+            raise ValueError(
+                "--require-same-numerics with --headless: the coordinator elsewhere decides; give it there"
             )
         if self.headless and self.data_parallel_size_local == 0:
             raise ValueError("--headless with -dpl 0 starts nothing: give -dpl 1 or more, or drop --headless")

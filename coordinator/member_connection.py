@@ -33,6 +33,7 @@ from coordinator.messages import (
     Watch,
     Welcome,
 )
+from coordinator.numerics import Numerics
 from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.handshakes import KeyRefused
 from coordinator.rpc.keys import MeshKeys
@@ -167,6 +168,7 @@ class MemberConnection:
         experts: Iterable[Iterable[int]] | None = None,
         max_experts: int | None = None,
         ready_epoch: int | None = None,
+        numerics: Numerics | None = None,
     ) -> None:
         """Send changed facts about this instance at once."""
         mine = self._state
@@ -175,6 +177,7 @@ class MemberConnection:
             mine.experts = tuple(tuple(sorted(of_rank)) for of_rank in experts)
         mine.max_experts = mine.max_experts if max_experts is None else max_experts
         mine.ready_epoch = mine.ready_epoch if ready_epoch is None else ready_epoch
+        mine.numerics = numerics or mine.numerics
         mine.state = state or mine.state
         mine.phase = mine.phase if phase is None else phase
         mine.address = address or mine.address

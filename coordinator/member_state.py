@@ -29,6 +29,7 @@ from coordinator.messages import (
     View,
     Welcome,
 )
+from coordinator.numerics import Numerics
 
 
 class MemberState:
@@ -44,6 +45,8 @@ class MemberState:
         self.address = self.store = ""
         self.experts: tuple[tuple[int, ...], ...] = ()
         self.max_experts = self.ready_epoch = 0
+        self.numerics: Numerics | None = None
+        """Its numerics class, once it has its weights."""
         self.welcome: Welcome | None = None
         """None before the coordinator has answered, and again when it does not know this instance."""
         self.refusal: str | None = None
@@ -77,7 +80,7 @@ class MemberState:
     def outgoing(self, load: Load) -> list[ToCoordinator]:
         """What to send now: at every interval, and whenever something is new."""
         if self.welcome is None:
-            return [self.register]
+            return [msgspec.structs.replace(self.register, numerics=self.numerics)]
         heartbeat = Heartbeat(
             instance=self.register.instance,
             state=self.state,
@@ -90,6 +93,7 @@ class MemberState:
             epoch=self._group.epoch if self._group is not None else 0,
             ready_epoch=self.ready_epoch,
             answers=self._answers,
+            numerics=self.numerics,
         )
         return [heartbeat] if self._lost is None else [heartbeat, self._lost]
 

@@ -8,10 +8,13 @@ carry all that is known of them: a restarted coordinator learns the world from t
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+
+from coordinator.numerics import Numerics
 
 Epoch = Annotated[int, Meta(ge=0, le=2**53)]
 """The number of a group.
@@ -130,6 +133,8 @@ class Register(msgspec.Struct, frozen=True, tag="register", kw_only=True):
     """The last epoch it knew, for a coordinator that was restarted."""
     group: GroupPlan | None = None
     """The group it steps in, for a coordinator that was restarted."""
+    numerics: Numerics | None = None
+    """Its numerics class; None before the weights are loaded."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
@@ -157,6 +162,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     """Epoch of the newest group that it is ready to enter, or has entered."""
     answers: int = 0
     """The number of the newest :class:`Probe` that it has received."""
+    numerics: Numerics | None = None
+    """Its numerics class; None before the weights are loaded."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -349,6 +356,23 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     pid: int
     load: Load
+    numerics: Numerics | None = None
+    """None while it is not known.
+
+    Where experts are spread over instances of several classes, it is one for all of them.
+    """
+
+
+def ranks_by_class(members: Sequence[Member]) -> dict[Numerics, list[int]]:
+    """Ranks of the members of each numerics class.
+
+    Members whose class is not known are left out.
+    """
+    ranks: dict[Numerics, list[int]] = {}
+    for member in members:
+        if member.numerics is not None:
+            ranks.setdefault(member.numerics, []).append(member.rank)
+    return ranks
 
 
 class View(msgspec.Struct, frozen=True, tag="view", kw_only=True):

@@ -10,6 +10,7 @@ import msgspec
 
 from coordinator.messages import FromCoordinator, Heartbeat, Load, Member, Settings, State
 from coordinator.messages import Peer as GroupPeer
+from coordinator.numerics import Numerics
 
 Peer = bytes
 """The listener's name for a connection."""
@@ -26,6 +27,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     reserved: tuple[int, ...] = ()
     """Ranks that the head's own instances will take; "any" never gets one of them."""
     settings: Settings | None = None
+    require_same_numerics: bool = False
+    """Refuse an instance whose numerics class is not that of the mesh."""
     heartbeat_interval: float = 0.5
     """Seconds between two heartbeats of an instance."""
     member_timeout: float = 5.0
@@ -105,18 +108,20 @@ class Record:
     epoch: int = 0
     """Epoch of the group that it steps in."""
     ready_epoch: int = 0
+    numerics: Numerics | None = None
     contested_at: float | None = None
     """When another instance, perhaps gone since, asked for this rank; None once settled."""
 
     def hear(self, peer: Peer, message: Heartbeat, now: float) -> bool:
         """Take over the contents of a heartbeat; returns whether watchers need to know."""
-        before = (self.state, self.phase, self.address)
+        before = (self.state, self.phase, self.address, self.numerics)
         self.peer, self.heard_at, self.load = peer, now, message.load
         self.state, self.phase, self.address = message.state, message.phase, message.address
         self.store = message.store
         self.experts, self.max_experts = message.experts, message.max_experts
         self.epoch, self.ready_epoch = message.epoch, message.ready_epoch
-        return (self.state, self.phase, self.address) != before
+        self.numerics = message.numerics or self.numerics
+        return (self.state, self.phase, self.address, self.numerics) != before
 
     def member(self) -> Member:
         """As watchers see it."""
@@ -129,6 +134,7 @@ class Record:
             host=self.host,
             pid=self.pid,
             load=self.load,
+            numerics=self.numerics,
         )
 
     def group_peer(self) -> GroupPeer:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from coordinator.admission import crowd_for, problem_with
+from coordinator.admission import crowd_for, other_class, problem_with
 from coordinator.epochs import Epochs
 from coordinator.messages import (
     AdmissionRefused,
@@ -42,6 +42,7 @@ from coordinator.messages import (
     Watch,
     Welcome,
 )
+from coordinator.numerics import Numerics, combined
 from coordinator.operations import Operations
 from coordinator.reach import Asked, Reachability
 from coordinator.records import Instruction, Note, Peer, Record, Records, Rules, Send
@@ -128,12 +129,15 @@ class Registry:
     def view(self) -> View:
         """The world, for watchers."""
         shortage = self._reach.problem or self._epochs.starved(self._settings) if self._spreads else ""
+        shared = self._class_of_group() if self._spreads else None
         return View(
             mesh=self._rules.name,
             epoch=self._epochs.number,
             size=self._size,
             settings=self._settings,
-            members=[self._shown_member(record, shortage) for _, record in sorted(self._records.items())],
+            members=[
+                self._shown_member(record, shortage, shared) for _, record in sorted(self._records.items())
+            ],
             waiting_for=shortage or self._waiting_for(),
             complete=self._complete,
         )
@@ -147,6 +151,8 @@ class Registry:
             yield Send(peer, self._welcome(known, message))
             return
         problem = problem_with(message, self._size, self._settings, self._records)
+        if problem is None and message.numerics is not None and self._rules.require_same_numerics:
+            problem = other_class(message.numerics, self._classes())
         if problem is not None:
             yield Note(f"refused an instance of {message.host} (pid {message.pid}): {problem}", warning=True)
             yield Send(peer, AdmissionRefused(problem))
@@ -171,10 +177,14 @@ class Registry:
         self._size = self._size or message.size
         self._epochs.learn(message.epoch, message.group, now)
         record = Record(message.instance, rank, peer, message.host, message.pid, heard_at=now)
+        record.numerics = message.numerics
+        remark = other_class(message.numerics, self._classes()) if message.numerics is not None else None
         self._records.add(record)
         self._left.discard(rank)
         self._reserved.discard(rank)  # came; should it go, anybody may take its place
         yield Note(f"instance {rank} registered from {message.host} (pid {message.pid})")
+        if remark is not None:
+            yield Note(_of_another_class(record, remark), warning=True)
         yield Send(peer, self._welcome(record, message))
         yield from self._publish()
 
@@ -239,8 +249,16 @@ class Registry:
         if record is None:
             yield Send(peer, Unknown())
             return
-        was_ready = record.state is State.READY
+        was_ready, numerics = record.state is State.READY, record.numerics
         changed = record.hear(peer, message, now)
+        remark = self._class_remark(record) if changed else None
+        if remark is not None and self._rules.require_same_numerics:
+            yield Note(f"refused instance {record.rank}: {remark}", warning=True)
+            yield Send(peer, AdmissionRefused(remark))
+            yield from self._remove(record)
+            return
+        if remark is not None and record.numerics != numerics:
+            yield Note(_of_another_class(record, remark), warning=True)
         self._suspicions.answered(record.instance, message.answers)
         if self._spreads:
             self._epochs.heard(record)
@@ -405,12 +423,15 @@ class Registry:
         """Whether experts are spread over the instances, which then step in groups."""
         return self._settings is not None and self._settings.enable_expert_parallel
 
-    def _shown_member(self, record: Record, shortage: str) -> Member:
+    def _shown_member(self, record: Record, shortage: str, shared: Numerics | None) -> Member:
         """An instance as watchers see it.
 
-        It is ready only if its group can serve, and draining from the moment of the command.
+        It is ready only if its group can serve, and draining from the moment of the command. ``shared`` is
+        that of the members of the group, if it is not the class of each.
         """
         member = record.member()
+        if shared is not None and self._epochs.is_member(record.instance):
+            member = msgspec.structs.replace(member, numerics=shared)
         if record.state.stays and self._operations.was_told(record.instance):
             return msgspec.structs.replace(member, state=State.DRAINING, phase="asked to drain")
         if record.state.stays and (why := self._reach.why(record.instance)):
@@ -422,6 +443,29 @@ class Registry:
         if not self._epochs.is_member(record.instance):
             return msgspec.structs.replace(member, state=State.LOADED)
         return member
+
+    def _class_of_group(self) -> Numerics | None:
+        """The class of instances of several classes that compute each other's experts."""
+        classes = {
+            record.numerics
+            for record in self._records.values()
+            if record.numerics is not None and self._epochs.is_member(record.instance)
+        }
+        return combined(classes) if len(classes) > 1 else None
+
+    def _classes(self, but: Record | None = None) -> frozenset[Numerics]:
+        """Numerics classes of all instances ``but`` one."""
+        return frozenset(
+            record.numerics
+            for record in self._records.values()
+            if record is not but and record.numerics is not None
+        )
+
+    def _class_remark(self, record: Record) -> str | None:
+        """Why an instance that has its weights is of another numerics class than the others."""
+        if record.numerics is None and record.state not in (State.LOADED, State.READY):
+            return None
+        return other_class(record.numerics, self._classes(but=record))
 
     def _state_of(self, message: Heartbeat) -> tuple[State, int, int] | None:
         """What may lead to another group when it changes."""
@@ -444,3 +488,7 @@ class Registry:
             ranks = ", ".join(map(str, absent[:8]))
             parts.append(f"rank{'s' * (len(absent) > 1)} {ranks}{more} to register")
         return "; ".join(parts)
+
+
+def _of_another_class(record: Record, remark: str) -> str:
+    return f"instance {record.rank} may give other bits for the same seed: {remark}"

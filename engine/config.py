@@ -269,6 +269,13 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "they are for; on CUDA Triton's, if they agree with torch's on a few steps."
         ),
     ] = "auto"
+    numerics: Annotated[
+        Literal["auto", "amx", "avx512", "avx2", "torch"],
+        flag(
+            help="Kernels that compute the model: native ones for AMX, AVX-512 or AVX2, or torch's own. "
+            "Instances with the same ones give the same bits; auto: the fastest that this CPU has."
+        ),
+    ] = "auto"
     enforce_eager: Annotated[
         bool,
         flag(help="Launch each kernel of each step by itself: no CUDA graphs. (A CPU never has any.)"),
@@ -282,6 +289,12 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = ()
 
     def __post_init__(self) -> None:
+        if self.wants_native and (self.device == "cuda" or self.attention_backend != "auto"):
+            backend = f"--attention-backend {self.attention_backend}"
+            raise ValueError(
+                f"--numerics {self.numerics} means native kernels for a CPU, which "
+                f"{'--device cuda' if self.device == 'cuda' else backend} rules out: drop one of the two"
+            )
         if self.enforce_eager and self.cudagraph_capture_sizes:
             raise ValueError("--enforce-eager captures nothing: drop it, or --cudagraph-capture-sizes")
         if self.distributed_executor_backend == "uni" and self.num_workers > 1:
@@ -301,6 +314,16 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                     f"--pipeline-split {self.pipeline_split} is for {len(self.split or ())} stages, but "
                     f"--pipeline-parallel-size is {self.pipeline_parallel_size}"
                 )
+
+    @property
+    def wants_native(self) -> bool:
+        """Whether one kind of native kernels is asked for."""
+        return self.numerics not in ("auto", "torch")
+
+    @property
+    def on_torch(self) -> bool:
+        """Whether torch's operators are asked for."""
+        return self.numerics == "torch" or self.attention_backend != "auto"
 
     @property
     def num_workers(self) -> int:

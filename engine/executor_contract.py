@@ -11,6 +11,7 @@ from engine.step import ModelFacts, Span, Step, StepResult
 
 if TYPE_CHECKING:
     from coordinator.messages import GroupPlan
+    from coordinator.numerics import Arithmetic
     from parallel.communicators.base import Communicator
     from parallel.placement import Placement
 
@@ -74,7 +75,15 @@ class Executor(Protocol):
         ...
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the KV cache: ``num_blocks`` blocks of ``block_size`` tokens."""
+        """Make the KV cache: ``num_blocks`` blocks of ``block_size`` tokens.
+
+        Raises:
+            engine.model.checkpoint.CheckpointError: the kernels that were asked for do not compute the model.
+        """
+        ...
+
+    def arithmetic(self) -> Sequence[Arithmetic]:
+        """What each worker computes with, by stage, then rank; known once there is a cache."""
         ...
 
     def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:

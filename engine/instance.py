@@ -33,6 +33,7 @@ from engine.host import deferred, memory
 from engine.host.cache_size import TooLittleMemory, size_cache
 from engine.host.cores import Share, instances_at_once, share_of_cores, tell_threads
 from engine.model.checkpoint import ModelInfo
+from engine.numerics import kind_problem, numerics_of
 from engine.server import Server
 from engine.settings import adopt, ignored_when_joining, resolve
 from engine.stats_line import StatsLine
@@ -93,6 +94,8 @@ class Instance:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_stop_signal)
+        if not self._config.workers_elsewhere and (problem := kind_problem(self._config.device)):
+            raise Ended(process.EXIT_USAGE, problem)
         settings = self._own_settings()
         membership = self._register(settings)
         try:
@@ -184,6 +187,7 @@ class Instance:
             with memory.turn() if facts.device == "cpu" else nullcontext():
                 num_blocks, max_model_len = self._size_cache(executor, facts, self._neighbours(membership))
                 executor.allocate(num_blocks)
+            self._tell_numerics(membership, info, executor)
             core = EngineCore(
                 self._config,
                 info,
@@ -238,6 +242,13 @@ class Instance:
             executor.close()
             if tracing is not None:
                 tracing.close()
+
+    def _tell_numerics(self, membership: MemberConnection, info: ModelInfo, executor: Executor) -> None:
+        assert self._settings is not None
+        numerics = numerics_of(self._settings, self._config.model, info.directory, executor.arithmetic())
+        invariant = "invariant" if numerics.invariant else "variant: bits depend on what runs beside"
+        logger.info("numerics class %s, %s", numerics, invariant)
+        membership.update(numerics=numerics)
 
     def _tracing(self) -> Tracing | None:
         wanted = self._mesh.observability.otlp_traces_endpoint

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from coordinator.numerics import Numerics
 from engine.messages import Delta, InstanceReport
 from engine.sampling import SamplingParams
 
@@ -94,6 +95,14 @@ class Generation(Protocol):
         """The instance that it runs on now, None while it has none (for metrics)."""
         ...
 
+    @property
+    def fingerprint(self) -> str | None:
+        """Name of the numerics class of the instance that gave the first token.
+
+        Before that, the class of the instance it runs on; None where none is known.
+        """
+        ...
+
     def __aiter__(self) -> AsyncIterator[Delta]: ...
 
     def hand_over(self, sink: TokenSink) -> None:
@@ -131,6 +140,10 @@ class MeshFacts(Protocol):
 
     def instances_by_state(self) -> Mapping[str, int]:
         """Number of instances in each state (loading, ready, draining ...)."""
+        ...
+
+    def numerics(self) -> Mapping[Numerics, list[int]]:
+        """Ranks of the instances in each numerics class, as far as they are known."""
         ...
 
     def refused_peers(self) -> Mapping[str, int]:

@@ -266,9 +266,10 @@ class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | UnsetType | None = UNSET
+    """Name of the numerics class; null in whole answers if there is none, or several."""
     service_tier: UnsetType | None = UNSET
-    """Null in whole answers, as vLLM has it; so are the next two."""
-    system_fingerprint: UnsetType | None = UNSET
+    """Null in whole answers, as vLLM has it; so is the next one."""
     kv_transfer_params: UnsetType | None = UNSET
 
 
@@ -313,8 +314,8 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    system_fingerprint: str | None = None
     service_tier: None = None
-    system_fingerprint: None = None
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
     kv_transfer_params: None = None
@@ -355,6 +356,7 @@ class ChatChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk")
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
 
 

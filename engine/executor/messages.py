@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from coordinator.numerics import Arithmetic
 from engine.config import EngineConfig
 from engine.executor_contract import ExpertTimes
 from engine.model.checkpoint import ModelInfo
@@ -138,6 +139,8 @@ class Allocated(msgspec.Struct, frozen=True, tag="allocated"):
 
     expert_bytes: int = 0
     """As in :class:`Loaded`, of as many copies as are held from now on."""
+    arithmetic: Arithmetic | None = None
+    """What the worker computes with."""
 
 
 class Computed(msgspec.Struct, frozen=True, tag="computed"):

@@ -19,6 +19,7 @@ from typing import NoReturn, TypeVar
 
 import msgspec
 
+from coordinator.numerics import Arithmetic
 from coordinator.process import process
 from engine.config import EngineConfig
 from engine.executor.channel import ChannelClosed
@@ -89,6 +90,7 @@ class MpExecutor:
         self._workers: list[WorkerEnd] = []
         self._kv: list[KVSpec] = []
         self._expert_bytes: list[int] = []
+        self._arithmetic: list[Arithmetic] = []
         self._on_cpu = True
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
@@ -195,6 +197,11 @@ class MpExecutor:
         self._send_all(Allocate(num_blocks))
         allocated = self._await_each(self._workers, Allocated)
         self._expert_bytes = [each.expert_bytes for each in allocated]
+        self._arithmetic = [each.arithmetic for each in allocated if each.arithmetic is not None]
+
+    def arithmetic(self) -> list[Arithmetic]:
+        """See :class:`.Executor`."""
+        return self._arithmetic
 
     # ---- steps
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from coordinator.messages import GroupPlan
+from coordinator.numerics import TORCH, Arithmetic
 from engine.attention import Backend, make_attention
 from engine.attention.base import PLAN_KEYWORD, AttentionUse, CapturableAttention, PackedRows, PagedAttention
 from engine.compute.decode_graphs import CudaCapture, DecodeGraphs, make_graphs
@@ -33,6 +34,7 @@ from engine.model.expert_change import HeldExperts
 from engine.model.expert_weights import ExpertShare
 from engine.model.shard import WHOLE, Shard
 from engine.model.weights import LoadedModel, load_model
+from engine.numerics import check_kind, native_kind
 from engine.step import KVSpec, ModelFacts, Span, Step, StepResult, most_tokens
 from parallel.communicators.base import Communicator
 from parallel.expert_parallel import Dispatch
@@ -82,7 +84,8 @@ class UniExecutor:
         self._attention = self._attention_before = AttentionUse()
         """Time in attention, now and before the last step."""
         self._program: Program | None = None
-        self._on_torch = config.device.attention_backend != "auto"
+        self._on_torch = config.device.on_torch
+        library.choose(native_kind(config.device))
         self._backend: Backend = "TORCH_SDPA"
 
     def __repr__(self) -> str:
@@ -91,11 +94,12 @@ class UniExecutor:
     def load(self, progress: Progress) -> ModelFacts:
         """See :class:`.Executor`."""
         device = self._device()
+        check_kind(self._config.device)
         if device.type == "cpu" and not self._on_torch:
             library.begin_build()
         if self._threads > 0:
             torch.set_num_threads(self._threads)
-        dtype: torch.dtype = getattr(torch, chosen_dtype(self._config.model.dtype, self._info))
+        dtype: torch.dtype = getattr(torch, self._model_dtype)
         progress(f"loading {self._info.architecture} from {self._info.directory} to {device}")
         began = time.monotonic()
         share, dispatch = self._share()
@@ -253,6 +257,7 @@ class UniExecutor:
         if self._program is None and not self._on_torch:
             self._program = make_program(model, block_size)
             self._on_torch = self._program is None
+        self._check_kernels()
         if self._program is not None:
             self._program.use(
                 NativeCache(model.layers, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype)
@@ -266,6 +271,34 @@ class UniExecutor:
         cache = self._make_cache(num_blocks)
         self._runner = ModelRunner(model, cache, block_size, graphs=self._make_graphs(cache, num_blocks))
         self._attention = cache.use
+
+    def arithmetic(self) -> list[Arithmetic]:
+        """See :class:`.Executor`."""
+        model, program = self._model, self._program
+        assert model is not None, "load() comes first"
+        layers = (self.layers.start, self.layers.stop)
+        if program is not None:
+            return [Arithmetic(program.kind, program.version, "native", layers)]
+        return [Arithmetic(TORCH, _torch_on(model.device), self._backend, layers)]
+
+    def _check_kernels(self) -> None:
+        """Refuse to compute with other kernels than were asked for.
+
+        Raises:
+            CheckpointError: these do not compute the model; the log says why.
+        """
+        wanted = native_kind(self._config.device)
+        found = TORCH if self._program is None else self._program.kind
+        if wanted not in (None, found):
+            what = "torch's operators compute" if found == TORCH else f"{found} kernels compute"
+            raise CheckpointError(
+                f"--numerics {wanted}: {what} {self._info.architecture} in {self._model_dtype} here; use "
+                f"--numerics {found}, or auto"
+            )
+
+    @property
+    def _model_dtype(self) -> str:
+        return chosen_dtype(self._config.model.dtype, self._info)
 
     def _make_cache(self, num_blocks: int) -> PagedAttention:
         model = self._model
@@ -410,3 +443,12 @@ class UniExecutor:
         self._held = None
         self._model = None
         self._program = None
+
+
+def _torch_on(device: torch.device) -> str:
+    """What decides the bits of torch's operators on a device, besides torch's version."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    kernels = library.loaded()  # they sample, also where they do not compute the model
+    sampler = "" if kernels is None else f", {kernels.version}"
+    return f"{torch.backends.cpu.get_cpu_capability()}{sampler}"

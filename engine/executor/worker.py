@@ -212,7 +212,7 @@ class Worker:
                 self._send(Free(executor.free_kv_memory()))
             case Allocate(num_blocks):
                 executor.allocate(num_blocks)
-                self._send(Allocated(executor.expert_bytes))
+                self._send(Allocated(executor.expert_bytes, *executor.arithmetic()))
             case TellSpans():
                 (spans,) = executor.spans().values()
                 self._send(Spans(spans))

@@ -7,12 +7,14 @@ None, and the model runs on torch's own operators.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import os
 import subprocess
 import threading
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from parallel import compiler
 
@@ -20,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("step.cpp")
 NEEDED_FLAGS = {"avx2", "fma"}
+AVX512_FLAGS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
 FLAGS = (
     *("-fopenmp", "-mprefer-vector-width=512"),
     *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # warnings about gcc's own intrinsics
@@ -29,11 +32,19 @@ OFF = "LOCKSTEP_NATIVE_KERNELS"
 BEYOND_AVX2 = {"avx512f": "-mno-avx512f", "amx_tile": "-mno-amx-tile", "amx_bf16": "-mno-amx-bf16"}
 """What a CPU may have, and the option of the compiler that does without."""
 
+Kind = Literal["amx", "avx512", "avx2"]
+KIND_FLAGS: dict[Kind, set[str]] = {
+    "avx2": NEEDED_FLAGS,
+    "avx512": NEEDED_FLAGS | AVX512_FLAGS,
+    "amx": NEEDED_FLAGS | AVX512_FLAGS | {"amx_tile", "amx_bf16"},
+}
+"""Features of the CPU that each kind of kernels needs, as Linux names them."""
+
 KINDS = ("operation", "step", "exchange", "draw", "shape")
 """Structures passed to the kernels, which know their sizes."""
 CALLS = (
     *("run", "use_tiles", "survey", "compress", "draw", "shape", "logprobs", "contestants"),
-    *("has_avx512", "can_compress"),
+    *("has_avx512", "can_compress", "compiler"),
 )
 SYMBOLS = tuple(f"lockstep_{name}" for name in (*CALLS, *(f"{kind}_bytes" for kind in KINDS)))
 """All functions called in the library."""
@@ -75,9 +86,21 @@ class Library:
         self.compresses = bool(self._loaded.lockstep_can_compress())
         """Whether this CPU has the instructions for weights in 12 bits."""
         self.has_tiles = False
-        self.use_tiles(os.environ.get(OFF) not in ("avx512", "avx2"))
+        self.use_tiles(_asked() not in ("avx512", "avx2"))
         self.key = f"{path.stem} {self.has_tiles}"
         """Name of source and CPU kind: instances with equal keys compute equal bits."""
+        self._loaded.lockstep_compiler.restype = ctypes.c_char_p
+        self.version = _version(self._loaded.lockstep_compiler())
+        """Digest of the sources, the compiler and the C library.
+
+        The CPU is no part of it: kernels of one kind do the same operations on all that have them.
+        """
+
+    def kind(self, *, bfloat16: bool) -> Kind:
+        """The kind of kernels that compute in a data type: AMX multiplies bfloat16 only."""
+        if not self.has_avx512:
+            return "avx2"
+        return "amx" if self.has_tiles and bfloat16 else "avx512"
 
     def use_tiles(self, wanted: bool) -> None:
         """Switch products of bfloat16 to AMX, where the CPU has it, or away from it.
@@ -137,6 +160,45 @@ class Library:
         return int(self._run(operations, count, step, element, threads)) == 0
 
 
+_chosen: Kind | None = None
+"""Kind of kernels that :func:`choose` was called with.
+
+None: the one that the environment names, else the fastest.
+"""
+
+
+def choose(kind: Kind | None) -> None:
+    """Use kernels of this kind; None for the fastest. To be called before :func:`load`."""
+    global _chosen
+    _chosen = kind
+
+
+def why_not(kind: Kind) -> str | None:
+    """What this CPU lacks for kernels of a kind, for people; None if nothing."""
+    flags = compiler.cpu_flags()
+    missing = KIND_FLAGS[kind] - flags
+    if not missing:
+        return None
+    able = [each for each, needed in KIND_FLAGS.items() if needed <= flags]
+    return f"this CPU lacks {', '.join(sorted(missing))}: use {', '.join([*able, 'torch'])} or auto"
+
+
+def _asked() -> str:
+    """The kind that is asked for, ``0`` for none; empty: the fastest."""
+    return _chosen or os.environ.get(OFF, "")
+
+
+def _version(compiled_by: bytes) -> str:
+    digest = hashlib.sha256(compiled_by)
+    for path in (SOURCE, *_headers()):
+        digest.update(path.read_bytes())
+    return f"{digest.hexdigest()[:16]} {os.confstr('CS_GNU_LIBC_VERSION')}"
+
+
+def _headers() -> list[Path]:
+    return [*sorted(SOURCE.parent.glob("*.hpp")), compiler.INCLUDE / "waiting.hpp"]
+
+
 def begin_build() -> None:
     """Compile in the background, so that the kernels are ready when the weights are."""
     threading.Thread(target=load, name="kernels", daemon=True).start()
@@ -153,7 +215,7 @@ def load() -> Library | None:
     """
     global _loaded
     with _lock:
-        _loaded = _load()
+        _loaded = _load(_asked())
         return _loaded
 
 
@@ -169,14 +231,13 @@ def compiled(*, avx2: bool = False) -> Path:
         OSError: there is no compiler, or no room for the result.
         subprocess.SubprocessError: the compiler fails, or takes too long.
     """
-    headers = [*sorted(SOURCE.parent.glob("*.hpp")), compiler.INCLUDE / "waiting.hpp"]
     without = [option for flag, option in BEYOND_AVX2.items() if avx2 and flag in compiler.cpu_flags()]
-    return compiler.compiled(SOURCE, headers, [*FLAGS, *without], SYMBOLS)
+    return compiler.compiled(SOURCE, _headers(), [*FLAGS, *without], SYMBOLS)
 
 
 @cache
-def _load() -> Library | None:
-    if os.environ.get(OFF) == "0":
+def _load(asked: str) -> Library | None:
+    if asked == "0":
         logger.info("native kernels: off (%s=0)", OFF)
         return None
     missing = NEEDED_FLAGS - compiler.cpu_flags()
@@ -184,7 +245,7 @@ def _load() -> Library | None:
         logger.info("native kernels: off, this CPU lacks %s", ", ".join(sorted(missing)))
         return None
     try:
-        return Library(compiled(avx2=os.environ.get(OFF) == "avx2"))
+        return Library(compiled(avx2=asked == "avx2"))
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         logger.warning("native kernels: off, %s; steps run on torch's own operators", compiler.reason(error))
         return None

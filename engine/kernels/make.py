@@ -112,9 +112,7 @@ def make_program(model: LoadedModel, block_size: int) -> Program | None:
     if model.experts is not None:
         program.spread()
     _let_go(model)
-    tiles = ", with AMX" if kernels.has_tiles and model.dtype == torch.bfloat16 else ""
-    if not kernels.has_avx512:
-        tiles = ", with AVX2"
+    tiles = {"amx": ", with AMX", "avx2": ", with AVX2", "avx512": ""}[program.kind]
     if saved := program.saved_bytes:
         share = saved / (program.weight_bytes + saved)
         tiles += f", weights compressed by {100 * share:.0f} %"

@@ -22,7 +22,7 @@ from engine.kernels.decoder import Decoder, Moe
 from engine.kernels.exchange import Alone, Exchange, Joined, Shape
 from engine.kernels.experts import NativeExperts
 from engine.kernels.going_on import GoingOn
-from engine.kernels.library import Library
+from engine.kernels.library import Kind, Library
 from engine.kernels.logits import NO_DRAWS, Draws, can_contest
 from engine.kernels.lowering import Lowering, PartialSums, StepList
 from engine.kernels.operations import OperationKind, StepArguments
@@ -96,6 +96,16 @@ class Program:
         """Time spent so far, by kind of operation."""
         self.attention = AttentionUse()
         """What attention has cost so far."""
+
+    @property
+    def kind(self) -> Kind:
+        """Kind of the kernels that compute the steps."""
+        return self._library.kind(bfloat16=self._decoder.dtype == torch.bfloat16)
+
+    @property
+    def version(self) -> str:
+        """See :attr:`engine.kernels.library.Library.version`."""
+        return self._library.version
 
     def __repr__(self) -> str:
         return f"<Program {len(self._packed.layers)} layers, {self._decoder.dtype}, {self._room}>"

@@ -264,6 +264,7 @@ int64_t lockstep_exchange_bytes() { return sizeof(Exchange); }
 // 12 bits for each of these weights, laid out in panels of whole tiles: first what they need, then they themselves.
 int64_t lockstep_has_avx512() { return LOCKSTEP_AVX512; }
 int64_t lockstep_can_compress() { return CAN_COMPRESS; }
+const char* lockstep_compiler() { return __VERSION__; }
 int64_t lockstep_survey(const void* weights, int64_t tiles, void* uppers, void* begins, int64_t threads) {
     return survey(static_cast<const uint16_t*>(weights), tiles, static_cast<uint8_t*>(uppers), static_cast<uint32_t*>(begins),
                   int(threads));

@@ -263,6 +263,11 @@ def why_experts_stay_whole(info: ModelInfo) -> str:
     return f"the experts of {text_type} do not go through transformers' experts interface"
 
 
+def weight_format(directory: str) -> str:
+    """Quantisation method of a checkpoint's weights; ``plain`` for weights of the model's data type."""
+    return quantisation_of(_read_json(Path(directory) / "config.json", required=True)) or "plain"
+
+
 @_as_said()
 def check_servable(directory: Path, *, trust_remote_code: bool) -> None:
     """Check whether config.json alone rules a model out.

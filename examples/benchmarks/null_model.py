@@ -127,6 +127,11 @@ class NullExecutor:
     def tokens_per_expert(self) -> dict[int, int]:
         return {}
 
+    def arithmetic(self) -> list[Any]:
+        from coordinator.numerics import Arithmetic
+
+        return [Arithmetic("null", "", "")]
+
     def allocate(self, num_blocks: int) -> None: ...
     def check(self) -> None: ...
     def close(self) -> None: ...

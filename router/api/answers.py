@@ -80,6 +80,12 @@ class Answer(ABC):
         """
         return None
 
+    @property
+    def fingerprint(self) -> str | None:
+        """``system_fingerprint`` of all samples; None if they are of several numerics classes, or none."""
+        found = {sample.fingerprint for sample in self.samples}
+        return found.pop() if len(found) == 1 else None
+
     def whole_usage(self) -> Usage:
         """:meth:`usage` in a whole answer, with null for details that are not known."""
         usage = self.usage()

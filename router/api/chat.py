@@ -68,7 +68,9 @@ class ChatAnswer(ChunkedAnswer):
             )
             choices.append(choice)
         first = self.samples[0]
-        answer = ChatCompletion(self.id, self.created, self.model, choices, self.whole_usage())
+        answer = ChatCompletion(
+            self.id, self.created, self.model, choices, self.whole_usage(), self.fingerprint
+        )
         if self._num_prompt_logprobs is not None:
             most = self._num_prompt_logprobs
             answer.prompt_logprobs = self._shapes.prompt_encoded(first.prompt_logprobs, most)
@@ -102,7 +104,9 @@ class ChatAnswer(ChunkedAnswer):
         return event(self._chunk([choice], sample))
 
     def usage_chunk(self) -> bytes:
-        return event(ChatChunk(self.id, self.created, self.model, [], self.usage()))
+        return event(
+            ChatChunk(self.id, self.created, self.model, [], self.usage(), self.fingerprint or UNSET)
+        )
 
     def usage(self) -> Usage:
         usage = super().usage()
@@ -138,9 +142,9 @@ class ChatAnswer(ChunkedAnswer):
         return event(self._chunk([ChatChunkChoice(sample.index, delta, token_ids=None)], sample))
 
     def _chunk(self, choices: list[ChatChunkChoice], sample: OutputStream) -> ChatChunk:
-        return ChatChunk(
-            self.id, self.created, self.model, choices, self.usage_so_far(sample, sample.num_tokens)
-        )
+        usage = self.usage_so_far(sample, sample.num_tokens)
+        fingerprint = sample.fingerprint or UNSET
+        return ChatChunk(self.id, self.created, self.model, choices, usage, fingerprint)
 
     def _finish_reason(self, sample: OutputStream, piece: Piece) -> str | None:
         return finish_reason(piece, self._readers[sample.index]) if self._readers else piece.finish_reason

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import UNSET
+
 from router.api.answers import ChunkedAnswer, encode, event
 from router.api.logprobs import LogprobShapes, offsets_of
 from router.openai_api import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
@@ -37,7 +39,8 @@ class CompletionAnswer(ChunkedAnswer):
                 choice.prompt_logprobs = self._shapes.prompt_encoded(sample.prompt_logprobs, most)
             choices.append(choice)
         answer = Completion(self.id, self.created, self.model, choices, self.whole_usage())
-        answer.service_tier = answer.system_fingerprint = answer.kv_transfer_params = None
+        answer.system_fingerprint = self.fingerprint
+        answer.service_tier = answer.kv_transfer_params = None
         return encode(answer)
 
     def chunk(self, sample: OutputStream, piece: Piece, *, first: bool) -> bytes:
@@ -53,11 +56,14 @@ class CompletionAnswer(ChunkedAnswer):
         return self._chunk(sample, self._choice(sample, Piece(text), first=False))
 
     def usage_chunk(self) -> bytes:
-        return event(Completion(self.id, self.created, self.model, [], self.usage()))
+        return event(
+            Completion(self.id, self.created, self.model, [], self.usage(), self.fingerprint or UNSET)
+        )
 
     def _chunk(self, sample: OutputStream, choice: CompletionChoice) -> bytes:
         usage = self.usage_so_far(sample, sample.num_tokens)
-        return event(Completion(self.id, self.created, self.model, [choice], usage))
+        fingerprint = sample.fingerprint or UNSET
+        return event(Completion(self.id, self.created, self.model, [choice], usage, fingerprint))
 
     def _choice(self, sample: OutputStream, piece: Piece, *, first: bool) -> CompletionChoice:
         echoes = first and self._echo

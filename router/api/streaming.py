@@ -129,6 +129,8 @@ class RequestRun:
                 (sample,), (generation,) = self.samples, generations
                 hands_over = outlet is not None and not sample.may_stop
                 async for delta in generation:
+                    if not sample.num_tokens:
+                        sample.fingerprint = generation.fingerprint
                     if delta.token_ids:  # else it is an error
                         meter.delta(0, generation, time.perf_counter(), delta.times)
                     piece = sample.take(delta)
@@ -149,6 +151,8 @@ class RequestRun:
                         sample = self.samples[position]
                         if sample.finish_reason is not None:
                             continue
+                        if not sample.num_tokens:
+                            sample.fingerprint = generations[position].fingerprint
                         if delta.token_ids:
                             meter.delta(position, generations[position], now, delta.times)
                         piece = sample.take(delta)

@@ -75,7 +75,7 @@ def make_app(
         return json_response(msgspec.json.encode({"version": version_of("lockstep")}))
 
     async def info(request: Request) -> Response:
-        info_of_server = server_info(mesh.model, settings(), len(metrics.reports()), config)
+        info_of_server = server_info(mesh.model, settings(), len(metrics.reports()), mesh.numerics(), config)
         return json_response(msgspec.json.encode(info_of_server))
 
     async def is_sleeping(request: Request) -> Response:

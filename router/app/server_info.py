@@ -7,18 +7,30 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from coordinator.distribution import DISTRIBUTION
 from coordinator.messages import Settings
+from coordinator.numerics import Numerics
 from coordinator.settings import flags
 from router.config import HttpConfig
 from router.mesh import ServedModel
 
 PACKAGES = ("lockstep", "torch", "llguidance", "starlette", "uvicorn", "msgspec", "tokenizers")
 UNKNOWN = "unknown"
+
+
+class NumericsClass(msgspec.Struct):
+    """Instances whose answers to one seed are equal, if their class is invariant."""
+
+    system_fingerprint: str
+    kernels: str
+    dtype: str
+    invariant: bool
+    dp_ranks: list[int]
 
 
 class ServerInfo(msgspec.Struct):
@@ -33,6 +45,8 @@ class ServerInfo(msgspec.Struct):
     pp_size: int | None
     versions: dict[str, str]
     """Versions of packages where the router runs."""
+    numerics: list[NumericsClass]
+    """Numerics classes of the instances, by their lowest rank."""
     settings: Settings | None
     """Settings of the mesh: the model and how it is run."""
     flags: dict[str, Any]
@@ -53,7 +67,11 @@ def version_of(package: str) -> str:
 
 
 def server_info(
-    model: ServedModel | None, settings: Settings | None, num_instances: int, config: HttpConfig
+    model: ServedModel | None,
+    settings: Settings | None,
+    num_instances: int,
+    numerics: Mapping[Numerics, list[int]],
+    config: HttpConfig,
 ) -> ServerInfo:
     """``settings``: None while they are not known."""
     versions = {package: version_of(package) for package in PACKAGES}
@@ -67,6 +85,10 @@ def server_info(
         tp_size=settings.tensor_parallel_size if settings is not None else None,
         pp_size=settings.pipeline_parallel_size if settings is not None else None,
         versions={"python": platform.python_version(), **known},
+        numerics=[
+            NumericsClass(each.fingerprint, each.kernels, each.dtype, each.invariant, ranks)
+            for each, ranks in sorted(numerics.items(), key=lambda item: item[1])
+        ],
         settings=settings,
         flags={field.key: value for field, value in flags.changed(config) if not field.secret},
     )

@@ -121,6 +121,8 @@ class Chooser:
         self.counts["affinity_hits" if cached else "affinity_misses"] += 1
         number = instance.dispatch(entry.work, now, cached=cached)
         self._ledger.place(entry, instance.name, number)
+        if not entry.has_begun:
+            entry.fingerprint = instance.fingerprint
         if instance.capacity is not None and instance.capacity.caches_prefixes:
             self._pool.index.expect(instance.name, number, blocks[lengths.get(instance.name, 0) :])
         return number

@@ -20,7 +20,8 @@ import zmq
 import zmq.asyncio
 
 from coordinator.member_connection import Watcher
-from coordinator.messages import Settings, State, View
+from coordinator.messages import Settings, State, View, ranks_by_class
+from coordinator.numerics import Numerics
 from coordinator.rpc.complaints import Complaints
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import with_room
@@ -169,6 +170,10 @@ class MeshClient:
         """Number of instances in each state."""
         members = self.view.members if self.view else []
         return {state.value: sum(member.state is state for member in members) for state in State}
+
+    def numerics(self) -> Mapping[Numerics, list[int]]:
+        """Ranks of the instances in each numerics class: see :class:`router.mesh.MeshFacts`."""
+        return ranks_by_class(self.view.members if self.view else [])
 
     def refused_peers(self) -> Mapping[str, int]:
         """Connections without the mesh's key, by the process that refused them."""

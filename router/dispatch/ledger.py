@@ -86,6 +86,8 @@ class Entry:
     """Every output token already passed on, over all attempts."""
     has_begun: bool = False
     """A delta of some try has come."""
+    fingerprint: str | None = None
+    """Name of a numerics class: that of the instance that gives the first token."""
     owed: bool = False
     """An instance had taken the request, so the next one must take it, too."""
     blocks: list[int] | None = None

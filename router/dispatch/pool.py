@@ -90,6 +90,12 @@ class Instance:
         return self.member.rank
 
     @property
+    def fingerprint(self) -> str | None:
+        """Name of its numerics class; None if its version names none."""
+        numerics = self.member.numerics
+        return None if numerics is None else numerics.fingerprint
+
+    @property
     def ready(self) -> bool:
         return self.member.state is State.READY and self.attached and not self.leaves
 

@@ -47,6 +47,11 @@ class Stream:
         """The instance that it runs on now, None while it has none."""
         return self._owner.rank_of(self._entry)
 
+    @property
+    def fingerprint(self) -> str | None:
+        """See :class:`router.mesh.Generation`."""
+        return self._entry.fingerprint
+
     def hand_over(self, sink: TokenSink) -> None:
         """See :class:`router.mesh.Generation`."""
         self._sink = sink

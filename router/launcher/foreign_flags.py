@@ -205,8 +205,8 @@ _REFUSED_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     "thinking that a request disables is off, where the chat template can turn it off: leave it out": {
         "anthropic-disabled-thinking-effort": ("auto",),
     },
-    "answers have no system_fingerprint: leave it out": {
-        "fingerprint-mode": ("none",), "fingerprint-value": (),
+    "system_fingerprint is the numerics class of the instance that answers: leave it out": {
+        "fingerprint-mode": (), "fingerprint-value": (),
     },
     "only causal language models are served, for text: leave it out": {
         "runner": ("auto", "generate"), "task": ("auto", "generate"), "convert": ("auto", "none"),

@@ -11,6 +11,7 @@ from coordinator.settings.flags import changed
 from engine.config import SHIPPED_MODEL
 from engine.executor.cluster import why_not
 from engine.model.checkpoint import CheckpointError
+from engine.numerics import kind_problem
 from parallel.topology import usable_cores, visible_cuda_devices
 from router.config import HttpConfig, ServeConfig
 from router.launcher.scaling import Machine, ScalingRefused, check_cores
@@ -31,7 +32,7 @@ def problem_with(config: ServeConfig) -> str | None:
         return "the current directory has been deleted: start it in another one"
     if config.mesh.data_parallel_rpc_port == 0:
         return "--data-parallel-rpc-port must be a port that all processes know, not 0"
-    if problem := _trace_problem(config):
+    if problem := _trace_problem(config) or _kernels_problem(config):
         return problem
     if config.ray_flag is not None and (missing := why_not()) is not None:
         return f"{config.ray_flag}: {missing}"
@@ -61,6 +62,15 @@ def _trace_problem(config: ServeConfig) -> str:
     if not os.access(file.parent, os.W_OK | os.X_OK):
         return f"--trace {asked}: {file.parent} cannot be written: choose another directory"
     return ""
+
+
+def _kernels_problem(config: ServeConfig) -> str | None:
+    """Why instances cannot run the kernels that ``--numerics`` names; None if they can.
+
+    Other hosts of a Ray cluster check it themselves.
+    """
+    elsewhere = config.ray_flag is not None or config.mesh.local_size == 0
+    return None if elsewhere else kind_problem(config.engine.device)
 
 
 def ignored_revision(config: ServeConfig) -> bool:

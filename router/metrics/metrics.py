@@ -230,6 +230,15 @@ class Metrics:
         for state, count in sorted(self._mesh.instances_by_state().items()):
             instances.add_metric((state,), count)
         yield instances
+        numerics = GaugeMetricFamily(
+            "lockstep:numerics_class",
+            "Instances of each numerics class, whose answers to one seed are equal.",
+            labels=("fingerprint", "kernels", "dtype", "invariant"),
+        )
+        for each, ranks in sorted(self._mesh.numerics().items(), key=lambda item: item[1]):
+            invariant = str(each.invariant).lower()
+            numerics.add_metric((each.fingerprint, each.kernels, each.dtype, invariant), len(ranks))
+        yield numerics
         refused = CounterMetricFamily(
             "lockstep:refused_peers", "Connections without the mesh's key.", labels=("by",)
         )

@@ -58,6 +58,8 @@ class OutputStream:
         """Where in that text its tokens begin, if the client gave it."""
         self.num_samples = params.n
         """How many samples of the same prompt there are."""
+        self.fingerprint: str | None = None
+        """Name of the numerics class in which its first token was computed."""
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()

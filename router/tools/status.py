@@ -22,7 +22,7 @@ from coordinator.rpc.handshakes import KeyRefused
 from coordinator.rpc.keys import MeshKeys
 from coordinator.settings.flags import flag, parse
 
-MIN_WIDTH = 100
+MIN_WIDTH = 124
 """Columns that the table needs; a pipe reports 80."""
 
 
@@ -113,9 +113,11 @@ def as_table(view: View) -> Table:
     missing = f"; waiting for {view.waiting_for}" if view.waiting_for else ""
     count = len(view.members)
     table = Table(title=f"{model}: epoch {view.epoch}, {count} instance{'s' * (count != 1)}{missing}")
-    for name in ("rank", "state", "epoch", "load", "KV use", "tokens/s", "address"):
+    for name in ("rank", "state", "epoch", "load", "KV use", "tokens/s", "numerics", "address"):
         table.add_column(
-            name, justify="left" if name in ("state", "load", "address") else "right", no_wrap=True
+            name,
+            justify="left" if name in ("state", "load", "numerics", "address") else "right",
+            no_wrap=True,
         )
     for member in view.members:
         table.add_row(*_row(member, view.epoch))
@@ -136,6 +138,7 @@ def _row(member: Member, epoch: int) -> list[str]:
         f"{load.running} running, {load.waiting} waiting",
         f"{load.blocks_used / load.blocks_total:.1%}" if load.blocks_total else "-",
         f"{load.tokens_per_second:.1f}",
+        f"{member.numerics.kernels} {member.numerics.fingerprint}" if member.numerics else "-",
         member.address or "-",
     ]
 

@@ -141,7 +141,9 @@ def rules(source: str, name: str) -> Iterator[tuple[str, float, str]]:
         if isinstance(node, ast.ClassDef) and node.name == name:
             for field, after in zip(node.body, [*node.body[1:], None], strict=True):
                 match field:
-                    case ast.AnnAssign(ast.Name(each), _, ast.Constant(int() | float() as value)):
+                    case ast.AnnAssign(ast.Name(each), _, ast.Constant(int() | float() as value)) if not (
+                        isinstance(value, bool)
+                    ):
                         yield f"{name}.{each}", value, meaning_of(each, "", after)
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from coordinator.numerics import Numerics
 from engine.messages import Delta, FinishReason, InstanceReport, TokenLogprobs
 from router.mesh import MeshError, Prompt, ServedModel, TokenSink
 
@@ -78,6 +79,10 @@ class FakeGeneration:
     def rank(self) -> int | None:
         return None if self.has_ended else self.prompt.rank or 0
 
+    @property
+    def fingerprint(self) -> str | None:
+        return self._mesh.fingerprints.get(self.prompt.sample_index)
+
     async def __aiter__(self) -> AsyncIterator[Delta]:
         for delta in self._deltas:
             await asyncio.sleep(self._mesh.delay)
@@ -115,6 +120,7 @@ class Facts:
     instances: Mapping[str, int] = field(default_factory=dict)
     refused_peers: Mapping[str, int] = field(default_factory=dict)
     choices: Mapping[str, int] = field(default_factory=dict)
+    numerics: Mapping[Numerics, list[int]] = field(default_factory=dict)
 
 
 class FakeMesh:
@@ -125,6 +131,8 @@ class FakeMesh:
         self._facts = facts or Facts()
         self.healthy = True
         self.script = script
+        self.fingerprints: dict[int, str] = {}
+        """Numerics class of the instance that computes each sample of a prompt."""
         self.delay = 0.0
         self.refusal: MeshError | None = None
         self.refuse_after = 0
@@ -142,6 +150,7 @@ class FakeMesh:
     def reset(self, script: Script) -> None:
         self.script, self.delay, self.refusal, self.refuse_after = script, 0.0, None, 0
         self.healthy = True
+        self.fingerprints.clear()
         self.generations.clear()
 
     def reports(self) -> Mapping[int, InstanceReport]:
@@ -155,6 +164,9 @@ class FakeMesh:
 
     def instances_by_state(self) -> Mapping[str, int]:
         return self._facts.instances
+
+    def numerics(self) -> Mapping[Numerics, list[int]]:
+        return self._facts.numerics
 
     def refused_peers(self) -> Mapping[str, int]:
         return self._facts.refused_peers

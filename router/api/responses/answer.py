@@ -244,6 +244,7 @@ class ResponsesAnswer(Answer):
             reasoning=request.reasoning or {"effort": None, "summary": None},
             metadata=request.metadata or {},
             user=request.user,
+            system_fingerprint=self.fingerprint,
         )
 
     def _response_usage(self) -> wire.ResponseUsage:

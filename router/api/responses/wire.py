@@ -158,6 +158,8 @@ class ResponseObject(msgspec.Struct, tag_field="object", tag="response", kw_only
     store: bool = False
     background: bool = False
     previous_response_id: None = None
+    system_fingerprint: str | None = None
+    """Name of the numerics class, as in chat completions."""
 
 
 # ---- events of a stream

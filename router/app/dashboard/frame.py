@@ -74,6 +74,7 @@ def _instance(
         pid=member.pid,
         instance=member.instance,
         load=member.load,
+        numerics=member.numerics,
         told=_told(report) if report is not None else None,
         router=standing,
     )

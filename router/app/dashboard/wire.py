@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from coordinator.messages import Load
+from coordinator.numerics import Numerics
 from router.dispatch.ledger import Flight
 from router.dispatch.pool import InstanceHealth
 from router.faults import Fault
@@ -63,6 +64,7 @@ class InstanceState(msgspec.Struct, frozen=True):
     pid: int
     instance: str
     load: Load
+    numerics: Numerics | None
     told: Told | None
     router: InstanceHealth | None
 

@@ -27,6 +27,7 @@ from engine.executor.spread_mp import SpreadMpExecutor
 from engine.executor.uni import UniExecutor
 from engine.executor_contract import Progress, WorkerLost
 from engine.host import forked, memory
+from engine.kernels import library
 from engine.messages import TokenLogprobs
 from engine.model.checkpoint import CheckpointError, ModelInfo, read_model_info
 from engine.sampling import SamplingParams
@@ -103,6 +104,11 @@ def test_workers_compute_what_one_process_does(
     outputs, counters = run(executor, directory, greedy(), num_blocks=28, budget=24)
     assert outputs == expected
     assert counters.preemptions > 0
+    workers = executor.arithmetic()
+    assert {worker.kernels for worker in workers} == {"torch"}, (
+        "blocks of 4 tokens are none for native kernels"
+    )
+    assert [worker.layers for worker in workers] == [(0, 1), (0, 1), (1, 2), (1, 2)]
 
 
 def overlap(first: Sequence[Span], second: Sequence[Span]) -> float:
@@ -339,6 +345,26 @@ def test_a_worker_that_dies_while_it_starts_is_noticed_at_once(directory: Path) 
     assert time.monotonic() - began < 1.0
     assert "was killed by signal 9" in str(errors[0])
     executor.close()
+
+
+@pytest.mark.skipif(library.why_not("avx2") is not None or library.load() is None, reason="no kernels here")
+def test_workers_use_the_kernels_that_are_asked_for(directory: Path, forks: None) -> None:
+    config = settings(directory, tensor_parallel_size=2, numerics="avx2")
+    for block_size in (16, 4):
+        cache = CacheConfig(block_size=block_size)
+        executor = make_executor(
+            msgspec.structs.replace(config, cache=cache), read_model_info(directory), 1, rank=6
+        )
+        try:
+            executor.load(lambda _phase: None)
+            if block_size == 4:
+                with pytest.raises(CheckpointError, match="--numerics avx2: torch's operators compute"):
+                    executor.allocate(4)
+                continue
+            executor.allocate(4)
+            assert [worker.kernels for worker in executor.arithmetic()] == ["avx2", "avx2"]
+        finally:
+            executor.close()
 
 
 def test_a_worker_says_why_it_cannot_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

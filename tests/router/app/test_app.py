@@ -16,6 +16,7 @@ import pytest
 import uvloop
 
 from coordinator.messages import Settings
+from coordinator.numerics import Numerics
 from engine.messages import Delta
 from router.app.server_info import server_info
 from router.config import HttpConfig
@@ -233,8 +234,16 @@ def test_server_info_knows_the_settings_of_the_mesh(served: ServedModel) -> None
         expert_placement_strategy="linear", all2all_backend="tcp", data_parallel_size=0,
         max_num_batched_tokens=9, max_num_seqs=9,
     )  # fmt: skip
-    info = server_info(served, settings, 4, HttpConfig())
+    numerics = {
+        Numerics("fp_2", "avx2", "float32", True): [1],
+        Numerics("fp_1", "amx", "float32", True): [0, 2],
+    }
+    info = server_info(served, settings, 4, numerics, HttpConfig())
     assert (info.tp_size, info.pp_size, info.dp_size, info.flags) == (2, 3, 4, {})
+    assert [(each.system_fingerprint, each.dp_ranks) for each in info.numerics] == [
+        ("fp_1", [0, 2]),
+        ("fp_2", [1]),
+    ]
 
 
 def test_it_never_sleeps(server: Server) -> None:

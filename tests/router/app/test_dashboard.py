@@ -17,6 +17,7 @@ import uvloop
 from starlette.requests import Request
 
 from coordinator.messages import Load, Member, State, View
+from coordinator.numerics import Numerics
 from engine.messages import Counters, InstanceReport, LockstepCounters
 from router.app.app import make_app
 from router.app.dashboard.feed import MAX_VIEWERS, Feed
@@ -36,6 +37,9 @@ COUNTERS = Counters(prompt_tokens=10, generation_tokens=20, steps=3)
 STEPS = LockstepCounters(5, 1, 2, 0.1, 0.2, 0.3, 0.4, 0.5, 30, 20.0, {0: 7, 1: 9}, rest_seconds=0.6)
 
 
+NUMERICS = Numerics("fp_123456789abc", "amx", "bfloat16", True)
+
+
 def member(rank: int) -> Member:
     load = Load(running=1, blocks_total=100)
     return Member(
@@ -47,6 +51,7 @@ def member(rank: int) -> Member:
         host="h",
         pid=7,
         load=load,
+        numerics=NUMERICS,
     )
 
 
@@ -190,6 +195,7 @@ def test_frames_are_bounded() -> None:
     assert frame.instances[0].told is not None
     assert frame.instances[0].told.lockstep is not None
     assert frame.instances[0].told.lockstep.tokens_per_expert == {0: 7, 1: 9}
+    assert frame.instances[0].numerics == NUMERICS
     nothing = Watched(0)
     nothing.view = None
     assert frame_of(nothing, Faults(), 0, 0, 5.0).waiting_for == "the coordinator"

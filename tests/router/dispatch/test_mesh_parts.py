@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from coordinator.messages import Load, Member, State, View
+from coordinator.numerics import Numerics
 from engine.messages import Capacity, Counters, Delta, FinishReason, InstanceReport
 from engine.sampling import SamplingParams
 from router.dispatch import policy
@@ -317,3 +318,27 @@ def test_prompt_logprobs_are_told_once() -> None:
     second = take(ledger, "b", Delta(1, [11], prompt_logprobs=[None]))
     assert second is not None
     assert second[1].prompt_logprobs is None
+
+
+def test_a_request_keeps_the_numerics_class_of_its_first_token() -> None:
+    """A try without a token leaves none, and no later instance changes it."""
+    pool, ledger = Pool(), Ledger()
+    chooser = Chooser(pool, ledger)
+    entry = Entry(Prompt(request_id="r", prompt_ids=[1, 2, 3], params=SamplingParams(), seed=9))
+    classes = [Numerics(f"fp_{name}", "amx", "bfloat16", True) for name in "ab"]
+    members = [
+        msgspec.structs.replace(member(name, rank), numerics=numerics)
+        for rank, (name, numerics) in enumerate(zip("abc", [*classes, None], strict=True))
+    ]
+    pool.apply(view(*members), 1.0)
+    assert entry.fingerprint is None
+    first, second, third = pool
+    chooser.dispatch(entry, first, 1.0)
+    assert entry.fingerprint == "fp_a"
+    number = chooser.dispatch(entry, second, 2.0)
+    assert entry.fingerprint == "fp_b", "the first one gave no token"
+    take(ledger, "b", Delta(number, [7]))
+    chooser.dispatch(entry, first, 3.0)
+    assert entry.fingerprint == "fp_b"
+    chooser.dispatch(entry, third, 4.0)
+    assert entry.fingerprint == "fp_b"

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.settings import flags
+from parallel import compiler
 from router.config import ServeConfig
 from router.launcher.preflight import defaults_problem, ignored_revision, problem_with
 
@@ -72,3 +73,13 @@ def test_overrides_are_an_object(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("--override-generation-config", "0.5")
     assert "--override-generation-config must be a JSON object" in capsys.readouterr().err
+
+
+def test_kernels_that_this_cpu_has_not_are_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiler, "cpu_flags", lambda: frozenset({"avx2", "fma"}))
+    found = problem_with(parse("--numerics", "avx512")) or ""
+    assert found.startswith("--numerics avx512: this CPU lacks avx512_bf16")
+    assert problem_with(parse("--numerics", "avx2")) is None
+    assert problem_with(parse("--numerics", "avx512", "-dp", "1", "-dpl", "0")) is None, "no instance is here"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from coordinator.numerics import Numerics
 from engine.messages import Counters, InstanceReport
 from router.config import HttpConfig
 from router.mesh import ServedModel
@@ -24,6 +25,10 @@ def test_metrics(served: ServedModel) -> None:
         instances={"ready": 2},
         refused_peers={"coordinator": 5, "0": 1},
         choices={"affinity_hits": 3, "moves": 2},
+        numerics={
+            Numerics("fp_1", "amx", "bfloat16", True): [0, 2],
+            Numerics("fp_2", "torch", "float32", False): [1],
+        },
     )
     metrics = Metrics(FakeMesh(served, mesh.script, facts))
     with serving(mesh, HttpConfig()) as server:
@@ -51,6 +56,11 @@ def test_metrics(served: ServedModel) -> None:
         assert openmetrics.text.endswith("# EOF\n")
         assert "\nvllm:request_success_total{" in openmetrics.text  # not vllm_request_success_total
     values = parsed(metrics.exposition("")[0].decode())
+    classes = {name: value for name, value in values.items() if name.startswith("lockstep:numerics_class")}
+    assert classes == {
+        'lockstep:numerics_class{dtype="bfloat16",fingerprint="fp_1",invariant="true",kernels="amx"}': 2,
+        'lockstep:numerics_class{dtype="float32",fingerprint="fp_2",invariant="false",kernels="torch"}': 1,
+    }
     told = {name: value for name, value in values.items() if one in name and not name.endswith(f"_sum{one}")}
     assert {name: value for name, value in told.items() if value} == {
         f"vllm:num_requests_running{one}": 2,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from coordinator.numerics import Numerics
 from router.tools.status import _console, as_table
 from tests.router.dispatch.test_mesh_parts import member, view
 
@@ -15,3 +17,16 @@ def test_addresses_of_ipv6_stand_as_they_are(capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     for address in addresses:
         assert address in printed
+
+
+def test_the_numerics_class_of_each_instance_stands_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    classes = [Numerics(f"fp_{kind}", kind, "bfloat16", True) for kind in ("amx", "avx2")]
+    members = [
+        msgspec.structs.replace(member(f"m{rank}", rank), numerics=numerics)
+        for rank, numerics in enumerate([*classes, None])
+    ]
+    _console().print(as_table(view(*members)))
+    printed = capsys.readouterr().out
+    assert "numerics" in printed
+    for kind in ("amx", "avx2"):
+        assert f"{kind} fp_{kind}" in printed

@@ -19,6 +19,7 @@ from coordinator.messages import (
     State,
     Welcome,
 )
+from coordinator.numerics import Numerics
 from engine.groups import recovery as protocol
 from engine.groups.recovery import Recovery, names
 from parallel.lockstep import Header, Lockstep, RunStep, Switch, Wake
@@ -28,6 +29,10 @@ from tests.simulator.elastic.settings import ASK_INTERVAL, RULES, TICKS_PER_SECO
 
 if TYPE_CHECKING:
     from tests.simulator.elastic.world import Request, World
+
+
+CLASSES = [Numerics(f"fp_{kind}", kind, "float32", True) for kind in ("avx512", "avx2")]
+"""Numerics classes of instances, by number in turn."""
 
 
 class Phase(enum.Enum):
@@ -144,6 +149,7 @@ class Instance:
             self.member_state.state = State.LOADED
             self.member_state.address = self.member_state.store = self.name
             self.member_state.max_experts = self.room
+            self.member_state.numerics = CLASSES[self.number % len(CLASSES)]
             self.phase = Phase.WAITING
             self.say()
 

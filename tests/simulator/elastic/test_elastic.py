@@ -6,6 +6,8 @@ from collections import Counter
 
 import pytest
 
+from coordinator.messages import State
+from coordinator.numerics import combined
 from tests.nightly import NIGHTLY
 from tests.simulator.elastic.checker import Checker, Rule
 from tests.simulator.elastic.world import World, simulate
@@ -36,6 +38,20 @@ def test_at_the_end_everybody_alive_sleeps_in_the_newest_group() -> None:
             world.registry.view().waiting_for == ""
             or len(world.registry.view().members) < world.settings.size
         )
+
+
+def test_at_the_end_the_members_of_a_group_are_shown_one_numerics_class() -> None:
+    found = set()
+    for seed in range(30):
+        world = simulate(seed)
+        assert world.registry is not None
+        own = {one.member_state.numerics for one in world.instances.values() if one.serves}
+        members = world.registry.view().members
+        shown = {member.numerics for member in members if member.state is State.READY}
+        assert None not in shown
+        assert shown == ({combined([each for each in own if each])} if own else set())
+        found |= {each.kernels for each in shown if each}
+    assert found >= {"avx2", "avx2+avx512"}, "groups of one class and of two"
 
 
 def test_the_schedules_reach_what_they_are_for() -> None:

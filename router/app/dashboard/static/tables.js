@@ -44,6 +44,13 @@ function stateOf(one) {
   return found;
 }
 
+// The kernels that an instance computes with; its system_fingerprint as the tooltip.
+function numericsOf(one) {
+  const found = cell(one.numerics ? one.numerics.kernels : "–", "name");
+  found.title = one.numerics ? one.numerics.fingerprint : "";
+  return found;
+}
+
 export function showInstances(frame, point) {
   const busiest = Math.max(1, ...frame.instances.map((one) => one.load.running + one.load.waiting));
   const rows = frame.instances.map((one) => {
@@ -57,13 +64,13 @@ export function showInstances(frame, point) {
       cell(meter((running + waiting) / busiest, `${running} running, ${waiting} waiting`, colorOf(one.rank))),
       cell(meter(total ? used / total : 0, total ? `${((100 * used) / total).toFixed(1)}%` : "–", colorOf(one.rank))),
       cell(now ? now.tokens.toFixed(0) : "–", "number"), cell(now ? now.steps.toFixed(1) : "–", "number"),
-      cell(`${one.host} ${one.pid}`, "name"),
+      numericsOf(one), cell(`${one.host} ${one.pid}`, "name"),
     );
     return row;
   });
   if (frame.num_instances > frame.instances.length) {
     const more = cell(`and ${frame.num_instances - frame.instances.length} more`, "none");
-    more.colSpan = 8;
+    more.colSpan = 9;
     rows.push(document.createElement("tr"));
     rows.at(-1).append(more);
   }

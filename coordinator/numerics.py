@@ -1,0 +1,112 @@
+"""Numerics class of an instance: a digest of all that decides its bits (pure).
+
+Instances of one class give equal token ids and log-probabilities for equal weights, request and seed, if the
+class is *invariant*: the native step computes each row by itself. Where torch's operators compute, the bits
+of a row depend on the rows beside it, and the class is *variant*.
+
+The facts are those that were seen to change bits. Pipeline stages, spread experts, the size of a step and
+compressed weights were seen not to, so they are none of the facts. The engine collects them
+(:mod:`engine.numerics`), and the page docs/design/numerics.md lists them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+NATIVE_KINDS = ("avx2", "avx512", "amx")
+"""Kinds of native kernels, the slowest first."""
+TORCH = "torch"
+"""Kind of kernels where torch's operators compute the model."""
+UNKNOWN = "unknown"
+"""Kind of kernels of workers that name none: they are of an older version."""
+PREFIX = "fp_"
+VARIANT = "_variant"
+"""End of the fingerprint of a class that is not invariant."""
+DIGEST_LENGTH = 12
+"""Hexadecimal digits of a fingerprint: 48 bits."""
+
+
+class Arithmetic(msgspec.Struct, frozen=True):
+    """What a worker computes with."""
+
+    kernels: str
+    """One of :data:`NATIVE_KINDS`, or :data:`TORCH`."""
+    version: str
+    """Sources and compiler of native kernels; device of torch's operators."""
+    attention: str
+    """Name of the attention backend."""
+    layers: tuple[int, int] = (0, 0)
+    """Numbers of the layers computed there: [first, stop)."""
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """All that decides an instance's bits."""
+
+    model: str
+    """Hash of the checkpoint's content."""
+    weights: str
+    """Quantisation method of the checkpoint, ``plain`` without one, ``dummy`` for random weights."""
+    dtype: str
+    tensor_parallel_size: int
+    workers: tuple[Arithmetic, ...]
+    """By stage, then tensor-parallel rank."""
+    versions: dict[str, str]
+    """Versions of packages: also where kernels are native, torch makes the tables of positions."""
+
+
+class Numerics(msgspec.Struct, frozen=True):
+    """The numerics class of an instance, as all others know it."""
+
+    fingerprint: str
+    """Name of the class, and ``system_fingerprint`` in answers."""
+    kernels: str
+    """Kind of the kernels; several where workers differ, joined by ``+``."""
+    dtype: str
+    invariant: bool
+
+    def __str__(self) -> str:
+        return f"{self.fingerprint} ({self.kernels} kernels, {self.dtype})"
+
+
+def class_of(facts: Facts) -> Numerics:
+    """The class of an instance with these facts.
+
+    Which layers a worker computes matters only where workers compute differently.
+    """
+    alike = {msgspec.structs.replace(worker, layers=(0, 0)) for worker in facts.workers}
+    if len(alike) == 1:
+        facts = msgspec.structs.replace(facts, workers=tuple(alike))
+    kinds = {worker.kernels for worker in facts.workers} or {UNKNOWN}
+    invariant = kinds <= set(NATIVE_KINDS)
+    return _numerics(msgspec.json.encode(facts, order="sorted"), kinds, {facts.dtype}, invariant)
+
+
+def combined(classes: Collection[Numerics]) -> Numerics:
+    """The class of each member of a group over which experts are spread.
+
+    Members of several classes compute each other's experts, so answers depend on where experts are.
+    """
+    found = set(classes)
+    if len(found) == 1:
+        return found.pop()
+    names = "\0".join(sorted(each.fingerprint for each in found))
+    kinds = {kind for each in found for kind in each.kernels.split("+")}
+    return _numerics(names.encode(), kinds, {each.dtype for each in found}, invariant=False)
+
+
+def slowest_kind(classes: Sequence[Numerics]) -> str | None:
+    """The slowest kind of native kernels of these classes, which all of them can use.
+
+    None if one of them computes with others.
+    """
+    kinds = {kind for each in classes for kind in each.kernels.split("+")}
+    return next(kind for kind in NATIVE_KINDS if kind in kinds) if kinds <= set(NATIVE_KINDS) else None
+
+
+def _numerics(content: bytes, kinds: set[str], dtypes: set[str], invariant: bool) -> Numerics:
+    digest = hashlib.sha256(content).hexdigest()[:DIGEST_LENGTH]
+    fingerprint = PREFIX + digest + ("" if invariant else VARIANT)
+    return Numerics(fingerprint, "+".join(sorted(kinds)), "+".join(sorted(dtypes)), invariant)

@@ -1,0 +1,50 @@
+"""Facts of an instance's numerics class, and the kernels that ``--numerics`` chooses (no torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator.messages import Settings
+from coordinator.numerics import Arithmetic, Facts, Numerics, class_of
+from engine.config import DeviceConfig, ModelConfig
+from engine.host.versions import versions
+from engine.kernels import library
+from engine.model.checkpoint import CheckpointError, weight_format
+
+
+def native_kind(device: DeviceConfig) -> library.Kind | None:
+    """The kind of native kernels that ``--numerics`` names; None for any, or none."""
+    return device.numerics if device.numerics in library.KIND_FLAGS else None
+
+
+def kind_problem(device: DeviceConfig) -> str | None:
+    """Why this CPU cannot run the kernels that ``--numerics`` names; None if it can."""
+    kind = native_kind(device)
+    missing = None if kind is None else library.why_not(kind)
+    return None if missing is None else f"--numerics {kind}: {missing}"
+
+
+def check_kind(device: DeviceConfig) -> None:
+    """Check what ``--numerics`` names on the host that computes.
+
+    Raises:
+        CheckpointError: this CPU cannot run these kernels.
+    """
+    if problem := kind_problem(device):
+        raise CheckpointError(problem)
+
+
+def numerics_of(
+    settings: Settings, model: ModelConfig, directory: str, workers: Sequence[Arithmetic]
+) -> Numerics:
+    """The class of an instance with these settings, whose workers compute so."""
+    return class_of(
+        Facts(
+            model=settings.fingerprint,
+            weights=weight_format(directory) if model.reads_weights else "dummy",
+            dtype=settings.dtype,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            workers=tuple(workers),
+            versions=versions(),
+        )
+    )

@@ -1,0 +1,198 @@
+"""Which kernels an instance computes with, how they are chosen, and the class that follows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from coordinator.numerics import Numerics
+from coordinator.settings.flags import parse
+from engine.config import CacheConfig, DeviceConfig, EngineConfig, InstanceConfig, ModelConfig
+from engine.executor.uni import UniExecutor
+from engine.kernels import library
+from engine.model.checkpoint import CheckpointError, read_model_info
+from engine.numerics import check_kind, kind_problem, native_kind, numerics_of
+from engine.sampling import SamplingParams
+from engine.settings import resolve
+from engine.step import Admit, Step
+from parallel import compiler
+from tests.engine.tiny_models import make_tiny_model
+
+HERE = [kind for kind in library.KIND_FLAGS if library.why_not(kind) is None and library.load() is not None]
+"""Kinds of kernels that this machine has."""
+OLD = frozenset({"sse4_2", "avx", "avx2", "fma"})
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Kernels are loaded anew for each test, and for the tests after these.
+
+    AMX is a switch of the library, which the kinds amx and avx512 share.
+    """
+    library._load.cache_clear()
+    yield
+    library.choose(None)
+    library._load.cache_clear()
+    library.load()
+
+
+def engine(directory: Path, dtype: str = "bfloat16", block_size: int = 16, **device: Any) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model=str(directory), dtype=dtype),  # type: ignore[arg-type]
+        cache=CacheConfig(block_size=block_size),
+        device=DeviceConfig(device="cpu", **device),
+    )
+
+
+def loaded(config: EngineConfig) -> UniExecutor:
+    assert config.model.model is not None
+    executor = UniExecutor(config, read_model_info(Path(config.model.model)), 1)
+    executor.load(lambda phase: None)
+    executor.allocate(8)
+    return executor
+
+
+def class_with(config: EngineConfig) -> Numerics:
+    info, settings = resolve(config)
+    return numerics_of(settings, config.model, info.directory, loaded(config).arithmetic())
+
+
+# ---- which kinds there are
+
+
+@pytest.mark.parametrize("kind", ["amx", "avx512"])
+def test_kernels_that_the_cpu_has_not_are_refused_with_what_it_has(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "cpu_flags", lambda: OLD)
+    problem = kind_problem(DeviceConfig(numerics=kind)) or ""  # type: ignore[arg-type]
+    assert problem.startswith(f"--numerics {kind}: this CPU lacks ")
+    assert "avx512_bf16" in problem
+    assert problem.endswith("use avx2, torch or auto")
+    with pytest.raises(CheckpointError, match="this CPU lacks"):
+        check_kind(DeviceConfig(numerics=kind))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("numerics", ["auto", "avx2", "torch"])
+def test_kernels_that_the_cpu_has_are_no_problem(numerics: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "cpu_flags", lambda: OLD)
+    assert kind_problem(DeviceConfig(numerics=numerics)) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--numerics", "avx2", "--device", "cuda"), "--device cuda rules out"),
+        (("--numerics", "amx", "--attention-backend", "TORCH_SDPA"), "--attention-backend TORCH_SDPA"),
+    ],
+)
+def test_native_kernels_and_torchs_operators_exclude_each_other(
+    flags: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(InstanceConfig, flags, prog="engine", description="")
+    assert ended.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+def test_the_flag_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library.OFF, "0")
+    assert library.load() is None
+    library.choose(native_kind(DeviceConfig(numerics="avx2")))
+    kernels = library.load()
+    assert (kernels is not None) == ("avx2" in HERE)
+    library.choose(native_kind(DeviceConfig(numerics="auto")))
+    assert library.load() is None
+
+
+# ---- what an instance computes with
+
+
+@pytest.mark.parametrize("kind", HERE)
+def test_the_kernels_that_are_asked_for_compute(kind: library.Kind, directory: Path) -> None:
+    (found,) = loaded(engine(directory, numerics=kind)).arithmetic()
+    assert (found.kernels, found.attention) == (kind, "native")
+
+
+def test_each_kind_is_a_class_of_its_own_and_torch_a_variant_one(directory: Path) -> None:
+    classes = []
+    for kind in [*HERE, "torch"]:
+        library._load.cache_clear()
+        classes.append(class_with(engine(directory, numerics=kind)))
+    assert [each.kernels for each in classes] == [*HERE, "torch"]
+    assert len({each.fingerprint for each in classes}) == len(classes)
+    assert [each.invariant for each in classes] == [True] * len(HERE) + [False]
+
+
+@pytest.mark.skipif(not HERE, reason="no native kernels here")
+def test_the_class_follows_the_kernels_and_not_how_they_were_chosen(directory: Path) -> None:
+    chosen = class_with(engine(directory))
+    library._load.cache_clear()
+    assert class_with(engine(directory, numerics=chosen.kernels)) == chosen
+    library._load.cache_clear()
+    assert class_with(engine(directory, "float32")) != chosen
+
+
+def test_torchs_operators_compute_where_they_are_asked_for(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    executor = loaded(engine(directory, numerics="torch"))
+    (found,) = executor.arithmetic()
+    assert (found.kernels, found.attention) == ("torch", "TORCH_SDPA")
+    assert "native kernels" not in caplog.text
+    executor.begin(
+        Step([Admit(0, [5, 6, 7], 3, SamplingParams(temperature=0.0), 0, ())], [0], [0], [3], {0: [2]})
+    )
+    assert executor.finish().tokens[0] is not None
+
+
+@pytest.mark.skipif("avx512" not in HERE, reason="no AVX-512 here")
+def test_amx_multiplies_bfloat16_only(directory: Path) -> None:
+    (found,) = loaded(engine(directory, "float32")).arithmetic()
+    assert found.kernels == "avx512"
+
+
+@pytest.mark.skipif("amx" not in HERE, reason="no AMX here")
+def test_kernels_that_do_not_compute_the_data_type_are_refused(directory: Path) -> None:
+    with pytest.raises(CheckpointError, match="--numerics amx: avx512 kernels compute"):
+        loaded(engine(directory, "float32", numerics="amx"))
+
+
+@pytest.mark.skipif("avx2" not in HERE, reason="no AVX2 here")
+def test_kernels_that_do_not_compute_the_model_are_refused(directory: Path) -> None:
+    with pytest.raises(CheckpointError, match="--numerics avx2: torch's operators compute LlamaForCausalLM"):
+        loaded(engine(directory, block_size=8, numerics="avx2"))
+
+
+def test_random_weights_are_a_class_of_their_own(directory: Path) -> None:
+    config = engine(directory)
+    info, settings = resolve(config)
+    dummy = msgspec.structs.replace(config.model, load_format="dummy")
+    arithmetic = loaded(config).arithmetic()
+    read, made = (numerics_of(settings, model, info.directory, arithmetic) for model in (config.model, dummy))
+    assert read != made
+
+
+@pytest.mark.skipif(not HERE, reason="no native kernels here")
+def test_the_version_of_the_kernels_is_that_of_their_sources(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kernels = library.load()
+    assert kernels is not None
+    changed = tmp_path / "vectors.hpp"
+    changed.write_text("// another sum\n")
+    headers = [*library._headers(), changed]
+    monkeypatch.setattr(library, "_headers", lambda: headers)
+    again = library.Library(library.compiled(avx2=not kernels.has_avx512))
+    assert again.version != kernels.version
