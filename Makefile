@@ -26,7 +26,7 @@ ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
 	rm -rf build/coverage && mkdir -p build/coverage
-	LOCKSTEP_COVERAGE=1 $(BIN)/python -m pytest -m "not mesh" --numprocesses 3 --dist worksteal
+	LOCKSTEP_COVERAGE=1 $(BIN)/python -m pytest -m "not mesh" --numprocesses 2 --dist worksteal
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 	$(BIN)/python -m tests.second_tries -m mesh --numprocesses 2 --dist loadfile --no-loadscope-reorder $(MESH_TESTS)

@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -278,6 +279,7 @@ def test_without_its_guard_a_listener_lets_nobody_in() -> None:
         )
         assert listener._guard is not None
         listener._socket.disable_monitor()  # ends the guard
+        await until_async(lambda: "guard-test" not in {thread.name for thread in threading.enumerate()})
         connection: AsyncConnection[Any, Any] = AsyncConnection(
             context, listener.endpoint, FromCoordinator, name="test", keys=OURS
         )
