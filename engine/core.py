@@ -165,6 +165,7 @@ class EngineCore:
         here = [*self.scheduler.requests, *self.grammars.requests]
         numbers = [request.key[1] for request in here if request.key[0] == peer]
         self.abort(peer, numbers)
+        self._outgoing.pop(peer, None)  # also of requests that have ended
         return len(numbers)
 
     @property

@@ -236,6 +236,43 @@ def test_no_step_of_a_lockstep_on_cpus_is_long_while_somebody_decodes(rows: int,
     assert [*found, core.scheduler.counters().scheduled_tokens - before] == sizes
 
 
+class LosesThird(Troubled):
+    """All pause once three steps are under way; the second one ends, and the third is lost."""
+
+    finished = 0
+
+    def agree(self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0) -> Agreement:
+        runs = bool(num_tokens) and (in_flight < 2 or not self.finished)
+        return Agreement(runs, pauses=not runs)
+
+    def begin(self, step: Step, sizes: object = ()) -> None:
+        self._executor.begin(step)
+
+    def finish(self) -> StepResult:
+        self.finished += 1
+        self.fail(float(self.finished == 3))
+        return self._executor.finish()
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_nothing_is_kept_for_a_router_that_is_gone(length: int) -> None:
+    """Tokens of a step that ended wait for the group. With only one of them the request has ended, too."""
+    executor = SimulatedExecutor(block_size=4, budget=32, max_rows=4, in_flight=3)
+    trouble = LosesThird(random.Random(0), executor)
+    config = EngineConfig(
+        cache=CacheConfig(block_size=4), scheduler=SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=4)
+    )
+    core = EngineCore(config, INFO, trouble, trouble, num_blocks=14, max_model_len=64)  # type: ignore[arg-type]
+    for number in range(3):
+        core.submit(PEER, submit(number, params=SamplingParams(max_tokens=length, ignore_eos=True)))
+    assert list(core.step()) == [PEER]
+    with pytest.raises(CollectiveError):
+        core.step()
+    core.abort_all(PEER)
+    while core.has_work:
+        assert core.step() == {}, "what others may rely on is computed, and handed to nobody"
+
+
 @pytest.mark.parametrize("right", [None, 0.8])
 @pytest.mark.parametrize("depth", [1, 3])
 @given(seed=st.integers(0, 10**6))
