@@ -153,6 +153,9 @@ class Registry:
         problem = problem_with(message, self._size, self._settings, self._records)
         if problem is None and message.numerics is not None and self._rules.require_same_numerics:
             problem = other_class(message.numerics, self._classes())
+            if problem is not None and self._may_all_be_dead(message.numerics, now):
+                yield Send(peer, AdmissionWait(f"{problem}; are they alive?"))
+                return
         if problem is not None:
             yield Note(f"refused an instance of {message.host} (pid {message.pid}): {problem}", warning=True)
             yield Send(peer, AdmissionRefused(problem))
@@ -194,12 +197,26 @@ class Registry:
         Who was here before, or comes in the place of one that may be dead, waits for a place; others need
         not.
         """
-        alive = self._rules.heartbeat_interval * ALIVE_INTERVALS
-        if message.epoch > 0 or any(now - record.heard_at > alive for record in self._records.values()):
+        if message.epoch > 0 or any(self._may_be_dead(record, now) for record in self._records.values()):
             yield Send(peer, AdmissionWait(crowd))
             return
         yield Note(f"refused an instance of {message.host} (pid {message.pid}): {crowd}", warning=True)
         yield Send(peer, AdmissionRefused(crowd))
+
+    def _may_be_dead(self, record: Record, now: float) -> bool:
+        """Whether a heartbeat of this instance is overdue."""
+        return now - record.heard_at > self._rules.heartbeat_interval * ALIVE_INTERVALS
+
+    def _may_all_be_dead(self, numerics: Numerics | None, now: float) -> bool:
+        """Whether heartbeats of all instances of other numerics classes are overdue.
+
+        They answer or are taken out soon. Till then nobody is refused for their sake.
+        """
+        return all(
+            self._may_be_dead(record, now)
+            for record in self._records.values()
+            if record.numerics not in (None, numerics)
+        )
 
     def _contest(self, peer: Peer, message: Register, holder: Record, now: float) -> Iterator[Instruction]:
         """A rank is wanted twice.
@@ -253,9 +270,7 @@ class Registry:
         changed = record.hear(peer, message, now)
         remark = self._class_remark(record) if changed else None
         if remark is not None and self._rules.require_same_numerics:
-            yield Note(f"refused instance {record.rank}: {remark}", warning=True)
-            yield Send(peer, AdmissionRefused(remark))
-            yield from self._remove(record)
+            yield from self._refuse_class(peer, record, remark, now)
             return
         if remark is not None and record.numerics != numerics:
             yield Note(_of_another_class(record, remark), warning=True)
@@ -275,6 +290,19 @@ class Registry:
         yield Send(peer, Beat(self._epochs.number, self._records.num_on_host(record.host)))
         if changed:
             yield from self._publish()
+
+    def _refuse_class(self, peer: Peer, record: Record, remark: str, now: float) -> Iterator[Instruction]:
+        """Take out an instance of another class.
+
+        One that may be alone soon registers again, and waits.
+        """
+        if self._may_all_be_dead(record.numerics, now):
+            yield Note(f"instance {record.rank} waits, as all others are silent: {remark}", warning=True)
+            yield Send(peer, Unknown())
+        else:
+            yield Note(f"refused instance {record.rank}: {remark}", warning=True)
+            yield Send(peer, AdmissionRefused(remark))
+        yield from self._remove(record)
 
     def _leave(self, message: Leave) -> Iterator[Instruction]:
         record = self._records.named(message.instance)

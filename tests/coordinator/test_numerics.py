@@ -11,6 +11,7 @@ from coordinator.admission import other_class
 from coordinator.member_state import MemberState
 from coordinator.messages import (
     AdmissionRefused,
+    AdmissionWait,
     Beat,
     Heartbeat,
     Load,
@@ -18,6 +19,7 @@ from coordinator.messages import (
     State,
     Unknown,
     Watch,
+    Welcome,
     ranks_by_class,
 )
 from coordinator.numerics import Arithmetic, Facts, Numerics, class_of, combined, slowest_kind
@@ -201,6 +203,24 @@ def test_who_registers_again_with_another_class_is_refused_at_once() -> None:
     tolerant = mesh(required=False)
     assert any(named("avx2").fingerprint in line for line in notes(tolerant.handle(b"c", back, 1.2)))
     assert tolerant.view().members[2].numerics == named("avx2"), "before its first heartbeat"
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_none_is_refused_for_the_class_of_an_instance_that_is_dead(returns: bool) -> None:
+    """All were killed, and start again with other kernels before their silence is noticed."""
+    registry = mesh(required=True)
+    late = 1.1 + registry._rules.member_timeout - 1.0
+    registry.handle(b"b", beat("b", None, State.LOADING), late - 0.2)
+    assert to(b"b", registry.handle(b"b", beat("b", named("avx2"), State.LOADED), late)) == [Unknown()]
+    again = register("b", 1, numerics=named("avx2"), epoch=1)
+    (waits,) = to(b"b", registry.handle(b"b", again, late + 0.1))
+    assert isinstance(waits, AdmissionWait)
+    assert named("amx").fingerprint in waits.reason
+    if returns:
+        registry.handle(b"a", beat("a", named("amx")), late + 1.2)
+    registry.tick(late + 1.2)
+    (answer,) = to(b"b", registry.handle(b"b", again, late + 1.3))
+    assert isinstance(answer, AdmissionRefused if returns else Welcome)
 
 
 def test_watchers_hear_of_a_class_as_soon_as_it_is_known() -> None:
