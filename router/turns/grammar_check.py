@@ -31,6 +31,8 @@ MOST_KEPT_CHARACTERS = 4 << 20
 """Characters of all checked grammars kept in the cache."""
 MOST_WAITING = 1024
 """Grammars that wait to be checked; requests with more are refused."""
+MOST_WAIT = 30.0
+"""Seconds until a grammar is checked, others before it included; then its request is refused."""
 MOST_SECONDS = 3.0
 """Seconds of processor time for trials of one grammar's parts: others wait."""
 TAKES_TOO_LONG = (
@@ -84,8 +86,14 @@ class GrammarCheck:
         checked = self._kept.get(text)
         if checked is None:
             if self._thread.num_waiting >= MOST_WAITING:
-                raise ApiError(503, "Too many grammars wait to be checked.", headers={"retry-after": "1"})
-            checked = await asyncio.wrap_future(self._thread.submit(lambda: checked_grammar(text)))
+                raise _too_many()
+            checking = asyncio.wrap_future(self._thread.submit(lambda: checked_grammar(text)))
+            try:
+                checked = await asyncio.wait_for(
+                    checking, MOST_WAIT
+                )  # else one that has not begun is left out
+            except TimeoutError as error:
+                raise _too_many() from error
             self._keep(text, checked)
             if checked.unenforced:
                 remarks = "; ".join(checked.remarks(places or {}))
@@ -103,6 +111,10 @@ class GrammarCheck:
         while len(self._kept) > MOST_KEPT or self._characters > MOST_KEPT_CHARACTERS:
             oldest, gone = self._kept.popitem(last=False)
             self._characters -= len(oldest) + gone.size
+
+
+def _too_many() -> ApiError:
+    return ApiError(503, "Too many grammars wait to be checked.", headers={"retry-after": "1"})
 
 
 def checked_grammar(text: str) -> Checked:

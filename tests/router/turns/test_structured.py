@@ -26,7 +26,7 @@ from router.structured_config import StructuredOutputsConfig
 from router.text.tokens import Tokenizer, load_tokenizer
 from router.turns import grammar_check, harmony
 from router.turns.assistant_turns import Turn, turn_of
-from router.turns.grammar_check import GrammarCheck, checked_grammar, problem_with
+from router.turns.grammar_check import Checked, GrammarCheck, checked_grammar, problem_with
 from router.turns.schema_formats import FORMATS
 from router.turns.schema_support import MAX_LOCATION, UNKNOWN
 from router.turns.structured import ANSWER, MAX_DEPTH, form_of, pattern_of, text_of
@@ -467,6 +467,24 @@ def test_only_so_many_grammars_wait_to_be_checked(monkeypatch: pytest.MonkeyPatc
         await check(2)
 
     asyncio.run(scenario())
+
+
+def test_a_grammar_waits_for_so_long_behind_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After that it is not checked, so the next one need not wait for it."""
+    monkeypatch.setattr(grammar_check, "MOST_WAIT", 0.05)
+    tried: list[str] = []
+    monkeypatch.setattr(grammar_check, "checked_grammar", lambda text: tried.append(text) or Checked(text))
+    grammars = GrammarCheck()
+    go_on = threading.Event()
+    grammars._thread.submit(lambda: go_on.wait(60))
+    until(lambda: not grammars._thread.num_waiting)
+    with pytest.raises(ApiError, match="Too many grammars") as refused:
+        asyncio.run(grammars.check("first", "grammar"))
+    assert refused.value.status == 503
+    go_on.set()
+    monkeypatch.setattr(grammar_check, "MOST_WAIT", 60.0)
+    asyncio.run(grammars.check("second", "grammar"))
+    assert tried == ["second"]
 
 
 # ---- schemas that say more than a grammar can
