@@ -91,17 +91,25 @@ def _shortened(location: str) -> str:
     return location if len(location) <= MAX_LOCATION else location[: MAX_LOCATION - 3] + "..."
 
 
+def _below(path: str, name: str) -> str:
+    """The path of a part, as far as :func:`_shortened` shows it.
+
+    A walk holds a path for each level, and each would repeat the names of all above.
+    """
+    return path if len(path) > MAX_LOCATION else f"{path}.{name[:MAX_LOCATION]}"
+
+
 def parts_of(schema: Any, path: str) -> Iterator[tuple[str, Any]]:
     """The schemas directly below a schema, with their JSON paths."""
     if not isinstance(schema, dict):
         return
     for key, value in schema.items():
         if key in SCHEMAS_BY_NAME and isinstance(value, dict):
-            yield from ((f"{path}.{key}.{name}", part) for name, part in value.items())
+            yield from ((_below(_below(path, key), name), part) for name, part in value.items())
         elif isinstance(value, list) and key not in VALUES:
-            yield from ((f"{path}.{key}[{index}]", part) for index, part in enumerate(value))
+            yield from ((f"{_below(path, key)}[{index}]", part) for index, part in enumerate(value))
         elif isinstance(value, dict) and key not in VALUES:
-            yield f"{path}.{key}", value
+            yield _below(path, key), value
 
 
 class _Walk:
@@ -121,7 +129,7 @@ class _Walk:
             return False  # nothing is by this schema: how zod writes "never"
         kept: dict[str, Any] = {}
         for key, value in schema.items():
-            location = f"{path}.{key}"
+            location = _below(path, key)
             if key in UNKNOWN:
                 self._leave_out(key, value, location, kept, schema)
             elif key == "pattern" and isinstance(value, str) and not self._is_readable(value):
@@ -132,7 +140,9 @@ class _Walk:
                 self._report(f"{location} (as anyOf)")
                 kept["anyOf" if "anyOf" not in schema else key] = self.rewritten(value, location)
             elif key in SCHEMAS_BY_NAME and isinstance(value, dict):
-                kept[key] = {name: self.rewritten(part, f"{location}.{name}") for name, part in value.items()}
+                kept[key] = {
+                    name: self.rewritten(part, _below(location, name)) for name, part in value.items()
+                }
             else:
                 kept.setdefault(key, value if key in VALUES else self.rewritten(value, location))
         return kept
@@ -151,7 +161,8 @@ class _Walk:
             self._report(location)
             return
         values = schema.get("additionalProperties", True)
-        kept["patternProperties"] = {pattern: self.rewritten(values, f"{location}.additionalProperties")}
+        below = _below(location, "additionalProperties")
+        kept["patternProperties"] = {pattern: self.rewritten(values, below)}
         kept["additionalProperties"] = False
 
     def _readable_names(
@@ -161,9 +172,9 @@ class _Walk:
         readable = {}
         for pattern, part in named.items():
             if self._is_readable(pattern):
-                readable[pattern] = self.rewritten(part, f"{location}.{pattern}")
+                readable[pattern] = self.rewritten(part, _below(location, pattern))
             else:
-                self._report(f"{location}.{pattern}")
+                self._report(_below(location, pattern))
                 if "additionalProperties" in schema:
                     kept["additionalProperties"] = True
         return readable

@@ -8,6 +8,7 @@ import json
 import random
 import re
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from router.turns import grammar_check, harmony
 from router.turns.assistant_turns import Turn, turn_of
 from router.turns.grammar_check import Checked, GrammarCheck, checked_grammar, problem_with
 from router.turns.schema_formats import FORMATS
-from router.turns.schema_support import MAX_LOCATION, UNKNOWN
+from router.turns.schema_support import MAX_LOCATION, UNKNOWN, supported, where_wrong
 from router.turns.structured import ANSWER, MAX_DEPTH, form_of, pattern_of, text_of
 from router.turns.tool_parsers import TOOL_PARSERS
 from router.turns.turn_format import TurnFormat
@@ -628,6 +629,21 @@ def test_places_with_long_names_are_shortened() -> None:
     assert (len(place), place[:16], place[-3:]) == (MAX_LOCATION, "$.properties.aaa", "...")
     named = {"properties": {"a" * 5000: {"type": "text"}}}
     assert len(checked_grammar(grammar_of(named)).problem) < MAX_LOCATION + 50
+
+
+def test_places_take_no_memory_for_each_level_of_a_schema() -> None:
+    """A walk holds a path for each level, which repeats the names of all above."""
+    nested: dict[str, object] = {"type": "array", "uniqueItems": True}
+    for _ in range(50):
+        nested = {"properties": {"a" * 20_000: nested}}
+    tracemalloc.start()
+    try:
+        (place,) = supported(nested, lambda schema: "").unenforced
+        assert len(place) == MAX_LOCATION
+        assert len(where_wrong(nested, lambda schema: "wrong")) == MAX_LOCATION
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_names_of_properties_write_no_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
