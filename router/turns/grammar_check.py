@@ -73,6 +73,10 @@ class GrammarCheck:
         self._kept: OrderedDict[str, Checked] = OrderedDict()
         self._characters = 0
         self._thread = DeepThread("grammars")
+        self._last = Checked("")
+        """Newest result of the thread."""
+        self._last_text: str | None = None
+        """Grammar that it was made of."""
 
     def __repr__(self) -> str:
         return f"<GrammarCheck of {len(self._kept)}>"
@@ -87,7 +91,7 @@ class GrammarCheck:
         if checked is None:
             if self._thread.num_waiting >= MOST_WAITING:
                 raise _too_many()
-            checking = asyncio.wrap_future(self._thread.submit(lambda: checked_grammar(text)))
+            checking = asyncio.wrap_future(self._thread.submit(lambda: self._checked(text)))
             try:
                 checked = await asyncio.wait_for(
                     checking, MOST_WAIT
@@ -103,6 +107,13 @@ class GrammarCheck:
         if checked.problem:
             raise bad_request(f"{(places or {}).get(checked.culprit, param)}: {checked.problem}", param)
         return checked
+
+    def _checked(self, text: str) -> Checked:
+        """In the thread: of equal grammars that came at once, only the first is tried."""
+        if text != self._last_text:
+            self._last = self._kept.get(text) or checked_grammar(text)
+            self._last_text = text
+        return self._last
 
     def _keep(self, text: str, checked: Checked) -> None:
         if text not in self._kept:

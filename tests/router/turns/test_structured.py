@@ -470,6 +470,24 @@ def test_only_so_many_grammars_wait_to_be_checked(monkeypatch: pytest.MonkeyPatc
     asyncio.run(scenario())
 
 
+def test_equal_grammars_that_come_at_once_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(grammar_check, "checked_grammar", lambda text: tried.append(text) or Checked(text))
+    grammars = GrammarCheck()
+    go_on = threading.Event()
+    grammars._thread.submit(lambda: go_on.wait(60))
+
+    async def scenario() -> list[Checked]:
+        texts = ["a", "a", "b", "b"]
+        waiting = [asyncio.create_task(grammars.check(text, "grammar")) for text in texts]
+        await asyncio.sleep(0)  # all have begun
+        go_on.set()
+        return await asyncio.gather(*waiting)
+
+    assert [checked.text for checked in asyncio.run(scenario())] == ["a", "a", "b", "b"]
+    assert tried == ["a", "b"]
+
+
 def test_a_grammar_waits_for_so_long_behind_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """After that it is not checked, so the next one need not wait for it."""
     monkeypatch.setattr(grammar_check, "MOST_WAIT", 0.05)
