@@ -57,6 +57,10 @@ class Stream:
         self._sink = sink
 
     def push(self, delta: Delta) -> None:
+        if (
+            self._error is not None
+        ):  # the reader has not raised it yet; the delta would hide that one is missing
+            return
         if self._is_reader_idle and self._sink is not None:
             try:
                 if self._sink.take(delta):

@@ -168,6 +168,7 @@ def test_what_the_shortcut_raises_is_the_readers(is_single: bool) -> None:
             passing.singles("a", [1, 5, 2, 6])
         else:
             passing.deltas("a", [Delta(1, [5, 6]), Delta(2, [6, 7])])
+        passing.deltas("a", [Delta(1, [8], FinishReason.LENGTH)])  # before the reader has had its turn
         with pytest.raises(RuntimeError, match="cannot be written"):
             await asyncio.wait_for(readers[0], 5)
         assert seen == ([6] if is_single else [6, 7])
