@@ -151,8 +151,9 @@ class Registry:
             yield Send(peer, self._welcome(known, message))
             return
         problem = problem_with(message, self._size, self._settings, self._records)
-        if problem is None and message.numerics is not None and self._rules.require_same_numerics:
-            problem = other_class(message.numerics, self._classes())
+        remark = other_class(message.numerics, self._classes()) if message.numerics is not None else None
+        if problem is None and self._rules.require_same_numerics:
+            problem = remark
         if problem is not None:
             yield Note(f"refused an instance of {message.host} (pid {message.pid}): {problem}", warning=True)
             yield Send(peer, AdmissionRefused(problem))
@@ -178,7 +179,6 @@ class Registry:
         self._epochs.learn(message.epoch, message.group, now)
         record = Record(message.instance, rank, peer, message.host, message.pid, heard_at=now)
         record.numerics = message.numerics
-        remark = other_class(message.numerics, self._classes()) if message.numerics is not None else None
         self._records.add(record)
         self._left.discard(rank)
         self._reserved.discard(rank)  # came; should it go, anybody may take its place
@@ -214,7 +214,7 @@ class Registry:
             if self._spreads and holder.state is not State.LOADING:
                 yield from self._accuse(holder, message.instance, Evidence.CLOSED, now)
         if holder.heard_at > holder.contested_at:
-            holder.contested_at = None  # settled: whoever asks next begins another
+            holder.contested_at = None  # settled: the next newcomer begins another
             yield Send(
                 peer,
                 AdmissionRefused(
