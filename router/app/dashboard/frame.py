@@ -63,9 +63,7 @@ def frame_of(mesh: Watched, faults: Faults, num_requests: int, front_end: int, n
     )
 
 
-def _instance(
-    member: Member, report: InstanceReport | None, health: InstanceHealth | None
-) -> InstanceState:
+def _instance(member: Member, report: InstanceReport | None, health: InstanceHealth | None) -> InstanceState:
     return InstanceState(
         rank=member.rank,
         state=member.state.value,
