@@ -159,8 +159,8 @@ def test_tokens_come_out_by_router_and_nothing_stays(core: EngineCore) -> None:
     core.abort(PEER, [99])
     outputs: dict[bytes, list[int]] = {PEER: [], b"b": []}
     while core.has_work:
-        for peer, handout in core.step().items():
-            for last in handout:
+        for peer, outgoing in core.step().items():
+            for last in outgoing:
                 outputs[peer] += last.token_ids
     assert last.finish_reason is FinishReason.LENGTH
     assert outputs == {PEER: expected_output([1, 2, 3], 4), b"b": expected_output([4, 5], 4)}
