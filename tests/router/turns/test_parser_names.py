@@ -1,4 +1,4 @@
-"""The names that flags take are those of the parsers that exist, in the same order."""
+"""Flags name the parsers that exist, in the same order."""
 
 from __future__ import annotations
 
