@@ -71,11 +71,11 @@ Instruction = Prepare | Abandon | AbortGroup | ReportLost | DropRequests
 
 
 class StepOn(msgspec.Struct, frozen=True):
-    """Go on in the current group."""
+    """Turn: go on in the current group."""
 
 
 class Enter(msgspec.Struct, frozen=True):
-    """Replace group, placement and agreement by those prepared for this form: step 0, awake.
+    """Turn: use the group, placement and agreement prepared for this plan (step 0, awake).
 
     Close the group before it. A step that was interrupted is scheduled again.
     """
@@ -84,11 +84,11 @@ class Enter(msgspec.Struct, frozen=True):
 
 
 class AwaitGroup(msgspec.Struct, frozen=True):
-    """There is no group to step in now."""
+    """Turn: wait, as there is no group to step in now."""
 
 
 class LeaveMesh(msgspec.Struct, frozen=True):
-    """All is done: leave the mesh."""
+    """Turn: leave the mesh, as all is done."""
 
 
 Turn = StepOn | Enter | AwaitGroup | LeaveMesh
