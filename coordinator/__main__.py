@@ -24,7 +24,7 @@ logger = logging.getLogger("coordinator")
 
 
 def rules_of(config: CoordinatorConfig) -> Rules:
-    """What the membership state machine needs to know of the settings."""
+    """Settings that the registry needs to know."""
     mesh = config.mesh
     local = 0 if mesh.headless else mesh.data_parallel_size_local or 0
     start = mesh.data_parallel_start_rank or 0

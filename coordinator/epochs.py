@@ -36,7 +36,7 @@ class Epochs:
     """Numbers the groups, and decides when the next one is formed and of which members."""
 
     def __init__(self, rules: Rules, records: Records, reach: Reachability) -> None:
-        """``records`` and ``reach`` are the membership's; only read here."""
+        """``records`` and ``reach`` are the registry's; only read here."""
         self._rules = rules
         self._records = records
         self._reach = reach

@@ -115,7 +115,7 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Register(msgspec.Struct, frozen=True, tag="register", kw_only=True):
-    """An instance wants in. Repeated until it is answered with Welcome or Refused."""
+    """Request of an instance to join, repeated until it is welcomed or refused."""
 
     instance: str
     """Random name of this process; a restarted process has another."""
@@ -273,13 +273,13 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
 
 
 class AdmissionWait(msgspec.Struct, frozen=True, tag="wait"):
-    """Not admitted yet; ask again soon."""
+    """Answer to an instance that cannot join yet; it asks again soon."""
 
     reason: str
 
 
 class AdmissionRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """Refused as things are; the reason says what to change."""
+    """Refusal of an instance; the reason says what to change."""
 
     reason: str
 

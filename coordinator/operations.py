@@ -30,7 +30,7 @@ It asks for the view every second.
 
 
 class Known(Protocol):
-    """What is needed of an instance."""
+    """The part of a record that commands to its instance need."""
 
     @property
     def instance(self) -> str: ...
@@ -41,7 +41,7 @@ class Known(Protocol):
 
 
 class Operations:
-    """Commands under way."""
+    """Commands of operators that are under way."""
 
     def __init__(self) -> None:
         self._launcher: tuple[Peer, float] | None = None

@@ -80,7 +80,7 @@ class Reachability:
     """The tries that failed, the questions under way, and the instances that are left out."""
 
     def __init__(self, rules: Rules, records: Records) -> None:
-        """``records`` are the membership's; only read here."""
+        """``records`` are the registry's; only read here."""
         self._rules = rules
         self._records = records
         self._tries: dict[frozenset[str], _Tries] = {}

@@ -151,11 +151,12 @@ class Registry:
             yield Send(peer, self._welcome(known, message))
             return
         problem = problem_with(message, self._size, self._settings, self._records)
-        if problem is None and message.numerics is not None and self._rules.require_same_numerics:
-            problem = other_class(message.numerics, self._classes())
-            if problem is not None and self._may_all_be_dead(message.numerics, now):
-                yield Send(peer, AdmissionWait(f"{problem}; are they alive?"))
+        remark = other_class(message.numerics, self._classes()) if message.numerics is not None else None
+        if problem is None and remark is not None and self._rules.require_same_numerics:
+            if self._may_all_be_dead(message.numerics, now):
+                yield Send(peer, AdmissionWait(f"{remark}; are they alive?"))
                 return
+            problem = remark
         if problem is not None:
             yield Note(f"refused an instance of {message.host} (pid {message.pid}): {problem}", warning=True)
             yield Send(peer, AdmissionRefused(problem))
@@ -181,7 +182,6 @@ class Registry:
         self._epochs.learn(message.epoch, message.group, now)
         record = Record(message.instance, rank, peer, message.host, message.pid, heard_at=now)
         record.numerics = message.numerics
-        remark = other_class(message.numerics, self._classes()) if message.numerics is not None else None
         self._records.add(record)
         self._left.discard(rank)
         self._reserved.discard(rank)  # came; should it go, anybody may take its place
@@ -210,7 +210,7 @@ class Registry:
     def _may_all_be_dead(self, numerics: Numerics | None, now: float) -> bool:
         """Whether heartbeats of all instances of other numerics classes are overdue.
 
-        They answer or are taken out soon. Till then nobody is refused for their sake.
+        They answer or are taken out soon. Until then no instance is refused for their sake.
         """
         return all(
             self._may_be_dead(record, now)
@@ -231,7 +231,7 @@ class Registry:
             if self._spreads and holder.state is not State.LOADING:
                 yield from self._accuse(holder, message.instance, Evidence.CLOSED, now)
         if holder.heard_at > holder.contested_at:
-            holder.contested_at = None  # settled: whoever asks next begins another
+            holder.contested_at = None  # settled: the next newcomer begins another
             yield Send(
                 peer,
                 AdmissionRefused(

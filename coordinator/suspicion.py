@@ -25,7 +25,7 @@ class _Suspicion:
 
 
 class Suspicions:
-    """The open questions."""
+    """Open questions whether suspected instances live."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules

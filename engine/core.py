@@ -34,7 +34,7 @@ from engine.scheduling.report_policy import LoadSnapshot
 from engine.scheduling.request import Request, from_submit
 from engine.scheduling.scheduler import Scheduler, SchedulerRules
 from engine.scheduling.speculation import Speculation
-from engine.step import Masks, Step, StepResult
+from engine.step import Masks, Step
 from parallel.communicators.base import CollectiveError
 
 Peer = bytes
@@ -258,7 +258,7 @@ class EngineCore:
         times = self._executor.expert_times()
         if times is not None and agreement.sizes:
             self._profile.stepped(agreement, step.num_tokens, self._finished_at - began, times)
-        return self._take_in(step, result)
+        return outgoing_tokens_of(self.scheduler.update(step, result), self._tracing)
 
     def _schedule(self) -> Step | None:
         step = self.scheduler.schedule()
@@ -284,9 +284,6 @@ class EngineCore:
                     rows.append(index)
                     bits.append(mask)
         return msgspec.structs.replace(step, masks=Masks(rows, b"".join(bits))) if rows else step
-
-    def _take_in(self, step: Step, result: StepResult) -> dict[Peer, OutgoingTokens]:
-        return outgoing_tokens_of(self.scheduler.update(step, result), self._tracing)
 
     @property
     def snapshot(self) -> LoadSnapshot:

@@ -151,7 +151,7 @@ class SpreadExecutor(Executor, Protocol):
         ...
 
     def prepare(self, form: GroupPlan, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
-        """Read the experts of the form's member at ``place``; returns how many were read.
+        """Read the experts of the plan's member at ``place``; returns how many were read.
 
         Called in a background thread while steps run.
 

@@ -379,7 +379,7 @@ class Instance:
         """
         self._stop_signals += 1
         if self._server is None or not self._serving:
-            raise Ended(0, "told to stop before it was ready")
+            raise Ended(0, "asked to stop before it was ready")
         if self._stop_signals > 1:
             self._server.drain(0.0)
         else:
@@ -397,4 +397,4 @@ class Instance:
 
     def _check_stopped(self) -> None:
         if self._stop_signals:
-            raise Ended(0, "told to stop before it was ready")
+            raise Ended(0, "asked to stop before it was ready")

@@ -327,7 +327,7 @@ class Server:
             for peer, tokens in outgoing.items():
                 router = self._routers.get(peer)  # None: it is gone since
                 if router is not None:
-                    tells = router.report_policy.go_along(snapshot, router.last_dispatch, now)
+                    tells = router.report_policy.goes_along(snapshot, router.last_dispatch, now)
                     self._send(peer, tokens, self._report(router) if tells else None)
 
     def _report(self, router: _Router) -> InstanceReport:
@@ -369,13 +369,11 @@ class Server:
         """
         now = time.monotonic()
         for peer, router in list(self._routers.items()):
-            if (at_rest or router.report_policy.may_go_alone(now)) and self._has_news(router):
-                self._send(peer, NOTHING, self._report(router))
-
-    def _has_news(self, router: _Router) -> bool:
-        if router.wants_blocks and router.has_blocks != self._core.num_block_changes:
-            return True
-        return router.report_policy.are_in(self._report(router))
+            if at_rest or router.report_policy.may_go_alone(now):
+                report = self._report(router)
+                lacks_blocks = router.wants_blocks and router.has_blocks != self._core.num_block_changes
+                if lacks_blocks or router.report_policy.is_new(report):
+                    self._send(peer, NOTHING, report)
 
     # ---- the end
 

@@ -6,7 +6,7 @@
 #   the head     coordinator, router and instance 0; makes the mesh key, which is copied to the other one
 #   the other    instance 1; its experts and those of instance 0 are one set, and all steps are taken together
 #
-# A third command on the other host tries to join without the key, and is told why it may not. At last both are
+# A third command on the other host tries to join without the key, and ends with the reason. At last both are
 # ended, and one instance is spread over the two hosts: a tensor-parallel rank on each.
 #
 #   sudo examples/two_hosts.sh [MODEL]     default: the model that ships with Lockstep

@@ -48,7 +48,7 @@ wait_for() {  # wait_for STATE COUNT: until so many instances are in this state
     exit 1
 }
 
-# The order does not matter: whoever comes first waits for the others.
+# The order does not matter: the one that comes first waits for the others.
 run lockstep serve "$MODEL" -dp 2 -dpr 0 --headless "${mesh[@]}"
 run lockstep serve "$MODEL" -dp 2 -dpl 0 --port "$PORT" "${mesh[@]}"
 run lockstep serve "$MODEL" -dp 2 -dpr 1 --headless "${mesh[@]}"

@@ -49,8 +49,9 @@ def __dir__() -> list[str]:
 
 
 def _check_packages() -> None:
-    """Our packages have common names, and Python takes the first that it finds: often what lies beside the
-    program.
+    """Check that imports find our packages, whose names are common.
+
+    Python takes the first package of a name that it finds: often what lies beside the program.
 
     Raises:
         ImportError: it finds another one; says which.

@@ -16,7 +16,7 @@ Limit = Annotated[int, Meta(ge=1)]
 
 
 class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """None: no limit."""
+    """Limits of one API key; None: no limit."""
 
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None

@@ -7,7 +7,10 @@ import os
 import pytest
 
 NIGHTLY = os.environ.get("LOCKSTEP_NIGHTLY", "") not in ("", "0")
-"""All seeds of the simulators, and ten minutes of chaos; otherwise what fits into a run for each push."""
+"""All seeds of the simulators, and ten minutes of chaos.
+
+Otherwise what fits into a run for each push.
+"""
 
 
 def is_on_diagonal(item: pytest.Item) -> bool:

@@ -1,4 +1,4 @@
-"""A run of tests in which a few failures of real processes get a second try.
+"""Run of tests in which few failures of real processes get a second try.
 
 ``python -m tests.second_tries ARGUMENTS OF PYTEST``. Tests with the mark ``mesh`` have deadlines in seconds, and
 the machine may be busy. Those that fail run once more, each alone, after all others. At the end each second try is

@@ -1,4 +1,4 @@
-"""What ``.ci/run`` does beside the tests: it installs what some of them need, and waits for that."""
+"""``.ci/run`` installs what some tests need beside the others, and waits for that."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_two_mesh_tests_get_a_second_try_and_are_listed(tmp_path: Path, flags: t
     assert header == "2 second tries (at most 2):"
     for number, line in enumerate(sorted(listed)):
         assert line.startswith(f"  passed test_flaky.py::test_passes_the_second_time[{number}]: ")
-        assert len({path.name for path in tmp_path.glob("seen-*")}) == 2
+    assert len(list(tmp_path.glob("seen-*"))) == 2
 
 
 def test_a_listed_test_shows_the_last_line_of_its_first_failure(tmp_path: Path) -> None:
@@ -89,5 +89,5 @@ def test_a_file_that_cannot_be_loaded_decides_at_once(tmp_path: Path) -> None:
         loaded="import nothing_of_this_name\n",
         flaky=FLAKY.format(tests=1),
     )
-    assert done.returncode != 0
-    assert "no second tries: " in done.stdout or "second tr" not in done.stdout
+    assert done.returncode == 1
+    assert "no second tries: 1 mesh tests failed (at most 2 are tried again), 1 others" in done.stdout

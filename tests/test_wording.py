@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TOPS = ["parallel", "coordinator", "engine", "router", "examples", "tests"]
-FOLDERS = sorted(
-    {path.parent.relative_to(ROOT) for top in TOPS for path in (ROOT / top).rglob("*.py")} - {Path("tests")}
-)
+TOPS = ["parallel", "coordinator", "engine", "router", "lockstep", "examples", "tests"]
+FOLDERS = sorted({path.parent.relative_to(ROOT) for top in TOPS for path in (ROOT / top).rglob("*.py")})
 MOST_WORDS = 15
 """Most words in the first line of a docstring, which stands alone in lists."""
 FORBIDDEN = re.compile(
@@ -39,7 +37,7 @@ OF_PERSONS = re.compile(
     r"|\bfront[- ]ends?\b|\btold\b|\bunless said\b",
     re.I,
 )
-"""What pages must not have, besides: processes as persons, and the router under its old name."""
+"""More that pages must not have: processes as persons, the router under its old name."""
 MOST_WORDS_OF_SENTENCE = 25
 
 
@@ -91,7 +89,10 @@ def prose(text: str) -> str:
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Sentences of paragraphs and lists; parts before and after a semicolon or colon count by themselves."""
+    """Sentences of paragraphs and lists.
+
+    Parts before and after a semicolon or colon count by themselves.
+    """
     for part in re.split(r"\n\s*\n|\n *(?=[-*] |\d+\. |#)", text):
         if not part.lstrip().startswith("|"):
             yield from re.split(r"(?<=[.!?])[)*_\"]* +(?=[A-Z(*\"0-9])|[;:] ", " ".join(part.split()))

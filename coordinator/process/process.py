@@ -122,7 +122,7 @@ class RequestRecord(logging.LogRecord):
 
 
 class TextLines(logging.Formatter):
-    """A line for people, with the request's id at its end."""
+    """Formatter of log lines for people, with the request's id at the end."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         request = getattr(record, "request", "")
@@ -130,7 +130,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per message."""
+    """Formatter of log lines that are one JSON object each."""
 
     def __init__(self, role: str) -> None:
         super().__init__()

@@ -104,7 +104,7 @@ class Arrivals:
             self._look()
 
     def _look(self) -> None:
-        """Receive until nothing is there: what came before that is not told of again."""
+        """Receive until nothing is there: what came before that wakes nobody again."""
         self._looks_again = False
         assert self._receive is not None
         for _ in range(MOST_AT_ONCE):

@@ -10,7 +10,7 @@ INTERVAL = 10.0
 
 
 class Complaints:
-    """About one thing; ``what`` says which, and whose."""
+    """Bounded log lines about one problem, which ``what`` names."""
 
     def __init__(self, logger: logging.Logger, what: str) -> None:
         self._logger = logger
@@ -22,7 +22,7 @@ class Complaints:
         return f"<Complaints {self.count} times: {self._what}>"
 
     def add(self, details: object = "") -> None:
-        """It happened once more."""
+        """Count the problem once more; log it if the last line is long ago."""
         self.count += 1
         now = time.monotonic()
         if now - self._logged_at >= INTERVAL:

@@ -151,8 +151,8 @@ def _received(connection: socket.socket) -> int:
     Raises:
         OSError: the system does not tell.
     """
-    told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
-    if len(told) < TCP_INFO_BYTES:
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+    if len(info) < TCP_INFO_BYTES:
         raise OSError("this kernel does not count")
-    (number,) = struct.unpack_from("=Q", told, BYTES_RECEIVED)
+    (number,) = struct.unpack_from("=Q", info, BYTES_RECEIVED)
     return int(number)

@@ -14,7 +14,7 @@ import msgspec
 
 
 class Foreign(msgspec.Struct, frozen=True, kw_only=True):
-    """One flag.
+    """One flag of another serving system.
 
     It has a name here, or is ignored with some values and refused with all others.
     """

@@ -82,7 +82,7 @@ class _BlockTables:
         self._admitted.add(slot)
 
     def extend(self, step: Step) -> None:
-        """Enter a step's new blocks at chosen_rows that follow from the rows' starts.
+        """Enter a step's new blocks, at indices that follow from the rows' starts.
 
         So a row that is run again puts its blocks there again.
         """

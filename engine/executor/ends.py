@@ -210,7 +210,7 @@ class RelayedWorker(WorkerEnd):
     def forward(self, loop: asyncio.AbstractEventLoop, send: Callable[[bytes], bool]) -> None:
         """Pass the executor's messages to ``send``, in the loop's thread, until it hangs up.
 
-        ``send`` returns whether it took the message; what follows one that it did not take is left.
+        ``send`` returns whether it took the message. After one that it did not take, no more are passed.
         """
         loop.add_reader(self.relay.fileno(), self._forward, loop, send)
 
@@ -218,9 +218,12 @@ class RelayedWorker(WorkerEnd):
         try:
             while (payload := self.relay.take()) is not None:
                 if not send(payload):
-                    return
+                    break
+            else:
+                return
         except ChannelClosed:
-            loop.remove_reader(self.relay.fileno())
+            pass
+        loop.remove_reader(self.relay.fileno())
 
     def deliver(self, payload: bytes) -> bool:
         """Pass a worker's message to the executor; False once that has hung up."""

@@ -84,7 +84,7 @@ class GroupControl:
                 try:
                     channel.send(payload)
                 except ChannelClosed as error:
-                    logger.debug("a worker is not told of %r: %s", message, error)
+                    logger.debug("a worker does not get %r: %s", message, error)
 
     def collect(
         self, epoch: int, kind: type[Answer], timeout: float, should_stop: Callable[[], bool]

@@ -17,7 +17,7 @@ class PrepareGroups(msgspec.Struct, frozen=True, tag="prepare"):
 
     form: GroupPlan
     place: int
-    """Index of this instance among the form's peers."""
+    """Index of this instance among the plan's peers."""
     free_bytes: int
     """Memory that this worker may use for it."""
 

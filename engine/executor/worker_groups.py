@@ -55,7 +55,7 @@ class EpochGroups:
     def __init__(self, form: GroupPlan | None, place: int) -> None:
         self.form = form
         self.place = place
-        """Index of this instance in the form."""
+        """Index of this instance in the plan."""
         self.experts: Communicator | None = None
         """The workers of all instances in this pipeline stage."""
         self.inside: dict[Axis, Communicator] = {}

@@ -1,9 +1,9 @@
 """Stepping of an instance with spread experts, through one group after another.
 
 :class:`engine.groups.recovery.Recovery` decides; this class is the threads around it. The step loop calls it
-as its :class:`engine.groups.stepping.Stepping`. The membership's thread brings Forms, background threads
-prepare them (:mod:`engine.groups.preparation`), one more watches the processes of the others. Each thread
-that finds the group broken aborts it, so that the step loop comes out of a collective at once.
+as its :class:`engine.groups.stepping.Stepping`. The membership's thread brings plans of groups, background
+threads prepare them (:mod:`engine.groups.preparation`), one more watches the processes of the others. Each
+thread that finds the group broken aborts it, so that the step loop comes out of a collective at once.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Elastic:
     ) -> None:
         """
         Args:
-            connect: forms the group of a form.
+            connect: forms the group of a plan.
             free_bytes: memory that more experts may use now.
             wake_loop: ends the step loop's sleep; called from any thread.
         """
@@ -123,7 +123,7 @@ class Elastic:
     # ---- in the membership's thread
 
     def on_form(self, form: GroupPlan) -> None:
-        """Handle the coordinator's Form of a new epoch."""
+        """Handle the coordinator's plan of a new epoch."""
         with self._lock:
             instructions = self._recovery.on_form(form)
             if any(isinstance(each, AbortGroup) for each in instructions):

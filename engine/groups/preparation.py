@@ -33,12 +33,12 @@ LONG_READ = 0.5
 """Seconds of reading experts after which the log says what they were spent on."""
 
 ReadExperts = Callable[[GroupPlan, Callable[[], bool]], int]
-"""Get the experts that a form gives this instance; returns how many were read.
+"""Get the experts that a plan gives this instance; returns how many were read.
 
 The callable says to stop.
 """
 Connect = Callable[[GroupPlan, Callable[[], bool]], Group]
-"""Form a form's group."""
+"""Form the group of a plan."""
 
 
 class Preparation(Generic[Group]):

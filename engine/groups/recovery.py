@@ -6,7 +6,7 @@ of the newest :class:`coordinator.messages.GroupPlan`. There are two ways from o
 - *By agreement*, when nobody was lost. The instance goes on in the current group, tells the others in its
   headers that it is ready (:attr:`Recovery.ready_epoch`), and at the step where all say so
   (:class:`parallel.lockstep.Switch`) all enter. Members that leave go at this step.
-- *After a loss*. The current group is broken: a collective failed, or the Form says or implies it. The
+- *After a loss*. The current group is broken: a collective failed, or the plan says or implies it. The
   step thread comes out of it, waits until the target is ready, enters it at once, and runs the
   interrupted step again. A new member, having no group, enters in the same way, and finds the others there
   at their first step.
@@ -58,7 +58,7 @@ class AbortGroup(msgspec.Struct, frozen=True):
 
 
 class ReportLost(msgspec.Struct, frozen=True):
-    """Tell the coordinator, again and again until a Form of a later epoch comes."""
+    """Tell the coordinator, again and again until a plan of a later epoch comes."""
 
     lost: Lost
 
@@ -71,11 +71,11 @@ Instruction = Prepare | Abandon | AbortGroup | ReportLost | DropRequests
 
 
 class StepOn(msgspec.Struct, frozen=True):
-    """Go on in the current group."""
+    """Turn: go on in the current group."""
 
 
 class Enter(msgspec.Struct, frozen=True):
-    """Replace group, placement and agreement by those prepared for this form: step 0, awake.
+    """Turn: use the group, placement and agreement prepared for this plan (step 0, awake).
 
     Close the group before it. A step that was interrupted is scheduled again.
     """
@@ -84,11 +84,11 @@ class Enter(msgspec.Struct, frozen=True):
 
 
 class AwaitGroup(msgspec.Struct, frozen=True):
-    """There is no group to step in now."""
+    """Turn: wait, as there is no group to step in now."""
 
 
 class LeaveMesh(msgspec.Struct, frozen=True):
-    """All is done: leave the mesh."""
+    """Turn: leave the mesh, as all is done."""
 
 
 Turn = StepOn | Enter | AwaitGroup | LeaveMesh
@@ -192,7 +192,7 @@ class Recovery:
     def switched(self, epoch: int) -> list[Instruction]:
         """All have agreed to enter this epoch (:class:`parallel.lockstep.Switch`); :meth:`turn` says how.
 
-        When a Form took its place in the very step of the agreement, because somebody is lost, there is no
+        When a plan took its place in the very step of the agreement, because somebody is lost, there is no
         way to follow the others; they will hear of it."""
         leaves = self.target is not None and self._instance not in names(self.target)
         if self.target is not None and self._ready and (self.target.epoch == epoch or leaves):
@@ -248,5 +248,5 @@ def names(form: GroupPlan) -> list[str]:
 
 
 def _ends(form: GroupPlan, group: GroupPlan) -> bool:
-    """Whether a Form ends an earlier group: it says so, or a member is lost."""
+    """Whether a plan ends an earlier group: it says so, or a member is lost."""
     return group.epoch <= form.broken or not set(names(group)) <= {*names(form), *form.leavers}

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 PARTS = ("form", "experts", "group", "step")
 """Parts of a change, from the loss noticed on; each lasts until its event.
 
-The events are the Form received, experts read, the group formed and the first step.
+The events are the plan received, experts read, the group formed and the first step.
 """
 
 
@@ -63,7 +63,7 @@ class RecoveryTimes:
             return
         times = [change.noticed_at]
         for time in (change.form_at, change.read_at, change.formed_at, now):
-            times.append(max(time, times[-1]))  # a Form may come before the loss is noticed here
+            times.append(max(time, times[-1]))  # a plan may come before the loss is noticed here
         parts = dict(zip(PARTS, (b - a for a, b in pairwise(times)), strict=True))
         self.recoveries += 1
         for part, seconds in parts.items():

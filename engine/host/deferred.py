@@ -183,7 +183,7 @@ class _Scan:
                 if is_trusted(file.parent) and is_trusted(file):  # it names what is imported
                     kept = self._kept[file] = msgspec.json.decode(file.read_bytes(), type=_Found)
         if kept is not None:
-            return kept.unfold()  # anew each time: whoever asked may change what it got
+            return kept.unfold()  # anew each time: a caller may change what it got
         found = self._scan(str(module_path))
         with contextlib.suppress(AttributeError, TypeError):  # of another kind: it is not kept
             kept = _Found.fold(found)

@@ -17,10 +17,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from coordinator.distribution import installed_version
 from parallel.caches import cache_directory
 
 logger = logging.getLogger(__name__)
@@ -85,11 +85,7 @@ def _sources(directory: Path) -> list[Path]:
 
 
 def _digest(directory: Path, sources: list[Path]) -> str:
-    try:
-        library = version("transformers")
-    except PackageNotFoundError:
-        library = ""
-    digest = hashlib.sha256(library.encode())
+    digest = hashlib.sha256(installed_version("transformers").encode())
     for path in sorted({*sources, *(directory / name for name in BESIDE)}):
         if path.is_file():
             digest.update(f"{path.name}:{path.stat().st_size}".encode() + path.read_bytes())

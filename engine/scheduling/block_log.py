@@ -28,7 +28,7 @@ def split_names(names: bytes) -> Iterable[bytes]:
 
 
 class BlockLog:
-    """The newest changes, numbered from 0."""
+    """The newest changes of the prefix cache, numbered from 0."""
 
     def __init__(self, max_events: int = MAX_EVENTS) -> None:
         self._events: deque[tuple[bool, BlockHash]] = deque(maxlen=max_events)

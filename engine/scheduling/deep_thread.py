@@ -69,7 +69,7 @@ class DeepThread:
                 continue
             try:
                 future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 (handed to whoever waits; a panic of Rust is no Exception)
+            except BaseException as error:  # noqa: BLE001 (handed to the caller; a panic of Rust is no Exception)
                 future.set_exception(error)
             del future, work  # what they hold is not kept until the next task
 

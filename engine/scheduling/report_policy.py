@@ -43,7 +43,7 @@ class ReportPolicy:
     def __repr__(self) -> str:
         return f"<ReportPolicy sent {self._last} at {self._sent_at}>"
 
-    def go_along(self, snapshot: LoadSnapshot, last_dispatch: int, now: float) -> bool:
+    def goes_along(self, snapshot: LoadSnapshot, last_dispatch: int, now: float) -> bool:
         """Whether tokens that are sent now take a report along."""
         last = self._last
         return (
@@ -61,7 +61,7 @@ class ReportPolicy:
         """Whether a message without tokens is due, if there is anything new in it."""
         return now - self._sent_at >= WITHOUT_TOKENS
 
-    def are_in(self, report: InstanceReport) -> bool:
+    def is_new(self, report: InstanceReport) -> bool:
         """Whether this report differs from the last one."""
         return report != self._last
 

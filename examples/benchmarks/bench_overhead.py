@@ -81,7 +81,10 @@ def measure(sequences: int, answer: int, temperature: float) -> dict[str, float]
         if not child.is_alive():
             server.drain(0.0)
 
-    server.run(stop_when_done)
+    try:
+        server.run(stop_when_done)
+    finally:
+        server.close()
     child.join()
     if child.exitcode:
         raise SystemExit("the router's process failed")

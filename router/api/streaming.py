@@ -129,16 +129,10 @@ class RequestRun:
                 (sample,), (generation,) = self.samples, generations
                 hands_over = outlet is not None and not sample.may_stop
                 async for delta in generation:
-                    if not sample.num_tokens:
-                        sample.fingerprint = generation.fingerprint
-                    if delta.token_ids:  # else it is an error
-                        meter.delta(0, generation, time.perf_counter(), delta.times)
-                    piece = sample.take(delta)
-                    if piece.finish_reason is not None:
-                        generation.close()
-                        yield [(sample, piece)]
-                        return
+                    piece = self._take(meter, 0, generation, delta, time.perf_counter())
                     yield [(sample, piece)]
+                    if piece.finish_reason is not None:
+                        return
                     if outlet is not None and hands_over:  # not before there is more than one
                         generation.hand_over(outlet.sink(sample, generation, meter))
                         hands_over = False
@@ -151,15 +145,9 @@ class RequestRun:
                         sample = self.samples[position]
                         if sample.finish_reason is not None:
                             continue
-                        if not sample.num_tokens:
-                            sample.fingerprint = generations[position].fingerprint
-                        if delta.token_ids:
-                            meter.delta(position, generations[position], now, delta.times)
-                        piece = sample.take(delta)
+                        piece = self._take(meter, position, generations[position], delta, now)
                         pieces.append((sample, piece))
-                        if piece.finish_reason is not None:
-                            generations[position].close()
-                            unfinished -= 1
+                        unfinished -= piece.finish_reason is not None
                     yield pieces
                     if not unfinished:
                         return
@@ -177,6 +165,18 @@ class RequestRun:
             ended = time.perf_counter()
             meter.close(ended, len(generations))
             self._trace.end(self.samples, self._arrival, meter.first_at, ended)
+
+    def _take(self, meter: Meter, position: int, generation: Generation, delta: Delta, now: float) -> Piece:
+        """The piece that a delta gives; a sample that has its last one is closed."""
+        sample = self.samples[position]
+        if not sample.num_tokens:
+            sample.fingerprint = generation.fingerprint
+        if delta.token_ids:  # else it is an error
+            meter.delta(position, generation, now, delta.times)
+        piece = sample.take(delta)
+        if piece.finish_reason is not None:
+            generation.close()
+        return piece
 
     def _echoes(self) -> Batch:
         """Pieces of prompts that are only echoed, which count like other requests."""

@@ -49,7 +49,7 @@ class Watched(Protocol):
         """Seconds since the coordinator was heard; None if it never was."""
         ...
 
-    def standing(self) -> Mapping[int, InstanceHealth]: ...
+    def instance_health(self) -> Mapping[int, InstanceHealth]: ...
     @property
     def num_in_flight(self) -> int: ...
     def flights(self, most: int) -> Sequence[Flight]: ...
@@ -233,7 +233,7 @@ class AdminGate:
 
 
 def _world(view: View, mesh: Watched, front_end: int) -> WorldAnswer:
-    standing = mesh.standing()
+    health = mesh.instance_health()
     return WorldAnswer(
         mesh=view.mesh,
         model=view.settings.served_model_name[0] if view.settings else None,
@@ -251,7 +251,7 @@ def _world(view: View, mesh: Watched, front_end: int) -> WorldAnswer:
                 host=member.host,
                 pid=member.pid,
                 load=member.load,
-                router=standing.get(member.rank),
+                router=health.get(member.rank),
             )
             for member in view.members
         ],

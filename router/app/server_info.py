@@ -5,14 +5,13 @@ The first fields are SGLang's. Keys are in none of them.
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from coordinator.distribution import DISTRIBUTION
+from coordinator.distribution import DISTRIBUTION, NOT_INSTALLED, installed_version
 from coordinator.messages import Settings
 from coordinator.numerics import Numerics
 from coordinator.settings import flags
@@ -20,7 +19,6 @@ from router.config import HttpConfig
 from router.mesh import ServedModel
 
 PACKAGES = ("lockstep", "torch", "llguidance", "starlette", "uvicorn", "msgspec", "tokenizers")
-UNKNOWN = "unknown"
 
 
 class NumericsClass(msgspec.Struct):
@@ -60,10 +58,7 @@ class Sleeping(msgspec.Struct):
 
 
 def version_of(package: str) -> str:
-    try:
-        return importlib.metadata.version(DISTRIBUTION if package == "lockstep" else package)
-    except importlib.metadata.PackageNotFoundError:
-        return UNKNOWN
+    return installed_version(DISTRIBUTION if package == "lockstep" else package)
 
 
 def server_info(
@@ -75,7 +70,7 @@ def server_info(
 ) -> ServerInfo:
     """``settings``: None while they are not known."""
     versions = {package: version_of(package) for package in PACKAGES}
-    known = {package: version for package, version in versions.items() if version != UNKNOWN}
+    known = {package: version for package, version in versions.items() if version != NOT_INSTALLED}
     return ServerInfo(
         version=versions["lockstep"],
         model_path=model.directory if model is not None else None,

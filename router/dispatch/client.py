@@ -182,7 +182,7 @@ class MeshClient:
         refused = {str(member.rank): member.load.refused_peers for member in self.view.members}
         return {"coordinator": self.view.refused_peers, **refused}
 
-    def standing(self) -> Mapping[int, InstanceHealth]:
+    def instance_health(self) -> Mapping[int, InstanceHealth]:
         """Health of each instance as this router sees it, by rank."""
         counts = self._mover.num_at_instances()
         return {

@@ -62,10 +62,10 @@ class Delivery:
     def _pass_on(self, entry: Entry, delta: Delta) -> None:
         if entry.fruitless:  # the first one of this try
             self._settle(entry)
-        news = self._ledger.book(entry, delta)
-        if entry.loss is not None and (loss := entry.returns(news, time.monotonic())) is not None:
+        booked = self._ledger.book(entry, delta)
+        if entry.loss is not None and (loss := entry.returns(booked, time.monotonic())) is not None:
             logger.info("%s", loss)
-        ended = news.finish_reason is not None
+        ended = booked.finish_reason is not None
         stream = self._streams.pop(entry, None) if ended else self._streams.get(entry)
         if stream is not None:
-            stream.push(news)
+            stream.push(booked)

@@ -18,7 +18,7 @@ MAX_BLOCKS = 2_000_000
 
 
 class _Holder:
-    """One instance."""
+    """State of one instance in the index, apart from its block hashes."""
 
     def __init__(self, bit: int) -> None:
         self.bit = bit

@@ -168,8 +168,10 @@ class _TimedPart:
 
     def write(self, between: bytes) -> bool:
         """See :class:`BodyPart`."""
-        self._writer.wrote_at = time.perf_counter()
-        return self._part.write(between)
+        is_written = self._part.write(between)
+        if is_written:
+            self._writer.wrote_at = time.perf_counter()
+        return is_written
 
 
 class _Transport:
@@ -209,8 +211,8 @@ class PatientProtocol(BoundedProtocol):
 
         uvicorn reports the connection's end to the latest request only.
         """
-        told: Any = _Transport(transport, self._expect_taking)
-        super().connection_made(told)
+        watched: Any = _Transport(transport, self._expect_taking)
+        super().connection_made(watched)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -302,7 +302,7 @@ async def _supervise(
         view = await wait_for_instances(config, supervisor, overseer)
         if not config.mesh.headless:
             await _wait_for_endpoint(config)
-            with contextlib.suppress(OSError):  # whoever read our output has had enough: the mesh goes on
+            with contextlib.suppress(OSError):  # the reader of our output has had enough: the mesh goes on
                 _print_try_line(config, view)
 
     try:
@@ -406,7 +406,7 @@ def main(argv: list[str] | None = None) -> int:
         return run(argv[1:])
     except KeyboardInterrupt:
         return process.EXIT_INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has had enough
+    except BrokenPipeError:  # the reader of our output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

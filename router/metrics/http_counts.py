@@ -30,7 +30,7 @@ WATCHING = frozenset({"/metrics", "/health", "/livez", "/load", "/ping", "/versi
 
 
 class _Answers:
-    """Answers of one method and handler."""
+    """Counts of HTTP answers of one method and handler."""
 
     __slots__ = ("seconds", "statuses")
 
@@ -45,7 +45,7 @@ class _Answers:
 
 
 class HttpCounts:
-    """Counts of one router."""
+    """Counts of HTTP answers of one router."""
 
     def __init__(self) -> None:
         self._answers: dict[tuple[str, str], _Answers] = {}

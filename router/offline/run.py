@@ -49,7 +49,7 @@ async def run_jobs(
     widest = max((len(job.samples) for job in jobs), default=1)
 
     async def work() -> None:
-        for index, job in waiting:  # shared: whoever is free takes the next
+        for index, job in waiting:  # shared: a loop that is free takes the next
             try:
                 output = await _run_job(mesh, metrics, tokenizer, job)
             except (ApiError, MeshError) as error:

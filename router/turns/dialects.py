@@ -78,7 +78,7 @@ class Tags(Dialect):
 
 
 class Harmony(Dialect):
-    """Messages on channels."""
+    """Harmony, the dialect of messages on channels (GPT-OSS)."""
 
     reasoning = harmony.ANALYSIS
     written = harmony.WRITTEN_CALL

@@ -28,7 +28,7 @@ GAP = r"gap: /[ \t\r\n]{1,8}/"
 
 
 class TurnGrammar:
-    """For all samples of one prompt."""
+    """Grammar of an answer with its reasoning and calls, for all samples of a prompt."""
 
     def __init__(self, tokenizer: Tokenizer, config: StructuredOutputsConfig) -> None:
         self._tokenizer = tokenizer
@@ -41,7 +41,7 @@ class TurnGrammar:
         return f"<TurnGrammar {self._start} with {list(self._bodies)}>"
 
     def text(self) -> str:
-        """As instances take it."""
+        """The grammar as instances take it."""
         if self._start == [f"@{ANSWER}"]:
             return text_of(self._bodies)
         lark = "\n".join([f"start: {' '.join(self._start)}", *self._rules])

@@ -1,4 +1,4 @@
-"""A membership whose instances step in groups, driven by single messages of theirs."""
+"""A registry whose instances step in groups, driven by single messages of theirs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES = "abcdefgh"
 
 
 class Mesh:
-    """A real membership, with each instance represented by its last heartbeat."""
+    """A real registry, with each instance represented by its last heartbeat."""
 
     def __init__(self, size: int = 3, room: int = 0, ranks: int = 1, **rules: float) -> None:
         """``ranks``: tensor-parallel ones of each instance."""
@@ -37,8 +37,8 @@ class Mesh:
                 SPREAD, data_parallel_size=size, tensor_parallel_size=ranks
             )
         self.rules = Rules(size=size, **rules)  # type: ignore[arg-type]
-        self.membership = Registry(self.rules)
-        self.membership.tick(0.0)
+        self.registry = Registry(self.rules)
+        self.registry.tick(0.0)
         self.now = 10.0
         self.room = room
         self.beats: dict[str, Heartbeat] = {}
@@ -64,7 +64,7 @@ class Mesh:
         rank = NAMES.index(name) if rank is None else rank
         before = len(self.sent.get(name, []))
         self._take(
-            self.membership.handle(
+            self.registry.handle(
                 name.encode(), register(name, rank, settings=self.settings, **fields), self.now
             )
         )
@@ -78,7 +78,7 @@ class Mesh:
             load=Load(), max_experts=self.room,
         )  # fmt: skip
         self.beats[name] = msgspec.structs.replace(beat, **changes)
-        self._take(self.membership.handle(name.encode(), self.beats[name], self.now))
+        self._take(self.registry.handle(name.encode(), self.beats[name], self.now))
 
     def enters(self, name: str, state: State = State.READY) -> None:
         """Report that an instance steps in the group that it was sent last."""
@@ -93,10 +93,10 @@ class Mesh:
 
     def lost(self, name: str, epoch: int, suspects: str, evidence: Evidence = Evidence.CLOSED) -> None:
         message = Lost(instance=name, epoch=epoch, suspects=tuple(suspects), evidence=evidence)
-        self._take(self.membership.handle(name.encode(), message, self.now))
+        self._take(self.registry.handle(name.encode(), message, self.now))
 
     def leave(self, name: str) -> None:
-        self._take(self.membership.handle(name.encode(), Leave(name), self.now))
+        self._take(self.registry.handle(name.encode(), Leave(name), self.now))
 
     def answer(self, names: str) -> None:
         """Let these instances answer the last probes that they were sent."""
@@ -111,7 +111,7 @@ class Mesh:
             self.now = min(self.now + 0.25, until)
             for name in alive:
                 self.says(name)
-            self._take(self.membership.tick(self.now))
+            self._take(self.registry.tick(self.now))
 
     def new_forms(self) -> list[tuple[str, GroupPlan]]:
         """The forms that were sent since the last time this was asked, repetitions left out."""
@@ -124,10 +124,10 @@ class Mesh:
         return [item for number, item in enumerate(sent) if item not in sent[:number]]
 
     def restart_coordinator(self) -> None:
-        self.membership = Registry(self.rules)
+        self.registry = Registry(self.rules)
 
     def ranks(self) -> list[int]:
-        return [member.rank for member in self.membership.view().members]
+        return [member.rank for member in self.registry.view().members]
 
     def _take(self, instructions: list[Instruction]) -> None:
         self.notes += [item.text for item in instructions if isinstance(item, Note)]
@@ -144,7 +144,7 @@ class Mesh:
         reached = tuple(other for other in question.peers if (name, other) not in self.cut)
         if name not in self.mute:
             message = Reached(name, question.number, reached)
-            self._take(self.membership.handle(name.encode(), message, self.now))
+            self._take(self.registry.handle(name.encode(), message, self.now))
 
     def split(self, here: str, there: str) -> None:
         """Cut all paths between two sets of instances; all reach the coordinator."""

@@ -22,7 +22,7 @@ def test_a_restarted_coordinator_changes_nothing_when_all_are_back(mesh: Mesh) -
         mesh.says(name)
     mesh.wait(10.0, alive="abc")
     assert mesh.new_forms() == []
-    assert mesh.membership.view().epoch == 1
+    assert mesh.registry.view().epoch == 1
     mesh.says("a")
     assert mesh.sent["a"][-1] == Beat(1, 3)
 
@@ -82,12 +82,12 @@ def test_a_restarted_coordinator_that_finds_all_in_one_group_acts_on_a_loss_at_o
 
 def test_the_view_of_a_coordinator_that_just_began_is_not_complete(mesh: Mesh) -> None:
     mesh.restart_coordinator()
-    (view,) = to(b"w", mesh.membership.handle(b"w", Watch("router"), mesh.now))
+    (view,) = to(b"w", mesh.registry.handle(b"w", Watch("router"), mesh.now))
     assert isinstance(view, View)
     assert (view.members, view.complete) == ([], False)
-    mesh.membership.tick(mesh.now)
-    assert to(b"w", mesh.membership.tick(mesh.now + 4.9)) == []
-    (view,) = to(b"w", mesh.membership.tick(mesh.now + 5.0))
+    mesh.registry.tick(mesh.now)
+    assert to(b"w", mesh.registry.tick(mesh.now + 4.9)) == []
+    (view,) = to(b"w", mesh.registry.tick(mesh.now + 5.0))
     assert isinstance(view, View)
     assert view.complete
 
@@ -95,16 +95,16 @@ def test_the_view_of_a_coordinator_that_just_began_is_not_complete(mesh: Mesh) -
 def test_the_view_is_complete_earlier_once_all_serve(mesh: Mesh) -> None:
     group = mesh.forms["a"]
     mesh.restart_coordinator()
-    mesh.membership.handle(b"w", Watch("router"), mesh.now)
+    mesh.registry.handle(b"w", Watch("router"), mesh.now)
     for name in "ab":
         mesh.register(name, epoch=1, group=group)
         mesh.says(name)
     mesh.wait(2.0, alive="ab")
-    assert not mesh.membership.view().complete, "the third may still look for the coordinator"
+    assert not mesh.registry.view().complete, "the third may still look for the coordinator"
     mesh.register("c", epoch=1, group=group)
     mesh.says("c")
-    mesh.membership.tick(mesh.now)
-    assert mesh.membership.view().complete
+    mesh.registry.tick(mesh.now)
+    assert mesh.registry.view().complete
 
 
 def test_a_coordinator_that_just_began_may_find_a_mesh() -> None:

@@ -251,12 +251,12 @@ def test_instances_that_compute_each_others_experts_are_shown_one_class() -> Non
     for name, kind in zip("abc", ("amx", "amx", "avx2"), strict=True):
         mesh.register(name)
         mesh.says(name, state=State.LOADING, numerics=named(kind))
-    shown = [member.numerics for member in mesh.membership.view().members]
+    shown = [member.numerics for member in mesh.registry.view().members]
     assert shown == [named("amx"), named("amx"), named("avx2")], "they compute nothing yet"
     for name in "abc":
         mesh.says(name, state=State.LOADED)
     mesh.all_enter("abc")
-    shown = [member.numerics for member in mesh.membership.view().members]
+    shown = [member.numerics for member in mesh.registry.view().members]
     assert shown == [combined([named("amx"), named("avx2")])] * 3
 
 

@@ -15,7 +15,7 @@ def fails(mesh: Mesh, evidence: Evidence = Evidence.CLOSED) -> None:
 
     Each member reports what it sees.
     """
-    form = next(form for form in mesh.forms.values() if form.epoch == mesh.membership.view().epoch)
+    form = next(form for form in mesh.forms.values() if form.epoch == mesh.registry.view().epoch)
     names = members(form)
     for name in names:
         suspects = [other for other in names if (name, other) in mesh.cut]
@@ -74,7 +74,7 @@ def test_of_two_who_lose_each_other_one_serves_on_and_the_other_is_let_back(pair
     assert "instance 1 is left out: no connection to instance 0" in pair.notes
     pair.enters("a")
     joins_again(pair, "b")
-    view = pair.membership.view()
+    view = pair.registry.view()
     assert [(each.state, each.phase) for each in view.members] == [
         (State.READY, ""),
         (State.LOADED, "left out: no connection to instance 0"),
@@ -88,7 +88,7 @@ def test_of_two_who_lose_each_other_one_serves_on_and_the_other_is_let_back(pair
     assert {members(form) for _, form in pair.new_forms()} == {"ab"}
     assert "instance 1 is let back: all reach it, and it them" in pair.notes
     pair.all_enter("ab")
-    assert pair.membership.view().waiting_for == ""
+    assert pair.registry.view().waiting_for == ""
 
 
 @pytest.mark.parametrize("way", [("a", "b"), ("b", "a")])
@@ -117,7 +117,7 @@ def test_of_two_halves_one_serves_on_at_once() -> None:
     mesh.split("ab", "cd")
     fails_often(mesh, 3, "abcd")
     assert members(mesh.forms["a"]) == "ab"
-    assert mesh.membership.view().epoch == mesh.forms["a"].epoch
+    assert mesh.registry.view().epoch == mesh.forms["a"].epoch
 
 
 def test_before_the_first_group_it_is_the_same() -> None:
@@ -130,7 +130,7 @@ def test_before_the_first_group_it_is_the_same() -> None:
     fails_often(mesh, 3, "ab")
     assert members(mesh.forms["a"]) == "a"
     mesh.enters("a")
-    assert [each.state for each in mesh.membership.view().members] == [State.READY]
+    assert [each.state for each in mesh.registry.view().members] == [State.READY]
 
 
 def test_a_newcomer_that_nobody_reaches_ends_no_step_and_is_tried_three_times(pair: Mesh) -> None:
@@ -158,7 +158,7 @@ def test_where_the_experts_do_not_fit_without_it_nobody_is_left_out_and_the_view
     mesh.split("a", "b")
     fails_often(mesh, 5, "ab")
     assert mesh.ranks() == [0, 1]
-    view = mesh.membership.view()
+    view = mesh.registry.view()
     assert view.waiting_for == (
         "a way to rank 1, without which the experts do not fit: it has no connection to instance 0"
     )
@@ -166,7 +166,7 @@ def test_where_the_experts_do_not_fit_without_it_nobody_is_left_out_and_the_view
     mesh.cut.clear()
     mesh.wait(6.0, "ab")
     mesh.all_enter("ab")
-    view = mesh.membership.view()
+    view = mesh.registry.view()
     assert view.waiting_for == ""
     assert {each.state for each in view.members} == {State.READY}
 
@@ -178,7 +178,7 @@ def test_connections_that_are_made_and_carry_nothing_are_taken_for_cut_when_nobo
 
     def breaks() -> None:
         pair.all_enter("ab")
-        epoch = pair.membership.view().epoch
+        epoch = pair.registry.view().epoch
         pair.wait(60.0, "ab")
         pair.lost("a", epoch, "b", Evidence.DEADLINE)
         pair.lost("b", epoch, "a", Evidence.DEADLINE)
@@ -205,14 +205,14 @@ def test_connections_that_are_made_and_carry_nothing_are_taken_for_cut_when_nobo
 def test_who_gives_a_group_up_is_not_taken_for_unreachable(pair: Mesh) -> None:
     for _ in range(6):
         pair.all_enter("ab")
-        pair.lost("a", pair.membership.view().epoch, "b", Evidence.CLOSED)
+        pair.lost("a", pair.registry.view().epoch, "b", Evidence.CLOSED)
         pair.answer("b")
         pair.wait(6.0, "ab")
     assert pair.ranks() == [0, 1]
-    assert pair.membership.view().waiting_for.startswith("a group that holds (epoch ")
-    assert "try 6 of the same members" in pair.membership.view().waiting_for
+    assert pair.registry.view().waiting_for.startswith("a group that holds (epoch ")
+    assert "try 6 of the same members" in pair.registry.view().waiting_for
     pair.all_enter("ab")
-    assert pair.membership.view().waiting_for == ""
+    assert pair.registry.view().waiting_for == ""
 
 
 def test_a_group_that_held_for_long_begins_the_count_anew(pair: Mesh) -> None:
@@ -232,17 +232,17 @@ def test_no_answer_is_no_evidence_and_holds_a_group_up_for_a_bounded_time(pair: 
     pair.split("a", "b")
     for _ in range(2):
         pair.all_enter("ab")
-        pair.lost("a", pair.membership.view().epoch, "b", Evidence.CLOSED)
+        pair.lost("a", pair.registry.view().epoch, "b", Evidence.CLOSED)
         pair.answer("b")
         pair.wait(6.0, "ab")
     pair.all_enter("ab")
-    epoch = pair.membership.view().epoch
+    epoch = pair.registry.view().epoch
     pair.lost("a", epoch, "b", Evidence.CLOSED)
     pair.answer("b")
     pair.wait(3.5, "ab")
-    assert pair.membership.view().epoch == epoch
+    assert pair.registry.view().epoch == epoch
     pair.wait(1.0, "ab")
-    assert (pair.membership.view().epoch, pair.ranks()) == (epoch + 1, [0, 1])
+    assert (pair.registry.view().epoch, pair.ranks()) == (epoch + 1, [0, 1])
 
 
 def test_a_death_does_not_wait_for_answers() -> None:
@@ -254,7 +254,7 @@ def test_a_death_does_not_wait_for_answers() -> None:
         fails(mesh)
         mesh.wait(6.0, "abc")
     fails(mesh)
-    epoch = mesh.membership.view().epoch
+    epoch = mesh.registry.view().epoch
     mesh.lost("a", epoch, "c", Evidence.EXITED)
     mesh.wait(0.25, "ab")
     assert members(mesh.forms["a"]) == "ab"
@@ -266,7 +266,7 @@ def test_who_is_left_out_and_ends_is_forgotten(pair: Mesh) -> None:
     pair.enters("a")
     joins_again(pair, "b")
     pair.leave("b")
-    assert repr(pair.membership._reach) == "<Reachability 1 sets of members failed, left out: []>"
+    assert repr(pair.registry._reach) == "<Reachability 1 sets of members failed, left out: []>"
 
 
 def record(rank: int, epoch: int = 1) -> Record:

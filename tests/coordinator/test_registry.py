@@ -70,8 +70,8 @@ def to(peer: bytes, instructions: list[Instruction]) -> list[FromCoordinator]:
     return [item.message for item in instructions if isinstance(item, Send) and item.peer == peer]
 
 
-def joined(membership: Registry, instance: str, rank: int | None = None, now: float = 0.0) -> int:
-    (welcome,) = to(instance.encode(), membership.handle(instance.encode(), register(instance, rank), now))
+def joined(registry: Registry, instance: str, rank: int | None = None, now: float = 0.0) -> int:
+    (welcome,) = to(instance.encode(), registry.handle(instance.encode(), register(instance, rank), now))
     assert isinstance(welcome, Welcome), welcome
     return welcome.rank
 
@@ -95,129 +95,129 @@ def lines_of(work: Callable[[], object]) -> int:
 
 
 def test_any_rank_is_the_lowest_free_one_that_nobody_reserved() -> None:
-    membership = Registry(Rules(size=4, reserved=(0, 1)))
-    assert joined(membership, "a") == 2
-    assert joined(membership, "b") == 3
-    assert joined(membership, "c") == 4, "the mesh grows beyond -dp"
-    assert joined(membership, "head", 0) == 0
+    registry = Registry(Rules(size=4, reserved=(0, 1)))
+    assert joined(registry, "a") == 2
+    assert joined(registry, "b") == 3
+    assert joined(registry, "c") == 4, "the mesh grows beyond -dp"
+    assert joined(registry, "head", 0) == 0
 
 
 def test_the_epoch_counts_changes_of_the_ready_set_only() -> None:
-    membership = Registry(Rules(size=2))
-    joined(membership, "a", 0)
-    assert membership.view().epoch == 0
-    assert to(b"a", membership.handle(b"a", heartbeat("a", State.LOADING), 1.0)) == [Beat(0, 1)]
-    assert to(b"a", membership.handle(b"a", heartbeat("a"), 1.5)) == [Beat(1, 1)]
-    assert to(b"a", membership.handle(b"a", heartbeat("a"), 2.0)) == [Beat(1, 1)]
-    joined(membership, "b", 1)
-    membership.handle(b"b", heartbeat("b"), 2.0)
-    assert membership.view().epoch == 2
-    membership.handle(b"b", heartbeat("b", State.DRAINING), 3.0)
-    assert membership.view().epoch == 3
-    membership.handle(b"b", Leave("b"), 3.0)
-    assert membership.view().epoch == 3, "a draining instance was out of the world already"
-    assert repr(membership) == "<Registry epoch 3 [0:ready] 0 watchers>"
+    registry = Registry(Rules(size=2))
+    joined(registry, "a", 0)
+    assert registry.view().epoch == 0
+    assert to(b"a", registry.handle(b"a", heartbeat("a", State.LOADING), 1.0)) == [Beat(0, 1)]
+    assert to(b"a", registry.handle(b"a", heartbeat("a"), 1.5)) == [Beat(1, 1)]
+    assert to(b"a", registry.handle(b"a", heartbeat("a"), 2.0)) == [Beat(1, 1)]
+    joined(registry, "b", 1)
+    registry.handle(b"b", heartbeat("b"), 2.0)
+    assert registry.view().epoch == 2
+    registry.handle(b"b", heartbeat("b", State.DRAINING), 3.0)
+    assert registry.view().epoch == 3
+    registry.handle(b"b", Leave("b"), 3.0)
+    assert registry.view().epoch == 3, "a draining instance was out of the world already"
+    assert repr(registry) == "<Registry epoch 3 [0:ready] 0 watchers>"
 
 
 def test_a_sign_of_life_costs_the_same_in_any_mesh() -> None:
     def lines(size: int) -> int:
-        membership = Registry(Rules(size=size))
+        registry = Registry(Rules(size=size))
         for rank in range(size):
-            joined(membership, f"i{rank}", rank)
-            membership.handle(f"i{rank}".encode(), heartbeat(f"i{rank}"), 1.0)
+            joined(registry, f"i{rank}", rank)
+            registry.handle(f"i{rank}".encode(), heartbeat(f"i{rank}"), 1.0)
         last = f"i{size - 1}"
-        assert to(b"w", membership.handle(b"w", heartbeat(last), 1.5)) == [Beat(size, size)]
-        return lines_of(lambda: membership.handle(b"w", heartbeat(last), 2.0))
+        assert to(b"w", registry.handle(b"w", heartbeat(last), 1.5)) == [Beat(size, size)]
+        return lines_of(lambda: registry.handle(b"w", heartbeat(last), 2.0))
 
     assert lines(200) == lines(5)
 
 
 def test_watchers_get_the_view_at_once_and_on_every_change() -> None:
-    membership = Registry(Rules(size=1))
-    (view,) = to(b"w", membership.handle(b"w", Watch("router"), 0.0))
+    registry = Registry(Rules(size=1))
+    (view,) = to(b"w", registry.handle(b"w", Watch("router"), 0.0))
     assert isinstance(view, View)
     assert view.waiting_for == "rank 0 to register"
-    (view,) = to(b"w", membership.handle(b"a", register("a", 0), 0.0))
+    (view,) = to(b"w", registry.handle(b"a", register("a", 0), 0.0))
     assert isinstance(view, View)
     assert view.waiting_for == "rank 0 (starting)"
-    (view,) = to(b"w", membership.handle(b"a", heartbeat("a"), 1.0))
+    (view,) = to(b"w", registry.handle(b"a", heartbeat("a"), 1.0))
     assert isinstance(view, View)
     assert (view.waiting_for, view.members[0].address, view.epoch) == ("", "tcp://a:1", 1)
-    assert to(b"w", membership.handle(b"a", heartbeat("a"), 2.0)) == [], "nothing new, nothing pushed"
-    membership.tick(20.0)
-    assert to(b"w", membership.handle(b"b", register("b", 1), 21.0)) == [], "a silent watcher is forgotten"
+    assert to(b"w", registry.handle(b"a", heartbeat("a"), 2.0)) == [], "nothing new, nothing pushed"
+    registry.tick(20.0)
+    assert to(b"w", registry.handle(b"b", register("b", 1), 21.0)) == [], "a silent watcher is forgotten"
 
 
 def test_a_silent_instance_is_taken_out_and_told_when_it_comes_back() -> None:
-    membership = Registry(Rules(size=2, member_timeout=5.0, loading_timeout=30.0))
-    joined(membership, "a", 0)
-    membership.handle(b"a", heartbeat("a"), 1.0)
-    joined(membership, "slow", 1, now=1.0)
-    assert membership.tick(6.0) == []
-    notes = [item for item in membership.tick(6.5) if isinstance(item, Note)]
+    registry = Registry(Rules(size=2, member_timeout=5.0, loading_timeout=30.0))
+    joined(registry, "a", 0)
+    registry.handle(b"a", heartbeat("a"), 1.0)
+    joined(registry, "slow", 1, now=1.0)
+    assert registry.tick(6.0) == []
+    notes = [item for item in registry.tick(6.5) if isinstance(item, Note)]
     assert notes == [Note("instance 0 taken out: silent for 5.5 s", warning=True)]
-    assert [member.rank for member in membership.view().members] == [1], "loading may be silent for longer"
-    assert membership.view().epoch == 2
-    assert to(b"a", membership.handle(b"a", heartbeat("a"), 7.0)) == [Unknown()]
-    assert joined(membership, "a", 0, now=7.0) == 0
+    assert [member.rank for member in registry.view().members] == [1], "loading may be silent for longer"
+    assert registry.view().epoch == 2
+    assert to(b"a", registry.handle(b"a", heartbeat("a"), 7.0)) == [Unknown()]
+    assert joined(registry, "a", 0, now=7.0) == 0
 
 
 def test_a_taken_rank_is_refused_once_its_holder_has_shown_life() -> None:
-    membership = Registry(Rules(size=2))
-    joined(membership, "a", 0)
-    membership.handle(b"a", heartbeat("a"), 1.0)
-    (answer,) = to(b"b", membership.handle(b"b", register("b", 0), 1.1))
+    registry = Registry(Rules(size=2))
+    joined(registry, "a", 0)
+    registry.handle(b"a", heartbeat("a"), 1.0)
+    (answer,) = to(b"b", registry.handle(b"b", register("b", 0), 1.1))
     assert isinstance(answer, AdmissionWait)
-    membership.handle(b"a", heartbeat("a"), 1.5)
-    (answer,) = to(b"b", membership.handle(b"b", register("b", 0), 1.6))
+    registry.handle(b"a", heartbeat("a"), 1.5)
+    (answer,) = to(b"b", registry.handle(b"b", register("b", 0), 1.6))
     assert answer == AdmissionRefused("rank 0 is taken by h (pid 1): choose another, or none")
-    (answer,) = to(b"c", membership.handle(b"c", register("c", 0), 5.0))
+    (answer,) = to(b"c", registry.handle(b"c", register("c", 0), 5.0))
     assert isinstance(answer, AdmissionWait), "the holder may have died since: that contest is over"
-    assert membership.tick(5.1) == []
-    membership.tick(7.0)
-    assert joined(membership, "c", 0, now=7.1) == 0
+    assert registry.tick(5.1) == []
+    registry.tick(7.0)
+    assert joined(registry, "c", 0, now=7.1) == 0
 
 
 def test_a_contest_that_was_abandoned_is_none() -> None:
-    membership = Registry(Rules(size=2, member_timeout=5.0))
-    joined(membership, "a", 0)
-    membership.handle(b"a", heartbeat("a"), 1.0)
-    (answer,) = to(b"b", membership.handle(b"b", register("b", 0), 1.1))
+    registry = Registry(Rules(size=2, member_timeout=5.0))
+    joined(registry, "a", 0)
+    registry.handle(b"a", heartbeat("a"), 1.0)
+    (answer,) = to(b"b", registry.handle(b"b", register("b", 0), 1.1))
     assert isinstance(answer, AdmissionWait)
     for now in range(2, 60):  # b was ended meanwhile; then a dies
-        membership.handle(b"a", heartbeat("a"), float(now))
+        registry.handle(b"a", heartbeat("a"), float(now))
     for now in (60.0, 62.0, 64.0):
-        (answer,) = to(b"c", membership.handle(b"c", register("c", 0), now))
+        (answer,) = to(b"c", registry.handle(b"c", register("c", 0), now))
         assert isinstance(answer, AdmissionWait), "a may have died after its last sign of life, as it has"
-        membership.tick(now)
-    membership.tick(64.1)
-    assert joined(membership, "c", 0, now=64.2) == 0
+        registry.tick(now)
+    registry.tick(64.1)
+    assert joined(registry, "c", 0, now=64.2) == 0
 
 
 def test_who_had_asked_for_no_rank_gets_another_than_the_one_it_was_given() -> None:
     """A newcomer reaches the restarted coordinator before the instance, which is still loading."""
-    standing = MemberState(register("a"))
-    standing.take(to(b"a", Registry(Rules(size=2)).handle(b"a", standing.register, 0.0))[0])
-    assert standing.register.rank == 0
+    member = MemberState(register("a"))
+    member.take(to(b"a", Registry(Rules(size=2)).handle(b"a", member.register, 0.0))[0])
+    assert member.register.rank == 0
     restarted = Registry(Rules(size=2))
     assert joined(restarted, "newcomer") == 0
-    standing.take(Unknown())
-    (welcome,) = to(b"a", restarted.handle(b"a", standing.register, 0.1))
-    standing.take(welcome)
-    assert standing.register.rank == 1
-    standing.take(Unknown())
-    assert standing.register.rank_was_given, "nor does it ask for this one"
+    member.take(Unknown())
+    (welcome,) = to(b"a", restarted.handle(b"a", member.register, 0.1))
+    member.take(welcome)
+    assert member.register.rank == 1
+    member.take(Unknown())
+    assert member.register.rank_was_given, "nor does it ask for this one"
 
 
 def test_a_rank_that_is_missing_is_named_though_another_has_left() -> None:
-    membership = Registry(Rules(size=2))
+    registry = Registry(Rules(size=2))
     for name, rank in (("a", 0), ("b", 1), ("c", 2)):
-        joined(membership, name, rank)
-        membership.handle(name.encode(), heartbeat(name), 0.1)
-    membership.handle(b"c", heartbeat("c", State.DRAINING), 0.2)
-    membership.handle(b"c", Leave("c"), 0.3)
-    membership.handle(b"serve", Exited(instance="b", how="was killed"), 0.4)
-    assert membership.view().waiting_for == "rank 1 to register"
+        joined(registry, name, rank)
+        registry.handle(name.encode(), heartbeat(name), 0.1)
+    registry.handle(b"c", heartbeat("c", State.DRAINING), 0.2)
+    registry.handle(b"c", Leave("c"), 0.3)
+    registry.handle(b"serve", Exited(instance="b", how="was killed"), 0.4)
+    assert registry.view().waiting_for == "rank 1 to register"
 
 
 def test_who_was_here_before_and_lost_its_rank_gets_another() -> None:
@@ -236,22 +236,22 @@ def test_who_was_here_before_and_lost_its_rank_gets_another() -> None:
 
 
 def test_a_rank_whose_holder_died_goes_to_the_newcomer() -> None:
-    membership = Registry(Rules(size=2, member_timeout=5.0))
-    joined(membership, "a", 0)
-    membership.handle(b"a", heartbeat("a"), 1.0)
+    registry = Registry(Rules(size=2, member_timeout=5.0))
+    joined(registry, "a", 0)
+    registry.handle(b"a", heartbeat("a"), 1.0)
     for now in (2.0, 4.0, 6.0):
-        (answer,) = to(b"b", membership.handle(b"b", register("b", 0), now))
+        (answer,) = to(b"b", registry.handle(b"b", register("b", 0), now))
         assert isinstance(answer, AdmissionWait)
-        membership.tick(now)
-    membership.tick(6.1)
-    assert joined(membership, "b", 0, now=6.2) == 0
+        registry.tick(now)
+    registry.tick(6.1)
+    assert joined(registry, "b", 0, now=6.2) == 0
 
 
 def test_registering_twice_is_harmless() -> None:
-    membership = Registry(Rules(size=2))
-    assert joined(membership, "a") == 0
-    assert joined(membership, "a") == 0
-    assert len(membership.view().members) == 1
+    registry = Registry(Rules(size=2))
+    assert joined(registry, "a") == 0
+    assert joined(registry, "a") == 0
+    assert len(registry.view().members) == 1
 
 
 @pytest.mark.parametrize(
@@ -274,54 +274,54 @@ def test_registering_twice_is_harmless() -> None:
     ],
 )
 def test_who_does_not_fit_is_refused_with_the_difference(message: Register, reason: str) -> None:
-    membership = Registry(Rules(size=2))
-    joined(membership, "a", 0)
-    assert to(b"b", membership.handle(b"b", message, 0.0)) == [AdmissionRefused(reason)]
-    assert len(membership.view().members) == 1, "nobody else notices"
+    registry = Registry(Rules(size=2))
+    joined(registry, "a", 0)
+    assert to(b"b", registry.handle(b"b", message, 0.0)) == [AdmissionRefused(reason)]
+    assert len(registry.view().members) == 1, "nobody else notices"
 
 
 def test_settings_that_need_not_agree_may_differ() -> None:
-    membership = Registry(Rules(size=2, settings=SETTINGS))
+    registry = Registry(Rules(size=2, settings=SETTINGS))
     other = msgspec.structs.replace(SETTINGS, model="/elsewhere/m", max_num_seqs=99)
-    (answer,) = to(b"a", membership.handle(b"a", register("a", settings=other), 0.0))
+    (answer,) = to(b"a", registry.handle(b"a", register("a", settings=other), 0.0))
     assert isinstance(answer, Welcome)
     assert answer.settings == SETTINGS
 
 
 def test_an_instance_without_a_model_waits_for_one_that_brings_it() -> None:
-    membership = Registry(Rules())
-    assert to(b"b", membership.handle(b"b", register("b", settings=None), 0.0)) == [
+    registry = Registry(Rules())
+    assert to(b"b", registry.handle(b"b", register("b", settings=None), 0.0)) == [
         AdmissionWait("no instance has brought a model yet")
     ]
-    joined(membership, "a")
-    (answer,) = to(b"b", membership.handle(b"b", register("b", settings=None), 1.0))
+    joined(registry, "a")
+    (answer,) = to(b"b", registry.handle(b"b", register("b", settings=None), 1.0))
     assert isinstance(answer, Welcome)
     assert (answer.rank, answer.settings) == (1, SETTINGS)
 
 
 def test_a_restarted_coordinator_learns_the_world_and_never_lowers_the_epoch() -> None:
-    membership = Registry(Rules(size=2))
-    assert to(b"a", membership.handle(b"a", heartbeat("a"), 0.0)) == [Unknown()]
-    membership.handle(b"a", register("a", 1, epoch=7), 0.1)
-    assert to(b"a", membership.handle(b"a", heartbeat("a"), 0.2)) == [Beat(8, 1)]
-    assert [member.rank for member in membership.view().members] == [1]
+    registry = Registry(Rules(size=2))
+    assert to(b"a", registry.handle(b"a", heartbeat("a"), 0.0)) == [Unknown()]
+    registry.handle(b"a", register("a", 1, epoch=7), 0.1)
+    assert to(b"a", registry.handle(b"a", heartbeat("a"), 0.2)) == [Beat(8, 1)]
+    assert [member.rank for member in registry.view().members] == [1]
 
 
 EXPERTS = msgspec.structs.replace(SETTINGS, enable_expert_parallel=True, data_parallel_size=2)
 
 
 def test_who_was_not_told_the_size_takes_what_depends_on_it_from_the_mesh() -> None:
-    membership = Registry(Rules(size=2, settings=EXPERTS))
-    (answer,) = to(b"a", membership.handle(b"a", register("a", 0, settings=SETTINGS), 0.0))
+    registry = Registry(Rules(size=2, settings=EXPERTS))
+    (answer,) = to(b"a", registry.handle(b"a", register("a", 0, settings=SETTINGS), 0.0))
     assert isinstance(answer, Welcome)
-    (answer,) = to(b"b", membership.handle(b"b", register("b", 1, size=2, settings=SETTINGS), 0.0))
+    (answer,) = to(b"b", registry.handle(b"b", register("b", 1, size=2, settings=SETTINGS), 0.0))
     assert isinstance(answer, AdmissionRefused)
     assert "-ep is False, the mesh has True" in answer.reason
 
 
 def test_no_message_makes_the_mesh_absurdly_large() -> None:
-    membership = Registry(Rules())
-    (answer,) = to(b"a", membership.handle(b"a", register("a", size=10**12), 0.0))
+    registry = Registry(Rules())
+    (answer,) = to(b"a", registry.handle(b"a", register("a", size=10**12), 0.0))
     assert answer == AdmissionRefused(f"-dp {10**12} is more than the 65536 instances that a mesh can have")
     everybody = range(65536)
     assert problem_with(register("b"), None, SETTINGS, everybody) == (

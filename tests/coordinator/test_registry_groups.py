@@ -39,7 +39,7 @@ def test_the_first_group_forms_once_all_have_their_weights() -> None:
     mesh.enters("a")
     mesh.says("a")
     assert mesh.new_forms() == []
-    assert mesh.membership.view().epoch == 1
+    assert mesh.registry.view().epoch == 1
 
 
 def test_what_a_larger_mesh_costs() -> None:
@@ -48,13 +48,13 @@ def test_what_a_larger_mesh_costs() -> None:
     def begun(size: int) -> Mesh:
         mesh = Mesh(size=size)
         mesh.begin(NAMES[:size])
-        assert mesh.membership.view().waiting_for == ""
+        assert mesh.registry.view().waiting_for == ""
         return mesh
 
     few, some, many = begun(4), begun(6), begun(8)
     beats = [lines_of(lambda mesh=mesh: mesh.says("c")) for mesh in (few, some, many)]
     assert len(set(beats)) == 1, beats
-    views = [lines_of(mesh.membership.view) for mesh in (few, some, many)]
+    views = [lines_of(mesh.registry.view) for mesh in (few, some, many)]
     assert views[2] - views[1] == views[1] - views[0], views
 
 
@@ -118,10 +118,10 @@ def test_a_group_that_broke_though_all_live_is_formed_again_at_once(mesh: Mesh) 
 def test_forming_again_and_again_is_slowed_down(mesh: Mesh) -> None:
     epochs = []
     for _ in range(200):
-        newest = mesh.membership.view().epoch
+        newest = mesh.registry.view().epoch
         mesh.lost("a", newest, "")
         mesh.answer("bc")
-        epochs.append(mesh.membership.view().epoch)
+        epochs.append(mesh.registry.view().epoch)
         mesh.wait(0.1, alive="abc")
     assert epochs[0] == 2
     assert 8 <= epochs[-1] <= 10, "0.2, 0.4 ... 5 s"
@@ -171,7 +171,7 @@ def test_who_waited_itself_does_not_stand_still(mesh: Mesh) -> None:
     mesh.answer("abc")
     mesh.wait(0.5, alive="abc")
     assert mesh.ranks() == [0, 1, 2]
-    assert mesh.membership.view().epoch == 2
+    assert mesh.registry.view().epoch == 2
 
 
 def test_who_stands_still_is_said_by_those_who_waited_only(mesh: Mesh) -> None:
@@ -245,7 +245,7 @@ def test_who_is_drained_is_let_go_with_the_group_without_it(mesh: Mesh) -> None:
     mesh.all_enter("ac")
     mesh.leave("b")
     mesh.wait(1.0, alive="ac")
-    assert mesh.membership.view().epoch == 2
+    assert mesh.registry.view().epoch == 2
 
 
 def test_the_last_ones_are_let_go_too(mesh: Mesh) -> None:
@@ -274,21 +274,21 @@ def test_experts_that_do_not_fit_wait_for_somebody() -> None:
     mesh.lost("b", 1, "a", Evidence.EXITED)
     mesh.answer("c")
     assert mesh.new_forms() == []
-    view = mesh.membership.view()
+    view = mesh.registry.view()
     assert view.waiting_for == "1 more instance: the 8 experts do not fit on 2"
     assert {member.state for member in view.members} == {State.LOADED}, "no router chooses them"
     mesh.register("d")
     mesh.says("d")
     assert {members(form) for _, form in mesh.new_forms()} == {"bcd"}
     mesh.all_enter("bcd")
-    assert {member.state for member in mesh.membership.view().members} == {State.READY}
+    assert {member.state for member in mesh.registry.view().members} == {State.READY}
 
 
 def test_more_instances_than_experts_are_refused(mesh: Mesh) -> None:
     for name in "defgh":
         mesh.register(name)
     message = register("i", None, settings=SPREAD)
-    (answer,) = to(b"i", mesh.membership.handle(b"i", message, 0.0))
+    (answer,) = to(b"i", mesh.registry.handle(b"i", message, 0.0))
     assert isinstance(answer, AdmissionRefused)
     assert answer.reason.startswith("the model's 8 experts are spread over as many instances")
 
@@ -305,7 +305,7 @@ def test_who_was_taken_out_and_lives_is_fenced_and_joins_again(mesh: Mesh) -> No
     assert isinstance(welcome, Welcome)
     assert welcome.fenced
     mesh.says("a", state=State.READY, epoch=0)
-    assert mesh.membership.view().members[0].state is State.READY, "in the group to come"
+    assert mesh.registry.view().members[0].state is State.READY, "in the group to come"
     assert {members(form) for _, form in mesh.new_forms()} == {"abc"}
 
 
@@ -365,7 +365,7 @@ def test_room_is_that_of_each_rank() -> None:
     mesh = Mesh(size=2, room=3, ranks=2)
     mesh.begin("ab")
     mesh.lost("a", 1, "b", Evidence.EXITED)
-    assert mesh.membership.view().waiting_for == "1 more instance: the 8 experts do not fit on 1"
+    assert mesh.registry.view().waiting_for == "1 more instance: the 8 experts do not fit on 1"
 
 
 def test_an_instance_whose_ranks_would_get_no_expert_is_refused() -> None:
@@ -374,9 +374,9 @@ def test_an_instance_whose_ranks_would_get_no_expert_is_refused() -> None:
     settings = msgspec.structs.replace(SPREAD, data_parallel_size=2, tensor_parallel_size=3)
     message = register("c", None, settings=settings)
     why = "the model's 8 experts are spread over 2 instances of 3 ranks each: one more gets none"
-    assert to(b"c", mesh.membership.handle(b"c", message, mesh.now)) == [AdmissionRefused(why)]
+    assert to(b"c", mesh.registry.handle(b"c", message, mesh.now)) == [AdmissionRefused(why)]
     back = msgspec.structs.replace(message, epoch=1)
-    assert to(b"c", mesh.membership.handle(b"c", back, mesh.now)) == [AdmissionWait(why)], (
+    assert to(b"c", mesh.registry.handle(b"c", back, mesh.now)) == [AdmissionWait(why)], (
         "it may serve elsewhere"
     )
 
@@ -387,9 +387,9 @@ def test_the_successor_of_one_that_may_be_dead_waits_for_its_place() -> None:
     settings = msgspec.structs.replace(SPREAD, data_parallel_size=2, tensor_parallel_size=3)
     message = register("c", None, settings=settings)
     mesh.wait(1.0, "a")
-    (answer,) = to(b"c", mesh.membership.handle(b"c", message, mesh.now))
+    (answer,) = to(b"c", mesh.registry.handle(b"c", message, mesh.now))
     assert isinstance(answer, AdmissionWait), "b is silent"
     mesh.wait(5.0, "a")
-    (answer,) = to(b"c", mesh.membership.handle(b"c", message, mesh.now))
+    (answer,) = to(b"c", mesh.registry.handle(b"c", message, mesh.now))
     assert isinstance(answer, Welcome)
     assert answer.rank == 1

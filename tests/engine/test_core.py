@@ -159,8 +159,8 @@ def test_tokens_come_out_by_router_and_nothing_stays(core: EngineCore) -> None:
     core.abort(PEER, [99])
     outputs: dict[bytes, list[int]] = {PEER: [], b"b": []}
     while core.has_work:
-        for peer, handout in core.step().items():
-            for last in handout:
+        for peer, outgoing in core.step().items():
+            for last in outgoing:
                 outputs[peer] += last.token_ids
     assert last.finish_reason is FinishReason.LENGTH
     assert outputs == {PEER: expected_output([1, 2, 3], 4), b"b": expected_output([4, 5], 4)}
@@ -237,7 +237,7 @@ def test_no_step_of_a_lockstep_on_cpus_is_long_while_somebody_decodes(rows: int,
 
 
 class LosesThird(Troubled):
-    """All pause once three steps are under way; the second one ends, and the third is lost."""
+    """A pause with three steps under way, the last of which is lost."""
 
     finished = 0
 
@@ -256,7 +256,10 @@ class LosesThird(Troubled):
 
 @pytest.mark.parametrize("length", [1, 4])
 def test_nothing_is_kept_for_a_router_that_is_gone(length: int) -> None:
-    """Tokens of a step that ended wait for the group. With only one of them the request has ended, too."""
+    """Tokens of a step that ended wait for the group.
+
+    With a single token the request has ended, too.
+    """
     executor = SimulatedExecutor(block_size=4, budget=32, max_rows=4, in_flight=3)
     trouble = LosesThird(random.Random(0), executor)
     config = EngineConfig(

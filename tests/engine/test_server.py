@@ -153,7 +153,7 @@ def run_until_idle(router: Router, stop_early: bool = False) -> None:
 @pytest.mark.parametrize(
     ("in_flight", "apart", "order"),
     [
-        # Whoever computes itself has nothing to hide the sending behind.
+        # An instance that computes itself has nothing to hide the sending behind.
         (1, False, ["compute 1", "send 1", "compute 2", "send 1", "compute 3", "send 1"]),
         # Workers compute the next step while the tokens of the last one go out; those of the last go at once.
         (
@@ -207,7 +207,7 @@ def test_tokens_that_are_done_are_sent_though_workers_are_lost() -> None:
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_whoever_stops_has_sent_all_that_is_done(apart: bool) -> None:
+def test_an_instance_that_stops_has_sent_all_that_is_done(apart: bool) -> None:
     """At the end of a drain that took too long, with a step behind it."""
     events: list[str] = []
     router = Router(Watched(events, computes_apart=apart), events)

@@ -27,7 +27,7 @@ def test_calls_go_to_the_newest_group() -> None:
     ends = [RenewableCommunicator(member) for member in thread_group(2)]
     later = thread_group(2)
     before = [end.renew(member) for end, member in zip(ends, later, strict=True)]
-    before[0].abort()  # whoever still waits in the one before
+    before[0].abort()  # for members that still wait in the one before
     results: dict[int, float] = {}
     threads = [
         threading.Thread(target=summed, args=(end, number + 1.0, results)) for number, end in enumerate(ends)

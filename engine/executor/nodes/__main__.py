@@ -32,6 +32,8 @@ from engine.executor.channel import ChannelClosed
 from engine.executor.ends import END_TIMEOUT, LocalWorker
 from engine.executor.messages import Begin, ToWorker
 from engine.executor.nodes.messages import (
+    ALIVE_INTERVAL,
+    SILENCE,
     Alive,
     Hire,
     Hired,
@@ -56,10 +58,6 @@ logger = logging.getLogger("engine.executor.nodes")
 
 ASK_INTERVAL = 0.3
 """Seconds between two tries to join."""
-ALIVE_INTERVAL = 0.2
-"""Seconds between two signs of life to the engine."""
-SILENCE = 10.0
-"""Seconds without a message after which the engine is gone, though connected."""
 SAY_INTERVAL = 5.0
 """Seconds between two log lines about what the host waits for."""
 LAST_WORDS = 0.2
@@ -101,7 +99,7 @@ class Node:
         self._over = asyncio.get_running_loop().create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(
-                number, self._end, Over(0, "told to stop: the instance ends")
+                number, self._end, Over(0, "asked to stop: the instance ends")
             )
         settings = self._own_settings()
         self._address = self._own_address()

@@ -30,6 +30,8 @@ from coordinator.rpc.rpc import AsyncListener, Peer, PortInUse
 from engine.config import EngineConfig
 from engine.executor.ends import LocalWorker, RelayedWorker, WorkerEnd
 from engine.executor.nodes.messages import (
+    ALIVE_INTERVAL,
+    SILENCE,
     Alive,
     Hire,
     Hired,
@@ -50,13 +52,6 @@ from parallel.topology import workers_of_node
 
 logger = logging.getLogger(__name__)
 
-ALIVE_INTERVAL = 0.2
-"""Seconds between two signs of life, both ways.
-
-A send to a host whose connection is gone fails.
-"""
-SILENCE = 10.0
-"""Seconds without any sign after which the other side is gone, though the connection stands."""
 SAY_INTERVAL = 5.0
 """Seconds between two log lines about missing hosts."""
 LEAVE_SECONDS = 0.5

@@ -11,6 +11,14 @@ import msgspec
 from coordinator.messages import Settings
 from engine.config import ModelConfig
 
+ALIVE_INTERVAL = 0.2
+"""Seconds between two signs of life, both ways.
+
+A send to a host whose connection is gone fails.
+"""
+SILENCE = 10.0
+"""Seconds without any sign after which the other side is gone, though the connection stands."""
+
 # ---- a host -> the engine
 
 

@@ -32,14 +32,14 @@ class Watched(Protocol):
     def num_in_flight(self) -> int: ...
 
     def reports(self) -> Mapping[int, InstanceReport]: ...
-    def standing(self) -> Mapping[int, InstanceHealth]: ...
+    def instance_health(self) -> Mapping[int, InstanceHealth]: ...
     def flights(self, most: int) -> Sequence[Flight]: ...
 
 
 def frame_of(mesh: Watched, faults: Faults, num_requests: int, front_end: int, now: float) -> Frame:
     """``now``: Unix time in seconds; ``num_requests``: in flight at all routers."""
     view = mesh.view
-    reports, standing = mesh.reports(), mesh.standing()
+    reports, health = mesh.reports(), mesh.instance_health()
     members = view.members if view is not None else []
     settings = view.settings if view is not None else None
     return Frame(
@@ -52,7 +52,7 @@ def frame_of(mesh: Watched, faults: Faults, num_requests: int, front_end: int, n
         front_end=front_end,
         num_instances=len(members),
         instances=[
-            _instance(member, reports.get(member.rank), standing.get(member.rank))
+            _instance(member, reports.get(member.rank), health.get(member.rank))
             for member in members[:MAX_INSTANCES]
         ],
         num_requests=num_requests,
@@ -63,9 +63,7 @@ def frame_of(mesh: Watched, faults: Faults, num_requests: int, front_end: int, n
     )
 
 
-def _instance(
-    member: Member, report: InstanceReport | None, standing: InstanceHealth | None
-) -> InstanceState:
+def _instance(member: Member, report: InstanceReport | None, health: InstanceHealth | None) -> InstanceState:
     return InstanceState(
         rank=member.rank,
         state=member.state.value,
@@ -76,7 +74,7 @@ def _instance(
         load=member.load,
         numerics=member.numerics,
         told=_told(report) if report is not None else None,
-        router=standing,
+        router=health,
     )
 
 

@@ -139,7 +139,7 @@ class Qwen3Coder(Tagged):
 
 
 class SeedOss(Qwen3Coder):
-    """The same in ``<seed:tool_call>``."""
+    """Calls as of :class:`Qwen3Coder`, in ``<seed:tool_call>``."""
 
     calls = ("<seed:tool_call>", "</seed:tool_call>")
     markers = calls

@@ -19,12 +19,12 @@ def test_gaps_count_little() -> None:
 
 @pytest.mark.parametrize(("pause", "gone"), [(60.0, []), (0.0, [0, 1])], ids=["paused", "awake"])
 def test_a_paused_coordinator_takes_nobody_out(pause: float, gone: list[int]) -> None:
-    time, membership = OwnTime(), Registry(Rules(size=2, member_timeout=5.0))
+    time, registry = OwnTime(), Registry(Rules(size=2, member_timeout=5.0))
     for rank, name in enumerate("ab"):
-        joined(membership, name, rank, now=time.at(10.0))
-        membership.handle(name.encode(), heartbeat(name), time.at(10.0))
-    notes = membership.tick(time.at(10.0 + pause))
+        joined(registry, name, rank, now=time.at(10.0))
+        registry.handle(name.encode(), heartbeat(name), time.at(10.0))
+    notes = registry.tick(time.at(10.0 + pause))
     for tick in range(1, 10 if pause else 110):
-        notes += membership.tick(time.at(10.0 + pause + 0.05 * tick))
+        notes += registry.tick(time.at(10.0 + pause + 0.05 * tick))
     taken_out = [note.text for note in notes if isinstance(note, Note) and "taken out" in note.text]
     assert [int(text.split()[1]) for text in taken_out] == gone

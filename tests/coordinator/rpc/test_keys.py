@@ -161,7 +161,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_whoever_has_another_key_or_none_is_told_so_and_counted(
+def test_a_peer_with_another_key_or_none_is_refused_and_counted(
     case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     theirs, mine, reason = REFUSALS[case]

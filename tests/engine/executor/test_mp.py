@@ -193,7 +193,7 @@ class SilentCrew:
 
 
 @pytest.mark.parametrize(("stages", "ranks", "answers"), [(2, 1, 1), (1, 2, 0), (2, 2, 2)])
-def test_whoever_answers_and_hangs_is_not_waited_for(
+def test_a_worker_that_answers_and_hangs_is_not_waited_for(
     directory: Path, stages: int, ranks: int, answers: int
 ) -> None:
     """Without the first rank of the last stage no other worker need miss anything."""

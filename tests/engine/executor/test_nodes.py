@@ -180,3 +180,24 @@ def test_a_worker_that_takes_nothing_keeps_no_others_waiting() -> None:
     assert asyncio.run(tell()) == messages
     busy.channel.close()
     busy.forget()
+
+
+def test_nothing_more_is_passed_to_a_worker_that_is_out_of_reach() -> None:
+    passed: list[bytes] = []
+
+    def send(payload: bytes) -> bool:
+        passed.append(payload)
+        return len(passed) < 2
+
+    async def forward() -> None:
+        worker = RelayedWorker("W1", "there", "1", "", 0)
+        worker.forward(asyncio.get_running_loop(), send)
+        for payload in (b"1", b"2", b"3", b"4"):
+            worker.channel.send(payload)
+            for _ in range(3):
+                await asyncio.sleep(0)  # the loop looks at its descriptors
+        worker.channel.close()
+        worker.forget()
+
+    asyncio.run(forward())
+    assert passed == [b"1", b"2"]

@@ -101,7 +101,7 @@ class Instance:
         self.pauses = threading.Event()
         self._wake = threading.Event()
         self._stop = threading.Event()
-        self.pace = Elastic(
+        self.elastic = Elastic(
             name,
             self.weights,  # type: ignore[arg-type]
             self,
@@ -112,7 +112,7 @@ class Instance:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    # what the pace tells the mesh
+    # what the mesh gets
 
     def report(self, lost: Lost) -> None:
         self.reports.append(lost)
@@ -134,29 +134,29 @@ class Instance:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                self.fenced += self.pace.is_fenced()
-                turn = self.pace.turn()
+                self.fenced += self.elastic.is_fenced()
+                turn = self.elastic.turn()
                 if isinstance(turn, LeaveMesh):
                     self.ended = True
                     return
                 if self.leaves:
-                    self.pace.drained()
-                if isinstance(turn, AwaitGroup) or not (self.tokens or self.pace.must_step):
+                    self.elastic.drained()
+                if isinstance(turn, AwaitGroup) or not (self.tokens or self.elastic.must_step):
                     self._wake.wait(0.02)
                     self._wake.clear()
                     continue
                 if self.tokens:
-                    self.pace.notice_work()
+                    self.elastic.notice_work()
                 while self.pauses.is_set():
                     time.sleep(0.001)
                 try:
-                    self.steps += self.pace.agree(self.tokens, 0, 0).runs
+                    self.steps += self.elastic.agree(self.tokens, 0, 0).runs
                 except CollectiveError as error:
-                    self.pace.failed(error)
+                    self.elastic.failed(error)
         except NoGroup as error:
             self.error = error
         finally:
-            self.pace.close()
+            self.elastic.close()
 
     def end(self) -> None:
         self._stop.set()
@@ -172,7 +172,7 @@ def three() -> Iterator[list[Instance]]:
     instances = [Instance(name, meeting) for name in "abc"]
     yield instances
     for instance in instances:  # the ones that wait in a collective come out when the first one aborts
-        instance.pace.on_fenced()
+        instance.elastic.on_fenced()
     for instance in instances:
         instance.end()
 
@@ -184,12 +184,12 @@ def work(*instances: Instance) -> None:
     """
     for instance in instances:
         instance.tokens = 1
-        instance.pace._wake_loop()
+        instance.elastic._wake_loop()
 
 
 def tell(instances: list[Instance], form: GroupPlan) -> None:
     for instance in instances:
-        instance.pace.on_form(form)
+        instance.elastic.on_form(form)
 
 
 def in_epoch(epoch: int, *instances: Instance) -> None:
@@ -201,7 +201,7 @@ def test_they_enter_join_and_leave_by_agreement(three: list[Instance]) -> None:
     tell([a, b], form(1, "a", "b"))
     in_epoch(1, a, b)
     assert (a.weights.held, b.weights.held) == ([0, 1, 2], [3, 4, 5])
-    until(lambda: not a.pace.must_step and not b.pace.must_step)  # asleep
+    until(lambda: not a.elastic.must_step and not b.elastic.must_step)  # asleep
     tell(three, form(2, "a", "b", "c"))
     in_epoch(2, a, b, c)
     assert [instance.weights.held for instance in three] == [[0, 1], [2, 3], [4, 5]]
@@ -215,8 +215,8 @@ def test_they_enter_join_and_leave_by_agreement(three: list[Instance]) -> None:
     until(lambda: b.ended)
     steps = a.steps
     until(lambda: a.steps > steps + 10)
-    assert a.pace.times.changes == 2
-    assert a.pace.times.recoveries == 0
+    assert a.elastic.times.changes == 2
+    assert a.elastic.times.recoveries == 0
     assert not any(instance.reports for instance in three)
 
 
@@ -247,9 +247,9 @@ def test_a_loss_ends_a_waiting_collective_at_once(three: list[Instance]) -> None
     assert time.monotonic() - began < 1.0
     steps = a.steps
     until(lambda: a.steps > steps + 10)
-    assert a.pace.times.recoveries == 1
+    assert a.elastic.times.recoveries == 1
     assert a.weights.held == [0, 1, 2]
-    c.pace.on_fenced()
+    c.elastic.on_fenced()
     c.pauses.clear()
     until(lambda: c.fenced == 1)
     tell(three, form(3, "a", "b", "c"))
@@ -261,10 +261,10 @@ def test_a_failed_collective_is_reported_once_and_waited_out(three: list[Instanc
     a, b, c = three
     tell(three, form(1, "a", "b", "c"))
     in_epoch(1, a, b, c)
-    until(lambda: not any(instance.pace.must_step for instance in three))
-    group = c.pace._current.group  # type: ignore[union-attr]
+    until(lambda: not any(instance.elastic.must_step for instance in three))
+    group = c.elastic._current.group  # type: ignore[union-attr]
     assert group is not None
-    c.pace._lost(c.pace._current, [1], "exited", "its process", "rank 1 has died")  # type: ignore[arg-type]
+    c.elastic._lost(c.elastic._current, [1], "exited", "its process", "rank 1 has died")  # type: ignore[arg-type]
     (lost,) = c.reports
     assert (lost.epoch, lost.suspects, lost.evidence) == (1, ("b",), Evidence.EXITED)
     until(lambda: c.phases == ["waits", "waits"])
@@ -292,8 +292,8 @@ def test_a_newcomer_that_can_be_in_no_group_ends(three: list[Instance]) -> None:
     def connect(form: GroupPlan, should_stop: Callable[[], bool]) -> Communicator:
         raise ValueError("shared memory needs all instances on one host")
 
-    a.pace._connect = connect
-    a.pace.on_form(form(1, "a"))
+    a.elastic._connect = connect
+    a.elastic.on_form(form(1, "a"))
     until(lambda: a.error is not None)
     assert "the group of epoch 1 cannot form: shared memory needs" in str(a.error)
 
@@ -302,16 +302,16 @@ def test_a_group_that_does_not_form_is_reported(three: list[Instance]) -> None:
     a, b, _ = three
     tell([a, b], form(1, "a", "b"))
     in_epoch(1, a, b)
-    connect = a.pace._connect
+    connect = a.elastic._connect
 
     def fail(form: GroupPlan, should_stop: Callable[[], bool]) -> Communicator:
         raise CollectiveError("rank 2 has died", 2, "exited")
 
-    a.pace._connect = fail
+    a.elastic._connect = fail
     tell(three, form(2, "a", "b", "c"))
     until(lambda: a.reports)
     assert (a.reports[0].epoch, a.reports[0].suspects) == (2, ("c",))
-    a.pace._connect = connect
+    a.elastic._connect = connect
     work(a, b)
     until(lambda: a.steps > 10)  # the group before goes on
     tell([a, b], form(3, "a", "b"))
@@ -328,7 +328,7 @@ def test_whatever_keeps_a_group_from_forming_is_reported(
         raise error
 
     a.weights.prepare = prepare
-    a.pace.on_form(form(1, "a"))
+    a.elastic.on_form(form(1, "a"))
     until(lambda: a.reports)
     assert a.reports[0].epoch == 1
     assert f"the group of epoch 1 cannot form: {str(error) or 'MemoryError'}" in caplog.text

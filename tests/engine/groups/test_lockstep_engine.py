@@ -128,10 +128,10 @@ def quick_turns() -> Iterator[None]:
     sys.setswitchinterval(interval)
 
 
-class ThreadPace:
+class ThreadStepping:
     """:class:`engine.groups.stepping.InLockstep` with wakes that are calls."""
 
-    def __init__(self, group: ThreadCommunicator, peers: list[ThreadPace]) -> None:
+    def __init__(self, group: ThreadCommunicator, peers: list[ThreadStepping]) -> None:
         self._group = group
         self._peers = peers
         self._lock = threading.Lock()
@@ -185,7 +185,7 @@ class Mesh:
         )
         self.info = read_model_info(directory)
         self.placement = assign_experts(self.info.num_experts, layout.dp * layout.tp, layout.strategy)
-        self.paces: list[ThreadPace] = []
+        self.steppings: list[ThreadStepping] = []
         self.executors: list[Any] = []
         self.cores: list[EngineCore] = []
         groups = [thread_group(layout.dp * layout.tp) for _ in range(layout.pp)]
@@ -201,11 +201,11 @@ class Mesh:
                 executor.join(groups, self.placement)
             else:
                 executor.join(groups[0][member.rank], self.placement)
-            pace = ThreadPace(member, self.paces)
-            self.paces.append(pace)
+            stepping = ThreadStepping(member, self.steppings)
+            self.steppings.append(stepping)
             self.executors.append(executor)
             self.cores.append(
-                EngineCore(own, self.info, executor, pace, num_blocks=NUM_BLOCKS, max_model_len=512)
+                EngineCore(own, self.info, executor, stepping, num_blocks=NUM_BLOCKS, max_model_len=512)
             )
 
     def _executor(self, config: EngineConfig, layout: Layout, rank: int) -> Any:
@@ -222,7 +222,7 @@ class Mesh:
 def run_instances(directory: Path, layout: Layout) -> tuple[list[list[int]], Mesh]:
     """Outputs of all requests, and the mesh that served them."""
     mesh, size = Mesh(directory, layout), layout.dp
-    cores, peers = mesh.cores, mesh.paces
+    cores, peers = mesh.cores, mesh.steppings
     rng = random.Random(size)
     inboxes: list[list[tuple[float, Submit]]] = [[] for _ in range(size)]
     for index in range(NUM_REQUESTS):
@@ -238,7 +238,7 @@ def run_instances(directory: Path, layout: Layout) -> tuple[list[list[int]], Mes
     for thread in threads:
         thread.start()
     until(lambda: all(len(outputs[index]) == length(index) for index in outputs))
-    until(lambda: not any(pace.must_step for pace in peers))
+    until(lambda: not any(stepping.must_step for stepping in peers))
     done.set()
     for thread in threads:
         thread.join(60)
@@ -275,13 +275,15 @@ def test_spread_experts_give_the_same_tokens(
     shape = LAYOUTS[layout]
     outputs, mesh = run_instances(directory, shape)
     assert outputs == reference
-    assert len({pace.lockstep.step for pace in mesh.paces}) == 1, "all have passed through the same steps"
-    assert all(pace.sleeps > 0 for pace in mesh.paces)
+    assert len({stepping.lockstep.step for stepping in mesh.steppings}) == 1, (
+        "all have passed through the same steps"
+    )
+    assert all(stepping.sleeps > 0 for stepping in mesh.steppings)
     counters = [core.scheduler.counters() for core in mesh.cores]
     assert sum(each.preemptions for each in counters) > 0
     assert sum(each.prefix_cache_hits for each in counters) > 0
     if shape.dp > 1:
-        assert sum(pace.empty_steps for pace in mesh.paces) > 0, "nobody took part without tokens"
+        assert sum(stepping.empty_steps for stepping in mesh.steppings) > 0, "nobody took part without tokens"
 
 
 @pytest.mark.parametrize(

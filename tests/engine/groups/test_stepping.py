@@ -29,22 +29,22 @@ class Member:
             self._context, "tcp://127.0.0.1:*", ToInstance, name="member"
         )
         self._group = group
-        self.pace: InLockstep
+        self.lockstep: InLockstep
 
     def meet(self, other: Member) -> None:
-        self.pace = InLockstep(self._group, EPOCH, [other.listener.endpoint])
+        self.lockstep = InLockstep(self._group, EPOCH, [other.listener.endpoint])
 
     def agree(self, num_tokens: int) -> stepping.Agreement:
-        return self.pace.agree(num_tokens, 0, 0, 0, EPOCH)
+        return self.lockstep.agree(num_tokens, 0, 0, 0, EPOCH)
 
     def take_wakes(self) -> bool:
         """Whether this instance is awake, after all messages that have come."""
         while (received := self.listener.receive()) is not None:
-            self.pace.on_wake(received[1])
-        return self.pace.must_step
+            self.lockstep.on_wake(received[1])
+        return self.lockstep.must_step
 
     def close(self) -> None:
-        self.pace.close()
+        self.lockstep.close()
         self.listener.close()
         self._context.destroy(linger=0)
 
@@ -67,7 +67,7 @@ def test_a_woken_instance_wakes_its_peers_when_the_step_does_not_begin(
     """Somebody has sent a wake to the first alone."""
     monkeypatch.setattr(stepping, "PASS_ON_AFTER", 0.1)
     first, second = members
-    first.pace.on_wake(Wake(EPOCH, 1))
+    first.lockstep.on_wake(Wake(EPOCH, 1))
     with ThreadPoolExecutor() as threads:
         agreed = threads.submit(first.agree, 5)  # waits for the second
         until(second.take_wakes, 10)
@@ -76,13 +76,13 @@ def test_a_woken_instance_wakes_its_peers_when_the_step_does_not_begin(
 
 def test_a_wake_for_a_step_far_ahead_leaves_the_next_request_alone(members: tuple[Member, Member]) -> None:
     first, second = members
-    first.pace.on_wake(Wake(EPOCH, 2**62))
-    assert not first.pace.must_step
-    first.pace.notice_work()
+    first.lockstep.on_wake(Wake(EPOCH, 2**62))
+    assert not first.lockstep.must_step
+    first.lockstep.notice_work()
     with ThreadPoolExecutor() as threads:
         agreed = threads.submit(first.agree, 5)
         until(second.take_wakes, 10)
         assert second.agree(0).sizes == agreed.result().sizes == (5, 0)
     with ThreadPoolExecutor() as threads:
         assert all(each.pauses for each in threads.map(lambda member: member.agree(0), members))
-    assert not first.pace.must_step
+    assert not first.lockstep.must_step

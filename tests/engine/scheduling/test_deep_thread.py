@@ -20,7 +20,7 @@ def panic() -> None:
     raise Panic("in Rust")
 
 
-def test_a_panic_reaches_whoever_waits_and_not_the_next() -> None:
+def test_a_panic_reaches_the_caller_that_waits_and_not_the_next() -> None:
     thread = DeepThread("test")
     failed, after = thread.submit(panic), thread.submit(lambda: 7)
     with pytest.raises(Panic):

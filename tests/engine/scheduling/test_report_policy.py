@@ -14,27 +14,27 @@ IDLE = LoadSnapshot(
 )  # fmt: skip
 
 
-def report_of(standing: LoadSnapshot, last_dispatch: int) -> InstanceReport:
-    counters = Counters(generation_tokens=standing.generation_tokens, steps=standing.steps)
+def report_of(snapshot: LoadSnapshot, last_dispatch: int) -> InstanceReport:
+    counters = Counters(generation_tokens=snapshot.generation_tokens, steps=snapshot.steps)
     return InstanceReport(
         last_dispatch,
-        standing.running,
-        standing.waiting,
-        standing.waiting_tokens,
-        standing.blocks_used,
+        snapshot.running,
+        snapshot.waiting,
+        snapshot.waiting_tokens,
+        snapshot.blocks_used,
         100,
         counters,
-        uncached_tokens=standing.uncached_tokens,
-        queued=standing.queued,
+        uncached_tokens=snapshot.uncached_tokens,
+        queued=snapshot.queued,
     )
 
 
 def told(events: list[tuple[float, int, LoadSnapshot]]) -> list[float]:
     """The moments of sending tokens at which a report goes along."""
-    news, found = ReportPolicy(), []
-    for now, last_dispatch, standing in events:
-        if news.go_along(standing, last_dispatch, now):
-            news.sent(report_of(standing, last_dispatch), now)
+    policy, found = ReportPolicy(), []
+    for now, last_dispatch, snapshot in events:
+        if policy.goes_along(snapshot, last_dispatch, now):
+            policy.sent(report_of(snapshot, last_dispatch), now)
             found.append(now)
     return found
 
@@ -61,29 +61,31 @@ def test_what_is_chosen_by_goes_with_the_next_tokens_and_counts_from_time_to_tim
 
 
 def test_alone_only_after_a_while_and_if_it_is_news() -> None:
-    news = ReportPolicy()
-    assert news.may_go_alone(0.0)
+    policy = ReportPolicy()
+    assert policy.may_go_alone(0.0)
     first = report_of(IDLE, 0)
-    assert news.are_in(first)
-    news.sent(first, 1.0)
-    assert not news.may_go_alone(1.0 + WITHOUT_TOKENS / 2)
-    assert news.may_go_alone(1.0 + WITHOUT_TOKENS)
-    assert not news.are_in(first)
-    assert news.are_in(report_of(IDLE._replace(steps=1), 0))
+    assert policy.is_new(first)
+    policy.sent(first, 1.0)
+    assert not policy.may_go_alone(1.0 + WITHOUT_TOKENS / 2)
+    assert policy.may_go_alone(1.0 + WITHOUT_TOKENS)
+    assert not policy.is_new(first)
+    assert policy.is_new(report_of(IDLE._replace(steps=1), 0))
 
 
-STANDINGS = st.builds(LoadSnapshot, *[st.integers(0, 2)] * 8)
+SNAPSHOTS = st.builds(LoadSnapshot, *[st.integers(0, 2)] * 8)
 
 
-@given(st.lists(st.tuples(st.floats(0.0, 0.04), st.integers(0, 2), STANDINGS), max_size=40))
-def test_whoever_gets_tokens_chooses_by_what_is_true(events: list[tuple[float, int, LoadSnapshot]]) -> None:
+@given(st.lists(st.tuples(st.floats(0.0, 0.04), st.integers(0, 2), SNAPSHOTS), max_size=40))
+def test_a_router_that_gets_tokens_chooses_by_what_is_true(
+    events: list[tuple[float, int, LoadSnapshot]],
+) -> None:
     """Load counts are exact with each report; other facts are a moment old."""
-    news, now, knows, knew_at = ReportPolicy(), 0.0, report_of(IDLE, 0), float("-inf")
-    for passed, last_dispatch, standing in events:
+    policy, now, knows, knew_at = ReportPolicy(), 0.0, report_of(IDLE, 0), float("-inf")
+    for passed, last_dispatch, snapshot in events:
         now += passed
-        if news.go_along(standing, last_dispatch, now):
-            knows, knew_at = report_of(standing, last_dispatch), now
-            news.sent(knows, now)
-        assert (knows.last_dispatch, knows.running, knows.waiting) == (last_dispatch, *standing[:2])
-        assert (knows.waiting_tokens, knows.uncached_tokens, knows.queued) == standing[2:5]
+        if policy.goes_along(snapshot, last_dispatch, now):
+            knows, knew_at = report_of(snapshot, last_dispatch), now
+            policy.sent(knows, now)
+        assert (knows.last_dispatch, knows.running, knows.waiting) == (last_dispatch, *snapshot[:2])
+        assert (knows.waiting_tokens, knows.uncached_tokens, knows.queued) == snapshot[2:5]
         assert now - knew_at < WITH_TOKENS

@@ -93,7 +93,7 @@ def test_spreading_is_the_default_and_idle_instances_take_part_and_sleep_costs_n
         assert found[_of(1, "longest_step_seconds")] > 0
         engines = [command.child("Engine_0"), command.child("Engine_1")]
         time.sleep(1.0)
-        for _ in range(3):  # whoever else computes on this machine makes it look dearer
+        for _ in range(3):  # others that compute on this machine make it look dearer
             used = rest(engines)
             if max(used) < REST * 0.01:
                 break

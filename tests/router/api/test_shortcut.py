@@ -24,7 +24,7 @@ from router.api.streaming import EventStream
 from router.dispatch.delivery import Delivery
 from router.dispatch.ledger import Entry, Ledger
 from router.dispatch.stream import Stream
-from router.http.connection import EXTENSION
+from router.http.connection import EXTENSION, TimedWriter
 from router.mesh import MeshError, Prompt
 from router.metrics.metrics import Metrics
 from router.text.text_model import TextModel
@@ -81,7 +81,7 @@ def test_everything_comes_once_and_in_order(seed: int) -> None:
     async def run() -> None:
         entry = Entry(Prompt("id", [5], SamplingParams(), 1))
         stream, ledger, seen, takers = Stream(Owner(), entry), Ledger(), [], []
-        passing = Delivery(ledger, {entry: stream}, lambda _: None)
+        delivery = Delivery(ledger, {entry: stream}, lambda _: None)
         is_open = False
 
         class Sink:
@@ -106,9 +106,9 @@ def test_everything_comes_once_and_in_order(seed: int) -> None:
                     await asyncio.sleep(0)
 
         def bring(*deltas: Delta) -> None:
-            handout = OutgoingTokens(deltas)
-            passing.singles("a", [9999, 7, *handout.singles])  # one that has left
-            passing.deltas("a", handout.deltas)
+            outgoing = OutgoingTokens(deltas)
+            delivery.singles("a", [9999, 7, *outgoing.singles])  # one that has left
+            delivery.deltas("a", outgoing.deltas)
 
         stream.hand_over(Sink())
         reader = asyncio.create_task(read())
@@ -162,13 +162,13 @@ def test_what_the_shortcut_raises_is_the_readers(is_single: bool) -> None:
             streams[entry] = stream = Stream(Owner(), entry)
             stream.hand_over(sink)
             readers.append(asyncio.create_task(read(stream)))
-        passing = Delivery(ledger, streams, lambda _: None)
+        delivery = Delivery(ledger, streams, lambda _: None)
         await asyncio.sleep(0)
         if is_single:
-            passing.singles("a", [1, 5, 2, 6])
+            delivery.singles("a", [1, 5, 2, 6])
         else:
-            passing.deltas("a", [Delta(1, [5, 6]), Delta(2, [6, 7])])
-        passing.deltas("a", [Delta(1, [8], FinishReason.LENGTH)])  # before the reader has had its turn
+            delivery.deltas("a", [Delta(1, [5, 6]), Delta(2, [6, 7])])
+        delivery.deltas("a", [Delta(1, [8], FinishReason.LENGTH)])  # before the reader has had its turn
         with pytest.raises(RuntimeError, match="cannot be written"):
             await asyncio.wait_for(readers[0], 5)
         assert seen == ([6] if is_single else [6, 7])
@@ -301,6 +301,18 @@ def test_no_comment_goes_into_a_stream_that_is_not_silent(
     began = time.monotonic()
     asyncio.run(run())
     assert time.monotonic() - began > 0.4, "longer than a comment would have waited"
+
+
+def test_a_timed_writer_notes_only_what_it_wrote() -> None:
+    client = WritingClient(0)
+    writer = TimedWriter(client)
+    part = writer.part(b"<", b">")
+    assert not part.write(b"nothing has begun")
+    assert writer.wrote_at == 0.0
+    client.messages.append({"type": "http.response.start", "status": 200, "headers": []})
+    while not part.write(b"text"):
+        assert writer.wrote_at == 0.0
+    assert writer.wrote_at > 0.0
 
 
 # ---- the real server

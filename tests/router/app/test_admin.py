@@ -32,7 +32,7 @@ class World:
         self.wishes: list[Drain | Scale] = []
         self.answer: tuple[int, str] | None = (202, "done")
 
-    def standing(self) -> Mapping[int, InstanceHealth]:
+    def instance_health(self) -> Mapping[int, InstanceHealth]:
         return {0: InstanceHealth(attached=True, failures=1, in_flight=3)}
 
     num_in_flight = 1200

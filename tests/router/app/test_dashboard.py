@@ -71,7 +71,7 @@ class Watched:
             1: InstanceReport(1, 0, 0, 0, 0, 100, COUNTERS),
         }
 
-    def standing(self) -> dict[int, InstanceHealth]:
+    def instance_health(self) -> dict[int, InstanceHealth]:
         return {0: InstanceHealth(attached=True, failures=0, in_flight=2)}
 
     def flights(self, most: int) -> list[Flight]:

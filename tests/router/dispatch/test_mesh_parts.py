@@ -116,7 +116,7 @@ def test_who_holds_a_request_is_preferred() -> None:
         large.dispatch(1, 0.0)
     assert chooser.choose(entry(63), 0.0) is small, "it has less to do"
     assert chooser.choose(entry(64), 0.0) is large
-    assert chooser.choose(entry(500), 0.0) in (small, large), "whoever gets it says what is wrong"
+    assert chooser.choose(entry(500), 0.0) in (small, large), "the one that gets it says what is wrong"
     large.attached = False
     with pytest.raises(MeshError, match="no instance that is ready holds the 100 tokens") as caught:
         chooser.choose(entry(100, owed=True), 0.0)

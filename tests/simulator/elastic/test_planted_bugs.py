@@ -204,7 +204,7 @@ PLANTED: dict[type[Any], tuple[str, set[Rule]]] = {
     FormsAtOnceAfterARestart: ("coordinator.registry.Epochs", {Rule.ONE_GROUP, Rule.RECOVERS, Rule.ALIVE}),
     ForgetsTheNumbersBeforeARestart: (
         "coordinator.registry.Epochs",
-        {Rule.RISING, Rule.RECOVERS, Rule.ALIVE},  # who ignores its Forms as stale is never ready
+        {Rule.RISING, Rule.RECOVERS, Rule.ALIVE},  # one that ignores its plans as stale is never ready
     ),
     MakesTwoChangesAtOnce: ("coordinator.registry.Epochs", {Rule.SMOOTH, Rule.RECOVERS}),
     NeverLetsALeaverGo: ("coordinator.registry.Epochs", {Rule.LEFT}),
