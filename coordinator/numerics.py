@@ -2,7 +2,8 @@
 
 Instances of one class give equal token ids and log-probabilities for equal weights, request and seed, if the
 class is *invariant*: the native step computes each row by itself. Where torch's operators compute, the bits
-of a row depend on the rows beside it, and the class is *variant*.
+of a row depend on the rows beside it, and the class is *variant*, unless they compute in blocks of fixed size
+(``--batch-invariant``).
 
 The facts are those that were seen to change bits. Pipeline stages, spread experts, the size of a step and
 compressed weights were seen not to, so they are none of the facts. The engine collects them
@@ -40,6 +41,13 @@ class Arithmetic(msgspec.Struct, frozen=True):
     """Name of the attention backend."""
     layers: tuple[int, int] = (0, 0)
     """Numbers of the layers computed there: [first, stop)."""
+    batch_invariant: bool = False
+    """Whether torch's operators compute in blocks of fixed size."""
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether a row's bits do not depend on the rows beside it."""
+        return self.kernels in NATIVE_KINDS or self.batch_invariant
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +88,7 @@ def class_of(facts: Facts) -> Numerics:
     if len(alike) == 1:
         facts = msgspec.structs.replace(facts, workers=tuple(alike))
     kinds = {worker.kernels for worker in facts.workers} or {UNKNOWN}
-    invariant = kinds <= set(NATIVE_KINDS)
+    invariant = bool(facts.workers) and all(worker.is_invariant for worker in facts.workers)
     return _numerics(msgspec.json.encode(facts, order="sorted"), kinds, {facts.dtype}, invariant)
 
 

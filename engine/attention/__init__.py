@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 
     from engine.attention.base import LayerShape, PagedAttention
 
-Backend = Literal["TORCH_SDPA", "TRITON_ATTN"]
-"""Gathered contexts on any device, or blocks read where they are; the names are vLLM's."""
+Backend = Literal["TORCH_SDPA", "TORCH_FIXED", "TRITON_ATTN"]
+"""Gathered contexts on any device, the same in blocks of fixed size, or blocks read where they are.
+
+The first and the last name are vLLM's.
+"""
 
 INTERPRET = "TRITON_INTERPRET"
 """Environment variable that makes Triton run kernels on the CPU if it is 1.
@@ -50,11 +53,11 @@ def make_attention(
             device=device,
             programs=programs,
         )
-    from engine.attention.torch_paged import TorchPagedAttention
-
-    return TorchPagedAttention(
-        layers, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device
-    )
+    if backend == "TORCH_FIXED":
+        from engine.attention.fixed_paged import FixedPagedAttention as PlainAttention
+    else:
+        from engine.attention.torch_paged import TorchPagedAttention as PlainAttention  # type: ignore[assignment]
+    return PlainAttention(layers, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
 
 
 def why_not_triton(device: torch.device) -> str | None:

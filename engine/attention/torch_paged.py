@@ -96,7 +96,7 @@ class TorchPagedAttention:
     def __repr__(self) -> str:
         slots = self.keys[0].shape[0] if self.keys else 0
         return (
-            f"TorchPagedAttention(layers={len(self.keys)}, blocks={slots // self.block_size}, "
+            f"{type(self).__name__}(layers={len(self.keys)}, blocks={slots // self.block_size}, "
             f"block_size={self.block_size}, windows={self.windows}, {self.dtype}, {self.device})"
         )
 

@@ -22,10 +22,11 @@ from engine.attention.base import Int64s
 from engine.attention.transfer import upload
 from engine.compute.logits_backend import NEVER, SampleRow
 
-CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
+CHUNK_ELEMENTS = {"cpu": 1, "cuda": 1 << 24}
 """Elements of a chunk of rows that are sampled or normalised together.
 
-On CPU, as many as stay in the cache; on a GPU, top-p takes some hundred megabytes of them.
+On CPU a row at a time, so that no other row decides its bits; on a GPU, top-p takes some hundred megabytes of
+them.
 """
 LARGEST = float(np.finfo(np.float32).max)
 NUCLEUS_WIDTH = 1024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -17,7 +18,9 @@ from coordinator.messages import GroupPlan
 from coordinator.numerics import TORCH, Arithmetic
 from engine.attention import Backend, make_attention
 from engine.attention.base import PLAN_KEYWORD, AttentionUse, CapturableAttention, PackedRows, PagedAttention
+from engine.compute import invariance
 from engine.compute.decode_graphs import CudaCapture, DecodeGraphs, make_graphs
+from engine.compute.fixed_blocks import FixedBlocks
 from engine.compute.graph_sizes import capture_sizes
 from engine.compute.runner import ModelRunner, sampler_of
 from engine.config import EngineConfig
@@ -33,7 +36,7 @@ from engine.model.choice import choose_backend
 from engine.model.expert_change import HeldExperts
 from engine.model.expert_weights import ExpertShare
 from engine.model.shard import WHOLE, Shard
-from engine.model.weights import LoadedModel, load_model
+from engine.model.weights import LoadedModel, load_model, sum_experts_in_order
 from engine.numerics import check_kind, native_kind
 from engine.step import KVSpec, ModelFacts, Span, Step, StepResult, most_tokens
 from parallel.communicators.base import Communicator
@@ -87,6 +90,8 @@ class UniExecutor:
         self._on_torch = config.device.on_torch
         library.choose(native_kind(config.device))
         self._backend: Backend = "TORCH_SDPA"
+        self._fixed: FixedBlocks | None = None
+        """Blocks of fixed size, where torch's operators compute and bits may not depend on the batch."""
 
     def __repr__(self) -> str:
         return f"UniExecutor({self._info.architecture}, threads={self._threads}, runner={self._runner!r})"
@@ -95,6 +100,10 @@ class UniExecutor:
         """See :class:`.Executor`."""
         device = self._device()
         check_kind(self._config.device)
+        if device.type == "cuda" and self._config.device.batch_invariant:
+            raise CheckpointError(
+                "--batch-invariant is not built for GPUs: leave it out, or compute on the CPU with --device cpu"
+            )
         if device.type == "cpu" and not self._on_torch:
             library.begin_build()
         if self._threads > 0:
@@ -258,6 +267,8 @@ class UniExecutor:
             self._program = make_program(model, block_size)
             self._on_torch = self._program is None
         self._check_kernels()
+        if self._program is None and self._config.device.batch_invariant:
+            self._fix_blocks(model)
         if self._program is not None:
             self._program.use(
                 NativeCache(model.layers, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype)
@@ -272,6 +283,21 @@ class UniExecutor:
         self._runner = ModelRunner(model, cache, block_size, graphs=self._make_graphs(cache, num_blocks))
         self._attention = cache.use
 
+    def _fix_blocks(self, model: LoadedModel) -> None:
+        """Compute in blocks of fixed size from now on.
+
+        Raises:
+            CheckpointError: bits of this model depend on the batch all the same.
+        """
+        if self._fixed is not None:
+            return
+        began = time.monotonic()
+        self._backend = "TORCH_FIXED"
+        self._fixed = FixedBlocks()
+        sum_experts_in_order(model.module)
+        invariance.check(model, self._fixed, self._make_cache, self._config.cache.block_size)
+        logger.info("batch-invariant: checked in %.1f s", time.monotonic() - began)
+
     def arithmetic(self) -> list[Arithmetic]:
         """See :class:`.Executor`."""
         model, program = self._model, self._program
@@ -279,7 +305,7 @@ class UniExecutor:
         layers = (self.layers.start, self.layers.stop)
         if program is not None:
             return [Arithmetic(program.kind, program.version, "native", layers)]
-        return [Arithmetic(TORCH, _torch_on(model.device), self._backend, layers)]
+        return [Arithmetic(TORCH, _torch_on(model.device), self._backend, layers, self._fixed is not None)]
 
     def _check_kernels(self) -> None:
         """Refuse to compute with other kernels than were asked for.
@@ -341,9 +367,11 @@ class UniExecutor:
         if self._model.experts is not None:
             self._model.experts.begin(sizes)
             self._attention_before = replace(self._attention)
-            if not step.slots and (self._program is None or not self._program.serve()):
-                self._pass_expert_layers(self._model)
-        self._results.append(self._runner.run(step))
+        with self._fixed or contextlib.nullcontext():
+            if self._model.experts is not None and not step.slots:
+                if self._program is None or not self._program.serve():
+                    self._pass_expert_layers(self._model)
+            self._results.append(self._runner.run(step))
 
     def finish(self) -> StepResult:
         """See :class:`.Executor`."""

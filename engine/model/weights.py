@@ -317,6 +317,25 @@ def _spread_experts(
     return experts, layers
 
 
+def sum_experts_in_order(module: Any) -> None:
+    """Let experts that are all held here go through an :class:`ExpertParallel`, too.
+
+    It computes one product for each expert, and sums a token's in the order of their choice.
+    """
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, expert_forward)
+    layers = [each for each in expert_modules(module).values() if not hasattr(each, EXPERTS_ATTRIBUTE)]
+    alone: dict[int, ExpertParallel] = {}
+    for layer in layers:
+        count = int(layer.num_experts)
+        if count not in alone:
+            placement = assign_experts(count, 1, "linear")
+            local_experts = ALL_EXPERTS_FUNCTIONS[EXPERTS_IMPLEMENTATION]
+            alone[count] = ExpertParallel(placement, 0, "allgather_reducescatter", local_experts)
+        setattr(layer, EXPERTS_ATTRIBUTE, alone[count])
+    if layers:
+        module.set_experts_implementation(IMPLEMENTATION)
+
+
 def _read_config(info: ModelInfo, settings: ModelConfig) -> Any:
     own_code = settings.trust_remote_code and not is_known(info.model_type)
     try:

@@ -1,0 +1,226 @@
+"""Torch's operators on the CPU by blocks of fixed size, so that a row's bits do not depend on its neighbours.
+
+A library chooses how it sums by the number of rows of a product. So each product is computed in blocks of
+:data:`BLOCK_ROWS` rows, the last one filled up with zeros: all products with a weight have one shape, and in a
+product of one shape each row is summed alike, wherever it stands. An elementwise function is computed in
+vectors, but for the last few numbers, which may round otherwise. So tensors are filled up to whole vectors.
+Sums, norms and orders along a row are computed row by row in any case.
+
+:class:`FixedBlocks` sees each operator that a model calls. While a model is tried
+(:mod:`engine.compute.invariance`) it refuses operators of which it is not known how they compute a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+BLOCK_ROWS = 16
+"""Rows of each product."""
+COLUMNS = 16
+"""Outputs of a product are computed in a multiple of so many, and the rest apart.
+
+MKL shares others out among threads in the middle of a vector.
+"""
+VECTOR = 64
+"""Numbers that an elementwise function computes in whole vectors, in any type."""
+TILE = 1 << 14
+"""Most numbers of an elementwise call: torch cuts larger ones into parts for its threads, anywhere."""
+ALIGNMENT = 64
+"""Bytes at whose multiples the rows of a product begin, as in memory that torch allocates."""
+
+EXACT = frozenset(
+    """
+    abs add add_ alias all any arange argwhere as_strided bitwise_and bitwise_not bitwise_or broadcast_to cat
+    chunk clamp clamp_ clamp_max clamp_min clone constant_pad_nd contiguous copy_ detach detach_ div div_ embedding
+    dropout empty empty_like eq equal expand expand_as eye feature_dropout fill_ flatten flip floor floor_divide full
+    full_like gather ge gt histc bincount index index_add index_add_ index_copy index_copy_ index_fill index_put
+    index_put_ index_select isfinite isinf isnan item le leaky_relu lift_fresh logical_and logical_not logical_or lt
+    masked_fill masked_fill_ masked_scatter maximum minimum movedim mul mul_ narrow ne neg neg_ new_empty new_full
+    new_ones new_zeros nonzero numpy_T one_hot ones ones_like pad permute relu relu_ remainder repeat
+    repeat_interleave reshape resolve_conj resolve_neg roll round rsub scalar_tensor scatter scatter_ scatter_add
+    scatter_add_ select sign slice split split_with_sizes square squeeze stack sub sub_ t tensor_split threshold tile
+    to transpose tril triu triu_ tril_ type_as unbind unflatten unfold unsafe_chunk unsafe_split unsqueeze view
+    view_as view_dtype where zero_ zeros zeros_like _to_copy _unsafe_view _reshape_alias _local_scalar_dense ceil
+    trunc moveaxis swapaxes swapdims hstack vstack expand_copy numel size is_nonzero
+    _scaled_dot_product_flash_attention_for_cpu
+    """.split()
+)
+"""Operators that move numbers, or whose result the standard of floating-point numbers defines."""
+BY_ROW = frozenset(
+    """
+    amax amin aminmax argmax argmin argsort cummax cumsum cumprod layer_norm linalg_vector_norm log_softmax logsumexp
+    max mean min native_layer_norm norm prod rms_norm _fused_rms_norm softmax _softmax _log_softmax sort std sum topk
+    var var_mean std_mean
+    """.split()
+)
+"""Operators along a row: torch computes each row by itself, one vector after the other."""
+ELEMENTWISE = frozenset(
+    """
+    acos asin atan celu cos cosh elu erf erfc exp exp2 expm1 gelu hardsigmoid hardswish hardtanh log log10 log1p log2
+    log_sigmoid logit mish pow reciprocal rsqrt selu sigmoid silu sin sinh softplus sqrt tan tanh
+    """.split()
+)
+"""Functions of one number each, which vectors may round otherwise than single numbers."""
+
+
+class UnknownOperator(Exception):
+    """An operator of which it is not known whether it computes each row by itself."""
+
+
+class FixedBlocks(TorchDispatchMode):  # type: ignore[misc]
+    """Context in which this thread's operators compute in blocks of fixed size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_strict = False
+        """Whether unknown operators are refused."""
+        self._rules: dict[Any, Callable[..., Any]] = {}
+
+    def __repr__(self) -> str:
+        return f"FixedBlocks({BLOCK_ROWS} rows)"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute an operator; called by torch."""
+        rule = self._rules.get(func)
+        if rule is None:
+            rule = self._rules[func] = self._rule(func)
+        return rule(*args, **kwargs) if kwargs else rule(*args)
+
+    def _rule(self, func: Any) -> Callable[..., Any]:
+        """How an operator is computed."""
+        space, _, name = str(func.overloadpacket).partition(".")
+        overload = str(func).rpartition(".")[2]
+        if space == "aten":
+            if name in _PRODUCTS and overload != "out":
+                return _PRODUCTS[name]
+            if name == "mm":
+                return _mm_out
+            if name == "einsum":
+                return self._decomposed(func)
+            if name in ("add", "sub", "add_", "sub_"):
+                return lambda a, b, alpha=1: func(a, b if alpha == 1 else b * alpha)
+            if name.removesuffix("_") in ELEMENTWISE and overload not in ("out", "Tensor_Tensor", "Scalar"):
+                return _in_place(func) if name.endswith("_") else lambda *a, **k: _elementwise(func, *a, **k)
+            by_row = name in BY_ROW and not (overload == "default" and name in ("mean", "sum", "prod"))
+            if name in EXACT or by_row:
+                return func  # type: ignore[no-any-return]
+        return lambda *args, **kwargs: self._unknown(func, args, kwargs)
+
+    def _decomposed(self, func: Any) -> Callable[..., Any]:
+        """An operator by way of those that it is made of."""
+
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return func.decompose(*args, **kwargs)
+
+        return compute
+
+    def _unknown(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator without a rule: a matter of integers, or else refused while a model is tried."""
+        if self.is_strict and any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in args):
+            raise UnknownOperator(str(func))
+        return func(*args, **kwargs)
+
+
+def _linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """[..., inputs] by [outputs, inputs], in blocks of rows."""
+    outputs, inputs = weight.shape
+    flat = rows.reshape(-1, inputs)
+    if not flat.is_contiguous():
+        flat = flat.contiguous()
+    if inputs <= 1 or not len(flat):  # nothing is summed
+        return F.linear(rows, weight, bias)
+    blocks = [_block(flat, begin) for begin in range(0, len(flat), BLOCK_ROWS)]
+    whole = outputs - outputs % COLUMNS
+    if whole == outputs:
+        made = [F.linear(block, weight, bias) for block in blocks]
+    else:
+        missing = COLUMNS - outputs % COLUMNS
+        last = F.pad(weight[whole:], (0, 0, 0, missing))
+        more = None if bias is None else F.pad(bias[whole:], (0, missing))
+        first, begin = weight[:whole], None if bias is None else bias[:whole]
+        made = [
+            torch.cat([F.linear(block, first, begin), F.linear(block, last, more)], dim=1)[:, :outputs]
+            for block in blocks
+        ]
+    result = made[0] if len(made) == 1 else torch.cat(made)
+    return result[: len(flat)].reshape(*rows.shape[:-1], outputs)
+
+
+def _block(flat: torch.Tensor, begin: int) -> torch.Tensor:
+    """A block of rows from one on, filled up with zeros."""
+    block = flat[begin : begin + BLOCK_ROWS]
+    if len(block) < BLOCK_ROWS:
+        whole = flat.new_zeros(BLOCK_ROWS, flat.shape[1])
+        whole[: len(block)] = block
+        return whole
+    return block.clone() if block.data_ptr() % ALIGNMENT else block
+
+
+def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """As ``torch.matmul``; of stacked matrices, each by itself."""
+    if left.dim() == 1:
+        return _matmul(left[None], right).squeeze(-2 if right.dim() > 1 else 0)
+    if right.dim() == 1:
+        return _linear(left, right[None]).squeeze(-1)
+    if right.dim() == 2:
+        return _linear(left, right.t())
+    if left.shape[-1] <= 1:  # nothing is summed
+        return torch.matmul(left, right)
+    stack = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    lefts = left.expand(*stack, *left.shape[-2:]).reshape(-1, *left.shape[-2:])
+    rights = right.expand(*stack, *right.shape[-2:]).reshape(-1, *right.shape[-2:])
+    made = [_linear(one, other.t()) for one, other in zip(lefts.unbind(), rights.unbind(), strict=True)]
+    return torch.stack(made).reshape(*stack, left.shape[-2], right.shape[-1])
+
+
+def _addmm(
+    bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    if beta == alpha == 1 and bias.dim() == 1:
+        return _linear(left, right.t(), bias)
+    return bias * beta + _matmul(left, right) * alpha
+
+
+def _mm_out(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    return out.copy_(_linear(left, right.t()))
+
+
+_PRODUCTS: dict[str, Callable[..., Any]] = {
+    "linear": _linear,
+    "matmul": _matmul,
+    "mm": _matmul,
+    "bmm": _matmul,
+    "addmm": _addmm,
+    "baddbmm": _addmm,
+}
+
+
+def _elementwise(func: Any, numbers: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A function of each number, in tiles of whole vectors."""
+    if not isinstance(numbers, torch.Tensor) or not numbers.is_floating_point():
+        return func(numbers, *args, **kwargs)
+    flat = numbers.contiguous().view(-1)
+    count = flat.numel()
+    if missing := -count % VECTOR:
+        flat = F.pad(flat, (0, missing))
+    if flat.numel() <= TILE:
+        made = func(flat, *args, **kwargs)
+    else:
+        made = torch.cat([func(tile, *args, **kwargs) for tile in flat.split(TILE)])
+    return made[:count].view(numbers.shape)
+
+
+def _in_place(func: Any) -> Callable[..., Any]:
+    """A function that writes where it reads, by way of the one that does not."""
+    plain = getattr(torch.ops.aten, str(func.overloadpacket).partition(".")[2].removesuffix("_"))
+
+    def compute(numbers: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return numbers.copy_(_elementwise(plain, numbers, *args, **kwargs))
+
+    return compute

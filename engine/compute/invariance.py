@@ -1,0 +1,88 @@
+"""Trial of a loaded model: a few steps that show whether a row's bits depend on the rows beside it.
+
+A request is computed alone and at once, then in pieces beside another one and by another number of threads. It
+runs on the model itself, for a library chooses how it sums by the shapes of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from engine.attention.base import PLAN_KEYWORD, PackedRows, PagedAttention
+from engine.compute.fixed_blocks import FixedBlocks, UnknownOperator
+from engine.model.checkpoint import CheckpointError
+from engine.model.probe import run_stage
+from engine.model.weights import LoadedModel
+
+COUNT = 40
+"""Tokens of the request: more than two blocks of rows."""
+START = 490
+"""Position of its first token, so that its context passes the end of a tile of keys.
+
+What stands before is an empty cache, alike in both runs.
+"""
+OTHER_COUNT = 26
+"""Tokens of the request beside it."""
+
+
+def check(
+    model: LoadedModel, blocks: FixedBlocks, make_cache: Callable[[int], PagedAttention], block_size: int
+) -> None:
+    """Try the model in blocks of fixed size.
+
+    ``make_cache`` makes a cache of so many blocks. All workers of a model run this together.
+
+    Raises:
+        CheckpointError: its bits depend on what is computed beside, or may do so.
+    """
+    name, threads = type(model.module).__name__, torch.get_num_threads()
+    start = min(START, max(model.context_length - COUNT, 0))
+    count = min(COUNT, model.context_length)
+    pages = -(-(start + count) // block_size)
+    cache = make_cache(2 * pages)
+    tables = np.arange(2 * pages, dtype=np.int32).reshape(2, pages)
+
+    def run(rows: list[tuple[int, int, int]]) -> torch.Tensor:
+        """Outputs of the rows (request, first token, how many) of the first request."""
+        requests, begins, counts = (np.array(column) for column in zip(*rows, strict=True))
+        begins = begins + start
+        positions = np.concatenate(
+            [np.arange(begin, begin + each) for begin, each in zip(begins, counts, strict=True)]
+        )
+        packed = PackedRows(begins, counts, tables[requests], positions, int((counts == 1).sum()))
+        of_token = np.repeat(requests, counts)
+        ids = (positions * 7919 + of_token * 13) % model.vocab_size
+        plan = {PLAN_KEYWORD: cache.plan(packed)}
+        output = run_stage(model.module, model.stage, torch.from_numpy(ids), torch.from_numpy(positions), **plan)
+        return output[torch.from_numpy((of_token == 0).nonzero()[0])].clone()
+
+    other = min(OTHER_COUNT, count - 1)
+    pieces = [
+        [(0, 0, count // 5), (1, 0, other - 2)],
+        [(0, count // 5, 1), (1, other - 2, 2)],
+        [(1, other, 1), (0, count // 5 + 1, count - count // 5 - 2)],
+        [(0, count - 1, 1), (1, 0, 1)],
+    ]
+    blocks.is_strict = True
+    try:
+        with torch.inference_mode(), blocks:
+            alone = run([(0, 0, count)])
+            torch.set_num_threads(threads + 2)
+            beside = torch.cat([run(rows) for rows in pieces])
+    except UnknownOperator as error:
+        raise CheckpointError(
+            f"--batch-invariant: {name} uses the operator {error}, of which it is not known whether it computes "
+            "each row by itself: leave the flag out"
+        ) from error
+    finally:
+        blocks.is_strict = False
+        torch.set_num_threads(threads)
+    differ = int((alone != beside).any(dim=-1).sum())
+    if differ:
+        raise CheckpointError(
+            f"--batch-invariant: in a trial of {name} in {model.dtype}, {differ} of {count} tokens have other bits "
+            "beside another request: leave the flag out, or try another --dtype"
+        )
