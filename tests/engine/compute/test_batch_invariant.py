@@ -6,20 +6,26 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import pytest
 import torch
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
+from coordinator.numerics import Numerics
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.executor.uni import UniExecutor
 from engine.executor_contract import Executor
+from engine.kernels import library
 from engine.messages import Counters, Submit, TokenLogprobs
 from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.numerics import numerics_of
 from engine.sampling import SamplingParams
+from engine.settings import resolve
+from tests.engine.groups.test_lockstep_engine import Layout, run_instances
 from tests.engine.oracle import Oracle, knowing
+from tests.engine.shard_threads import ThreadedShards
 from tests.engine.tiny_models import VOCAB, make_tiny_model
 from tests.nightly import NIGHTLY
 
@@ -57,16 +63,27 @@ def params(index: int) -> SamplingParams:
     return SamplingParams(**how, max_tokens=6 + 3 * (index % 7), ignore_eos=True, logprobs=2)
 
 
-def loaded(directory: Path, **device: object) -> UniExecutor:
-    config = EngineConfig(
-        model=ModelConfig(model=str(directory), dtype="bfloat16"),
-        cache=CacheConfig(block_size=BLOCK_SIZE),
+def engine(
+    directory: Path, block_size: int = BLOCK_SIZE, load_format: Any = "auto", **device: Any
+) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model=str(directory), dtype="bfloat16", load_format=load_format),
+        cache=CacheConfig(block_size=block_size),
         device=DeviceConfig(device="cpu", **device),
     )
-    executor = UniExecutor(config, read_model_info(directory), 1)
+
+
+def loaded(config: EngineConfig) -> UniExecutor:
+    executor = UniExecutor(config, read_model_info(Path(config.model.model)), 1)
     executor.load(lambda _phase: None)
     executor.allocate(8)
     return executor
+
+
+def class_of_executor(executor: UniExecutor, directory: Path) -> Numerics:
+    config = engine(directory)
+    info, settings = resolve(config)
+    return numerics_of(settings, config.model, info.directory, executor.arithmetic())
 
 
 def answers(
@@ -122,7 +139,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def executor(directory: Path) -> Iterator[UniExecutor]:
-    executor = loaded(directory, batch_invariant=True)
+    executor = loaded(engine(directory, batch_invariant=True))
     yield executor
     executor.close()
 
@@ -162,3 +179,92 @@ def test_threads_change_no_bit(executor: UniExecutor, directory: Path, alone: li
         assert answers(executor, directory)[0] == alone
     finally:
         executor.set_threads(threads)
+
+
+def test_without_the_flag_bits_depend_on_the_batch(directory: Path) -> None:
+    """Else the tests above would show nothing."""
+    executor = loaded(engine(directory))
+    try:
+        by_itself, _ = answers(executor, directory, together=False)
+        together, _ = answers(executor, directory)
+    finally:
+        executor.close()
+    if together == by_itself:
+        pytest.skip("this CPU computes rows of these sizes alike in any batch")
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=["tp2", "pp2"])
+def test_shards_keep_it(layout: dict[str, int], tmp_path: Path) -> None:
+    """Stages compute the bits of one worker. Ranks add up, which gives others, alike in any batch."""
+    directory = make_tiny_model(tmp_path, "gemma3")
+    config = engine(directory, batch_invariant=True)
+    shards = ThreadedShards(config, read_model_info(directory), **layout)
+    try:
+        shards.load(lambda _phase: None)
+        shards.allocate(8)
+        by_itself, _ = answers(shards, directory, together=False)
+        assert answers(shards, directory)[0] == by_itself
+    finally:
+        shards.close()
+    if "pp" in layout:
+        whole = loaded(config)
+        assert answers(whole, directory)[0] == by_itself
+        whole.close()
+
+
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", pytest.param("gpt_oss", marks=[] if NIGHTLY else pytest.mark.skip("nightly"))]
+)
+def test_spread_experts_keep_it(family: str, tmp_path: Path) -> None:
+    """Rows of several instances go through one product of an expert."""
+    directory = make_tiny_model(tmp_path, family)
+    alone, *others = [
+        run_instances(directory, Layout(size, backend=backend, dtype="bfloat16", batch_invariant=True))[0]
+        for size, backend in ((1, "allgather_reducescatter"), (2, "allgather_reducescatter"), (3, "all_to_all"))
+    ]
+    assert others == [alone, alone]
+
+
+def test_the_class_says_so(tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path, "gemma3")
+    for flag in (True, False):
+        executor = loaded(engine(directory, batch_invariant=flag))
+        numerics = class_of_executor(executor, directory)
+        assert (numerics.kernels, numerics.invariant) == ("torch", flag)
+        executor.close()
+
+
+@pytest.mark.skipif(library.load() is None, reason="no native kernels here")
+def test_native_kernels_need_nothing_for_it(tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path, "llama")
+    found = []
+    for flag in (True, False):
+        executor = loaded(engine(directory, block_size=16, batch_invariant=flag))
+        assert "Program" in repr(executor)
+        found.append(class_of_executor(executor, directory))
+        executor.close()
+    assert found[0] == found[1]
+
+
+def test_a_gpu_is_refused() -> None:
+    with pytest.raises(ValueError, match="--batch-invariant is not built for GPUs: drop it, or"):
+        DeviceConfig(device="cuda", batch_invariant=True)
+
+
+def test_an_operator_that_nobody_knows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = make_tiny_model(tmp_path, "gemma3")
+    monkeypatch.setattr(Gemma3RMSNorm, "_norm", lambda _self, hidden: torch.fft.rfft(hidden, n=126).abs())
+    with pytest.raises(CheckpointError, match=r"--batch-invariant: Gemma3ForCausalLM uses the operator aten\.fft"):
+        loaded(engine(directory, batch_invariant=True, load_format="dummy"))
+
+
+def test_a_model_that_depends_on_the_batch_all_the_same_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = make_tiny_model(tmp_path, "gemma3")
+    norm = Gemma3RMSNorm._norm
+    monkeypatch.setattr(
+        Gemma3RMSNorm, "_norm", lambda self, hidden: norm(self, hidden) + hidden.mean(dim=1, keepdim=True)
+    )
+    with pytest.raises(CheckpointError, match="of 40 tokens have other bits beside another request"):
+        loaded(engine(directory, batch_invariant=True, load_format="dummy"))

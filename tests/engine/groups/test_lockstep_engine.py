@@ -55,6 +55,8 @@ class Layout:
     strategy: Any = "linear"
     backend: Any = "allgather_reducescatter"
     split: tuple[int, ...] | None = None
+    dtype: Any = "float32"
+    batch_invariant: bool = False
 
     @property
     def is_sharded(self) -> bool:
@@ -179,9 +181,13 @@ class Mesh:
 
     def __init__(self, directory: Path, layout: Layout) -> None:
         config = EngineConfig(
-            model=ModelConfig(model=str(directory), dtype="float32"),
+            model=ModelConfig(model=str(directory), dtype=layout.dtype),
             cache=CacheConfig(block_size=BLOCK_SIZE),
-            device=DeviceConfig(expert_placement_strategy=layout.strategy, all2all_backend=layout.backend),
+            device=DeviceConfig(
+                expert_placement_strategy=layout.strategy,
+                all2all_backend=layout.backend,
+                batch_invariant=layout.batch_invariant,
+            ),
         )
         self.info = read_model_info(directory)
         self.placement = assign_experts(self.info.num_experts, layout.dp * layout.tp, layout.strategy)
