@@ -18,7 +18,7 @@ from engine.model.probe import run_stage
 from engine.model.weights import LoadedModel
 
 COUNT = 40
-"""Tokens of the request: more than two blocks of rows."""
+"""Tokens of the request: two blocks of rows, and a part of one."""
 START = 490
 """Position of its first token, so that its context passes the end of a tile of keys.
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # where this is not installe
 
 from router.tools.bench.report import machine
 
-PROMPT = 128
+PROMPT = 32
 BLOCK_SIZE = 16
 ROUTER = b"router"
 MODELS = {
@@ -91,7 +91,7 @@ def measure(executor: Any, directory: Path, rows: int, steps: int) -> tuple[floa
         began = time.process_time()
         core.step()
         times.append(time.process_time() - began)
-    core.abort_all()
+    core.abort_all(ROUTER)
     return statistics.median(times) * 1000, rows * PROMPT / prefill
 
 
@@ -99,7 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64], help="requests at once")
-    parser.add_argument("--steps", type=int, default=12, help="decode steps to measure")
+    parser.add_argument("--steps", type=int, default=8, help="decode steps to measure")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, help="JSON file for the numbers")
     options = parser.parse_args()

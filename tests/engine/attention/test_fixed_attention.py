@@ -84,6 +84,7 @@ PIECES = [
 ]
 
 
+@pytest.mark.diagonal("case", "dtype", columns=3, each=1)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_pieces_and_neighbours_change_no_bit(case: str, dtype: torch.dtype) -> None:
