@@ -35,17 +35,17 @@ ALIGNMENT = 64
 
 EXACT = frozenset(
     """
-    abs add add_ alias all any arange argwhere as_strided bitwise_and bitwise_not bitwise_or broadcast_to cat
+    abs alias all any arange argwhere as_strided bitwise_and bitwise_not bitwise_or broadcast_to cat
     chunk clamp clamp_ clamp_max clamp_min clone constant_pad_nd contiguous copy_ detach detach_ div div_ embedding
-    dropout empty empty_like eq equal expand expand_as eye feature_dropout fill_ flatten flip floor floor_divide full
+    dropout divide empty empty_like eq equal expand expand_as eye feature_dropout fill_ flatten flip floor floor_divide full
     full_like gather ge gt histc bincount index index_add index_add_ index_copy index_copy_ index_fill index_put
     index_put_ index_select isfinite isinf isnan item le leaky_relu lift_fresh logical_and logical_not logical_or lt
-    masked_fill masked_fill_ masked_scatter maximum minimum movedim mul mul_ narrow ne neg neg_ new_empty new_full
+    masked_fill masked_fill_ masked_scatter maximum minimum movedim mul_ narrow ne neg neg_ new_empty new_full
     new_ones new_zeros nonzero numpy_T one_hot ones ones_like pad permute relu relu_ remainder repeat
     repeat_interleave reshape resolve_conj resolve_neg roll round rsub scalar_tensor scatter scatter_ scatter_add
-    scatter_add_ select sign slice split split_with_sizes square squeeze stack sub sub_ t tensor_split threshold tile
+    scatter_add_ select sign slice split split_with_sizes square squeeze stack subtract t tensor_split true_divide threshold tile
     to transpose tril triu triu_ tril_ type_as unbind unflatten unfold unsafe_chunk unsafe_split unsqueeze view
-    view_as view_dtype where zero_ zeros zeros_like _to_copy _unsafe_view _reshape_alias _local_scalar_dense ceil
+    view_as view_as_complex view_as_real view_dtype where zero_ zeros zeros_like _to_copy _unsafe_view _reshape_alias _local_scalar_dense ceil
     trunc moveaxis swapaxes swapdims hstack vstack expand_copy numel size is_nonzero
     _scaled_dot_product_flash_attention_for_cpu
     """.split()
@@ -109,6 +109,12 @@ class FixedBlocks(TorchDispatchMode):  # type: ignore[misc]
                 return self._decomposed(func)
             if name in ("add", "sub", "add_", "sub_"):
                 return lambda a, b, alpha=1: func(a, b if alpha == 1 else b * alpha)
+            if name in ("mul", "multiply"):
+                return lambda a, b: _complex_product(a, b) if _are_complex(a, b) else func(a, b)
+            if name == "polar":
+                return _polar
+            if name == "pow" and overload == "Scalar":
+                return lambda base, powers: _elementwise(lambda tile: func(base, tile), powers)
             if name.removesuffix("_") in ELEMENTWISE and overload not in ("out", "Tensor_Tensor", "Scalar"):
                 return _in_place(func) if name.endswith("_") else lambda *a, **k: _elementwise(func, *a, **k)
             by_row = name in BY_ROW and not (overload == "default" and name in ("mean", "sum", "prod"))
@@ -219,6 +225,22 @@ def _elementwise(func: Any, numbers: torch.Tensor, *args: Any, **kwargs: Any) ->
     else:
         made = torch.cat([func(tile, *args, **kwargs) for tile in flat.split(TILE)])
     return made[:count].view(numbers.shape)
+
+
+def _are_complex(*numbers: Any) -> bool:
+    return all(isinstance(each, torch.Tensor) and each.is_complex() for each in numbers)
+
+
+def _complex_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Complex numbers multiplied, each product and sum rounded by itself."""
+    real = left.real * right.real - left.imag * right.imag
+    return torch.complex(real, left.real * right.imag + left.imag * right.real)
+
+
+def _polar(sizes: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Complex numbers of sizes and angles."""
+    cosines, sines = (_elementwise(each, angles) for each in (torch.cos, torch.sin))
+    return torch.complex(sizes * cosines, sizes * sines)
 
 
 def _in_place(func: Any) -> Callable[..., Any]:

@@ -42,7 +42,6 @@ _NO_LORA = "there is no LoRA"
 _ONLY_TEXT = "only text is served"
 _NO_LOCKSTEP_INTERVAL = "instances agree before every step, and prefill waits for nobody"
 _HEADS = "ranks of -tp share heads, not the tokens of a context"
-_SAME_BITS = "with native kernels bits do not depend on the batch"
 _NO_GRPC = "only HTTP is served: leave it out"
 _NO_RETURN = "answers have tokens and log-probabilities, nothing else of the model: leave it out"
 
@@ -72,7 +71,6 @@ _IGNORED_SWITCHES = {
         "enable-elastic-ep", "skip-server-warmup", "disable-fastapi-docs", "fail-on-environ-validation",
         "enable-offline-docs",
     ),
-    _SAME_BITS: ("enable-deterministic-inference",),
     _NO_STATE: (
         "use-replayssm", "enable-mamba-cache-stochastic-rounding", "enable-mamba-shared-prefix-checkpoint",
     ),
@@ -283,6 +281,7 @@ _NAMED = {
     "--generation-config": ("sampling-defaults",),
     "--override-generation-config": ("preferred-sampling-params",),
     "--no-enable-prefix-caching": ("disable-radix-cache",),
+    "--batch-invariant": ("enable-deterministic-inference",),
     "--enforce-eager": ("disable-cuda-graph",),
     "--cudagraph-capture-sizes": (
         "cuda-graph-bs", "cuda-graph-max-bs", "max-cudagraph-capture-size", "cuda-graph-sizes",

@@ -93,7 +93,6 @@ def test_those_of_newer_versions_are_known(name: str) -> None:
         (["--elastic-ep-max-dp-size", "8"], "--elastic-ep-max-dp-size 8 ignored: lockstep scale adds"),
         (["--fault-tolerance-config.x", "1"], '--fault-tolerance-config {"x": 1} ignored: a member that'),
         (["--no-enable-trace-replay"], "--no-enable-trace-replay ignored: it is always so"),
-        (["--enable-deterministic-inference"], "--enable-deterministic-inference ignored: with native"),
         (["--migration-limit", "3"], "--migration-limit 3 ignored: requests go on at another instance"),
         (["--swap-space", "4"], f"--swap-space 4 ignored: {NO_SWAP}"),
         (["--swap_space=4"], f"--swap-space 4 ignored: {NO_SWAP}"),
