@@ -94,3 +94,17 @@ class NativeExperts:
         packed.write(operations, spaced(rows), middle, result, begins)
         operations.run(self._library, StepArguments(), rows.dtype)
         return result[:, : packed.hidden].contiguous()
+
+
+def combine(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Weighted sums [n, H] in float32 of expert outputs [n * k, H], with the bits of COMBINE.
+
+    Each choice is added by a multiply-add: products of bfloat16 are exact in float32, those of float32 in
+    float64.
+    """
+    wide = torch.float64 if outputs.dtype == torch.float32 else torch.float32
+    total = outputs.new_zeros(len(weights), outputs.shape[1], dtype=torch.float32)
+    by_choice = outputs.view(*weights.shape, outputs.shape[1])
+    for output, weight in zip(by_choice.unbind(1), weights.unbind(1), strict=True):
+        total = (total.to(wide) + output.to(wide) * weight.to(wide)[:, None]).float()
+    return total
