@@ -22,6 +22,21 @@ def is_on_diagonal(item: pytest.Item) -> bool:
     mark = item.get_closest_marker("diagonal")
     if NIGHTLY or mark is None or not isinstance(item, pytest.Function):
         return True
-    row, column = (item.callspec.indices[name] for name in mark.args)
+    row, column = (_index(item, name) for name in mark.args)
     each = mark.kwargs.get("each", 2)
     return (column - each * row) % mark.kwargs["columns"] < each
+
+
+def _index(item: pytest.Function, name: str) -> int:
+    """Index of a parameter's value among its values.
+
+    Those of ``parametrize`` are looked for: pytest counts such a value's combinations with other parameters.
+    """
+    for mark in item.iter_markers("parametrize"):
+        names, values = mark.args
+        names = names.split(",") if isinstance(names, str) else names
+        if name in names:
+            lines = [getattr(value, "values", value) for value in values]
+            column = [line[names.index(name)] if len(names) > 1 else line for line in lines]
+            return column.index(item.callspec.params[name])
+    return item.callspec.indices[name]
