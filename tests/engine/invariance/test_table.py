@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,15 @@ some_families = pytest.mark.diagonal("column", "model", columns=len(FAMILIES), e
 @pytest.mark.parametrize("seqs", [16, 64])
 @pytest.mark.diagonal("seqs", "model", columns=len(FAMILIES), each=1)
 def test_a_request_in_a_batch_has_the_answer_that_it_has_alone(seqs: int, column: str, model: Model) -> None:
-    model.check(column, How(seqs=seqs, budget=2048))
+    """All requests twice, as many in a batch as may be."""
+    submits, alone = model.submits(column), model.alone(column)
+    found, _ = model.instance.answers([*submits, *again(submits)], How(seqs=seqs, budget=4096))
+    assert found == alone | {key + COUNT: answer for key, answer in alone.items()}
+
+
+def again(submits: Sequence[Submit]) -> list[Submit]:
+    """The same requests under other numbers."""
+    return [msgspec.structs.replace(each, request=each.request + COUNT) for each in submits]
 
 
 @columns
@@ -182,10 +190,9 @@ def test_the_size_of_kv_blocks_changes_nothing(block_size: int, column: str, mod
 def test_prefix_cache_hits_change_nothing(column: str, model: Model) -> None:
     """Common beginnings, then all prompts again: as much of each as a hit may be."""
     submits, core = model.submits(column), model.instance.core(How())
-    again = [msgspec.structs.replace(each, request=each.request + COUNT) for each in submits]
     assert run(core, submits) == model.alone(column)
     partial = core.scheduler.counters().prefix_cache_hits
-    found = run(core, again)
+    found = run(core, again(submits))
     assert {key - COUNT: answer for key, answer in found.items()} == model.alone(column)
     assert core.scheduler.counters().prefix_cache_hits > 2 * partial > 0
 
@@ -288,7 +295,7 @@ def test_a_resumed_request_goes_on_as_it_would_have(kind: str, column: str, mode
     }[kind]
     core = model.instance.core(how, resumed)
     if kind == "prefix cached":
-        run(core, [msgspec.structs.replace(each, request=each.request + COUNT) for each in submits])
+        run(core, again(submits))
     assert run(core, resumed) == expected
     counters = core.scheduler.counters()
     assert (counters.drafted_tokens > 0) == (kind == "drafts")
@@ -387,10 +394,13 @@ def test_what_changes_bits_names_another_class(what: dict[str, Any], models: Cal
         library.load()
 
 
-def test_whole_experts_under_tp_are_another_class_with_any_number_of_instances(
+def test_whole_experts_under_tp_give_other_bits_than_parts_on_any_number_of_instances(
     models: Callable[[str], Model],
 ) -> None:
-    """``-tp 2`` cuts experts, unless ``-ep`` spreads whole ones over the ranks of all instances."""
+    """``-tp 2`` cuts experts, unless ``-ep`` spreads whole ones over the ranks of all instances.
+
+    They are another class (tests/engine/test_numerics.py).
+    """
     model = models("mixtral")
     submits, found = model.submits("greedy"), []
     for size in (1, 2):
@@ -400,8 +410,3 @@ def test_whole_experts_under_tp_are_another_class_with_any_number_of_instances(
     cut = other_instance(model, {"tensor_parallel_size": 2})
     assert found[0] == found[1] != cut.answers(submits, How())[0]
     cut.executor.close()
-    classes = {
-        class_of(cut, settings(model.directory, tensor_parallel_size=2, enable_expert_parallel=spread))
-        for spread in (False, True)
-    }
-    assert len(classes) == 2
