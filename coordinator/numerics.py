@@ -52,7 +52,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     tensor_parallel_size: int
     has_whole_experts: bool = False
-    """Whether each rank of ``-tp`` computes whole experts (``-ep``), not a part of each; False with one."""
+    """Whether each of several ranks computes whole experts (``-ep``), not a part of each."""
     angles_for: int = 0
     """Tokens of the longest request, where rotary angles are chosen for it; else 0."""
     workers: tuple[Arithmetic, ...]

@@ -48,7 +48,10 @@ LocalExperts = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.T
 
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(outputs [n * k, H], weights [n, k]) -> [n, H]: a token's expert outputs, weighted and summed over k."""
+"""Weighted sum of each token's expert outputs.
+
+(outputs [n * k, H], weights [n, k]) -> [n, H].
+"""
 
 
 class Products(Protocol):

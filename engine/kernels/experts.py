@@ -97,10 +97,10 @@ class NativeExperts:
 
 
 def combine(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Weighted sums [n, H] in float32 of expert outputs [n * k, H], with the bits of COMBINE.
+    """Weighted sums of expert outputs, with the bits of COMBINE.
 
-    Each choice is added by a multiply-add: products of bfloat16 are exact in float32, those of float32 in
-    float64.
+    Outputs [n * k, H], weights [n, k] -> [n, H] in float32. Each choice is added by a multiply-add: products
+    of bfloat16 are exact in float32, those of float32 in float64.
     """
     wide = torch.float64 if outputs.dtype == torch.float32 else torch.float32
     total = outputs.new_zeros(len(weights), outputs.shape[1], dtype=torch.float32)

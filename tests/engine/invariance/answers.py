@@ -52,7 +52,7 @@ class Answer:
             self.ended = delta.finish_reason, delta.stop_reason
 
     def behind(self, count: int) -> Answer:
-        """What is left of it for a client that has ``count`` tokens: all ids, other log-probabilities."""
+        """The answer as resumed behind ``count`` tokens: all ids, only later log-probabilities."""
         return replace(self, logprobs=self.logprobs[count:], prompt_logprobs=None)
 
     @property

@@ -32,7 +32,7 @@ Group = Callable[[int], Sequence[Any]]
 
 
 def in_shared_memory(size: int) -> list[SharedMemoryCommunicator]:
-    """All members' ends of a group on one host: experts are exchanged inside the native step."""
+    """All members' ends of a group on one host, which exchange inside the native step."""
     store = HashStore()
 
     def member(rank: int) -> SharedMemoryCommunicator:

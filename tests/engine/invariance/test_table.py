@@ -7,6 +7,7 @@ each of some families. For each push every line runs in some columns, at night i
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -27,9 +28,11 @@ from engine.model.checkpoint import MODELS_DIRECTORY, read_model_info
 from engine.numerics import numerics_of
 from engine.scheduling.request import stream_seed
 from engine.settings import resolve
+from parallel.communicators.base import CollectiveError
 from tests.engine.invariance.answers import ALONE, Answers, How, Instance, load, run, settings
 from tests.engine.invariance.mixed import longest_of, requests
 from tests.engine.invariance.spread import Group, Members, in_shared_memory
+from tests.engine.scheduling.test_grammar import Troubled
 from tests.engine.shard_threads import ThreadedShards
 from tests.engine.tiny_models import make_tiny_model
 from tests.parallel.thread_group import thread_group
@@ -39,14 +42,14 @@ KERNELS = library.load()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="no AVX2, or no C++ compiler, here")
 
 VOCAB = 403
-"""Tokens of the tiny models, as many as their tokenizer has at most; no multiple of 8."""
+"""Tokens of the tiny models: more than their tokenizer has, no multiple of 8."""
 TINY: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 16},
     "mistral": {"sliding_window": 40},
     "mixtral": {},
 }
-"""Dense, dense with norms of heads, with a sliding window, experts; the shipped model has the last two of Qwen."""
+"""Families beside the shipped one: dense, norms of heads, a sliding window, experts."""
 FAMILIES = [SHIPPED_MODEL, *TINY]
 COLUMNS = ["greedy", "sampled"]
 COUNT = 32
@@ -212,7 +215,7 @@ def test_preemption_changes_nothing(column: str, model: Model) -> None:
 @columns
 @some_families
 def test_drafts_change_nothing(column: str, model: Model) -> None:
-    """Of n-grams, and of answers with mistakes, so that some are accepted and some rejected."""
+    """Drafts of n-grams, then of answers with mistakes: some are accepted and some rejected."""
     model.check(column, How(ngrams=True))
     counters = model.check(column, How(drafts=model.alone(column)))
     assert counters.drafted_tokens > sum(counters.taken_by_place) > 0
@@ -234,7 +237,7 @@ def test_grammars_change_nothing_beside_them(column: str, model: Model) -> None:
 @some_families
 @pytest.mark.parametrize("column", ["sampled"])
 def test_sample_i_of_n_is_a_request_with_a_seed_of_its_own(column: str, model: Model) -> None:
-    """The seed of sample i is seed + i * 0x9E3779B97F4A7C15, as a signed number of 64 bits."""
+    """The seed of sample i is seed + i * 0x9E3779B97F4A7C15."""
     samples = [each for each in model.submits(column) if each.sample_index]
     assert samples
     ones = []
@@ -278,7 +281,7 @@ def changed(submit: Submit, **params: Any) -> Submit:
 @pytest.mark.parametrize("kind", ["none cached", "prefix cached", "drafts", "preempted"])
 @pytest.mark.diagonal("kind", "model", columns=len(FAMILIES), each=1)
 def test_a_resumed_request_goes_on_as_it_would_have(kind: str, column: str, model: Model) -> None:
-    """On an instance that gets its prompt and the tokens that its client has: grammars and samples, too."""
+    """On an instance that gets the prompt, and the tokens that the client has."""
     alone, chance = model.alone(column, lasting=True), random.Random(kind)
     submits = model.submits(column, lasting=True)
     resumed, expected = [], {}
@@ -300,6 +303,26 @@ def test_a_resumed_request_goes_on_as_it_would_have(kind: str, column: str, mode
     counters = core.scheduler.counters()
     assert (counters.drafted_tokens > 0) == (kind == "drafts")
     assert (counters.preemptions > 0) == (kind == "preempted")
+
+
+@columns
+@some_families
+def test_a_step_that_runs_again_gives_the_same(
+    column: str, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after the loss of a peer, when a step was all but done."""
+    troubled = Troubled(model.instance.executor)
+    core = Instance(model.directory, troubled).core(How(drafts=model.alone(column)), model.submits(column))
+    once = core.step
+
+    def step() -> Any:
+        while True:
+            with contextlib.suppress(CollectiveError):
+                return once()
+
+    monkeypatch.setattr(core, "step", step)
+    assert run(core, model.submits(column)) == model.alone(column)
+    assert troubled.failures > 3
 
 
 # ---- layouts

@@ -170,7 +170,10 @@ def test_members_want_different_numbers_of_logits(directory: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_member_that_exchanges_otherwise_takes_all_with_it(directory: Path, dtype: torch.dtype) -> None:
-    """Whether all can is known before the first step, and then all go through Python: the same bits."""
+    """Whether all can is known before the first step.
+
+    Then all go through Python, with the same bits.
+    """
     members = [Member(directory, rank, 2, dtype) for rank in range(2)]
     alone = Member(directory, 0, 1, dtype).program
     with torch.inference_mode():

@@ -1,6 +1,6 @@
-"""Answers in bfloat16 keep their bits on a mesh that loses an instance and drains another one.
+"""Answers keep their bits on a mesh that loses an instance and drains another one.
 
-Three instances with spread experts and drafts against one engine in this process, token ids and
+Three instances with spread experts and drafts, in bfloat16, against one engine in this process, token ids and
 log-probabilities alike: docs/design/invariance.md.
 """
 
@@ -35,7 +35,7 @@ pytestmark = [
 ]
 
 COUNT, NUM_TOKENS = 20, 160
-"""Requests, and tokens of nearly each answer: enough that a kill and a drain find streams."""
+"""Requests, and tokens of most answers: a kill and a drain find running streams."""
 FLAGS = ["--dtype", "bfloat16", "--num-gpu-blocks-override", "1000", "--max-num-seqs", "32"]
 SAME_NAME = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "min_tokens"),
