@@ -102,9 +102,11 @@ def combine(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     Outputs [n * k, H], weights [n, k] -> [n, H] in float32. Each choice is added by a multiply-add: products
     of bfloat16 are exact in float32, those of float32 in float64.
     """
-    wide = torch.float64 if outputs.dtype == torch.float32 else torch.float32
     total = outputs.new_zeros(len(weights), outputs.shape[1], dtype=torch.float32)
-    by_choice = outputs.view(*weights.shape, outputs.shape[1])
-    for output, weight in zip(by_choice.unbind(1), weights.unbind(1), strict=True):
-        total = (total.to(wide) + output.to(wide) * weight.to(wide)[:, None]).float()
+    by_choice = outputs.view(*weights.shape, outputs.shape[1]).unbind(1)
+    for output, weight in zip(by_choice, weights[:, :, None].unbind(1), strict=True):
+        if output.dtype == torch.float32:
+            total = total.double().addcmul_(output.double(), weight.double()).float()
+        else:
+            total.addcmul_(output.float(), weight)
     return total
