@@ -26,6 +26,7 @@ from engine.kernels.compression import OFF
 from engine.messages import Counters, Submit
 from engine.model.checkpoint import MODELS_DIRECTORY, read_model_info
 from engine.numerics import numerics_of
+from engine.sampling import SamplingParams
 from engine.scheduling.request import stream_seed
 from engine.settings import resolve
 from parallel.communicators.base import CollectiveError
@@ -268,6 +269,28 @@ def test_log_probabilities_that_are_asked_for_change_no_token(column: str, model
         for some, all_of_them in zip(alone.logprobs, many, strict=False):
             assert some[3] == all_of_them[3][: len(some[3])]
             assert some[4] == all_of_them[4][: len(some[4])]
+
+
+@columns
+@some_families
+def test_an_answer_that_is_scored_as_a_prompt_has_the_numbers_of_its_tokens(
+    column: str, model: Model
+) -> None:
+    submits = [changed(each, logprobs=3) for each in model.submits(column)]
+    answers = model.instance.answers(submits, How(drafts=model.alone(column)))[0]
+    scoring = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=3)
+    texts = {each.request: each.prompt_ids + answers[each.request].token_ids for each in submits}
+    scores = model.instance.answers(
+        [
+            Submit(request=key, request_id=str(key), prompt_ids=ids, params=scoring, seed=0)
+            for key, ids in texts.items()
+        ],
+        How(budget=64),
+    )[0]
+    for each in submits:
+        scored = scores[each.request].prompt_logprobs
+        assert scored is not None
+        assert scored[len(each.prompt_ids) :] == answers[each.request].logprobs
 
 
 def changed(submit: Submit, **params: Any) -> Submit:
