@@ -334,8 +334,9 @@ def test_a_step_that_runs_again_gives_the_same(
     column: str, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after the loss of a peer, when a step was all but done."""
+    alone, submits = model.alone(column, lasting=True), model.submits(column, lasting=True)
     troubled = Troubled(model.instance.executor)
-    core = Instance(model.directory, troubled).core(How(drafts=model.alone(column)), model.submits(column))
+    core = Instance(model.directory, troubled).core(How(drafts=alone), submits)
     once = core.step
 
     def step() -> Any:
@@ -344,7 +345,7 @@ def test_a_step_that_runs_again_gives_the_same(
                 return once()
 
     monkeypatch.setattr(core, "step", step)
-    assert run(core, model.submits(column)) == model.alone(column)
+    assert run(core, submits) == alone
     assert troubled.failures > 3
 
 
