@@ -18,7 +18,7 @@ __all__ = ["model", "models"]
 
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="no AVX2, or no C++ compiler, here")
 
-SEEDS, COUNT, DRAWS = (range(40), 48, 4) if NIGHTLY else (range(2), 20, 2)
+SEEDS, COUNT, DRAWS = (range(12), 48, 4) if NIGHTLY else (range(2), 12, 2)
 """Seeds, requests of each, and settings under which the requests of one seed run."""
 
 
