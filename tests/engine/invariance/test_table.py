@@ -442,6 +442,20 @@ def test_what_changes_bits_names_another_class(what: dict[str, Any], models: Cal
         library.load()
 
 
+@columns
+def test_within_tp_nothing_else_changes_a_bit(column: str, models: Callable[[str], Model]) -> None:
+    """Ranks that add up in shared memory, or through their communicator."""
+    model = models("mixtral")
+    submits, found = model.submits(column), []
+    for group in (in_shared_memory, thread_group):
+        executor = ThreadedShards(settings(model.directory), model.instance.info, tp=2, group=group)
+        executor.load(lambda _phase: None)
+        instance = Instance(model.directory, executor)
+        found += [instance.answers(submits, how)[0] for how in (ALONE, How(), How(budget=64, ngrams=True))]
+        executor.close()
+    assert all(answers == found[0] for answers in found)
+
+
 def test_whole_experts_under_tp_give_other_bits_than_parts_on_any_number_of_instances(
     models: Callable[[str], Model],
 ) -> None:
