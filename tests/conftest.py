@@ -8,6 +8,7 @@ tests first, then these, a file in each of two processes. At most two that faile
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.util
 import os
 import shutil
@@ -50,3 +51,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if is_on_diagonal(item)]
+
+
+def pytest_collection_finish() -> None:
+    """Keep modules and tests out of garbage collections, which would go through all of them again and again."""
+    gc.collect()
+    gc.freeze()
