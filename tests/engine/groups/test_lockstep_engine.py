@@ -31,6 +31,7 @@ from engine.model.checkpoint import read_model_info
 from engine.sampling import SamplingParams
 from parallel.lockstep import Header, Lockstep, RunStep, Sleep, Wake
 from parallel.placement import assign_experts
+from tests.engine.greedy import greedy_outputs
 from tests.engine.shard_threads import ThreadedShards
 from tests.engine.tiny_models import VOCAB, make_tiny_model
 from tests.parallel.thread_group import ThreadCommunicator, thread_group
@@ -113,7 +114,8 @@ def reference(directory: Path) -> list[list[int]]:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
-    return generated(model)
+    requests = range(NUM_REQUESTS)
+    return greedy_outputs(model, list(map(prompt, requests)), list(map(length, requests)))
 
 
 @pytest.fixture(autouse=True, scope="module")
