@@ -150,7 +150,7 @@ def run(
     return [outputs[index] for index in range(len(params))], core.scheduler.counters()
 
 
-@pytest.mark.diagonal("directory", "executor", columns=5)
+@pytest.mark.diagonal("directory", "executor", columns=5, each=1)
 def test_greedy_ids_equal_transformers(
     executor: ThreadedShards, directory: Path, reference: list[list[int]]
 ) -> None:
@@ -205,6 +205,7 @@ def test_sampling_chooses_what_one_worker_would(
     assert counters.drafted_tokens > sum(counters.taken_by_place) > 0
 
 
+@pytest.mark.diagonal("layout", "tied", columns=2, each=1)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_each_worker_holds_its_share_of_the_bytes(layout: str, tied: bool, tmp_path: Path) -> None:
