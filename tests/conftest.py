@@ -54,6 +54,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keep modules and tests out of garbage collections, which would go through all of them again and again."""
+    """Keep modules and tests out of garbage collections, which would go through all of them again and again.
+
+    Tests make many objects and few cycles.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
