@@ -16,9 +16,10 @@ import signal
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import pytest
 
-from tests.nightly import is_on_diagonal
+from tests.nightly import examples, is_on_diagonal
 
 pytest_plugins = ["tests.measured"]
 
@@ -41,6 +42,9 @@ def _session_directory() -> str:
     atexit.register(lambda: shutil.rmtree(made, ignore_errors=True) if os.getpid() == owner else None)
     return made
 
+
+hypothesis.settings.register_profile("lockstep", max_examples=examples(100))
+hypothesis.settings.load_profile("lockstep")
 
 os.environ["XDG_RUNTIME_DIR"] = _session_directory()
 

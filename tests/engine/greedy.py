@@ -41,7 +41,9 @@ def _generated(model: Any, prompts: Sequence[list[int]], length: int) -> list[li
     longest = max(map(len, prompts))
     found = model.generate(
         torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in prompts]),
-        attention_mask=torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
+        attention_mask=torch.tensor(
+            [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        ),
         max_new_tokens=length,
         do_sample=False,
         eos_token_id=None,

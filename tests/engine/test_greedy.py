@@ -26,7 +26,9 @@ def test_outputs_are_those_of_generate_whatever_was_guessed(
     for prompt, length in zip(prompts, LENGTHS, strict=True):
         ids = torch.tensor([prompt])
         mask = torch.ones_like(ids)
-        found = model.generate(ids, attention_mask=mask, max_new_tokens=length, do_sample=False, eos_token_id=None)
+        found = model.generate(
+            ids, attention_mask=mask, max_new_tokens=length, do_sample=False, eos_token_id=None
+        )
         expected.append(found[0, len(prompt) :].tolist())
     generated = greedy._generated
 

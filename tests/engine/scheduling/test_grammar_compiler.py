@@ -16,10 +16,11 @@ from engine.scheduling.grammar import Grammar
 from engine.scheduling.grammar_compiler import GrammarCompiler
 from engine.scheduling.request import Request
 from router.turns.structured import ANSWER, text_of
+from tests.nightly import NIGHTLY
 from tests.waiting import until
 
 MOST_BYTES = 300 << 20
-NUM_REQUESTS = 300
+NUM_REQUESTS = 300 if NIGHTLY else 100
 EOS = 2
 
 
@@ -76,8 +77,8 @@ def info() -> ModelInfo:
     return read_model_info(find_model(None))
 
 
-def test_300_hungry_grammars_leave_little_behind(info: ModelInfo) -> None:
-    """Each takes megabytes as its answer goes on; all together would take a gigabyte."""
+def test_hungry_grammars_leave_little_behind(info: ModelInfo) -> None:
+    """Each takes megabytes as its answer goes on; 100 of them would take 700."""
     instance = Instance(info)
     answer(instance.begin(hungry(-1)), 10)
     return_freed_memory()
