@@ -27,6 +27,14 @@ def is_on_diagonal(item: pytest.Item) -> bool:
     mark = item.get_closest_marker("diagonal")
     if NIGHTLY or mark is None or not isinstance(item, pytest.Function):
         return True
-    row, column = (item.callspec.indices[name] for name in mark.args)
+    row, column = (_index(item, name) for name in mark.args)
     each = mark.kwargs.get("each", 2)
     return (column - each * row) % mark.kwargs["columns"] < each
+
+
+def _index(item: pytest.Function, name: str) -> int:
+    """Index of a test's value among all of that parameter."""
+    for mark in item.iter_markers("parametrize"):
+        if mark.args[0] == name:
+            return list(mark.args[1]).index(item.callspec.params[name])
+    return item.callspec.indices[name]  # of a fixture; for others, pytest counts tests there, not values
