@@ -108,8 +108,8 @@ def facts(path: Path) -> Facts:
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names.update((node.module, alias.name) for alias in node.names)
         elif isinstance(node, ast.Call):
-            is_method = isinstance(node.func, ast.Attribute)
-            calls.add(node.func.attr if is_method else getattr(node.func, "id", ""))
+            called = node.func
+            calls.add(called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", ""))
     return Facts(ast.get_docstring(tree), frozenset(imports), frozenset(names), frozenset(calls))
 
 
