@@ -58,9 +58,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keep modules and tests out of garbage collections, which would go through all of them again and again.
+    """Keep modules and collected tests out of garbage collections.
 
-    Tests make many objects and few cycles.
+    Those would go through all of them again and again. Tests make many objects and few cycles.
     """
     gc.collect()
     gc.freeze()

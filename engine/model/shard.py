@@ -202,7 +202,10 @@ class ShardedClass:
 
     @cached_property
     def kept(self) -> frozenset[str]:
-        """Names of what is left in a model of this class; with it the cut is known."""
+        """Names of the tensors in a model of this class.
+
+        Once they are asked for, the cut is known.
+        """
         with torch.device("meta"):
             return frozenset(self.model_class(self.whole.config).state_dict())
 

@@ -45,7 +45,10 @@ def make_row(
 
 
 def many_rows(params: SamplingParams, draws: Iterable[tuple[int, int]]) -> list[SampleRow]:
-    """A row for each (seed, position); they share what a request would have of its own."""
+    """A row for each (seed, position).
+
+    They share what a request would have of its own.
+    """
     one = make_row(params)
     return [
         SampleRow(params, seed, position, one.token_ids, NUM_PROMPT, one.rules) for seed, position in draws

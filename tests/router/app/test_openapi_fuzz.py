@@ -18,7 +18,10 @@ from tests.router.conftest import Server
 EXAMPLES = os.environ.get("LOCKSTEP_FUZZ_EXAMPLES", "5")
 """Random requests per operation."""
 PHASES = "coverage,fuzzing" if NIGHTLY or "LOCKSTEP_FUZZ_EXAMPLES" in os.environ else "fuzzing"
-"""At night, also those that cover each schema: test_any_body.py sends many wrong bodies for each push."""
+"""At night, also requests that cover each schema.
+
+For each push, test_any_body.py sends many wrong bodies.
+"""
 
 
 @pytest.mark.timeout(3600 if "LOCKSTEP_FUZZ_EXAMPLES" in os.environ else 240)
