@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,8 @@ class Instance:
     """The part of an instance that handles grammars."""
 
     def __init__(self, info: ModelInfo) -> None:
+        gc.collect()  # memory that earlier tests left would hide what this one adds
+        return_freed_memory()
         self.compiler = GrammarCompiler(info)
         self.num_begun = 0
 
