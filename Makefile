@@ -123,10 +123,10 @@ simulate: $(STAMP)  ## 50,000 schedules of the protocol with deaths, stops, join
 model: $(STAMP)  ## train the shipped model again (about an hour)
 	$(BIN)/python examples/training/train_model.py $(ARGS)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt .ci/install.py
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Lockstep needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python .ci/install.py
 	touch $(STAMP)
 
 clean:
