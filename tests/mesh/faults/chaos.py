@@ -33,7 +33,10 @@ from tests.mesh.spread_mesh import SpreadMesh
 
 NUM_BODIES = 32
 HARMS = ("kill", "kill", "kill two", "stop", "drain", "kill the coordinator")
-"""What is done to instances, in a new order each time all have been done: a short run has every kind, too."""
+"""What is done to instances, each before any is repeated.
+
+The order is drawn anew each time, so a short run has every kind, too.
+"""
 KINDS = {"join", "kill", "stop", "drain", "kill the coordinator"}
 """What is counted of all that happens."""
 CANCELLED = 0.15

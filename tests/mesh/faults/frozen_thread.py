@@ -25,7 +25,10 @@ LOOK_SECONDS = 3.0
 
 
 CATCHES = 300
-"""Stops until one finds the thread in native code. It is there for a good part of each step."""
+"""Stops until one finds the thread in native code.
+
+It is there for a good part of each step.
+"""
 NATIVE = "/kernels/step-"
 """Part of the path of compiled kernels, which run without Python's lock."""
 
@@ -91,7 +94,7 @@ class FrozenThread:
         raise AssertionError(f"process {self._pid} is never found in its kernels")
 
     def _let_go_on(self) -> None:
-        """At random times, so that it does not stop at the same place again and again."""
+        """Resume it for a random time, so that it stops at another place."""
         _ptrace(PTRACE_CONT, self._pid)
         time.sleep(random.uniform(0.001, 0.02))
 

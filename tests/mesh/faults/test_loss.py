@@ -34,7 +34,10 @@ NUM_TOKENS = 250
 
 
 def body_of(index: int, salt: str = "none", num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
-    """A stream: greedy ones and seeded samples, some with penalties. ``salt``: whose cached prompts it may use."""
+    """A stream: greedy ones and seeded samples, some with penalties.
+
+    ``salt``: whose cached prompts it may use.
+    """
     rng = random.Random(index)
     return {
         "model": SHIPPED_MODEL,

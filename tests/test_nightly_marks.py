@@ -1,4 +1,4 @@
-"""What is left to the night: tests with a mark, and cells of tables beside their diagonal."""
+"""Tests with a mark, and cells beside the diagonal of a table, are left to the night."""
 
 from __future__ import annotations
 
