@@ -1,4 +1,4 @@
-"""Tests with a mark, and cells beside the diagonal of a table, are left to the night."""
+"""Marked tests, and cells beside the diagonal of a table, are left to the night."""
 
 from __future__ import annotations
 
