@@ -193,6 +193,7 @@ class Instance:
             vacant=vacant,
             wanted_share=wanted_share,
             capacity=self.capacity,
+            numerics=self.fingerprint,
         )
 
 
@@ -212,6 +213,8 @@ class Changes(msgspec.Struct, frozen=True):
 
     added: list[Instance]
     removed: list[Instance]
+    reclassed: list[Instance]
+    """Instances that compute in another numerics class than before."""
 
 
 class Pool:
@@ -284,10 +287,13 @@ class Pool:
             if name not in members and (view.complete or taken.get(instance.rank, name) != name)
         ]
         removed = [self._instances.pop(name) for name in missing]
-        added = []
+        added, reclassed = [], []
         for name, member in members.items():
             if name in self._instances:
+                before = self._instances[name].fingerprint
                 self._instances[name].sees(member, now)
+                if self._instances[name].fingerprint != before:
+                    reclassed.append(self._instances[name])
             else:
                 breaker = self._breakers.setdefault(member.rank, CircuitBreaker())
                 self._instances[name] = Instance(member, breaker=breaker, seen_at=now)
@@ -297,4 +303,4 @@ class Pool:
         for rank in [rank for rank in self._breakers if rank not in here]:
             if self._breakers[rank].is_forgotten(now):
                 del self._breakers[rank]
-        return Changes(added, removed)
+        return Changes(added, removed, reclassed)

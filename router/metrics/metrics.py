@@ -223,7 +223,7 @@ class Metrics:
             for kind, count in sorted((dict.fromkeys(KINDS[event], 0) | kinds).items()):
                 faults.add_metric((event.value, kind), count)
         yield faults
-        yield self._choices.family([other.choices for other in others])
+        yield from self._choices.families([other.choices for other in others])
         if (epoch := self._mesh.epoch()) is not None:
             yield GaugeMetricFamily("lockstep:epoch", "The number of the world.", epoch)
         instances = GaugeMetricFamily("lockstep:instances", "Instances by state.", labels=("state",))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from coordinator.numerics import Numerics
 from engine.messages import Delta, FinishReason, InstanceReport, TokenLogprobs
-from router.mesh import MeshError, Prompt, ServedModel, TokenSink
+from router.mesh import MeshError, NumericsChange, Prompt, ServedModel, TokenSink
 
 Script = Callable[[Prompt], Sequence[Delta]]
 
@@ -83,6 +83,10 @@ class FakeGeneration:
     def fingerprint(self) -> str | None:
         return self._mesh.fingerprints.get(self.prompt.sample_index)
 
+    @property
+    def numerics_changes(self) -> Sequence[NumericsChange]:
+        return self._mesh.numerics_changes.get(self.prompt.sample_index, ())
+
     async def __aiter__(self) -> AsyncIterator[Delta]:
         for delta in self._deltas:
             await asyncio.sleep(self._mesh.delay)
@@ -133,6 +137,8 @@ class FakeMesh:
         self.script = script
         self.fingerprints: dict[int, str] = {}
         """Numerics class of the instance that computes each sample of a prompt."""
+        self.numerics_changes: dict[int, list[NumericsChange]] = {}
+        """Changes of class, likewise."""
         self.delay = 0.0
         self.refusal: MeshError | None = None
         self.refuse_after = 0
@@ -151,6 +157,7 @@ class FakeMesh:
         self.script, self.delay, self.refusal, self.refuse_after = script, 0.0, None, 0
         self.healthy = True
         self.fingerprints.clear()
+        self.numerics_changes.clear()
         self.generations.clear()
 
     def reports(self) -> Mapping[int, InstanceReport]:
