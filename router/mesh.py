@@ -176,7 +176,14 @@ class MeshFacts(Protocol):
         ...
 
     def choices(self) -> Mapping[str, int]:
-        """Outcomes of routing so far, by the names in :mod:`router.metrics.choice_counts`."""
+        """Outcomes of routing so far, by the names of :data:`router.metrics.label_counts.OUTCOMES`."""
+        ...
+
+    def numerics_changes(self) -> Mapping[str, int]:
+        """Requests that went on in another numerics class so far.
+
+        ``true`` counts those whose answers were promised equal, ``false`` the others.
+        """
         ...
 
 

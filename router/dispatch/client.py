@@ -152,11 +152,11 @@ class MeshClient:
 
     def choices(self) -> Mapping[str, int]:
         """Outcomes of routing so far: see :class:`router.mesh.MeshFacts`."""
-        return {
-            **self._chooser.counts,
-            **self._mover.num_class_changes,
-            "moves": self._mover.num_moves,
-        }
+        return {**self._chooser.counts, "moves": self._mover.num_moves}
+
+    def numerics_changes(self) -> Mapping[str, int]:
+        """Requests that went on in another numerics class: see :class:`router.mesh.MeshFacts`."""
+        return self._mover.num_class_changes
 
     def reports(self) -> Mapping[int, InstanceReport]:
         """The newest report of each instance, by rank."""

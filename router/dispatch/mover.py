@@ -61,7 +61,7 @@ class RequestMover:
         self.num_moves = 0
         """Requests recalled from a queue so far."""
         self.num_class_changes: Counter[str] = Counter()
-        """Changes of requests' numerics classes so far, by :data:`router.metrics.choice_counts.CHANGES`."""
+        """Changes of requests' numerics classes so far: see :class:`router.mesh.MeshFacts`."""
 
     def __repr__(self) -> str:
         return f"<RequestMover {len(self.streams)} in flight, {len(self._orphans)} without an instance>"
@@ -202,7 +202,7 @@ class RequestMover:
         if change is None:
             return
         is_promised = entry.prompt.repeatable and is_invariant(change.before)
-        self.num_class_changes["numerics_promised" if is_promised else "numerics_free"] += 1
+        self.num_class_changes["true" if is_promised else "false"] += 1
         logger.log(
             logging.WARNING if is_promised else logging.INFO,
             "request %s goes on in another numerics class after %d tokens: %s",

@@ -85,7 +85,7 @@ class FakeGeneration:
 
     @property
     def numerics_changes(self) -> Sequence[NumericsChange]:
-        return self._mesh.numerics_changes.get(self.prompt.sample_index, ())
+        return self._mesh.changes.get(self.prompt.sample_index, ())
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         for delta in self._deltas:
@@ -124,6 +124,7 @@ class Facts:
     instances: Mapping[str, int] = field(default_factory=dict)
     refused_peers: Mapping[str, int] = field(default_factory=dict)
     choices: Mapping[str, int] = field(default_factory=dict)
+    numerics_changes: Mapping[str, int] = field(default_factory=dict)
     numerics: Mapping[Numerics, list[int]] = field(default_factory=dict)
 
 
@@ -137,7 +138,7 @@ class FakeMesh:
         self.script = script
         self.fingerprints: dict[int, str] = {}
         """Numerics class of the instance that computes each sample of a prompt."""
-        self.numerics_changes: dict[int, list[NumericsChange]] = {}
+        self.changes: dict[int, list[NumericsChange]] = {}
         """Changes of class, likewise."""
         self.delay = 0.0
         self.refusal: MeshError | None = None
@@ -157,7 +158,7 @@ class FakeMesh:
         self.script, self.delay, self.refusal, self.refuse_after = script, 0.0, None, 0
         self.healthy = True
         self.fingerprints.clear()
-        self.numerics_changes.clear()
+        self.changes.clear()
         self.generations.clear()
 
     def reports(self) -> Mapping[int, InstanceReport]:
@@ -180,6 +181,9 @@ class FakeMesh:
 
     def choices(self) -> Mapping[str, int]:
         return self._facts.choices
+
+    def numerics_changes(self) -> Mapping[str, int]:
+        return self._facts.numerics_changes
 
     def check_room(self) -> None:
         return
