@@ -68,7 +68,7 @@ class Prompt(msgspec.Struct, frozen=True):
     traceparent: str = ""
     """W3C Trace Context to pass to the instance; empty for none."""
     repeatable: bool = False
-    """The same request should get the same answer: it is greedy, or its seed was given."""
+    """Whether the same request should get the same answer: it is greedy or seeded."""
 
 
 class NumericsChange(msgspec.Struct, frozen=True):
@@ -122,7 +122,10 @@ class Generation(Protocol):
 
     @property
     def numerics_changes(self) -> Sequence[NumericsChange]:
-        """Changes of its numerics class after the first token; the same list grows with later ones."""
+        """Changes of its numerics class after the first token.
+
+        The same list grows with later ones.
+        """
         ...
 
     def __aiter__(self) -> AsyncIterator[Delta]: ...

@@ -254,7 +254,7 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails | UnsetType | None = UNSET
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
     numerics_changes: list[NumericsChange] | UnsetType = UNSET
-    """Of all choices; only where there are some."""
+    """Those of all choices; unset where there are none."""
 
 
 class CompletionChoice(msgspec.Struct):

@@ -157,7 +157,7 @@ class ChunkedAnswer(Answer):
 
 
 def changes_of(samples: Sequence[OutputStream]) -> list[NumericsChange] | msgspec.UnsetType:
-    """Changes of numerics class of some samples as the client sees them; unset if there are none."""
+    """Changes of numerics class of some samples, for the client; unset if there are none."""
     found = [
         NumericsChange(sample.index, each.after_tokens, each.before, each.after)
         for sample in samples

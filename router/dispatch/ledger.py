@@ -91,7 +91,7 @@ class Entry:
     numerics: str | None = None
     """Name of the numerics class in which its current try is computed."""
     numerics_changes: list[NumericsChange] = field(default_factory=list)
-    """Changes of class after the first token; readers of its stream see them as they come."""
+    """Changes of class after the first token; its stream's readers see new ones."""
     owed: bool = False
     """An instance had taken the request, so the next one must take it, too."""
     blocks: list[int] | None = None
@@ -164,13 +164,16 @@ class Entry:
         return self.numerics_changes[-1].after if self.numerics_changes else self.fingerprint
 
     def is_computed_in(self, numerics: str | None) -> None:
-        """Record the numerics class of its current try, which may not have given a token yet."""
+        """Record the numerics class of its current try, which may not have begun."""
         self.numerics = numerics
         if not self.has_begun:
             self.fingerprint = numerics
 
     def changes_class(self) -> NumericsChange | None:
-        """Record that its next token is of the class of its current try; returns that if it is a change."""
+        """Record that its next token is of the class of its current try.
+
+        Returns the change, if that is one.
+        """
         if not self.has_begun or self.numerics == self.newest_class:
             return None
         change = NumericsChange(len(self.emitted), self.newest_class, self.numerics)

@@ -38,9 +38,9 @@ SESSION_SLACK = 64.0
 It decides where nothing else speaks for another instance.
 """
 NUMERICS_COST = 32768.0
-"""Extra cost in prompt tokens at which a request that has begun still goes on in its numerics class.
+"""Extra cost in prompt tokens at which requests stay in their numerics class.
 
-As much as 16 requests that wait before it, or some seconds of prompts. Beyond it, another class is taken.
+It is as much as 16 requests that wait before it, or some seconds of prompts.
 """
 
 
@@ -146,10 +146,10 @@ def that_hold(candidates: Sequence[Candidate], tokens: int) -> list[Candidate]:
 
 
 def of_class(candidates: Sequence[Candidate], wish: Wish) -> Sequence[Candidate]:
-    """Candidates of the numerics class in which a request should go on; all of them if none may take it.
+    """Candidates of the numerics class in which a request should go on.
 
-    One may not if its queue is full, or if it costs NUMERICS_COST more than the cheapest of all.
-    ``candidates`` are eligible, and hold the request.
+    All of them if none of the class may take it: its queue is full, or it costs NUMERICS_COST more than the
+    cheapest of all. ``candidates`` are eligible, and hold the request.
     """
     if wish.numerics is None:
         return candidates

@@ -61,7 +61,7 @@ class OutputStream:
         self.fingerprint: str | None = None
         """Name of the numerics class in which its first token was computed."""
         self.known_changes: Sequence[NumericsChange] = ()
-        """Changes of its numerics class, also for tokens that are still unread or behind its end."""
+        """Changes of its numerics class, also between tokens that are not read yet."""
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()

@@ -72,7 +72,7 @@ class MessageUsage(msgspec.Struct):
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
     numerics_changes: list[NumericsChange] | UnsetType = UNSET
-    """Not Anthropic's; only where there are some."""
+    """Not Anthropic's; unset where there are none."""
 
 
 class Message(msgspec.Struct, tag_field="type", tag="message"):

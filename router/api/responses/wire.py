@@ -123,7 +123,7 @@ class ResponseUsage(msgspec.Struct):
     output_tokens_details: OutputTokensDetails
     total_tokens: int
     numerics_changes: list[NumericsChange] | UnsetType = UNSET
-    """Not OpenAI's; only where there are some."""
+    """Not OpenAI's; unset where there are none."""
 
 
 class ResponseError(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Requests that lose their instance go on in their numerics class, or their change is recorded."""
+"""Requests without an instance go on in their numerics class, or record the change."""
 
 from __future__ import annotations
 
@@ -363,7 +363,7 @@ def test_a_variant_class_is_preferred_as_well() -> None:
 
 
 def test_an_instance_whose_group_gets_another_class_changes_that_of_its_requests() -> None:
-    """Instances with spread experts compute each other's: one of another class changes the bits of all."""
+    """Spread experts are computed for each other: a member of another class changes all bits."""
     world = World(A, A)
     running, waiting, moving = world.begin(1), world.begin(1, tokens=0), world.begin(0)
     world.kill(0)
