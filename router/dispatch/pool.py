@@ -109,13 +109,21 @@ class Instance:
         is_new = now < self.seen_at + ANSWER_TIMEOUT
         return is_new and self.member.state is State.READY and not self.attached
 
-    def sees(self, member: Member, now: float) -> None:
-        """Take over its entry in a new view."""
+    def sees(self, member: Member, now: float, *, complete: bool = True) -> bool:
+        """Take over its entry in a new view; returns whether its numerics class changed.
+
+        While the view is not ``complete``, a coordinator that has just started may not know of its group,
+        whose class it has.
+        """
+        before = self.member.numerics
+        if not complete and before is not None:
+            member = msgspec.structs.replace(member, numerics=before)
         self.member, self.moved = member, False
         if member.state is not State.LOADED:
             self.idle_since = None
         elif self.idle_since is None:
             self.idle_since = now
+        return member.numerics != before
 
     def dispatch(self, tokens: int, now: float, *, cached: int = 0) -> int:
         """Number the next request to this instance, and count it until a report does.
@@ -290,9 +298,7 @@ class Pool:
         added, reclassed = [], []
         for name, member in members.items():
             if name in self._instances:
-                before = self._instances[name].fingerprint
-                self._instances[name].sees(member, now)
-                if self._instances[name].fingerprint != before:
+                if self._instances[name].sees(member, now, complete=view.complete):
                     reclassed.append(self._instances[name])
             else:
                 breaker = self._breakers.setdefault(member.rank, CircuitBreaker())

@@ -66,12 +66,13 @@ class World:
         self.members = {rank: member(rank, name) for rank, name in enumerate(classes)}
         self.show()
 
-    def show(self, **fields: object) -> None:
+    def show(self, *, complete: bool = True, **fields: object) -> None:
         """The view with these fields of rank 1 changed."""
         if fields:
             self.members[1] = msgspec.structs.replace(self.members[1], **fields)
         members = list(self.members.values())
         view = View(epoch=1, size=len(members), settings=None, members=members, waiting_for="")
+        view = msgspec.structs.replace(view, complete=complete)
         changes = self.pool.apply(view, time.monotonic())
         for instance in changes.added:
             instance.attached, instance.capacity = True, CAPACITY
@@ -375,5 +376,9 @@ def test_an_instance_whose_group_gets_another_class_changes_that_of_its_requests
         world.give(stream, 7, 8)
     assert running.numerics_changes == moving.numerics_changes == [change]
     assert (waiting.fingerprint, waiting.numerics_changes) == (V, [])
-    world.show(state=State.READY)
+    alone = Numerics(A, "avx2", "bfloat16", invariant=True)
+    world.show(complete=False, numerics=alone)  # by a coordinator that does not know the group yet
+    world.show(numerics=Numerics(V, "avx2+avx512", "bfloat16", invariant=False))
     assert world.mover.num_class_changes == {"true": 2}
+    world.show(numerics=alone)
+    assert running.numerics_changes == [change, NumericsChange(4, V, A)]
