@@ -38,3 +38,11 @@ def _index(item: pytest.Function, name: str) -> int:
         if mark.args[0] == name:
             return list(mark.args[1]).index(item.callspec.params[name])
     return item.callspec.indices[name]  # of a fixture; for others, pytest counts tests there, not values
+
+
+def runs_now(item: pytest.Item) -> bool:
+    """Whether a test runs: at night each does.
+
+    For each push those do that have no mark ``nightly``, and of a table the diagonal.
+    """
+    return (NIGHTLY or item.get_closest_marker("nightly") is None) and is_on_diagonal(item)
