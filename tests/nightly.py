@@ -13,6 +13,11 @@ Otherwise what fits into a run for each push.
 """
 
 
+def examples(number: int) -> int:
+    """How many examples a property test draws: a quarter of them for each push."""
+    return number if NIGHTLY else max(number // 4, 25)
+
+
 def is_on_diagonal(item: pytest.Item) -> bool:
     """Whether a test of a table runs for each push: ``@pytest.mark.diagonal("rows", "columns", each=2)``.
 
@@ -28,15 +33,16 @@ def is_on_diagonal(item: pytest.Item) -> bool:
 
 
 def _index(item: pytest.Function, name: str) -> int:
-    """Index of a parameter's value among its values.
-
-    Those of ``parametrize`` are looked for: pytest counts such a value's combinations with other parameters.
-    """
+    """Index of a test's value among all of that parameter."""
     for mark in item.iter_markers("parametrize"):
-        names, values = mark.args
-        names = names.split(",") if isinstance(names, str) else names
-        if name in names:
-            lines = [getattr(value, "values", value) for value in values]
-            column = [line[names.index(name)] if len(names) > 1 else line for line in lines]
-            return column.index(item.callspec.params[name])
-    return item.callspec.indices[name]
+        if mark.args[0] == name:
+            return list(mark.args[1]).index(item.callspec.params[name])
+    return item.callspec.indices[name]  # of a fixture; for others, pytest counts tests there, not values
+
+
+def runs_now(item: pytest.Item) -> bool:
+    """Whether a test runs: at night each does.
+
+    For each push those do that have no mark ``nightly``, and of a table the diagonal.
+    """
+    return (NIGHTLY or item.get_closest_marker("nightly") is None) and is_on_diagonal(item)
