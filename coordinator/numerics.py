@@ -59,6 +59,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Quantisation method of the checkpoint, ``plain`` without one, ``dummy`` for random weights."""
     dtype: str
     tensor_parallel_size: int
+    has_whole_experts: bool = False
+    """Whether each of several ranks computes whole experts (``-ep``), not a part of each."""
+    angles_for: int = 0
+    """Tokens of the longest request, where rotary angles are chosen for it; else 0."""
     workers: tuple[Arithmetic, ...]
     """By stage, then tensor-parallel rank."""
     versions: dict[str, str]
@@ -103,6 +107,11 @@ def combined(classes: Collection[Numerics]) -> Numerics:
     names = "\0".join(sorted(each.fingerprint for each in found))
     kinds = {kind for each in found for kind in each.kernels.split("+")}
     return _numerics(names.encode(), kinds, {each.dtype for each in found}, invariant=False)
+
+
+def is_invariant(fingerprint: str | None) -> bool:
+    """Whether the class of this name is known, and promises equal bits."""
+    return fingerprint is not None and not fingerprint.endswith(VARIANT)
 
 
 def slowest_kind(classes: Sequence[Numerics]) -> str | None:
