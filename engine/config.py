@@ -279,8 +279,8 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     batch_invariant: Annotated[
         bool,
         flag(
-            help="Compute so that the bits of an answer do not depend on the requests beside it. Native kernels "
-            "always do; where torch's operators compute (on a CPU), it costs speed."
+            help="Compute so that the bits of an answer do not depend on the requests beside it. Native "
+            "kernels always do; where torch's operators compute (on a CPU), it costs speed."
         ),
     ] = False
     enforce_eager: Annotated[

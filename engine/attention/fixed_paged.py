@@ -2,9 +2,9 @@
 
 The cache is that of :mod:`engine.attention.torch_paged`. Queries are computed in blocks of a fixed number of
 rows: the query heads of a KV head, for one token or for a few of one request. Keys are gathered in tiles of
-:data:`KEY_TILE` that begin at its multiples, counted from the request's first token. torch's fused kernel sums
-tile by tile, and a masked key adds exactly nothing. So neither the cut of a prompt into steps nor the other
-requests of a step change a sum.
+:data:`KEY_TILE` that begin at its multiples, counted from the request's first token. torch's fused kernel
+sums tile by tile, and a masked key adds exactly nothing. So neither the cut of a prompt into steps nor the
+other requests of a step change a sum.
 
 To be used under :class:`engine.compute.fixed_blocks.FixedBlocks`, for what is not the fused kernel's.
 """
@@ -53,7 +53,9 @@ class FixedPagedAttention(TorchPagedAttention):
     def plan(self, rows: PackedRows) -> FixedAttentionPlan:  # type: ignore[override]
         """Find the slots of a step's tokens; see ``base.PagedAttention``."""
         row_of_token = np.repeat(np.arange(len(rows.starts)), rows.counts)
-        return FixedAttentionPlan(self, rows, upload(self.slots(rows, row_of_token, rows.positions), self.device))
+        return FixedAttentionPlan(
+            self, rows, upload(self.slots(rows, row_of_token, rows.positions), self.device)
+        )
 
     def slots(self, rows: PackedRows, row: Int64s | int, positions: Int64s) -> Int64s:
         """Slots of positions of requests, which are those of rows of a step."""
@@ -156,7 +158,9 @@ class _Parts:
             within = np.minimum(seen, positions[blocks][:, None])
             slots = self._cache.slots(self._rows, blocks[:, None], within)
             at = positions[tokens]
-            yield self._part(tokens, np.arange(len(rows)) * self._per_block, rows, slots, len(blocks), seen, at)
+            yield self._part(
+                tokens, np.arange(len(rows)) * self._per_block, rows, slots, len(blocks), seen, at
+            )
 
     def of_longer_rows(self) -> Iterator[_Part]:
         """Rows of several tokens, one after the other."""
@@ -213,8 +217,10 @@ def _fused(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attended [blocks, heads, rows, dim], and logarithms [blocks, heads, rows] of the sums of weights."""
     key_dim, value_dim = keys.shape[-1], values.shape[-1]
-    if value_dim < key_dim:  # the kernel wants one size
-        values = F.pad(values, (0, key_dim - value_dim))
+    if missing := max(key_dim - value_dim, 0):  # the kernel wants one size
+        values = F.pad(values, (0, missing))
+    elif missing := value_dim - key_dim:
+        queries, keys = F.pad(queries, (0, missing)), F.pad(keys, (0, missing))
     found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         queries, keys, values, 0.0, False, attn_mask=mask, scale=scale
     )
@@ -228,7 +234,12 @@ class _capped:
         self._softcap = softcap
 
     def __call__(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor,
+        scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         most = total = attended = None
         for begin in range(0, keys.shape[2], KEY_TILE):

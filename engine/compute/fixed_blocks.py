@@ -1,7 +1,7 @@
 """Torch's operators on the CPU by blocks of fixed size, so that a row's bits do not depend on its neighbours.
 
 A library chooses how it sums by the number of rows of a product. So each product is computed in blocks of
-:data:`BLOCK_ROWS` rows, the last one filled up with zeros: all products with a weight have one shape, and in a
+:data:`BLOCK_ROWS` rows, the last one filled up with zeros: all products with a weight have one shape. In a
 product of one shape each row is summed alike, wherever it stands. An elementwise function is computed in
 vectors, but for the last few numbers, which may round otherwise. So tensors are filled up to whole vectors.
 Sums, norms and orders along a row are computed row by row in any case.
@@ -33,38 +33,42 @@ TILE = 1 << 14
 ALIGNMENT = 64
 """Bytes at whose multiples the rows of a product begin, as in memory that torch allocates."""
 
-EXACT = frozenset(
-    """
-    abs alias all any arange argwhere as_strided bitwise_and bitwise_not bitwise_or broadcast_to cat
-    chunk clamp clamp_ clamp_max clamp_min clone constant_pad_nd contiguous copy_ detach detach_ div div_ embedding
-    dropout divide empty empty_like eq equal expand expand_as eye feature_dropout fill_ flatten flip floor floor_divide full
-    full_like gather ge gt histc bincount index index_add index_add_ index_copy index_copy_ index_fill index_put
-    index_put_ index_select isfinite isinf isnan item le leaky_relu lift_fresh logical_and logical_not logical_or lt
-    masked_fill masked_fill_ masked_scatter maximum minimum movedim mul_ narrow ne neg neg_ new_empty new_full
-    new_ones new_zeros nonzero numpy_T one_hot ones ones_like pad permute relu relu_ remainder repeat
-    repeat_interleave reshape resolve_conj resolve_neg roll round rsub scalar_tensor scatter scatter_ scatter_add
-    scatter_add_ select sign slice split split_with_sizes square squeeze stack subtract t tensor_split true_divide threshold tile
-    to transpose tril triu triu_ tril_ type_as unbind unflatten unfold unsafe_chunk unsafe_split unsqueeze view
-    view_as view_as_complex view_as_real view_dtype where zero_ zeros zeros_like _to_copy _unsafe_view _reshape_alias _local_scalar_dense ceil
-    trunc moveaxis swapaxes swapdims hstack vstack expand_copy numel size is_nonzero
-    _scaled_dot_product_flash_attention_for_cpu
-    """.split()
-)
+EXACT = frozenset((
+    "_local_scalar_dense", "_reshape_alias", "_scaled_dot_product_flash_attention_for_cpu",
+    "_to_copy", "_unsafe_view", "abs", "alias", "all", "any", "arange", "argwhere", "as_strided",
+    "bincount", "bitwise_and", "bitwise_not", "bitwise_or", "broadcast_to", "cat", "ceil", "chunk",
+    "clamp", "clamp_", "clamp_max", "clamp_min", "clone", "constant_pad_nd", "contiguous", "copy_",
+    "detach", "detach_", "div", "div_", "divide", "dropout", "embedding", "empty", "empty_like",
+    "eq", "equal", "expand", "expand_as", "expand_copy", "eye", "feature_dropout", "fill_",
+    "flatten", "flip", "floor", "floor_divide", "full", "full_like", "gather", "ge", "gt", "histc",
+    "hstack", "index", "index_add", "index_add_", "index_copy", "index_copy_", "index_fill",
+    "index_put", "index_put_", "index_select", "is_nonzero", "isfinite", "isinf", "isnan", "item",
+    "le", "leaky_relu", "lift_fresh", "logical_and", "logical_not", "logical_or", "lt",
+    "masked_fill", "masked_fill_", "masked_scatter", "maximum", "minimum", "moveaxis", "movedim",
+    "mul_", "narrow", "ne", "neg", "neg_", "new_empty", "new_full", "new_ones", "new_zeros",
+    "nonzero", "numel", "numpy_T", "one_hot", "ones", "ones_like", "pad", "permute", "relu",
+    "relu_", "remainder", "repeat", "repeat_interleave", "reshape", "resolve_conj", "resolve_neg",
+    "roll", "round", "rsub", "scalar_tensor", "scatter", "scatter_", "scatter_add", "scatter_add_",
+    "select", "sign", "size", "slice", "split", "split_with_sizes", "square", "squeeze", "stack",
+    "subtract", "swapaxes", "swapdims", "t", "tensor_split", "threshold", "tile", "to", "transpose",
+    "tril", "tril_", "triu", "triu_", "true_divide", "trunc", "type_as", "unbind", "unflatten",
+    "unfold", "unsafe_chunk", "unsafe_split", "unsqueeze", "view", "view_as", "view_as_complex",
+    "view_as_real", "view_dtype", "vstack", "where", "zero_", "zeros", "zeros_like",
+))  # fmt: skip
 """Operators that move numbers, or whose result the standard of floating-point numbers defines."""
-BY_ROW = frozenset(
-    """
-    amax amin aminmax argmax argmin argsort cummax cumsum cumprod layer_norm linalg_vector_norm log_softmax logsumexp
-    max mean min native_layer_norm norm prod rms_norm _fused_rms_norm softmax _softmax _log_softmax sort std sum topk
-    var var_mean std_mean
-    """.split()
-)
+BY_ROW = frozenset((
+    "_fused_rms_norm", "_log_softmax", "_softmax", "amax", "amin", "aminmax", "argmax", "argmin",
+    "argsort", "cummax", "cumprod", "cumsum", "layer_norm", "linalg_vector_norm", "log_softmax",
+    "logsumexp", "max", "mean", "min", "native_layer_norm", "norm", "prod", "rms_norm", "softmax",
+    "sort", "std", "std_mean", "sum", "topk", "var", "var_mean",
+))  # fmt: skip
 """Operators along a row: torch computes each row by itself, one vector after the other."""
-ELEMENTWISE = frozenset(
-    """
-    acos asin atan celu cos cosh elu erf erfc exp exp2 expm1 gelu hardsigmoid hardswish hardtanh log log10 log1p log2
-    log_sigmoid logit mish pow reciprocal rsqrt selu sigmoid silu sin sinh softplus sqrt tan tanh
-    """.split()
-)
+ELEMENTWISE = frozenset((
+    "acos", "asin", "atan", "celu", "cos", "cosh", "elu", "erf", "erfc", "exp", "exp2", "expm1",
+    "gelu", "hardsigmoid", "hardswish", "hardtanh", "log", "log10", "log1p", "log2", "log_sigmoid",
+    "logit", "mish", "pow", "reciprocal", "rsqrt", "selu", "sigmoid", "silu", "sin", "sinh",
+    "softplus", "sqrt", "tan", "tanh",
+))  # fmt: skip
 """Functions of one number each, which vectors may round otherwise than single numbers."""
 
 
@@ -133,7 +137,8 @@ class FixedBlocks(TorchDispatchMode):  # type: ignore[misc]
 
     def _unknown(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator without a rule: a matter of integers, or else refused while a model is tried."""
-        if self.is_strict and any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in args):
+        has_floats = any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in args)
+        if self.is_strict and has_floats:
             raise UnknownOperator(str(func))
         return func(*args, **kwargs)
 

@@ -1,7 +1,7 @@
 """Trial of a loaded model: a few steps that show whether a row's bits depend on the rows beside it.
 
-A request is computed alone and at once, then in pieces beside another one and by another number of threads. It
-runs on the model itself, for a library chooses how it sums by the shapes of weights.
+A request is computed alone and at once, then in pieces beside another one and by another number of threads.
+It runs on the model itself, for a library chooses how it sums by the shapes of weights.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def check(
         of_token = np.repeat(requests, counts)
         ids = (positions * 7919 + of_token * 13) % model.vocab_size
         plan = {PLAN_KEYWORD: cache.plan(packed)}
-        output = run_stage(model.module, model.stage, torch.from_numpy(ids), torch.from_numpy(positions), **plan)
+        tokens, places = torch.from_numpy(ids), torch.from_numpy(positions)
+        output = run_stage(model.module, model.stage, tokens, places, **plan)
         return output[torch.from_numpy((of_token == 0).nonzero()[0])].clone()
 
     other = min(OTHER_COUNT, count - 1)
@@ -74,8 +75,8 @@ def check(
             beside = torch.cat([run(rows) for rows in pieces])
     except UnknownOperator as error:
         raise CheckpointError(
-            f"--batch-invariant: {name} uses the operator {error}, of which it is not known whether it computes "
-            "each row by itself: leave the flag out"
+            f"--batch-invariant: {name} uses the operator {error}, of which it is not known whether it "
+            "computes each row by itself: leave the flag out"
         ) from error
     finally:
         blocks.is_strict = False
@@ -83,6 +84,6 @@ def check(
     differ = int((alone != beside).any(dim=-1).sum())
     if differ:
         raise CheckpointError(
-            f"--batch-invariant: in a trial of {name} in {model.dtype}, {differ} of {count} tokens have other bits "
-            "beside another request: leave the flag out, or try another --dtype"
+            f"--batch-invariant: in a trial of {name} in {model.dtype}, {differ} of {count} tokens have "
+            "other bits beside another request: leave the flag out, or try another --dtype"
         )

@@ -102,7 +102,7 @@ class UniExecutor:
         check_kind(self._config.device)
         if device.type == "cuda" and self._config.device.batch_invariant:
             raise CheckpointError(
-                "--batch-invariant is not built for GPUs: leave it out, or compute on the CPU with --device cpu"
+                "--batch-invariant is not built for GPUs: leave it out, or compute on the CPU (--device cpu)"
             )
         if device.type == "cpu" and not self._on_torch:
             library.begin_build()
@@ -368,9 +368,9 @@ class UniExecutor:
             self._model.experts.begin(sizes)
             self._attention_before = replace(self._attention)
         with self._fixed or contextlib.nullcontext():
-            if self._model.experts is not None and not step.slots:
-                if self._program is None or not self._program.serve():
-                    self._pass_expert_layers(self._model)
+            only_serves = self._model.experts is not None and not step.slots
+            if only_serves and (self._program is None or not self._program.serve()):
+                self._pass_expert_layers(self._model)
             self._results.append(self._runner.run(step))
 
     def finish(self) -> StepResult:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Benchmark of ``--batch-invariant``: CPU time of a step with and without it, where torch's operators compute.
+"""Benchmark of ``--batch-invariant``: CPU time of a step with and without it, on torch's operators.
 
     python examples/benchmarks/bench_batch_invariant.py
     python examples/benchmarks/bench_batch_invariant.py --models tiny --rows 1 16 --steps 50
@@ -96,7 +96,9 @@ def measure(executor: Any, directory: Path, rows: int, steps: int) -> tuple[floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64], help="requests at once")
     parser.add_argument("--steps", type=int, default=8, help="decode steps to measure")
@@ -124,7 +126,8 @@ def main() -> None:
                 (plain, plain_prefill), (fixed, fixed_prefill) = found[False], found[True]
                 print(
                     f"{name:>5} {rows:3} rows: {plain:8.1f} ms a step, {fixed:8.1f} with --batch-invariant "
-                    f"(x {fixed / plain:.2f}); prompts {plain_prefill:7.0f} and {fixed_prefill:7.0f} tokens/s "
+                    f"(x {fixed / plain:.2f}); "
+                    f"prompts {plain_prefill:7.0f} and {fixed_prefill:7.0f} tokens/s "
                     f"(x {plain_prefill / fixed_prefill:.2f})",
                     flush=True,
                 )

@@ -22,6 +22,7 @@ CASES = {  # layer, query heads per KV head, soft cap, sinks
     "narrow window": (LayerShape(2, 16, 16, 12), 3, None, True),
     "wide window": (LayerShape(2, 16, 16, 600), 2, None, True),
     "narrow values": (LayerShape(3, 24, 20, None), 1, None, False),
+    "narrow keys": (LayerShape(2, 16, 24, None), 2, None, True),
     "soft cap": (LayerShape(2, 16, 16, 600), 2, 1.5, False),
 }
 

@@ -58,7 +58,11 @@ def prompts() -> list[list[int]]:
 
 def params(index: int) -> SamplingParams:
     """Greedy and sampled requests in turn."""
-    sampled = {"temperature": 0.9, "top_p": 0.95 if index % 4 == 1 else 1.0, "top_k": 40 if index % 3 == 0 else 0}
+    sampled = {
+        "temperature": 0.9,
+        "top_p": 0.95 if index % 4 == 1 else 1.0,
+        "top_k": 40 if index % 3 == 0 else 0,
+    }
     how = sampled if index % 2 else {"temperature": 0.0}
     return SamplingParams(**how, max_tokens=4 + 3 * (index % 5), ignore_eos=True, logprobs=2)
 
@@ -222,7 +226,11 @@ def test_spread_experts_keep_it(family: str, tmp_path: Path) -> None:
     directory = make_tiny_model(tmp_path, family)
     alone, *others = [
         run_instances(directory, Layout(size, backend=backend, dtype="bfloat16", batch_invariant=True))[0]
-        for size, backend in ((1, "allgather_reducescatter"), (2, "allgather_reducescatter"), (3, "all_to_all"))
+        for size, backend in (
+            (1, "allgather_reducescatter"),
+            (2, "allgather_reducescatter"),
+            (3, "all_to_all"),
+        )
     ]
     assert others == [alone, alone]
 
@@ -256,7 +264,9 @@ def test_a_gpu_is_refused() -> None:
 def test_an_operator_that_nobody_knows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = make_tiny_model(tmp_path, "gemma3")
     monkeypatch.setattr(Gemma3RMSNorm, "_norm", lambda _self, hidden: torch.special.i0(hidden))
-    with pytest.raises(CheckpointError, match=r"--batch-invariant: Gemma3ForCausalLM uses the operator aten.special_i0"):
+    with pytest.raises(
+        CheckpointError, match=r"--batch-invariant: Gemma3ForCausalLM uses the operator aten.special_i0"
+    ):
         loaded(engine(directory, batch_invariant=True, load_format="dummy"))
 
 

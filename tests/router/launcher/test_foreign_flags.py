@@ -141,6 +141,7 @@ def test_what_changes_nothing_is_ignored_and_takes_no_other_word(argv: list[str]
         (["--tp", "2"], "--tp is --tensor-parallel-size (-tp) here"),
         (["--model-path", "x"], "--model-path is MODEL (the first argument) here"),
         (["--context_length=5"], "--context-length is --max-model-len here"),
+        (["--enable-deterministic-inference"], "--enable-deterministic-inference is --batch-invariant here"),
         (["--disable-radix-cache"], "--disable-radix-cache is --no-enable-prefix-caching here"),
         (["--swap-space"], "argument --swap-space: expected one argument"),
         (["--max-model-length", "4"], "unrecognized arguments: --max-model-length 4; did you mean --max-mod"),
