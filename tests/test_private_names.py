@@ -32,6 +32,7 @@ PUBLIC = {
 """Modules whose names are documented, as are those of the libraries themselves."""
 
 IMPORTED = {
+    "torch.utils._python_dispatch.TorchDispatchMode",
     "transformers.conversion_mapping.get_checkpoint_conversion_mapping",
     "transformers.conversion_mapping.get_model_conversion_mapping",
     "transformers.conversion_mapping.register_checkpoint_conversion_mapping",
@@ -50,6 +51,8 @@ ATTRIBUTES = {
     "torch.distributed.ProcessGroupGloo": ["_Options"],
     "torch.distributed.ProcessGroupGloo._Options": ["_devices", "_threads"],
     "torch.nn.Module": ["_buffers", "_parameters"],
+    "torch.ops.aten": ["_scaled_dot_product_flash_attention_for_cpu"],
+    "torch.utils._python_dispatch.TorchDispatchMode": ["_should_skip_dynamo"],
     "transformers.PreTrainedModel": [
         "_can_set_experts_implementation",
         "_from_config",

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from engine.attention.base import LayerShape, PagedAttention
 
 Backend = Literal["TORCH_SDPA", "TORCH_FIXED", "TRITON_ATTN"]
-"""Gathered contexts on any device, the same in blocks of fixed size, or blocks read where they are.
+"""Ways to compute attention over the KV cache.
 
-The first and the last name are vLLM's.
+Gathered contexts on any device, the same in blocks of fixed size on a CPU, or blocks read where they are. The
+first and the last name are vLLM's.
 """
 
 INTERPRET = "TRITON_INTERPRET"

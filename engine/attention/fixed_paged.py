@@ -1,10 +1,10 @@
-"""Paged attention in plain torch by blocks of fixed size: a token's bits depend on its own context alone.
+"""Paged attention in plain torch by blocks of fixed size.
 
-The cache is that of :mod:`engine.attention.torch_paged`. Queries are computed in blocks of a fixed number of
-rows: the query heads of a KV head, for one token or for a few of one request. Keys are gathered in tiles of
-:data:`KEY_TILE` that begin at its multiples, counted from the request's first token. torch's fused kernel
-sums tile by tile, and a masked key adds exactly nothing. So neither the cut of a prompt into steps nor the
-other requests of a step change a sum.
+A token's bits depend on its own context alone. The cache is that of :mod:`engine.attention.torch_paged`.
+Queries are computed in blocks of a fixed number of rows: the query heads of a KV head, for one token or for
+a few of one request. Keys are gathered in tiles of :data:`KEY_TILE` that begin at its multiples, counted
+from the request's first token. torch's fused kernel sums tile by tile, and a masked key adds exactly
+nothing. So neither the cut of a prompt into steps nor the other requests of a step change a sum.
 
 To be used under :class:`engine.compute.fixed_blocks.FixedBlocks`, for what is not the fused kernel's.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,9 +26,12 @@ from engine.attention.transfer import upload
 KEY_TILE = 512
 """Keys that torch's fused kernel on the CPU sums at once."""
 QUERY_ROWS = 16
-"""Rows of queries that are computed together, or a multiple: rows of zeros fill a block up."""
+"""Rows of queries in a block, or a multiple: zeros fill it up."""
 HIDDEN = {torch.float32: -1e30, torch.bfloat16: -1e30, torch.float16: -3e4}
-"""Number that hides a key; finite, for in a tile of a window all keys may be hidden."""
+"""Number that hides a key, by data type.
+
+It is finite, for in a tile of a window all keys may be hidden.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,13 +39,19 @@ class _Part:
     """Blocks of queries that are computed in one call."""
 
     tokens: torch.Tensor
-    """[blocks, tokens per block] indices in the step; a block that is not full repeats a token."""
+    """[blocks, tokens per block] indices in the step.
+
+    A block that is not full repeats a token.
+    """
     places: torch.Tensor
     """[results] where each result stands among [blocks * tokens per block]."""
     into: torch.Tensor
     """[results] the tokens whose results these are."""
     slots: torch.Tensor
-    """[contexts * keys] slots of the cache. There is one context for all blocks, or one for each."""
+    """[contexts * keys] slots of the cache.
+
+    There is one context for all blocks, or one for each.
+    """
     num_contexts: int
     mask: torch.Tensor
     """[blocks, 1, tokens per block, keys], added to the scores."""
@@ -59,8 +69,9 @@ class FixedPagedAttention(TorchPagedAttention):
 
     def slots(self, rows: PackedRows, row: Int64s | int, positions: Int64s) -> Int64s:
         """Slots of positions of requests, which are those of rows of a step."""
-        blocks = rows.block_tables[row, positions // self.block_size].astype(np.int64)
-        return blocks * self.block_size + positions % self.block_size
+        blocks: Int64s = rows.block_tables[row, positions // self.block_size].astype(np.int64)
+        found: Int64s = blocks * self.block_size + positions % self.block_size
+        return found
 
 
 class FixedAttentionPlan:
@@ -107,7 +118,7 @@ class FixedAttentionPlan:
             mask = part.mask.repeat_interleave(group, dim=2)
             if missing := -used % QUERY_ROWS:
                 rows, mask = F.pad(rows, (0, 0, 0, missing)), F.pad(mask, (0, 0, 0, missing))
-            compute = _fused if softcap is None else _capped(softcap)
+            compute = _fused if softcap is None else partial(_capped, softcap)
             found, sums = compute(
                 rows,
                 keys.expand(blocks, -1, -1, -1),
@@ -175,7 +186,10 @@ class _Parts:
                 yield self._of_tokens(row, begin, end, int(first_tokens[row]) - start)
 
     def _of_tokens(self, row: int, begin: int, end: int, offset: int) -> _Part:
-        """Tokens at positions [begin, end) of a request; those are ``offset`` further on in the step."""
+        """Tokens at positions [begin, end) of a request.
+
+        In the step they are ``offset`` further on.
+        """
         places = np.arange(end - begin)
         num_blocks = max(-(-len(places) // self._per_block), self._least)
         positions = begin + np.minimum(np.arange(num_blocks * self._per_block), len(places) - 1)
@@ -208,8 +222,14 @@ class _Parts:
             visible &= seen[:, None, :] > at[:, :, None] - self._window
         mask = torch.zeros(visible.shape, dtype=cache.dtype)
         mask.masked_fill_(torch.from_numpy(~visible), HIDDEN[cache.dtype])
-        numbers = (torch.from_numpy(each) for each in (tokens, places, into, slots.reshape(-1)))
-        return _Part(*numbers, num_contexts, mask.unsqueeze(1))
+        return _Part(
+            torch.from_numpy(tokens),
+            torch.from_numpy(places),
+            torch.from_numpy(into),
+            torch.from_numpy(slots.reshape(-1)),
+            num_contexts,
+            mask.unsqueeze(1),
+        )
 
 
 def _fused(
@@ -227,35 +247,25 @@ def _fused(
     return found[..., :value_dim], sums
 
 
-class _capped:
+def _capped(
+    softcap: float,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`_fused`, with soft-capped scores, which no fused kernel has."""
-
-    def __init__(self, softcap: float) -> None:
-        self._softcap = softcap
-
-    def __call__(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        mask: torch.Tensor,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        most = total = attended = None
-        for begin in range(0, keys.shape[2], KEY_TILE):
-            tile = slice(begin, begin + KEY_TILE)
-            scores = torch.matmul(queries, keys[:, :, tile].transpose(2, 3)).float() * scale
-            scores = torch.tanh(scores / self._softcap) * self._softcap + mask[..., tile].float()
-            peak = scores.amax(dim=-1, keepdim=True)
-            if most is not None:
-                peak = torch.maximum(peak, most)
-            weights = torch.exp(scores - peak)
-            of_tile = torch.matmul(weights.to(values.dtype), values[:, :, tile]).float()
-            if most is None:
-                total, attended = weights.sum(dim=-1, keepdim=True), of_tile
-            else:
-                before = torch.exp(most - peak)
-                total = total * before + weights.sum(dim=-1, keepdim=True)
-                attended = attended * before + of_tile
-            most = peak
-        return (attended / total).to(values.dtype), (most + torch.log(total)).squeeze(-1)
+    shape = *queries.shape[:3], 1
+    most = torch.full(shape, HIDDEN[torch.float32])
+    total, attended = torch.zeros(shape), torch.zeros(*queries.shape[:3], values.shape[3])
+    for begin in range(0, keys.shape[2], KEY_TILE):
+        tile = slice(begin, begin + KEY_TILE)
+        scores = torch.matmul(queries, keys[:, :, tile].transpose(2, 3)).float() * scale
+        scores = torch.tanh(scores / softcap) * softcap + mask[..., tile].float()
+        peak = torch.maximum(scores.amax(dim=-1, keepdim=True), most)
+        weights, before = torch.exp(scores - peak), torch.exp(most - peak)
+        total = total * before + weights.sum(dim=-1, keepdim=True)
+        of_tile = torch.matmul(weights.to(values.dtype), values[:, :, tile])
+        attended, most = attended * before + of_tile.float(), peak
+    return (attended / total).to(values.dtype), (most + torch.log(total)).squeeze(-1)

@@ -1,10 +1,11 @@
-"""Torch's operators on the CPU by blocks of fixed size, so that a row's bits do not depend on its neighbours.
+"""Torch's operators on the CPU by blocks of fixed size.
 
-A library chooses how it sums by the number of rows of a product. So each product is computed in blocks of
-:data:`BLOCK_ROWS` rows, the last one filled up with zeros: all products with a weight have one shape. In a
-product of one shape each row is summed alike, wherever it stands. An elementwise function is computed in
-vectors, but for the last few numbers, which may round otherwise. So tensors are filled up to whole vectors.
-Sums, norms and orders along a row are computed row by row in any case.
+So a row's bits do not depend on the rows beside it. A library chooses how it sums by the number of rows of a
+product. So each product is computed in blocks of :data:`BLOCK_ROWS` rows, the last one filled up with zeros:
+all products with a weight have one shape. In a product of one shape each row is summed alike, wherever it
+stands. An elementwise function is computed in vectors, but for the last few numbers, which may round
+otherwise. So tensors are filled up to whole vectors. Sums, norms and orders along a row are computed row by
+row in any case.
 
 :class:`FixedBlocks` sees each operator that a model calls. While a model is tried
 (:mod:`engine.compute.invariance`) it refuses operators of which it is not known how they compute a row.
@@ -22,16 +23,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 BLOCK_ROWS = 16
 """Rows of each product."""
 COLUMNS = 16
-"""Outputs of a product are computed in a multiple of so many, and the rest apart.
+"""Outputs of a product are computed in multiples of this, the rest apart.
 
 MKL shares others out among threads in the middle of a vector.
 """
 VECTOR = 64
 """Numbers that an elementwise function computes in whole vectors, in any type."""
 TILE = 1 << 14
-"""Most numbers of an elementwise call: torch cuts larger ones into parts for its threads, anywhere."""
+"""Most numbers of an elementwise call: torch's threads would share more of them."""
 ALIGNMENT = 64
-"""Bytes at whose multiples the rows of a product begin, as in memory that torch allocates."""
+"""Bytes at whose multiples the rows of a product begin, as in torch's own memory."""
 
 EXACT = frozenset((
     "_local_scalar_dense", "_reshape_alias", "_scaled_dot_product_flash_attention_for_cpu",
@@ -136,7 +137,7 @@ class FixedBlocks(TorchDispatchMode):  # type: ignore[misc]
         return compute
 
     def _unknown(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operator without a rule: a matter of integers, or else refused while a model is tried."""
+        """An operator without a rule: refused while a model is tried, unless on integers."""
         has_floats = any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in args)
         if self.is_strict and has_floats:
             raise UnknownOperator(str(func))

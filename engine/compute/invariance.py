@@ -1,4 +1,4 @@
-"""Trial of a loaded model: a few steps that show whether a row's bits depend on the rows beside it.
+"""Trial of a loaded model: whether a row's bits depend on the rows beside it.
 
 A request is computed alone and at once, then in pieces beside another one and by another number of threads.
 It runs on the model itself, for a library chooses how it sums by the shapes of weights.
@@ -20,7 +20,7 @@ from engine.model.weights import LoadedModel
 COUNT = 40
 """Tokens of the request: two blocks of rows, and a part of one."""
 START = 490
-"""Position of its first token, so that its context passes the end of a tile of keys.
+"""Position of its first token: its context passes the end of a tile of keys.
 
 What stands before is an empty cache, alike in both runs.
 """

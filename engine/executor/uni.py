@@ -91,7 +91,7 @@ class UniExecutor:
         library.choose(native_kind(config.device))
         self._backend: Backend = "TORCH_SDPA"
         self._fixed: FixedBlocks | None = None
-        """Blocks of fixed size, where torch's operators compute and bits may not depend on the batch."""
+        """How torch's operators compute with ``--batch-invariant``; else None."""
 
     def __repr__(self) -> str:
         return f"UniExecutor({self._info.architecture}, threads={self._threads}, runner={self._runner!r})"

@@ -58,7 +58,7 @@ def executor_of(directory: Path, threads: int, *, batch_invariant: bool) -> Any:
 
 
 def measure(executor: Any, directory: Path, rows: int, steps: int) -> tuple[float, float]:
-    """CPU milliseconds of a decode step of so many rows, and prompt tokens per CPU second."""
+    """CPU milliseconds of a decode step of so many rows; prompt tokens per CPU second."""
     from engine.config import CacheConfig, EngineConfig, SchedulerConfig
     from engine.core import EngineCore
     from engine.messages import Submit

@@ -1,4 +1,4 @@
-"""Attention in blocks of fixed size: near the other backend's numbers, and the same bits however rows are cut."""
+"""Attention in blocks of fixed size: the same bits however rows are cut."""
 
 from __future__ import annotations
 

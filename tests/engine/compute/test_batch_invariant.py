@@ -202,7 +202,7 @@ def test_without_the_flag_bits_depend_on_the_batch(directory: Path) -> None:
 @pytest.mark.skipif(not NIGHTLY, reason="at night")
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=["tp2", "pp2"])
 def test_shards_keep_it(layout: dict[str, int], tmp_path: Path) -> None:
-    """Stages compute the bits of one worker. Ranks add up, which gives others, alike in any batch."""
+    """Stages compute the bits of one worker; ranks others, alike in any batch."""
     directory = make_tiny_model(tmp_path, "gemma3")
     config = engine(directory, batch_invariant=True)
     shards = ThreadedShards(config, read_model_info(directory), **layout)
