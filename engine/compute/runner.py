@@ -127,11 +127,14 @@ class ModelRunner:
         block_size: int,
         program: Program | None = None,
         graphs: DecodeGraphs | None = None,
+        *,
+        row_by_row: bool = False,
     ) -> None:
         """A runner over a cache, over captured graphs of it, or over a native program.
 
         ``program`` computes steps natively, over a cache of its own, in place of the model's modules.
         ``graphs`` computes the steps that were captured, over ``cache``.
+        ``row_by_row``: see :class:`.Sampler`.
         """
         self._model = model
         self._cache = cache
@@ -145,7 +148,7 @@ class ModelRunner:
         self._going_on: GoingOn | None = None
         """Rows of the last step, if the program chose a token for each."""
         self._shard = model.stage.shard
-        self._sampler = sampler_of(model)
+        self._sampler = sampler_of(model, row_by_row=row_by_row)
 
     def __repr__(self) -> str:
         name = type(self._model.module).__name__
@@ -419,13 +422,13 @@ class ModelRunner:
         return StepResult(by_row, row_logprobs, prompt_logprobs, further)
 
 
-def sampler_of(model: LoadedModel) -> Sampler:
+def sampler_of(model: LoadedModel, *, row_by_row: bool = False) -> Sampler:
     """The sampler of a model, over the tokens of this tensor-parallel rank."""
     shard = model.stage.shard
     if shard.size == 1:
-        return Sampler(model.device)
+        return Sampler(model.device, row_by_row=row_by_row)
     ranks = TensorRank(shard.rank, shard.size, shard.ranks)
-    return Sampler(model.device, VocabularyShard(ranks, model.vocab_size))
+    return Sampler(model.device, VocabularyShard(ranks, model.vocab_size), row_by_row=row_by_row)
 
 
 def _masks_by_row(step: Step) -> dict[int, npt.NDArray[np.uint8]]:

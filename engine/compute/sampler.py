@@ -69,10 +69,15 @@ class Sampler:
     columns, and returns the same on all.
     """
 
-    def __init__(self, device: torch.device, vocabulary: VocabularyShard | None = None) -> None:
-        """``vocabulary``: the tokens of this rank; None if it has all."""
+    def __init__(
+        self, device: torch.device, vocabulary: VocabularyShard | None = None, *, row_by_row: bool = False
+    ) -> None:
+        """A sampler on a device; ``row_by_row``: see :class:`.TorchLogits`.
+
+        ``vocabulary``: the tokens of this rank; None if it has all.
+        """
         self._vocabulary = vocabulary
-        self.backend = backend_on(device)
+        self.backend = backend_on(device, row_by_row=row_by_row)
 
     def __repr__(self) -> str:
         return f"Sampler({self.backend!r}, {self._vocabulary})"
@@ -179,10 +184,10 @@ class Sampler:
         self.logprob_table(logits, self.sample(logits, rows), 1)
 
 
-def backend_on(device: torch.device) -> LogitsBackend:
+def backend_on(device: torch.device, *, row_by_row: bool = False) -> LogitsBackend:
     """The native kernels on a CPU where they are loaded, else torch."""
     kernels = library.loaded() if device.type == "cpu" else None
-    return TorchLogits() if kernels is None else NativeLogits(kernels)
+    return TorchLogits(row_by_row=row_by_row) if kernels is None else NativeLogits(kernels)
 
 
 def _forced(rows: Sequence[SampleRow]) -> dict[int, int]:

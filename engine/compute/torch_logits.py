@@ -22,11 +22,10 @@ from engine.attention.base import Int64s
 from engine.attention.transfer import upload
 from engine.compute.logits_backend import NEVER, SampleRow
 
-CHUNK_ELEMENTS = {"cpu": 1, "cuda": 1 << 24}
+CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Elements of a chunk of rows that are sampled or normalised together.
 
-On CPU a row at a time, so that no other row decides its bits; on a GPU, top-p takes some hundred megabytes of
-them.
+On CPU, as many as stay in the cache; on a GPU, top-p takes some hundred megabytes of them.
 """
 LARGEST = float(np.finfo(np.float32).max)
 NUCLEUS_WIDTH = 1024
@@ -42,6 +41,10 @@ BELOW_ONE = 1.0 - 2.0**-24
 
 class TorchLogits:
     """A :class:`.LogitsBackend` of torch's operators."""
+
+    def __init__(self, *, row_by_row: bool = False) -> None:
+        """``row_by_row``: compute each row by itself, so that no other one decides its bits."""
+        self._row_by_row = row_by_row
 
     def __repr__(self) -> str:
         return "TorchLogits()"
@@ -69,7 +72,7 @@ class TorchLogits:
             (_draw, [i for i, row in enumerate(rows) if not (row.params.greedy or row.truncates)]),
             (_draw_truncated, [i for i, row in enumerate(rows) if row.truncates]),
         )
-        step = _rows_per_chunk(shaped)
+        step = self._rows_per_chunk(shaped)
         for choose, indices in kinds:
             for begin in range(0, len(indices), step):
                 part = indices[begin : begin + step]
@@ -102,13 +105,18 @@ class TorchLogits:
 
     def logprob_table(self, logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> torch.Tensor:
         """See :class:`.LogitsBackend`."""
-        step = _rows_per_chunk(logits)
+        step = self._rows_per_chunk(logits)
         return torch.cat(
             [
                 _logprob_lines(logits[begin : begin + step], targets[begin : begin + step], num_top)
                 for begin in range(0, logits.shape[0], step)
             ]
         )
+
+    def _rows_per_chunk(self, logits: torch.Tensor) -> int:
+        if self._row_by_row:
+            return 1
+        return max(CHUNK_ELEMENTS[logits.device.type] // int(logits.shape[1]), 1)
 
 
 def most_likely(logits: torch.Tensor, _rows: Sequence[SampleRow] = ()) -> torch.Tensor:
@@ -122,10 +130,6 @@ def most_likely(logits: torch.Tensor, _rows: Sequence[SampleRow] = ()) -> torch.
 def numbers(values: Sequence[int], device: torch.device) -> torch.Tensor:
     """A tensor [values] int64 of them on the device."""
     return upload(np.array(values, dtype=np.int64), device)
-
-
-def _rows_per_chunk(logits: torch.Tensor) -> int:
-    return max(CHUNK_ELEMENTS[logits.device.type] // int(logits.shape[1]), 1)
 
 
 def _logprob_lines(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> torch.Tensor:

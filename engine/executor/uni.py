@@ -280,7 +280,9 @@ class UniExecutor:
                 self._held.check_limit()
             return
         cache = self._make_cache(num_blocks)
-        self._runner = ModelRunner(model, cache, block_size, graphs=self._make_graphs(cache, num_blocks))
+        graphs = self._make_graphs(cache, num_blocks)
+        fixed = self._fixed is not None
+        self._runner = ModelRunner(model, cache, block_size, graphs=graphs, row_by_row=fixed)
         self._attention = cache.use
 
     def _fix_blocks(self, model: LoadedModel) -> None:

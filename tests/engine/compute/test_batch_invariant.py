@@ -176,6 +176,17 @@ def test_drafts_change_no_bit(executor: UniExecutor, directory: Path, alone: lis
     assert counters.drafted_tokens > sum(counters.taken_by_place) > 0
 
 
+def test_tokens_that_torch_chooses_are_alike_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no kernels are loaded, nor compiled."""
+    monkeypatch.setenv(library.OFF, "0")
+    directory = make_tiny_model(tmp_path, "gpt_oss", layers=2)
+    executor = loaded(engine(directory, batch_invariant=True))
+    assert "TorchLogits" in repr(executor._runner._sampler)  # type: ignore[union-attr]
+    by_itself, _ = answers(executor, directory, together=False)
+    assert answers(executor, directory)[0] == by_itself
+    executor.close()
+
+
 @pytest.mark.skipif(not NIGHTLY, reason="at night")
 def test_threads_change_no_bit(executor: UniExecutor, directory: Path, alone: list[Answer]) -> None:
     threads = torch.get_num_threads()
