@@ -46,6 +46,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     """Its own, also with --tokenizer; the tokenizer's where the model is not on this host."""
     vocab_size: int
     max_model_len: int
+    fingerprint: str = ""
+    """Hash of the checkpoint's content."""
 
 
 class Prompt(msgspec.Struct, frozen=True):

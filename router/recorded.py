@@ -42,6 +42,7 @@ class Recorder:
     def __init__(self) -> None:
         self._token_ids: list[int] = []
         self._logprobs: list[Logprob] = []
+        self._end: tuple[str, int | str | None] | None = None
 
     def __repr__(self) -> str:
         return f"<Recorder of {len(self._token_ids)} tokens>"
@@ -52,9 +53,15 @@ class Recorder:
         found = (each.logprob for each in logprobs[: len(token_ids)])
         self._logprobs += [value + 0.0 if math.isfinite(value) else None for value in found]
 
-    def sample(self, finish_reason: str, stop_reason: int | str | None) -> RecordedSample:
+    def end(self, finish_reason: str, stop_reason: int | str | None) -> None:
+        """Record why the sample ended."""
+        self._end = (finish_reason, stop_reason)
+
+    @property
+    def sample(self) -> RecordedSample:
         """All of it, once the sample has ended."""
-        return RecordedSample(tuple(self._token_ids), tuple(self._logprobs), finish_reason, stop_reason)
+        assert self._end is not None, "the sample has not ended"
+        return RecordedSample(tuple(self._token_ids), tuple(self._logprobs), *self._end)
 
 
 def with_logprobs(prompt: Prompt) -> Prompt:
@@ -65,10 +72,10 @@ def with_logprobs(prompt: Prompt) -> Prompt:
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """First difference of two samples of one request: in a token, its log-probability, or the end."""
+    """First difference of two samples: a token, a log-probability, or the end."""
 
     index: int
-    """Position of the first token that differs; the number of tokens where only the end does."""
+    """Position of the token; the number of tokens where only the end differs."""
     expected: tuple[int, Logprob] | None
     """Token and log-probability there; None where the sample has ended before."""
     found: tuple[int, Logprob] | None

@@ -11,6 +11,7 @@ from engine.messages import Delta, FinishReason, TokenLogprobs
 from engine.sampling import SamplingParams
 from router.errors import from_failure
 from router.mesh import Prompt
+from router.recorded import Recorder
 from router.text.stops import StopStrings
 from router.text.tokens import Tokenizer
 
@@ -50,7 +51,9 @@ class OutputStream:
         prompt_text: str = "",
         prompt_offsets: Sequence[int] | None = None,
         stops: StopStrings | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
+        """``recorder`` gets the tokens as instances gave them, if their log-probabilities come with them."""
         self.index = index
         self.prompt = prompt
         self.prompt_text = prompt_text
@@ -76,7 +79,8 @@ class OutputStream:
             prompt.prompt_ids, skip_special_tokens=params.skip_special_tokens
         )
         self._search = stops.search(include_in_output=params.include_stop_str_in_output) if stops else None
-        self.is_text_alone = not (self._drops_output or self._wants_logprobs or self._search)
+        self.recorder = recorder
+        self.is_text_alone = not (self._drops_output or self._wants_logprobs or self._search or recorder)
         """Its tokens bring text and nothing else, and no text ends it."""
 
     def __repr__(self) -> str:
@@ -169,6 +173,8 @@ class OutputStream:
                 piece.token_ids = piece.token_ids[: position + 1]
                 piece.logprobs = piece.logprobs[: position + 1]
                 break
+        if self.recorder is not None:
+            self.recorder.add(piece.token_ids, delta.logprobs or [])
         return piece
 
     def _certain(self, text: str) -> str:
@@ -192,6 +198,8 @@ class OutputStream:
     def _finish(self, piece: Piece, reason: str, stop_reason: int | str | None = None) -> Piece:
         self.finish_reason = piece.finish_reason = str(reason)
         piece.stop_reason = stop_reason
+        if self.recorder is not None:
+            self.recorder.end(self.finish_reason, stop_reason)
         return piece
 
 
