@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from starlette.requests import Request
 from starlette.responses import Response
 
-from coordinator.numerics import Numerics
+from coordinator.numerics import NATIVE_KINDS, TORCH, Numerics
 from engine.sampling import BadParameter, SamplingParams, ThinkingBudget
 from router.api.answers import encode, json_response
 from router.api.headers import key_of
@@ -115,12 +115,14 @@ def ranks_of(wanted: Numerics, classes: Mapping[Numerics, list[int]]) -> list[in
         if each.fingerprint == wanted.fingerprint:
             return ranks
     here = ", ".join(map(str, classes)) or "none that is known"
-    kernels, dtype = wanted.kernels[:40], wanted.dtype[:40]
+    shown = f"{wanted.fingerprint[:64]} ({wanted.kernels[:40]} kernels, {wanted.dtype[:40]})"
+    flags = "the same --dtype and --numerics"
+    if wanted.kernels in (*NATIVE_KINDS, TORCH):
+        flags = f"--dtype {wanted.dtype[:40]} --numerics {wanted.kernels}"
     raise ApiError(
         409,
-        f"the capsule is of numerics class {wanted.fingerprint[:64]} ({kernels} kernels, {dtype}), and this "
-        f"mesh has {here}: replay it where instances have its class. They need the same version of Lockstep "
-        f"and of torch, the same -tp, --dtype {dtype} and --numerics {kernels}.",
+        f"the capsule is of numerics class {shown}, and this mesh has {here}: replay it where instances have its "
+        f"class. They need {flags}, the same -tp, and the same versions of Lockstep and torch.",
         param="numerics",
         headers=NOT_HERE,
     )
