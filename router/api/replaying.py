@@ -121,8 +121,8 @@ def ranks_of(wanted: Numerics, classes: Mapping[Numerics, list[int]]) -> list[in
         flags = f"--dtype {wanted.dtype[:40]} --numerics {wanted.kernels}"
     raise ApiError(
         409,
-        f"the capsule is of numerics class {shown}, and this mesh has {here}: replay it where instances have its "
-        f"class. They need {flags}, the same -tp, and the same versions of Lockstep and torch.",
+        f"the capsule is of numerics class {shown}, and this mesh has {here}: replay it where instances have "
+        f"its class. They need {flags}, the same -tp, and the same versions of Lockstep and torch.",
         param="numerics",
         headers=NOT_HERE,
     )
