@@ -42,7 +42,6 @@ class Recorder:
     def __init__(self) -> None:
         self._token_ids: list[int] = []
         self._logprobs: list[Logprob] = []
-        self._end: tuple[str, int | str | None] | None = None
 
     def __repr__(self) -> str:
         return f"<Recorder of {len(self._token_ids)} tokens>"
@@ -53,15 +52,9 @@ class Recorder:
         found = (each.logprob for each in logprobs[: len(token_ids)])
         self._logprobs += [value + 0.0 if math.isfinite(value) else None for value in found]
 
-    def end(self, finish_reason: str, stop_reason: int | str | None) -> None:
-        """Record why the sample ended."""
-        self._end = (finish_reason, stop_reason)
-
-    @property
-    def sample(self) -> RecordedSample:
+    def sample(self, finish_reason: str, stop_reason: int | str | None) -> RecordedSample:
         """All of it, once the sample has ended."""
-        assert self._end is not None, "the sample has not ended"
-        return RecordedSample(tuple(self._token_ids), tuple(self._logprobs), *self._end)
+        return RecordedSample(tuple(self._token_ids), tuple(self._logprobs), finish_reason, stop_reason)
 
 
 def with_logprobs(prompt: Prompt) -> Prompt:

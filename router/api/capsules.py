@@ -86,10 +86,9 @@ def _prompt(samples: Sequence[OutputStream], params: SamplingParams) -> CapsuleP
 
 
 def _sample(sample: OutputStream) -> CapsuleSample:
-    assert sample.recorder is not None, "the request has asked for a capsule"
     return CapsuleSample(
         index=sample.index,
         sample_index=sample.prompt.sample_index,
         system_fingerprint=sample.fingerprint,
-        result=sample.recorder.sample,
+        result=sample.recorded,
     )

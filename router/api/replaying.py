@@ -76,10 +76,7 @@ class Replaying:
         rank = ranks[next(self._turn) % len(ranks)]
         sample = sample_of(wanted, model, rank, f"replay-{request.state.request_id}")
         await self._run(request, sample)
-        assert sample.recorder is not None
-        answer = ReplayAnswer(
-            system_fingerprint=sample.fingerprint, dp_rank=rank, result=sample.recorder.sample
-        )
+        answer = ReplayAnswer(system_fingerprint=sample.fingerprint, dp_rank=rank, result=sample.recorded)
         return json_response(encode(answer))
 
     async def _run(self, request: Request, sample: OutputStream) -> None:

@@ -11,7 +11,7 @@ from engine.messages import Delta, FinishReason, TokenLogprobs
 from engine.sampling import SamplingParams
 from router.errors import from_failure
 from router.mesh import Prompt
-from router.recorded import Recorder
+from router.recorded import RecordedSample, Recorder
 from router.text.stops import StopStrings
 from router.text.tokens import Tokenizer
 
@@ -67,6 +67,7 @@ class OutputStream:
         self.num_cached_tokens = 0
         self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
         self.finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
         self._drops_output = params.max_tokens == 0
         self._min_tokens = params.min_tokens
         self._wants_logprobs = params.logprobs is not None
@@ -79,7 +80,7 @@ class OutputStream:
             prompt.prompt_ids, skip_special_tokens=params.skip_special_tokens
         )
         self._search = stops.search(include_in_output=params.include_stop_str_in_output) if stops else None
-        self.recorder = recorder
+        self._recorder = recorder
         self.is_text_alone = not (self._drops_output or self._wants_logprobs or self._search or recorder)
         """Its tokens bring text and nothing else, and no text ends it."""
 
@@ -109,6 +110,13 @@ class OutputStream:
     def may_stop(self) -> bool:
         """Whether stop strings may end it at any delta."""
         return self._search is not None
+
+    @property
+    def recorded(self) -> RecordedSample:
+        """What was sampled; only of one with a recorder, once it has ended."""
+        assert self._recorder is not None, "it was asked to record"
+        assert self.finish_reason is not None, "it has ended"
+        return self._recorder.sample(self.finish_reason, self._stop_reason)
 
     def read(self, token_ids: list[int]) -> str:
         """Text of its next tokens, where text is all and more tokens follow."""
@@ -173,8 +181,8 @@ class OutputStream:
                 piece.token_ids = piece.token_ids[: position + 1]
                 piece.logprobs = piece.logprobs[: position + 1]
                 break
-        if self.recorder is not None:
-            self.recorder.add(piece.token_ids, delta.logprobs or [])
+        if self._recorder is not None:
+            self._recorder.add(piece.token_ids, delta.logprobs or [])
         return piece
 
     def _certain(self, text: str) -> str:
@@ -197,9 +205,7 @@ class OutputStream:
 
     def _finish(self, piece: Piece, reason: str, stop_reason: int | str | None = None) -> Piece:
         self.finish_reason = piece.finish_reason = str(reason)
-        piece.stop_reason = stop_reason
-        if self.recorder is not None:
-            self.recorder.end(self.finish_reason, stop_reason)
+        self._stop_reason = piece.stop_reason = stop_reason
         return piece
 
 

@@ -22,15 +22,13 @@ def test_a_recorder_keeps_tokens_with_their_log_probabilities() -> None:
     recorder = Recorder()
     recorder.add([5], logprobs(-0.5))
     recorder.add([6, 7], logprobs(-0.25, math.nan))
-    recorder.end("stop", "END")
-    assert recorder.sample == SAMPLE
+    assert recorder.sample("stop", "END") == SAMPLE
 
 
 def test_tokens_behind_a_stop_string_are_not_recorded() -> None:
     recorder = Recorder()
     recorder.add([5], logprobs(-0.5, -0.25))
-    recorder.end("stop", None)
-    assert recorder.sample == RecordedSample((5,), (-0.5,), "stop")
+    assert recorder.sample("stop", None) == RecordedSample((5,), (-0.5,), "stop")
 
 
 def test_a_sample_has_a_log_probability_for_each_token() -> None:
@@ -80,8 +78,7 @@ def test_tokens_of_another_class_are_left_out() -> None:
 def test_minus_zero_is_recorded_as_zero() -> None:
     recorder = Recorder()
     recorder.add([5], logprobs(-0.0))
-    recorder.end("length", None)
-    assert str(recorder.sample.logprobs) == "(0.0,)"
+    assert str(recorder.sample("length", None).logprobs) == "(0.0,)"
 
 
 @pytest.mark.parametrize(
