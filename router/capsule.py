@@ -1,8 +1,9 @@
-"""Capsules: what was asked of instances and what they gave, complete enough to compute it again (pure).
+"""Capsules: records of answers, complete enough to compute these again (pure).
 
-A client that asks for one (``X-Lockstep-Capsule: 1``) finds it in its answer. :mod:`router.api.capsules`
-makes it, ``lockstep replay`` (:mod:`router.tools.replay`) reads it, and :mod:`router.api.replaying` computes
-a sample of it again. Its digest shows that it was edited or cut off; it is no signature.
+A capsule holds what instances were asked and what they gave. A client that asks for one
+(``X-Lockstep-Capsule: 1``) finds it in its answer. :mod:`router.api.capsules` makes it, ``lockstep replay``
+(:mod:`router.tools.replay`) reads it, and :mod:`router.api.replaying` computes a sample of it again. Its digest
+shows that it was edited or cut off; it is no signature.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Capsule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Classes of the samples, as far as they were known."""
     prompts: tuple[CapsulePrompt, ...]
     digest: str = ""
-    """Of all other fields."""
+    """Digest of the other fields."""
 
 
 class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,7 +125,7 @@ def written(capsule: Capsule) -> bytes:
 
 
 def digest_of(capsule: Capsule) -> str:
-    """Digest of all fields but the digest: how the JSON is laid out does not matter."""
+    """Digest of the other fields; the layout of the JSON does not matter."""
     fields = msgspec.to_builtins(msgspec.structs.replace(capsule, digest=""), str_keys=True)
     return DIGEST_PREFIX + hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()
 
@@ -156,9 +157,10 @@ def read(text: bytes) -> Capsule:
 
 
 def found_in(data: bytes) -> list[tuple[str, bytes]]:
-    """The capsules in a file, as JSON, each with its place (``line 3: ``, empty for the whole file).
+    """The capsules in a file, as JSON, each with its place there.
 
-    The file is a capsule, an answer with one, a saved stream of events, or JSON lines of the first two.
+    A place is like ``line 3: ``, and empty for the whole file. The file is a capsule, an answer with one, a
+    saved stream of events, or JSON lines of the first two.
 
     Raises:
         CapsuleError: there is none, or one of the lines has none.

@@ -71,7 +71,7 @@ class Answer(ABC):
         """The last events of a stream."""
 
     def closing_with(self, capsule: bytes) -> bytes:
-        """The last events of a stream; the last one with a body also has the capsule."""
+        """The last events of a stream, with the capsule in the last object."""
         return event_with_capsule(self.closing(), capsule)
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The capsule of an answer, made of its finished samples, and its place in the body (pure).
+"""The capsule of an answer: how it is made, and where it stands (pure).
 
 See :mod:`router.capsule`.
 """

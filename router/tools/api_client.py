@@ -1,4 +1,4 @@
-"""Requests of the command line to the API of a server: ``lockstep chat`` and ``lockstep replay``."""
+"""Requests to the API of a server, for ``lockstep chat`` and ``lockstep replay``."""
 
 from __future__ import annotations
 

@@ -52,7 +52,10 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 if all are equal, 1 if some differ, 2 if some cannot be read or replayed."""
+    """Replay all files; returns the exit status.
+
+    It is 0 if all are equal, 1 if some differ, 2 if some cannot be read or replayed.
+    """
     config = parse(
         ReplayConfig,
         sys.argv[1:] if argv is None else argv,
@@ -77,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_files(files: tuple[str, ...]) -> tuple[list[Saved], int]:
-    """The capsules of all files, and the number of those that cannot be read; each is complained about."""
+    """The capsules of all files, and how many others cannot be read; errors are printed."""
     found: list[Saved] = []
     num_unusable = 0
     for file in files:

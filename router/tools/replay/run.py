@@ -1,4 +1,4 @@
-"""The run of ``lockstep replay``: each sample is sent to a server, and its result compared."""
+"""Run of ``lockstep replay``: samples are sent to a server, and its results compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ BUSY = (429, 503)
 BUSY_PAUSE = 1.0
 """Seconds until the next try where the server names none."""
 FOR_ALL = (0, 401, 403, 404, 405)
-"""Status of a server that replays nothing, 0 where none answers; others are about one capsule."""
+"""Status of a server that replays nothing, 0 where none answers.
+
+Others are about one capsule.
+"""
 MOST_CHARACTERS = 2000
 """Characters of a printed line: capsules may come from anybody."""
 NOT_PROMISED = "its class is variant, which promises no equal bits: "

@@ -96,7 +96,7 @@ def test_standard_input(server: Server, replay: Replay, monkeypatch: pytest.Monk
 
 
 def forged(text: str, **changes: Any) -> bytes:
-    """The capsule of an answer with a changed result, and the digest that belongs to it."""
+    """The capsule of an answer, with a changed result and the digest for it."""
     fields = msgspec.to_builtins(capsule_of(text), str_keys=True)
     fields["prompts"][0]["samples"][-1]["result"] |= changes
     return written(msgspec.convert(fields, Capsule, str_keys=True))
