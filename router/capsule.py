@@ -2,8 +2,8 @@
 
 A capsule holds what instances were asked and what they gave. A client that asks for one
 (``X-Lockstep-Capsule: 1``) finds it in its answer. :mod:`router.api.capsules` makes it, ``lockstep replay``
-(:mod:`router.tools.replay`) reads it, and :mod:`router.api.replaying` computes a sample of it again. Its digest
-shows that it was edited or cut off; it is no signature.
+(:mod:`router.tools.replay`) reads it, and :mod:`router.api.replaying` computes a sample of it again. Its
+digest shows that it was edited or cut off; it is no signature.
 """
 
 from __future__ import annotations
