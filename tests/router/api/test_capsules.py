@@ -204,13 +204,13 @@ def test_instances_that_still_load_are_not_chosen(served: ServedModel) -> None:
     report = InstanceReport(0, 0, 0, 0, 0, 0, Counters())
     mesh = FakeMesh(served, saying([70]), Facts(reports={2: report}, numerics={CLASS: [1, 2]}))
     with serving(mesh, HttpConfig()) as server:
-        body = body_of(served)
+        body = body_of(served.fingerprint)
         assert [server.post("/v1/replay", body).json()["dp_rank"] for _ in range(3)] == [2, 2, 2]
 
 
-def body_of(served: ServedModel, **changes: Any) -> dict[str, Any]:
+def body_of(fingerprint: str, **changes: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {
-        "model": {"name": "tiny", "fingerprint": served.fingerprint},
+        "model": {"name": "tiny", "fingerprint": fingerprint},
         "numerics": msgspec.to_builtins(CLASS),
         "prompt_ids": [70, 71],
         "params": {"max_tokens": 3},
@@ -257,9 +257,7 @@ def params(**values: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_what_no_capsule_holds_is_refused(server: Server, changes: dict[str, Any], problem: str) -> None:
-    answer = server.post(
-        "/v1/replay", body_of(msgspec.structs.replace(server.mesh.model, fingerprint="abc"), **changes)
-    )
+    answer = server.post("/v1/replay", body_of("abc", **changes))
     assert answer.status_code == 400, answer.text
     assert problem in answer.json()["error"]["message"]
     assert not server.mesh.prompts
@@ -290,7 +288,7 @@ def test_a_capsule_of_another_class_is_refused(server: Server) -> None:
 def test_a_sample_that_nobody_reads_is_ended(server: Server) -> None:
     server.mesh.script = lambda _: [Delta(1, [70])]
     with server.connect() as client:
-        body = json.dumps(body_of(msgspec.structs.replace(server.mesh.model, fingerprint="abc"))).encode()
+        body = json.dumps(body_of("abc")).encode()
         head = f"POST /v1/replay HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
         until(lambda: server.mesh.num_open == 1)
