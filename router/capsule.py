@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from coordinator.numerics import Numerics
 from engine.sampling import SamplingParams
+from router.mesh import NumericsChange
 from router.recorded import RecordedSample
 
 FORMAT = 1
@@ -40,15 +41,6 @@ class CapsuleModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Hash of the checkpoint's content."""
 
 
-class ClassChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Change of a sample's numerics class, after its instance was lost."""
-
-    after_tokens: int
-    """Tokens that were computed before it."""
-    system_fingerprint: str | None
-    """Class of the instance that went on."""
-
-
 class CapsuleSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One choice of the answer."""
 
@@ -59,8 +51,8 @@ class CapsuleSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     system_fingerprint: str | None
     """Numerics class of its first token; None if the instance named none."""
     result: RecordedSample
-    numerics_changes: tuple[ClassChange, ...] | None = None
-    """None if all tokens were computed in one class."""
+    numerics_changes: tuple[NumericsChange, ...] = ()
+    """Empty if all tokens were computed in one class."""
 
 
 class CapsulePrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -110,7 +102,7 @@ class ReplayAnswer(msgspec.Struct, frozen=True, kw_only=True):
     dp_rank: int
     """Instance that computed it."""
     result: RecordedSample
-    numerics_changes: tuple[ClassChange, ...] | None = None
+    numerics_changes: tuple[NumericsChange, ...] = ()
 
 
 class _Head(msgspec.Struct):

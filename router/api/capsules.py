@@ -91,4 +91,5 @@ def _sample(sample: OutputStream) -> CapsuleSample:
         sample_index=sample.prompt.sample_index,
         system_fingerprint=sample.fingerprint,
         result=sample.recorded,
+        numerics_changes=tuple(sample.numerics_changes),
     )

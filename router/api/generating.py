@@ -27,8 +27,10 @@ from router.api.capsules import capsule_of
 from router.api.chat import ChatAnswer
 from router.api.completions import CompletionAnswer
 from router.api.headers import (
+    MOST_REMARKS,
     deadline,
     key_of,
+    numerics_changed,
     pinned_rank,
     printable,
     request_id,
@@ -95,8 +97,6 @@ class Chat:
 
 NOT_ENFORCED = "x-lockstep-not-enforced"
 """Response header: JSON paths of the schemas given that answers need not follow."""
-MOST_REMARKS = 1000
-"""Most characters of that header."""
 LEFT_OUT = "x-lockstep-left-out"
 """Response header: types of tools and items that the model did not get."""
 
@@ -311,6 +311,8 @@ class Generating:
             response = EventStream(call, keep_alive=self._config.sse_keep_alive_interval)
         else:
             response = json_response(await whole_answer(call, request.receive))
+            changes = (change for sample in call.samples for change in sample.numerics_changes)
+            response.headers.update(numerics_changed(changes))
         if not_enforced:
             response.headers[NOT_ENFORCED] = printable("; ".join(not_enforced), MOST_REMARKS)
         return response

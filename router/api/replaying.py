@@ -76,7 +76,12 @@ class Replaying:
         rank = ranks[next(self._turn) % len(ranks)]
         sample = sample_of(wanted, model, rank, f"replay-{request.state.request_id}")
         await self._run(request, sample)
-        answer = ReplayAnswer(system_fingerprint=sample.fingerprint, dp_rank=rank, result=sample.recorded)
+        answer = ReplayAnswer(
+            system_fingerprint=sample.fingerprint,
+            dp_rank=rank,
+            result=sample.recorded,
+            numerics_changes=tuple(sample.numerics_changes),
+        )
         return json_response(encode(answer))
 
     async def _run(self, request: Request, sample: OutputStream) -> None:
@@ -190,6 +195,7 @@ def sample_of(wanted: ReplayRequest, model: TextModel, rank: int, request_id: st
         sample_index=wanted.sample_index,
         rank=rank,
         cache_salt=uuid.uuid4().hex,
+        repeatable=True,
     )
     stops = StopStrings(params.stop) if params.stop else None
     return OutputStream(0, with_logprobs(prompt), params, model.tokenizer, stops=stops, recorder=Recorder())

@@ -17,11 +17,11 @@ from router.capsule import (
     CapsuleModel,
     CapsulePrompt,
     CapsuleSample,
-    ClassChange,
     found_in,
     read,
     written,
 )
+from router.mesh import NumericsChange
 from router.recorded import RecordedSample
 
 PARAMS = SamplingParams(
@@ -45,7 +45,7 @@ CAPSULE = Capsule(
             (1, 2, 3),
             PARAMS,
             str(2**63 - 1),
-            (CapsuleSample(0, 0, "fp_1", RESULT, (ClassChange(2, "fp_2"),)),),
+            (CapsuleSample(0, 0, "fp_1", RESULT, (NumericsChange(2, "fp_1", "fp_2"),)),),
         ),
     ),
 )

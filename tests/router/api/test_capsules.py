@@ -15,7 +15,7 @@ from engine.messages import Counters, Delta, InstanceReport
 from engine.sampling import SamplingParams
 from router.capsule import FIELD, Capsule, CapsuleModel, ReplayRequest, found_in, read
 from router.config import HttpConfig
-from router.mesh import ServedModel
+from router.mesh import NumericsChange, ServedModel
 from router.recorded import RecordedSample
 from router.text.tokens import Tokenizer
 from tests.router.conftest import Server, events, ids_of, serving
@@ -309,3 +309,19 @@ def test_parameters_are_those_of_instances(server: Server) -> None:
     for field in msgspec.structs.fields(SamplingParams):
         if field.name not in left_out:
             assert getattr(prompt.params, field.name) != field.default, field.name
+
+
+def test_a_change_of_class_stands_in_the_capsule_and_in_a_replay(server: Server) -> None:
+    change = NumericsChange(2, CLASS.fingerprint, OTHER.fingerprint)
+    server.mesh.changes[0] = [change]
+    capsule = capsule_in(ask(server, "/v1/completions", BODIES["/v1/completions"]))
+    assert capsule.prompts[0].samples[0].numerics_changes == (change,)
+    again = server.post("/v1/replay", replay_of(capsule)).json()
+    assert again["numerics_changes"] == [msgspec.to_builtins(change)]
+
+
+def test_requests_with_a_capsule_prefer_their_class(server: Server) -> None:
+    """Also without a seed of their own: the drawn one is recorded."""
+    capsule = capsule_in(ask(server, "/v1/completions", BODIES["/v1/completions"]))
+    server.post("/v1/replay", replay_of(capsule))
+    assert [prompt.repeatable for prompt in server.mesh.prompts] == [True, True]

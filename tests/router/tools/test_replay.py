@@ -168,7 +168,7 @@ def test_tokens_behind_a_change_of_class_are_not_compared(server: Server, replay
     text = answer(server)
     fields = msgspec.to_builtins(capsule_of(text), str_keys=True)
     sample = fields["prompts"][0]["samples"][0]
-    sample["numerics_changes"] = [{"after_tokens": 2, "system_fingerprint": "fp_3"}]
+    sample["numerics_changes"] = [{"after_tokens": 2, "before": "fp_1", "after": "fp_3"}]
     ids = sample["result"]["token_ids"]
     sample["result"]["token_ids"] = [*ids[:3], 70, *ids[4:]]
     status, out, _ = replay(written(msgspec.convert(fields, Capsule, str_keys=True)))
