@@ -70,7 +70,7 @@ class Prompt(msgspec.Struct, frozen=True):
     traceparent: str = ""
     """W3C Trace Context to pass to the instance; empty for none."""
     repeatable: bool = False
-    """Whether the same request should get the same answer: it is greedy or seeded."""
+    """Whether the same request should get the same answer: it is greedy, seeded or recorded."""
 
 
 class NumericsChange(msgspec.Struct, frozen=True):

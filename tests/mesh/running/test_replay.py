@@ -76,18 +76,17 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 """Each is asked for as a whole and as a stream."""
 
 
-def ask_all(ports: Ports, headers: dict[str, str]) -> list[str]:
-    """The bodies of 50 answers, all of them asked for at once."""
+def ask_all(ports: Ports, asked: Sequence[tuple[str, dict[str, Any]]], **headers: str) -> list[str]:
+    """The bodies of answers, asked for at once."""
     with httpx2.Client(base_url=ports.url, timeout=120, trust_env=False) as client:
 
-        def ask(asked: tuple[str, dict[str, Any]]) -> str:
-            answer = client.post(asked[0], json=asked[1], headers=headers)
-            assert answer.status_code == 200, (asked, answer.text)
+        def ask(one: tuple[str, dict[str, Any]]) -> str:
+            answer = client.post(one[0], json=one[1], headers=headers)
+            assert answer.status_code == 200, (one, answer.text)
             return answer.text
 
         with ThreadPoolExecutor(16) as pool:
-            whole = [*KINDS, *((path, body | {"stream": True}) for path, body in KINDS)]
-            return list(pool.map(ask, whole))
+            return list(pool.map(ask, asked))
 
 
 def replay(ports: Ports, *files: Path) -> subprocess.CompletedProcess[str]:
@@ -99,6 +98,10 @@ def replay(ports: Ports, *files: Path) -> subprocess.CompletedProcess[str]:
         timeout=120,
         check=False,
     )
+
+
+def choices_of(answer: str) -> Any:
+    return json.loads(answer)["choices"]
 
 
 def capsules_of(answers: Sequence[str]) -> list[Capsule]:
@@ -119,8 +122,11 @@ def test_answers_are_equal_on_a_fresh_mesh_of_another_size(tmp_path: Path) -> No
     ports = Ports()
     with serve(tmp_path / "2.log", SHIPPED_MODEL, "-dp", "2", *ports.head(), *SMALL, *TOOLS) as command:
         command.wait_for("2 instances ready")
-        answers = ask_all(ports, {"X-Lockstep-Capsule": "1"})
+        streams = [(path, body | {"stream": True}) for path, body in KINDS]
+        answers = ask_all(ports, [*KINDS, *streams], **{"X-Lockstep-Capsule": "1"})
+        without = ask_all(ports, KINDS[:4])
         assert command.stop() == 0
+    assert [choices_of(answer) for answer in without] == [choices_of(answer) for answer in answers[:4]]
     capsules = capsules_of(answers)
     samples = [sample for each in capsules for prompt in each.prompts for sample in prompt.samples]
     assert len(capsules) == 50
