@@ -17,11 +17,14 @@ import pytest
 from engine.config import SHIPPED_MODEL
 from engine.kernels import library
 from router.capsule import FIELD, Capsule, found_in, read, written
-from router.recorded import RecordedSample
+from router.tools.replay.command import main as replay
 from tests.mesh.harness import Ports, serve
+from tests.nightly import NIGHTLY
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
 
+SIZES = [1, 3] if NIGHTLY else [1]
+"""Instances of the fresh meshes."""
 SMALL = ["--num-gpu-blocks-override", "400", "--max-num-seqs", "32"]
 TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 LONG = "It was a dark and stormy night, and nobody was at the door of the house by the river. " * 12
@@ -89,17 +92,6 @@ def ask_all(ports: Ports, asked: Sequence[tuple[str, dict[str, Any]]], **headers
             return list(pool.map(ask, asked))
 
 
-def replay(ports: Ports, *files: Path) -> subprocess.CompletedProcess[str]:
-    command = "import sys; from router.launcher.serve import main; sys.exit(main())"
-    return subprocess.run(
-        [sys.executable, "-P", "-c", command, "replay", *map(str, files), "--url", ports.url],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 def choices_of(answer: str) -> Any:
     return json.loads(answer)["choices"]
 
@@ -118,7 +110,9 @@ def forged(capsule: Capsule, index: int) -> bytes:
 
 
 @pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
-def test_answers_are_equal_on_a_fresh_mesh_of_another_size(tmp_path: Path) -> None:
+def test_answers_are_equal_on_a_fresh_mesh_of_another_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ports = Ports()
     with serve(tmp_path / "2.log", SHIPPED_MODEL, "-dp", "2", *ports.head(), *SMALL, *TOOLS) as command:
         command.wait_for("2 instances ready")
@@ -132,13 +126,14 @@ def test_answers_are_equal_on_a_fresh_mesh_of_another_size(tmp_path: Path) -> No
     assert len(capsules) == 50
     assert len(samples) == 58
     assert {sample.result.finish_reason for sample in samples} == {"stop", "length"}
-    fresh = Ports()
-    flags = ["--max-num-batched-tokens", "96", "--num-gpu-blocks-override", "200", "--max-num-seqs", "8"]
-    with serve(tmp_path / "3.log", SHIPPED_MODEL, "-dp", "3", *fresh.head(), *flags) as command:
-        command.wait_for("3 instances ready")
-        _all_are_equal(fresh, answers, tmp_path)
-        _a_changed_token_is_found(fresh, capsules[4], tmp_path)
-        assert command.stop() == 0
+    for size in SIZES:
+        fresh = Ports()
+        flags = ["-dp", str(size), "--max-num-batched-tokens", "96", "--max-num-seqs", "12"]
+        with serve(tmp_path / f"{size}.log", SHIPPED_MODEL, *fresh.head(), *flags, *SMALL[:2]) as command:
+            command.wait_for(f"{size} instance{'s' * (size > 1)} ready")
+            _all_are_equal(fresh, answers, tmp_path)
+            _a_changed_token_is_found(fresh, capsules[4], tmp_path, capsys)
+            assert command.stop() == 0
 
 
 def _all_are_equal(fresh: Ports, answers: Sequence[str], directory: Path) -> None:
@@ -148,23 +143,29 @@ def _all_are_equal(fresh: Ports, answers: Sequence[str], directory: Path) -> Non
         file.write_text(answer)
     lines = directory / "answers.jsonl"
     lines.write_text("\n".join(answers[:25]))
-    done = replay(fresh, lines, *files)
+    command = "import sys; from router.launcher.serve import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", command, "replay", str(lines), *map(str, files), "--url", fresh.url],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.stdout.endswith("\n50 equal\n"), done.stdout + done.stderr
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def _a_changed_token_is_found(fresh: Ports, capsule: Capsule, directory: Path) -> None:
-    result: RecordedSample = capsule.prompts[0].samples[0].result
+def _a_changed_token_is_found(
+    fresh: Ports, capsule: Capsule, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = capsule.prompts[0].samples[0].result.token_ids
     file = directory / "forged.json"
     file.write_bytes(forged(capsule, 17))
-    done = replay(fresh, file)
-    assert done.returncode == 1
-    assert (
-        f"sample 0 differs at token 17 of {len(result.token_ids)}: {result.token_ids[17] ^ 1} " in done.stdout
-    )
-    assert f"in the capsule, {result.token_ids[17]} " in done.stdout
+    assert replay([str(file), "--url", fresh.url]) == 1
+    out = capsys.readouterr().out
+    assert f"sample 0 differs at token 17 of {len(ids)}: {ids[17] ^ 1} " in out
+    assert f"in the capsule, {ids[17]} " in out
     edited = json.loads(forged(capsule, 17)) | {"digest": capsule.digest}
     file.write_text(json.dumps({FIELD: edited}))
-    done = replay(fresh, file)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "the capsule was edited after it was made" in done.stderr
+    assert replay([str(file), "--url", fresh.url]) == 2
+    assert "the capsule was edited after it was made" in capsys.readouterr().err
