@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +73,8 @@ def main(argv: list[str] | None = None) -> int:
     except ServerError as error:
         _complain(str(error))
         return process.EXIT_USAGE
+    except KeyboardInterrupt:  # the interpreter's end would wait for the answers that are under way
+        os._exit(process.EXIT_INTERRUPTED)
     outcome.unusable += num_unusable
     print(outcome)
     if outcome.unusable:
