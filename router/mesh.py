@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
@@ -66,6 +67,24 @@ class Prompt(msgspec.Struct, frozen=True):
     """Equal for all requests of a session: a hint to keep them together."""
     traceparent: str = ""
     """W3C Trace Context to pass to the instance; empty for none."""
+    background: bool = False
+    """No client waits for it: it stays where it is sent, is counted nowhere, and goes after all others."""
+
+
+class ShadowResult(enum.StrEnum):
+    """How a shadow check ended: the label of the metric."""
+
+    EQUAL = "equal"
+    ODD = "odd"
+    """Two of three instances agree, and one is named."""
+    UNDECIDED = "undecided"
+    """Two instances differ, and no third one could decide."""
+    LOST = "lost"
+    """The second instance died, left or refused before it had computed the request."""
+    DROPPED = "dropped"
+    """No instance of the class was idle in time, or too many checks waited."""
+    SKIPPED = "skipped"
+    """Not comparable: computed by several instances, or not to its end, or a class has changed."""
 
 
 class TokenSink(Protocol):
@@ -154,7 +173,15 @@ class MeshFacts(Protocol):
         ...
 
     def choices(self) -> Mapping[str, int]:
-        """Outcomes of routing so far, by the names of :data:`router.metrics.choice_counts.OUTCOMES`."""
+        """Outcomes of routing so far, by the names of :data:`router.metrics.label_counts.OUTCOMES`."""
+        ...
+
+    def shadow_checks(self) -> Mapping[str, int]:
+        """Shadow checks so far, by the names of :class:`ShadowResult`."""
+        ...
+
+    def shadow_differences(self) -> Mapping[str, int]:
+        """Shadow checks in which an instance computed otherwise than two others, by its rank."""
         ...
 
 

@@ -17,10 +17,10 @@ from prometheus_client.openmetrics import exposition as openmetrics
 
 from engine.messages import FinishReason, InstanceReport
 from router.faults import KINDS, Faults
-from router.mesh import MeshFacts
-from router.metrics.choice_counts import ChoiceCounts
+from router.mesh import MeshFacts, ShadowResult
 from router.metrics.histograms import Histogram
 from router.metrics.http_counts import HttpCounts
+from router.metrics.label_counts import OUTCOMES, LabelCounts
 from router.metrics.report_metrics import LABELS, of_reports
 from router.metrics.shared_counts import SharedCounts, Snapshot, is_alive
 
@@ -70,7 +70,22 @@ class Metrics:
         """
         self._mesh = mesh
         self._shared = shared
-        self._choices = ChoiceCounts(mesh.choices)
+        self._choices = LabelCounts(
+            mesh.choices, "lockstep:choices", "How choices of instances came out.", "outcome", OUTCOMES
+        )
+        self._shadow_checks = LabelCounts(
+            mesh.shadow_checks,
+            "lockstep:shadow_checks",
+            "Requests that another instance computed again, by what came of it.",
+            "result",
+            tuple(ShadowResult),
+        )
+        self._shadow_differences = LabelCounts(
+            mesh.shadow_differences,
+            "lockstep:shadow_differences",
+            "Shadow checks in which an instance computed otherwise than two others.",
+            "rank",
+        )
         self.faults = Faults() if faults is None else faults
         self.http = HttpCounts()
         self.in_flight = 0
@@ -175,6 +190,8 @@ class Metrics:
             success=success,
             faults=self.faults,
             choices=self._choices.total(),
+            shadow_checks=self._shadow_checks.total(),
+            shadow_differences=self._shadow_differences.total(),
             http=self.http.totals(),
         )
 
@@ -197,6 +214,8 @@ class Metrics:
             for reason, count in reasons.items()
         }
         self._choices.go_on_from(left.choices)
+        self._shadow_checks.go_on_from(left.shadow_checks)
+        self._shadow_differences.go_on_from(left.shadow_differences)
         self.http.add(left.http)
         self.faults.counts, self.faults.recent = left.faults.counts, left.faults.recent
 
@@ -224,6 +243,8 @@ class Metrics:
                 faults.add_metric((event.value, kind), count)
         yield faults
         yield self._choices.family([other.choices for other in others])
+        yield self._shadow_checks.family([other.shadow_checks for other in others])
+        yield self._shadow_differences.family([other.shadow_differences for other in others])
         if (epoch := self._mesh.epoch()) is not None:
             yield GaugeMetricFamily("lockstep:epoch", "The number of the world.", epoch)
         instances = GaugeMetricFamily("lockstep:instances", "Instances by state.", labels=("state",))

@@ -54,7 +54,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """By engine and finish reason."""
     faults: Faults = msgspec.field(default_factory=Faults)
     choices: dict[str, int] = {}
-    """By outcome: see :mod:`router.metrics.choice_counts`."""
+    """By outcome: see :mod:`router.metrics.label_counts`."""
+    shadow_checks: dict[str, int] = {}
+    """By result."""
+    shadow_differences: dict[str, int] = {}
+    """By rank."""
     http: list[HttpTotals] = []
 
 

@@ -120,6 +120,8 @@ class Facts:
     instances: Mapping[str, int] = field(default_factory=dict)
     refused_peers: Mapping[str, int] = field(default_factory=dict)
     choices: Mapping[str, int] = field(default_factory=dict)
+    shadow_checks: Mapping[str, int] = field(default_factory=dict)
+    shadow_differences: Mapping[str, int] = field(default_factory=dict)
     numerics: Mapping[Numerics, list[int]] = field(default_factory=dict)
 
 
@@ -173,6 +175,12 @@ class FakeMesh:
 
     def choices(self) -> Mapping[str, int]:
         return self._facts.choices
+
+    def shadow_checks(self) -> Mapping[str, int]:
+        return self._facts.shadow_checks
+
+    def shadow_differences(self) -> Mapping[str, int]:
+        return self._facts.shadow_differences
 
     def check_room(self) -> None:
         return
