@@ -40,7 +40,10 @@ from parallel.communicators.base import CollectiveError
 Peer = bytes
 
 BACKGROUND_PRIORITY = 2**63
-"""Priority of requests that nobody waits for: behind that of any client, which has 64 bits."""
+"""Priority of requests that nobody waits for.
+
+It is behind that of any client, which has 64 bits.
+"""
 BESIDE_LOGPROBS = 1 << 16
 """Bytes of a message beside the log-probabilities of a prompt."""
 

@@ -68,7 +68,10 @@ class Prompt(msgspec.Struct, frozen=True):
     traceparent: str = ""
     """W3C Trace Context to pass to the instance; empty for none."""
     background: bool = False
-    """No client waits for it: it stays where it is sent, is counted nowhere, and goes after all others."""
+    """No client waits for it.
+
+    It stays where it is sent, is counted nowhere, and goes after all others.
+    """
 
 
 class ShadowResult(enum.StrEnum):
@@ -84,7 +87,7 @@ class ShadowResult(enum.StrEnum):
     DROPPED = "dropped"
     """No instance of the class was idle in time, or too many checks waited."""
     SKIPPED = "skipped"
-    """Not comparable: computed by several instances, or not to its end, or a class has changed."""
+    """Not comparable: it moved, failed or is too long, or a class has changed."""
 
 
 class TokenSink(Protocol):

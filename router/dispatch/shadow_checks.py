@@ -20,13 +20,13 @@ from router.recorded import Difference, RecordedSample, bits_of, first_differenc
 MAX_PENDING = 64
 """Checks that wait for an idle instance; beyond that the oldest is dropped."""
 MAX_UNDER_WAY = 8
-"""Requests of one router that are computed again at a time, at most one per instance."""
+"""Requests of one router computed again at a time, at most one per instance."""
 MAX_CHECK_TOKENS = 32_768
 """Tokens of prompt and answer beyond which a request is not checked."""
 PENDING_TIMEOUT = 30.0
 """Seconds that a check waits for an idle instance before it is dropped."""
 THIRD_TIMEOUT = 60.0
-"""Seconds that a difference waits for a third instance, idle or not, before nobody decides it."""
+"""Seconds that a difference waits for a third instance, idle or not."""
 COMPUTE_TIMEOUT = 60.0
 """Seconds that an instance gets to compute a request again."""
 MAX_THIRDS = 3
@@ -42,7 +42,7 @@ class Party(msgspec.Struct, frozen=True):
     rank: int
     address: str
     fingerprint: str | None
-    """Name of its numerics class; None if it is variant or unknown, which cannot be checked."""
+    """Name of its numerics class; None if that is variant or unknown."""
     ready: bool
     idle: bool = True
     """Nothing waits there, and there is room."""
@@ -67,7 +67,7 @@ class Check:
     up_to: int | None = None
     """Tokens that were computed, where a stop string or the client cut the answer there."""
     deadline: float = 0.0
-    """When it is dropped, or decided by nobody; while it is computed, when that is stopped."""
+    """When its wait ends, or its computation if that has begun."""
     at: Party | None = None
     """The instance that computes it now."""
     second: Party | None = None
@@ -185,7 +185,7 @@ class ShadowChecks:
         return [*self._stops(parties, now), *self._expired(now), *self._starts(parties, now)]
 
     def computed(self, check: Check, sample: RecordedSample, parties: Parties, now: float) -> Verdict | None:
-        """Take in what the instance of a check has computed; returns the verdict if there is one."""
+        """Take in what the instance of a check has computed; returns the verdict, if any."""
         party = self._ends(check)
         if self._has_changed(check, party, parties):
             self.skip()
@@ -262,7 +262,7 @@ class ShadowChecks:
             yield Start(check, party)
 
     def _has_changed(self, check: Check, party: Party, parties: Parties) -> bool:
-        """Whether an instance of the check is of another class now, so that its bits may be, too."""
+        """Whether an instance of the check is of another class now."""
         involved = (check.origin, check.second or party, party)
         now = (parties.get(each.name, each).fingerprint for each in involved)
         return any(fingerprint != check.origin.fingerprint for fingerprint in now)

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 LOOK_INTERVAL = 0.05
 """Seconds between two looks for idle instances, while checks wait or are under way."""
 ROOM = 0.75
-"""Most of an instance's slots, or of its KV blocks, in use when a check begins there."""
+"""Share of an instance's slots and KV blocks in use above which no check begins there."""
 MAX_NAMED = 8
 """Ranks that the warning names."""
 CUT = ""
@@ -184,7 +184,7 @@ class Shadowing:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def on_view(self, view: View) -> None:
-        """Warn once if all instances are there, and some have no second one of their class."""
+        """Warn once, when all instances are there, of those alone in their class."""
         settings = view.settings
         self._shares_experts = settings is not None and settings.enable_expert_parallel
         if self._has_warned or view.waiting_for or view.size is None or not view.members:
@@ -257,7 +257,7 @@ class Shadowing:
             self._act_on(verdict)
 
     async def _sample_of(self, check: Check, party: Party) -> RecordedSample:
-        """What an instance computes for a check, up to as many tokens as there are to compare.
+        """What an instance computes for a check, as far as it is compared.
 
         Raises:
             MeshError: it is gone, or does not take the request.
