@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 LOOK_INTERVAL = 0.05
 """Seconds between two looks for idle instances, while checks wait or are under way."""
 ROOM = 0.75
-"""Share of an instance's slots and KV blocks in use above which no check begins there."""
+"""Share of slots and of KV blocks in use above which no check begins."""
 MAX_NAMED = 8
 """Ranks that the warning names."""
 CUT = ""
