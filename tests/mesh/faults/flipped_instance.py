@@ -37,5 +37,5 @@ def load_with_flip(*args: Any, **kwargs: Any) -> LoadedModel:
 
 
 if __name__ == "__main__":
-    uni.load_model = load_with_flip
+    vars(uni)["load_model"] = load_with_flip
     sys.exit(engine.main())
