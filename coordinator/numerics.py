@@ -97,6 +97,11 @@ def combined(classes: Collection[Numerics]) -> Numerics:
     return _numerics(names.encode(), kinds, {each.dtype for each in found}, invariant=False)
 
 
+def is_invariant(fingerprint: str | None) -> bool:
+    """Whether the class of this name is known, and promises equal bits."""
+    return fingerprint is not None and not fingerprint.endswith(VARIANT)
+
+
 def slowest_kind(classes: Sequence[Numerics]) -> str | None:
     """The slowest kind of native kernels of these classes, which all of them can use.
 

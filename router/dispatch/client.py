@@ -89,7 +89,7 @@ class MeshClient:
             moves_queued=policy in (Policy.PREFIX_AWARE, Policy.LEAST_LOADED),
         )
         self._receiver = MessageReceiver(
-            self._pool, self._ledger, self._chooser, self._connections, self._mover, self.faults
+            self._pool, self._ledger, self._connections, self._mover, self.faults
         )
         self._shadowing: Shadowing | None = None
         self._generate: Callable[[Prompt], Stream] = self._mover.generate
@@ -176,6 +176,10 @@ class MeshClient:
         """Outcomes of routing so far: see :class:`router.mesh.MeshFacts`."""
         return {**self._chooser.counts, "moves": self._mover.num_moves}
 
+    def numerics_changes(self) -> Mapping[str, int]:
+        """Requests that went on in another numerics class: see :class:`router.mesh.MeshFacts`."""
+        return self._mover.num_class_changes
+
     def shadow_checks(self) -> Mapping[str, int]:
         """Shadow checks so far, by result."""
         return {} if self._shadowing is None else self._shadowing.counts
@@ -251,6 +255,8 @@ class MeshClient:
             self._connect(instance)
         for instance in changes.removed:
             self._disconnect(instance)
+        for instance in changes.reclassed:
+            self._mover.follow_class(instance)
         self._mover.dispatch_orphans()
         if self._shadowing is not None:
             self._shadowing.on_view(view)

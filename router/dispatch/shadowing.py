@@ -219,7 +219,7 @@ class Shadowing:
         """
         names = set(entry.computed_at)
         instance = self._pool.get(names.pop()) if len(names) == 1 else None
-        if instance is None or instance.fingerprint != entry.fingerprint:
+        if instance is None or instance.fingerprint != entry.fingerprint or entry.numerics_changes:
             return None
         party = self._party(instance, time.monotonic())
         return party if party.fingerprint is not None else None

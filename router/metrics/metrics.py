@@ -73,6 +73,13 @@ class Metrics:
         self._choices = LabelCounts(
             mesh.choices, "lockstep:choices", "How choices of instances came out.", "outcome", OUTCOMES
         )
+        self._numerics_changes = LabelCounts(
+            mesh.numerics_changes,
+            "lockstep:numerics_changes",
+            "Requests that went on in another numerics class, by whether their answers were promised equal.",
+            "promised",
+            ("true", "false"),
+        )
         self._shadow_checks = LabelCounts(
             mesh.shadow_checks,
             "lockstep:shadow_checks",
@@ -190,6 +197,7 @@ class Metrics:
             success=success,
             faults=self.faults,
             choices=self._choices.total(),
+            numerics_changes=self._numerics_changes.total(),
             shadow_checks=self._shadow_checks.total(),
             shadow_differences=self._shadow_differences.total(),
             http=self.http.totals(),
@@ -214,6 +222,7 @@ class Metrics:
             for reason, count in reasons.items()
         }
         self._choices.go_on_from(left.choices)
+        self._numerics_changes.go_on_from(left.numerics_changes)
         self._shadow_checks.go_on_from(left.shadow_checks)
         self._shadow_differences.go_on_from(left.shadow_differences)
         self.http.add(left.http)
@@ -243,6 +252,7 @@ class Metrics:
                 faults.add_metric((event.value, kind), count)
         yield faults
         yield self._choices.family([other.choices for other in others])
+        yield self._numerics_changes.family([other.numerics_changes for other in others])
         yield self._shadow_checks.family([other.shadow_checks for other in others])
         yield self._shadow_differences.family([other.shadow_differences for other in others])
         if (epoch := self._mesh.epoch()) is not None:

@@ -55,6 +55,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     faults: Faults = msgspec.field(default_factory=Faults)
     choices: dict[str, int] = {}
     """By outcome: see :mod:`router.metrics.label_counts`."""
+    numerics_changes: dict[str, int] = {}
+    """By whether equal answers were promised."""
     shadow_checks: dict[str, int] = {}
     """By result."""
     shadow_differences: dict[str, int] = {}
