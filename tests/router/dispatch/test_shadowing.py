@@ -386,13 +386,18 @@ def test_variant_classes_and_lone_instances_are_not_recorded() -> None:
     run(work)
 
 
-def test_a_class_that_has_changed_by_the_end_is_not_checked() -> None:
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_class_that_changes_meanwhile_is_not_checked(comes_back: bool) -> None:
     async def work() -> None:
         async with running(3) as mesh:
             stream, name, submit = await mesh.send()
-            rank = mesh.instance(name).rank
-            mesh.join(rank, Numerics("fp_2", "avx2", "bfloat16", True))
-            mesh.answer(name, submit)
+            mesh.tell(name, Delta(submit.request, [7], logprobs=lines([7])))
+            classes = [Numerics("fp_2", "avx2", "bfloat16", True), *([NUMERICS] if comes_back else [])]
+            for numerics in classes:
+                changed = msgspec.structs.replace(mesh.instance(name).member, numerics=numerics)
+                members = [changed if each.rank == changed.rank else each for each in mesh.members]
+                mesh.client._on_view(view(*members))
+            mesh.answer(name, submit, [8, 9])
             await read(stream)
             await mesh.ends_with(ShadowResult.SKIPPED)
 
