@@ -16,7 +16,10 @@ from engine.messages import TokenLogprobs
 from router.mesh import Prompt
 
 Logprob = float | None
-"""Log-probability of a sampled token. None stands for infinity and NaN, which JSON lacks."""
+"""Log-probability of a sampled token. None stands for infinity and NaN, which JSON lacks.
+
+Minus zero is recorded as zero: programs that pass JSON on lose its sign.
+"""
 
 
 class RecordedSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,7 +50,7 @@ class Recorder:
         """Record the next tokens; ``logprobs`` has one entry for each of them, or more."""
         self._token_ids += token_ids
         found = (each.logprob for each in logprobs[: len(token_ids)])
-        self._logprobs += [value if math.isfinite(value) else None for value in found]
+        self._logprobs += [value + 0.0 if math.isfinite(value) else None for value in found]
 
     def sample(self, finish_reason: str, stop_reason: int | str | None) -> RecordedSample:
         """All of it, once the sample has ended."""
@@ -62,10 +65,10 @@ def with_logprobs(prompt: Prompt) -> Prompt:
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """First difference of two samples of the same request: a token, its log-probability, or the end."""
+    """First difference of two samples: a token, a log-probability, or the end."""
 
     index: int
-    """Of the first token that differs; the number of tokens where only the end does."""
+    """Position of the token; the number of tokens where only the end differs."""
     expected: tuple[int, Logprob] | None
     """Token and log-probability there; None where the sample has ended before."""
     found: tuple[int, Logprob] | None
@@ -83,7 +86,7 @@ def first_difference(
     """
     ours, theirs = _tokens(expected, up_to), _tokens(found, up_to)
     for index, (one, other) in enumerate(zip(ours, theirs, strict=False)):
-        if one[0] != other[0] or bits_of(one[1]) != bits_of(other[1]):
+        if one != other:
             return Difference(index, one, other)
     shorter = min(len(ours), len(theirs))
     ends = _end(expected), _end(found)

@@ -75,9 +75,10 @@ def test_tokens_of_another_class_are_left_out() -> None:
     assert first_difference(SAMPLE, found, up_to=3) == Difference(2, (7, None), (8, -2.0))
 
 
-def test_zero_and_minus_zero_differ() -> None:
-    one, other = (RecordedSample((5,), (value,), "length") for value in (0.0, -0.0))
-    assert first_difference(one, other) == Difference(0, (5, 0.0), (5, -0.0))
+def test_minus_zero_is_recorded_as_zero() -> None:
+    recorder = Recorder()
+    recorder.add([5], logprobs(-0.0))
+    assert str(recorder.sample("length", None).logprobs) == "(0.0,)"
 
 
 @pytest.mark.parametrize(
