@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.nightly import is_on_diagonal
+from tests.nightly import runs_now
 
 pytest_plugins = ["tests.measured"]
 
@@ -45,8 +45,8 @@ os.environ["XDG_RUNTIME_DIR"] = _session_directory()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what large tables have beside their diagonal (:func:`tests.nightly.is_on_diagonal`)."""
-    left_out = [item for item in items if not is_on_diagonal(item)]
+    """Leave out what runs at night only (:func:`tests.nightly.runs_now`)."""
+    left_out = [item for item in items if not runs_now(item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if is_on_diagonal(item)]
+        items[:] = [item for item in items if runs_now(item)]

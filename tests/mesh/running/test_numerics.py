@@ -78,7 +78,7 @@ class Got:
         return self.ids, self.text, self.logprobs
 
 
-NUM_TOKENS = 160
+NUM_TOKENS = 250
 COMMON = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}
 SEEDED = COMMON | {"prompt": "It was a dark", "seed": 7, "temperature": 0.9, "logprobs": 1}
 ASKED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -113,7 +113,9 @@ def run(ports: Ports, rank: int, act: Callable[[], object] | None = None) -> dic
     """All requests at once at an instance; once they run there, do this."""
     got = {name: Got() for name in ASKED}
     with ThreadPoolExecutor(len(ASKED)) as threads:
-        asking = [threads.submit(ask, ports, name, rank, got[name]) for name in ASKED]
+        asking = [threads.submit(ask, ports, "whole", rank, got["whole"])]
+        wait_until(lambda: "lockstep:requests_in_flight 1.0" in get(ports, "/metrics"), 20, "it runs")
+        asking += [threads.submit(ask, ports, name, rank, got[name]) for name in ("sampled", "greedy")]
         if act is not None:
             wait_until(lambda: all(len(got[name].ids) > 8 for name in ("sampled", "greedy")), 20, "they run")
             act()
