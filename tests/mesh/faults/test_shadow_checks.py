@@ -15,7 +15,6 @@ from coordinator.messages import State
 from engine.config import SHIPPED_MODEL
 from engine.kernels import library
 from tests.mesh.harness import Command, Ports, serve, wait_until
-from tests.nightly import NIGHTLY
 
 pytestmark = [
     pytest.mark.mesh,
@@ -108,7 +107,7 @@ def test_a_flipped_bit_is_named_and_its_instance_drained(tmp_path: Path) -> None
         assert "Traceback" not in head.log
 
 
-@pytest.mark.skipif(not NIGHTLY, reason="a part of the mesh above: make nightly")
+@pytest.mark.nightly
 def test_a_difference_in_a_group_that_spreads_experts_names_nobody(tmp_path: Path) -> None:
     """The flipped bit is in a part that each instance has for itself."""
     flags = ["--shadow-rate", "0.3", "--shadow-action", "drain"]
@@ -121,7 +120,7 @@ def test_a_difference_in_a_group_that_spreads_experts_names_nobody(tmp_path: Pat
         assert [member.state for member in ports.view().members] == [State.READY] * 3
 
 
-@pytest.mark.skipif(not NIGHTLY, reason="minutes: make nightly")
+@pytest.mark.nightly
 def test_no_healthy_instance_is_named_in_ten_thousand_requests(tmp_path: Path) -> None:
     ports = Ports()
     flags = [*SMALL, "--shadow-rate", "0.1", "--shadow-action", "drain"]
