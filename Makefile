@@ -17,6 +17,9 @@ MESH_LONG  = tests/mesh/running/test_two_hosts.py tests/mesh/faults/test_chaos.p
              tests/mesh/clients/test_dashboard.py
 MESH_TESTS = $(MESH_LONG) $(filter-out $(MESH_LONG) $(MESH_SHORT),$(MESH_FILES)) $(filter $(MESH_SHORT),$(MESH_FILES))
 
+# One more than cores: a fifth of the time of these tests is waiting for something.
+PLAIN_PROCESSES ?= 3
+
 .PHONY: serve test check docs format bench bench-collectives bench-growth bench-kv-room bench-lockstep bench-overhead bench-router bench-serving bench-startup bench-wake bench-structured structured soak chaos kills joins nightly fuzz crowd clients screenshots simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
@@ -27,7 +30,7 @@ ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
 	rm -rf build/coverage && mkdir -p build/coverage
-	LOCKSTEP_COVERAGE=1 $(BIN)/python -m pytest -m "not mesh" --numprocesses 2 --dist worksteal
+	LOCKSTEP_COVERAGE=1 $(BIN)/python -m pytest -m "not mesh" --numprocesses $(PLAIN_PROCESSES) --dist worksteal
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 	$(BIN)/python -m tests.second_tries -m mesh --numprocesses 2 --dist loadfile --no-loadscope-reorder $(MESH_TESTS)
@@ -36,7 +39,7 @@ endif
 check: $(STAMP)  ## lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 docs: $(STAMP)  ## the documentation as a site in build/site; fails at the first warning
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

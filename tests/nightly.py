@@ -13,6 +13,11 @@ Otherwise what fits into a run for each push.
 """
 
 
+def examples(number: int) -> int:
+    """How many examples a property test draws: a quarter of them for each push."""
+    return number if NIGHTLY else max(number // 4, 25)
+
+
 def is_on_diagonal(item: pytest.Item) -> bool:
     """Whether a test of a table runs for each push: ``@pytest.mark.diagonal("rows", "columns", each=2)``.
 
