@@ -34,6 +34,9 @@ MAX_THIRDS = 3
 DRAIN_MEMORY_SECONDS = 3600.0
 """Seconds for which an ordered drain counts against the minority that may be drained."""
 
+LEAVES_ALREADY = "it leaves already"
+"""Why an instance is not drained that an earlier check, or another router, had drained."""
+
 
 class Party(msgspec.Struct, frozen=True):
     """An instance, as far as a check depends on it."""
@@ -320,7 +323,7 @@ class DrainLimit:
         self._ordered = {name: self._ordered[name] for name in recent}
         there = parties.get(odd.name)
         if there is None or there.leaves or odd.name in recent:
-            return "it leaves already"
+            return LEAVES_ALREADY
         members = {each.name: each for each in parties.values() if each.fingerprint == odd.fingerprint}
         gone = recent | {name for name, each in members.items() if each.leaves}
         total = len(gone | set(members))

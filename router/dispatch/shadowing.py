@@ -23,6 +23,7 @@ from router.dispatch.mover import RequestMover
 from router.dispatch.policy import STALLED_AFTER
 from router.dispatch.pool import Instance, Pool
 from router.dispatch.shadow_checks import (
+    LEAVES_ALREADY,
     MAX_CHECK_TOKENS,
     Check,
     DrainLimit,
@@ -295,7 +296,8 @@ class Shadowing:
             return
         problem = self._limit.problem(odd, self._parties(), time.monotonic())
         if problem is not None:
-            logger.warning("instance %d is not drained: %s", odd.rank, problem)
+            level = logging.DEBUG if problem == LEAVES_ALREADY else logging.WARNING
+            logger.log(level, "instance %d is not drained: %s", odd.rank, problem)
             return
         task = asyncio.create_task(self._order(self._drain, odd))
         self._drains.add(task)
