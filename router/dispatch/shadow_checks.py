@@ -334,6 +334,10 @@ class DrainLimit:
         self._ordered[odd.name] = now
         return None
 
+    def failed(self, odd: Party) -> None:
+        """Forget an order that the coordinator did not take: it may be given again."""
+        self._ordered.pop(odd.name, None)
+
 
 def _able(check: Check, parties: Parties) -> list[Party]:
     """Instances that can compute a check: of its class, ready, and new to it."""

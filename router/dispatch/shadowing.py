@@ -309,10 +309,14 @@ class Shadowing:
         try:
             answer = await drain(wish)
         except TimeoutError:
+            self._limit.failed(odd)
             logger.warning("instance %d is not drained yet: the coordinator does not answer", odd.rank)
             return
-        level = logging.INFO if answer.status == ACCEPTED else logging.WARNING
-        logger.log(level, "drain of instance %d: %s", odd.rank, answer.text)
+        if answer.status == ACCEPTED:
+            logger.info("drain of instance %d: %s", odd.rank, answer.text)
+        else:
+            self._limit.failed(odd)
+            logger.warning("instance %d is not drained: %s", odd.rank, answer.text)
 
     # ---- instances
 

@@ -436,10 +436,12 @@ def test_an_ordered_drain_is_ordered_once_and_forgotten_after_a_while() -> None:
     parties = {name: party(name) for name in "abc"}
     assert limit.problem(parties["a"], parties, 0.0) is None
     assert limit.problem(parties["a"], parties, 1.0) == "it leaves already"
+    limit.failed(parties["a"])
+    assert limit.problem(parties["a"], parties, 1.0) is None, "the coordinator was away"
     assert limit.problem(parties["b"], parties, 1.0) is not None
     del parties["a"]
     parties["d"] = party("d")
-    assert limit.problem(parties["b"], parties, DRAIN_MEMORY_SECONDS + 1) is None
+    assert limit.problem(parties["b"], parties, DRAIN_MEMORY_SECONDS + 2) is None
 
 
 # ---- any order of events

@@ -243,6 +243,34 @@ def test_the_odd_one_is_logged_counted_and_drained(faulty: str, caplog: pytest.L
     assert "asked to drain" in caplog.text
 
 
+def test_a_drain_that_the_coordinator_does_not_take_is_ordered_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def work() -> None:
+        async with running(3, drains=True) as mesh:
+            shadowing = mesh.client._shadowing
+            assert shadowing is not None
+
+            async def away(_wish: Drain) -> Answer:
+                raise TimeoutError
+
+            async def odd_answer() -> None:
+                stream, name, submit = await mesh.send()
+                mesh.answer(name, submit, shift=1e-9)
+                await read(stream)
+                for _ in range(2):
+                    mesh.answer(*await mesh.shadow())
+
+            working, shadowing._drain = shadowing._drain, away
+            await odd_answer()
+            await until_async(lambda: "the coordinator does not answer" in caplog.text)
+            shadowing._drain = working
+            await odd_answer()
+            await until_async(lambda: mesh.drained)
+
+    run(work)
+
+
 def test_with_two_instances_both_are_logged_and_none_is_drained(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         async with running(2, drains=True) as mesh:
