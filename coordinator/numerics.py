@@ -51,6 +51,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Quantisation method of the checkpoint, ``plain`` without one, ``dummy`` for random weights."""
     dtype: str
     tensor_parallel_size: int
+    has_whole_experts: bool = False
+    """Whether each of several ranks computes whole experts (``-ep``), not a part of each."""
+    angles_for: int = 0
+    """Tokens of the longest request, where rotary angles are chosen for it; else 0."""
     workers: tuple[Arithmetic, ...]
     """By stage, then tensor-parallel rank."""
     versions: dict[str, str]

@@ -47,6 +47,13 @@ LocalExperts = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.T
 """(experts module, hidden [n, H], expert numbers [n, 1], weights [n, 1]) -> [n, H]"""
 
 
+Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Weighted sum of each token's expert outputs.
+
+(outputs [n * k, H], weights [n, k]) -> [n, H].
+"""
+
+
 class Products(Protocol):
     """Computes local experts on the CPU."""
 
@@ -126,11 +133,17 @@ class ExpertParallel:
         self.times.reset()
 
     def forward(
-        self, module: Any, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
+        self,
+        module: Any,
+        hidden: torch.Tensor,
+        expert_ids: torch.Tensor,
+        weights: torch.Tensor,
+        combine: Combine | None = None,
     ) -> torch.Tensor:
         """One layer: hidden [tokens, H], expert_ids and weights [tokens, k] -> [tokens, H].
 
-        With zero tokens it only takes part in what the others need.
+        With zero tokens it only takes part in what the others need. ``combine`` sums up at home; None does it
+        as transformers does, in the type of ``hidden``.
         """
         if self._group is None or self._group.size == 1:
             outputs = self._compute_alone(module, hidden, expert_ids)
@@ -138,7 +151,7 @@ class ExpertParallel:
             outputs = self._all_to_all(module, self._group, hidden, expert_ids)
         else:
             outputs = self._all_gather(module, self._group, hidden, expert_ids)
-        return _sum_at_home(outputs, weights, hidden)
+        return _sum_at_home(outputs, weights, hidden) if combine is None else combine(outputs, weights)
 
     # ---- ways of dispatch; each returns the unweighted outputs of this rank's pairs [tokens * k, H]
 

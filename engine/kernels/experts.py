@@ -94,3 +94,19 @@ class NativeExperts:
         packed.write(operations, spaced(rows), middle, result, begins)
         operations.run(self._library, StepArguments(), rows.dtype)
         return result[:, : packed.hidden].contiguous()
+
+
+def combine(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Weighted sums of expert outputs, with the bits of COMBINE.
+
+    Outputs [n * k, H], weights [n, k] -> [n, H] in float32. Each choice is added by a multiply-add: products
+    of bfloat16 are exact in float32, those of float32 in float64.
+    """
+    total = outputs.new_zeros(len(weights), outputs.shape[1], dtype=torch.float32)
+    by_choice = outputs.view(*weights.shape, outputs.shape[1]).unbind(1)
+    for output, weight in zip(by_choice, weights[:, :, None].unbind(1), strict=True):
+        if output.dtype == torch.float32:
+            total = total.double().addcmul_(output.double(), weight.double()).float()
+        else:
+            total.addcmul_(output.float(), weight)
+    return total
