@@ -44,6 +44,20 @@ int64_t pitch_of(int64_t width) {
     return ((width + LINE - 1) / LINE | 1) * LINE;
 }
 
+// The sum of numbers first ... first + count, of neighbours first: (0 + 1) + (2 + 3). Halves of it are sums like it, so that ranks that
+// have equal parts of the numbers can each add up their own.
+template <class At>
+inline Floats sum_of_neighbours(int64_t first, int64_t count, At at) {
+    switch (count) {
+        case 1: return at(first);
+        case 2: return at(first) + at(first + 1);
+        case 4: return (at(first) + at(first + 1)) + (at(first + 2) + at(first + 3));
+    }
+    int64_t half = 1;
+    while (2 * half < count) half *= 2;
+    return sum_of_neighbours(first, half, at) + sum_of_neighbours(first + half, count - half, at);
+}
+
 Mask lanes_of(int count) { return count >= LANES ? Mask(0xffff) : Mask((1u << count) - 1); }
 
 Floats exp_ps(Floats x) {  // 2^n * 2^f with |f| <= 1/2; the series of 2^f ends below the precision of a float
