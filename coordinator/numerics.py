@@ -40,6 +40,8 @@ class Arithmetic(msgspec.Struct, frozen=True):
     """Name of the attention backend."""
     layers: tuple[int, int] = (0, 0)
     """Numbers of the layers computed there: [first, stop)."""
+    any_ranks: bool = False
+    """Whether the bits are those of any other number of tensor-parallel ranks, and of one."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +53,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Quantisation method of the checkpoint, ``plain`` without one, ``dummy`` for random weights."""
     dtype: str
     tensor_parallel_size: int
+    """Counts where sums over ranks depend on it (:attr:`Arithmetic.any_ranks`)."""
     workers: tuple[Arithmetic, ...]
     """By stage, then tensor-parallel rank."""
     versions: dict[str, str]
@@ -74,8 +77,11 @@ class Numerics(msgspec.Struct, frozen=True):
 def class_of(facts: Facts) -> Numerics:
     """The class of an instance with these facts.
 
-    Which layers a worker computes matters only where workers compute differently.
+    Which layers a worker computes matters only where workers compute differently, and ranks of a stage do not.
     """
+    if facts.workers and all(worker.any_ranks for worker in facts.workers):
+        workers = tuple(dict.fromkeys(facts.workers))
+        facts = msgspec.structs.replace(facts, tensor_parallel_size=1, workers=workers)
     alike = {msgspec.structs.replace(worker, layers=(0, 0)) for worker in facts.workers}
     if len(alike) == 1:
         facts = msgspec.structs.replace(facts, workers=tuple(alike))

@@ -41,16 +41,23 @@ class SlicedExpertParallel(ExpertParallel):
         super().begin([part for size in sizes for part in even_sizes(size, self._ranks.size)])
 
     def forward(
-        self, module: Any, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
+        self,
+        module: Any,
+        hidden: torch.Tensor,
+        expert_ids: torch.Tensor,
+        weights: torch.Tensor,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One layer of experts, with the same arguments and result on all ranks.
 
-        Hidden [tokens, H], expert_ids and weights [tokens, k] -> [tokens, H].
+        Hidden and residual [tokens, H], expert_ids and weights [tokens, k] -> [tokens, H].
         """
         if self._group is None:  # being loaded: what this instance holds counts, wherever a token stands
-            return self._ranks.all_reduce(super().forward(module, hidden, expert_ids, weights))
+            total = self._ranks.all_reduce(super().forward(module, hidden, expert_ids, weights))
+            return total if residual is None else residual + total
         sizes = even_sizes(len(hidden), self._ranks.size)
         start = sum(sizes[: self._ranks.rank])
         mine = slice(start, start + sizes[self._ranks.rank])
-        outputs = super().forward(module, hidden[mine], expert_ids[mine], weights[mine])
+        before = None if residual is None else residual[mine]
+        outputs = super().forward(module, hidden[mine], expert_ids[mine], weights[mine], before)
         return self._ranks.all_gather_rows(outputs, sizes)

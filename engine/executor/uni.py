@@ -278,7 +278,7 @@ class UniExecutor:
         assert model is not None, "load() comes first"
         layers = (self.layers.start, self.layers.stop)
         if program is not None:
-            return [Arithmetic(program.kind, program.version, "native", layers)]
+            return [Arithmetic(program.kind, program.version, "native", layers, program.is_order_fixed)]
         return [Arithmetic(TORCH, _torch_on(model.device), self._backend, layers)]
 
     def _check_kernels(self) -> None:

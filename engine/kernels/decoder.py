@@ -132,7 +132,9 @@ class Decoder:
     @property
     def sums_width(self) -> int:
         """Numbers of a row that are added up over the ranks, at most."""
-        cut = [layer.mlp.top_k for layer in self.layers if isinstance(layer.mlp, Moe) and layer.mlp.is_partial]
+        cut = [
+            layer.mlp.top_k for layer in self.layers if isinstance(layer.mlp, Moe) and layer.mlp.is_partial
+        ]
         return self.hidden * max(cut, default=1)
 
     def inputs_of_sums(self, ranks: int) -> set[int]:

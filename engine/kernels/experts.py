@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from engine.kernels.library import Library
-from engine.kernels.operations import AS_FLOAT, OperationKind, Operations, StepArguments
+from engine.kernels.operations import AS_FLOAT, EXCHANGE, OperationKind, Operations, StepArguments
 from engine.kernels.packing import Laid, Packer
 from engine.kernels.rows import SLACK, pitch_of, spaced
 from engine.kernels.sums import parts_here
@@ -100,3 +100,30 @@ class NativeExperts:
         packed.write(operations, spaced(rows), middle, result, begins)
         operations.run(self._library, StepArguments(), rows.dtype)
         return result[:, : packed.hidden].contiguous()
+
+    def add(self, residual: torch.Tensor, outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Residual [tokens, H] and the weighted sum of a token's outputs [tokens * k, H].
+
+        Rounded once, as where the exchange is part of the list of operations.
+        """
+        tokens, top_k = weights.shape
+        rows, total = spaced(outputs), spaced(residual)
+        pairs = np.arange(tokens * top_k)
+        numbers = {"arenas": np.array([rows.data_ptr()]), "owners": np.zeros(1, dtype=np.int64)}
+        places = {"ids_at": np.zeros_like(pairs), "places_at": pairs}
+        record = np.zeros((), dtype=EXCHANGE)
+        for name, array in numbers.items():
+            record[name] = array.ctypes.data
+        for name, array in places.items():
+            record[name] = array.ctypes.data - rows.data_ptr()
+        operations = Operations(1)
+        operations.add(
+            OperationKind.COMBINE,
+            into=weights.float().contiguous(),
+            out=total,
+            extra=record,
+            n=residual.shape[1],
+            k=top_k,
+        )
+        operations.run(self._library, StepArguments(tokens=tokens), residual.dtype)
+        return total[:tokens, : residual.shape[1]].contiguous()

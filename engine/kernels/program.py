@@ -378,8 +378,9 @@ class Program:
         hidden = self._decoder.hidden
         with torch.inference_mode():
             rows = buffers.normed[:tokens, :hidden].contiguous()
-            result = self._experts.forward(layer.experts, rows, ids, weights.to(self._decoder.dtype))
-            buffers.stream[:tokens, :hidden] += result
+            stream = buffers.stream[:tokens, :hidden]
+            weights = weights.to(self._decoder.dtype)
+            stream.copy_(self._experts.forward(layer.experts, rows, ids, weights, stream))
 
     def _make_room(self, wanted: Room) -> None:
         """Make buffers for so many tokens; written lists of others are dropped."""
