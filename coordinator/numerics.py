@@ -77,7 +77,7 @@ class Numerics(msgspec.Struct, frozen=True):
 def class_of(facts: Facts) -> Numerics:
     """The class of an instance with these facts.
 
-    Which layers a worker computes matters only where workers compute differently, and ranks of a stage do not.
+    Which layers a worker computes matters only where workers compute differently. Ranks of a stage do not.
     """
     if facts.workers and all(worker.any_ranks for worker in facts.workers):
         workers = tuple(dict.fromkeys(facts.workers))
