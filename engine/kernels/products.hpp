@@ -306,7 +306,7 @@ class Products {
         for (int stop = std::min(count, next + rows); next < stop; ++next) {
             const int64_t line = next / TILE * 2 * TILE * LANES + next % TILE * LANES;
             auto sum = [&](int64_t at) {
-                return sum_of_neighbours(0, parts, [&](int64_t part) { return load(sums[side][part] + at); });
+                return sum_of_neighbours(parts, [&](int64_t part) { return load(sums[side][part] + at); });
             };
             body(waiting, first + next, sum(line), sum(line + TILE * LANES));
         }
@@ -389,7 +389,7 @@ class Products {
                 for (int64_t part = 0; part < count; ++part) multiply_part(sum[part], part, steps / count);
                 for (int row = 0; row < now; ++row) {
                     auto total = [&](int panel) {
-                        return sum_of_neighbours(0, count, [&](int64_t part) { return sum[part][row][panel]; });
+                        return sum_of_neighbours<count>([&](int64_t part) { return sum[part][row][panel]; });
                     };
                     body(tag, begin + row, total(0), total(1));
                 }
