@@ -374,19 +374,18 @@ class Products {
             auto* from = inputs + begin * pitch;
             // What comes next is asked for in as many passes as it has panels: so memory and products have work all the time.
             const int pass = begin == 0 ? 0 : begin == first_rows ? 1 : 2;
-            auto multiply_part = [&](Floats (&sum)[MAX_ROWS][2], int64_t part, int64_t some) {
+            Floats sum[MOST_PARTS][MAX_ROWS][2];
+            for (int64_t part = 0, some = steps / parts; part < parts; ++part) {
                 const int64_t word = part * some, line = word * LANES;
                 auto product = [&](auto asks, Asked asked) {
-                    ::multiply<T, asks>(int(now), sum, a.words + line, b.words + line, from + word * WORD_BYTES<T>, pitch, some, asked);
+                    ::multiply<T, asks>(int(now), sum[part], a.words + line, b.words + line, from + word * WORD_BYTES<T>, pitch, some, asked);
                 };
                 auto bytes = [line](const Panel& panel) { return panel.bytes(0) + 4 * line; };
                 if (!cold || pass == 2) product(std::integral_constant<int, 0>(), {});
                 else if (first_rows == rows) product(std::integral_constant<int, 2>(), {bytes(then.a), bytes(then.b)});
                 else product(std::integral_constant<int, 1>(), {bytes(pass == 0 ? then.a : then.b)});
-            };
-            Floats sum[MOST_PARTS][MAX_ROWS][2];
-            auto finish_rows = [&](auto count) {
-                for (int64_t part = 0; part < count; ++part) multiply_part(sum[part], part, steps / count);
+            }
+            auto put = [&](auto count) {
                 for (int row = 0; row < now; ++row) {
                     auto total = [&](int panel) {
                         return sum_of_neighbours<count>([&](int64_t part) { return sum[part][row][panel]; });
@@ -394,9 +393,9 @@ class Products {
                     body(tag, begin + row, total(0), total(1));
                 }
             };
-            if (parts == 1) finish_rows(std::integral_constant<int64_t, 1>());
-            else if (parts == 2) finish_rows(std::integral_constant<int64_t, 2>());
-            else finish_rows(std::integral_constant<int64_t, 4>());
+            if (parts == 1) put(std::integral_constant<int64_t, 1>());
+            else if (parts == 2) put(std::integral_constant<int64_t, 2>());
+            else put(std::integral_constant<int64_t, 4>());
         }
     }
 
