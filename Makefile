@@ -8,13 +8,17 @@ STAMP  := $(VENV)/.installed
 # Compiled modules are kept: each process of a mesh would compile them again, for half a second.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Files with tests that start processes. The longest comes first and short ones last, so that the two processes which
-# take file after file end at about the same time.
+# Files with tests that start processes. Long ones come first and short ones last, so that the two processes which take
+# file after file end at about the same time.
 MESH_FILES = $(filter-out tests/test_second_tries.py,$(sort $(shell grep -rl 'mark\.mesh' tests --include='test_*.py')))
 MESH_SHORT = tests/engine/% tests/parallel/% tests/mesh/running/test_wheel.py \
              $(patsubst %,tests/mesh/clients/test_%.py,apis bad_input observability structured)
-MESH_TESTS = tests/mesh/faults/test_chaos.py $(filter-out tests/mesh/faults/test_chaos.py $(MESH_SHORT),$(MESH_FILES)) \
-             $(filter $(MESH_SHORT),$(MESH_FILES))
+MESH_LONG  = tests/mesh/running/test_two_hosts.py tests/mesh/faults/test_chaos.py tests/mesh/faults/test_recovery.py \
+             tests/mesh/clients/test_dashboard.py
+MESH_TESTS = $(MESH_LONG) $(filter-out $(MESH_LONG) $(MESH_SHORT),$(MESH_FILES)) $(filter $(MESH_SHORT),$(MESH_FILES))
+
+# One more than cores: a fifth of the time of these tests is waiting for something.
+PLAIN_PROCESSES ?= 3
 
 .PHONY: serve test check docs format bench bench-collectives bench-growth bench-kv-room bench-lockstep bench-overhead bench-router bench-serving bench-startup bench-wake bench-structured structured soak chaos kills joins nightly fuzz crowd clients screenshots simulate model clean
 
@@ -26,7 +30,7 @@ ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
 	rm -rf build/coverage && mkdir -p build/coverage
-	LOCKSTEP_COVERAGE=1 $(BIN)/python -m pytest -m "not mesh" --numprocesses 2 --dist worksteal
+	LOCKSTEP_COVERAGE=1 $(BIN)/python -m pytest -m "not mesh" --numprocesses $(PLAIN_PROCESSES) --dist worksteal
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 	$(BIN)/python -m tests.second_tries -m mesh --numprocesses 2 --dist loadfile --no-loadscope-reorder $(MESH_TESTS)
@@ -35,7 +39,7 @@ endif
 check: $(STAMP)  ## lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 docs: $(STAMP)  ## the documentation as a site in build/site; fails at the first warning
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
@@ -112,6 +116,7 @@ joins: $(STAMP)  ## two instances join and two leave under 32 streams: pauses, a
 
 nightly: $(STAMP)  ## all tests at full size (LOCKSTEP_NIGHTLY=1), then fuzz, 50,000 schedules, native positions, all families
 	LOCKSTEP_NIGHTLY=1 $(MAKE) test
+	LOCKSTEP_NIGHTLY=1 LOCKSTEP_NATIVE_KERNELS=avx2 $(MAKE) test ARGS=tests/engine/invariance
 	$(MAKE) fuzz
 	$(MAKE) simulate
 	$(BIN)/python -m tests.engine.native_positions --positions 20000
@@ -123,10 +128,10 @@ simulate: $(STAMP)  ## 50,000 schedules of the protocol with deaths, stops, join
 model: $(STAMP)  ## train the shipped model again (about an hour)
 	$(BIN)/python examples/training/train_model.py $(ARGS)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt .ci/install.py
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Lockstep needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python .ci/install.py
 	touch $(STAMP)
 
 clean:

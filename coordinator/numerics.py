@@ -54,6 +54,13 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     tensor_parallel_size: int
     """Counts where sums over ranks depend on it (:attr:`Arithmetic.any_ranks`)."""
+    has_whole_experts: bool = False
+    """Whether each of several ranks computes whole experts (``-ep``), not a part of each.
+
+    It counts where the number of ranks does.
+    """
+    angles_for: int = 0
+    """Tokens of the longest request, where rotary angles are chosen for it; else 0."""
     workers: tuple[Arithmetic, ...]
     """By stage, then tensor-parallel rank."""
     versions: dict[str, str]
@@ -80,14 +87,19 @@ def class_of(facts: Facts) -> Numerics:
     Which layers a worker computes matters only where workers compute differently. Ranks of a stage do not.
     """
     if facts.workers and all(worker.any_ranks for worker in facts.workers):
-        workers = tuple(dict.fromkeys(facts.workers))
-        facts = msgspec.structs.replace(facts, tensor_parallel_size=1, workers=workers)
+        facts = _of_any_ranks(facts)
     alike = {msgspec.structs.replace(worker, layers=(0, 0)) for worker in facts.workers}
     if len(alike) == 1:
         facts = msgspec.structs.replace(facts, workers=tuple(alike))
     kinds = {worker.kernels for worker in facts.workers} or {UNKNOWN}
     invariant = kinds <= set(NATIVE_KINDS)
     return _numerics(msgspec.json.encode(facts, order="sorted"), kinds, {facts.dtype}, invariant)
+
+
+def _of_any_ranks(facts: Facts) -> Facts:
+    """These facts without what is the same for any number of ranks."""
+    workers = tuple(dict.fromkeys(facts.workers))
+    return msgspec.structs.replace(facts, tensor_parallel_size=1, has_whole_experts=False, workers=workers)
 
 
 def combined(classes: Collection[Numerics]) -> Numerics:
@@ -101,6 +113,11 @@ def combined(classes: Collection[Numerics]) -> Numerics:
     names = "\0".join(sorted(each.fingerprint for each in found))
     kinds = {kind for each in found for kind in each.kernels.split("+")}
     return _numerics(names.encode(), kinds, {each.dtype for each in found}, invariant=False)
+
+
+def is_invariant(fingerprint: str | None) -> bool:
+    """Whether the class of this name is known, and promises equal bits."""
+    return fingerprint is not None and not fingerprint.endswith(VARIANT)
 
 
 def slowest_kind(classes: Sequence[Numerics]) -> str | None:

@@ -9,7 +9,7 @@ from coordinator.numerics import Arithmetic, Facts, Numerics, class_of
 from engine.config import DeviceConfig, ModelConfig
 from engine.host.versions import versions
 from engine.kernels import library
-from engine.model.checkpoint import CheckpointError, weight_format
+from engine.model.checkpoint import CheckpointError, angles_follow_length, weight_format
 
 
 def native_kind(device: DeviceConfig) -> library.Kind | None:
@@ -44,6 +44,8 @@ def numerics_of(
             weights=weight_format(directory) if model.reads_weights else "dummy",
             dtype=settings.dtype,
             tensor_parallel_size=settings.tensor_parallel_size,
+            has_whole_experts=settings.tensor_parallel_size > 1 and settings.enable_expert_parallel,
+            angles_for=settings.max_model_len if angles_follow_length(directory) else 0,
             workers=tuple(workers),
             versions=versions(),
         )

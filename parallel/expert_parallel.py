@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 
 from parallel.communicators.base import Communicator
-from parallel.expert_products import ExpertProducts, sum_at_home
+from parallel.expert_products import ExpertProducts
 from parallel.placement import Placement
 
 Dispatch = Literal["allgather_reducescatter", "all_to_all"]
@@ -47,15 +47,18 @@ LocalExperts = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.T
 """(experts module, hidden [n, H], expert numbers [n, 1], weights [n, 1]) -> [n, H]"""
 
 
+Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Weighted sum of each token's expert outputs.
+
+(outputs [n * k, H], weights [n, k]) -> [n, H].
+"""
+
+
 class Products(Protocol):
     """Computes local experts on the CPU."""
 
     def compute(self, module: Any, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """See :meth:`parallel.expert_products.ExpertProducts.compute`."""
-        ...
-
-    def add(self, residual: torch.Tensor, outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """See :meth:`parallel.expert_products.ExpertProducts.add`."""
         ...
 
 
@@ -135,12 +138,12 @@ class ExpertParallel:
         hidden: torch.Tensor,
         expert_ids: torch.Tensor,
         weights: torch.Tensor,
-        residual: torch.Tensor | None = None,
+        combine: Combine | None = None,
     ) -> torch.Tensor:
         """One layer: hidden [tokens, H], expert_ids and weights [tokens, k] -> [tokens, H].
 
-        With ``residual`` [tokens, H] the sum of both. With zero tokens it only takes part in what the others
-        need.
+        With zero tokens it only takes part in what the others need. ``combine`` sums up at home; None does it
+        as transformers does, in the type of ``hidden``.
         """
         if self._group is None or self._group.size == 1:
             outputs = self._compute_alone(module, hidden, expert_ids)
@@ -148,9 +151,7 @@ class ExpertParallel:
             outputs = self._all_to_all(module, self._group, hidden, expert_ids)
         else:
             outputs = self._all_gather(module, self._group, hidden, expert_ids)
-        if residual is not None:
-            return self._products.add(residual, outputs, weights)
-        return sum_at_home(outputs, weights, hidden)
+        return _sum_at_home(outputs, weights, hidden) if combine is None else combine(outputs, weights)
 
     # ---- ways of dispatch; each returns the unweighted outputs of this rank's pairs [tokens * k, H]
 
@@ -264,6 +265,18 @@ def _rows(tensor: torch.Tensor) -> npt.NDArray[np.void]:
     row_bytes = tensor.shape[1] * tensor.itemsize
     rows: npt.NDArray[np.void] = tensor.view(torch.uint8).numpy().view(f"V{row_bytes}")[:, 0]
     return rows
+
+
+def _sum_at_home(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """outputs [tokens * k, H], weighted by [tokens, k] and summed over k.
+
+    The sum is taken in order, in one type.
+    """
+    by_choice = outputs.view(*weights.shape, outputs.shape[-1]) * weights[:, :, None]
+    total, *others = by_choice.unbind(1)
+    for one in others:
+        total = total + one
+    return total.to(hidden.dtype)
 
 
 def _pack(hidden: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:

@@ -37,10 +37,6 @@ class ExpertProducts:
             outputs = module.post_expert_norm(outputs)
         return outputs.to(rows.dtype)
 
-    def add(self, residual: torch.Tensor, outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Residual [tokens, H] and the weighted sum of a token's outputs."""
-        return residual + sum_at_home(outputs, weights, residual)
-
     def _linear(self, module: Any, name: str, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         weights = self._by_expert(module, name)
         bias = getattr(module, f"{name}_bias") if module.has_bias else None
@@ -62,15 +58,3 @@ class ExpertProducts:
             plain = weight.detach()
             views = known[name] = list((plain if module.is_transposed else plain.transpose(1, 2)).unbind())
         return views
-
-
-def sum_at_home(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """outputs [tokens * k, H], weighted by [tokens, k] and summed over k.
-
-    The sum is taken in order, in one type.
-    """
-    by_choice = outputs.view(*weights.shape, outputs.shape[-1]) * weights[:, :, None]
-    total, *others = by_choice.unbind(1)
-    for one in others:
-        total = total + one
-    return total.to(hidden.dtype)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from parallel.communicators.arithmetic import even_sizes
-from parallel.expert_parallel import Dispatch, ExpertParallel, LocalExperts
+from parallel.expert_parallel import Combine, Dispatch, ExpertParallel, LocalExperts
 from parallel.placement import Placement
 from parallel.tensor_parallel import TensorRank
 
@@ -46,18 +46,16 @@ class SlicedExpertParallel(ExpertParallel):
         hidden: torch.Tensor,
         expert_ids: torch.Tensor,
         weights: torch.Tensor,
-        residual: torch.Tensor | None = None,
+        combine: Combine | None = None,
     ) -> torch.Tensor:
         """One layer of experts, with the same arguments and result on all ranks.
 
-        Hidden and residual [tokens, H], expert_ids and weights [tokens, k] -> [tokens, H].
+        Hidden [tokens, H], expert_ids and weights [tokens, k] -> [tokens, H].
         """
         if self._group is None:  # being loaded: what this instance holds counts, wherever a token stands
-            total = self._ranks.all_reduce(super().forward(module, hidden, expert_ids, weights))
-            return total if residual is None else residual + total
+            return self._ranks.all_reduce(super().forward(module, hidden, expert_ids, weights, combine))
         sizes = even_sizes(len(hidden), self._ranks.size)
         start = sum(sizes[: self._ranks.rank])
         mine = slice(start, start + sizes[self._ranks.rank])
-        before = None if residual is None else residual[mine]
-        outputs = super().forward(module, hidden[mine], expert_ids[mine], weights[mine], before)
+        outputs = super().forward(module, hidden[mine], expert_ids[mine], weights[mine], combine)
         return self._ranks.all_gather_rows(outputs, sizes)

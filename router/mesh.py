@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
+from coordinator.numerics import UNKNOWN as UNKNOWN_CLASS
 from coordinator.numerics import Numerics
 from engine.messages import Delta, InstanceReport
 from engine.sampling import SamplingParams
@@ -66,6 +67,22 @@ class Prompt(msgspec.Struct, frozen=True):
     """Equal for all requests of a session: a hint to keep them together."""
     traceparent: str = ""
     """W3C Trace Context to pass to the instance; empty for none."""
+    repeatable: bool = False
+    """Whether the same request should get the same answer: it is greedy or seeded."""
+
+
+class NumericsChange(msgspec.Struct, frozen=True):
+    """A sample that went on in another numerics class."""
+
+    after_tokens: int
+    """Tokens of the sample before the change."""
+    before: str | None
+    """Name of the class that computed the last of them; None if unknown."""
+    after: str | None
+    """Name of the class that computed the next one; None if unknown."""
+
+    def __str__(self) -> str:
+        return f"{self.before or UNKNOWN_CLASS} -> {self.after or UNKNOWN_CLASS}"
 
 
 class TokenSink(Protocol):
@@ -100,6 +117,14 @@ class Generation(Protocol):
         """Name of the numerics class of the instance that gave the first token.
 
         Before that, the class of the instance it runs on; None where none is known.
+        """
+        ...
+
+    @property
+    def numerics_changes(self) -> Sequence[NumericsChange]:
+        """Changes of its numerics class after the first token.
+
+        The same list grows with later ones.
         """
         ...
 
@@ -154,7 +179,14 @@ class MeshFacts(Protocol):
         ...
 
     def choices(self) -> Mapping[str, int]:
-        """Outcomes of routing so far, by the names of :data:`router.metrics.choice_counts.OUTCOMES`."""
+        """Outcomes of routing so far, by the names of :data:`router.metrics.label_counts.OUTCOMES`."""
+        ...
+
+    def numerics_changes(self) -> Mapping[str, int]:
+        """Requests that went on in another numerics class so far.
+
+        ``true`` counts those whose answers were promised equal, ``false`` the others.
+        """
         ...
 
 

@@ -237,12 +237,24 @@ class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int
 
 
+class NumericsChange(msgspec.Struct, rename={"before": "from", "after": "to"}):
+    """A choice that went on in another numerics class: see :class:`router.mesh.NumericsChange`."""
+
+    choice: int
+    """Its ``index``."""
+    after_tokens: int
+    before: str | None
+    after: str | None
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType | None = UNSET
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    numerics_changes: list[NumericsChange] | UnsetType = UNSET
+    """Those of all choices; unset where there are none."""
 
 
 class CompletionChoice(msgspec.Struct):
@@ -271,6 +283,8 @@ class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
     service_tier: UnsetType | None = UNSET
     """Null in whole answers, as vLLM has it; so is the next one."""
     kv_transfer_params: UnsetType | None = UNSET
+    numerics_changes: list[NumericsChange] | UnsetType = UNSET
+    """In the last chunk of a choice, as in its ``usage``."""
 
 
 class FunctionCall(msgspec.Struct):
@@ -358,6 +372,8 @@ class ChatChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk")
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
+    numerics_changes: list[NumericsChange] | UnsetType = UNSET
+    """In the last chunk of a choice, as in its ``usage``."""
 
 
 class TokenizeAnswer(msgspec.Struct):

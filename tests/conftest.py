@@ -8,6 +8,7 @@ tests first, then these, a file in each of two processes. At most two that faile
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.util
 import os
 import shutil
@@ -15,9 +16,10 @@ import signal
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import pytest
 
-from tests.nightly import is_on_diagonal
+from tests.nightly import examples, runs_now
 
 pytest_plugins = ["tests.measured"]
 
@@ -41,12 +43,25 @@ def _session_directory() -> str:
     return made
 
 
+hypothesis.settings.register_profile("lockstep", max_examples=examples(100))
+hypothesis.settings.load_profile("lockstep")
+
 os.environ["XDG_RUNTIME_DIR"] = _session_directory()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what large tables have beside their diagonal (:func:`tests.nightly.is_on_diagonal`)."""
-    left_out = [item for item in items if not is_on_diagonal(item)]
+    """Leave out what runs at night only (:func:`tests.nightly.runs_now`)."""
+    left_out = [item for item in items if not runs_now(item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if is_on_diagonal(item)]
+        items[:] = [item for item in items if runs_now(item)]
+
+
+def pytest_collection_finish() -> None:
+    """Keep modules and collected tests out of garbage collections.
+
+    Those would go through all of them again and again. Tests make many objects and few cycles.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)

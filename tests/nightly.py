@@ -13,6 +13,11 @@ Otherwise what fits into a run for each push.
 """
 
 
+def examples(number: int) -> int:
+    """How many examples a property test draws: a quarter of them for each push."""
+    return number if NIGHTLY else max(number // 4, 25)
+
+
 def is_on_diagonal(item: pytest.Item) -> bool:
     """Whether a test of a table runs for each push: ``@pytest.mark.diagonal("rows", "columns", each=2)``.
 
@@ -22,6 +27,22 @@ def is_on_diagonal(item: pytest.Item) -> bool:
     mark = item.get_closest_marker("diagonal")
     if NIGHTLY or mark is None or not isinstance(item, pytest.Function):
         return True
-    row, column = (item.callspec.indices[name] for name in mark.args)
+    row, column = (_index(item, name) for name in mark.args)
     each = mark.kwargs.get("each", 2)
     return (column - each * row) % mark.kwargs["columns"] < each
+
+
+def _index(item: pytest.Function, name: str) -> int:
+    """Index of a test's value among all of that parameter."""
+    for mark in item.iter_markers("parametrize"):
+        if mark.args[0] == name:
+            return list(mark.args[1]).index(item.callspec.params[name])
+    return item.callspec.indices[name]  # of a fixture; for others, pytest counts tests there, not values
+
+
+def runs_now(item: pytest.Item) -> bool:
+    """Whether a test runs: at night each does.
+
+    For each push those do that have no mark ``nightly``, and of a table the diagonal.
+    """
+    return (NIGHTLY or item.get_closest_marker("nightly") is None) and is_on_diagonal(item)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,8 +39,9 @@ def run(directory: Path, *flags: str, **files: str) -> subprocess.CompletedProce
         (directory / f"test_{name}.py").write_text(text)
     command = "import sys; sys.path.insert(0, sys.argv.pop(1)); from tests.second_tries import main; sys.exit(main(sys.argv[1:]))"
     return subprocess.run(
-        [sys.executable, "-c", command, str(ROOT), "-p", "no:cacheprovider", *flags],
+        [sys.executable, "-c", command, str(ROOT), "-p", "xdist", "-p", "no:cacheprovider", *flags],
         cwd=directory,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},  # others take a second to load
         capture_output=True,
         text=True,
         check=False,

@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -77,15 +79,38 @@ def sources(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-def imported(tree: ast.AST) -> set[str]:
-    """Top-level names of everything a module imports, wherever in it."""
-    names: set[str] = set()
+@dataclass(frozen=True)
+class Facts:
+    """What the rules ask of one file."""
+
+    docstring: str | None
+    imports: frozenset[str]
+    """Modules of ``import``, wherever in it."""
+    names: frozenset[tuple[str, str]]
+    """Modules of ``from ... import``, each with one of the names."""
+    calls: frozenset[str]
+    """Names of all functions and methods that it calls."""
+
+    @property
+    def top_names(self) -> set[str]:
+        """Top-level names of everything that it imports."""
+        modules = self.imports | {module for module, _ in self.names}
+        return {module.split(".")[0] for module in modules}
+
+
+@cache
+def facts(path: Path) -> Facts:
+    tree = ast.parse(path.read_text())
+    imports, names, calls = set(), set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names.update(alias.name.split(".")[0] for alias in node.names)
+            imports.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            names.add(node.module.split(".")[0])
-    return names
+            names.update((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call):
+            called = node.func
+            calls.add(called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", ""))
+    return Facts(ast.get_docstring(tree), frozenset(imports), frozenset(names), frozenset(calls))
 
 
 @pytest.mark.parametrize("package", ORDER)
@@ -93,7 +118,7 @@ def test_imports_go_one_way(package: str) -> None:
     above = set(ORDER[ORDER.index(package) + 1 :])
     assert sources(package)
     for path in sources(package):
-        wrong = imported(ast.parse(path.read_text())) & above
+        wrong = facts(path).top_names & above
         assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}, which stands above it"
 
 
@@ -104,13 +129,9 @@ def name_of(path: Path) -> str:
 
 def imported_modules(path: Path, known: set[str]) -> set[str]:
     """The modules of this project that one imports, wherever in it."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found.update(names & known or {node.module})
+    found = set(facts(path).imports)
+    for module, name in facts(path).names:
+        found.add(f"{module}.{name}" if f"{module}.{name}" in known else module)
     return found & known
 
 
@@ -187,15 +208,9 @@ def exists(dotted: str) -> bool:
 @pytest.mark.parametrize("package", ORDER)
 def test_nothing_unpickles_or_evaluates(package: str) -> None:
     for path in sources(package):
-        tree = ast.parse(path.read_text())
-        assert not imported(tree) & FORBIDDEN, path
-        calls = {
-            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call)
-        }
+        assert not facts(path).top_names & FORBIDDEN, path
         of_modules = {"eval"} if ".eval()" in path.read_text() else set()  # torch modules have one, too
-        assert not (calls & FORBIDDEN_CALLS) - of_modules, path
+        assert not (facts(path).calls & FORBIDDEN_CALLS) - of_modules, path
 
 
 @pytest.mark.parametrize("package", ["router", "coordinator"])
@@ -258,4 +273,4 @@ def test_what_comes_before_the_model_loads_no_torch(module: str) -> None:
 def test_every_package_and_module_says_what_it_is() -> None:
     for package in ORDER:
         for path in sources(package):
-            assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
+            assert facts(path).docstring, f"{path} has no docstring"

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from engine.kernels.library import Library
-from engine.kernels.operations import AS_FLOAT, EXCHANGE, OperationKind, Operations, StepArguments
+from engine.kernels.operations import AS_FLOAT, OperationKind, Operations, StepArguments
 from engine.kernels.packing import Laid, Packer
 from engine.kernels.rows import SLACK, pitch_of, spaced
 from engine.kernels.sums import parts_here
@@ -101,29 +101,18 @@ class NativeExperts:
         operations.run(self._library, StepArguments(), rows.dtype)
         return result[:, : packed.hidden].contiguous()
 
-    def add(self, residual: torch.Tensor, outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Residual [tokens, H] and the weighted sum of a token's outputs [tokens * k, H].
 
-        Rounded once, as where the exchange is part of the list of operations.
-        """
-        tokens, top_k = weights.shape
-        rows, total = spaced(outputs), spaced(residual)
-        pairs = np.arange(tokens * top_k)
-        numbers = {"arenas": np.array([rows.data_ptr()]), "owners": np.zeros(1, dtype=np.int64)}
-        places = {"ids_at": np.zeros_like(pairs), "places_at": pairs}
-        record = np.zeros((), dtype=EXCHANGE)
-        for name, array in numbers.items():
-            record[name] = array.ctypes.data
-        for name, array in places.items():
-            record[name] = array.ctypes.data - rows.data_ptr()
-        operations = Operations(1)
-        operations.add(
-            OperationKind.COMBINE,
-            into=weights.float().contiguous(),
-            out=total,
-            extra=record,
-            n=residual.shape[1],
-            k=top_k,
-        )
-        operations.run(self._library, StepArguments(tokens=tokens), residual.dtype)
-        return total[:tokens, : residual.shape[1]].contiguous()
+def combine(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Weighted sums of expert outputs, with the bits of COMBINE.
+
+    Outputs [n * k, H], weights [n, k] -> [n, H] in float32. Each choice is added by a multiply-add: products
+    of bfloat16 are exact in float32, those of float32 in float64.
+    """
+    total = outputs.new_zeros(len(weights), outputs.shape[1], dtype=torch.float32)
+    by_choice = outputs.view(*weights.shape, outputs.shape[1]).unbind(1)
+    for output, weight in zip(by_choice, weights[:, :, None].unbind(1), strict=True):
+        if output.dtype == torch.float32:
+            total = total.double().addcmul_(output.double(), weight.double()).float()
+        else:
+            total.addcmul_(output.float(), weight)
+    return total

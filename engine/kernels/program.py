@@ -20,7 +20,7 @@ from engine.kernels.buffers import Buffers, Room
 from engine.kernels.cache import NativeCache, NativePlan
 from engine.kernels.decoder import Decoder, Moe
 from engine.kernels.exchange import Alone, Exchange, Joined, Shape
-from engine.kernels.experts import NativeExperts
+from engine.kernels.experts import NativeExperts, combine
 from engine.kernels.going_on import GoingOn
 from engine.kernels.library import Kind, Library
 from engine.kernels.logits import NO_DRAWS, Draws, can_contest
@@ -378,9 +378,9 @@ class Program:
         hidden = self._decoder.hidden
         with torch.inference_mode():
             rows = buffers.normed[:tokens, :hidden].contiguous()
-            stream = buffers.stream[:tokens, :hidden]
-            weights = weights.to(self._decoder.dtype)
-            stream.copy_(self._experts.forward(layer.experts, rows, ids, weights, stream))
+            buffers.stream[:tokens, :hidden] += self._experts.forward(
+                layer.experts, rows, ids, weights, combine
+            )
 
     def _make_room(self, wanted: Room) -> None:
         """Make buffers for so many tokens; written lists of others are dropped."""

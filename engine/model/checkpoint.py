@@ -268,6 +268,13 @@ def weight_format(directory: str) -> str:
     return quantisation_of(_read_json(Path(directory) / "config.json", required=True)) or "plain"
 
 
+def angles_follow_length(directory: str) -> bool:
+    """Whether rotary angles are chosen for the longest request that is served."""
+    config = language_config(_read_json(Path(directory) / "config.json", required=True))
+    kinds = [str(each.get("rope_type", each.get("type"))) for each in _scalings(config)]
+    return any(kind in ("longrope", "su") or "dynamic" in kind for kind in kinds)
+
+
 @_as_said()
 def check_servable(directory: Path, *, trust_remote_code: bool) -> None:
     """Check whether config.json alone rules a model out.
@@ -487,11 +494,17 @@ def _context_length(directory: Path, config: dict[str, Any], defaults: dict[str,
             "%s/config.json gives no context length; %d is taken", directory, DEFAULT_CONTEXT_LENGTH
         )
         return DEFAULT_CONTEXT_LENGTH
-    scaling = config.get("rope_scaling") or config.get("rope_parameters")
-    if not isinstance(scaling, dict) or "gemma3" in str(config.get("model_type")):
+    if "gemma3" in str(config.get("model_type")):
         return stated  # Gemma 3 states what its scaling leads to
-    layer_types = [each for each in scaling.values() if isinstance(each, dict)]
-    return max(stated, *(_scaled_context(each, config, stated) for each in layer_types or [scaling]))
+    return max([stated, *(_scaled_context(each, config, stated) for each in _scalings(config))])
+
+
+def _scalings(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Parameters of rotary embeddings: one for all layers, or one for each type of layer."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(scaling, dict):
+        return []
+    return [each for each in scaling.values() if isinstance(each, dict)] or [scaling]
 
 
 def _scaled_context(scaling: dict[str, Any], config: dict[str, Any], stated: int) -> int:

@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -199,6 +200,15 @@ class ShardedClass:
         """Width of the logits, over all ranks."""
         return int(self.whole.get_output_embeddings().weight.shape[0])
 
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """Names of the tensors in a model of this class.
+
+        Once they are asked for, the cut is known.
+        """
+        with torch.device("meta"):
+            return frozenset(self.model_class(self.whole.config).state_dict())
+
     def stage_of(self, module: Any) -> Stage:
         """The ends of a model of this class."""
         parts = list(module.base_model.layers)
@@ -234,8 +244,7 @@ def sharded_class(
 
     result.model_class = class_leaving(model_class, lambda model: _cut(model, result))
     try:
-        with torch.device("meta"):
-            result.model_class(config)  # raises for what does not divide before anything is read
+        assert result.kept  # raises for what does not divide before anything is read
     except CannotCut as error:
         raise CheckpointError(f"{name} with --tensor-parallel-size {shard.size}: {error}") from error
     return result

@@ -81,9 +81,7 @@ class _Reader:
         self._prefix = whole.base_model_prefix
         self._known = whole.state_dict()
         self._targets = sharded.targets
-        with torch.device("meta"):
-            kept = sharded.model_class(whole.config)
-        self._kept = set(kept.state_dict())
+        self._kept = sharded.kept
         self._cuts = sharded.done.cuts
         layers = expert_modules(whole)
         self._experts: ExpertReader | None = None

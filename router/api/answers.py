@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from router.errors import ApiError, error_body
-from router.openai_api import PromptTokensDetails, StreamOptions, Usage
+from router.openai_api import NumericsChange, PromptTokensDetails, StreamOptions, Usage
 from router.text.output_stream import OutputStream, Piece
 
 DONE = b"data: [DONE]\n\n"
@@ -86,6 +86,11 @@ class Answer(ABC):
         found = {sample.fingerprint for sample in self.samples}
         return found.pop() if len(found) == 1 else None
 
+    @property
+    def numerics_changes(self) -> list[NumericsChange] | msgspec.UnsetType:
+        """Changes of numerics class of all samples; unset if there are none."""
+        return changes_of(self.samples)
+
     def whole_usage(self) -> Usage:
         """:meth:`usage` in a whole answer, with null for details that are not known."""
         usage = self.usage()
@@ -97,6 +102,7 @@ class Answer(ABC):
         of_prompts = [sample for sample in self.samples if sample.is_first_of_prompt]
         prompt_tokens = sum(len(sample.prompt.prompt_ids) for sample in of_prompts)
         usage = _usage(prompt_tokens, sum(sample.num_tokens for sample in self.samples))
+        usage.numerics_changes = self.numerics_changes
         if self._tells_cached_tokens:
             usage.prompt_tokens_details = PromptTokensDetails(
                 sum(sample.num_cached_tokens for sample in of_prompts)
@@ -148,6 +154,16 @@ class ChunkedAnswer(Answer):
         if self._usage_in_every_chunk:
             return _usage(len(sample.prompt.prompt_ids), num_tokens)
         return None if self._includes_usage else msgspec.UNSET
+
+
+def changes_of(samples: Sequence[OutputStream]) -> list[NumericsChange] | msgspec.UnsetType:
+    """Changes of numerics class of some samples, for the client; unset if there are none."""
+    found = [
+        NumericsChange(sample.index, each.after_tokens, each.before, each.after)
+        for sample in samples
+        for each in sample.numerics_changes
+    ]
+    return found or msgspec.UNSET
 
 
 def _usage(prompt_tokens: int, completion_tokens: int) -> Usage:

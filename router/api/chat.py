@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from router.api.answers import ChunkedAnswer, encode, event
+from router.api.answers import ChunkedAnswer, changes_of, encode, event
 from router.api.chat_deltas import DeltaWriter, finish_reason, message_of
 from router.api.logprobs import LogprobShapes
 from router.openai_api import (
@@ -94,7 +94,10 @@ class ChatAnswer(ChunkedAnswer):
             stop_reason=piece.stop_reason if piece.finish_reason is not None else UNSET,
             token_ids=piece.token_ids if self._returns_ids else None,
         )
-        return opening + event(self._chunk([choice], sample))
+        chunk = self._chunk([choice], sample)
+        if piece.finish_reason is not None:
+            chunk.numerics_changes = changes_of([sample])
+        return opening + event(chunk)
 
     def frame(self, sample: OutputStream) -> tuple[bytes, bytes] | None:
         return None if self._returns_ids or self._wants_logprobs or self._writers else super().frame(sample)

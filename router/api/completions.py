@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from router.api.answers import ChunkedAnswer, encode, event
+from router.api.answers import ChunkedAnswer, changes_of, encode, event
 from router.api.logprobs import LogprobShapes, offsets_of
 from router.openai_api import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from router.text.output_stream import OutputStream, Piece, join
@@ -62,8 +62,10 @@ class CompletionAnswer(ChunkedAnswer):
 
     def _chunk(self, sample: OutputStream, choice: CompletionChoice) -> bytes:
         usage = self.usage_so_far(sample, sample.num_tokens)
-        fingerprint = sample.fingerprint or UNSET
-        return event(Completion(self.id, self.created, self.model, [choice], usage, fingerprint))
+        chunk = Completion(self.id, self.created, self.model, [choice], usage, sample.fingerprint or UNSET)
+        if choice.finish_reason is not None:
+            chunk.numerics_changes = changes_of([sample])
+        return event(chunk)
 
     def _choice(self, sample: OutputStream, piece: Piece, *, first: bool) -> CompletionChoice:
         echoes = first and self._echo

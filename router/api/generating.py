@@ -25,7 +25,16 @@ from router.api.anthropic_messages.answer import MessageAnswer
 from router.api.anthropic_messages.wire import CountTokensRequest, MessagesRequest, TokenCount
 from router.api.chat import ChatAnswer
 from router.api.completions import CompletionAnswer
-from router.api.headers import deadline, key_of, pinned_rank, printable, request_id, session
+from router.api.headers import (
+    MOST_REMARKS,
+    deadline,
+    key_of,
+    numerics_changed,
+    pinned_rank,
+    printable,
+    request_id,
+    session,
+)
 from router.api.parameters import sampling_params
 from router.api.prompts import PromptText, chat_prompt, completion_prompts, num_prompt_tokens
 from router.api.request_samples import UNPREDICTABLE, make_samples
@@ -85,8 +94,6 @@ class Chat:
 
 NOT_ENFORCED = "x-lockstep-not-enforced"
 """Response header: JSON paths of the schemas given that answers need not follow."""
-MOST_REMARKS = 1000
-"""Most characters of that header."""
 LEFT_OUT = "x-lockstep-left-out"
 """Response header: types of tools and items that the model did not get."""
 
@@ -301,6 +308,8 @@ class Generating:
             response = EventStream(call, keep_alive=self._config.sse_keep_alive_interval)
         else:
             response = json_response(await whole_answer(call, request.receive))
+            changes = (change for sample in call.samples for change in sample.numerics_changes)
+            response.headers.update(numerics_changed(changes))
         if not_enforced:
             response.headers[NOT_ENFORCED] = printable("; ".join(not_enforced), MOST_REMARKS)
         return response

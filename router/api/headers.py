@@ -5,13 +5,20 @@ A header without a value, as proxies and templates make them, is none.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from starlette.requests import Request
 
 from router.api.validation import MAX_ID_LENGTH, MAX_TIMEOUT, usable_id
 from router.errors import refuse
+from router.mesh import NumericsChange
 from router.openai_api import GenerationRequest
 
 SESSION_HEADERS = ("x-session-affinity", "x-session-id")
+NUMERICS_CHANGED = "x-lockstep-numerics-changed"
+"""Response header: numerics classes between which the answer changed."""
+MOST_REMARKS = 1000
+"""Most characters of a response header that may name many things."""
 
 
 def key_of(request: Request) -> int:
@@ -71,6 +78,12 @@ def session(request: Request, wanted: GenerationRequest) -> str:
         if given:
             return given
     return wanted.session_id or (wanted.prompt_cache_key or "")[:MAX_ID_LENGTH]
+
+
+def numerics_changed(changes: Iterable[NumericsChange]) -> dict[str, str]:
+    """The header of an answer with these changes; nothing where there are none."""
+    pairs = ", ".join(dict.fromkeys(map(str, changes)))
+    return {NUMERICS_CHANGED: printable(pairs, MOST_REMARKS)} if pairs else {}
 
 
 def printable(text: str, most: int) -> str:

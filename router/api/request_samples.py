@@ -52,6 +52,8 @@ def make_samples(
     _check_prompt_logprobs(request, params.n, prompts, prompt_logprobs)
     stops = StopStrings(params.stop) if params.stop else None
     alone = len(prompts) * params.n == 1
+    draws_seeds = isinstance(chance, random.SystemRandom)
+    repeatable = params.greedy or params.seed is not None or not draws_seeds
     samples: list[OutputStream] = []
     for prompt in prompts:
         seed = chance.getrandbits(63) if params.seed is None else params.seed
@@ -71,6 +73,7 @@ def make_samples(
                 cache_salt=request.cache_salt or "",
                 session=session,
                 traceparent=traceparent,
+                repeatable=repeatable,
             )
             samples.append(
                 OutputStream(

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from coordinator.process.process import shortage_of
 from engine.messages import Delta, FinishReason
 from router.api.answers import Answer
+from router.api.headers import numerics_changed
 from router.api.shortcut import BodyOutlet, ListOutlet, Outlet
 from router.api.tracing import UNTRACED, RequestTrace
 from router.errors import ApiError, ClientGone, from_mesh, short_of, too_late, unexpected
@@ -171,6 +172,7 @@ class RequestRun:
         sample = self.samples[position]
         if not sample.num_tokens:
             sample.fingerprint = generation.fingerprint
+            sample.known_changes = generation.numerics_changes
         if delta.token_ids:  # else it is an error
             meter.delta(position, generation, now, delta.times)
         piece = sample.take(delta)
@@ -289,6 +291,8 @@ class EventStream(Response):
             async with writing:
                 self._waits_since = time.perf_counter()
                 if not started:
+                    changes = (change for sample in self._call.samples for change in sample.known_changes)
+                    self.headers.update(numerics_changed(changes))
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     started = True
                 if body:

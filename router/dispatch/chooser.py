@@ -102,9 +102,10 @@ class Chooser:
             key=entry.prompt.session,
             request_id=entry.prompt.request_id,
             turn=self._turn,
+            numerics=entry.newest_class if entry.has_begun and entry.prompt.repeatable else None,
         )
         self._turn += 1
-        rank = policy.pick(self._policy, free, wish).rank
+        rank = policy.pick(self._policy, policy.of_class(free, wish), wish).rank
         return next(instance for instance in instances if instance.rank == rank)
 
     def may_soon_choose(self, entry: Entry, now: float) -> bool:
@@ -121,8 +122,7 @@ class Chooser:
         self.counts["affinity_hits" if cached else "affinity_misses"] += 1
         number = instance.dispatch(entry.work, now, cached=cached)
         self._ledger.place(entry, instance.name, number)
-        if not entry.has_begun:
-            entry.fingerprint = instance.fingerprint
+        entry.is_computed_in(instance.fingerprint)
         if instance.capacity is not None and instance.capacity.caches_prefixes:
             self._pool.index.expect(instance.name, number, blocks[lengths.get(instance.name, 0) :])
         return number

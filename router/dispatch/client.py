@@ -78,7 +78,7 @@ class MeshClient:
             moves_queued=policy in (Policy.PREFIX_AWARE, Policy.LEAST_LOADED),
         )
         self._receiver = MessageReceiver(
-            self._pool, self._ledger, self._chooser, self._connections, self._mover, self.faults
+            self._pool, self._ledger, self._connections, self._mover, self.faults
         )
 
     def __repr__(self) -> str:
@@ -154,6 +154,10 @@ class MeshClient:
         """Outcomes of routing so far: see :class:`router.mesh.MeshFacts`."""
         return {**self._chooser.counts, "moves": self._mover.num_moves}
 
+    def numerics_changes(self) -> Mapping[str, int]:
+        """Requests that went on in another numerics class: see :class:`router.mesh.MeshFacts`."""
+        return self._mover.num_class_changes
+
     def reports(self) -> Mapping[int, InstanceReport]:
         """The newest report of each instance, by rank."""
         return {instance.rank: instance.report for instance in self._pool if instance.report is not None}
@@ -221,6 +225,8 @@ class MeshClient:
             self._connect(instance)
         for instance in changes.removed:
             self._disconnect(instance)
+        for instance in changes.reclassed:
+            self._mover.follow_class(instance)
         self._mover.dispatch_orphans()
 
     def _learn_model(self, settings: Settings) -> ServedModel | None:

@@ -16,14 +16,16 @@ logger = logging.getLogger(__name__)
 class Delivery:
     """Books tokens in the ledger, and passes them on to the streams of their entries."""
 
-    def __init__(self, ledger: Ledger, streams: dict[Entry, Stream], settle: Callable[[Entry], None]) -> None:
+    def __init__(
+        self, ledger: Ledger, streams: dict[Entry, Stream], begins_try: Callable[[Entry, Delta], None]
+    ) -> None:
         """``streams`` loses the entries that end.
 
-        ``settle`` is called with an entry when the first delta of a try has come.
+        ``begins_try`` is called with an entry and the first delta of a try, before that is booked.
         """
         self._ledger = ledger
         self._streams = streams
-        self._settle = settle
+        self._begins_try = begins_try
 
     def __repr__(self) -> str:
         return f"<Delivery to {len(self._streams)} streams>"
@@ -61,7 +63,7 @@ class Delivery:
 
     def _pass_on(self, entry: Entry, delta: Delta) -> None:
         if entry.fruitless:  # the first one of this try
-            self._settle(entry)
+            self._begins_try(entry, delta)
         booked = self._ledger.book(entry, delta)
         if entry.loss is not None and (loss := entry.returns(booked, time.monotonic())) is not None:
             logger.info("%s", loss)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.messages import Delta, Submit
-from router.mesh import Prompt, TokenSink
+from router.mesh import NumericsChange, Prompt, TokenSink
 
 Address = tuple[str, int]
 """Instance name, dispatch number there."""
@@ -88,6 +88,10 @@ class Entry:
     """A delta of some try has come."""
     fingerprint: str | None = None
     """Name of a numerics class: that of the instance that gives the first token."""
+    numerics: str | None = None
+    """Name of the numerics class in which its current try is computed."""
+    numerics_changes: list[NumericsChange] = field(default_factory=list)
+    """Changes of class after the first token; its stream's readers see new ones."""
     owed: bool = False
     """An instance had taken the request, so the next one must take it, too."""
     blocks: list[int] | None = None
@@ -153,6 +157,28 @@ class Entry:
         if self.loss is not None:
             self.loss.away -= 1
             self.loss = None
+
+    @property
+    def newest_class(self) -> str | None:
+        """Name of the numerics class that computed its newest token."""
+        return self.numerics_changes[-1].after if self.numerics_changes else self.fingerprint
+
+    def is_computed_in(self, numerics: str | None) -> None:
+        """Record the numerics class of its current try, which may not have begun."""
+        self.numerics = numerics
+        if not self.has_begun:
+            self.fingerprint = numerics
+
+    def changes_class(self) -> NumericsChange | None:
+        """Record that its next token is of the class of its current try.
+
+        Returns the change, if that is one.
+        """
+        if not self.has_begun or self.numerics == self.newest_class:
+            return None
+        change = NumericsChange(len(self.emitted), self.newest_class, self.numerics)
+        self.numerics_changes.append(change)
+        return change
 
     def returns(self, delta: Delta, now: float) -> Loss | None:
         """Record the first delta after a loss, which is booked already.

@@ -11,7 +11,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping
 
-from engine.messages import Abort, Recall
+from coordinator.numerics import is_invariant
+from engine.messages import Abort, Delta, Recall
 from router.dispatch.chooser import Chooser, unavailable
 from router.dispatch.instance_connection import InstanceConnection
 from router.dispatch.ledger import MAX_FRUITLESS, Entry, Ledger, Loss, named
@@ -59,6 +60,8 @@ class RequestMover:
         """What the mesh lacks before it can serve, for error messages; from the newest view."""
         self.num_moves = 0
         """Requests recalled from a queue so far."""
+        self.num_class_changes: Counter[str] = Counter()
+        """Changes of requests' numerics classes so far: see :class:`router.mesh.MeshFacts`."""
 
     def __repr__(self) -> str:
         return f"<RequestMover {len(self.streams)} in flight, {len(self._orphans)} without an instance>"
@@ -178,6 +181,35 @@ class RequestMover:
                 self._dispatch_orphan(orphans.popleft())
         finally:  # an error with one is none of the others' concern
             self._orphans += orphans
+
+    # ---- numerics classes
+
+    def begins_try(self, entry: Entry, delta: Delta) -> None:
+        """Record that the first delta of a try has come."""
+        self._chooser.settle(entry)
+        if delta.token_ids:  # else it failed, and nothing was computed
+            self._note_class(entry)
+
+    def follow_class(self, instance: Instance) -> None:
+        """Record that an instance computes in another numerics class from now on."""
+        for entry in self._ledger.of_instance(instance.name):
+            entry.is_computed_in(instance.fingerprint)
+            if not entry.fruitless:
+                self._note_class(entry)
+
+    def _note_class(self, entry: Entry) -> None:
+        change = entry.changes_class()
+        if change is None:
+            return
+        is_promised = entry.prompt.repeatable and is_invariant(change.before)
+        self.num_class_changes["true" if is_promised else "false"] += 1
+        logger.log(
+            logging.WARNING if is_promised else logging.INFO,
+            "request %s goes on in another numerics class after %d tokens: %s",
+            entry.prompt.request_id,
+            change.after_tokens,
+            change,
+        )
 
     # ---- recalls
 

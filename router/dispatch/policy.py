@@ -37,6 +37,11 @@ SESSION_SLACK = 64.0
 
 It decides where nothing else speaks for another instance.
 """
+NUMERICS_COST = 32768.0
+"""Extra cost in prompt tokens at which requests stay in their numerics class.
+
+It is as much as 16 requests that wait before it, or some seconds of prompts.
+"""
 
 
 class Policy(enum.StrEnum):
@@ -85,6 +90,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Share of evicted blocks that are computed again."""
     capacity: Capacity | None = None
     """None until it has answered."""
+    numerics: str | None = None
+    """Name of its numerics class; None if unknown."""
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +104,8 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""
     turn: int = 0
     """Number of this choice, counted by the router that makes it."""
+    numerics: str | None = None
+    """Name of the numerics class of its newest token; None if any class will do."""
 
 
 # ---- filter
@@ -134,6 +143,21 @@ def that_hold(candidates: Sequence[Candidate], tokens: int) -> list[Candidate]:
         if candidate.capacity is None
         or tokens < candidate.capacity.num_blocks * candidate.capacity.block_size
     ]
+
+
+def of_class(candidates: Sequence[Candidate], wish: Wish) -> Sequence[Candidate]:
+    """Candidates of the numerics class in which a request should go on.
+
+    All of them if none of the class may take it: its queue is full, or it costs NUMERICS_COST more than the
+    cheapest of all. ``candidates`` are eligible, and hold the request.
+    """
+    if wish.numerics is None:
+        return candidates
+    alike = [each for each in candidates if each.numerics == wish.numerics]
+    if len(alike) in (0, len(candidates)):
+        return candidates
+    most = NUMERICS_COST + min(cost(each, wish.tokens) for each in candidates)
+    return [each for each in with_room(alike) if cost(each, wish.tokens) <= most] or candidates
 
 
 def longest(candidates: Sequence[Candidate]) -> int | None:

@@ -109,13 +109,21 @@ class Instance:
         is_new = now < self.seen_at + ANSWER_TIMEOUT
         return is_new and self.member.state is State.READY and not self.attached
 
-    def sees(self, member: Member, now: float) -> None:
-        """Take over its entry in a new view."""
+    def sees(self, member: Member, now: float, *, complete: bool = True) -> bool:
+        """Take over its entry in a new view; returns whether its numerics class changed.
+
+        While the view is not ``complete``, a coordinator that has just started may not know of its group,
+        whose class it has.
+        """
+        before = self.member.numerics
+        if not complete and before is not None:
+            member = msgspec.structs.replace(member, numerics=before)
         self.member, self.moved = member, False
         if member.state is not State.LOADED:
             self.idle_since = None
         elif self.idle_since is None:
             self.idle_since = now
+        return member.numerics != before
 
     def dispatch(self, tokens: int, now: float, *, cached: int = 0) -> int:
         """Number the next request to this instance, and count it until a report does.
@@ -193,6 +201,7 @@ class Instance:
             vacant=vacant,
             wanted_share=wanted_share,
             capacity=self.capacity,
+            numerics=self.fingerprint,
         )
 
 
@@ -212,6 +221,8 @@ class Changes(msgspec.Struct, frozen=True):
 
     added: list[Instance]
     removed: list[Instance]
+    reclassed: list[Instance]
+    """Instances that compute in another numerics class than before."""
 
 
 class Pool:
@@ -284,10 +295,11 @@ class Pool:
             if name not in members and (view.complete or taken.get(instance.rank, name) != name)
         ]
         removed = [self._instances.pop(name) for name in missing]
-        added = []
+        added, reclassed = [], []
         for name, member in members.items():
             if name in self._instances:
-                self._instances[name].sees(member, now)
+                if self._instances[name].sees(member, now, complete=view.complete):
+                    reclassed.append(self._instances[name])
             else:
                 breaker = self._breakers.setdefault(member.rank, CircuitBreaker())
                 self._instances[name] = Instance(member, breaker=breaker, seen_at=now)
@@ -297,4 +309,4 @@ class Pool:
         for rank in [rank for rank in self._breakers if rank not in here]:
             if self._breakers[rank].is_forgotten(now):
                 del self._breakers[rank]
-        return Changes(added, removed)
+        return Changes(added, removed, reclassed)

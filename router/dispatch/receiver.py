@@ -9,7 +9,7 @@ import time
 
 from coordinator.messages import State
 from engine.messages import Attached, Recalled, RequestRefused, Tokens, ToRouter
-from router.dispatch.chooser import Chooser, unavailable
+from router.dispatch.chooser import unavailable
 from router.dispatch.delivery import Delivery
 from router.dispatch.instance_connection import InstanceConnection
 from router.dispatch.ledger import Ledger
@@ -26,7 +26,6 @@ class MessageReceiver:
         self,
         pool: Pool,
         ledger: Ledger,
-        chooser: Chooser,
         connections: dict[str, InstanceConnection],
         mover: RequestMover,
         faults: Faults,
@@ -37,7 +36,7 @@ class MessageReceiver:
         self._connections = connections
         self._mover = mover
         self._faults = faults
-        self._delivery = Delivery(ledger, mover.streams, chooser.settle)
+        self._delivery = Delivery(ledger, mover.streams, mover.begins_try)
 
     def __repr__(self) -> str:
         return f"<MessageReceiver {self._delivery!r}>"

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from engine.messages import Delta
 from router.dispatch.ledger import Entry
-from router.mesh import TokenSink
+from router.mesh import NumericsChange, TokenSink
 
 
 class Owner(Protocol):
@@ -51,6 +51,11 @@ class Stream:
     def fingerprint(self) -> str | None:
         """See :class:`router.mesh.Generation`."""
         return self._entry.fingerprint
+
+    @property
+    def numerics_changes(self) -> Sequence[NumericsChange]:
+        """See :class:`router.mesh.Generation`."""
+        return self._entry.numerics_changes
 
     def hand_over(self, sink: TokenSink) -> None:
         """See :class:`router.mesh.Generation`."""

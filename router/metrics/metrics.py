@@ -18,9 +18,9 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from engine.messages import FinishReason, InstanceReport
 from router.faults import KINDS, Faults
 from router.mesh import MeshFacts
-from router.metrics.choice_counts import ChoiceCounts
 from router.metrics.histograms import Histogram
 from router.metrics.http_counts import HttpCounts
+from router.metrics.label_counts import OUTCOMES, LabelCounts
 from router.metrics.report_metrics import LABELS, of_reports
 from router.metrics.shared_counts import SharedCounts, Snapshot, is_alive
 
@@ -70,7 +70,16 @@ class Metrics:
         """
         self._mesh = mesh
         self._shared = shared
-        self._choices = ChoiceCounts(mesh.choices)
+        self._choices = LabelCounts(
+            mesh.choices, "lockstep:choices", "How choices of instances came out.", "outcome", OUTCOMES
+        )
+        self._numerics_changes = LabelCounts(
+            mesh.numerics_changes,
+            "lockstep:numerics_changes",
+            "Requests that went on in another numerics class, by whether their answers were promised equal.",
+            "promised",
+            ("true", "false"),
+        )
         self.faults = Faults() if faults is None else faults
         self.http = HttpCounts()
         self.in_flight = 0
@@ -175,6 +184,7 @@ class Metrics:
             success=success,
             faults=self.faults,
             choices=self._choices.total(),
+            numerics_changes=self._numerics_changes.total(),
             http=self.http.totals(),
         )
 
@@ -197,6 +207,7 @@ class Metrics:
             for reason, count in reasons.items()
         }
         self._choices.go_on_from(left.choices)
+        self._numerics_changes.go_on_from(left.numerics_changes)
         self.http.add(left.http)
         self.faults.counts, self.faults.recent = left.faults.counts, left.faults.recent
 
@@ -224,6 +235,7 @@ class Metrics:
                 faults.add_metric((event.value, kind), count)
         yield faults
         yield self._choices.family([other.choices for other in others])
+        yield self._numerics_changes.family([other.numerics_changes for other in others])
         if (epoch := self._mesh.epoch()) is not None:
             yield GaugeMetricFamily("lockstep:epoch", "The number of the world.", epoch)
         instances = GaugeMetricFamily("lockstep:instances", "Instances by state.", labels=("state",))

@@ -54,7 +54,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """By engine and finish reason."""
     faults: Faults = msgspec.field(default_factory=Faults)
     choices: dict[str, int] = {}
-    """By outcome: see :mod:`router.metrics.choice_counts`."""
+    """By outcome: see :mod:`router.metrics.label_counts`."""
+    numerics_changes: dict[str, int] = {}
+    """By whether equal answers were promised."""
     http: list[HttpTotals] = []
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.api.logprobs import LogprobShapes
+from router.mesh import NumericsChange
 from router.offline.inputs import Job
 from router.openai_api import PromptLogprob as Logprob
 from router.openai_api import PromptLogprobs
@@ -31,6 +32,10 @@ class CompletionOutput:
     """``stop`` or ``length``."""
     stop_reason: int | str | None
     """Stop token or string that ended it; None at the end of sequence or length."""
+    system_fingerprint: str | None = None
+    """Name of the numerics class that computed its first token; None if unknown."""
+    numerics_changes: Sequence[NumericsChange] = ()
+    """Where it went on in another numerics class; empty if it never did."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -75,6 +80,8 @@ def output_of(job: Job, pieces: Sequence[Piece], tokenizer: Tokenizer) -> Reques
                 logprobs=None if params.logprobs is None else shapes.prompt(piece.logprobs, params.logprobs),
                 finish_reason=piece.finish_reason,
                 stop_reason=piece.stop_reason,
+                system_fingerprint=sample.fingerprint,
+                numerics_changes=sample.numerics_changes,
             )
             for sample, piece in zip(job.samples, pieces, strict=True)
         ],

@@ -10,7 +10,7 @@ import msgspec
 from engine.messages import Delta, FinishReason, TokenLogprobs
 from engine.sampling import SamplingParams
 from router.errors import from_failure
-from router.mesh import Prompt
+from router.mesh import NumericsChange, Prompt
 from router.text.stops import StopStrings
 from router.text.tokens import Tokenizer
 
@@ -60,6 +60,8 @@ class OutputStream:
         """How many samples of the same prompt there are."""
         self.fingerprint: str | None = None
         """Name of the numerics class in which its first token was computed."""
+        self.known_changes: Sequence[NumericsChange] = ()
+        """Changes of its numerics class, also between tokens that are not read yet."""
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
@@ -85,6 +87,11 @@ class OutputStream:
     @property
     def is_first_of_prompt(self) -> bool:
         return self.prompt.sample_index == 0
+
+    @property
+    def numerics_changes(self) -> list[NumericsChange]:
+        """Changes of numerics class between its tokens so far."""
+        return [change for change in self.known_changes if change.after_tokens < self.num_tokens]
 
     @property
     def needs_mesh(self) -> bool:

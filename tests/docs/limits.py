@@ -10,6 +10,7 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -147,6 +148,7 @@ def rules(source: str, name: str) -> Iterator[tuple[str, float, str]]:
                         yield f"{name}.{each}", value, meaning_of(each, "", after)
 
 
+@cache
 def limits() -> list[Limit]:
     """All bounds, by room and module."""
     found = []
@@ -215,6 +217,7 @@ def tables(packages: tuple[str, ...]) -> Iterator[str]:
             yield f"| `{Path(each.module).stem}.{each.name}` | {shown(each)} | {first_sentence(each.meaning)} |"
 
 
+@cache
 def pages() -> dict[Path, str]:
     """The text of each page."""
     lines = [ROUTER_HEAD, "## Flags of `serve`\n", "| flag | default | meaning |", "|---|---|---|"]

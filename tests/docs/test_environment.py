@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -80,6 +81,7 @@ def keys(node: ast.AST) -> Iterator[ast.expr]:
                     yield from (each for each in inner.keys if each is not None)
 
 
+@cache
 def variables() -> dict[str, str]:
     """Each variable, with a module that names it."""
     modules = trees()

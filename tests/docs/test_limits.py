@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.docs import limits
 
 
-@pytest.mark.parametrize("path", limits.pages(), ids=lambda path: path.name)
-def test_page_of_limits_is_what_the_constants_make(path: Path) -> None:
+@pytest.mark.parametrize("name", ["limits.md", "limits-mesh.md"])
+def test_page_of_limits_is_what_the_constants_make(name: str) -> None:
+    (path,) = (path for path in limits.pages() if path.name == name)
     assert path.read_text() == limits.pages()[path], "run `python -m tests.docs.limits`"
 
 

@@ -22,6 +22,7 @@ from engine.step import Step, StepResult
 from parallel.communicators.base import CollectiveError
 from tests.engine.oracle import Oracle
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, expected_output
+from tests.nightly import examples
 from tests.waiting import until
 
 INFO = ModelInfo(
@@ -279,7 +280,7 @@ def test_nothing_is_kept_for_a_router_that_is_gone(length: int) -> None:
 @pytest.mark.parametrize("right", [None, 0.8])
 @pytest.mark.parametrize("depth", [1, 3])
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_steps_that_a_broken_group_cuts_short_change_nothing(
     depth: int, right: float | None, seed: int
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.numerics import Numerics
+from coordinator.numerics import Arithmetic, Numerics
 from coordinator.settings.flags import parse
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, InstanceConfig, ModelConfig
 from engine.executor.uni import UniExecutor
@@ -21,6 +21,7 @@ from engine.sampling import SamplingParams
 from engine.settings import resolve
 from engine.step import Admit, Step
 from parallel import compiler
+from tests.engine.native_families import make_family
 from tests.engine.tiny_models import make_tiny_model
 
 HERE = [kind for kind in library.KIND_FLAGS if library.why_not(kind) is None and library.load() is not None]
@@ -182,6 +183,35 @@ def test_random_weights_are_a_class_of_their_own(directory: Path) -> None:
     arithmetic = loaded(config).arithmetic()
     read, made = (numerics_of(settings, model, info.directory, arithmetic) for model in (config.model, dummy))
     assert read != made
+
+
+def class_of_settings(directory: Path, **settings: Any) -> Numerics:
+    """Class of an AMX instance with these settings of the mesh."""
+    config = engine(directory)
+    _, found = resolve(config)
+    amx = Arithmetic("amx", "1", "native")
+    return numerics_of(msgspec.structs.replace(found, **settings), config.model, str(directory), [amx])
+
+
+def test_ranks_with_whole_experts_are_a_class_of_their_own(tmp_path: Path) -> None:
+    """A part of each expert, and whole ones, are added up in other orders."""
+    directory = make_tiny_model(tmp_path, "qwen3_moe")
+    for ranks in (1, 2):
+        cut, whole = (
+            class_of_settings(directory, tensor_parallel_size=ranks, enable_expert_parallel=spread)
+            for spread in (False, True)
+        )
+        assert (cut == whole) == (ranks == 1)
+
+
+@pytest.mark.parametrize(("family", "follow"), [("llama_longrope", True), ("llama_dynamic", True),
+                                                ("llama_yarn", False), ("llama", False)])  # fmt: skip
+def test_the_longest_request_is_a_fact_where_angles_follow_it(
+    family: str, follow: bool, tmp_path: Path
+) -> None:
+    directory = make_family(tmp_path, family)
+    long, short = (class_of_settings(directory, max_model_len=tokens) for tokens in (512, 60))
+    assert (long != short) == follow
 
 
 @pytest.mark.skipif(not HERE, reason="no native kernels here")

@@ -42,10 +42,11 @@ BUSY = 3
 """How many times longer things may take on a machine that has other work."""
 
 
-def wait_until(condition: Callable[[], Any], timeout: float, what: str = "") -> Any:
+def wait_until(condition: Callable[[], Any], timeout: float, what: str = "", every: float = 0.05) -> Any:
     """Poll until ``condition`` gives something true, and return that.
 
     ``timeout``: seconds on a quiet machine; nothing is asserted about them, so a busy one gets more.
+    ``every``: seconds between two looks; more where a look starts a process.
     """
     timeout *= BUSY
     deadline = time.monotonic() + timeout
@@ -54,7 +55,7 @@ def wait_until(condition: Callable[[], Any], timeout: float, what: str = "") -> 
         if found:
             return found
         assert time.monotonic() < deadline, f"not within {timeout:.0f} s: {what or condition}"
-        time.sleep(0.05)
+        time.sleep(every)
 
 
 WARM = {"router.launcher.serve": "router.launcher.serve:main_serve", "engine": "engine.__main__:main"}

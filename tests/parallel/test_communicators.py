@@ -67,7 +67,7 @@ class Crowd:
 
     def __init__(self, port: int, directory: Path) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch"])
+        self._context.set_forkserver_preload(["torch.distributed", "tests.parallel.members"])
         self._test, self._port, self._directory = next(NUMBERS), port, directory
         self.processes: list[BaseProcess] = []
 
@@ -122,10 +122,9 @@ def crowd(store: TCPStore, tmp_path: Path) -> Iterator[Crowd]:
 # ---- when all goes well
 
 
-@pytest.mark.parametrize(
-    ("backend", "size"),
-    [(backend, size) for size in (2, 3, 4) for backend in (*ALL_WAYS, "small_slots", "mixed")],
-)
+@pytest.mark.diagonal("backend", "size", columns=3, each=1)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("backend", [*ALL_WAYS, "small_slots", "mixed"])
 def test_every_method_gives_what_follows_from_the_data(crowd: Crowd, backend: str, size: int) -> None:
     crowd.start(members.every_method, backend, size)
     crowd.join()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from coordinator.numerics import Numerics
 from engine.messages import Delta, FinishReason, InstanceReport, TokenLogprobs
-from router.mesh import MeshError, Prompt, ServedModel, TokenSink
+from router.mesh import MeshError, NumericsChange, Prompt, ServedModel, TokenSink
 
 Script = Callable[[Prompt], Sequence[Delta]]
 
@@ -83,6 +83,10 @@ class FakeGeneration:
     def fingerprint(self) -> str | None:
         return self._mesh.fingerprints.get(self.prompt.sample_index)
 
+    @property
+    def numerics_changes(self) -> Sequence[NumericsChange]:
+        return self._mesh.changes.get(self.prompt.sample_index, ())
+
     async def __aiter__(self) -> AsyncIterator[Delta]:
         for delta in self._deltas:
             await asyncio.sleep(self._mesh.delay)
@@ -120,6 +124,7 @@ class Facts:
     instances: Mapping[str, int] = field(default_factory=dict)
     refused_peers: Mapping[str, int] = field(default_factory=dict)
     choices: Mapping[str, int] = field(default_factory=dict)
+    numerics_changes: Mapping[str, int] = field(default_factory=dict)
     numerics: Mapping[Numerics, list[int]] = field(default_factory=dict)
 
 
@@ -133,6 +138,8 @@ class FakeMesh:
         self.script = script
         self.fingerprints: dict[int, str] = {}
         """Numerics class of the instance that computes each sample of a prompt."""
+        self.changes: dict[int, list[NumericsChange]] = {}
+        """Changes of class, likewise."""
         self.delay = 0.0
         self.refusal: MeshError | None = None
         self.refuse_after = 0
@@ -151,6 +158,7 @@ class FakeMesh:
         self.script, self.delay, self.refusal, self.refuse_after = script, 0.0, None, 0
         self.healthy = True
         self.fingerprints.clear()
+        self.changes.clear()
         self.generations.clear()
 
     def reports(self) -> Mapping[int, InstanceReport]:
@@ -173,6 +181,9 @@ class FakeMesh:
 
     def choices(self) -> Mapping[str, int]:
         return self._facts.choices
+
+    def numerics_changes(self) -> Mapping[str, int]:
+        return self._facts.numerics_changes
 
     def check_room(self) -> None:
         return

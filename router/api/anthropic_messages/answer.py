@@ -68,7 +68,12 @@ class MessageAnswer(Answer):
         usage = self.usage()
         details = usage.prompt_tokens_details
         cached = details.cached_tokens if details else 0
-        return wire.MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
+        return wire.MessageUsage(
+            input_tokens=usage.prompt_tokens - cached,
+            output_tokens=usage.completion_tokens,
+            cache_read_input_tokens=cached,
+            numerics_changes=usage.numerics_changes,
+        )
 
 
 def _block(item: Item, text: str) -> wire.Block:

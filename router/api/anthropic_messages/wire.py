@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from router.openai_api import Int, MoreFields
+from router.openai_api import Int, MoreFields, NumericsChange
 
 # ---- requests
 
@@ -70,6 +71,8 @@ class MessageUsage(msgspec.Struct):
     output_tokens: int
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
+    numerics_changes: list[NumericsChange] | UnsetType = UNSET
+    """Not Anthropic's; unset where there are none."""
 
 
 class Message(msgspec.Struct, tag_field="type", tag="message"):

@@ -256,4 +256,5 @@ class ResponsesAnswer(Answer):
             output_tokens=usage.completion_tokens,
             output_tokens_details=wire.OutputTokensDetails(self._sequence.num_reasoning_tokens),
             total_tokens=usage.total_tokens,
+            numerics_changes=usage.numerics_changes,
         )

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from router.openai_api import Int, MoreFields, TokenLogprob
+from router.openai_api import Int, MoreFields, NumericsChange, TokenLogprob
 
 # ---- requests
 
@@ -122,6 +122,8 @@ class ResponseUsage(msgspec.Struct):
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
+    numerics_changes: list[NumericsChange] | UnsetType = UNSET
+    """Not OpenAI's; unset where there are none."""
 
 
 class ResponseError(msgspec.Struct):

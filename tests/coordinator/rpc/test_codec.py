@@ -13,6 +13,7 @@ from coordinator.messages import FromCoordinator, Register, ToCoordinator
 from coordinator.rpc.codec import PROTOCOL, Decoder, Malformed, OtherProtocol, encode
 from engine.messages import Abort, Attach, Submit, ToInstance, ToRouter
 from engine.sampling import SamplingParams
+from tests.nightly import examples
 
 UNIONS: dict[str, Any] = {
     "to coordinator": ToCoordinator,
@@ -33,7 +34,7 @@ def tags_of(union: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("union", UNIONS.values(), ids=UNIONS.keys())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_decoders_take_any_bytes_without_harm(union: Any, data: st.DataObject) -> None:
     tagged = st.builds(
@@ -52,7 +53,7 @@ def test_decoders_take_any_bytes_without_harm(union: Any, data: st.DataObject) -
     assert isinstance(message, union)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(cut=st.integers(0, 200), at=st.integers(0, 200), byte=st.integers(0, 255))
 def test_damaged_messages_are_malformed_or_well_typed(cut: int, at: int, byte: int) -> None:
     frame = bytearray(

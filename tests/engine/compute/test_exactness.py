@@ -22,11 +22,15 @@ from engine.kernels import library
 from engine.messages import Counters, Submit
 from engine.model.checkpoint import read_model_info
 from engine.sampling import SamplingParams
+from tests.engine.greedy import greedy_outputs
 from tests.engine.oracle import Oracle, knowing
 from tests.engine.tiny_models import FAMILIES, VOCAB, make_tiny_model
+from tests.nightly import NIGHTLY
 
 PEER = b"router"
 NUM_REQUESTS = 32
+NUM_ALONE = NUM_REQUESTS if NIGHTLY else 12
+"""Requests that also run alone: at least one with each combination of sampling parameters."""
 CACHE_TOKENS = 96
 """Tokens in the small cache: little more than the longest request."""
 NATIVE = ("llama", "mistral", "mixtral", "qwen2", "qwen3_moe")
@@ -107,18 +111,7 @@ def generated_by_transformers(model_directory: Path) -> list[list[int]]:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         model_directory, dtype=torch.float32, attn_implementation="eager"
     )
-    outputs = []
-    for index, prompt in enumerate(prompts()):
-        generated = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=output_length(index),
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=2,
-        )
-        outputs.append(generated[0, len(prompt) :].tolist())
-    return outputs
+    return greedy_outputs(model, prompts(), [output_length(index) for index in range(NUM_REQUESTS)])
 
 
 def run(
@@ -203,24 +196,34 @@ def test_chunks_and_preemption_change_nothing(
     assert counters.preemptions > 0, "the cache was not small enough to prove anything"
 
 
+@pytest.mark.diagonal("case", "room", columns=3, each=1)
+@pytest.mark.parametrize(
+    "room",
+    [(2400, 512, None), (2400, 512, 0), (CACHE_TOKENS, 12, None)],
+    ids=["roomy", "logprobs", "tight"],
+)
 def test_drafts_change_nothing(
-    executor: Executor, model_directory: Path, block_size: int, reference: list[list[int]]
+    executor: Executor,
+    model_directory: Path,
+    block_size: int,
+    reference: list[list[int]],
+    room: tuple[int, int, int | None],
 ) -> None:
     """Where there is room, and where requests are preempted between them; with log-probabilities, too."""
-    for tokens, budget, logprobs in ((2400, 512, None), (2400, 512, 0), (CACHE_TOKENS, 12, None)):
-        outputs, counters = run(
-            executor,
-            model_directory,
-            greedy(logprobs),
-            prompts(),
-            block_size=block_size,
-            tokens=tokens,
-            budget=budget,
-            drafts=reference,
-        )
-        assert outputs == reference
-        assert counters.drafted_tokens > sum(counters.taken_by_place) > 0
-        assert (counters.preemptions > 0) == (tokens == CACHE_TOKENS)
+    tokens, budget, logprobs = room
+    outputs, counters = run(
+        executor,
+        model_directory,
+        greedy(logprobs),
+        prompts(),
+        block_size=block_size,
+        tokens=tokens,
+        budget=budget,
+        drafts=reference,
+    )
+    assert outputs == reference
+    assert counters.drafted_tokens > sum(counters.taken_by_place) > 0
+    assert (counters.preemptions > 0) == (tokens == CACHE_TOKENS)
 
 
 def test_a_seeded_sample_is_the_same_alone_and_in_any_batch(
@@ -240,8 +243,8 @@ def test_a_seeded_sample_is_the_same_alone_and_in_any_batch(
     alone, _ = run(
         executor,
         model_directory,
-        params,
-        prompts(),
+        params[:NUM_ALONE],
+        prompts()[:NUM_ALONE],
         block_size=block_size,
         tokens=2400,
         budget=512,
@@ -261,11 +264,11 @@ def test_a_seeded_sample_is_the_same_alone_and_in_any_batch(
         block_size=block_size,
         tokens=2400,
         budget=512,
-        drafts=alone,
+        drafts=together,
     )
-    assert together == alone
-    assert tight == alone
-    assert drafted == alone
+    assert together[:NUM_ALONE] == alone
+    assert tight == together
+    assert drafted == together
     assert counters.preemptions > 0
     assert with_drafts.drafted_tokens > sum(with_drafts.taken_by_place) > 0
-    assert len({tuple(output[:5]) for output in alone}) > NUM_REQUESTS // 2, "the samples do not vary"
+    assert len({tuple(output[:5]) for output in together}) > NUM_REQUESTS // 2, "the samples do not vary"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -42,13 +44,24 @@ def make_row(
     return SampleRow(params, seed, position, np.array(HISTORY), NUM_PROMPT, TokenRules(params, stop_ids))
 
 
+def many_rows(params: SamplingParams, draws: Iterable[tuple[int, int]]) -> list[SampleRow]:
+    """A row for each (seed, position).
+
+    They share what a request would have of its own.
+    """
+    one = make_row(params)
+    return [
+        SampleRow(params, seed, position, one.token_ids, NUM_PROMPT, one.rules) for seed, position in draws
+    ]
+
+
 def make_logits(rows: int, vocab: int = VOCAB, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def draw_many(logits: torch.Tensor, params: SamplingParams, count: int, **options: Any) -> torch.Tensor:
+def draw_many(logits: torch.Tensor, params: SamplingParams, count: int) -> torch.Tensor:
     """Counts of each token in draws from one row of logits at many positions."""
-    rows = [make_row(params, position=position, **options) for position in range(count)]
+    rows = many_rows(params, ((1, position) for position in range(count)))
     chosen = sampler().sample(logits.expand(count, -1), rows)
     return torch.bincount(chosen, minlength=logits.shape[-1])
 
@@ -87,7 +100,7 @@ def test_frequencies_follow_the_temperature(vocab: int, temperature: float) -> N
 
 def test_frequencies_over_seeds() -> None:
     logits = make_logits(1)
-    rows = [make_row(SamplingParams(), seed=seed) for seed in range(-20_000, 20_000)]
+    rows = many_rows(SamplingParams(), ((seed, 7) for seed in range(-20_000, 20_000)))
     counts = torch.bincount(sampler().sample(logits.expand(len(rows), -1), rows), minlength=VOCAB)
     check_frequencies(counts, torch.softmax(logits[0].double(), dim=-1))
 
@@ -95,11 +108,7 @@ def test_frequencies_over_seeds() -> None:
 def test_neighbouring_draws_are_independent() -> None:
     """Pairs of draws (next position, next seed) fill the square evenly."""
     flat = torch.zeros(1, 8)
-    rows = [
-        make_row(SamplingParams(), seed=seed, position=position)
-        for seed in range(2)
-        for position in range(20_000)
-    ]
+    rows = many_rows(SamplingParams(), itertools.product(range(2), range(20_000)))
     chosen = sampler().sample(flat.expand(len(rows), -1), rows).view(2, -1)
     even = torch.full((64,), 1 / 64)
     check_frequencies(torch.bincount(chosen[0, :-1] * 8 + chosen[0, 1:], minlength=64), even)
@@ -219,7 +228,7 @@ def test_rounding_hardly_changes_a_draw() -> None:
     logits = make_logits(count, vocab)
     noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
     for params in (SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(top_k=40)):
-        rows = [make_row(params, position=position) for position in range(count)]
+        rows = many_rows(params, ((1, position) for position in range(count)))
         chosen = sampler().sample(logits, rows)
         assert (sampler().sample(logits + 1e-6 * noise, rows) != chosen).sum() <= 1
         assert (sampler().sample(logits + 1e-2 * noise, rows) != chosen).sum() <= 0.03 * count

@@ -31,8 +31,10 @@ from engine.model.checkpoint import read_model_info
 from engine.sampling import SamplingParams
 from parallel.lockstep import Header, Lockstep, RunStep, Sleep, Wake
 from parallel.placement import assign_experts
+from tests.engine.greedy import greedy_outputs
 from tests.engine.shard_threads import ThreadedShards
 from tests.engine.tiny_models import VOCAB, make_tiny_model
+from tests.nightly import NIGHTLY
 from tests.parallel.thread_group import ThreadCommunicator, thread_group
 from tests.waiting import until
 
@@ -113,7 +115,8 @@ def reference(directory: Path) -> list[list[int]]:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
-    return generated(model)
+    requests = range(NUM_REQUESTS)
+    return greedy_outputs(model, list(map(prompt, requests)), list(map(length, requests)))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -219,17 +222,19 @@ class Mesh:
             executor.close()
 
 
-def run_instances(directory: Path, layout: Layout) -> tuple[list[list[int]], Mesh]:
+def run_instances(
+    directory: Path, layout: Layout, requests: int = NUM_REQUESTS
+) -> tuple[list[list[int]], Mesh]:
     """Outputs of all requests, and the mesh that served them."""
     mesh, size = Mesh(directory, layout), layout.dp
     cores, peers = mesh.cores, mesh.steppings
     rng = random.Random(size)
     inboxes: list[list[tuple[float, Submit]]] = [[] for _ in range(size)]
-    for index in range(NUM_REQUESTS):
+    for index in range(requests):
         params = SamplingParams(temperature=0.0, max_tokens=length(index), ignore_eos=True)
         submit = Submit(request=index, request_id=str(index), prompt_ids=prompt(index), params=params, seed=0)
         inboxes[rng.randrange(size)].append((rng.choice([0.0, 0.05, 0.3, 0.6]), submit))
-    outputs: dict[int, list[int]] = {index: [] for index in range(NUM_REQUESTS)}
+    outputs: dict[int, list[int]] = {index: [] for index in range(requests)}
     done = threading.Event()
     threads = [
         threading.Thread(target=_loop, args=(core, inbox, outputs, done))
@@ -244,7 +249,7 @@ def run_instances(directory: Path, layout: Layout) -> tuple[list[list[int]], Mes
         thread.join(60)
     assert all(core.report(0, 0).blocks_used == 0 for core in cores)
     mesh.close()
-    return [outputs[index] for index in range(NUM_REQUESTS)], mesh
+    return [outputs[index] for index in range(requests)], mesh
 
 
 def _loop(
@@ -266,7 +271,7 @@ def _loop(
             time.sleep(0.002)
 
 
-@pytest.mark.diagonal("directory", "layout", columns=7, each=3)
+@pytest.mark.diagonal("directory", "layout", columns=7)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_spread_experts_give_the_same_tokens(
     directory: Path, reference: list[list[int]], layout: str
@@ -292,6 +297,7 @@ def test_spread_experts_give_the_same_tokens(
 def test_ranks_and_stages_together(family: str, split: tuple[int, ...] | None, tmp_path: Path) -> None:
     """DeepSeek-V3's first layer is dense: it is a stage of its own, without experts."""
     directory = make_tiny_model(tmp_path, family)
-    alone, _ = run_instances(directory, Layout(1))
+    requests = NUM_REQUESTS if NIGHTLY else NUM_REQUESTS // 2
+    alone, _ = run_instances(directory, Layout(1), requests)
     layout = Layout(2, tp=2, pp=2, backend="all_to_all", split=split)
-    assert run_instances(directory, layout)[0] == alone
+    assert run_instances(directory, layout, requests)[0] == alone

@@ -168,10 +168,14 @@ def test_members_want_different_numbers_of_logits(directory: Path) -> None:
     together(3, body)
 
 
-def test_a_member_that_exchanges_otherwise_takes_all_with_it(directory: Path) -> None:
-    """Whether all can is known before the first step, and then all go through Python."""
-    members = [Member(directory, rank, 2, torch.float32) for rank in range(2)]
-    alone = Member(directory, 0, 1, torch.float32).program
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_member_that_exchanges_otherwise_takes_all_with_it(directory: Path, dtype: torch.dtype) -> None:
+    """Whether all can is known before the first step.
+
+    Then all go through Python, with the same bits.
+    """
+    members = [Member(directory, rank, 2, dtype) for rank in range(2)]
+    alone = Member(directory, 0, 1, dtype).program
     with torch.inference_mode():
         expected = run(alone, SCENARIO[0])
     tokens = sum(count for _, _, count in SCENARIO[0])
@@ -180,7 +184,7 @@ def test_a_member_that_exchanges_otherwise_takes_all_with_it(directory: Path) ->
         members[rank].join(group, natively=rank == 0)
         found = members[rank].step(SCENARIO[0], [tokens, tokens])
         assert found is not None
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+        assert torch.equal(found, expected), "bit for bit"
 
     together(2, body)
 

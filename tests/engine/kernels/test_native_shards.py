@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def tokens_of(executor: Any, directory: Path, **how: Any) -> list[list[int]]:
     return run(executor, directory, greedy()[:NUM_IN_TABLE], block_size=BLOCK_SIZE, **how)[0]
 
 
-@pytest.mark.diagonal("directory", "layout", columns=5)
+@pytest.mark.diagonal("directory", "layout", columns=5, each=1)
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_the_tokens_are_those_of_one_worker(layout: str, directory: Path, reference: list[list[int]]) -> None:
     """With room, then with so little that prompts are cut, requests preempted and prefixes found."""
@@ -126,7 +127,7 @@ def test_sampling_chooses_what_one_worker_would(layout: str, tmp_path: Path) -> 
         executor.close()
 
 
-@pytest.mark.diagonal("directory", "layout", columns=4)
+@pytest.mark.diagonal("directory", "layout", columns=4, each=1)
 @pytest.mark.parametrize("layout", ["tp2", "tp4", "pp2", "tp2_pp2"])
 def test_workers_that_share_memory_choose_and_go_on(
     layout: str, directory: Path, reference: list[list[int]], monkeypatch: pytest.MonkeyPatch
@@ -221,14 +222,28 @@ def test_experts_are_counted_as_often_as_they_are_held(tmp_path: Path) -> None:
 # ---- sums over ranks that share memory
 
 
+@cache
+def loaded(directory: Path, size: int, dtype: torch.dtype) -> list[LoadedModel]:
+    """The shards of a model. Their programs compute without their modules, in any group."""
+
+    def load(rank: int, group: Communicator) -> LoadedModel:
+        shard = Shard(rank=rank, size=size, ranks=group)
+        info = read_model_info(directory)
+        return load_model(info, ModelConfig(), dtype=dtype, device=torch.device("cpu"), shard=shard)
+
+    return of_all(size, thread_group(size).__getitem__, load)
+
+
+LOADING = threading.Lock()
+"""One rank loads the shards of all."""
+
+
 class Rank:
     """One tensor-parallel rank, without an executor."""
 
     def __init__(self, directory: Path, rank: int, group: Communicator, dtype: torch.dtype) -> None:
-        shard = Shard(rank=rank, size=group.size, ranks=group)
-        model = load_model(
-            read_model_info(directory), ModelConfig(), dtype=dtype, device=torch.device("cpu"), shard=shard
-        )
+        with LOADING:
+            model = loaded(directory, group.size, dtype)[rank]
         assert KERNELS is not None
         decoder = recognise(model.module, model.layers, dtype)
         self.program = Program(KERNELS, decoder, ranks=TensorRank(rank, group.size, group))

@@ -25,6 +25,7 @@ from engine.messages import Counters, Submit
 from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.sampling import SamplingParams, ThinkingBudget
 from tests.engine.compute.test_exactness import NUM_REQUESTS, PEER, greedy, oracle, output_length, prompts
+from tests.engine.greedy import greedy_outputs
 from tests.engine.model.test_weights import mxfp4_model
 from tests.engine.shard_threads import ThreadedShards
 from tests.engine.tiny_models import COMMON, FAMILIES, make_tiny_model, widen
@@ -66,19 +67,8 @@ def reference(directory: Path) -> list[list[int]]:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
-    outputs = []
-    for index, prompt in enumerate(prompts()[:NUM_IN_TABLE]):
-        ids = torch.tensor([prompt])
-        generated = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=length(index),
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=2,
-        )
-        outputs.append(generated[0, len(prompt) :].tolist())
-    return outputs
+    lengths = [length(index) for index in range(NUM_IN_TABLE)]
+    return greedy_outputs(model, prompts()[:NUM_IN_TABLE], lengths)
 
 
 def length(index: int) -> int:
@@ -160,7 +150,7 @@ def run(
     return [outputs[index] for index in range(len(params))], core.scheduler.counters()
 
 
-@pytest.mark.diagonal("directory", "executor", columns=5)
+@pytest.mark.diagonal("directory", "executor", columns=5, each=1)
 def test_greedy_ids_equal_transformers(
     executor: ThreadedShards, directory: Path, reference: list[list[int]]
 ) -> None:
@@ -215,6 +205,7 @@ def test_sampling_chooses_what_one_worker_would(
     assert counters.drafted_tokens > sum(counters.taken_by_place) > 0
 
 
+@pytest.mark.diagonal("layout", "tied", columns=2, each=1)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_each_worker_holds_its_share_of_the_bytes(layout: str, tied: bool, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from engine.speculation_config import SpeculativeConfig
 from engine.step import Step
 from tests.engine.oracle import Oracle
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, expected_output
+from tests.nightly import examples
 
 PEER = b"router"
 EOS = VOCAB + 1  # never sampled
@@ -654,7 +655,7 @@ def test_streams_of_samples_differ() -> None:
     assert 0 <= stream_seed(2**63 - 1, 99) < 2**64
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     num_blocks=st.integers(10, 30),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import urllib.request
 from typing import Any
 
-import anthropic
 import msgspec
 import openai
 import pytest
@@ -19,6 +18,8 @@ USER: list[Any] = [{"role": "user", "content": "Tell me about Mr. Darcy."}]
 
 
 def test_all_apis_say_the_same(mesh: Mesh) -> None:
+    import anthropic  # all runs of tests would wait for it, more than a second, if the module loaded it
+
     with (
         openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0) as of_openai,
         anthropic.Anthropic(base_url=mesh.url, api_key="none", max_retries=0) as of_anthropic,

@@ -31,7 +31,9 @@ def run_script(mesh: Mesh, *command: str, cwd: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("script", ["use_openai.py", "use_anthropic.py"])
+@pytest.mark.parametrize(
+    "script", [pytest.param("use_openai.py", marks=pytest.mark.nightly), "use_anthropic.py"]
+)
 def test_a_package_works_unchanged(mesh: Mesh, tmp_path: Path, script: str) -> None:
     run_script(mesh, sys.executable, str(FOLDER / script), cwd=tmp_path)
 
@@ -40,8 +42,8 @@ def test_a_package_works_unchanged(mesh: Mesh, tmp_path: Path, script: str) -> N
     ("script", "packages"),
     [
         ("use_openai.mjs", ["openai@6"]),
-        ("use_anthropic.mjs", ["@anthropic-ai/sdk@1"]),
-        ("use_ai_sdk.mjs", ["ai@6", "@ai-sdk/anthropic@3"]),
+        pytest.param("use_anthropic.mjs", ["@anthropic-ai/sdk@1"], marks=pytest.mark.nightly),
+        pytest.param("use_ai_sdk.mjs", ["ai@6", "@ai-sdk/anthropic@3"], marks=pytest.mark.nightly),
     ],
 )
 def test_npm_packages_work_unchanged(mesh: Mesh, tmp_path: Path, script: str, packages: list[str]) -> None:

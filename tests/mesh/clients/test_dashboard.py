@@ -144,7 +144,7 @@ def test_the_page_shows_load_a_loss_and_chat(tmp_path: Path, monkeypatch: pytest
                     wait_until(lambda chart=chart: page.is_painted(chart), 30, chart)
 
                 # Chat: an answer that begins at one instance and ends at another.
-                page.say("Tell me about Mr. Darcy.", 1500)  # long enough to be killed in
+                page.say("Tell me about Mr. Darcy.", 600)  # long enough to be killed in
                 wait_until(lambda: "instance" in page.text(".said.assistant small"), 60, "where it runs")
                 rank = int(page.text(".said.assistant small").split()[1])
                 epoch = int(page.text("#tile-epoch"))

@@ -32,6 +32,13 @@ from tests.mesh.harness import wait_until
 from tests.mesh.spread_mesh import SpreadMesh
 
 NUM_BODIES = 32
+HARMS = ("kill", "kill", "kill two", "stop", "drain", "kill the coordinator")
+"""What is done to instances, each before any is repeated.
+
+The order is drawn anew each time, so a short run has every kind, too.
+"""
+KINDS = {"join", "kill", "stop", "drain", "kill the coordinator"}
+"""What is counted of all that happens."""
 CANCELLED = 0.15
 """Share of the streams whose client leaves."""
 WARM_UP = 60.0
@@ -57,6 +64,7 @@ class Chaos:
         self._mesh = mesh
         self._rng = random.Random(seed)
         self.began = time.monotonic()
+        self._deck: list[str] = []
         self._stopped: dict[str, tuple[int, float]] = {}
         """Which instances are stopped: the process, and until when."""
         self._doomed: set[str] = set()
@@ -70,9 +78,12 @@ class Chaos:
         self.problems: list[str] = []
 
     def run(self, seconds: float, look: Callable[[View], None]) -> None:
-        """Do harm for ``seconds``, and call ``look`` in between."""
+        """Do harm for ``seconds``, and call ``look`` in between.
+
+        Until everything has been done once it goes on, for as long again.
+        """
         until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        while time.monotonic() < until + seconds * (self.events.keys() < KINDS):
             time.sleep(self._rng.uniform(0.2, 3.0))
             self._resume()
             try:
@@ -93,10 +104,10 @@ class Chaos:
         if len(members) < self._mesh.size + (self._rng.random() < 0.3) and self._rng.random() < 0.7:
             self._say("join")
             self._mesh.join_one()
-        elif self._rng.random() < 0.1:
-            self._kill_coordinator(ready)
         elif len(ready) > 1 and rank is not None:
             self._harm(ready, rank)
+        elif self._rng.random() < 0.1:
+            self._kill_coordinator(ready)
 
     def _kill_coordinator(self, ready: list[Member]) -> None:
         """Kill the coordinator, half the time together with an instance."""
@@ -106,9 +117,15 @@ class Chaos:
         if victim is not None:
             self._end(victim, signal.SIGKILL)
 
+    def _next_harm(self) -> str:
+        self._deck = self._deck or self._rng.sample(HARMS, len(HARMS))
+        return self._deck.pop()
+
     def _harm(self, ready: list[Member], rank: int) -> None:
         victim = next(m for m in ready if m.rank == rank)
-        match self._rng.choice(["kill", "kill", "kill two", "stop", "drain"]):
+        match self._next_harm():
+            case "kill the coordinator":
+                self._kill_coordinator(ready)
             case "kill two" if len(ready) > 2:
                 other = next(m for m in ready if m.rank != rank)
                 self._say(f"kill {rank} and {other.rank}")

@@ -245,10 +245,16 @@ def session() -> aiohttp.ClientSession:
     )
 
 
-async def ask(client: aiohttp.ClientSession, url: str, body: dict[str, Any], answer: Answer) -> None:
+async def ask(
+    client: aiohttp.ClientSession,
+    url: str,
+    body: dict[str, Any],
+    answer: Answer,
+    headers: dict[str, str] | None = None,
+) -> None:
     """One request, its answer written as it comes; errors are part of it."""
     try:
-        async with client.post(f"{url}/v1/completions", json=body) as response:
+        async with client.post(f"{url}/v1/completions", json=body, headers=headers) as response:
             if response.status != 200:
                 answer.error = f"status {response.status}: {await response.text()}"
             elif not body["stream"]:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.mesh.faults.chaos import KINDS
 from tests.nightly import NIGHTLY
 
 ROOT = Path(__file__).parents[3]
 SEED = 11
-SECONDS = 600 if NIGHTLY else 60
+SECONDS = 600 if NIGHTLY else 25
 """Seconds of chaos.
 
 Starting, asking for the truth and coming to rest take about half as long again, on a busy machine longer than
@@ -47,4 +48,4 @@ def test_deaths_stops_joins_and_leaves_lose_nothing(tmp_path: Path) -> None:
     assert page["problems"] == []
     assert page["requests"]["right"] > 50
     assert page["events"]["kill"] > 1
-    assert page["events"]["join"] > 1
+    assert page["events"].keys() == KINDS

@@ -9,59 +9,48 @@ import asyncio
 import contextlib
 import random
 import secrets
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import openai
 import pytest
 
 from coordinator.process import process
 from engine.config import SHIPPED_MODEL
 from tests.mesh.faults.frozen_thread import FrozenThread
+from tests.mesh.faults.load import Answer, ask, session
 from tests.mesh.harness import Ports, serve, wait_until
 from tests.mesh.spread_mesh import SpreadMesh
+from tests.nightly import NIGHTLY
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 
 STEP_TIMEOUT = 4.0
 """Seconds. Longer than any step takes, also on a busy machine."""
-NUM_STREAMS = 24
+NUM_STREAMS = 24 if NIGHTLY else 16
 NUM_TOKENS = 250
 """Tokens of each stream: enough that a kill finds all streams running."""
 
 
-async def stream(
-    client: openai.AsyncOpenAI,
-    index: int,
-    begun: set[int],
-    rank: int | None = None,
-    salt: str = "none",
-    num_tokens: int = NUM_TOKENS,
-) -> list[int]:
-    """Token ids of one stream: greedy ones and seeded samples, some with penalties.
+def body_of(index: int, salt: str = "none", num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
+    """A stream: greedy ones and seeded samples, some with penalties.
 
-    It adds itself to those that have ``begun``. ``rank``: of the instance that is asked for. ``salt``: whose
-    cached prompts it may use.
+    ``salt``: whose cached prompts it may use.
     """
     rng = random.Random(index)
-    chunks = await client.completions.create(
-        model=SHIPPED_MODEL,
-        prompt=[rng.randrange(5, 4000) for _ in range(rng.randrange(3, 200))],
-        max_tokens=num_tokens,
-        temperature=0 if index % 2 else 0.8,
-        seed=index,
-        presence_penalty=0.5 if index % 3 == 0 else 0.0,
-        stream=True,
-        extra_body={"ignore_eos": True, "return_token_ids": True, "cache_salt": salt},
-        extra_headers={} if rank is None else {"X-data-parallel-rank": str(rank)},
-    )
-    ids: list[int] = []
-    async with chunks:
-        async for chunk in chunks:
-            begun.add(index)
-            for choice in chunk.choices:
-                ids += choice.token_ids  # type: ignore[attr-defined]
-    return ids
+    return {
+        "model": SHIPPED_MODEL,
+        "prompt": [rng.randrange(5, 4000) for _ in range(rng.randrange(3, 200))],
+        "max_tokens": num_tokens,
+        "temperature": 0 if index % 2 else 0.8,
+        "seed": index,
+        "presence_penalty": 0.5 if index % 3 == 0 else 0.0,
+        "stream": True,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "cache_salt": salt,
+    }
 
 
 def crowd_of(ports: Ports, count: int, num_tokens: int = NUM_TOKENS) -> list[list[int]]:
@@ -81,17 +70,24 @@ async def crowd(
 
     Without a ``salt`` no instance has their prompts cached, so that they go to all that are there.
     """
-    begun: set[int] = set()
     pinned, salt = ranks or {}, salt or secrets.token_hex(4)
-    async with openai.AsyncOpenAI(base_url=f"{ports.url}/v1", api_key="none", max_retries=0) as client:
-        streams = [
-            asyncio.create_task(stream(client, index, begun, pinned.get(index), salt, num_tokens))
-            for index in range(count)
-        ]
+    answers = [Answer(index, time.monotonic()) for index in range(count)]
+    async with session() as client:
+
+        async def stream(index: int) -> None:
+            headers = {"X-data-parallel-rank": str(pinned[index])} if index in pinned else {}
+            await ask(client, ports.url, body_of(index, salt, num_tokens), answers[index], headers)
+
+        streams = [asyncio.create_task(stream(index)) for index in range(count)]
         if callable(kill):
-            await asyncio.to_thread(wait_until, lambda: begun >= pinned.keys(), 20, "those with an instance")
+            await asyncio.to_thread(
+                wait_until, lambda: all(answers[index].ids for index in pinned), 20, "those with an instance"
+            )
             await asyncio.to_thread(kill)
-        return await asyncio.gather(*streams)
+        await asyncio.gather(*streams)
+    errors = [answer.error for answer in answers if answer.error]
+    assert not errors, errors
+    return [answer.ids for answer in answers]
 
 
 def test_an_instance_that_is_killed_or_stopped_or_hangs_costs_no_token(tmp_path: Path) -> None:

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.mesh.conftest import Mesh
+from tests.nightly import NIGHTLY
 
 SOAK = Path(__file__).parents[3] / "examples" / "benchmarks" / "soak.py"
+
+MINUTES = 0.3 if NIGHTLY else 0.1
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
 
@@ -24,14 +27,14 @@ def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_bursts_and_gaps_lose_nothing(tmp_path: Path) -> None:
     """The bound of a step is wide, since a busy machine delays processes."""
     file = tmp_path / "soak.json"
-    flags = ["--minutes", "0.3", "--seed", "7", "--max-step-seconds", "5", "--rest-seconds", "4"]
+    flags = ["--minutes", str(MINUTES), "--seed", "7", "--max-step-seconds", "5", "--rest-seconds", "4"]
     done = soak(*flags, "--output-json", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
     page = json.loads(file.read_text())
     assert page["failed"] == 0
-    assert all(page["requests"][kind] > 10 for kind in ("stream", "whole", "left"))
-    assert page["steps"]["0"] == page["steps"]["1"] > 300, "every step happens on both, or on none"
-    assert page["sleeps"]["0"] == page["sleeps"]["1"] > 50
+    assert all(page["requests"][kind] > 30 * MINUTES for kind in ("stream", "whole", "left"))
+    assert page["steps"]["0"] == page["steps"]["1"] > 1000 * MINUTES, "every step happens on both, or on none"
+    assert page["sleeps"]["0"] == page["sleeps"]["1"] > 150 * MINUTES
     assert max(page["idle_cpu_share"].values()) < 0.01
     assert sum(page["steps_up_to_seconds"].values()) > 0
 

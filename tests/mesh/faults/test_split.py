@@ -99,7 +99,10 @@ def test_a_mesh_whose_hosts_lose_each_other_goes_on_without_one_and_takes_it_bac
             time.sleep(12)  # two looks whether the way is there again: no group is tried meanwhile
             assert view_of(head, "--mesh-key-file", str(key)).epoch == epoch
         wait_until(
-            lambda: view_of(head, "--mesh-key-file", str(key)).waiting_for == "", 40, "both serve again"
+            lambda: view_of(head, "--mesh-key-file", str(key)).waiting_for == "",
+            40,
+            "both serve again",
+            every=1.0,
         )
         assert completion(head) == expected
         assert (second.stop(), first.stop()) == (0, 0)

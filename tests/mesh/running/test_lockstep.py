@@ -43,9 +43,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("size", "backend", "strategy"),
     [
-        (2, "auto", "linear"),
+        pytest.param(2, "auto", "linear", marks=pytest.mark.nightly),
         (3, "auto", "round_robin"),
-        (2, "allgather_reducescatter", "linear"),
+        pytest.param(2, "allgather_reducescatter", "linear", marks=pytest.mark.nightly),
         (2, "all_to_all", "round_robin"),
     ],
 )

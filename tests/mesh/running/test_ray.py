@@ -147,6 +147,7 @@ def test_instances_on_both_nodes(cluster: Cluster, expected: list[int], tmp_path
     wait_until(lambda: not cluster.actors("InstanceActor"), 20, "nothing is left in the cluster")
 
 
+@pytest.mark.nightly
 def test_workers_of_one_instance_on_both_nodes(cluster: Cluster, expected: list[int], tmp_path: Path) -> None:
     """A tensor-parallel rank on each node; the end of an actor ends the instance."""
     ports = Ports()
@@ -165,6 +166,7 @@ def test_workers_of_one_instance_on_both_nodes(cluster: Cluster, expected: list[
     wait_until(lambda: not cluster.actors("WorkerActor"), 20, "nothing is left in the cluster")
 
 
+@pytest.mark.nightly
 def test_no_room_is_said_with_what_there_is(cluster: Cluster, tmp_path: Path) -> None:
     flags = ["-tp", "2", "--distributed-executor-backend", "ray", "--cpu-threads", "6"]
     with in_cluster(tmp_path / "log", cluster, Ports(), *flags, "--startup-timeout", "10") as command:

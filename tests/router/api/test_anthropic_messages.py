@@ -6,9 +6,8 @@ import json
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from engine.messages import FinishReason
@@ -20,6 +19,9 @@ from router.text.tokens import Tokenizer, load_tokenizer
 from tests.router.conftest import Server
 from tests.router.fake_mesh import failing
 from tests.router.talking import CALLS, SYSTEM_FIRST, THOUGHT, TOOL_FLAGS, Speaker, speaker, talking
+
+if TYPE_CHECKING:  # it takes more than a second to load, which only processes that run these tests need
+    import anthropic
 
 USER: list[Any] = [{"role": "user", "content": "Hello"}]
 TOOLS: list[Any] = [
@@ -56,6 +58,8 @@ def talking_server(served: ServedModel, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture
 def client(talking_server: Server) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=talking_server.url, api_key="none", max_retries=0) as client:
         yield client
     talking_server.wait_until_idle()
@@ -534,6 +538,8 @@ def test_a_deep_input_of_a_call() -> None:
 
 
 def test_failures(client: anthropic.Anthropic, say: Speaker) -> None:
+    import anthropic
+
     say("x")
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         client.messages.create(**BASIC | {"model": "x"})
@@ -547,6 +553,8 @@ def test_failures(client: anthropic.Anthropic, say: Speaker) -> None:
 
 def test_keys(served: ServedModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Anthropic's clients present theirs as X-Api-Key."""
+    import anthropic
+
     with talking(served, tmp_path, api_key=("secret",)) as server:
         Speaker(server, tokenizer)("Hi")
         with anthropic.Anthropic(base_url=server.url, api_key="secret", max_retries=0) as client:

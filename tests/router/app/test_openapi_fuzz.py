@@ -12,10 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.nightly import NIGHTLY
 from tests.router.conftest import Server
 
 EXAMPLES = os.environ.get("LOCKSTEP_FUZZ_EXAMPLES", "5")
-"""Random requests per operation, besides those that cover its schema."""
+"""Random requests per operation."""
+PHASES = "coverage,fuzzing" if NIGHTLY or "LOCKSTEP_FUZZ_EXAMPLES" in os.environ else "fuzzing"
+"""At night, also requests that cover each schema.
+
+For each push, test_any_body.py sends many wrong bodies.
+"""
 
 
 @pytest.mark.timeout(3600 if "LOCKSTEP_FUZZ_EXAMPLES" in os.environ else 240)
@@ -26,7 +32,7 @@ def test_no_request_ends_in_a_server_error(server: Server, tmp_path: Path) -> No
     done = subprocess.run(
         [
             str(command), "run", f"{server.url}/openapi.json", "--checks", "not_a_server_error",
-            "--phases", "coverage,fuzzing", "--max-examples", EXAMPLES, "--generation-deterministic", "--no-color",
+            "--phases", PHASES, "--max-examples", EXAMPLES, "--generation-deterministic", "--no-color",
         ],
         cwd=tmp_path,
         capture_output=True,

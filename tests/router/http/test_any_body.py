@@ -13,6 +13,7 @@ from router.api.anthropic_messages.wire import CountTokensRequest, MessagesReque
 from router.api.responses.request import KEPT
 from router.api.responses.wire import ResponsesRequest
 from router.openai_api import ChatRequest, CompletionRequest, TokenizeRequest
+from tests.nightly import examples
 from tests.router.conftest import JSON, VOCAB_SIZE, Server
 
 json_values = st.recursive(
@@ -110,7 +111,7 @@ def bodies(kind: type[msgspec.Struct]) -> st.SearchStrategy[dict[str, Any]]:
 def test_no_body_makes_a_server_error(
     server: Server, path: str, kind: type[msgspec.Struct], end: str
 ) -> None:
-    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
     @given(body=bodies(kind))
     def check(body: dict[str, Any]) -> None:
         answer = server.post(path, body)
@@ -124,7 +125,7 @@ def test_no_body_makes_a_server_error(
     check()
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=list(HealthCheck))
 @given(body=st.binary(max_size=60))
 def test_no_bytes_make_a_server_error(server: Server, body: bytes) -> None:
     answer = server.client.post("/v1/chat/completions", content=body, headers=JSON)

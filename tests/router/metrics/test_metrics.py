@@ -25,6 +25,7 @@ def test_metrics(served: ServedModel) -> None:
         instances={"ready": 2},
         refused_peers={"coordinator": 5, "0": 1},
         choices={"affinity_hits": 3, "moves": 2},
+        numerics_changes={"true": 2},
         numerics={
             Numerics("fp_1", "amx", "bfloat16", True): [0, 2],
             Numerics("fp_2", "torch", "float32", False): [1],
@@ -100,6 +101,10 @@ def test_metrics(served: ServedModel) -> None:
     outcomes = ("affinity_hits", "affinity_misses", "moves", "queue_full")
     choices = [values[f'lockstep:choices_total{{outcome="{outcome}"}}'] for outcome in outcomes]
     assert choices == [3, 0, 2, 0]
+    changes = [
+        values[f'lockstep:numerics_changes_total{{promised="{promised}"}}'] for promised in ("true", "false")
+    ]
+    assert changes == [2, 0]
 
 
 def test_an_error_is_no_token(served: ServedModel) -> None:

@@ -17,7 +17,7 @@ from tests.router.fake_mesh import Facts, FakeMesh, saying
 from tests.scarce import out_of_files
 
 MODEL = ServedModel(("tiny",), "", 1, 1)
-CHOOSING = FakeMesh(MODEL, saying([]), Facts(choices={"affinity_hits": 4}))
+CHOOSING = FakeMesh(MODEL, saying([]), Facts(choices={"affinity_hits": 4}, numerics_changes={"true": 3}))
 
 
 def front_end(directory: Path, number: int) -> Metrics:
@@ -63,6 +63,7 @@ def test_each_front_end_tells_the_sum_of_all(tmp_path: Path) -> None:
         assert found['lockstep:faults_total{event="resume",kind="connection_lost"}'] == 8
         assert found['lockstep:faults_total{event="restart",kind="engine"}'] == 1
         assert found['lockstep:choices_total{outcome="affinity_hits"}'] == 8
+        assert found['lockstep:numerics_changes_total{promised="true"}'] == 6
         http = 'handler="/v1/completions",method="POST"'
         assert found[f'http_requests_total{{{http},status="2xx"}}'] == 2
         assert found[f"http_request_duration_seconds_count{{{http}}}"] == 2

@@ -18,7 +18,7 @@ import lockstep
 from engine.messages import Delta, FinishReason
 from engine.settings import resolve
 from router.config import ServeConfig
-from router.mesh import MeshError, Prompt, ServedModel
+from router.mesh import MeshError, NumericsChange, Prompt, ServedModel
 from router.metrics.metrics import Metrics
 from router.offline import llm as llm_module
 from router.offline.config import llm_config
@@ -353,6 +353,28 @@ def test_seeds(mesh: FakeMesh, make_llm: Make) -> None:
     assert len(drawn) == 1, "the samples of a prompt share its seed and differ in their index"
     assert seeds_of(seed=1) != default
     assert seeds_of(seed=None) != seeds_of(seed=None)
+
+
+def test_only_seeds_that_nobody_can_repeat_leave_the_class_open(mesh: FakeMesh, make_llm: Make) -> None:
+    asked: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 5}, {"temperature": 1}]
+
+    def repeatable(seed: int | None) -> list[bool]:
+        mesh.generations.clear()
+        with make_llm(seed=seed) as llm:
+            llm.generate(["a"] * 3, [SamplingParams(**each) for each in asked], use_tqdm=False)
+        return [prompt.repeatable for prompt in mesh.prompts]
+
+    assert repeatable(0) == [True, True, True]
+    assert repeatable(None) == [True, True, False]
+
+
+def test_outputs_name_their_numerics_class_and_its_changes(mesh: FakeMesh, make_llm: Make) -> None:
+    mesh.fingerprints.update({0: "fp_1", 1: "fp_2"})
+    mesh.changes[1] = [NumericsChange(1, "fp_2", "fp_1"), NumericsChange(99, "fp_1", None)]
+    with make_llm() as llm:
+        (output,) = llm.generate([[9, 10]], SamplingParams(n=2), use_tqdm=False)
+    assert [each.system_fingerprint for each in output.outputs] == ["fp_1", "fp_2"]
+    assert [each.numerics_changes for each in output.outputs] == [[], [NumericsChange(1, "fp_2", "fp_1")]]
 
 
 def test_logprobs_have_vllms_shape(mesh: FakeMesh, make_llm: Make) -> None:

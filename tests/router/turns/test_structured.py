@@ -33,12 +33,15 @@ from router.turns.schema_support import MAX_LOCATION, UNKNOWN, supported, where_
 from router.turns.structured import ANSWER, MAX_DEPTH, form_of, pattern_of, text_of
 from router.turns.tool_parsers import TOOL_PARSERS
 from router.turns.turn_format import TurnFormat
+from tests.nightly import NIGHTLY
 from tests.router.conftest import Server
 from tests.router.talking import Speaker
 from tests.router.tiny_tokenizer import EOS, byte_level
 from tests.waiting import until
 
 DEFAULT = StructuredOutputsConfig()
+NUM_WALKS = 6 if NIGHTLY else 3
+"""Texts that are drawn of each grammar that asks for calls."""
 POINT = {
     "type": "object",
     "properties": {"x": {"type": "integer", "minimum": -99, "maximum": 99}, "on": {"$ref": "#/$defs/flag"}},
@@ -124,7 +127,7 @@ def test_calls_that_are_asked_for(
     )
     config = HttpConfig(tool_call_parser=parser)
     counts = set()
-    for seed in range(6):
+    for seed in range(NUM_WALKS):
         grammar = TurnFormat(request, config).grammar("", marked)
         assert grammar is not None
         text = walk(grammar, vocabulary, marked, seed)
@@ -625,7 +628,7 @@ MANY = {
 
 def test_parts_of_a_schema_are_tried_for_so_long_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others wait for the same thread, and 128 KB can hold hours of trials."""
-    properties = {f"p{i}": {"oneOf": [{"$ref": "#/$defs/big"}]} for i in range(200)}
+    properties = {f"p{i}": {"oneOf": [{"$ref": "#/$defs/big"}]} for i in range(60)}
     costly = grammar_of(MANY | {"not": {"const": 1}, "properties": properties})
     assert checked_grammar(costly).problem == ""
     wrong = grammar_of(MANY | {"properties": properties | {"z": {"type": "text"}}})

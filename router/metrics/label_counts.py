@@ -1,9 +1,9 @@
-"""Outcomes of routing for /metrics, of all routers of one ``serve`` (pure)."""
+"""Counters with one label for /metrics, of all routers of one ``serve`` (pure)."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 
@@ -14,36 +14,46 @@ Then requests recalled from a queue to wait less elsewhere; requests refused bec
 """
 
 
-class ChoiceCounts:
+class LabelCounts:
     """Counts of a process that may have replaced one that died."""
 
-    def __init__(self, now: Callable[[], Mapping[str, int]]) -> None:
-        """``now``: what this process has counted by itself, by outcome."""
+    def __init__(
+        self,
+        now: Callable[[], Mapping[str, int]],
+        name: str,
+        help: str,
+        label: str,
+        values: Collection[str] = (),
+    ) -> None:
+        """``now``: what this process has counted by itself, by value of the label.
+
+        ``values`` have a series from the start, so that their rates begin at zero.
+        """
         self._now = now
+        self._name, self._help, self._label = name, help, label
+        self._values = values
         self._before: Mapping[str, int] = {}
 
     def __repr__(self) -> str:
-        return f"<ChoiceCounts {self.total()}>"
+        return f"<LabelCounts {self._name} {self.total()}>"
 
     def go_on_from(self, left: Mapping[str, int]) -> None:
         """Begin with the counts of the process before it."""
         self._before = left
 
     def total(self) -> dict[str, int]:
-        """Counts by outcome, in the order of :data:`OUTCOMES`."""
+        """Counts by value: the known ones first, in their order."""
         return self._sum([])
 
     def family(self, others: Iterable[Mapping[str, int]]) -> Metric:
         """The counter with the counts of other routers."""
-        family = CounterMetricFamily(
-            "lockstep:choices", "How choices of instances came out.", labels=("outcome",)
-        )
-        for outcome, count in self._sum(others).items():
-            family.add_metric((outcome,), count)
+        family = CounterMetricFamily(self._name, self._help, labels=(self._label,))
+        for value, count in self._sum(others).items():
+            family.add_metric((value,), count)
         return family
 
     def _sum(self, others: Iterable[Mapping[str, int]]) -> dict[str, int]:
-        counted = Counter[str]()
+        counted = Counter(dict.fromkeys(self._values, 0))
         for counts in (self._before, self._now(), *others):
             counted.update(counts)
-        return {outcome: counted[outcome] for outcome in OUTCOMES}
+        return dict(counted)

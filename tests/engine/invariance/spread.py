@@ -1,0 +1,110 @@
+"""Instances over which experts are spread, as threads of this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import HashStore
+
+from engine.core import EngineCore
+from engine.executor.uni import UniExecutor
+from engine.messages import Submit
+from engine.model.checkpoint import read_model_info
+from parallel.communicators.base import Communicator
+from parallel.communicators.shared_memory import SharedMemoryCommunicator
+from parallel.placement import assign_experts
+from tests.engine.groups.test_lockstep_engine import ThreadStepping
+from tests.engine.invariance.answers import PEER, Answer, Answers, settings, step
+from tests.engine.shard_threads import ThreadedShards
+from tests.parallel.thread_group import thread_group
+from tests.waiting import until
+
+PATIENCE = 60.0
+NUM_BLOCKS = 200
+"""KV blocks of each instance."""
+
+Group = Callable[[int], Sequence[Any]]
+
+
+def in_shared_memory(size: int) -> list[SharedMemoryCommunicator]:
+    """All members' ends of a group on one host, which exchange inside the native step."""
+    store = HashStore()
+
+    def member(rank: int) -> SharedMemoryCommunicator:
+        return SharedMemoryCommunicator(store, rank, size, timeout=PATIENCE, forming_timeout=PATIENCE)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(member, range(size)))
+
+
+class Members:
+    """Instances of one group, each with its own scheduler, cache and share of the experts."""
+
+    def __init__(
+        self, directory: Path, size: int, group: Group = thread_group, ranks: int = 1, **device: Any
+    ) -> None:
+        """``group``: makes what experts travel over; as :func:`thread_group`, hosts of their own.
+
+        ``ranks``: tensor-parallel ones of each instance.
+        """
+        info, config = read_model_info(directory), settings(directory, **device)
+        placement = assign_experts(info.num_experts, size * ranks, config.device.expert_placement_strategy)
+        ends: Sequence[Communicator] = group(size * ranks)
+        self.executors: list[Any] = []
+        self.cores: list[EngineCore] = []
+        steppings: list[ThreadStepping] = []
+        for member in thread_group(size):
+            place = (member.rank, size)
+            executor: Any = (
+                UniExecutor(config, info, 1, place)
+                if ranks == 1
+                else ThreadedShards(config, info, tp=ranks, place=place)
+            )
+            executor.load(lambda _phase: None)
+            executor.allocate(NUM_BLOCKS)
+            if ranks == 1:
+                executor.join(ends[member.rank], placement)
+            else:
+                executor.join([list(ends)], placement)
+            steppings.append(ThreadStepping(member, steppings))
+            self.executors.append(executor)
+            self.cores.append(
+                EngineCore(config, info, executor, steppings[-1], num_blocks=NUM_BLOCKS, max_model_len=1024)
+            )
+
+    def answers(self, submits: Sequence[Submit]) -> Answers:
+        """All answers, to requests that come to the instances in turn."""
+        found = {submit.request: Answer() for submit in submits}
+        done, size = threading.Event(), len(self.cores)
+
+        def serve(rank: int) -> None:
+            core = self.cores[rank]
+            for submit in submits[rank::size]:
+                assert core.submit(PEER, submit) is None
+            while not done.is_set():
+                step(core, found, lambda: time.sleep(0.001))
+
+        with ThreadPoolExecutor(size) as pool:
+            running = [pool.submit(serve, rank) for rank in range(size)]
+            until(
+                lambda: (
+                    any(each.done() for each in running)  # it has failed
+                    or (
+                        all(answer.ended[0] for answer in found.values())
+                        and not any(core.stepping.must_step for core in self.cores)
+                    )
+                )
+            )
+            done.set()
+            for each in running:
+                each.result(PATIENCE)
+        return found
+
+    def close(self) -> None:
+        for executor in self.executors:
+            executor.close()
