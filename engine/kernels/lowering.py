@@ -277,7 +277,10 @@ class Lowering:
         )
 
     def _meet_for(self, area: Area, width: int) -> np.ndarray[Any, Any]:
-        """Wait for the sums of all ranks, rows of ``width``; returns the record of where they are."""
+        """Wait for the sums of all ranks, and return the record of where they are.
+
+        ``width``: of a row of them.
+        """
         assert self._sums is not None
         if isinstance(self._sums, OwnSums):
             self._cuts.append((len(self._list), PartialSums(area, self._rows == SELECTED, width)))

@@ -109,7 +109,7 @@ class Program:
 
     @property
     def is_order_fixed(self) -> bool:
-        """Whether the order of all sums is the one that it is with any number of tensor-parallel ranks."""
+        """Whether all sums are made in the order of one worker's."""
         return all(is_order_fixed(inputs, self._size) for inputs in self._decoder.inputs_of_sums(self._size))
 
     def __repr__(self) -> str:

@@ -35,7 +35,10 @@ NUM_AREAS = 4
 MOST_PARTS = 4
 """Parts of the inputs of a product; so many ranks may have them."""
 _TILE_INPUTS = 32
-"""Inputs that a tile of AMX takes: one that is cut would be computed by vectors."""
+"""Inputs that a tile of AMX takes.
+
+Vectors would compute a product whose parts cut one.
+"""
 _ALIGNMENT = 64
 _OFFERED = 0
 """Index of an arena's word that counts the sums given by its rank."""
