@@ -47,6 +47,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     """Its own, also with --tokenizer; the tokenizer's where the model is not on this host."""
     vocab_size: int
     max_model_len: int
+    fingerprint: str = ""
+    """Hash of the checkpoint's content."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -68,7 +70,7 @@ class Prompt(msgspec.Struct, frozen=True):
     traceparent: str = ""
     """W3C Trace Context to pass to the instance; empty for none."""
     repeatable: bool = False
-    """Whether the same request should get the same answer: it is greedy or seeded."""
+    """Whether the same request should get the same answer: it is greedy, seeded or recorded."""
 
 
 class NumericsChange(msgspec.Struct, frozen=True):

@@ -225,8 +225,10 @@ def _add_argument(group: argparse._ArgumentGroup, field: Field) -> None:
         shown = " ".join(map(str, shown)) if field.many else shown
         text += f" (default: {shown})"
     if field.positional:
-        group.add_argument(field.key, action=TakeOnce, nargs="?", metavar=field.key.upper(), help=text)
-        group.add_argument(field.long_name, action=TakeOnce, dest=field.key, help=argparse.SUPPRESS)
+        number = "*" if field.many else "?"
+        group.add_argument(field.key, action=TakeOnce, nargs=number, metavar=field.key.upper(), help=text)
+        if not field.many:
+            group.add_argument(field.long_name, action=TakeOnce, dest=field.key, help=argparse.SUPPRESS)
     elif field.kind is bool:
         group.add_argument(
             *field.names, field.long_name, dest=field.key, action=argparse.BooleanOptionalAction, help=text
@@ -359,7 +361,8 @@ def _checked_list(field: Field, value: Any) -> Any:
     items = [value] if isinstance(value, str | int | float) else value
     if not isinstance(items, list | tuple):
         return items
-    if not field.repeated and len(items) == 1 and isinstance(items[0], str) and items[0].startswith("["):
+    is_word_list = not (field.repeated or field.positional)
+    if is_word_list and len(items) == 1 and isinstance(items[0], str) and items[0].startswith("["):
         return _json_list(field, items[0])
     return [str(item) if field.kind is str and _is_number(item) else item for item in items]
 

@@ -51,8 +51,8 @@ from examples.benchmarks.soak import by_rank, metrics
 from router.tools.bench.client import Target
 from router.tools.bench.client import run as send_all
 from router.tools.bench.datasets import Shape, random_prompts
-from router.tools.bench.local_mesh import mesh
 from router.tools.bench.report import machine, summary
+from router.tools.local_mesh import mesh
 
 Args = argparse.Namespace
 

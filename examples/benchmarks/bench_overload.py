@@ -30,7 +30,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from router.tools.bench.local_mesh import mesh
+from router.tools.local_mesh import mesh
 
 MOST_SLOWDOWN = 1.2
 MOST_REFUSAL_SECONDS = 0.1

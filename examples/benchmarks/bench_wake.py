@@ -36,8 +36,8 @@ import aiohttp
 sys.path.insert(0, str(Path(__file__).parents[2]))  # where this is not installed
 
 from examples.benchmarks.soak import Prompt, ask, body_of
-from router.tools.bench.local_mesh import mesh
 from router.tools.bench.report import machine, percentile
+from router.tools.local_mesh import mesh
 
 Args = argparse.Namespace
 Session = aiohttp.ClientSession

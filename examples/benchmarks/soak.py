@@ -38,8 +38,8 @@ from typing import Any
 import aiohttp
 import psutil
 
-from router.tools.bench.local_mesh import mesh
 from router.tools.bench.report import machine, percentile
+from router.tools.local_mesh import mesh
 
 Args = argparse.Namespace
 Session = aiohttp.ClientSession

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from router.api.capsules import event_with_capsule
 from router.errors import ApiError, error_body
 from router.openai_api import NumericsChange, PromptTokensDetails, StreamOptions, Usage
 from router.text.output_stream import OutputStream, Piece
@@ -69,6 +70,10 @@ class Answer(ABC):
     def closing(self) -> bytes:
         """The last events of a stream."""
 
+    def closing_with(self, capsule: bytes) -> bytes:
+        """The last events of a stream, with the capsule in the last object."""
+        return event_with_capsule(self.closing(), capsule)
+
     @abstractmethod
     def failure(self, error: ApiError) -> bytes:
         """The last events of a stream that cannot go on."""
@@ -126,7 +131,7 @@ class ChunkedAnswer(Answer):
         """A chunk with nothing but text."""
 
     @abstractmethod
-    def usage_chunk(self) -> bytes:
+    def last_chunk(self, usage: Usage | msgspec.UnsetType) -> bytes:
         """The event without choices that holds the usage."""
 
     def frame(self, sample: OutputStream) -> tuple[bytes, bytes] | None:
@@ -144,7 +149,11 @@ class ChunkedAnswer(Answer):
         return self.text_chunk(sample, text) if frame is None else frame[0] + encode(text) + frame[1]
 
     def closing(self) -> bytes:
-        return self.usage_chunk() + DONE if self._includes_usage else DONE
+        return self.last_chunk(self.usage()) + DONE if self._includes_usage else DONE
+
+    def closing_with(self, capsule: bytes) -> bytes:
+        chunk = self.last_chunk(self.usage() if self._includes_usage else msgspec.UNSET)
+        return event_with_capsule(chunk, capsule) + DONE
 
     def failure(self, error: ApiError) -> bytes:
         return b"data: " + error_body(error) + b"\n\n" + DONE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from router.api.answers import ChunkedAnswer, changes_of, encode, event
 from router.api.chat_deltas import DeltaWriter, finish_reason, message_of
@@ -106,10 +106,8 @@ class ChatAnswer(ChunkedAnswer):
         choice = ChatChunkChoice(sample.index, ChatDelta(text), token_ids=None)
         return event(self._chunk([choice], sample))
 
-    def usage_chunk(self) -> bytes:
-        return event(
-            ChatChunk(self.id, self.created, self.model, [], self.usage(), self.fingerprint or UNSET)
-        )
+    def last_chunk(self, usage: Usage | UnsetType) -> bytes:
+        return event(ChatChunk(self.id, self.created, self.model, [], usage, self.fingerprint or UNSET))
 
     def usage(self) -> Usage:
         usage = super().usage()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from router.api.answers import ChunkedAnswer, changes_of, encode, event
 from router.api.logprobs import LogprobShapes, offsets_of
-from router.openai_api import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from router.openai_api import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from router.text.output_stream import OutputStream, Piece, join
 from router.text.tokens import Tokenizer
 
@@ -55,10 +55,8 @@ class CompletionAnswer(ChunkedAnswer):
     def text_chunk(self, sample: OutputStream, text: str) -> bytes:
         return self._chunk(sample, self._choice(sample, Piece(text), first=False))
 
-    def usage_chunk(self) -> bytes:
-        return event(
-            Completion(self.id, self.created, self.model, [], self.usage(), self.fingerprint or UNSET)
-        )
+    def last_chunk(self, usage: Usage | UnsetType) -> bytes:
+        return event(Completion(self.id, self.created, self.model, [], usage, self.fingerprint or UNSET))
 
     def _chunk(self, sample: OutputStream, choice: CompletionChoice) -> bytes:
         usage = self.usage_so_far(sample, sample.num_tokens)

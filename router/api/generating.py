@@ -23,6 +23,7 @@ from router.api.answers import Answer, encode, json_response
 from router.api.anthropic_messages import request as messages_request
 from router.api.anthropic_messages.answer import MessageAnswer
 from router.api.anthropic_messages.wire import CountTokensRequest, MessagesRequest, TokenCount
+from router.api.capsules import capsule_of
 from router.api.chat import ChatAnswer
 from router.api.completions import CompletionAnswer
 from router.api.headers import (
@@ -34,6 +35,7 @@ from router.api.headers import (
     printable,
     request_id,
     session,
+    wants_capsule,
 )
 from router.api.parameters import sampling_params
 from router.api.prompts import PromptText, chat_prompt, completion_prompts, num_prompt_tokens
@@ -52,6 +54,7 @@ from router.http.quotas import Quotas
 from router.mesh import Mesh
 from router.metrics.metrics import Metrics
 from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
+from router.text.output_stream import OutputStream
 from router.text.text_model import TextModel
 from router.text.text_models import TextModels
 from router.turns import harmony
@@ -326,15 +329,16 @@ class Generating:
         trace: RequestTrace,
     ) -> Call:
         """The call of a request that is admitted."""
+        records = wants_capsule(request)
         samples = make_samples(
             id, wanted, params, prompts, model, pinned_rank(request, wanted), self._chance,
-            session(request, wanted), trace.traceparent,
+            session(request, wanted), trace.traceparent, records=records,
         )  # fmt: skip
-        timeout = deadline(request, wanted)
+        timeout, created = deadline(request, wanted), int(time.time())
         answer = shape(
             {
                 "id": id,
-                "created": int(time.time()),
+                "created": created,
                 "model": wanted.model or model.name,
                 "samples": samples,
                 "tells_cached_tokens": self._config.enable_prompt_tokens_details,
@@ -349,7 +353,18 @@ class Generating:
             timeout=timeout,
             lease=self._quotas.admit(key_of(request), sum(len(prompt.ids) for prompt in prompts)),
             trace=trace,
+            capsule=(lambda: self._capsule(id, created, model, params, samples)) if records else None,
         )
+
+    def _capsule(
+        self,
+        id: str,
+        created: int,
+        model: TextModel,
+        params: SamplingParams,
+        samples: Sequence[OutputStream],
+    ) -> bytes:
+        return capsule_of(id, created, model.served, self._mesh.numerics(), params, samples)
 
 
 def _facts(id: str, model: TextModel, params: SamplingParams) -> Attributes:

@@ -80,6 +80,17 @@ def session(request: Request, wanted: GenerationRequest) -> str:
     return wanted.session_id or (wanted.prompt_cache_key or "")[:MAX_ID_LENGTH]
 
 
+def wants_capsule(request: Request) -> bool:
+    """Whether the answer is to hold its capsule (:mod:`router.capsule`)."""
+    given = request.headers.get("x-lockstep-capsule", "")
+    if given not in ("", "0", "1"):
+        refuse(
+            f"X-Lockstep-Capsule must be 1 for a capsule in the answer, or 0, got {given[:20]!r}.",
+            "X-Lockstep-Capsule",
+        )
+    return given == "1"
+
+
 def numerics_changed(changes: Iterable[NumericsChange]) -> dict[str, str]:
     """The header of an answer with these changes; nothing where there are none."""
     pairs = ", ".join(dict.fromkeys(map(str, changes)))

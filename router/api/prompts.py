@@ -6,6 +6,7 @@ import msgspec
 
 from router.api.validation import check_messages, check_template_fields, name_of_prompt, wanted_tokens
 from router.errors import ApiError, bad_request, refuse
+from router.mesh import ServedModel
 from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
 from router.text.chat_template import ChatTemplateError
 from router.text.text_model import TextModel
@@ -171,7 +172,7 @@ def _fit(ids: list[int], limit: int | None, request: GenerationRequest, model: T
         refuse("The prompt is empty.", name_of_prompt(request))
     if len(ids) >= model.served.max_model_len:
         raise too_long(len(ids), max(1, wanted_tokens(request) or 0), request, model)
-    check_vocabulary(ids, model, name_of_prompt(request))
+    check_vocabulary(ids, model.served, name_of_prompt(request))
     return ids
 
 
@@ -186,9 +187,9 @@ def _check_countable(text: str, param: str, model: TextModel) -> None:
         )
 
 
-def check_vocabulary(ids: list[int], model: TextModel, param: str) -> None:
+def check_vocabulary(ids: list[int], served: ServedModel, param: str) -> None:
     """Refuse ids that the model does not have."""
-    vocab_size = model.served.vocab_size
+    vocab_size = served.vocab_size
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         wrong = next(id for id in ids if not 0 <= id < vocab_size)
         refuse(f"Token id {wrong} is out of vocabulary, which has {vocab_size} tokens.", param)

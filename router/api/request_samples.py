@@ -13,6 +13,7 @@ from router.api.prompts import PromptText
 from router.errors import refuse
 from router.mesh import Prompt
 from router.openai_api import CompletionRequest, GenerationRequest
+from router.recorded import Recorder, with_logprobs
 from router.text.output_stream import OutputStream
 from router.text.stops import StopStrings
 from router.text.text_model import TextModel
@@ -40,11 +41,12 @@ def make_samples(
     traceparent: str = "",
     *,
     may_be_cut: bool = False,
+    records: bool = False,
 ) -> list[OutputStream]:
     """``n`` samples of each prompt, in the order of the answer's choices.
 
     ``chance`` draws the seeds of requests that bring none. ``may_be_cut``: the end of an instance's context
-    may end them before the tokens that were asked for are there.
+    may end them before the tokens that were asked for are there. ``records``: each has a recorder.
     """
     if len(prompts) * params.n > MAX_SAMPLES:
         refuse(f"prompts times n may be at most {MAX_SAMPLES}.", "n")
@@ -53,12 +55,12 @@ def make_samples(
     stops = StopStrings(params.stop) if params.stop else None
     alone = len(prompts) * params.n == 1
     draws_seeds = isinstance(chance, random.SystemRandom)
-    repeatable = params.greedy or params.seed is not None or not draws_seeds
+    repeatable = records or params.greedy or params.seed is not None or not draws_seeds
     samples: list[OutputStream] = []
     for prompt in prompts:
         seed = chance.getrandbits(63) if params.seed is None else params.seed
         max_tokens = room_for(prompt, request, params, model)
-        instance_params = _for_instances(params, max_tokens, prompt_logprobs)
+        instance_params = for_instances(params, max_tokens, prompt_logprobs)
         for sample_index in range(params.n):
             index = len(samples)
             wanted = Prompt(
@@ -78,12 +80,13 @@ def make_samples(
             samples.append(
                 OutputStream(
                     index,
-                    wanted,
+                    with_logprobs(wanted) if records else wanted,
                     params,
                     model.tokenizer,
                     prompt_text=prompt.text,
                     prompt_offsets=prompt.offsets,
                     stops=stops,
+                    recorder=Recorder() if records else None,
                 )
             )
     return samples
@@ -108,7 +111,7 @@ def _check_prompt_logprobs(
         )
 
 
-def _for_instances(params: SamplingParams, max_tokens: int, prompt_logprobs: int | None) -> SamplingParams:
+def for_instances(params: SamplingParams, max_tokens: int, prompt_logprobs: int | None) -> SamplingParams:
     """Parameters for an instance: one sample, without the text side.
 
     At least one token is generated.

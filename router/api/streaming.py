@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from coordinator.process.process import shortage_of
 from engine.messages import Delta, FinishReason
 from router.api.answers import Answer
+from router.api.capsules import with_capsule
 from router.api.headers import numerics_changed
 from router.api.shortcut import BodyOutlet, ListOutlet, Outlet
 from router.api.tracing import UNTRACED, RequestTrace
@@ -213,10 +214,24 @@ class Call(RequestRun):
         timeout: float | None = None,
         lease: Lease | None = None,
         trace: RequestTrace = UNTRACED,
+        capsule: Callable[[], bytes] | None = None,
     ) -> None:
+        """``capsule`` makes the capsule of the finished samples, if the client asked for one."""
         super().__init__(mesh, metrics, samples, arrival, timeout, trace)
         self.answer = answer
         self._lease = lease
+        self._capsule = capsule
+
+    def whole(self, outputs: Sequence[Sequence[Piece]]) -> bytes:
+        """Body of the answer, from the pieces of each sample."""
+        body = self.answer.whole(outputs)
+        return body if self._capsule is None else with_capsule(body, self._capsule())
+
+    async def closing(self) -> bytes:
+        """The last events of the answer's stream."""
+        if self._capsule is None:
+            return self.answer.closing()
+        return self.answer.closing_with(await made_of(self.samples, self._capsule))
 
     def end(self) -> None:
         """End the lease of the client's quota, however the request ended."""
@@ -235,7 +250,7 @@ async def whole_answer(call: Call, receive: Receive) -> bytes:
     async def run() -> bytes:
         async with call.deadline():
             outputs = await call.outputs()
-            return await made_of(call.samples, lambda: call.answer.whole(outputs))
+            return await made_of(call.samples, lambda: call.whole(outputs))
 
     try:
         return await unless_gone(receive, run())
@@ -303,7 +318,7 @@ class EventStream(Response):
         try:
             async with self._call.deadline(), self._kept_alive(write):
                 await self._write_pieces(write, outlet)
-            last = self._call.answer.closing()
+            last = await self._call.closing()
         except Exception as error:
             if not started:
                 raise

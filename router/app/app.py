@@ -22,6 +22,7 @@ from coordinator.process.process import shortage_of
 from coordinator.process.tracing import Tracing
 from router.api.answers import json_response
 from router.api.generating import Generating
+from router.api.replaying import Replaying
 from router.app.dashboard.page import Dashboard
 from router.app.endpoints import Endpoints
 from router.app.middleware import error_response, middleware
@@ -57,6 +58,7 @@ def make_app(
     models = TextModels(mesh, config)
     quotas = quotas or Quotas(config.key_limits)
     generating = Generating(mesh, config, metrics, models, quotas, tracing)
+    replaying = Replaying(mesh, config, metrics, models, quotas)
     endpoints = Endpoints(config, metrics, models, quotas)
     refusals = Refusals()
     prefix = prefix_of(config.root_path)
@@ -102,6 +104,7 @@ def make_app(
         Route("/v1/responses/{id}/input_items", not_kept, methods=["GET"]),
         Route("/v1/messages", generating.messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", generating.count_tokens, methods=["POST"]),
+        Route("/v1/replay", replaying.replay, methods=["POST"]),
         Route("/v1/loads", endpoints.loads, methods=["GET"]),
         Route("/v1/models", endpoints.models, methods=["GET"]),
         Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),

@@ -70,7 +70,7 @@ class Endpoints:
         model = await self._models.get(wanted.model)
 
         def answer() -> bytes:
-            check_vocabulary(wanted.tokens, model, "tokens")
+            check_vocabulary(wanted.tokens, model.served, "tokens")
             return encode(DetokenizeAnswer(model.tokenizer.decode(wanted.tokens)))
 
         with self._quotas.counting(key_of(request)) as booked:

@@ -10,6 +10,7 @@ import msgspec
 from router.api.anthropic_messages import wire as messages
 from router.api.responses.wire import InputTokens, ResponseObject, ResponsesRequest
 from router.app.server_info import ServerInfo, Sleeping
+from router.capsule import ReplayAnswer, ReplayRequest
 from router.errors import ErrorBody
 from router.metrics.loads import Loads, OlderLoad, ServerLoad
 from router.openai_api import (
@@ -66,6 +67,7 @@ OPERATIONS = [
         "post", "/v1/messages/count_tokens", "Tokens of a conversation",
         messages.CountTokensRequest, messages.TokenCount,
     ),
+    Operation("post", "/v1/replay", "A sample of a capsule, computed again", ReplayRequest, ReplayAnswer),
     Operation("get", "/v1/models", "The model, by each of its names", None, ModelList),
     Operation("get", "/v1/models/{name}", "One of them", None, ModelCard),
     Operation("get", "/v1/loads", "What each instance has to do", None, Loads),

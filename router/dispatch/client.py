@@ -247,6 +247,7 @@ class MeshClient:
             directory=str(directory),
             vocab_size=settings.vocab_size,
             max_model_len=settings.max_model_len,
+            fingerprint=settings.fingerprint,
         )
 
     def _connect(self, instance: Instance) -> None:

@@ -426,6 +426,10 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "status": (_of("router.tools.status"), "show the instances of a mesh, once or all the time"),
     "chat": (_of("router.tools.terminal_chat"), "talk to a model in the terminal"),
     "bench": (_of("router.tools.bench.command"), "measure a server: bench serve"),
+    "replay": (
+        _of("router.tools.replay.command"),
+        "compute saved answers again, from their capsules, and compare them to the bit",
+    ),
     "keygen": (_of("router.tools.keygen"), "make the key of a mesh over several hosts"),
     "doctor": (
         _of("router.tools.doctor.command"),

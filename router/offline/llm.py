@@ -318,4 +318,5 @@ def _served(settings: Settings, directory: str) -> ServedModel:
         directory=directory,
         vocab_size=settings.vocab_size,
         max_model_len=settings.max_model_len,
+        fingerprint=settings.fingerprint,
     )

@@ -11,6 +11,7 @@ from engine.messages import Delta, FinishReason, TokenLogprobs
 from engine.sampling import SamplingParams
 from router.errors import from_failure
 from router.mesh import NumericsChange, Prompt
+from router.recorded import RecordedSample, Recorder
 from router.text.stops import StopStrings
 from router.text.tokens import Tokenizer
 
@@ -50,7 +51,9 @@ class OutputStream:
         prompt_text: str = "",
         prompt_offsets: Sequence[int] | None = None,
         stops: StopStrings | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
+        """``recorder`` gets the tokens as instances gave them, if their log-probabilities come with them."""
         self.index = index
         self.prompt = prompt
         self.prompt_text = prompt_text
@@ -66,6 +69,7 @@ class OutputStream:
         self.num_cached_tokens = 0
         self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
         self.finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
         self._drops_output = params.max_tokens == 0
         self._min_tokens = params.min_tokens
         self._wants_logprobs = params.logprobs is not None
@@ -78,7 +82,8 @@ class OutputStream:
             prompt.prompt_ids, skip_special_tokens=params.skip_special_tokens
         )
         self._search = stops.search(include_in_output=params.include_stop_str_in_output) if stops else None
-        self.is_text_alone = not (self._drops_output or self._wants_logprobs or self._search)
+        self._recorder = recorder
+        self.is_text_alone = not (self._drops_output or self._wants_logprobs or self._search or recorder)
         """Its tokens bring text and nothing else, and no text ends it."""
 
     def __repr__(self) -> str:
@@ -112,6 +117,13 @@ class OutputStream:
     def may_stop(self) -> bool:
         """Whether stop strings may end it at any delta."""
         return self._search is not None
+
+    @property
+    def recorded(self) -> RecordedSample:
+        """What was sampled; only of one with a recorder, once it has ended."""
+        assert self._recorder is not None, "it was asked to record"
+        assert self.finish_reason is not None, "it has ended"
+        return self._recorder.sample(self.finish_reason, self._stop_reason)
 
     def read(self, token_ids: list[int]) -> str:
         """Text of its next tokens, where text is all and more tokens follow."""
@@ -176,6 +188,8 @@ class OutputStream:
                 piece.token_ids = piece.token_ids[: position + 1]
                 piece.logprobs = piece.logprobs[: position + 1]
                 break
+        if self._recorder is not None:
+            self._recorder.add(piece.token_ids, delta.logprobs or [])
         return piece
 
     def _certain(self, text: str) -> str:
@@ -198,7 +212,7 @@ class OutputStream:
 
     def _finish(self, piece: Piece, reason: str, stop_reason: int | str | None = None) -> Piece:
         self.finish_reason = piece.finish_reason = str(reason)
-        piece.stop_reason = stop_reason
+        self._stop_reason = piece.stop_reason = stop_reason
         return piece
 
 

@@ -5,23 +5,16 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
-import socket
-import ssl
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Generator, Iterator
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import msgspec
 
-from coordinator.addresses import is_loopback
 from coordinator.process import process
 from coordinator.settings.flags import Count, flag, parse
 from router.launcher.endpoint_config import EndpointConfig
-from router.launcher.environment import key_of_client
+from router.tools.api_client import Api, NoApi, ServerError, message_of
 
 Temperature = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -55,58 +48,13 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = 120.0
 
 
-class ChatError(Exception):
-    """In words for the user."""
-
-
-class NoApi(ChatError):
-    """Somebody answers, but not as this API does: perhaps it is at another path."""
-
-
-class _PathConnection(http.client.HTTPConnection):
-    """A connection to a Unix socket."""
-
-    def __init__(self, path: str, tls: ssl.SSLContext | None, timeout: float) -> None:
-        super().__init__("localhost", timeout=timeout)
-        self._path = path
-        self._tls = tls
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
-        if self._tls is not None:
-            self.sock = self._tls.wrap_socket(self.sock, server_hostname="localhost")
-
-
-class _AtPath(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-    """Opens all URLs at one Unix socket."""
-
-    def __init__(self, path: str, tls: ssl.SSLContext | None) -> None:
-        super().__init__()
-        self._path = path
-        self._tls = tls
-
-    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(self._connection, request)
-
-    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(self._connection, request)
-
-    def _connection(self, _host: str, /, *, timeout: float = 0.0, **_: Any) -> http.client.HTTPConnection:
-        return _PathConnection(self._path, self._tls, timeout)
-
-
 class Conversation:
     """The messages so far, and the way to send the next one."""
 
     def __init__(self, config: ChatConfig) -> None:
         self._config = config
-        endpoint = config.endpoint
-        self._url = (config.url or f"{endpoint.base_url}/v1").rstrip("/")
-        self._tls: ssl.SSLContext | None = None
+        self._api = Api(config.url, config.endpoint, config.timeout)
         self._system = config.system_prompt
-        self._key = endpoint.api_key[0] if endpoint.api_key else key_of_client(os.environ)
         self._messages: list[dict[str, str]] = []
         self.model = ""
         self.reset()
@@ -114,7 +62,7 @@ class Conversation:
     @property
     def url(self) -> str:
         """Where the API was found."""
-        return self._url
+        return self._api.url
 
     def reset(self, system: str | None = None) -> None:
         """Begin again; ``system`` replaces the first line."""
@@ -125,33 +73,29 @@ class Conversation:
         """Find the model.
 
         Raises:
-            ChatError: the server is not there, or does not want us.
+            ServerError: the server is not there, or does not want us.
         """
-        if self._config.url is None:
-            try:
-                self._tls = self._config.endpoint.trust()
-            except OSError as error:
-                raise ChatError(f"--ssl-certfile cannot be used: {error.strerror or error}") from error
+        self._api.trust()
         try:
             listed = self._listed()
         except NoApi as error:
-            if self._url.endswith("/v1"):
-                raise ChatError(f"there is no API at {self._url}: {error}; see --url") from error
-            given = self._url
-            self._url += "/v1"
+            given = self._api.url
+            if given.endswith("/v1"):
+                raise ServerError(f"there is no API at {given}: {error}; see --url") from error
+            self._api.url += "/v1"
             try:
                 listed = self._listed()
             except NoApi:
-                raise ChatError(f"there is no API at {given} or {self._url}: {error}; see --url") from error
+                raise ServerError(f"there is no API at {given} or {self.url}: {error}; see --url") from error
         wanted = self._config.model_name
         if wanted is not None and wanted not in listed:
-            raise ChatError(f"the server has no model {wanted!r}; it has {', '.join(listed) or 'none'}")
+            raise ServerError(f"the server has no model {wanted!r}; it has {', '.join(listed) or 'none'}")
         if not listed:
-            raise ChatError("the server lists no model")
+            raise ServerError("the server lists no model")
         self.model = wanted or listed[0]
 
     def _listed(self) -> list[str]:
-        with self._open("/models") as answer:
+        with self._api.open("/models") as answer:
             return [entry["id"] for entry in json.load(answer)["data"]]
 
     def ask(self, text: str) -> Generator[str, None, None]:
@@ -161,7 +105,7 @@ class Conversation:
         question that got no answer does not.
 
         Raises:
-            ChatError: there is none.
+            ServerError: there is none.
         """
         question = {"role": "user", "content": text}
         body: dict[str, Any] = {"model": self.model, "messages": [*self._messages, question], "stream": True}
@@ -171,7 +115,7 @@ class Conversation:
             body["temperature"] = self._config.temperature
         said: list[str] = []
         try:
-            with self._open("/chat/completions", body) as answer:
+            with self._api.open("/chat/completions", json.dumps(body).encode()) as answer:
                 thinks = False
                 for piece, is_content in _pieces(answer):
                     if thinks and is_content:
@@ -184,42 +128,6 @@ class Conversation:
             if said:
                 self._messages += [question, {"role": "assistant", "content": "".join(said)}]
 
-    def _opener(self, request: urllib.request.Request) -> urllib.request.OpenerDirector:
-        """Without a proxy to loopback: one would look for the server on its own host."""
-        handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=self._tls)]
-        if is_loopback(urlsplit(request.full_url).hostname or ""):
-            handlers.append(urllib.request.ProxyHandler({}))
-        path = self._config.endpoint.uds
-        if path is not None and self._config.url is None:
-            handlers = [urllib.request.ProxyHandler({}), _AtPath(path, self._tls)]
-        return urllib.request.build_opener(*handlers)
-
-    @contextlib.contextmanager
-    def _open(self, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
-        headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        )
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            request = urllib.request.Request(self._url + path, data, headers)
-            with self._opener(request).open(request, timeout=self._config.timeout) as answer:
-                yield answer
-        except urllib.error.HTTPError as error:
-            raise (NoApi if error.code == 404 else ChatError)(_told(error)) from error
-        except urllib.error.URLError as error:
-            where = self._config.endpoint.uds if self._config.url is None else None
-            raise ChatError(
-                f"no server answers at {where or self._url}: {error.reason}; see --url"
-            ) from error
-        except http.client.InvalidURL as error:
-            raise ChatError(f"{self._url!r} is no URL: {error}; see --url") from error
-        except TimeoutError as error:
-            raise ChatError(f"the server said nothing for {self._config.timeout:g} s") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise ChatError(f"the connection broke: {error or type(error).__name__}") from error
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise NoApi(f"{self._url} does not answer as OpenAI's API does: {error}") from error
-
 
 def _pieces(answer: http.client.HTTPResponse) -> Iterator[tuple[str, bool]]:
     """Text of a stream of chunks, and whether it is content: else it is reasoning."""
@@ -231,28 +139,14 @@ def _pieces(answer: http.client.HTTPResponse) -> Iterator[tuple[str, bool]]:
             return
         event = json.loads(data)
         if event.get("error"):
-            raise ChatError(_message(event["error"]) or "the server reports an error")
+            raise ServerError(message_of(event["error"]) or "the server reports an error")
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
             if thought := delta.get("reasoning"):
                 yield thought, False
             if piece := delta.get("content"):
                 yield piece, True
-    raise ChatError("the connection broke before the answer ended")
-
-
-def _message(error: Any) -> str:
-    """The message of a server's error: OpenAI's is an object, some others' plain text."""
-    return str((error.get("message") if isinstance(error, dict) else error) or "")
-
-
-def _told(error: urllib.error.HTTPError) -> str:
-    try:
-        message = _message(json.loads(error.read())["error"]) or error.reason
-    except (ValueError, LookupError, TypeError, OSError):
-        message = error.reason
-    hint = " (--api-key, LOCKSTEP_API_KEY or OPENAI_API_KEY)" if error.code == 401 else ""
-    return f"{message} [HTTP {error.code}]{hint}"
+    raise ServerError("the connection broke before the answer ended")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -269,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
         if config.quick is not None:
             _say(conversation, config.quick)
             return 0
-    except ChatError as error:
+    except ServerError as error:
         print(f"lockstep chat: error: {error}", file=sys.stderr)
         return process.EXIT_FAILED
     except KeyboardInterrupt:
@@ -322,7 +216,7 @@ def _try_to_say(conversation: Conversation, text: str) -> int:
         _say(conversation, text)
     except KeyboardInterrupt:
         print("\n(stopped)")
-    except ChatError as error:
+    except ServerError as error:
         print(f"\nlockstep chat: error: {error}", file=sys.stderr)
         return process.EXIT_FAILED
     return 0

@@ -12,8 +12,8 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -39,6 +39,8 @@ TAKES_TOO_LONG = (
     "it has parts that cannot be enforced as they are, and more of them than can be tried: make the schema "
     "smaller, or write oneOf as anyOf."
 )
+
+Result = TypeVar("Result")
 
 Places = Mapping[str, str]
 """What a client calls each grammar of an answer, such as ``tools[3] ("draw")``."""
@@ -89,15 +91,7 @@ class GrammarCheck:
         """
         checked = self._kept.get(text)
         if checked is None:
-            if self._thread.num_waiting >= MOST_WAITING:
-                raise _too_many()
-            checking = asyncio.wrap_future(self._thread.submit(lambda: self._checked(text)))
-            try:
-                checked = await asyncio.wait_for(
-                    checking, MOST_WAIT
-                )  # else one that has not begun is left out
-            except TimeoutError as error:
-                raise _too_many() from error
+            checked = await self._in_thread(lambda: self._checked(text))
             self._keep(text, checked)
             if checked.unenforced:
                 remarks = "; ".join(checked.remarks(places or {}))
@@ -107,6 +101,24 @@ class GrammarCheck:
         if checked.problem:
             raise bad_request(f"{(places or {}).get(checked.culprit, param)}: {checked.problem}", param)
         return checked
+
+    async def check_unchanged(self, text: str, param: str) -> None:
+        """Refuse a grammar that instances cannot take exactly as it is.
+
+        Raises:
+            ApiError: as :meth:`check`.
+        """
+        problem, _ = await self._in_thread(lambda: _tried(text))
+        if problem:
+            raise bad_request(f"{param}: {problem}", param)
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        if self._thread.num_waiting >= MOST_WAITING:
+            raise _too_many()
+        try:  # one that has not begun in time is left out
+            return await asyncio.wait_for(asyncio.wrap_future(self._thread.submit(work)), MOST_WAIT)
+        except TimeoutError as error:
+            raise _too_many() from error
 
     def _checked(self, text: str) -> Checked:
         """In the thread: of equal grammars that came at once, only the first is tried."""

@@ -54,6 +54,7 @@ def served_with(served: ServedModel, **config: Any) -> Iterator[Server]:
         ("GET", "/v1/responses/resp_1"),
         ("POST", "/v1/messages"),
         ("POST", "/v1/messages/count_tokens"),
+        ("POST", "/v1/replay"),
         ("GET", "/v1/models"),
         ("GET", "/v1/models/tiny"),
         ("GET", "/v1/loads"),

@@ -32,7 +32,7 @@ from examples.benchmarks.routing.outcome import Outcome
 from examples.benchmarks.routing.report import REAL, Result, key_of, summary
 from examples.benchmarks.routing.small_loads import HOST_LOADS, NUM_BLOCKS, NUM_SEQS
 from examples.benchmarks.routing.workloads import LOADS, SMALLER, Arrival, Conversation, Load, small_ids
-from router.tools.bench.local_mesh import mesh
+from router.tools.local_mesh import mesh
 
 WARM_UPS = 4
 MOST_AT_ONCE = 32

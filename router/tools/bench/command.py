@@ -36,8 +36,8 @@ from router.tools.bench.datasets import (
     random_prompts,
     sharegpt,
 )
-from router.tools.bench.local_mesh import mesh
 from router.tools.bench.report import DETAILS, METRICS, Result, machine, report, summary, table
+from router.tools.local_mesh import mesh
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession

@@ -13,9 +13,10 @@ import pytest
 
 from coordinator.settings import flags
 from router.launcher.endpoint_config import EndpointConfig
+from router.tools.api_client import ServerError
 from router.tools.bench.client import model_name, session
 from router.tools.bench.command import parse_args
-from router.tools.terminal_chat import ChatConfig, ChatError, Conversation
+from router.tools.terminal_chat import ChatConfig, Conversation
 
 
 class Elsewhere(BaseHTTPRequestHandler):
@@ -92,7 +93,7 @@ def test_errors_are_told_in_whatever_form(
     line: str, said: str, conversation: Conversation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Elsewhere, "lines", (line,))
-    with pytest.raises(ChatError, match=said):
+    with pytest.raises(ServerError, match=said):
         list(conversation.ask("Hello"))
 
 
@@ -168,5 +169,5 @@ def test_flags_win_over_the_file(settings: str) -> None:
 
 def test_a_certificate_that_is_none_is_said(tmp_path: Path) -> None:
     config = ChatConfig(endpoint=EndpointConfig(ssl_certfile=str(tmp_path / "none.pem")))
-    with pytest.raises(ChatError, match="--ssl-certfile cannot be used: No such file"):
+    with pytest.raises(ServerError, match="--ssl-certfile cannot be used: No such file"):
         Conversation(config).connect()

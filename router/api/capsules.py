@@ -1,0 +1,95 @@
+"""The capsule of an answer: how it is made, and where it stands (pure).
+
+See :mod:`router.capsule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from coordinator.numerics import Numerics
+from engine.sampling import SamplingParams
+from router.capsule import (
+    FIELD,
+    FORMAT,
+    Capsule,
+    CapsuleModel,
+    CapsulePrompt,
+    CapsuleSample,
+    written,
+)
+from router.mesh import ServedModel
+from router.text.output_stream import OutputStream
+
+
+def capsule_of(
+    id: str,
+    created: int,
+    model: ServedModel,
+    classes: Mapping[Numerics, object],
+    params: SamplingParams,
+    samples: Sequence[OutputStream],
+) -> bytes:
+    """The capsule of an answer as JSON.
+
+    ``classes`` are those of the mesh; ``params`` those of the request, stop strings included.
+    """
+    used = {sample.fingerprint for sample in samples}
+    return written(
+        Capsule(
+            format=FORMAT,
+            id=id,
+            created=created,
+            model=CapsuleModel(model.names[0], model.fingerprint),
+            numerics=tuple(each for each in classes if each.fingerprint in used),
+            prompts=tuple(_prompt(group, params) for group in _by_prompt(samples)),
+        )
+    )
+
+
+def with_capsule(body: bytes, capsule: bytes) -> bytes:
+    """A JSON object with the capsule as its last field."""
+    assert body.endswith(b"}"), "it is an object with fields"
+    return body[:-1] + b',"' + FIELD.encode() + b'":' + capsule + b"}"
+
+
+def event_with_capsule(events: bytes, capsule: bytes) -> bytes:
+    """Server-sent events with the capsule in the last one."""
+    return with_capsule(events.removesuffix(b"\n\n"), capsule) + b"\n\n"
+
+
+def _by_prompt(samples: Sequence[OutputStream]) -> list[list[OutputStream]]:
+    groups: list[list[OutputStream]] = []
+    for sample in samples:
+        if sample.is_first_of_prompt:
+            groups.append([])
+        groups[-1].append(sample)
+    return groups
+
+
+def _prompt(samples: Sequence[OutputStream], params: SamplingParams) -> CapsulePrompt:
+    asked = samples[0].prompt
+    return CapsulePrompt(
+        prompt_ids=tuple(asked.prompt_ids),
+        params=msgspec.structs.replace(
+            asked.params,
+            stop=params.stop,
+            max_tokens=0 if params.max_tokens == 0 else asked.params.max_tokens,
+            logprobs=None,
+            prompt_logprobs=None,
+        ),
+        seed=str(asked.seed),
+        samples=tuple(_sample(sample) for sample in samples),
+    )
+
+
+def _sample(sample: OutputStream) -> CapsuleSample:
+    return CapsuleSample(
+        index=sample.index,
+        sample_index=sample.prompt.sample_index,
+        system_fingerprint=sample.fingerprint,
+        result=sample.recorded,
+        numerics_changes=tuple(sample.numerics_changes),
+    )

@@ -1,0 +1,201 @@
+"""Endpoint that computes a sample of a capsule again: ``POST /v1/replay``.
+
+The body is checked like that of any client: a capsule may come from anybody.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import uuid
+from collections.abc import Mapping
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from coordinator.numerics import NATIVE_KINDS, TORCH, Numerics
+from engine.sampling import BadParameter, SamplingParams, ThinkingBudget
+from router.api.answers import encode, json_response
+from router.api.headers import key_of
+from router.api.parameters import MAX_STOP_CHARACTERS, MIN_TEMPERATURE
+from router.api.prompts import check_vocabulary
+from router.api.request_samples import for_instances
+from router.api.streaming import RequestRun, unless_gone
+from router.capsule import CapsuleModel, ReplayAnswer, ReplayRequest
+from router.config import HttpConfig
+from router.errors import ApiError, bad_request, refuse
+from router.http.body import decoder, read_body
+from router.http.quotas import Quotas
+from router.mesh import Mesh, Prompt, ServedModel
+from router.metrics.metrics import Metrics
+from router.recorded import Recorder, with_logprobs
+from router.text.output_stream import OutputStream
+from router.text.stops import StopStrings
+from router.text.text_model import TextModel
+from router.text.text_models import TextModels
+from router.turns.grammar_check import GrammarCheck
+
+logger = logging.getLogger(__name__)
+
+MAX_THINKING_TOKENS = 4096
+"""Tokens of all marks of a reasoning budget."""
+NOT_HERE = {"x-should-retry": "false"}
+
+_read_replay = decoder(ReplayRequest)
+
+
+class Replaying:
+    """Handler of the endpoint."""
+
+    def __init__(
+        self, mesh: Mesh, config: HttpConfig, metrics: Metrics, models: TextModels, quotas: Quotas
+    ) -> None:
+        self._mesh = mesh
+        self._config = config
+        self._metrics = metrics
+        self._models = models
+        self._quotas = quotas
+        self._grammars = GrammarCheck()
+        self._turn = itertools.count()
+
+    def __repr__(self) -> str:
+        return f"<Replaying with {self._models!r}>"
+
+    async def replay(self, request: Request) -> Response:
+        body = await read_body(request, self._config)
+        self._mesh.check_room()
+        self._quotas.check(key_of(request))
+        wanted = _read_replay(body)
+        model = await self._models.get(None)
+        check_model(wanted.model, model.served)
+        ranks = ranks_of(wanted.numerics, self._mesh.numerics())
+        ranks = [rank for rank in ranks if rank in self._mesh.reports()] or ranks  # others still load
+        check_sample(wanted, model.served)
+        if wanted.params.grammar is not None:
+            await self._grammars.check_unchanged(wanted.params.grammar, "params.grammar")
+        rank = ranks[next(self._turn) % len(ranks)]
+        sample = sample_of(wanted, model, rank, f"replay-{request.state.request_id}")
+        await self._run(request, sample)
+        answer = ReplayAnswer(
+            system_fingerprint=sample.fingerprint,
+            dp_rank=rank,
+            result=sample.recorded,
+            numerics_changes=tuple(sample.numerics_changes),
+        )
+        return json_response(encode(answer))
+
+    async def _run(self, request: Request, sample: OutputStream) -> None:
+        lease = self._quotas.admit(key_of(request), len(sample.prompt.prompt_ids))
+        run = RequestRun(self._mesh, self._metrics, [sample], request.state.arrival)
+        try:
+            await unless_gone(request.receive, run.outputs())
+        finally:
+            if lease is not None:
+                lease.end(sample.num_tokens, refused=run.refused)
+
+
+def check_model(wanted: CapsuleModel, served: ServedModel) -> None:
+    """Refuse a capsule of another model: its tokens would mean something else."""
+    if wanted.fingerprint != served.fingerprint:
+        raise ApiError(
+            409,
+            f"the capsule is of model {wanted.name[:100]} (checkpoint {wanted.fingerprint[:64]}), and this "
+            f"mesh serves {served.names[0]} (checkpoint {served.fingerprint}): replay it on a mesh of its "
+            "model.",
+            param="model",
+            headers=NOT_HERE,
+        )
+
+
+def ranks_of(wanted: Numerics, classes: Mapping[Numerics, list[int]]) -> list[int]:
+    """Ranks of the instances of a numerics class.
+
+    Raises:
+        ApiError: there is none (409).
+    """
+    for each, ranks in classes.items():
+        if each.fingerprint == wanted.fingerprint:
+            return ranks
+    here = ", ".join(map(str, classes)) or "none that is known"
+    shown = f"{wanted.fingerprint[:64]} ({wanted.kernels[:40]} kernels, {wanted.dtype[:40]})"
+    flags = "the same --dtype and --numerics"
+    if wanted.kernels in (*NATIVE_KINDS, TORCH):
+        flags = f"--dtype {wanted.dtype[:40]} --numerics {wanted.kernels}"
+    raise ApiError(
+        409,
+        f"the capsule is of numerics class {shown}, and this mesh has {here}: replay it where instances have "
+        f"its class. They need {flags}, the same -tp, and the same versions of Lockstep and torch.",
+        param="numerics",
+        headers=NOT_HERE,
+    )
+
+
+def check_sample(wanted: ReplayRequest, served: ServedModel) -> None:
+    """Refuse what no capsule of this mesh's model asks for."""
+    params, prompt_ids = wanted.params, wanted.prompt_ids
+    if params.n != 1 or params.seed is not None:
+        refuse("params.n must be 1 and params.seed unset: each sample is replayed by itself.", "params")
+    if params.logprobs is not None or params.prompt_logprobs is not None:
+        refuse("params.logprobs and params.prompt_logprobs must be unset.", "params")
+    if not -(2**63) <= int(wanted.seed) < 2**63:
+        refuse("seed must fit in 64 bits.", "seed")
+    if not prompt_ids:
+        refuse("prompt_ids must not be empty.", "prompt_ids")
+    check_vocabulary(prompt_ids, served, "prompt_ids")
+    _check_length(len(prompt_ids), params.max_tokens, served)
+    try:
+        params.check(vocab_size=served.vocab_size)
+    except BadParameter as error:
+        raise bad_request(str(error), f"params.{error.param}") from error
+    _check_sizes(params, served.vocab_size)
+
+
+def _check_length(num_prompt: int, max_tokens: int | None, served: ServedModel) -> None:
+    context = served.max_model_len
+    if max_tokens is None:
+        refuse("params.max_tokens must be set.", "params.max_tokens")
+    if num_prompt >= context or num_prompt + max_tokens > context:
+        refuse(
+            f"the prompt of {num_prompt} tokens and max_tokens of {max_tokens} exceed the context length of "
+            f"{context}: replay it on a mesh with a larger --max-model-len.",
+            "prompt_ids",
+        )
+
+
+def _check_sizes(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse what is larger than the parameters of any request become."""
+    if params.top_k > vocab_size or len(params.allowed_token_ids or ()) > vocab_size:
+        refuse(f"params.top_k and params.allowed_token_ids exceed {vocab_size} tokens.", "params")
+    if 0 < params.temperature < MIN_TEMPERATURE:
+        refuse(f"params.temperature must be 0 or at least {MIN_TEMPERATURE:g}.", "params.temperature")
+    if max(sum(map(len, params.stop)), sum(map(len, params.bad_words))) > MAX_STOP_CHARACTERS:
+        refuse("params.stop or params.bad_words are too long.", "params")
+    if (budget := params.thinking) is not None and (
+        _size_of(budget) > MAX_THINKING_TOKENS or budget.tokens >= 2**63
+    ):
+        refuse("params.thinking has too many tokens.", "params.thinking")
+
+
+def _size_of(budget: ThinkingBudget) -> int:
+    return len(budget.begin) + sum(map(len, budget.begin)) + len(budget.end)
+
+
+def sample_of(wanted: ReplayRequest, model: TextModel, rank: int, request_id: str) -> OutputStream:
+    """The sample to run at an instance.
+
+    Its salt is new, so that nothing is taken from the prefix cache: all of it is computed again.
+    """
+    params, max_tokens = wanted.params, wanted.params.max_tokens or 0
+    prompt = Prompt(
+        request_id=request_id,
+        prompt_ids=wanted.prompt_ids,
+        params=for_instances(params, max_tokens, None),
+        seed=int(wanted.seed),
+        asked=max_tokens,
+        sample_index=wanted.sample_index,
+        rank=rank,
+        cache_salt=uuid.uuid4().hex,
+        repeatable=True,
+    )
+    stops = StopStrings(params.stop) if params.stop else None
+    return OutputStream(0, with_logprobs(prompt), params, model.tokenizer, stops=stops, recorder=Recorder())

@@ -1,0 +1,213 @@
+"""Capsules: records of answers, complete enough to compute these again (pure).
+
+A capsule holds what instances were asked and what they gave. A client that asks for one
+(``X-Lockstep-Capsule: 1``) finds it in its answer. :mod:`router.api.capsules` makes it, ``lockstep replay``
+(:mod:`router.tools.replay`) reads it, and :mod:`router.api.replaying` computes a sample of it again. Its
+digest shows that it was edited or cut off; it is no signature.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from coordinator.numerics import Numerics
+from engine.sampling import SamplingParams
+from router.mesh import NumericsChange
+from router.recorded import RecordedSample
+
+FORMAT = 1
+"""Version of the capsule's format: raised where an older reader would misread it."""
+FIELD = "lockstep_capsule"
+"""Field of an answer that holds its capsule."""
+DIGEST_PREFIX = "sha256:"
+
+Seed = Annotated[str, Meta(pattern=r"^-?[0-9]{1,19}$")]
+"""A seed in decimal digits: as numbers, many programs would round it to 53 bits."""
+
+
+class CapsuleError(Exception):
+    """No capsule, or one that cannot be used; in words for its owner."""
+
+
+class CapsuleModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The model that gave the answer."""
+
+    name: str
+    fingerprint: str
+    """Hash of the checkpoint's content."""
+
+
+class CapsuleSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One choice of the answer."""
+
+    index: int
+    """Number of the choice."""
+    sample_index: int
+    """Which of the prompt's samples it is; mixed into the seed."""
+    system_fingerprint: str | None
+    """Numerics class of its first token; None if the instance named none."""
+    result: RecordedSample
+    numerics_changes: tuple[NumericsChange, ...] = ()
+    """Empty if all tokens were computed in one class."""
+
+
+class CapsulePrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A prompt as instances got it, with all its samples."""
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    """What instances got, and the stop strings, which routers look for."""
+    seed: Seed
+    """The client's own, or the one that was drawn."""
+    samples: tuple[CapsuleSample, ...]
+
+
+class Capsule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """An answer's requests and results."""
+
+    format: int
+    id: str
+    """The answer's."""
+    created: int
+    """When the answer was made, in seconds since 1970."""
+    model: CapsuleModel
+    numerics: tuple[Numerics, ...]
+    """Classes of the samples, as far as they were known."""
+    prompts: tuple[CapsulePrompt, ...]
+    digest: str = ""
+    """Digest of the other fields."""
+
+
+class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``POST /v1/replay``: one sample to compute again."""
+
+    model: CapsuleModel
+    numerics: Numerics
+    """The class to compute it in."""
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: Seed
+    sample_index: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
+
+
+class ReplayAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A sample that was computed again."""
+
+    system_fingerprint: str | None
+    """Numerics class of its first token."""
+    dp_rank: int
+    """Instance that computed it."""
+    result: RecordedSample
+    numerics_changes: tuple[NumericsChange, ...] = ()
+
+
+class _Head(msgspec.Struct):
+    """What capsules of all versions have."""
+
+    format: int | None = None
+
+
+def written(capsule: Capsule) -> bytes:
+    """A capsule as JSON, with its digest."""
+    return msgspec.json.encode(msgspec.structs.replace(capsule, digest=digest_of(capsule)))
+
+
+def digest_of(capsule: Capsule) -> str:
+    """Digest of the other fields; the layout of the JSON does not matter."""
+    fields = msgspec.to_builtins(msgspec.structs.replace(capsule, digest=""), str_keys=True)
+    return DIGEST_PREFIX + hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()
+
+
+def read(text: bytes) -> Capsule:
+    """A capsule from JSON.
+
+    Raises:
+        CapsuleError: it is none, of another version, or not as it was made.
+    """
+    try:
+        version = msgspec.json.decode(text, type=_Head).format
+        if version != FORMAT:
+            named = "has no version" if version is None else f"has format {version}"
+            raise CapsuleError(
+                f"the capsule {named}, and this version of Lockstep reads format {FORMAT}: "
+                "use the version of Lockstep that made it"
+            )
+        capsule = msgspec.json.decode(text, type=Capsule)
+    except msgspec.ValidationError as error:
+        raise CapsuleError(f"the capsule was edited, or is none: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CapsuleError(f"the capsule is cut off, or no JSON: {error}") from error
+    if capsule.digest != digest_of(capsule):
+        raise CapsuleError(
+            "the capsule was edited after it was made, as its digest shows: use the answer as it was received"
+        )
+    return capsule
+
+
+def found_in(data: bytes) -> list[tuple[str, bytes]]:
+    """The capsules in a file, as JSON, each with its place there.
+
+    A place is like ``line 3: ``, and empty for the whole file. The file is a capsule, an answer with one, a
+    saved stream of events, or JSON lines of the first two.
+
+    Raises:
+        CapsuleError: there is none, or one of the lines has none.
+    """
+    lines = [(f"line {number}: ", line.strip()) for number, line in enumerate(data.splitlines(), 1)]
+    lines = [(place, line) for place, line in lines if line]
+    if not lines:
+        raise CapsuleError("the file is empty")
+    events = [(place, line[5:].strip()) for place, line in lines if line.startswith(b"data:")]
+    if events:
+        return _in_events(events)
+    if len(lines) > 1 and _is_json(lines[0][1]):
+        return [(place, _in_value(place, line)) for place, line in lines]
+    return [("", _in_value("", data))]
+
+
+def _in_events(events: list[tuple[str, bytes]]) -> list[tuple[str, bytes]]:
+    """Capsules of a saved stream: most of its events have none."""
+    found = []
+    for place, data in events:
+        if data != b"[DONE]" and (capsule := _held_by(place, data)) is not None:
+            found.append((place, capsule))
+    if not found:
+        raise CapsuleError(
+            "the stream has no capsule: it comes with the last event, so the stream is cut off, or was made "
+            "without the header X-Lockstep-Capsule: 1"
+        )
+    return found
+
+
+def _in_value(place: str, text: bytes) -> bytes:
+    capsule = _held_by(place, text)
+    if capsule is None:
+        raise CapsuleError(
+            f"{place}no capsule, and no answer that holds one: ask with the header X-Lockstep-Capsule: 1"
+        )
+    return capsule
+
+
+def _held_by(place: str, text: bytes) -> bytes | None:
+    """The capsule that a JSON text is or holds."""
+    try:
+        fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CapsuleError(f"{place}cut off, or no JSON: {error}") from error
+    if FIELD in fields:
+        return bytes(fields[FIELD])
+    return text if "prompts" in fields and "digest" in fields else None
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        msgspec.json.decode(text, type=msgspec.Raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,122 @@
+"""What was sampled for one request, and where a second computation of it differs (pure).
+
+Within an invariant numerics class (:mod:`coordinator.numerics`) the prompt's ids, the parameters and the seed
+decide every token and log-probability. So a request can be computed again elsewhere and compared to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.messages import TokenLogprobs
+from router.mesh import Prompt
+
+Logprob = float | None
+"""Log-probability of a sampled token. None stands for infinity and NaN, which JSON lacks.
+
+Minus zero is recorded as zero: programs that pass JSON on lose its sign.
+"""
+
+
+class RecordedSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tokens of one sample, with their log-probabilities, and its end."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprob, ...]
+    """One per token."""
+    finish_reason: str
+    stop_reason: int | str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.logprobs):
+            raise ValueError(f"{len(self.token_ids)} tokens have {len(self.logprobs)} log-probabilities")
+
+
+class Recorder:
+    """Collects what is sampled for one request."""
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._logprobs: list[Logprob] = []
+
+    def __repr__(self) -> str:
+        return f"<Recorder of {len(self._token_ids)} tokens>"
+
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        """Record the next tokens; ``logprobs`` has one entry for each of them, or more."""
+        self._token_ids += token_ids
+        found = (each.logprob for each in logprobs[: len(token_ids)])
+        self._logprobs += [value + 0.0 if math.isfinite(value) else None for value in found]
+
+    def sample(self, finish_reason: str, stop_reason: int | str | None) -> RecordedSample:
+        """All of it, once the sample has ended."""
+        return RecordedSample(tuple(self._token_ids), tuple(self._logprobs), finish_reason, stop_reason)
+
+
+def with_logprobs(prompt: Prompt) -> Prompt:
+    """The same request, with the log-probability of each sampled token; no token changes by it."""
+    if prompt.params.logprobs is not None:
+        return prompt
+    return msgspec.structs.replace(prompt, params=msgspec.structs.replace(prompt.params, logprobs=0))
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """First difference of two samples: a token, a log-probability, or the end."""
+
+    index: int
+    """Position of the token; the number of tokens where only the end differs."""
+    expected: tuple[int, Logprob] | None
+    """Token and log-probability there; None where the sample has ended before."""
+    found: tuple[int, Logprob] | None
+    expected_end: str = ""
+    """Finish reason, where the token is missing on a side or only the ends differ."""
+    found_end: str = ""
+
+
+def first_difference(
+    expected: RecordedSample, found: RecordedSample, up_to: int | None = None
+) -> Difference | None:
+    """Where ``found`` differs from ``expected`` in any bit; None if it does not.
+
+    ``up_to``: number of tokens that count, for a sample whose further ones another class computed.
+    """
+    ours, theirs = _tokens(expected, up_to), _tokens(found, up_to)
+    for index, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        if one != other:
+            return Difference(index, one, other)
+    shorter = min(len(ours), len(theirs))
+    ends = _end(expected), _end(found)
+    if len(ours) == len(theirs) and (ends[0] == ends[1] or len(ours) == up_to):
+        return None
+    return Difference(
+        shorter,
+        ours[shorter] if len(ours) > shorter else None,
+        theirs[shorter] if len(theirs) > shorter else None,
+        *ends,
+    )
+
+
+def bits_of(logprob: Logprob) -> str:
+    """The bits of a log-probability as hexadecimal digits: eight where float32 holds it, else sixteen."""
+    if logprob is None:
+        return "not finite"
+    try:
+        short = struct.pack(">f", logprob)
+    except OverflowError:
+        short = b""
+    whole = struct.pack(">d", logprob)
+    is_float32 = short and struct.pack(">d", struct.unpack(">f", short)[0]) == whole
+    return (short if is_float32 else whole).hex()
+
+
+def _tokens(sample: RecordedSample, up_to: int | None) -> list[tuple[int, Logprob]]:
+    return list(zip(sample.token_ids[:up_to], sample.logprobs[:up_to], strict=True))
+
+
+def _end(sample: RecordedSample) -> str:
+    reason = sample.finish_reason
+    return reason if sample.stop_reason is None else f"{reason} ({sample.stop_reason!r})"
