@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
 
+import msgspec
 import zmq.asyncio
 
 from coordinator.addresses import reached
@@ -366,6 +367,11 @@ class Watcher:
             refused = await self._connection.refusal()
             if refused is not None and self._heard_at is None:
                 raise KeyRefused(f"the coordinator at {self._connection.endpoint} refused us: {refused}")
+
+    def tell_odd(self, odd: dict[str, int]) -> None:
+        """Have the coordinator know the verdicts of shadow checks, by instance."""
+        self._message = msgspec.structs.replace(self._message, odd=odd)
+        self._connection.send(self._message)
 
     def send(self, message: ToCoordinator) -> bool:
         """Tell the coordinator something else; False if there is no connection now."""

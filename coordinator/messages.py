@@ -22,6 +22,8 @@ Epoch = Annotated[int, Meta(ge=0, le=2**53)]
 What is no number of one is dropped where it is decoded.
 """
 
+MAX_ODD = 1000
+"""Instances that one router may name for what they computed."""
 MAX_REACH_PEERS = 64
 """Instances that one instance is asked to connect to at a time."""
 
@@ -212,6 +214,8 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
     watcher: str
     launcher: str = ""
     """Name of the mesh whose coordinator this ``serve`` runs; scale commands go to it."""
+    odd: Annotated[dict[str, int], Meta(max_length=MAX_ODD)] = {}
+    """Shadow checks of this router that name an instance, by instance."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain", kw_only=True):
@@ -230,6 +234,8 @@ class Drain(msgspec.Struct, frozen=True, tag="drain", kw_only=True):
     """
     force: bool = False
     """Also if no instance serves then."""
+    instance: str = ""
+    """Name of the instance that must have this rank; empty for any."""
 
 
 class Scale(msgspec.Struct, frozen=True, tag="scale", kw_only=True):
@@ -361,6 +367,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     Where experts are spread over instances of several classes, it is one for all of them.
     """
+    odd: int = 0
+    """Shadow checks of all routers in which it computed otherwise than two others."""
 
 
 def ranks_by_class(members: Sequence[Member]) -> dict[Numerics, list[int]]:

@@ -65,6 +65,10 @@ class Operations:
             ranks = ", ".join(map(str, sorted(instances))) or "none"
             yield asker, _answer(wish, NOT_FOUND, f"there is no instance {wish.rank}; ranks now: {ranks}")
             return
+        if wish.instance not in ("", known.instance):
+            problem = f"another instance has rank {wish.rank} by now: {known.instance}, not {wish.instance}"
+            yield asker, _answer(wish, NOT_FOUND, problem)
+            return
         others_serve = any(
             other.state is State.READY and other.instance not in self._drains
             for rank, other in instances.items()

@@ -14,6 +14,8 @@ from coordinator.numerics import Numerics
 
 Peer = bytes
 """The listener's name for a connection."""
+MAX_NAMERS = 1000
+"""Routers whose shadow checks are counted for one instance."""
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +111,8 @@ class Record:
     """Epoch of the group that it steps in."""
     ready_epoch: int = 0
     numerics: Numerics | None = None
+    odd: dict[str, int] = field(default_factory=dict)
+    """Shadow checks that name it, by router."""
     contested_at: float | None = None
     """When another instance, perhaps gone since, asked for this rank; None once settled."""
 
@@ -135,7 +139,15 @@ class Record:
             pid=self.pid,
             load=self.load,
             numerics=self.numerics,
+            odd=sum(self.odd.values()),
         )
+
+    def hear_odd(self, router: str, count: int) -> bool:
+        """Take over how many shadow checks of a router name it; False if known."""
+        if self.odd.get(router, 0) >= count or (router not in self.odd and len(self.odd) == MAX_NAMERS):
+            return False
+        self.odd[router] = count
+        return True
 
     def group_peer(self) -> GroupPeer:
         """As the members of its group see it."""

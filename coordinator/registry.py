@@ -420,6 +420,12 @@ class Registry:
             self._operations.on_launcher(peer, now)
         if peer in self._watchers or len(self._watchers) < MAX_WATCHERS:
             self._watchers[peer] = now
+        has_news = False
+        for instance, count in message.odd.items():
+            record = self._records.named(instance)
+            has_news |= record is not None and record.hear_odd(message.watcher, count)
+        if has_news:
+            yield from self._publish()
         yield Send(peer, self.view())
 
     def _publish(self) -> Iterator[Instruction]:
@@ -428,7 +434,8 @@ class Registry:
             yield Send(peer, view)
 
     def _drain(self, peer: Peer, message: Drain) -> Iterator[Instruction]:
-        yield Note(f"an operator asks instance {message.rank} to drain")
+        by = "a router, after a shadow check," if message.instance else "an operator"
+        yield Note(f"{by} asks instance {message.rank} to drain")
         for sent in self._operations.drain(peer, message, self._records):
             yield Send(*sent)
         yield from self._publish()

@@ -39,6 +39,11 @@ from parallel.communicators.base import CollectiveError
 
 Peer = bytes
 
+BACKGROUND_PRIORITY = 2**63
+"""Priority of requests that nobody waits for.
+
+It is behind that of any client, which has 64 bits.
+"""
 BESIDE_LOGPROBS = 1 << 16
 """Bytes of a message beside the log-probabilities of a prompt."""
 
@@ -389,7 +394,9 @@ class EngineCore:
 
     def _request_of(self, peer: Peer, submit: Submit) -> Request:
         self._arrivals += 1
-        if self._config.scheduler.scheduling_policy == "fcfs":
+        if submit.background:
+            submit = msgspec.structs.replace(submit, priority=BACKGROUND_PRIORITY)
+        elif self._config.scheduler.scheduling_policy == "fcfs":
             submit = msgspec.structs.replace(submit, priority=0)
         request = from_submit(
             submit,

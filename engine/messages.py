@@ -62,6 +62,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
     """
     traceparent: str = ""
     """W3C Trace Context of the request, if anybody traces it."""
+    background: bool = False
+    """Nobody waits for it: it goes after all others, whatever the scheduling policy is."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -140,6 +140,17 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Literal["prefix_aware", "least_loaded", "round_robin", "power_of_two", "consistent_hash"],
         flag("--policy", help="Policy that chooses the instance for a request."),
     ] = "prefix_aware"
+    shadow_rate: Annotated[
+        float,
+        flag(
+            help="Share of finished requests that another instance computes again when idle, to compare all "
+            "bits; 0 to 1."
+        ),
+    ] = 0.0
+    shadow_action: Annotated[
+        Literal["log", "drain"],
+        flag(help="What becomes of an instance that computed otherwise than two others: log, or drain, too."),
+    ] = "log"
     seed: Annotated[
         int | None,
         flag(help="Seed from which requests without one get theirs; unset: random seeds."),
@@ -239,6 +250,16 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("--uds is empty: give the path of a Unix socket, or leave it out")
         if self.admin_port and self.admin_port == self.port and self.uds is None:
             raise ValueError(f"--admin-port {self.admin_port} is --port, too: choose another one")
+        if not 0.0 <= self.shadow_rate <= 1.0:  # nor is NaN
+            raise ValueError(
+                f"--shadow-rate {self.shadow_rate:g} is no share of requests: give 0 (none) to 1 (all), "
+                "such as 0.001"
+            )
+        if self.shadow_action == "drain" and not self.shadow_rate:
+            raise ValueError(
+                "--shadow-action drain needs --shadow-rate: no request is checked without it, and nothing "
+                "would be drained"
+            )
         _check_name("--tool-call-parser", self.tool_call_parser, TOOL_CALL_PARSERS)
         _check_name("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS)
         check_halves(self.reasoning_parser, self.tool_call_parser)

@@ -28,7 +28,7 @@ class FaultEvent(enum.StrEnum):
 
 
 KINDS = {
-    FaultEvent.DETECTION: ("process_exit", "connection_lost", "removed"),
+    FaultEvent.DETECTION: ("process_exit", "connection_lost", "removed", "shadow_difference"),
     FaultEvent.RESTART: ("coordinator", "engine", "router"),
     FaultEvent.RESUME: ("connection_lost", "removed", "reattached", "drained", "refused", "no_group"),
 }

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
@@ -71,6 +72,11 @@ class Prompt(msgspec.Struct, frozen=True):
     """W3C Trace Context to pass to the instance; empty for none."""
     repeatable: bool = False
     """Whether the same request should get the same answer: it is greedy, seeded or recorded."""
+    background: bool = False
+    """No client waits for it.
+
+    It stays where it is sent, is counted nowhere, and goes after all others.
+    """
 
 
 class NumericsChange(msgspec.Struct, frozen=True):
@@ -85,6 +91,22 @@ class NumericsChange(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.before or UNKNOWN_CLASS} -> {self.after or UNKNOWN_CLASS}"
+
+
+class ShadowResult(enum.StrEnum):
+    """How a shadow check ended: the label of the metric."""
+
+    EQUAL = "equal"
+    ODD = "odd"
+    """Two of three instances agree, and one is named."""
+    UNDECIDED = "undecided"
+    """Two instances differ, and no third one could decide."""
+    LOST = "lost"
+    """The second instance died, left or refused before it had computed the request."""
+    DROPPED = "dropped"
+    """No instance of the class was idle in time, or too many checks waited."""
+    SKIPPED = "skipped"
+    """Not comparable: it moved, failed or is too long, or a class has changed."""
 
 
 class TokenSink(Protocol):
@@ -189,6 +211,14 @@ class MeshFacts(Protocol):
 
         ``true`` counts those whose answers were promised equal, ``false`` the others.
         """
+        ...
+
+    def shadow_checks(self) -> Mapping[str, int]:
+        """Shadow checks so far, by the names of :class:`ShadowResult`."""
+        ...
+
+    def shadow_differences(self) -> Mapping[str, int]:
+        """Shadow checks in which an instance computed otherwise than two others, by its rank."""
         ...
 
 

@@ -147,6 +147,8 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
         tokenizer=http.tokenizer,
         keys=keys,
         policy=Policy(http.load_balancing_policy),
+        shadow_rate=http.shadow_rate,
+        drains_odd=http.shadow_action == "drain",
     )
     counts = _shared_counts(config)
     metrics = Metrics(mesh, faults=mesh.faults, shared=counts, alone=config.front_ends == 1)

@@ -84,6 +84,8 @@ class InstanceAnswer(msgspec.Struct, frozen=True):
     host: str
     pid: int
     load: Load
+    odd: int
+    """Shadow checks in which it computed otherwise than two others."""
     router: InstanceHealth | None
 
 
@@ -251,6 +253,7 @@ def _world(view: View, mesh: Watched, front_end: int) -> WorldAnswer:
                 host=member.host,
                 pid=member.pid,
                 load=member.load,
+                odd=member.odd,
                 router=health.get(member.rank),
             )
             for member in view.members

@@ -119,7 +119,8 @@ class Chooser:
         lengths = self._pool.index.prefix_lengths(blocks)
         cached = self._cached(instance, lengths)
         entry.uncached = entry.work - cached
-        self.counts["affinity_hits" if cached else "affinity_misses"] += 1
+        if not entry.prompt.background:
+            self.counts["affinity_hits" if cached else "affinity_misses"] += 1
         number = instance.dispatch(entry.work, now, cached=cached)
         self._ledger.place(entry, instance.name, number)
         entry.is_computed_in(instance.fingerprint)

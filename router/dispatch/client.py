@@ -13,14 +13,15 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import zmq
 import zmq.asyncio
 
+from coordinator.commands import ask
 from coordinator.member_connection import Watcher
-from coordinator.messages import Settings, State, View, ranks_by_class
+from coordinator.messages import Answer, Drain, Settings, State, View, ranks_by_class
 from coordinator.numerics import Numerics
 from coordinator.rpc.complaints import Complaints
 from coordinator.rpc.keys import MeshKeys
@@ -34,12 +35,15 @@ from router.dispatch.mover import RequestMover
 from router.dispatch.policy import Policy, eligible
 from router.dispatch.pool import Instance, InstanceHealth, Pool
 from router.dispatch.receiver import MessageReceiver
+from router.dispatch.shadowing import Shadowing
 from router.dispatch.stream import Stream
 from router.faults import Faults
 from router.mesh import Prompt, ServedModel
 
 logger = logging.getLogger(__name__)
 
+DRAIN_TIMEOUT = 10.0
+"""Seconds for the coordinator to answer that an instance is to drain."""
 LOOK_INTERVAL = 1.0
 """Seconds between two looks at instances without a connection and requests without an instance."""
 
@@ -54,11 +58,18 @@ class MeshClient:
         tokenizer: str | None = None,
         keys: MeshKeys | None = None,
         policy: Policy = Policy.PREFIX_AWARE,
+        shadow_rate: float = 0.0,
+        drains_odd: bool = False,
     ) -> None:
-        """``tokenizer``: its directory, where it is not the model's."""
+        """``tokenizer``: its directory, where it is not the model's.
+
+        ``shadow_rate``: share of the requests that other instances compute again, to compare. ``drains_odd``:
+        an instance that computes otherwise than two others is drained.
+        """
         self._context = with_room(zmq.asyncio.Context())
         self._name = f"router-{uuid.uuid4().hex[:8]}"
         self._keys = keys
+        self._coordinator = coordinator
         self._watcher = Watcher(coordinator, self._name, self._context, keys)
         self._tokenizer = Path(tokenizer).expanduser() if tokenizer else None
         self._model: ServedModel | None = None
@@ -80,13 +91,24 @@ class MeshClient:
         self._receiver = MessageReceiver(
             self._pool, self._ledger, self._connections, self._mover, self.faults
         )
+        self._shadowing: Shadowing | None = None
+        self._generate: Callable[[Prompt], Stream] = self._mover.generate
+        if shadow_rate:
+            drain = self._drain if drains_odd else None
+            self._shadowing = Shadowing(
+                shadow_rate, self._pool, self._mover, self.faults, drain=drain, tell=self._watcher.tell_odd
+            )
+            self._generate = self._shadowing.generate
 
     def __repr__(self) -> str:
         return f"<MeshClient {self._pool!r} {self._ledger!r}>"
 
     async def run(self) -> None:
         """Follow the coordinator's view until cancelled, or until an error ends the following."""
-        parts = [asyncio.create_task(each) for each in (self._watcher.run(self._on_view), self._look_again())]
+        working = [self._watcher.run(self._on_view), self._look_again()]
+        if self._shadowing is not None:
+            working.append(self._shadowing.run())
+        parts = [asyncio.create_task(each) for each in working]
         try:
             await asyncio.gather(*parts)
         finally:
@@ -115,7 +137,7 @@ class MeshClient:
         Raises:
             MeshError: no instance can take it (503), or the rank it names does not exist (400).
         """
-        return self._mover.generate(prompt)
+        return self._generate(prompt)
 
     def give_up_all(self, why: str) -> list[str]:
         """End every request in flight with a 503; returns their ids."""
@@ -148,7 +170,7 @@ class MeshClient:
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._mover.streams)
+        return sum(1 for _ in self._mover.of_clients())
 
     def choices(self) -> Mapping[str, int]:
         """Outcomes of routing so far: see :class:`router.mesh.MeshFacts`."""
@@ -157,6 +179,14 @@ class MeshClient:
     def numerics_changes(self) -> Mapping[str, int]:
         """Requests that went on in another numerics class: see :class:`router.mesh.MeshFacts`."""
         return self._mover.num_class_changes
+
+    def shadow_checks(self) -> Mapping[str, int]:
+        """Shadow checks so far, by result."""
+        return {} if self._shadowing is None else self._shadowing.counts
+
+    def shadow_differences(self) -> Mapping[str, int]:
+        """Shadow checks that name an instance, by its rank."""
+        return {} if self._shadowing is None else self._shadowing.differences
 
     def reports(self) -> Mapping[int, InstanceReport]:
         """The newest report of each instance, by rank."""
@@ -210,7 +240,7 @@ class MeshClient:
                 attempts=entry.attempts,
                 age=now - entry.begun_at,
             )
-            for entry in itertools.islice(self._mover.streams, most)
+            for entry in itertools.islice(self._mover.of_clients(), most)
         ]
 
     # ---- the world
@@ -228,6 +258,11 @@ class MeshClient:
         for instance in changes.reclassed:
             self._mover.follow_class(instance)
         self._mover.dispatch_orphans()
+        if self._shadowing is not None:
+            self._shadowing.on_view(view)
+
+    async def _drain(self, wish: Drain) -> Answer:
+        return await ask(self._coordinator, wish, DRAIN_TIMEOUT, self._keys)
 
     def _learn_model(self, settings: Settings) -> ServedModel | None:
         try:

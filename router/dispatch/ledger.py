@@ -107,6 +107,8 @@ class Entry:
     """Ranks that failed the request since its last token: others are preferred."""
     waits_until: float = 0.0
     """When the request is given up for want of an instance, on the monotonic clock."""
+    computed_at: tuple[str, ...] = ()
+    """Instances of its tries since the last one that began without any token."""
     begun_at: float = 0.0
     """When the client's request came, on the monotonic clock."""
     loss: Loss | None = None
@@ -131,6 +133,7 @@ class Entry:
             cache_salt=self.prompt.cache_salt,
             owed=self.owed,
             traceparent=self.prompt.traceparent,
+            background=self.prompt.background,
         )
 
     def moves(self, loss: Loss) -> None:
@@ -239,6 +242,7 @@ class Ledger:
         entry.address, entry.attempts, entry.recalled = (instance, number), entry.attempts + 1, False
         entry.fruitless += 1
         entry.sink = None
+        entry.computed_at = (*entry.computed_at, instance) if entry.emitted else (instance,)
         self._entries.setdefault(instance, {})[number] = entry
         self._size += 1
 

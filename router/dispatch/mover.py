@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from coordinator.numerics import is_invariant
 from engine.messages import Abort, Delta, Recall
@@ -68,8 +68,12 @@ class RequestMover:
 
     # ---- what clients ask
 
-    def generate(self, prompt: Prompt) -> Stream:
+    def generate(
+        self, prompt: Prompt, make_stream: Callable[[RequestMover, Entry], Stream] = Stream
+    ) -> Stream:
         """Send a request to the best instance, or to the one it names.
+
+        ``make_stream`` makes the stream of its tokens.
 
         Raises:
             MeshError: no instance can take it (503), or the rank it names does not exist (400).
@@ -83,14 +87,17 @@ class RequestMover:
                 raise
             entry.waits_until = now + ANSWER_TIMEOUT
             self._orphans.append(entry)
-            stream = self.streams[entry] = Stream(self, entry)
+            stream = self.streams[entry] = make_stream(self, entry)
         else:
-            stream = self.streams[entry] = Stream(self, entry)
-            try:
-                self._dispatch(entry, instance)
-            except Exception:
-                self.forget(entry)  # else it would fail again with each move, and others with it
-                raise
+            stream = self.streams[entry] = make_stream(self, entry)
+            self._begin(entry, instance)
+        return stream
+
+    def generate_at(self, prompt: Prompt, instance: Instance) -> Stream:
+        """Send a background request to this instance; its stream fails if it cannot stay there."""
+        entry = Entry(prompt, begun_at=time.monotonic())
+        stream = self.streams[entry] = Stream(self, entry)
+        self._begin(entry, instance)
         return stream
 
     def rank_of(self, entry: Entry) -> int | None:
@@ -99,8 +106,12 @@ class RequestMover:
         return instance.rank if instance else None
 
     def num_at_instances(self) -> Counter[str]:
-        """Requests in flight, by instance."""
-        return Counter(entry.address[0] for entry in self.streams if entry.address is not None)
+        """Clients' requests in flight, by instance."""
+        return Counter(entry.address[0] for entry in self.of_clients() if entry.address is not None)
+
+    def of_clients(self) -> Iterator[Entry]:
+        """Requests in flight that a client waits for, oldest first."""
+        return (entry for entry in self.streams if not entry.prompt.background)
 
     def forget(self, entry: Entry) -> None:
         """Abort a request where it runs: its client is gone, or has all it wants."""
@@ -112,13 +123,13 @@ class RequestMover:
         self._drop(entry)
 
     def give_up_all(self, why: str) -> list[str]:
-        """End every request in flight with a 503; returns their ids."""
-        entries = list(self.streams)
+        """End every request in flight with a 503; returns the ids of those of clients."""
+        ids = [entry.prompt.request_id for entry in self.of_clients()]
         self._orphans.clear()
-        for entry in entries:
+        for entry in list(self.streams):
             self._abort(entry)
             self.give_up(entry, unavailable(why))
-        return [entry.prompt.request_id for entry in entries]
+        return ids
 
     def give_up(self, entry: Entry, error: Exception) -> None:
         """End a request with an error, which its stream raises."""
@@ -152,7 +163,13 @@ class RequestMover:
 
         Without an instance that can take it, a request waits for at most ``patience`` seconds.
         """
-        lost = self._ledger.of_instance(instance.name)
+        lost = []
+        for entry in self._ledger.of_instance(instance.name):
+            if entry.prompt.background:
+                self._abort(entry)
+                self.give_up(entry, unavailable(f"instance {instance.rank} is lost, or leaves"))
+            else:
+                lost.append(entry)
         if not lost:
             return
         text = f"{len(lost)} requests of instance {instance.rank} go on elsewhere"
@@ -199,7 +216,7 @@ class RequestMover:
 
     def _note_class(self, entry: Entry) -> None:
         change = entry.changes_class()
-        if change is None:
+        if change is None or entry.prompt.background:
             return
         is_promised = entry.prompt.repeatable and is_invariant(change.before)
         self.num_class_changes["true" if is_promised else "false"] += 1
@@ -245,6 +262,14 @@ class RequestMover:
     def _choose(self, entry: Entry) -> Instance:
         return self._chooser.choose(entry, time.monotonic(), self.waiting_for)
 
+    def _begin(self, entry: Entry, instance: Instance) -> None:
+        """Send a new request to an instance, as :meth:`_dispatch`."""
+        try:
+            self._dispatch(entry, instance)
+        except Exception:
+            self.forget(entry)  # else it would fail again with each move, and others with it
+            raise
+
     def _dispatch(self, entry: Entry, instance: Instance) -> None:
         """Send a request to an instance or, while that fails, to the best other one."""
         chosen: Instance | None = instance
@@ -267,6 +292,9 @@ class RequestMover:
         None: the request waits for one, or is given up.
         """
         entry.failed_at(failed.rank)
+        if entry.prompt.background:
+            self.give_up(entry, unavailable(f"instance {failed.rank} does not take the request"))
+            return None
         if entry.fruitless >= MAX_FRUITLESS:
             text = f"{entry.fruitless} instances in turn gave no token for the request"
             self.give_up(entry, unavailable(text))

@@ -17,7 +17,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 
 from engine.messages import FinishReason, InstanceReport
 from router.faults import KINDS, Faults
-from router.mesh import MeshFacts
+from router.mesh import MeshFacts, ShadowResult
 from router.metrics.histograms import Histogram
 from router.metrics.http_counts import HttpCounts
 from router.metrics.label_counts import OUTCOMES, LabelCounts
@@ -79,6 +79,19 @@ class Metrics:
             "Requests that went on in another numerics class, by whether their answers were promised equal.",
             "promised",
             ("true", "false"),
+        )
+        self._shadow_checks = LabelCounts(
+            mesh.shadow_checks,
+            "lockstep:shadow_checks",
+            "Requests that another instance computed again, by what came of it.",
+            "result",
+            tuple(ShadowResult),
+        )
+        self._shadow_differences = LabelCounts(
+            mesh.shadow_differences,
+            "lockstep:shadow_differences",
+            "Shadow checks in which an instance computed otherwise than two others.",
+            "rank",
         )
         self.faults = Faults() if faults is None else faults
         self.http = HttpCounts()
@@ -185,6 +198,8 @@ class Metrics:
             faults=self.faults,
             choices=self._choices.total(),
             numerics_changes=self._numerics_changes.total(),
+            shadow_checks=self._shadow_checks.total(),
+            shadow_differences=self._shadow_differences.total(),
             http=self.http.totals(),
         )
 
@@ -208,6 +223,8 @@ class Metrics:
         }
         self._choices.go_on_from(left.choices)
         self._numerics_changes.go_on_from(left.numerics_changes)
+        self._shadow_checks.go_on_from(left.shadow_checks)
+        self._shadow_differences.go_on_from(left.shadow_differences)
         self.http.add(left.http)
         self.faults.counts, self.faults.recent = left.faults.counts, left.faults.recent
 
@@ -236,6 +253,8 @@ class Metrics:
         yield faults
         yield self._choices.family([other.choices for other in others])
         yield self._numerics_changes.family([other.numerics_changes for other in others])
+        yield self._shadow_checks.family([other.shadow_checks for other in others])
+        yield self._shadow_differences.family([other.shadow_differences for other in others])
         if (epoch := self._mesh.epoch()) is not None:
             yield GaugeMetricFamily("lockstep:epoch", "The number of the world.", epoch)
         instances = GaugeMetricFamily("lockstep:instances", "Instances by state.", labels=("state",))

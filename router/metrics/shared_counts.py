@@ -57,6 +57,10 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """By outcome: see :mod:`router.metrics.label_counts`."""
     numerics_changes: dict[str, int] = {}
     """By whether equal answers were promised."""
+    shadow_checks: dict[str, int] = {}
+    """By result."""
+    shadow_differences: dict[str, int] = {}
+    """By rank."""
     http: list[HttpTotals] = []
 
 

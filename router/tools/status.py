@@ -131,6 +131,8 @@ def _row(member: Member, epoch: int) -> list[str]:
     )
     if load.stalled_for > 5.0:
         state += f" (no step for {load.stalled_for:.0f} s)"
+    if member.odd:
+        state += f" (odd in {member.odd} shadow check{'s' * (member.odd > 1)})"
     return [
         str(member.rank),
         state,

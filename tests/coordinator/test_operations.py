@@ -122,3 +122,37 @@ def test_a_wish_is_repeated_until_its_instance_drains() -> None:
     assert wishes(registry.handle(b"b-again", heartbeat("b"), 1.5), b"b-again") == [drain(1)]
     assert not wishes(registry.handle(b"a", heartbeat("a"), 1.5), b"a")
     assert not wishes(registry.handle(b"b-again", heartbeat("b", State.DRAINING), 2.0), b"b-again")
+
+
+def test_a_drain_of_another_instance_than_the_one_that_has_the_rank_is_refused() -> None:
+    """It was meant for its predecessor, which a shadow check had named."""
+    registry = mesh("a", "b")
+    refused = registry.handle(b"o", drain(1, instance="old b"), 1.0)
+    assert status(refused) == 404
+    assert not wishes(refused, b"b")
+    done = registry.handle(b"o", drain(1, "d", instance="b"), 1.0)
+    assert status(done) == 202
+    assert wishes(done, b"b")
+    again = registry.handle(b"p", drain(1, "e", instance="b"), 1.0)
+    assert status(again, b"p") == 202, "another router found the same"
+    assert [member.state for member in registry.view().members] == [State.READY, State.DRAINING]
+
+
+def test_shadow_checks_of_all_routers_are_counted_for_the_instance_that_they_name() -> None:
+    registry = mesh("a", "b")
+    registry.handle(b"w", Watch("status"), 1.0)
+
+    def told(router: str, odd: dict[str, int]) -> list[View]:
+        done = registry.handle(router.encode(), Watch(router, odd=odd), 1.0)
+        return [each for each in to(b"w", done) if isinstance(each, View)]
+
+    assert told("r1", {}) == []
+    (seen,) = told("r1", {"b": 1, "gone": 3})
+    assert [member.odd for member in seen.members] == [0, 1]
+    assert told("r1", {"b": 1, "gone": 3}) == [], "a sign of life brings nothing new"
+    (seen,) = told("r2", {"b": 2})
+    assert [member.odd for member in seen.members] == [0, 3]
+    (seen,) = told("r1", {"b": 2})
+    assert [member.odd for member in seen.members] == [0, 4]
+    registry.handle(b"b", heartbeat("b"), 2.0)
+    assert registry.view().members[1].odd == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+from typing import Literal
 
 import msgspec
 import pytest
@@ -345,3 +346,22 @@ def run_in_trouble(depth: int, right: float | None, seed: int) -> Counters:
     assert core.report(0, 0).blocks_used == 0
     assert troubled.failures
     return core.scheduler.counters()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_background_requests_go_after_all_others(policy: Literal["fcfs", "priority"]) -> None:
+    config = EngineConfig(
+        cache=CacheConfig(block_size=4),
+        scheduler=SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=1, scheduling_policy=policy),
+    )
+    executor = SimulatedExecutor(block_size=4, budget=32, max_rows=1)
+    core = EngineCore(config, INFO, executor, num_blocks=10, max_model_len=64)  # type: ignore[arg-type]
+    core.submit(PEER, submit(1, background=True))
+    core.submit(PEER, submit(2, priority=2**63 - 1))
+    core.submit(PEER, submit(3))
+    ended: list[int] = []
+    while core.has_work:
+        for delta in core.step().get(PEER, ()):
+            ended += [delta.request] * (delta.finish_reason is not None)
+    assert sorted(ended) == [1, 2, 3]
+    assert ended[-1] == 1

@@ -125,6 +125,8 @@ class Facts:
     refused_peers: Mapping[str, int] = field(default_factory=dict)
     choices: Mapping[str, int] = field(default_factory=dict)
     numerics_changes: Mapping[str, int] = field(default_factory=dict)
+    shadow_checks: Mapping[str, int] = field(default_factory=dict)
+    shadow_differences: Mapping[str, int] = field(default_factory=dict)
     numerics: Mapping[Numerics, list[int]] = field(default_factory=dict)
 
 
@@ -184,6 +186,12 @@ class FakeMesh:
 
     def numerics_changes(self) -> Mapping[str, int]:
         return self._facts.numerics_changes
+
+    def shadow_checks(self) -> Mapping[str, int]:
+        return self._facts.shadow_checks
+
+    def shadow_differences(self) -> Mapping[str, int]:
+        return self._facts.shadow_differences
 
     def check_room(self) -> None:
         return

@@ -73,6 +73,7 @@ def _instance(member: Member, report: InstanceReport | None, health: InstanceHea
         instance=member.instance,
         load=member.load,
         numerics=member.numerics,
+        odd=member.odd,
         told=_told(report) if report is not None else None,
         router=health,
     )

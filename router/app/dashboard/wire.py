@@ -65,6 +65,8 @@ class InstanceState(msgspec.Struct, frozen=True):
     instance: str
     load: Load
     numerics: Numerics | None
+    odd: int
+    """Shadow checks in which it computed otherwise than two others."""
     told: Told | None
     router: InstanceHealth | None
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import httpx2
+import msgspec
 import pytest
 
 from coordinator.messages import Answer, Drain, Scale, View
@@ -70,13 +71,15 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def test_the_world() -> None:
-    answer = ask(gate(World(view(member("a", 0), member("b", 1)))), "GET", f"{ADMIN}/admin/world").json()
+    odd = msgspec.structs.replace(member("b", 1), odd=2)
+    answer = ask(gate(World(view(member("a", 0), odd))), "GET", f"{ADMIN}/admin/world").json()
     assert (answer["epoch"], answer["size"], answer["front_end"]) == (1, 2, 1)
     assert answer["coordinator_silent_for"] == 0.25
     first, second = answer["instances"]
     assert (first["rank"], first["state"], first["load"]["running"]) == (0, "ready", 0)
     assert first["router"] == {"attached": True, "failures": 1, "in_flight": 3}
     assert second["router"] is None
+    assert (first["odd"], second["odd"]) == (0, 2)
     unknown = ask(gate(World(None)), "GET", f"{ADMIN}/admin/world")
     assert unknown.status_code == 503
     assert unknown.headers["retry-after"] == "1"

@@ -52,6 +52,7 @@ def member(rank: int) -> Member:
         pid=7,
         load=load,
         numerics=NUMERICS,
+        odd=rank,
     )
 
 
@@ -196,6 +197,7 @@ def test_frames_are_bounded() -> None:
     assert frame.instances[0].told.lockstep is not None
     assert frame.instances[0].told.lockstep.tokens_per_expert == {0: 7, 1: 9}
     assert frame.instances[0].numerics == NUMERICS
+    assert [each.odd for each in frame.instances[:3]] == [0, 1, 2]
     nothing = Watched(0)
     nothing.view = None
     assert frame_of(nothing, Faults(), 0, 0, 5.0).waiting_for == "the coordinator"

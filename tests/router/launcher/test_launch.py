@@ -88,12 +88,17 @@ def test_flags_of_the_mesh_make_a_table_or_a_message() -> None:
 
 
 def test_headless_instances_have_no_endpoint_to_set_up() -> None:
-    flags_of_front_ends = ("--port", "81", "--api-key", "k", "-asc", "2")
+    flags_of_front_ends = ("--port", "81", "--api-key", "k", "--shadow-rate", "0.1", "-asc", "2")
 
     def ignored(*argv: str) -> list[str]:
         return ignored_when_headless(flags.parse(ServeConfig, argv, prog="serve", description=""))
 
-    assert ignored("--headless", *flags_of_front_ends) == ["--port", "--api-key", "--api-server-count"]
+    assert ignored("--headless", *flags_of_front_ends) == [
+        "--port",
+        "--api-key",
+        "--shadow-rate",
+        "--api-server-count",
+    ]
     assert ignored(*flags_of_front_ends) == []
     assert ignored("/m", "--headless", "-dp", "2", "-dpr", "1", "--restart", "--log-level", "debug") == []
 

@@ -26,6 +26,8 @@ def test_metrics(served: ServedModel) -> None:
         refused_peers={"coordinator": 5, "0": 1},
         choices={"affinity_hits": 3, "moves": 2},
         numerics_changes={"true": 2},
+        shadow_checks={"equal": 5, "odd": 1},
+        shadow_differences={"2": 1},
         numerics={
             Numerics("fp_1", "amx", "bfloat16", True): [0, 2],
             Numerics("fp_2", "torch", "float32", False): [1],
@@ -57,6 +59,16 @@ def test_metrics(served: ServedModel) -> None:
         assert openmetrics.text.endswith("# EOF\n")
         assert "\nvllm:request_success_total{" in openmetrics.text  # not vllm_request_success_total
     values = parsed(metrics.exposition("")[0].decode())
+    results = {name: value for name, value in values.items() if name.startswith("lockstep:shadow_")}
+    assert results == {
+        'lockstep:shadow_checks_total{result="equal"}': 5,
+        'lockstep:shadow_checks_total{result="odd"}': 1,
+        'lockstep:shadow_checks_total{result="undecided"}': 0,
+        'lockstep:shadow_checks_total{result="lost"}': 0,
+        'lockstep:shadow_checks_total{result="dropped"}': 0,
+        'lockstep:shadow_checks_total{result="skipped"}': 0,
+        'lockstep:shadow_differences_total{rank="2"}': 1,
+    }
     classes = {name: value for name, value in values.items() if name.startswith("lockstep:numerics_class")}
     assert classes == {
         'lockstep:numerics_class{dtype="bfloat16",fingerprint="fp_1",invariant="true",kernels="amx"}': 2,

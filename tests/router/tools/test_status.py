@@ -30,3 +30,12 @@ def test_the_numerics_class_of_each_instance_stands_beside_it(capsys: pytest.Cap
     assert "numerics" in printed
     for kind in ("amx", "avx2"):
         assert f"{kind} fp_{kind}" in printed
+
+
+def test_an_instance_that_shadow_checks_name_is_shown_so(capsys: pytest.CaptureFixture[str]) -> None:
+    members = [msgspec.structs.replace(member(f"m{rank}", rank), odd=rank) for rank in range(3)]
+    _console().print(as_table(view(*members)))
+    printed = capsys.readouterr().out
+    assert printed.count("odd in") == 2
+    assert "ready (odd in 1 shadow check)" in printed
+    assert "ready (odd in 2 shadow checks)" in printed

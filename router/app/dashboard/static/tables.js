@@ -38,9 +38,10 @@ function stateOf(one) {
   const found = document.createElement("span");
   found.className = "state";
   const stalled = one.load.stalled_for > STALLED;
-  found.dataset.state = stalled ? "stalled" : one.state;
+  found.dataset.state = stalled ? "stalled" : one.odd ? "odd" : one.state;
   found.textContent = stalled ? `no step for ${one.load.stalled_for.toFixed(0)} s`
     : [one.state, "serving"].includes(one.phase) ? one.state : `${one.state}: ${one.phase}`;
+  if (one.odd) found.textContent += `, odd in ${one.odd} shadow check${one.odd > 1 ? "s" : ""}`;
   return found;
 }
 
