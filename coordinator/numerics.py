@@ -41,6 +41,8 @@ class Arithmetic(msgspec.Struct, frozen=True):
     """Name of the attention backend."""
     layers: tuple[int, int] = (0, 0)
     """Numbers of the layers computed there: [first, stop)."""
+    any_ranks: bool = False
+    """Whether the bits are those of any other number of tensor-parallel ranks, and of one."""
     batch_invariant: bool = False
     """Whether torch's operators compute in blocks of fixed size."""
 
@@ -59,8 +61,12 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Quantisation method of the checkpoint, ``plain`` without one, ``dummy`` for random weights."""
     dtype: str
     tensor_parallel_size: int
+    """Counts where sums over ranks depend on it (:attr:`Arithmetic.any_ranks`)."""
     has_whole_experts: bool = False
-    """Whether each of several ranks computes whole experts (``-ep``), not a part of each."""
+    """Whether each of several ranks computes whole experts (``-ep``), not a part of each.
+
+    It counts where the number of ranks does.
+    """
     angles_for: int = 0
     """Tokens of the longest request, where rotary angles are chosen for it; else 0."""
     workers: tuple[Arithmetic, ...]
@@ -86,14 +92,22 @@ class Numerics(msgspec.Struct, frozen=True):
 def class_of(facts: Facts) -> Numerics:
     """The class of an instance with these facts.
 
-    Which layers a worker computes matters only where workers compute differently.
+    Which layers a worker computes matters only where workers compute differently. Ranks of a stage do not.
     """
+    if facts.workers and all(worker.any_ranks for worker in facts.workers):
+        facts = _of_any_ranks(facts)
     alike = {msgspec.structs.replace(worker, layers=(0, 0)) for worker in facts.workers}
     if len(alike) == 1:
         facts = msgspec.structs.replace(facts, workers=tuple(alike))
     kinds = {worker.kernels for worker in facts.workers} or {UNKNOWN}
     invariant = bool(facts.workers) and all(worker.is_invariant for worker in facts.workers)
     return _numerics(msgspec.json.encode(facts, order="sorted"), kinds, {facts.dtype}, invariant)
+
+
+def _of_any_ranks(facts: Facts) -> Facts:
+    """These facts without what is the same for any number of ranks."""
+    workers = tuple(dict.fromkeys(facts.workers))
+    return msgspec.structs.replace(facts, tensor_parallel_size=1, has_whole_experts=False, workers=workers)
 
 
 def combined(classes: Collection[Numerics]) -> Numerics:

@@ -306,8 +306,9 @@ class UniExecutor:
         assert model is not None, "load() comes first"
         layers = (self.layers.start, self.layers.stop)
         if program is not None:
-            return [Arithmetic(program.kind, program.version, "native", layers)]
-        return [Arithmetic(TORCH, _torch_on(model.device), self._backend, layers, self._fixed is not None)]
+            return [Arithmetic(program.kind, program.version, "native", layers, program.is_order_fixed)]
+        device, fixed = _torch_on(model.device), self._fixed is not None
+        return [Arithmetic(TORCH, device, self._backend, layers, batch_invariant=fixed)]
 
     def _check_kernels(self) -> None:
         """Refuse to compute with other kernels than were asked for.

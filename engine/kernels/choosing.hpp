@@ -91,30 +91,45 @@ class Chance {
 };
 
 // The race of the tokens of a row, given 16 at a time with how far each is from the most likely one, in nats: rising tokens. Those
-// which cannot win any more, as a clock shows u or more, are not computed to the end.
+// which cannot win any more, as a clock shows u or more, are not computed to the end. Among those that are nearly the fastest a score
+// decides, which depends on a token's own logit and clock alone: so the parts of a row that ranks have find the same winner.
 class Race {
     static constexpr float FASTEST = 32.f;  // log2 of 1 / u
+    static constexpr float NEARLY = 1.f - 1e-4f;
     const Chance chance;
+    const float* logits;    // of tokens from `first` on
+    const int64_t first;
+    const double colder;
     float bar = -INFINITY;  // log2 of the greatest speed, with some room for rounding
+    float fastest = 0.f;    // the greatest speed, but for rounding
+
+    void compare(Mask lanes, Words tokens, Floats clocks) {
+        alignas(64) int32_t numbers[LANES];
+        alignas(64) float clock[LANES];
+        store(numbers, tokens), store(clock, clocks);
+        for (unsigned left = lanes; left != 0; left &= left - 1) {
+            int lane = __builtin_ctz(left);
+            double own = double(logits[numbers[lane] - first]) * colder - std::log(double(clock[lane]));
+            if (own > score) score = own, winner = numbers[lane];
+        }
+    }
 
    public:
     int64_t winner;
-    float fastest = 0.f;  // the winner's speed
+    double score = -INFINITY;  // the winner's: the log of its speed, but for a constant of the row
 
-    Race(const Draw& how, int64_t position, int64_t best) : chance(how.seed, position), winner(best) {}
+    Race(const Draw& how, int64_t position, const float* logits, int64_t first, float colder, int64_t best)
+        : chance(how.seed, position), logits(logits), first(first), colder(colder), winner(first + best) {}
     void run(Floats away, Words tokens) {
         Floats log2 = away * filled(-1.44269504f);
         if (is_at_least(log2, filled(bar - FASTEST)) == 0) return;
         Floats u = chance.of(tokens);
         if (is_at_least(log2 - exponents(u), filled(bar)) == 0) return;
-        Floats speed = chance_ps(filled(0.f) - away) / clock_ps(u);
+        Floats clocks = clock_ps(u), speed = chance_ps(filled(0.f) - away) / clocks;
         float most = greatest_of(speed);
-        if (!(most > fastest)) return;
-        Mask first = is_equal(speed, filled(most));
-        alignas(64) int32_t numbers[LANES];
-        store(numbers, tokens);
-        winner = numbers[__builtin_ctz(first)];
-        fastest = most, bar = std::log2(most) - 0.01f;
+        if (!(most >= fastest * NEARLY) || !(most > 0)) return;
+        if (most > fastest) fastest = most, bar = std::log2(most) - 0.01f;
+        compare(is_at_least(speed, filled(fastest * NEARLY)), tokens, clocks);
     }
 };
 
@@ -139,13 +154,14 @@ struct Drawn {
     void run(Race& race) const {
         for (int64_t i = 0; i < n; i += LANES) race.run(at(i), add_words(numbers_to_15(), filled_words(int(first + i))));
     }
+    Race race(const Draw& how, int64_t position) const { return Race(how, position, logits, first, colder, best); }
 };
 
 // The token of a row of logits [n] that is to stand at a position.
 int64_t drawn(const float* logits, int64_t n, const Draw& how, int64_t position) {
     const Drawn row(logits, n, 0, how);
     if (row.is_clear(how)) return row.best;
-    Race race(how, position, row.best);
+    Race race = row.race(how, position);
     if (how.top_k > 0 || how.top_p < 1) {
         static thread_local Candidates candidates;
         candidates.choose(n, how.top_k, how.top_p, [&](int64_t i) { return row.at(i); });
@@ -160,9 +176,9 @@ int64_t drawn(const float* logits, int64_t n, const Draw& how, int64_t position)
 Best contestant(const float* logits, int64_t n, int64_t first, const Draw& how, int64_t position) {
     const Drawn row(logits, n, first, how);
     if (row.is_clear(how)) return {first + row.best, double(row.most)};
-    Race race(how, position, first + row.best);
+    Race race = row.race(how, position);
     row.run(race);
-    return {race.winner, double(row.most) * double(row.colder) + std::log(double(race.fastest))};
+    return {race.winner, race.score};
 }
 
 // out [selected] int64: the token of each row of in [selected, n], float. With AS_FLOAT out is [selected] of Best, and

@@ -130,6 +130,21 @@ class Decoder:
         return 0 if self.output is None else self.output.vocab
 
     @property
+    def sums_width(self) -> int:
+        """Numbers of a row that are added up over the ranks, at most."""
+        cut = [
+            layer.mlp.top_k for layer in self.layers if isinstance(layer.mlp, Moe) and layer.mlp.is_partial
+        ]
+        return self.hidden * max(cut, default=1)
+
+    def inputs_of_sums(self, ranks: int) -> set[int]:
+        """Numbers of inputs, of all ranks, of products that the ranks add up."""
+        attentions = [layer.attention for layer in self.layers if layer.attention.is_partial]
+        here = {each.heads * each.dim for each in attentions}
+        here |= {layer.mlp.width for layer in self.layers if layer.mlp.is_partial}
+        return {inputs * ranks for inputs in here}
+
+    @property
     def num_sums(self) -> int:
         """Sums over the tensor-parallel ranks in one step."""
         partial = [part.is_partial for layer in self.layers for part in (layer.attention, layer.mlp)]

@@ -39,6 +39,13 @@ struct Exchange {
 
 inline int64_t* words_of(const Exchange& exchange, int64_t rank) { return reinterpret_cast<int64_t*>(exchange.arenas[rank]); }
 
+// The sum of a number of each member's: number `at` of the floats from a byte of its arena on.
+inline Floats sum_over_ranks(const Exchange& exchange, int64_t begin, int64_t at, Mask lanes) {
+    return sum_of_neighbours(exchange.size, [&](int64_t rank) {
+        return load(reinterpret_cast<const float*>(exchange.arenas[rank] + begin) + at, lanes);
+    });
+}
+
 // extra: the exchange. What others wait for is in this member's arena.
 void publish(const Operation& op, int64_t which) {
     auto& exchange = *static_cast<const Exchange*>(op.extra);
@@ -219,20 +226,27 @@ void experts_up(const Operation& op, Work& work) {
     products.finish();
 }
 
-// out [rows, n] = in [rows, k] x weights of its expert
+// out [rows, n] = in [rows, k] x weights of its expert; b: parts of the inputs. With AS_FLOAT out is float [rows, n], for others to add
+// what they have of it.
 template <class T>
 void experts_down(const Operation& op, Work& work) {
     using E = typename T::Element;
     int64_t pairs = (op.n + 2 * LANES - 1) / (2 * LANES);
     struct Columns {
-        E* out;
+        int64_t first, column;  // of rows and columns
         Mask low, high;
     };
-    auto place = [pitch = pitch_of<T>(op.n)](const Columns& to, int64_t row) { return to.out + row * pitch; };
-    auto products = products_into<T, Columns>([place](const Columns& to, int64_t row, Floats one, Floats two) {
-        T::store(place(to, row), one, to.low);
-        T::store(place(to, row) + LANES, two, to.high);
-    }, place);
+    const bool as_float = op.flags & AS_FLOAT;
+    const int64_t size = as_float ? sizeof(float) : sizeof(E), pitch = as_float ? op.n : pitch_of<T>(op.n);
+    auto place = [&](const Columns& to, int64_t row) { return static_cast<char*>(op.out) + ((to.first + row) * pitch + to.column) * size; };
+    auto put = [&](char* out, Floats value, Mask lanes) {
+        if (as_float) store(reinterpret_cast<float*>(out), value, lanes);
+        else T::store(reinterpret_cast<E*>(out), value, lanes);
+    };
+    auto products = products_into<T, Columns>([&](const Columns& to, int64_t row, Floats one, Floats two) {
+        put(place(to, row), one, to.low);
+        put(place(to, row) + LANES * size, two, to.high);
+    }, place, std::max<int64_t>(1, op.b));
     Weights weights(op, op.k / T::PACK);
     auto panel_of = [&](const ExpertTask& task) { return (task.expert * pairs + task.part) * 2; };
     auto panels_at = [&](int64_t panel) { return Panels{weights.panel(panel), weights.panel(panel + 1)}; };
@@ -241,40 +255,45 @@ void experts_down(const Operation& op, Work& work) {
         products.want(weights, {then}, next.rows > 0 ? 2 : 0, warm_tiles<T>(op.k, now.rows));
         products.multiply(static_cast<const E*>(op.in) + now.first * pitch_of<T>(op.k), op.k, now.rows, panels_at(panel),
                           panels_at(then), true,
-                          {static_cast<E*>(op.out) + now.first * pitch_of<T>(op.n) + column, lanes_of(int(op.n - column)),
+                          {now.first, column, lanes_of(int(op.n - column)),
                            lanes_of(int(std::max<int64_t>(0, op.n - column - LANES)))},
                           room_for<T>(weights, op.k, now.rows, 1));
     });
     products.finish();
 }
 
-// out [rows, n] += sum over its k pairs, in order, of in (weights, float) * results, wherever they are; with AS_FLOAT out is
-// float [rows, n], and nothing is added. extra: the exchange
+// out [rows, n] += sum over its k pairs, in order, of in (weights, float) * results, wherever they are. extra: the exchange; more: that of
+// ranks which have a part of each result, float [pairs, n] from byte a of each arena, or none
 template <class T>
 void combine(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
     auto& exchange = *static_cast<const Exchange*>(op.extra);
+    auto* ranks = static_cast<const Exchange*>(op.more);
     auto* weights = static_cast<const float*>(op.in);
     auto* ids = reinterpret_cast<const int64_t*>(exchange.arenas[exchange.rank] + exchange.ids_at);
     int64_t before = 0, pitch = pitch_of<T>(op.n);
     for (int64_t rank = 0; rank < exchange.rank; ++rank) before += exchange.sizes[rank] * op.k;
-    thread_local std::vector<const E*> rows;
-    rows.resize(op.k);
+    struct Result {
+        const E* row;   // if it is not in parts
+        int64_t place;
+    };
+    thread_local std::vector<Result> results;
+    results.resize(size_t(op.k));
     work.for_each(rows_of(op, step), [&](int64_t token) {
         for (int64_t choice = 0; choice < op.k; ++choice) {
             int64_t pair = token * op.k + choice;
             const char* arena = exchange.arenas[exchange.owners[ids[pair]]];
             int64_t place = reinterpret_cast<const int64_t*>(arena + exchange.places_at)[before + pair];
-            rows[choice] = reinterpret_cast<const E*>(arena + exchange.results_at) + place * pitch;
+            results[size_t(choice)] = {reinterpret_cast<const E*>(arena + exchange.results_at) + place * pitch, place};
         }
         for (int64_t i = 0; i < op.n; i += LANES) {
             Mask lanes = lanes_of(int(op.n - i));
             Floats sum = filled(0.f);
-            for (int64_t choice = 0; choice < op.k; ++choice)
-                sum = fmadd(filled(weights[token * op.k + choice]), T::load(rows[choice] + i, lanes), sum);
-            if (op.flags & AS_FLOAT) {
-                store(static_cast<float*>(op.out) + token * op.n + i, sum, lanes);
-                continue;
+            for (int64_t choice = 0; choice < op.k; ++choice) {
+                const Result& from = results[size_t(choice)];
+                Floats result = ranks == nullptr ? T::load(from.row + i, lanes)
+                                                 : T::rounded(sum_over_ranks(*ranks, op.a, from.place * op.n + i, lanes));
+                sum = fmadd(filled(weights[token * op.k + choice]), result, sum);
             }
             E* to = static_cast<E*>(op.out) + token * pitch + i;
             T::store(to, sum + T::load(to, lanes), lanes);

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from engine.kernels.library import Library
-from engine.kernels.operations import OperationKind, Operations, StepArguments
+from engine.kernels.operations import AS_FLOAT, OperationKind, Operations, StepArguments
 from engine.kernels.packing import Laid, Packer
 from engine.kernels.rows import SLACK, pitch_of, spaced
+from engine.kernels.sums import parts_here
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,15 @@ class PackedExperts:
         up = packer.gate_and_up(*gate_up.chunk(2, dim=-2))
         return cls(up, packer.panels(down, multiple=32), count, hidden, width)
 
-    def write(self, operations: Operations, rows: Any, middle: Any, out: Any, begins: Any) -> None:
+    def write(
+        self, operations: Operations, rows: Any, middle: Any, out: Any, begins: Any, ranks: int = 1
+    ) -> None:
         """Add the two products to a list of operations.
 
         Rows [n, hidden] are sorted by expert: number i has those from ``begins[i]`` on. They go through
         ``middle`` [n, width] to ``out`` [n, hidden]. All three lie as :mod:`engine.kernels.rows` describes;
-        rows and middle can be read ``SLACK`` rows beyond.
+        rows and middle can be read ``SLACK`` rows beyond. Where ``ranks`` have a part of each expert, out is
+        float32 [n, hidden], side by side, to which theirs are to be added.
         """
         shared = {"extra": begins, "a": self.count}
         operations.add(
@@ -57,6 +61,8 @@ class PackedExperts:
             weights=self.down,
             n=self.hidden,
             k=self.width,
+            b=parts_here(self.width, ranks),
+            flags=AS_FLOAT if ranks > 1 else 0,
             **shared,
         )
 

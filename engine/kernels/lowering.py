@@ -11,8 +11,9 @@ of all tokens are in the cache, that layer goes on with those alone whose logits
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from engine.kernels.buffers import Buffers
@@ -22,7 +23,7 @@ from engine.kernels.exchange import Alone, Exchange
 from engine.kernels.experts import NativeExperts
 from engine.kernels.operations import ADD, AS_FLOAT, SELECTED, TO_CHOOSE, OperationKind, Operations
 from engine.kernels.packing import Laid
-from engine.kernels.sums import Area, OwnSums, Sums
+from engine.kernels.sums import Area, OwnSums, Sums, parts_here
 from engine.kernels.weights import PackedDecoder, PackedLayer
 
 OPERATIONS_PER_LAYER = 22
@@ -35,6 +36,8 @@ class PartialSums(NamedTuple):
     area: Area
     are_selected: bool
     """Whether they are of the rows with wanted logits only."""
+    width: int
+    """Numbers of a row."""
 
 
 @dataclass
@@ -63,11 +66,12 @@ class Lowering:
         buffers: Buffers,
         exchange: Exchange | None,
         sums: Sums | None,
+        ranks: int,
     ) -> None:
         """``products``: of expert layers that the packed decoder leaves out.
 
         ``exchange``: None if there are no expert layers. ``sums``: over tensor-parallel ranks, None if there
-        is one.
+        is one. ``ranks``: how many there are.
         """
         self._packed = packed
         self._hidden = packed.decoder.hidden
@@ -75,7 +79,7 @@ class Lowering:
         self._cache = cache
         self._buffers = buffers
         self._exchange = exchange
-        self._sums = sums
+        self._sums, self._ranks = sums, ranks
         self._num_sums = 0
         """Sums written so far."""
         self._cuts: list[tuple[int, Moe | PartialSums | None]] = []
@@ -242,7 +246,8 @@ class Lowering:
 
         If it is a partial sum, it is added over all ranks first.
         """
-        product = {"into": into, "weights": weights, "n": self._hidden, "k": width}
+        parts = parts_here(width, self._ranks if is_partial else 1)
+        product = {"into": into, "weights": weights, "n": self._hidden, "k": width, "b": parts}
         if not is_partial:
             self._list.add(
                 OperationKind.LINEAR, out=self._stream, more=bias, flags=self._rows | ADD, **product
@@ -260,20 +265,28 @@ class Lowering:
 
     def _sum(self, area: Area, bias: torch.Tensor | None, flags: int) -> None:
         """Add what all ranks have given to the stream."""
-        assert self._sums is not None
-        if isinstance(self._sums, OwnSums):
-            self._cuts.append((len(self._list), PartialSums(area, self._rows == SELECTED)))
-        else:
-            self._meet()
+        record = self._meet_for(area, self._hidden)
         self._list.add(
             OperationKind.SUM,
             out=self._stream,
             more=bias,
-            extra=self._sums.record,
+            extra=record,
             n=self._hidden,
             a=area.begin,
             flags=self._rows | flags,
         )
+
+    def _meet_for(self, area: Area, width: int) -> np.ndarray[Any, Any]:
+        """Wait for the sums of all ranks, and return the record of where they are.
+
+        ``width``: of a row of them.
+        """
+        assert self._sums is not None
+        if isinstance(self._sums, OwnSums):
+            self._cuts.append((len(self._list), PartialSums(area, self._rows == SELECTED, width)))
+        else:
+            self._meet()
+        return self._sums.record
 
     def _meet(self, when: int = 0) -> None:
         """Wait until all ranks have come this far."""
@@ -310,26 +323,30 @@ class Lowering:
 
     def _experts(self, packed: PackedLayer, moe: Moe, exchange: Exchange) -> None:
         buffers, alone = self._buffers, isinstance(exchange, Alone)
-        results = exchange.own + exchange.layout.results_at
+        area = self._area() if moe.is_partial else None
+        results = exchange.own + exchange.layout.results_at if area is None else area.address
         experts = packed.experts or self._products.packed(moe.experts)
         if not alone:
             self._list.add(OperationKind.OFFER, extra=exchange.record, flags=self._rows)
             self._list.add(OperationKind.MEET, extra=exchange.record)
         self._list.add(OperationKind.SORT, extra=exchange.record, flags=self._rows)
         self._list.add(OperationKind.GATHER, extra=exchange.record)
-        experts.write(self._list, buffers.gathered, buffers.expert_middle, results, exchange.begins)
+        ranks = self._ranks if moe.is_partial else 1
+        experts.write(self._list, buffers.gathered, buffers.expert_middle, results, exchange.begins, ranks)
         if not alone:
             self._list.add(OperationKind.RETURN, extra=exchange.record)
             self._list.add(OperationKind.HOME, extra=exchange.record)
-        area = self._area() if moe.is_partial else None
         self._list.add(
             OperationKind.COMBINE,
             into=buffers.scores,
-            out=self._stream if area is None else area.address,
+            out=self._stream,
             extra=exchange.record,
             n=self._hidden,
             k=moe.top_k,
-            flags=self._rows | (0 if area is None else AS_FLOAT),
+            flags=self._rows,
+            **({} if area is None else self._of_ranks(area, moe)),
         )
-        if area is not None:
-            self._sum(area, None, flags=ADD)
+
+    def _of_ranks(self, area: Area, moe: Moe) -> dict[str, Any]:
+        """Where the ranks' parts of the experts' results are, once they are there."""
+        return {"more": self._meet_for(area, self._hidden * moe.top_k), "a": area.begin}

@@ -44,6 +44,32 @@ int64_t pitch_of(int64_t width) {
     return ((width + LINE - 1) / LINE | 1) * LINE;
 }
 
+// The sum of COUNT numbers, a power of two: neighbours are added first, as in (0 + 1) + (2 + 3). Halves of it are sums like it, so that
+// ranks which have equal parts of the numbers can each add up their own.
+template <int64_t COUNT, class At>
+inline Floats sum_of_neighbours(const At& at, int64_t first = 0) {
+    if constexpr (COUNT == 1) return at(first);
+    else return sum_of_neighbours<COUNT / 2>(at, first) + sum_of_neighbours<COUNT / 2>(at, first + COUNT / 2);
+}
+
+// The same of any number: the greatest power of two below it, then the others.
+template <class At>
+Floats sum_of_many(int64_t count, const At& at, int64_t first) {
+    if (count == 1) return at(first);
+    int64_t half = 1;
+    while (2 * half < count) half *= 2;
+    return sum_of_many(half, at, first) + sum_of_many(count - half, at, first + half);
+}
+template <class At>
+inline Floats sum_of_neighbours(int64_t count, const At& at) {
+    switch (count) {
+        case 1: return at(0);
+        case 2: return sum_of_neighbours<2>(at);
+        case 4: return sum_of_neighbours<4>(at);
+        default: return sum_of_many(count, at, 0);
+    }
+}
+
 Mask lanes_of(int count) { return count >= LANES ? Mask(0xffff) : Mask((1u << count) - 1); }
 
 Floats exp_ps(Floats x) {  // 2^n * 2^f with |f| <= 1/2; the series of 2^f ends below the precision of a float

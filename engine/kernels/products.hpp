@@ -3,6 +3,9 @@
 // With AVX-512 up to 12 rows share one pass over the panels; with AMX 32 do, and a tile of weights is a panel as it
 // lies. Which of the two computes a matrix depends on the machine and on its number of inputs, never on the
 // number of rows, so that a row's outputs are the same bits whatever else is in the batch.
+//
+// The inputs of some matrices are split into parts, each of which is added up by itself: those that tensor-parallel ranks may have a
+// part of each. The parts are the same for any number of ranks, and so are the bits of the sum of all.
 
 #pragma once
 
@@ -134,6 +137,9 @@ void multiply(int rows, Floats (&sum)[MAX_ROWS][2], const uint32_t* a, const uin
 
 // ---- tiles
 
+constexpr int64_t MOST_PARTS = 4;             // of the inputs, each of which is added up by itself
+constexpr int64_t PART_SUMS = 4 * TILE * LANES;
+
 // Where weights come from: memory, a cache of this core, or memory in 12 bits each.
 enum Source { COLD, WARM, NARROW };
 
@@ -176,11 +182,11 @@ struct TileScope {
 
 constexpr int64_t LEAD = 2;   // tiles that are widened before they are needed: what was just stored cannot be loaded yet
 
-// out: [ROW_TILES][2] blocks of 16 x 16 sums. next: whose weights are wanted after these. Calls aside() before the tiles of each
+// out: [parts][4] blocks of 16 x 16 sums, [ROW_TILES][2] of each part of the steps. next: whose weights are wanted after these. Calls aside() before the tiles of each
 // step. NARROW: all words are also left in `keep`, a's and then b's, if there is one.
 template <int ROW_TILES, Source SOURCE, class Aside>
-void multiply_tiles(const char* in, int64_t pitch, Panels now, Panels next, int64_t steps, uint32_t* keep, float* out,
-                    Aside aside) {
+void multiply_tiles(const char* in, int64_t pitch, Panels now, Panels next, int64_t steps, int64_t parts, uint32_t* keep,
+                    float* out, Aside aside) {
     const auto [a, b] = now;
     alignas(64) uint32_t widened[SOURCE == NARROW ? 4 * LEAD * TILE_WORDS : 1];  // tiles of some steps
     auto words_of = [&](const Panel& panel, int64_t side, int64_t step) -> const uint32_t* {
@@ -196,38 +202,40 @@ void multiply_tiles(const char* in, int64_t pitch, Panels now, Panels next, int6
         decompress(*b.compressed, b.tile + tile, const_cast<uint32_t*>(words_of(b, 1, step)), ahead(b, next.b, tile));
         asm volatile("" ::: "memory");  // loads of tiles are not known to read this
     };
-    _tile_zero(0);
-    _tile_zero(1);
-    if (ROW_TILES == 2) {
-        _tile_zero(2);
-        _tile_zero(3);
-    }
     if (SOURCE == NARROW)
         for (int64_t step = 0; step < std::min(steps, LEAD * TILE); step += TILE) widen(step);
-    for (int64_t step = 0; step < steps; step += TILE) {
-        aside();
-        if (SOURCE == COLD)
-            for (int64_t line = 0; line < TILE; ++line) {
-                _mm_prefetch(ahead(a, next.a, step / TILE) + 64 * line, _MM_HINT_T0);
-                _mm_prefetch(ahead(b, next.b, step / TILE) + 64 * line, _MM_HINT_T0);
-            }
-        _tile_loadd(4, in + 4 * step, pitch);
-        _tile_loadd(6, words_of(a, 0, step), 64);
-        _tile_loadd(7, words_of(b, 1, step), 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
+    for (int64_t part = 0; part < parts; ++part, out += PART_SUMS) {
+        _tile_zero(0);
+        _tile_zero(1);
         if (ROW_TILES == 2) {
-            _tile_loadd(5, in + TILE * pitch + 4 * step, pitch);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+            _tile_zero(2);
+            _tile_zero(3);
         }
-        if (SOURCE == NARROW && step + LEAD * TILE < steps) widen(step + LEAD * TILE);
-    }
-    _tile_stored(0, out, 64);
-    _tile_stored(1, out + 256, 64);
-    if (ROW_TILES == 2) {
-        _tile_stored(2, out + 512, 64);
-        _tile_stored(3, out + 768, 64);
+        for (int64_t step = part * steps / parts; step < (part + 1) * steps / parts; step += TILE) {
+            aside();
+            if (SOURCE == COLD)
+                for (int64_t line = 0; line < TILE; ++line) {
+                    _mm_prefetch(ahead(a, next.a, step / TILE) + 64 * line, _MM_HINT_T0);
+                    _mm_prefetch(ahead(b, next.b, step / TILE) + 64 * line, _MM_HINT_T0);
+                }
+            _tile_loadd(4, in + 4 * step, pitch);
+            _tile_loadd(6, words_of(a, 0, step), 64);
+            _tile_loadd(7, words_of(b, 1, step), 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            if (ROW_TILES == 2) {
+                _tile_loadd(5, in + TILE * pitch + 4 * step, pitch);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+            if (SOURCE == NARROW && step + LEAD * TILE < steps) widen(step + LEAD * TILE);
+        }
+        _tile_stored(0, out, 64);
+        _tile_stored(1, out + 256, 64);
+        if (ROW_TILES == 2) {
+            _tile_stored(2, out + 512, 64);
+            _tile_stored(3, out + 768, 64);
+        }
     }
 }
 
@@ -238,7 +246,7 @@ struct TileUse {
     explicit TileUse(bool) {}
 };
 template <int ROW_TILES, Source SOURCE, class Aside>
-void multiply_tiles(const char*, int64_t, Panels, Panels, int64_t, uint32_t*, float*, Aside) {}
+void multiply_tiles(const char*, int64_t, Panels, Panels, int64_t, int64_t, uint32_t*, float*, Aside) {}
 
 #endif
 
@@ -249,6 +257,10 @@ bool use_tiles() { return T::PACK == 2 && tiles_allowed; }
 
 template <class T>
 constexpr bool widens() { return WIDENS_INPUTS && T::PACK > 1; }
+
+// What a word of weights takes of a row of inputs.
+template <class T>
+constexpr int64_t WORD_BYTES = widens<T>() ? T::PACK * sizeof(float) : sizeof(uint32_t);
 
 constexpr int64_t WIDENED_ROWS = 16 * MAX_ROWS;   // at most, at a time: each thread keeps room for them
 
@@ -282,7 +294,8 @@ class Products {
     using E = typename T::Element;
     Body body;
     Place place;
-    alignas(64) float sums[2][4 * TILE * LANES];
+    const int64_t parts;
+    alignas(64) float sums[2][MOST_PARTS][PART_SUMS];
     Tag waiting{};                        // whose sums wait in sums[side]: rows next ... count, from row first on
     int64_t first = 0;
     int side = 0, next = 0, count = 0;
@@ -291,8 +304,11 @@ class Products {
 
     void finish(int rows) {
         for (int stop = std::min(count, next + rows); next < stop; ++next) {
-            const float* line = sums[side] + next / TILE * 2 * TILE * LANES + next % TILE * LANES;
-            body(waiting, first + next, load(line), load(line + TILE * LANES));
+            const int64_t line = next / TILE * 2 * TILE * LANES + next % TILE * LANES;
+            auto sum = [&](int64_t at) {
+                return sum_of_neighbours(parts, [&](int64_t part) { return load(sums[side][part] + at); });
+            };
+            body(waiting, first + next, sum(line), sum(line + TILE * LANES));
         }
     }
 
@@ -308,16 +324,17 @@ class Products {
             for (int64_t last = std::min(stop, row + claim); row < last; ++row) __builtin_prefetch(place(tag, row), 1);
         };
         auto store_and_ask = [this, &store] { store(), wanted.ask(); };
-        float* to = sums[1 - side];
+        float* to = sums[1 - side][0];
         switch (source) {
-            case COLD: return multiply_tiles<ROW_TILES, COLD>(from, pitch, now, then, steps, keep, to, store);
-            case WARM: return multiply_tiles<ROW_TILES, WARM>(from, pitch, now, then, steps, keep, to, store_and_ask);
-            case NARROW: return multiply_tiles<ROW_TILES, NARROW>(from, pitch, now, then, steps, keep, to, store);
+            case COLD: return multiply_tiles<ROW_TILES, COLD>(from, pitch, now, then, steps, parts, keep, to, store);
+            case WARM: return multiply_tiles<ROW_TILES, WARM>(from, pitch, now, then, steps, parts, keep, to, store_and_ask);
+            case NARROW: return multiply_tiles<ROW_TILES, NARROW>(from, pitch, now, then, steps, parts, keep, to, store);
         }
     }
 
    public:
-    Products(Body with, Place at) : body(with), place(at) {}
+    // of_parts: the inputs are these many equal parts, a power of two; each is added up by itself, then neighbours are added.
+    Products(Body with, Place at, int64_t of_parts) : body(with), place(at), parts(of_parts) {}
 
     // `rows` rows of `in` [rows, k] (see pitch_of) with two panels. `in` can be read up to a multiple of 16 rows; what lies
     // there does not matter. then: the panels that come next. cold: nobody has seen these panels in this step. keep: room for
@@ -355,17 +372,30 @@ class Products {
         for (int64_t begin = 0, now; begin < rows; begin += now) {
             now = (rows - begin + passes - 1) / passes, --passes;  // evenly: a row alone takes half as long as eight
             auto* from = inputs + begin * pitch;
-            Floats sum[MAX_ROWS][2];
             // What comes next is asked for in as many passes as it has panels: so memory and products have work all the time.
             const int pass = begin == 0 ? 0 : begin == first_rows ? 1 : 2;
-            if (!cold || pass == 2) {
-                ::multiply<T, 0>(int(now), sum, a.words, b.words, from, pitch, steps);
-            } else if (first_rows == rows) {
-                ::multiply<T, 2>(int(now), sum, a.words, b.words, from, pitch, steps, {then.a.bytes(0), then.b.bytes(0)});
-            } else {
-                ::multiply<T, 1>(int(now), sum, a.words, b.words, from, pitch, steps, {(pass == 0 ? then.a : then.b).bytes(0)});
+            Floats sum[MOST_PARTS][MAX_ROWS][2];
+            for (int64_t part = 0, some = steps / parts; part < parts; ++part) {
+                const int64_t word = part * some, line = word * LANES;
+                auto product = [&](auto asks, Asked asked) {
+                    ::multiply<T, asks>(int(now), sum[part], a.words + line, b.words + line, from + word * WORD_BYTES<T>, pitch, some, asked);
+                };
+                auto bytes = [line](const Panel& panel) { return panel.bytes(0) + 4 * line; };
+                if (!cold || pass == 2) product(std::integral_constant<int, 0>(), {});
+                else if (first_rows == rows) product(std::integral_constant<int, 2>(), {bytes(then.a), bytes(then.b)});
+                else product(std::integral_constant<int, 1>(), {bytes(pass == 0 ? then.a : then.b)});
             }
-            for (int row = 0; row < now; ++row) body(tag, begin + row, sum[row][0], sum[row][1]);
+            auto put = [&](auto count) {
+                for (int row = 0; row < now; ++row) {
+                    auto total = [&](int panel) {
+                        return sum_of_neighbours<count>([&](int64_t part) { return sum[part][row][panel]; });
+                    };
+                    body(tag, begin + row, total(0), total(1));
+                }
+            };
+            if (parts == 1) put(std::integral_constant<int64_t, 1>());
+            else if (parts == 2) put(std::integral_constant<int64_t, 2>());
+            else put(std::integral_constant<int64_t, 4>());
         }
     }
 
@@ -382,7 +412,7 @@ class Products {
 };
 
 template <class T, class Tag, class Body, class Place>
-auto products_into(Body body, Place place) { return Products<T, Tag, Body, Place>(body, place); }
+auto products_into(Body body, Place place, int64_t parts = 1) { return Products<T, Tag, Body, Place>(body, place, parts); }
 
 // Bytes of weights that rows go through together, a block of rows after the other: they stay in a core's own cache,
 // and so do the inputs of a block.

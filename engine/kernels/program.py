@@ -27,7 +27,7 @@ from engine.kernels.logits import NO_DRAWS, Draws, can_contest
 from engine.kernels.lowering import Lowering, PartialSums, StepList
 from engine.kernels.operations import OperationKind, StepArguments
 from engine.kernels.packing import Packer
-from engine.kernels.sums import OwnSums, SharedSums, Sums
+from engine.kernels.sums import OwnSums, SharedSums, Sums, is_order_fixed
 from engine.kernels.weights import PackedDecoder
 from parallel.communicators.base import Communicator
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
@@ -81,11 +81,11 @@ class Program:
         self._buffers: Buffers | None = None
         self._exchange: Exchange | None = None
         """Exchange for the buffers' room; None without expert layers."""
-        self._is_rank = ranks is not None
+        self._is_rank, self._size = ranks is not None, 1 if ranks is None else ranks.size
         self._ranks = ranks if decoder.num_sums else None
         self._shared_sums: SharedSums | None = None
         if self._ranks is not None and isinstance(self._ranks.group, SharedMemoryCommunicator):
-            self._shared_sums = SharedSums(self._ranks.group, decoder.hidden)
+            self._shared_sums = SharedSums(self._ranks.group, decoder.sums_width)
         self._own_sums: OwnSums | None = None
         """Sums through the communicator, for the buffers' room."""
         self.going_on: GoingOn | None = None
@@ -106,6 +106,11 @@ class Program:
     def version(self) -> str:
         """See :attr:`engine.kernels.library.Library.version`."""
         return self._library.version
+
+    @property
+    def is_order_fixed(self) -> bool:
+        """Whether all sums are made in the order of one worker's."""
+        return all(is_order_fixed(inputs, self._size) for inputs in self._decoder.inputs_of_sums(self._size))
 
     def __repr__(self) -> str:
         return f"<Program {len(self._packed.layers)} layers, {self._decoder.dtype}, {self._room}>"
@@ -253,7 +258,7 @@ class Program:
             assert self._cache is not None
             assert self._buffers is not None
             lowering = Lowering(
-                self._packed, self._products, self._cache, self._buffers, self._exchange, sums
+                self._packed, self._products, self._cache, self._buffers, self._exchange, sums, self._size
             )
             written = self._lists[how] = lowering.write(exchanges=native)
         if native:
@@ -271,7 +276,7 @@ class Program:
             elif isinstance(then, PartialSums):
                 assert self._own_sums is not None
                 rows = int(step.array["selected"]) if then.are_selected else tokens
-                self._own_sums.add_others(then.area, rows)
+                self._own_sums.add_others(then.area, rows * then.width)
             begin = end
         if before is not None:
             self._note(self.seconds - before)
@@ -286,7 +291,7 @@ class Program:
         if self._is_shared(tokens):
             return self._shared_sums
         if self._ranks is not None and self._own_sums is None:
-            self._own_sums = OwnSums(self._ranks, self._room.own, self._decoder.hidden)
+            self._own_sums = OwnSums(self._ranks, self._room.own, self._decoder.sums_width)
         return self._own_sums
 
     def _is_shared(self, tokens: int) -> bool:

@@ -66,7 +66,7 @@ void norm(const Operation& op, const Step& step, Work& work) {
     });
 }
 
-// out [tokens, n] = in [tokens, k] x weights (+ bias) (+ out)
+// out [tokens, n] = in [tokens, k] x weights (+ bias) (+ out); b: parts of the inputs, 0 for one
 template <class T>
 void linear(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
@@ -92,7 +92,7 @@ void linear(const Operation& op, const Step& step, Work& work) {
     auto products = products_into<T, Columns>([&](const Columns& to, int64_t row, Floats one, Floats two) {
         put(line(to, row), one, to.low, to.column);
         put(line(to, row), two, to.high, to.column + LANES);
-    }, place);
+    }, place, std::max<int64_t>(1, op.b));
     Weights weights(op, op.k / T::PACK);
     auto panels_of = [&](int64_t pair) { return Panels{weights.panel(2 * pair), weights.panel(2 * pair + 1)}; };
     work.share_out(pairs, CACHED_BYTES / (8 * panel), [&](Share now, Share next) {
@@ -138,7 +138,7 @@ void gated(const Operation& op, const Step& step, Work& work) {
     products.finish();
 }
 
-// out [rows, n] = what all ranks gave, float [rows, n] from byte a of each arena, in the order of the ranks (+ bias) (+ out).
+// out [rows, n] = what all ranks gave, float [rows, n] from byte a of each arena, neighbours added first (+ bias) (+ out).
 // extra: an exchange
 template <class T>
 void sum(const Operation& op, const Step& step, Work& work) {
@@ -148,11 +148,7 @@ void sum(const Operation& op, const Step& step, Work& work) {
     work.for_each(rows_of(op, step), [&](int64_t row) {
         for (int64_t i = 0; i < op.n; i += LANES) {
             Mask lanes = lanes_of(int(op.n - i));
-            Floats total = filled(0.f);
-            for (int64_t rank = 0; rank < exchange.size; ++rank) {
-                auto* given = reinterpret_cast<const float*>(exchange.arenas[rank] + op.a) + row * op.n + i;
-                total = rank == 0 ? load(given, lanes) : total + load(given, lanes);
-            }
+            Floats total = sum_over_ranks(exchange, op.a, row * op.n + i, lanes);
             if (bias) total = total + load(bias + i, lanes);
             E* to = static_cast<E*>(op.out) + row * pitch_of<T>(op.n) + i;
             if (op.flags & ADD) total = total + T::load(to, lanes);

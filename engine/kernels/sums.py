@@ -5,6 +5,11 @@ into its arena and counts one up, waits for the others, and adds all up in the o
 all have the same bits: as much as an all-reduce, inside of the list of operations. Over other transports the
 list is cut there, and the communicator adds up.
 
+The bits do not depend on the number of ranks, within limits (:func:`is_order_fixed`). The inputs of such a
+product are split into parts, the same for any number of ranks (:func:`parts_of`). Each part is added up by
+itself, then neighbours are added: (0 + 1) + (2 + 3). So two ranks add up halves of that, and four ranks one
+part each; what they give is added up in the same order.
+
 What a rank gave is read by the others until they give for the next sum. So the same memory may be written
 for the sum after that: two areas in turn would do, if steps had an even number of sums. Where it is odd the
 first of a step has an area of its own. What ranks find in their parts of the vocabulary has one, too, for not
@@ -27,16 +32,43 @@ from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.tensor_parallel import TensorRank
 
 NUM_AREAS = 4
+MOST_PARTS = 4
+"""Parts of the inputs of a product; so many ranks may have them."""
+_TILE_INPUTS = 32
+"""Inputs that a tile of AMX takes.
+
+Vectors would compute a product whose parts cut one.
+"""
 _ALIGNMENT = 64
 _OFFERED = 0
 """Index of an arena's word that counts the sums given by its rank."""
+
+
+def parts_of(inputs: int) -> int:
+    """Parts of a product's inputs that are added up by themselves, over all ranks.
+
+    It depends on the model alone: the most that leave tiles whole, or words where there are no tiles.
+    """
+    unit = 2 if inputs % _TILE_INPUTS else _TILE_INPUTS
+    return next((parts for parts in (MOST_PARTS, 2) if inputs % (parts * unit) == 0), 1)
+
+
+def is_order_fixed(inputs: int, ranks: int) -> bool:
+    """Whether so many ranks have whole parts, as many each."""
+    return parts_of(inputs) % ranks == 0
+
+
+def parts_here(inputs: int, ranks: int) -> int:
+    """Parts of the ``inputs`` that one of so many ranks has."""
+    whole = inputs * ranks
+    return parts_of(whole) // ranks if is_order_fixed(whole, ranks) else 1
 
 
 class Area(NamedTuple):
     """Place of a rank's partial sums."""
 
     address: int
-    """float32 [rows, hidden]"""
+    """float32 [rows, width of a row's sums]"""
     begin: int
     """Distance from the beginning of the arena, in bytes."""
 
@@ -45,10 +77,10 @@ class Sums:
     """Areas in arenas, one for each rank that is added up."""
 
     def __init__(
-        self, rank: int, arenas: list[int], num_bytes: int, hidden: int, num_areas: int = NUM_AREAS
+        self, rank: int, arenas: list[int], num_bytes: int, width: int, num_areas: int = NUM_AREAS
     ) -> None:
-        """``num_bytes``: of an arena."""
-        self._rank, self._hidden = rank, hidden
+        """``num_bytes``: of an arena. ``width``: of the widest row of sums."""
+        self._rank, self._width = rank, width
         self._area_bytes = (num_bytes - WORDS_BYTES) // num_areas // _ALIGNMENT * _ALIGNMENT
         self._arenas = np.array(arenas, dtype=np.int64)
         given = ctypes.c_int64.from_address(arenas[rank] + 8 * _OFFERED).value
@@ -61,7 +93,7 @@ class Sums:
     @property
     def rows(self) -> int:
         """Most rows of a step."""
-        return self._area_bytes // (4 * self._hidden)
+        return self._area_bytes // (4 * self._width)
 
     def area(self, number: int, of: int) -> Area:
         """Area of a step's sum number ``number`` of ``of``, which are at least two."""
@@ -79,9 +111,9 @@ class Sums:
 class SharedSums(Sums):
     """Sums among ranks that share memory."""
 
-    def __init__(self, group: SharedMemoryCommunicator, hidden: int) -> None:
+    def __init__(self, group: SharedMemoryCommunicator, width: int) -> None:
         self._members = group.arenas  # keeps the memory mapped
-        super().__init__(group.rank, [each.arena for each in self._members], group.arena_bytes, hidden)
+        super().__init__(group.rank, [each.arena for each in self._members], group.arena_bytes, width)
         self.waits = NativeWaits(group, "a sum over ranks")
         self.record["check"], self.record["crowded"] = self.waits.address, group.is_crowded
 
@@ -95,10 +127,10 @@ class OwnSums(Sums):
     No other rank reads them, so one area is enough.
     """
 
-    def __init__(self, ranks: TensorRank, rows: int, hidden: int) -> None:
+    def __init__(self, ranks: TensorRank, rows: int, width: int) -> None:
         self._ranks = ranks
-        self._memory = mapped(WORDS_BYTES + -(-4 * rows * hidden // _ALIGNMENT) * _ALIGNMENT)
-        super().__init__(0, [self._memory.data_ptr()], len(self._memory), hidden, num_areas=1)
+        self._memory = mapped(WORDS_BYTES + -(-4 * rows * width // _ALIGNMENT) * _ALIGNMENT)
+        super().__init__(0, [self._memory.data_ptr()], len(self._memory), width, num_areas=1)
 
     def __repr__(self) -> str:
         return f"<OwnSums of rank {self._ranks.rank}, up to {self.rows} rows>"
@@ -107,11 +139,20 @@ class OwnSums(Sums):
         """See :class:`Sums`."""
         return self._place(0)
 
-    def add_others(self, area: Area, rows: int) -> None:
-        """Add the other ranks' numbers to what is in an area.
+    def add_others(self, area: Area, count: int) -> None:
+        """Add the other ranks' numbers to the first ``count`` in an area.
 
         Raises:
             parallel.communicators.base.CollectiveError: one of them is lost.
         """
-        own = self._memory[area.begin :][: 4 * rows * self._hidden].view(torch.float32)
-        own.copy_(self._ranks.all_reduce(own))
+        own = self._memory[area.begin :][: 4 * count].view(torch.float32)
+        given = self._ranks.all_gather_rows(own, [count] * self._ranks.size)
+        own.copy_(_sum_of_neighbours([*given.split(count)] if count else [own]))
+
+
+def _sum_of_neighbours(terms: list[torch.Tensor]) -> torch.Tensor:
+    """As ``numbers.hpp`` adds them up."""
+    if len(terms) == 1:
+        return terms[0]
+    half = 1 << ((len(terms) - 1).bit_length() - 1)
+    return _sum_of_neighbours(terms[:half]) + _sum_of_neighbours(terms[half:])

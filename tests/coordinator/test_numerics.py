@@ -83,6 +83,19 @@ def test_stages_and_ranks_that_compute_alike_do_not_count() -> None:
     assert class_of(facts(first, second)) == class_of(facts())
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_count_only_where_sums_depend_on_their_number(ranks: int) -> None:
+    """Also whole experts on ranks, and stages that compute differently."""
+    fixed = msgspec.structs.replace(AMX, any_ranks=True)
+    cut = {"tensor_parallel_size": ranks, "has_whole_experts": True}
+    stages = fixed, msgspec.structs.replace(fixed, kernels="avx2", layers=(4, 8))
+    for alone in ((fixed,), stages):
+        several = [stage for stage in alone for _ in range(ranks)]
+        assert class_of(facts(*several, **cut)) == class_of(facts(*alone))
+    assert class_of(facts(*[AMX] * ranks, **cut)) != class_of(facts())
+    assert class_of(facts(*[AMX] * ranks, tensor_parallel_size=ranks)) != class_of(facts())
+
+
 def test_workers_that_compute_differently_make_a_class_of_their_own() -> None:
     first, second = (
         msgspec.structs.replace(AMX, layers=(0, 2)),

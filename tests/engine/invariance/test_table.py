@@ -48,7 +48,7 @@ TINY: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 16},
     "mistral": {"sliding_window": 40},
-    "mixtral": {},
+    "mixtral": {"intermediate_size": 128},  # two ranks have whole parts of it
 }
 """Families beside the shipped one: dense, norms of heads, a sliding window, experts."""
 FAMILIES = [SHIPPED_MODEL, *TINY]
@@ -410,19 +410,10 @@ def class_of(instance: Instance, config: EngineConfig) -> Numerics:
     return numerics_of(found, config.model, info.directory, arithmetic)
 
 
-def other_instance(model: Model, what: dict[str, Any]) -> Instance:
-    if "tensor_parallel_size" not in what:
-        return load(model.directory, **what)
-    executor = ThreadedShards(settings(model.directory), model.instance.info, tp=what["tensor_parallel_size"])
-    executor.load(lambda _phase: None)
-    executor.allocate(8)
-    return Instance(model.directory, executor)
-
-
 @pytest.mark.parametrize(
     "what",
-    [{"numerics": "avx2"}, {"numerics": "torch"}, {"dtype": "float32"}, {"tensor_parallel_size": 2}],
-    ids=["kernels", "torch", "dtype", "tp"],
+    [{"numerics": "avx2"}, {"numerics": "torch"}, {"dtype": "float32"}],
+    ids=["kernels", "torch", "dtype"],
 )
 def test_what_changes_bits_names_another_class(what: dict[str, Any], models: Callable[[str], Model]) -> None:
     assert KERNELS is not None
@@ -432,7 +423,7 @@ def test_what_changes_bits_names_another_class(what: dict[str, Any], models: Cal
     alone, ours = model.alone("greedy"), class_of(model.instance, settings(model.directory))
     library._load.cache_clear()  # kernels are chosen for a whole process
     try:
-        other = other_instance(model, what)
+        other = load(model.directory, **what)
         assert class_of(other, settings(model.directory, **what)) != ours
         assert other.answers(model.submits("greedy"), How())[0] != alone
         other.executor.close()
@@ -443,32 +434,23 @@ def test_what_changes_bits_names_another_class(what: dict[str, Any], models: Cal
 
 
 @columns
-def test_within_tp_nothing_else_changes_a_bit(column: str, models: Callable[[str], Model]) -> None:
+@pytest.mark.diagonal("column", "mixture", columns=2, each=1)
+def test_tensor_parallel_ranks_change_nothing(column: str, mixture: Model) -> None:
     """Ranks that add up in shared memory, or through their communicator."""
-    model = models("mixtral")
-    submits, found = model.submits(column), []
+    submits, config = mixture.submits(column), settings(mixture.directory, tensor_parallel_size=2)
     for group in (in_shared_memory, thread_group):
-        executor = ThreadedShards(settings(model.directory), model.instance.info, tp=2, group=group)
+        executor = ThreadedShards(settings(mixture.directory), mixture.instance.info, tp=2, group=group)
         executor.load(lambda _phase: None)
-        instance = Instance(model.directory, executor)
-        found += [instance.answers(submits, how)[0] for how in (ALONE, How(), How(budget=64, ngrams=True))]
+        instance = Instance(mixture.directory, executor)
+        for how in (ALONE, How(), How(budget=64, ngrams=True)):
+            assert instance.answers(submits, how)[0] == mixture.alone(column)
+        assert class_of(instance, config) == class_of(mixture.instance, settings(mixture.directory))
         executor.close()
-    assert all(answers == found[0] for answers in found)
 
 
-def test_whole_experts_under_tp_give_other_bits_than_parts_on_any_number_of_instances(
-    models: Callable[[str], Model],
-) -> None:
-    """``-tp 2`` cuts experts, unless ``-ep`` spreads whole ones over the ranks of all instances.
-
-    They are another class (tests/engine/test_numerics.py).
-    """
-    model = models("mixtral")
-    submits, found = model.submits("greedy"), []
+def test_whole_experts_on_ranks_change_nothing(mixture: Model) -> None:
+    """``-tp 2`` cuts experts, unless ``-ep`` spreads whole ones over the ranks of all instances."""
     for size in (1, 2):
-        members = Members(model.directory, size, ranks=2)
-        found.append(members.answers(submits))
+        members = Members(mixture.directory, size, ranks=2)
+        assert members.answers(mixture.submits("greedy")) == mixture.alone("greedy")
         members.close()
-    cut = other_instance(model, {"tensor_parallel_size": 2})
-    assert found[0] == found[1] != cut.answers(submits, How())[0]
-    cut.executor.close()

@@ -12,7 +12,7 @@ from engine.compute.logits_backend import SampleRow
 from engine.compute.native_logits import NativeLogits
 from engine.compute.sampler import Sampler, backend_on
 from engine.compute.token_rules import TokenRules
-from engine.compute.torch_logits import TorchLogits
+from engine.compute.torch_logits import TorchLogits, _exponentials
 from engine.kernels import library
 from engine.kernels import logits as native
 from engine.sampling import SamplingParams
@@ -112,6 +112,25 @@ def test_the_best_of_the_ranks_is_that_of_one(
         logits[row, torch.arange(logits.shape[1]) != row % logits.shape[1]] = -np.inf
     expected = Sampler(CPU).sample(logits, rows).tolist()
     assert both(monkeypatch, best) == (expected, expected)
+
+
+def test_the_best_of_the_ranks_is_that_of_one_also_if_all_are_as_fast() -> None:
+    """Nothing but rounding tells these tokens apart: none may depend on the tokens beside it."""
+    assert KERNELS is not None
+    columns, seeds, positions = 3000, list(range(60)), np.arange(60)
+    logits = (
+        _exponentials(torch.arange(columns, dtype=torch.int32)[None], seeds, positions.tolist()).log().float()
+    )
+    how = native.draws([native.draw_of(SamplingParams(), seed) for seed in seeds])
+    expected = native.draw(KERNELS, logits, how, positions).tolist()
+    for sizes in ([1500, 1500], [1, 2999], [751, 749, 750, 750]):
+        begins = np.cumsum([0, *sizes])
+        parts = [
+            native.contestants(KERNELS, part.contiguous(), how, positions, int(first))
+            for part, first in zip(logits.split(sizes, dim=1), begins, strict=False)
+        ]
+        scores, tokens = (np.stack(each, axis=1) for each in zip(*parts, strict=True))
+        assert tokens[positions, scores.argmax(axis=1)].tolist() == expected
 
 
 @pytest.mark.parametrize(

@@ -311,7 +311,7 @@ def test_sums_in_shared_memory_have_the_bits_of_an_all_reduce(
 
 
 def sums_in(arenas: list[np.ndarray[Any, Any]]) -> Sums:
-    return Sums(0, [arena.ctypes.data for arena in arenas], len(arenas[0]), hidden=16)
+    return Sums(0, [arena.ctypes.data for arena in arenas], len(arenas[0]), width=16)
 
 
 def test_areas_are_written_again_when_all_have_read_them() -> None:
