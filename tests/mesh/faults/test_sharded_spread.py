@@ -84,6 +84,7 @@ def held_by(mesh: SpreadMesh, rank: int | None = None) -> list[int]:
     return [int(name.partition('expert="')[2].partition('"')[0]) for name in found]
 
 
+@pytest.mark.nightly
 def test_a_lost_instance_costs_no_token_and_another_takes_its_place(
     alone: list[list[int]], tmp_path: Path
 ) -> None:

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.mesh.conftest import Mesh
-from tests.nightly import NIGHTLY
 
 SOAK = Path(__file__).parents[3] / "examples" / "benchmarks" / "soak.py"
 
-MINUTES = 0.3 if NIGHTLY else 0.1
+MINUTES = 0.3
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
 
@@ -24,6 +23,7 @@ def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
 
 
+@pytest.mark.nightly
 def test_bursts_and_gaps_lose_nothing(tmp_path: Path) -> None:
     """The bound of a step is wide, since a busy machine delays processes."""
     file = tmp_path / "soak.json"

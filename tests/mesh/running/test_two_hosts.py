@@ -187,6 +187,7 @@ def assert_wrong_hosts_are_refused(other: Host, nodes: list[str], key: Path, tmp
             assert reason in wrong.log
 
 
+@pytest.mark.nightly
 def test_a_host_ends_with_the_instance_and_one_that_never_comes_is_named(
     hosts: tuple[Host, Host], key: Path, tmp_path: Path
 ) -> None:
@@ -301,6 +302,7 @@ def test_doctor_on_both_hosts_measures_what_lies_between(hosts: tuple[Host, Host
     assert any(each.check == "0 - 1" and "latency" in each.text for each in reports[1].findings)
 
 
+@pytest.mark.nightly
 def test_doctor_looks_at_a_mesh_from_another_host(
     hosts: tuple[Host, Host], key: Path, tmp_path: Path
 ) -> None:
