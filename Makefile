@@ -14,7 +14,7 @@ MESH_FILES = $(filter-out tests/test_second_tries.py,$(sort $(shell grep -rl 'ma
 MESH_SHORT = tests/engine/% tests/parallel/% tests/mesh/running/test_wheel.py \
              $(patsubst %,tests/mesh/clients/test_%.py,apis bad_input observability structured)
 MESH_LONG  = tests/mesh/running/test_two_hosts.py tests/mesh/faults/test_chaos.py tests/mesh/faults/test_recovery.py \
-             tests/mesh/clients/test_dashboard.py
+             tests/mesh/clients/test_dashboard.py tests/parallel/test_communicators.py tests/engine/executor/test_mp.py
 MESH_TESTS = $(MESH_LONG) $(filter-out $(MESH_LONG) $(MESH_SHORT),$(MESH_FILES)) $(filter $(MESH_SHORT),$(MESH_FILES))
 
 # One more than cores: a fifth of the time of these tests is waiting for something.
