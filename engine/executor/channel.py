@@ -53,7 +53,8 @@ class Channel:
         Raises:
             ChannelClosed: the other side is gone, or takes nothing for ``send_timeout``.
         """
-        self.offer(payload)
+        if not self.offer(payload):
+            return
         writable = select.poll()
         writable.register(self._end, select.POLLOUT)
         while self.flush():
