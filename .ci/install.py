@@ -13,6 +13,11 @@ import sys
 from collections.abc import Iterable
 
 WANTED = ["-c", "constraints.txt", "-e", ".[dev]"]
+BY_TURNS = [
+    ["-c", "constraints.txt", "-r", "pyproject.toml", "--extra", "dev"],
+    ["-c", "constraints.txt", "--no-deps", "-e", "."],
+]
+"""The same for uv, which installs in any order: Ray has a script ``serve``, too, and the last one written stays."""
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 UV = [sys.executable, "-m", "uv"]
 
@@ -69,7 +74,7 @@ def for_uv(settings: dict[str, str]) -> tuple[list[str], dict[str, str]] | None:
     return flags, variables
 
 
-def install_with_uv(wanted: list[str]) -> bool:
+def install_with_uv(by_turns: list[list[str]]) -> bool:
     """Whether uv has installed everything."""
     listed = subprocess.run([*PIP, "config", "list"], check=True, capture_output=True, text=True).stdout
     given = for_uv(settings_of(listed.splitlines()))
@@ -78,12 +83,16 @@ def install_with_uv(wanted: list[str]) -> bool:
     if subprocess.run([*PIP, "install", "--quiet", "-c", "constraints.txt", "uv"], check=False).returncode:
         return False
     flags, variables = given
-    command = [*UV, "pip", "install", "--quiet", "--python", sys.executable, *flags, *wanted]
-    return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode == 0
+    command = [*UV, "pip", "install", "--quiet", "--python", sys.executable, *flags]
+    environment = {**os.environ, **variables}
+    return all(
+        subprocess.run([*command, *wanted], env=environment, check=False).returncode == 0
+        for wanted in by_turns
+    )
 
 
 def main() -> None:
-    if install_with_uv(WANTED):
+    if install_with_uv(BY_TURNS):
         writing = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         subprocess.run([sys.executable, "-c", LOADED], env=writing, check=True)
     else:

@@ -70,7 +70,7 @@ WHEEL = {
 RUN = """
 import runpy, sys
 main = runpy.run_path(sys.argv[1])["main"]
-main.__globals__.update(WANTED=["tiny-one"], LOADED="import tiny_one")
+main.__globals__.update(WANTED=["tiny-one"], BY_TURNS=[["tiny-one"]], LOADED="import tiny_one")
 main()
 """
 
@@ -106,3 +106,11 @@ def test_a_wheel_of_a_folder_that_pip_knows_is_installed(tmp_path: Path, more: s
     assert done.returncode == 0, done.stderr
     assert (site / "tiny_one.py").is_file()
     assert ("pip installs" in done.stdout) == bool(more), done.stderr
+
+
+def test_serve_is_ours_also_where_ray_is_installed() -> None:
+    """Ray has a script of that name, too."""
+    script = Path(sys.executable).with_name("serve")
+    if not script.exists():
+        pytest.skip("this environment has no scripts")
+    assert "router.launcher.entry" in script.read_text()
