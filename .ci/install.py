@@ -17,7 +17,10 @@ BY_TURNS = [
     ["-c", "constraints.txt", "-r", "pyproject.toml", "--extra", "dev"],
     ["-c", "constraints.txt", "--no-deps", "-e", "."],
 ]
-"""The same for uv, which installs in any order: Ray has a script ``serve``, too, and the last one written stays."""
+"""The same for uv, which installs in any order.
+
+Ray has a script ``serve``, too, and the last one written stays.
+"""
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 UV = [sys.executable, "-m", "uv"]
 

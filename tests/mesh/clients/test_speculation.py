@@ -11,7 +11,7 @@ from tests.mesh.clients.test_clients import metrics
 from tests.mesh.faults.test_loss import NUM_TOKENS, crowd
 from tests.mesh.harness import Ports, serve, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.mesh, pytest.mark.nightly, pytest.mark.timeout(240)]
 
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}'
 

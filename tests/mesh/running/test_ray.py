@@ -125,6 +125,7 @@ def expected() -> list[int]:
     return generated
 
 
+@pytest.mark.nightly
 def test_instances_on_both_nodes(cluster: Cluster, expected: list[int], tmp_path: Path) -> None:
     """One command starts them; nodes have room for one each, and for no third."""
     ports = Ports()
