@@ -187,7 +187,7 @@ def test_tokens_that_torch_chooses_are_alike_too(tmp_path: Path, monkeypatch: py
     executor.close()
 
 
-@pytest.mark.skipif(not NIGHTLY, reason="at night")
+@pytest.mark.nightly
 def test_threads_change_no_bit(executor: UniExecutor, directory: Path, alone: list[Answer]) -> None:
     threads = torch.get_num_threads()
     executor.set_threads(3)
@@ -197,7 +197,7 @@ def test_threads_change_no_bit(executor: UniExecutor, directory: Path, alone: li
         executor.set_threads(threads)
 
 
-@pytest.mark.skipif(not NIGHTLY, reason="at night")
+@pytest.mark.nightly
 def test_without_the_flag_bits_depend_on_the_batch(directory: Path) -> None:
     """Else the tests above would show nothing."""
     executor = loaded(engine(directory))
@@ -210,7 +210,7 @@ def test_without_the_flag_bits_depend_on_the_batch(directory: Path) -> None:
         pytest.skip("this CPU computes rows of these sizes alike in any batch")
 
 
-@pytest.mark.skipif(not NIGHTLY, reason="at night")
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=["tp2", "pp2"])
 def test_shards_keep_it(layout: dict[str, int], tmp_path: Path) -> None:
     """Stages compute the bits of one worker; ranks others, alike in any batch."""
@@ -230,7 +230,7 @@ def test_shards_keep_it(layout: dict[str, int], tmp_path: Path) -> None:
         whole.close()
 
 
-@pytest.mark.skipif(not NIGHTLY, reason="at night")
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
 def test_spread_experts_keep_it(family: str, tmp_path: Path) -> None:
     """Rows of several instances go through one product of an expert."""
