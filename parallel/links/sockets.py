@@ -1,0 +1,25 @@
+"""The connected sockets of one member of a group."""
+
+from __future__ import annotations
+
+import socket
+from typing import NamedTuple
+
+
+class GroupSockets(NamedTuple):
+    """One member's connections to all others, by their rank; whoever gets this closes them.
+
+    Both ends of each have proven the mesh's key, if there is one, for this very group.
+    """
+
+    data: dict[int, list[socket.socket]]
+    """The streams to each peer: tensors travel here, and nothing else."""
+    control: dict[int, socket.socket]
+    """One to each peer, for a last word: why this member leaves the group."""
+
+    def close(self) -> None:
+        for streams in self.data.values():
+            for stream in streams:
+                stream.close()
+        for each in self.control.values():
+            each.close()
