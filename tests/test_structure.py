@@ -19,7 +19,7 @@ ORDER = ["parallel", "coordinator", "engine", "router"]
 """Each package may import those before it, and itself."""
 
 ROOMS = {
-    "parallel": ["communicators"],
+    "parallel": ["links", "communicators"],
     "coordinator": ["settings", "rpc", "process"],
     "engine": [
         "host",

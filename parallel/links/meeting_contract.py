@@ -1,4 +1,4 @@
-"""What members of a group meet at: values by name, kept by one process for all."""
+"""The contract of a meeting place: values by name that one process keeps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Protocol
 
 
 class Meeting(Protocol):
-    """A member's way to the values; all calls may raise :class:`.CollectiveError` when its host is gone."""
+    """A member's way to the values.
+
+    All calls raise CollectiveError when the process that keeps them is gone.
+    """
 
     def set(self, key: str, value: bytes) -> None: ...
 

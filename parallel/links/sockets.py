@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class GroupSockets(NamedTuple):
-    """One member's connections to all others, by their rank; whoever gets this closes them.
+    """One member's connections to all others, by rank; their user closes them.
 
     Both ends of each have proven the mesh's key, if there is one, for this very group.
     """
