@@ -194,11 +194,12 @@ def test_the_size_of_kv_blocks_changes_nothing(block_size: int, column: str, mod
 @some_families
 def test_prefix_cache_hits_change_nothing(column: str, model: Model) -> None:
     """Common beginnings, then all prompts again: as much of each as a hit may be."""
-    submits, core = model.submits(column), model.instance.core(How())
-    assert run(core, submits) == model.alone(column)
+    submits, alone = model.submits(column), model.alone(column)
+    core = model.instance.core(How())  # from here on its KV cache is this one's
+    assert run(core, submits) == alone
     partial = core.scheduler.counters().prefix_cache_hits
     found = run(core, again(submits))
-    assert {key - COUNT: answer for key, answer in found.items()} == model.alone(column)
+    assert {key - COUNT: answer for key, answer in found.items()} == alone
     assert core.scheduler.counters().prefix_cache_hits > 2 * partial > 0
 
 
