@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from parallel.communicators import Backend, Communicator, make_communicator
+from parallel.links.keys import LinkKey
 from parallel.links.meeting_contract import Meeting
 
 
@@ -38,12 +39,13 @@ def form(
     host: str = "127.0.0.1",
     should_stop: Callable[[], bool] | None = None,
     forming_timeout: float | None = None,
+    key: LinkKey | None = None,
 ) -> Communicator:
     """Form one group of an epoch; returns this member's end when all are connected.
 
     ``timeout`` (seconds) bounds every call, and how long this waits for the others unless
-    ``forming_timeout`` does. ``host`` is the address on which the others
-    reach this member. ``should_stop`` ends the forming when a later epoch has come, or there is another
+    ``forming_timeout`` does. ``host`` is the address on which the others reach this member, ``key`` what both
+    ends of a link prove. ``should_stop`` ends the forming when a later epoch has come, or there is another
     reason not to wait any longer; then, and when somebody does not come, raises CollectiveError. One
     client of a meeting place forms one group at a time.
     """
@@ -57,4 +59,5 @@ def form(
         host=host,
         should_stop=should_stop,
         forming_timeout=forming_timeout,
+        key=key,
     )

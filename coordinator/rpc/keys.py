@@ -17,6 +17,8 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
+from parallel.links.keys import LinkKey
+
 FORMAT = "lockstep-mesh-key-1"
 """First word of the line that counts; another version of Lockstep may write another."""
 HEADING = (
@@ -48,6 +50,11 @@ class MeshKeys(msgspec.Struct, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         """Never the secrets: this ends up in logs."""
         return f"<MeshKeys {self.server_public[:8].decode()}>"
+
+    @property
+    def of_links(self) -> LinkKey:
+        """Key of the links over which members exchange tensors, derived from both secrets."""
+        return LinkKey.derive(self.server_secret + self.client_secret)
 
 
 def generate() -> MeshKeys:

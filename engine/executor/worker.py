@@ -51,6 +51,7 @@ from engine.executor.messages import (
 from engine.host import deferred
 from engine.model.checkpoint import CheckpointError
 from parallel.communicators.base import CollectiveError
+from parallel.links.keys import LinkKey
 
 if TYPE_CHECKING:
     from engine.executor.uni import UniExecutor
@@ -148,11 +149,12 @@ class Worker:
         forming = device.forming_timeout  # the others may still load libraries
         meet = self._receive()
         assert isinstance(meet, Meet)
+        key = None if begin.key is None else LinkKey(begin.key.secret)
         meeting: Meeting
         if meet.port:
-            meeting = MeetingClient(meet.address, meet.port, forming)
+            meeting = MeetingClient(meet.address, meet.port, key, forming)
         else:
-            meeting = self._hosted = MeetingHost(meet.address)  # kept while others may still ask
+            meeting = self._hosted = MeetingHost(meet.address, key=key)  # kept while others may still ask
             self._send(Hosting(meeting.port))
         formed: dict[str, Communicator | None] = {"tp": None, "pp": None}
         tp, pp = device.tensor_parallel_size, device.pipeline_parallel_size
@@ -163,7 +165,7 @@ class Worker:
             if size > 1:
                 group = groups.form(
                     meeting, 0, rank, size, choose_transport(hosts), device.collective_timeout,
-                    group=f"{axis}/{other}", host=begin.address, forming_timeout=forming,
+                    group=f"{axis}/{other}", host=begin.address, forming_timeout=forming, key=key,
                 )  # fmt: skip
                 self._groups.append(group)
                 formed[axis] = group

@@ -62,7 +62,7 @@ class Spread:
         self._was_ready = False
         self.drains = False
         """Whether it drains; it is then no longer reported as ready."""
-        self._meeting = Rendezvous(host, device)
+        self._meeting = Rendezvous(host, device, keys.of_links if keys is not None else None)
         self.stepping = Elastic(
             name,
             executor,
