@@ -51,11 +51,6 @@ class MeshKeys(msgspec.Struct, frozen=True, kw_only=True):
         """Never the secrets: this ends up in logs."""
         return f"<MeshKeys {self.server_public[:8].decode()}>"
 
-    @property
-    def of_links(self) -> LinkKey:
-        """Key of the links over which members exchange tensors, derived from both secrets."""
-        return LinkKey.derive(self.server_secret + self.client_secret)
-
 
 def generate() -> MeshKeys:
     """New keys, from the system's random numbers."""
@@ -69,6 +64,11 @@ def _of_secrets(server: bytes, client: bytes) -> MeshKeys:
         client_public=zmq.curve_public(client),
         client_secret=client,
     )
+
+
+def link_key(keys: MeshKeys) -> LinkKey:
+    """Key of the links that carry tensors, derived from both secrets; it gives neither away."""
+    return LinkKey.derive(z85.decode(keys.server_secret) + z85.decode(keys.client_secret))
 
 
 def text_of(keys: MeshKeys) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from coordinator.rpc.keys import link_key
 from engine.executor_contract import STARTUP_TIMEOUT
 from parallel.links.keys import LinkKey
 
@@ -52,7 +53,7 @@ def make_executor(
             from engine.executor.spread_mp import SpreadMpExecutor
 
             spread_crew = LocalCrew(worker_names(config, rank), threads, SpreadMpExecutor.num_channels)
-            key = keys.of_links if keys is not None else None
+            key = link_key(keys) if keys is not None else None
             return SpreadMpExecutor(config, info, spread_crew, threads, cores, place, startup_timeout, key)
         from engine.executor.mp import MpExecutor
 

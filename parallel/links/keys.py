@@ -40,7 +40,7 @@ class LinkKey:
 
     @property
     def secret(self) -> bytes:
-        """For a process that is to have it, over a channel that nobody else reads."""
+        """The secret, for a process that is to have it, over a channel that nobody else reads."""
         return self._secret
 
     def proof(self, label: bytes, *parts: bytes) -> bytes:
@@ -48,17 +48,25 @@ class LinkKey:
         return _authenticated(self._secret, label, *parts)
 
     def expand(self, label: bytes, salt: bytes, num_bytes: int) -> bytes:
-        """Secret bytes for one purpose: HKDF (RFC 5869) with SHA-256."""
-        pseudorandom = hmac.digest(salt, self._secret, hashlib.sha256)
-        blocks, block = b"", b""
-        for number in range(1, -(-num_bytes // hashlib.sha256().digest_size) + 1):
-            block = hmac.digest(pseudorandom, block + label + bytes([number]), hashlib.sha256)
-            blocks += block
-        return blocks[:num_bytes]
+        """Secret bytes for one purpose: HKDF with SHA-256 (RFC 5869), ``label`` as its info."""
+        return expand(self._secret, label, salt, num_bytes)
+
+
+def expand(secret: bytes, info: bytes, salt: bytes, num_bytes: int) -> bytes:
+    """HKDF with SHA-256: extract, then expand (RFC 5869 2.2, 2.3)."""
+    pseudorandom = hmac.digest(salt, secret, hashlib.sha256)
+    blocks, block = b"", b""
+    for number in range(1, -(-num_bytes // hashlib.sha256().digest_size) + 1):
+        block = hmac.digest(pseudorandom, block + info + bytes([number]), hashlib.sha256)
+        blocks += block
+    return blocks[:num_bytes]
 
 
 NO_KEY = LinkKey(bytes(KEY_BYTES))
-"""The key of meshes without one: it proves nothing, but versions and groups are compared."""
+"""Key of a mesh without one: it proves nothing.
+
+Versions, purposes and sizes are compared all the same.
+"""
 
 
 def _authenticated(secret: bytes, *parts: bytes) -> bytes:

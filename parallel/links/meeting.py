@@ -19,7 +19,8 @@ import msgspec
 
 from parallel.links.errors import CollectiveError, Evidence
 from parallel.links.frames import Frames, FrameTooLarge, framed
-from parallel.links.handshake import HANDSHAKE_SECONDS, Connecting, Offer, Refused
+from parallel.links.handshake import HANDSHAKE_SECONDS, Offer, Refused
+from parallel.links.introduction import introduce
 from parallel.links.keys import LinkKey
 from parallel.links.meeting_server import (
     LONGEST_WAIT,
@@ -190,13 +191,8 @@ class MeetingClient:
         Raises:
             CollectiveError: it is none of this mesh, or does not answer.
         """
-        handshake = Connecting(Offer(PURPOSE), key)
-        deadline = time.monotonic() + HANDSHAKE_SECONDS
         try:
-            self._connection.settimeout(HANDSHAKE_SECONDS)
-            self._connection.sendall(handshake.hello)
-            while not handshake.is_done:
-                self._connection.sendall(handshake.take(self._receive_exactly(handshake.wanted, deadline)))
+            introduce(self._connection, Offer(PURPOSE), key, HANDSHAKE_SECONDS)
         except Refused as refused:
             problem = f"the meeting place at {self._where} is not to be used: {refused}"
             raise CollectiveError(problem) from refused
@@ -207,16 +203,6 @@ class MeetingClient:
         except OSError as error:
             problem = f"{self._where} ends the connection in its handshake ({error.strerror or error})"
             raise CollectiveError(problem) from error
-
-    def _receive_exactly(self, num_bytes: int, deadline: float) -> bytes:
-        received = b""
-        while len(received) < num_bytes:
-            self._connection.settimeout(max(0.001, deadline - time.monotonic()))
-            content = self._connection.recv(num_bytes - len(received))
-            if not content:
-                raise ConnectionResetError("closed by its host")
-            received += content
-        return received
 
     def _receive(self, deadline: float) -> bytes:
         while True:
