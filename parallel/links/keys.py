@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
 
 KEY_BYTES = 32
 
@@ -31,6 +32,16 @@ class LinkKey:
     def derive(cls, secret: bytes) -> LinkKey:
         """The key of a mesh's links, from a secret that all its processes have."""
         return cls(hmac.digest(secret, b"lockstep: key of links, 1", hashlib.sha256))
+
+    @classmethod
+    def generate(cls) -> LinkKey:
+        """A new key, from the system's random numbers."""
+        return cls(secrets.token_bytes(KEY_BYTES))
+
+    @property
+    def secret(self) -> bytes:
+        """The secret, for a process that is to have it, over a channel that nobody else reads."""
+        return self._secret
 
     def proof(self, label: bytes, *parts: bytes) -> bytes:
         """HMAC-SHA256 over a label and these parts, each with its length before it: 32 bytes."""
