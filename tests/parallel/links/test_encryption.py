@@ -89,7 +89,7 @@ def test_what_is_encrypted_comes_out_and_is_no_plain_text_between() -> None:
 
 
 def test_members_encrypt_if_all_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each link is given to the kernel once at each end, with the keys of that link."""
+    """Each end of each link is given to the kernel once, with its own keys."""
     given = []
     monkeypatch.setattr(connecting, "can_encrypt", lambda: True)
     monkeypatch.setattr(
@@ -131,7 +131,7 @@ def test_the_log_tells_what_is_protected(has_key: bool, is_encrypted: bool, expe
 
 
 def test_a_trial_that_fails_in_any_way_means_no(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that takes the keys and then mangles what is sent is one that cannot."""
+    """A kernel that takes the keys, but loses what is sent, cannot."""
     monkeypatch.setattr(encryption, "_switch_on", lambda *_: None)
     why_not.cache_clear()
     assert why_not() == ""  # plain sockets give back what was sent
