@@ -1,4 +1,4 @@
-"""Strangers at the ports of a group that forms: none gets in, and none delays it.
+"""Strangers at the ports of a group that forms: none gets in or delays it.
 
 Each attack is under way before the first honest member connects.
 """
@@ -203,7 +203,7 @@ def meeting() -> Iterator[MeetingHost]:
 def beside(
     attack: Callable[[Attackers], None], target: str, meeting: MeetingHost
 ) -> tuple[float, list[GroupSockets | CollectiveError], Attackers]:
-    """Form a group beside an attack; returns the seconds of its last members, and its sockets."""
+    """Seconds of the last members of a group beside an attack, and its sockets."""
 
     def member(rank: int) -> GroupSockets | CollectiveError:
         client = MeetingClient(HOST, meeting.port, KEY)
