@@ -233,8 +233,16 @@ def join_meeting(address: str, key: LinkKey | None) -> MeetingClient:
 def _connect(host: str, port: int, timeout: float, may_be_early: bool) -> socket.socket:
     deadline = time.monotonic() + timeout
     while True:
+        patience = min(CONNECT_TIMEOUT, max(deadline - time.monotonic(), PAUSE))
         try:
-            return socket.create_connection((host, port), max(deadline - time.monotonic(), PAUSE))
+            return socket.create_connection((host, port), patience)
+        except TimeoutError as error:
+            raise CollectiveError(
+                f"no answer at all from {host}:{port} within {patience:g} s: a firewall drops what goes to "
+                "that port, or the cable is out",
+                0,
+                "deadline",
+            ) from error
         except OSError as error:
             if not may_be_early or time.monotonic() + PAUSE > deadline:
                 why = error.strerror or error
