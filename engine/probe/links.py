@@ -2,7 +2,7 @@
 
 Prints the same answer on all hosts, as JSON. The hosts meet at a port of the first one, tell each other what
 they are, then measure pair after pair, and all together if they are more than two. The links are those that
-tensors take in a mesh, and prove its key. What goes wrong on one host is told to the others.
+tensors take in a mesh, and prove its key. What goes wrong on one host, the others report, too.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _find_out(
 
 
 def _leave(meeting: MeetingHost | MeetingClient, ask: Ask, seconds: float) -> None:
-    """Say that this host has all that it needs; they meet on rank 0, which leaves last."""
+    """Say that this host has all that it needs; rank 0 leaves last."""
     meeting.set(f"done/{ask.rank}", b"")
     if isinstance(meeting, MeetingHost):
         names, deadline = [f"done/{rank}" for rank in range(ask.size)], time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""A meeting place over TCP: the process that keeps the values, and those that ask it.
+"""A meeting place over TCP: its host, and its clients.
 
 The members of a group tell each other here where they are reached. It is needed only until a group is formed;
 its host keeps it that long, and no group suffers when it goes away afterwards. Each group has names of its
@@ -55,7 +55,9 @@ class MeetingHost:
     """A meeting place that this process keeps (:class:`parallel.links.meeting_contract.Meeting`)."""
 
     def __init__(self, host: str, port: int | None = None, key: LinkKey | None = None) -> None:
-        """Listens on this one address, without a port on a free one; ``key``: what clients prove.
+        """Listens on this one address, without a port on a free one.
+
+        ``key``: what clients prove; None: a mesh without a key.
 
         Raises:
             OSError: it cannot.

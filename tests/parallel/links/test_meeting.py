@@ -43,7 +43,7 @@ def client_of(host: MeetingHost) -> MeetingClient:
 
 
 def connection_to(host: MeetingHost) -> socket.socket:
-    """A connection of somebody who is let in, and then speaks as no client of ours does."""
+    """A connection that is let in, for what no client of ours would send."""
     connection = socket.create_connection(("127.0.0.1", host.port))
     introduce(connection, Offer(meeting_server.PURPOSE), None)
     return connection
@@ -218,7 +218,7 @@ def test_clients_that_die_in_the_middle_disturb_nobody(host: MeetingHost) -> Non
 
 
 def test_slow_readers_and_senders_hold_nobody_up(host: MeetingHost) -> None:
-    """A client that reads no answers is read no more; one that sends byte by byte is waited for."""
+    """A client that reads no answers is read no more; slow senders are waited for."""
     host.set("large", bytes(meeting_values.LARGEST_VALUE))
     question = framed(msgspec.msgpack.encode(meeting_server.Find(["large"] * 8, 0.0)))
     deaf = connection_to(host)
