@@ -29,7 +29,8 @@ def exchange(
     Waits until all members have written theirs.
 
     Raises:
-        CollectiveError: somebody did not come in time, ``should_stop`` returned True, or the meeting place is gone.
+        CollectiveError: somebody did not come in time, ``should_stop`` returned True, or the meeting place is
+            gone.
     """
     deadline = time.monotonic() + timeout
     keys = [f"member/{member}" for member in range(size)]
