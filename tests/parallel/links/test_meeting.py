@@ -389,6 +389,18 @@ def test_what_is_no_meeting_place_is_said(monkeypatch: pytest.MonkeyPatch) -> No
         assert caught.value.evidence == "deadline"
 
 
+def test_who_only_looks_whether_a_port_can_be_reached_is_no_stranger(host: MeetingHost) -> None:
+    for _ in range(3):
+        socket.create_connection(("127.0.0.1", host.port)).close()
+    client_of(host).set("a", b"1")
+    with socket.create_connection(("127.0.0.1", host.port)) as stranger:
+        stranger.sendall(b"L")
+    deadline = time.monotonic() + PATIENCE
+    while host.refused != 1:
+        assert time.monotonic() < deadline, host.refused
+        time.sleep(0.001)
+
+
 def test_strangers_who_say_nothing_delay_nobody(host: MeetingHost) -> None:
     strangers = [socket.create_connection(("127.0.0.1", host.port)) for _ in range(100)]
     began = time.monotonic()
