@@ -67,7 +67,10 @@ class Health(Protocol):
         ...
 
     def fail_on_links(self, peer: int | None, error: int) -> NoReturn:
-        """A link is broken, or all were aborted; see :class:`parallel.communicators.native_links.Broken`."""
+        """A link is broken, or all were aborted.
+
+        See :class:`parallel.communicators.native_links.Broken`.
+        """
         ...
 
 
@@ -224,7 +227,7 @@ class NativeNetworkRounds:
     def _reducing_in_python(
         self, call: str, shape: Sequence[int], dtype: torch.dtype, sizes: Sequence[int], in_parts: bool
     ) -> Callable[..., None]:
-        """A sum of elements that native code does not add up: the same messages, then torch."""
+        """Sum of elements that native code does not add up: same messages, then torch."""
         size, rank = self.size, self.rank
         num_bytes = math.prod(shape) * dtype.itemsize
         if call == "all_reduce" and in_parts:
@@ -347,7 +350,10 @@ def _note(call: str, num_bytes: int) -> int:
 
 
 def _checking(health: Health, errors: list[BaseException]) -> Any:
-    """A check that calls make now and then while they wait for a peer; a returned 1 means: give up."""
+    """A check that calls make now and then while they wait for a peer.
+
+    A returned 1 means: give up.
+    """
 
     def check(rank: int) -> int:
         try:

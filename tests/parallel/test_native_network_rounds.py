@@ -137,7 +137,7 @@ def test_sums_have_the_bits_of_rank_order(threads: Threads, dtype: torch.dtype) 
 def test_sums_that_native_code_does_not_know_go_by_the_same_messages(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 sums bfloat16 in torch, as a member does whose CPU has no instructions for it."""
+    """Rank 0 sums bfloat16 in torch, as where the CPU lacks instructions."""
     size, dtype = len(threads.members), torch.bfloat16
     library = threads.members[0].rounds._library
     less = Library.__new__(Library)
@@ -323,7 +323,7 @@ def test_abort_of_the_links_ends_a_call() -> None:
 
 
 def test_waiting_members_sleep_and_count_for_whom() -> None:
-    """A member that waits long uses little of a core, from its second long wait on."""
+    """A member that waits long uses little of a core."""
     group = Threads(2)
 
     def late(member: Member) -> None:
