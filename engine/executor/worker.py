@@ -51,6 +51,7 @@ from engine.executor.messages import (
 from engine.host import deferred
 from engine.model.checkpoint import CheckpointError
 from parallel.communicators.base import CollectiveError
+from parallel.links.keys import LinkKey
 
 if TYPE_CHECKING:
     from engine.executor.uni import UniExecutor
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
     from engine.model.shard import Shard
     from parallel.communicators import Backend
     from parallel.communicators.base import Communicator
+    from parallel.links.meeting import MeetingHost
+    from parallel.links.meeting_contract import Meeting
 
 logger = logging.getLogger("engine.executor.worker")
 
@@ -75,6 +78,7 @@ class Worker:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
         self._groups: list[Communicator] = []
+        self._hosted: MeetingHost | None = None
 
     def run(self) -> None:
         """Serve until the engine is gone.
@@ -139,15 +143,19 @@ class Worker:
         """Form this worker's two groups: ranks of its stage, stages of its rank."""
         from engine.model.shard import Shard
         from parallel import groups
+        from parallel.links.meeting import MeetingClient, MeetingHost
 
         device = begin.config.device
         forming = device.forming_timeout  # the others may still load libraries
         meet = self._receive()
         assert isinstance(meet, Meet)
-        store = groups.open_store(meet.address, meet.port or None, is_host=not meet.port, timeout=forming)
-        if not meet.port:
-            self._send(Hosting(store.port))
-        self._hosted = store  # its host keeps it while others may still ask
+        key = None if begin.key is None else LinkKey(begin.key.secret)
+        meeting: Meeting
+        if meet.port:
+            meeting = MeetingClient(meet.address, meet.port, key, forming)
+        else:
+            meeting = self._hosted = MeetingHost(meet.address, key=key)  # kept while others may still ask
+            self._send(Hosting(meeting.port))
         formed: dict[str, Communicator | None] = {"tp": None, "pp": None}
         tp, pp = device.tensor_parallel_size, device.pipeline_parallel_size
         for axis, rank, size, other, hosts in (
@@ -156,8 +164,8 @@ class Worker:
         ):
             if size > 1:
                 group = groups.form(
-                    store, 0, rank, size, choose_transport(hosts), device.collective_timeout,
-                    group=f"{axis}/{other}", host=begin.address, forming_timeout=forming,
+                    meeting, 0, rank, size, choose_transport(hosts), device.collective_timeout,
+                    group=f"{axis}/{other}", host=begin.address, forming_timeout=forming, key=key,
                 )  # fmt: skip
                 self._groups.append(group)
                 formed[axis] = group
