@@ -4,9 +4,9 @@ This module loads no torch, and knows neither sockets nor memory.
 
 Members of one host exchange by shared memory, so what another host needs is sent there once, and passed on
 inside. For each host, its members cut the line of all ranks between them: each stands for a *span*, ranks
-that follow one another, itself among them. A member receives what comes from other hosts' ranks of its span, and
-gives the whole span to the members of its host. So the spans of a host's members, one after another, are in
-the order of all ranks, however ranks lie on hosts, and nothing must be sorted.
+that follow one another, itself among them. A member receives what comes from other hosts' ranks of its span,
+and gives the whole span to the members of its host. So the spans of a host's members, one after another, are
+in the order of all ranks, however ranks lie on hosts, and nothing must be sorted.
 
 What differs from receiver to receiver (all-to-all, pieces of a reduce-scatter) goes straight from its giver
 to its receiver.
