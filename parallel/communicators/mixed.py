@@ -101,6 +101,7 @@ class Between(Protocol):
     on_broken: Callable[[CollectiveError], None] | None
     health: LinkedHealth
     links: Links
+    links_address: int
 
     def abort(self) -> None: ...
     def close(self) -> None: ...
@@ -179,16 +180,6 @@ class MixedCommunicator:
             f"<MixedCommunicator of {hosts} hosts, rank {self.rank} of {self.size},"
             f" {blame[0] if blame else 'open'}>"
         )
-
-    @property
-    def hosts(self) -> Sequence[int]:
-        """Numbers of the members' hosts, by rank."""
-        return self._routes.hosts
-
-    @property
-    def is_crowded(self) -> bool:
-        """Whether this host has more members than cores."""
-        return len(self._routes.local) > usable_cores()
 
     @property
     def processes(self) -> dict[int, int]:
@@ -355,6 +346,47 @@ class MixedCommunicator:
         if self.local is not None:
             self.local.close()
 
+    # ---- for native code that exchanges by itself
+
+    @property
+    def hosts(self) -> Sequence[int]:
+        """Numbers of the members' hosts, by rank."""
+        return self._routes.hosts
+
+    @property
+    def links_address(self) -> int:
+        """Address of the table of links to all members; 0 if they are Python's."""
+        return self._network.links_address
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether this host has more members than cores."""
+        return len(self._routes.local) > usable_cores()
+
+    def begin_exchange(self, call: str) -> None:
+        """Begin a call that waits by itself; its deadline is the communicator's.
+
+        Raises:
+            CollectiveError: the group is broken.
+        """
+        with self._call(call):
+            self._part.begin(call)
+
+    def check_exchange(self, rank: int, has_arrived: Callable[[], bool]) -> None:
+        """Check a wait for member ``rank``; called every few milliseconds.
+
+        Raises:
+            CollectiveError: the wait can no longer end well; from now on all calls fail, here and at the
+                others.
+        """
+        is_beside = self.local is not None and rank in self._routes.local
+        with self._failing:
+            if is_beside:
+                self._stage(1)  # it may wait for a member of another host
+                self._part.check(self._routes.local.index(rank), has_arrived)
+            else:
+                self._network.health.check(rank, has_arrived)
+
     # ---- what it is built from
 
     def _beside(self, rank: int) -> SharedMemoryCommunicator:
@@ -413,7 +445,7 @@ class MixedCommunicator:
         return sum_in_rank_order(terms, out=torch.empty_like(terms[0]))
 
     def _reduce_in_chain(self, flat: torch.Tensor) -> torch.Tensor:
-        """Sum from host to host: each adds its terms to those before, in pieces side by side."""
+        """Sum from host to host, in pieces side by side: each adds its terms."""
         routes = self._routes
         sizes = routes.lane_sizes(flat.numel())
         own, count = sizes[routes.local_rank], len(routes.local)
@@ -431,7 +463,7 @@ class MixedCommunicator:
         return self.local.all_gather(total, sizes)
 
     def _add_along(self, lane: Lane, terms: torch.Tensor, total: torch.Tensor) -> None:
-        """One lane of a chain: add terms [members of this host, n] up to the total [n]."""
+        """Add terms [members of this host, n] along a lane, to the total [n]."""
         note = _note("all_reduce", total.nbytes)
         summed = sum_type(total.dtype)
         step = CHAIN_BYTES // summed.itemsize
