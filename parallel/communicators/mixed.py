@@ -39,6 +39,7 @@ from parallel.communicators.rendezvous import exchange
 from parallel.communicators.segments import this_host
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.communicators.slots import Span, span_of, spans_of
+from parallel.links.counts import CountedLinks, LinkCount, counts_of
 from parallel.links.meeting_contract import Meeting, Prefixed
 from parallel.topology import usable_cores
 
@@ -94,13 +95,17 @@ class LinkedHealth(Health, Protocol):
     def give_up(self, reason: str, rank: int | None, evidence: Evidence) -> None: ...
 
 
+class UsedLinks(Links, CountedLinks, Protocol):
+    """What is used of a member's links."""
+
+
 class Between(Protocol):
     """What is used of the communicator that has all members."""
 
     processes: dict[int, int]
     on_broken: Callable[[CollectiveError], None] | None
     health: LinkedHealth
-    links: Links
+    links: UsedLinks
     links_address: int
 
     def abort(self) -> None: ...
@@ -192,6 +197,10 @@ class MixedCommunicator:
     @on_broken.setter
     def on_broken(self, call: Callable[[CollectiveError], None] | None) -> None:
         self._network.on_broken = call
+
+    def link_counts(self) -> list[LinkCount]:
+        """What the links to the others have carried, by rank."""
+        return counts_of(self._network.links)
 
     def _call(self, call: str) -> _Failing:
         """A call begins.
