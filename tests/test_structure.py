@@ -56,6 +56,7 @@ COMPUTES = {
     "parallel.communicators.arithmetic",
     "parallel.communicators.gloo",
     "parallel.communicators.mixed",
+    "parallel.communicators.native_network_rounds",
     "parallel.communicators.native_rounds",
     "parallel.communicators.plans",
     "parallel.communicators.rounds",

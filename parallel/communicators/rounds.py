@@ -27,8 +27,9 @@ TWO_STEP_BYTES = 64 << 10
 """Tensors of more bytes are reduced in parts, if there are more than two members."""
 CALLS = (
     "all_gather_ints", "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast",
-    "all_gather_view", "all_to_all_views",
+    "all_gather_view", "all_to_all_views", "send",
 )  # fmt: skip
+"""Names in the order of their numbers; messages over links have these numbers, too."""
 
 
 class Rounds:
