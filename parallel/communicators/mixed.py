@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
+from parallel.communicators import native_network_rounds
 from parallel.communicators.arithmetic import (
     add_in_rank_order,
     check_own,
@@ -35,7 +36,10 @@ from parallel.communicators.base import CollectiveError, Evidence
 from parallel.communicators.group_health import Blame, GroupHealth
 from parallel.communicators.host_routes import HostRoutes, Lane
 from parallel.communicators.messages import Health, Incoming, Links, Messages
+from parallel.communicators.native_links import NativeLinks
+from parallel.communicators.native_network_rounds import NativeNetworkRounds
 from parallel.communicators.rendezvous import exchange
+from parallel.communicators.rounds import CALLS
 from parallel.communicators.segments import this_host
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.communicators.slots import Span, span_of, spans_of
@@ -50,11 +54,6 @@ CHAIN_BYTES = 256 << 10
 
 Hosts add up one while others are sent.
 """
-
-CALLS = (
-    "all_gather_ints", "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast",
-    "all_gather_view", "all_to_all_views", "send",
-)  # fmt: skip
 
 
 class HostHealth(GroupHealth):
@@ -142,10 +141,12 @@ class MixedCommunicator:
         host_name: str | None = None,
         should_stop: Callable[[], bool] | None = None,
         forming_timeout: float | None = None,
+        native: bool = True,
         **of_shared_memory: Any,
     ) -> None:
         """``network`` connects all members, and is closed with this, also if forming fails.
 
+        Without ``native`` this member keeps to Python, whatever the others do.
         Members with the same ``host_name`` share memory; by default, those that can.
         ``of_shared_memory`` are further arguments of the communicator on each host.
         """
@@ -169,13 +170,20 @@ class MixedCommunicator:
             if len(routes.local) > 1:
                 self.local = SharedMemoryCommunicator(
                     Prefixed(meeting, f"host {routes.host}"), routes.local_rank, len(routes.local),
-                    timeout=timeout, should_stop=is_vain, forming_timeout=patience, health=self._part,
+                    timeout=timeout, should_stop=is_vain, forming_timeout=patience, health=self._part, native=native,
                     **of_shared_memory,
                 )  # fmt: skip
         except BaseException:
             network.close()
             raise
         self._messages = Messages(network.links, health, _what_is, crowded=self.is_crowded)
+        self._native: NativeNetworkRounds | None = None
+        if (
+            native
+            and isinstance(network.links, NativeLinks)
+            and (library := native_network_rounds.load()) is not None
+        ):
+            self._native = NativeNetworkRounds(library, network.links, health, crowded=self.is_crowded)
         self._failing = _Failing(self._part, health)
 
     def __repr__(self) -> str:
@@ -535,9 +543,9 @@ class MixedCommunicator:
         self, note: int, outgoing: list[tuple[int, Span]], incoming: list[tuple[int, Span]]
     ) -> None:
         """Send and receive all of these, between hosts."""
-        self._messages.exchange(
-            note, [(to, *span) for to, span in outgoing], [(by, *span) for by, span in incoming]
-        )
+        if outgoing or incoming:
+            messages = [(to, *span) for to, span in outgoing], [(by, *span) for by, span in incoming]
+            (self._native or self._messages).exchange(note, *messages)
 
 
 def _incoming(peer: int, piece: torch.Tensor) -> Incoming:
