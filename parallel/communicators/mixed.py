@@ -48,7 +48,12 @@ from parallel.links.meeting_contract import Meeting, Prefixed
 from parallel.topology import usable_cores
 
 STAGE_SECONDS = 0.25
-"""Seconds between the deadlines of a call's successive stages."""
+"""Least seconds between the deadlines of a call's successive stages.
+
+A member that is late by less, and waits for one that does not come, is not blamed in its place.
+"""
+STAGE_PART = 0.25
+"""The same as part of the time that a call has."""
 CHAIN_BYTES = 256 << 10
 """Bytes of a sum in one message from host to host.
 
@@ -154,6 +159,7 @@ class MixedCommunicator:
         self.local: SharedMemoryCommunicator | None = None
         """The members of this host; None if this is its only one."""
         self._network = network
+        self._stage_seconds = max(STAGE_SECONDS, STAGE_PART * timeout)
         patience = timeout if forming_timeout is None else forming_timeout
         health = network.health
 
@@ -223,7 +229,7 @@ class MixedCommunicator:
 
     def _stage(self, number: int) -> None:
         """What follows waits for members that have so many stages behind them."""
-        self._part.grace = self._network.health.grace = number * STAGE_SECONDS
+        self._part.grace = self._network.health.grace = number * self._stage_seconds
 
     # ---- the contract
 
