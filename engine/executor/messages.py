@@ -47,9 +47,9 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class Meet(msgspec.Struct, frozen=True, tag="meet"):
-    """Form the groups at the store at this address and port.
+    """Form the groups at the meeting place at this address and port.
 
-    Port 0: host the store.
+    Port 0: host it.
     """
 
     address: str
@@ -103,7 +103,7 @@ ToWorker = Begin | Meet | FirstRun | FreeMemory | Allocate | Execute | Join | Se
 
 
 class Hosting(msgspec.Struct, frozen=True, tag="hosting"):
-    """The store is at this port."""
+    """The meeting place is at this port."""
 
     port: int
 

@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from engine.model.shard import Shard
     from parallel.communicators import Backend
     from parallel.communicators.base import Communicator
+    from parallel.links.meeting import MeetingHost
+    from parallel.links.meeting_contract import Meeting
 
 logger = logging.getLogger("engine.executor.worker")
 
@@ -75,6 +77,7 @@ class Worker:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
         self._groups: list[Communicator] = []
+        self._hosted: MeetingHost | None = None
 
     def run(self) -> None:
         """Serve until the engine is gone.
@@ -139,15 +142,18 @@ class Worker:
         """Form this worker's two groups: ranks of its stage, stages of its rank."""
         from engine.model.shard import Shard
         from parallel import groups
+        from parallel.links.meeting import MeetingClient, MeetingHost
 
         device = begin.config.device
         forming = device.forming_timeout  # the others may still load libraries
         meet = self._receive()
         assert isinstance(meet, Meet)
-        store = groups.open_store(meet.address, meet.port or None, is_host=not meet.port, timeout=forming)
-        if not meet.port:
-            self._send(Hosting(store.port))
-        self._hosted = store  # its host keeps it while others may still ask
+        meeting: Meeting
+        if meet.port:
+            meeting = MeetingClient(meet.address, meet.port, forming)
+        else:
+            meeting = self._hosted = MeetingHost(meet.address)  # kept while others may still ask
+            self._send(Hosting(meeting.port))
         formed: dict[str, Communicator | None] = {"tp": None, "pp": None}
         tp, pp = device.tensor_parallel_size, device.pipeline_parallel_size
         for axis, rank, size, other, hosts in (
@@ -156,7 +162,7 @@ class Worker:
         ):
             if size > 1:
                 group = groups.form(
-                    store, 0, rank, size, choose_transport(hosts), device.collective_timeout,
+                    meeting, 0, rank, size, choose_transport(hosts), device.collective_timeout,
                     group=f"{axis}/{other}", host=begin.address, forming_timeout=forming,
                 )  # fmt: skip
                 self._groups.append(group)

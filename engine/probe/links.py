@@ -1,6 +1,6 @@
 """``python -m engine.probe.links``: one host's end of a network measurement between hosts.
 
-Prints the same answer on all hosts, as JSON. The hosts meet at a store on the first one, tell each other what
+Prints the same answer on all hosts, as JSON. The hosts meet at a port of the first one, tell each other what
 they are, then measure pair after pair, and all together if they are more than two.
 """
 
@@ -11,7 +11,6 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -22,12 +21,8 @@ from engine.probe.facts import Failed, HostFacts, Links, Timing
 from engine.probe.infiniband import active_ports
 from parallel import measure
 from parallel.communicators.base import CollectiveError
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
-
-PAUSE = 0.05
-"""Seconds between two looks for those that have not come."""
+from parallel.links.meeting import MeetingClient, MeetingHost
+from parallel.links.meeting_contract import Meeting
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,45 +46,47 @@ def run(ask: Ask) -> Links:
     """
     import torch
 
-    from parallel import groups
-
     torch.set_num_threads(1)
     is_host = ask.rank == 0
     address = _address(ask)
     where = own("--master-addr", ask.master_address) if is_host else ask.master_address
-    try:
-        store = groups.open_store(
-            where, ask.master_port, is_host=is_host, timeout=ask.timeout, may_be_early=True
-        )
-    except OSError as error:
-        raise CollectiveError(f"cannot listen on {where}:{ask.master_port}: {error.strerror}") from error
+    meeting = _meet(ask, where)
     facts = _facts(ask.rank, address, str(torch.__version__))
     hosts = [
         msgspec.json.decode(each, type=HostFacts)
-        for each in _all_say(store, "host", ask, msgspec.json.encode(facts))
+        for each in _all_say(meeting, "host", ask, msgspec.json.encode(facts))
     ]
     timings: list[Timing] = []
     members = list(range(ask.size))
     for ranks in [list(pair) for pair in itertools.combinations(members, 2)] + [members] * (ask.size > 2):
         key = "timings/" + "-".join(map(str, ranks))
         if ask.rank in ranks:
-            found = _measure(store, ranks, ask, address)
+            found = _measure(meeting, ranks, ask, address)
             if ask.rank == ranks[0]:
-                store.set(key, msgspec.json.encode(found))
-        timings += msgspec.json.decode(_get(store, key, ask), type=list[Timing])
-    store.set(f"done/{ask.rank}", b"")
-    if is_host:  # the store is here, so this one leaves last
+                meeting.set(key, msgspec.json.encode(found))
+        timings += msgspec.json.decode(_get(meeting, key, ask), type=list[Timing])
+    meeting.set(f"done/{ask.rank}", b"")
+    if is_host:  # they meet here, so this one leaves last
         for rank in members:
-            _get(store, f"done/{rank}", ask)
+            _get(meeting, f"done/{rank}", ask)
     return Links(hosts=hosts, timings=timings)
 
 
-def _measure(store: TCPStore, ranks: Sequence[int], ask: Ask, address: str) -> list[Timing]:
+def _meet(ask: Ask, where: str) -> MeetingHost | MeetingClient:
+    if ask.rank > 0:
+        return MeetingClient(where, ask.master_port, ask.timeout, may_be_early=True)
+    try:
+        return MeetingHost(where, ask.master_port)
+    except OSError as error:
+        raise CollectiveError(f"cannot listen on {where}:{ask.master_port}: {error.strerror}") from error
+
+
+def _measure(meeting: Meeting, ranks: Sequence[int], ask: Ask, address: str) -> list[Timing]:
     from parallel import groups
 
     name = "-".join(map(str, ranks))
     group = groups.form(
-        store, 0, ranks.index(ask.rank), len(ranks), "gloo", ask.timeout, group=name, host=address
+        meeting, 0, ranks.index(ask.rank), len(ranks), "gloo", ask.timeout, group=name, host=address
     )
     try:
         timings = []
@@ -137,26 +134,25 @@ def _facts(rank: int, address: str, torch_version: str) -> HostFacts:
     )
 
 
-def _all_say(store: TCPStore, what: str, ask: Ask, mine: bytes) -> list[bytes]:
+def _all_say(meeting: Meeting, what: str, ask: Ask, mine: bytes) -> list[bytes]:
     """What each host says, by rank; who does not come in time is named."""
-    store.set(f"{what}/{ask.rank}", mine)
-    return [_get(store, f"{what}/{rank}", ask) for rank in range(ask.size)]
+    meeting.set(f"{what}/{ask.rank}", mine)
+    return [_get(meeting, f"{what}/{rank}", ask) for rank in range(ask.size)]
 
 
-def _get(store: TCPStore, key: str, ask: Ask) -> bytes:
+def _get(meeting: Meeting, key: str, ask: Ask) -> bytes:
     deadline = time.monotonic() + ask.timeout
     try:
-        while not store.check([key]):
+        while (found := meeting.find([key], deadline - time.monotonic())) is None:
             if time.monotonic() > deadline:
-                kind, _, who = key.partition("/")
-                come = "did not come" if kind == "host" else "did not finish"
-                raise CollectiveError(f"node rank {who} {come} within {ask.timeout:g} s")
-            time.sleep(PAUSE)
-        return bytes(store.get(key))
-    except CollectiveError:
-        raise
-    except RuntimeError as error:  # the store's errors are a family of these
-        raise CollectiveError("node rank 0, which leads, is gone") from error
+                break
+        else:
+            return found[0]
+    except CollectiveError as error:
+        raise CollectiveError(f"node rank 0, which leads, is gone: {error}") from error
+    kind, _, who = key.partition("/")
+    come = "did not come" if kind == "host" else "did not finish"
+    raise CollectiveError(f"node rank {who} {come} within {ask.timeout:g} s")
 
 
 def main() -> int:

@@ -1,27 +1,22 @@
-"""Rendezvous of the members of a group: a key per member in a store.
+"""Rendezvous of the members of a group: a value of each at a meeting place.
 
 This module loads no torch.
-
-The store's own blocking calls cannot be ended from outside, so this asks again at short intervals.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from parallel.communicators.base import CollectiveError
+from parallel.links.meeting_contract import Meeting
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-_FIRST_PAUSE = 0.001
-_LONGEST_PAUSE = 0.02
+_LOOK_SECONDS = 0.02
+"""Seconds between two looks whether to stop; values are here as soon as they are there."""
 
 
 def exchange(
-    store: Store,
+    meeting: Meeting,
     rank: int,
     size: int,
     mine: bytes,
@@ -29,30 +24,26 @@ def exchange(
     timeout: float,
     should_stop: Callable[[], bool] | None = None,
 ) -> list[bytes]:
-    """Exchange one value per member through the store; returns all values by rank.
+    """Exchange one value per member; returns all values by rank.
 
     Waits until all members have written theirs.
+
+    Raises:
+        CollectiveError: somebody did not come in time, ``should_stop`` said so, or the meeting place is gone.
     """
     deadline = time.monotonic() + timeout
     keys = [f"member/{member}" for member in range(size)]
-    pause = _FIRST_PAUSE
     try:
-        store.set(keys[rank], mine)
-        while not store.check(keys):
+        meeting.set(keys[rank], mine)
+        while (values := meeting.find(keys, _LOOK_SECONDS)) is None:
             if should_stop is not None and should_stop():
-                raise CollectiveError("forming the group was stopped from outside", None, "aborted")
+                raise CollectiveError("it was stopped from outside", None, "aborted")
             if time.monotonic() > deadline:
-                missing = [member for member in range(size) if not store.check([keys[member]])]
+                missing = [member for member in range(size) if not meeting.check([keys[member]])]
                 names = ", ".join(map(str, missing))
                 raise CollectiveError(
-                    f"forming the group: rank {names} did not come within {timeout:g} s",
-                    min(missing, default=None),
-                    "deadline",
+                    f"rank {names} did not come within {timeout:g} s", min(missing, default=None), "deadline"
                 )
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-        return [bytes(store.get(key)) for key in keys]
-    except CollectiveError:
-        raise
-    except RuntimeError as error:  # the store's errors are a family of these
-        raise CollectiveError(f"forming the group: the store does not answer ({error})") from error
+    except CollectiveError as error:
+        raise CollectiveError(f"forming the group: {error}", error.rank, error.evidence) from error
+    return values

@@ -30,7 +30,6 @@ from typing import NoReturn
 
 import msgspec
 import torch
-from torch.distributed import Store
 
 from parallel.communicators.arithmetic import plain
 from parallel.communicators.base import CollectiveError
@@ -40,6 +39,7 @@ from parallel.communicators.plans import Plan, Plans
 from parallel.communicators.rendezvous import exchange
 from parallel.communicators.segments import Address, OwnSegment, Segment, open_segment
 from parallel.communicators.slots import VIEWS, Layout, Slots
+from parallel.links.meeting_contract import Meeting
 from parallel.topology import usable_cores
 
 SLOT_BYTES = 1 << 20
@@ -57,11 +57,11 @@ Memory is used as far as it is written.
 
 
 class SharedMemoryCommunicator:
-    """One member; see :class:`parallel.communicators.base.Communicator`. The store is the group's own."""
+    """One member; see :class:`parallel.communicators.base.Communicator`. The meeting is the group's own."""
 
     def __init__(
         self,
-        store: Store,
+        meeting: Meeting,
         rank: int,
         size: int,
         *,
@@ -96,7 +96,7 @@ class SharedMemoryCommunicator:
         try:
             own = OwnSegment(layout.num_bytes)
             try:
-                self._members = self._map(store, patience, own, layout, should_stop)
+                self._members = self._map(meeting, patience, own, layout, should_stop)
                 rounds = make_rounds(library, rank, layout, self._members, self._health, self.is_crowded)
                 self._plans = Plans(rank, layout, self._members, rounds)
                 rounds.all_gather_ints([rank])  # each member that takes part has mapped everything
@@ -109,7 +109,7 @@ class SharedMemoryCommunicator:
 
     def _map(
         self,
-        store: Store,
+        meeting: Meeting,
         patience: float,
         own: OwnSegment,
         layout: Layout,
@@ -119,7 +119,7 @@ class SharedMemoryCommunicator:
         mine = Slots(own, layout)
         self._health.know(self.rank, mine.state)
         said = exchange(
-            store,
+            meeting,
             self.rank,
             self.size,
             msgspec.json.encode(own.address),
