@@ -19,7 +19,7 @@ from parallel.communicators.base import CollectiveError
 from parallel.communicators.group_health import GroupHealth
 from parallel.communicators.native_links import NativeLinks
 from parallel.communicators.native_network_rounds import Library, NativeNetworkRounds, load
-from tests.parallel.links import linked
+from tests.parallel.link_pairs import linked
 
 SECONDS = 10.0
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int8)

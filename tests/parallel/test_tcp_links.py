@@ -18,7 +18,7 @@ import pytest
 
 from parallel.communicators import native_links
 from parallel.communicators.native_links import STRIPE_BYTES, Broken, NativeLinks, load, make_tcp_links
-from tests.parallel.links import linked, socket_pair
+from tests.parallel.link_pairs import linked, socket_pair
 
 SECONDS = 10.0
 
