@@ -176,7 +176,8 @@ class MixedCommunicator:
             if len(routes.local) > 1:
                 self.local = SharedMemoryCommunicator(
                     Prefixed(meeting, f"host {routes.host}"), routes.local_rank, len(routes.local),
-                    timeout=timeout, should_stop=is_vain, forming_timeout=patience, health=self._part, native=native,
+                    timeout=timeout, should_stop=is_vain, forming_timeout=patience, native=native,
+                    health=self._part,
                     **of_shared_memory,
                 )  # fmt: skip
         except BaseException:
