@@ -142,6 +142,10 @@ class NativeLinks:
         """Sleep until a link can go on; see ``links.hpp``."""
         return int(self.table.sleep(self.table.self, seconds))
 
+    def add_wait(self, peer: int, seconds: float) -> None:
+        """Count seconds for which a call of Python has waited for a peer."""
+        self.table.seconds_waited[peer] += seconds
+
     def abort(self) -> None:
         """Make this and every later call fail; safe from any thread, and when called twice."""
         with self._lock:

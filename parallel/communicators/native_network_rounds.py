@@ -96,7 +96,7 @@ _ARGUMENTS = {
     **dict.fromkeys(("all_gather", "all_to_all", "reduce_scatter", "all_reduce", "all_reduce_in_parts"), 3),
     "broadcast_in_parts": 3,
     "all_gather_ints": 4,
-    **dict.fromkeys(("broadcast", "send", "receive"), 5),
+    **dict.fromkeys(("broadcast", "send", "receive", "exchange"), 5),
 }
 """How many each call has: addresses and numbers alike are 64 bits."""
 _SIZES = ("group_bytes", "incoming_bytes", "chunk_bytes")
@@ -178,6 +178,7 @@ class NativeNetworkRounds:
         self._at = ctypes.c_int64(ctypes.addressof(self._group))
         self._calls = library.calls
         self._all_gather_ints = library.calls["all_gather_ints"]
+        self._exchange = library.calls["exchange"]
 
     def prepare(
         self,
@@ -322,6 +323,18 @@ class NativeNetworkRounds:
         """Receive a tensor from one member."""
         note, num_bytes = _note("send", 0), data.nbytes
         if outcome := self._calls["receive"](self._at, note, data.data_ptr(), num_bytes, source):
+            self._fail(outcome)
+
+    def exchange(
+        self,
+        note: int,
+        outgoing: Sequence[tuple[int, int, int]],
+        incoming: Sequence[tuple[int, int, int]],
+    ) -> None:
+        """Exchange messages with some members: (peer, address, bytes) of each, at most one for a peer."""
+        words = [word for each in (*outgoing, *incoming) for word in each]
+        block = (ctypes.c_int64 * len(words))(*words)
+        if outcome := self._exchange(self._at, note, ctypes.addressof(block), len(outgoing), len(incoming)):
             self._fail(outcome)
 
     def _fail(self, outcome: int) -> NoReturn:

@@ -322,7 +322,8 @@ class Rounds:
 
     def _fail_on_note(self, rank: int, note: int) -> None:
         num_bytes, call = divmod(note, len(CALLS))
-        self._health.fail(f"rank {rank} calls {CALLS[call]} of {num_bytes} bytes", rank, "closed")
+        name = self._health.name(rank)
+        self._health.fail(f"rank {name} calls {CALLS[call]} of {num_bytes} bytes", name, "closed")
 
 
 def _note(call: str, num_bytes: int) -> int:

@@ -217,4 +217,15 @@ int64_t lockstep_network_receive(Group* group, int64_t note, char* data, int64_t
     group->expect(source, note, data, num_bytes);
     return group->messages.finish(true);
 }
+
+// Messages to some peers and from some: (peer, address, bytes) of each that is sent, then of each that comes, at most one of
+// either kind for a peer.
+int64_t lockstep_network_exchange(Group* group, int64_t note, const int64_t* messages, int64_t sent, int64_t received) {
+    const int64_t* end = messages + 3 * (sent + received);
+    for (const int64_t* each = messages + 3 * sent; each < end; each += 3)
+        group->expect(each[0], note, reinterpret_cast<char*>(each[1]), each[2]);
+    for (const int64_t* each = messages; each < messages + 3 * sent; each += 3)
+        if (!group->post(each[0], note, reinterpret_cast<const char*>(each[1]), each[2])) return group->broken();
+    return group->messages.finish(true);
+}
 }
