@@ -225,7 +225,8 @@ class WorkerGroups:
         begin, device = self._begin, self._begin.config.device
         key = None if begin.key is None else LinkKey(begin.key.secret)
         meeting = join_meeting(form.store, key)
-        backend = groups.choose_backend(device.all2all_backend, [peer.host for peer in form.peers])
+        hosts = [peer.host for peer in form.peers for _ in range(form.ranks)]
+        backend = groups.choose_backend(device.all2all_backend, hosts, device.mesh_transport)
         stages, ranks = device.pipeline_parallel_size, device.tensor_parallel_size
 
         def connect(name: str, rank: int, size: int, backend: Backend) -> Communicator:

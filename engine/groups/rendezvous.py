@@ -48,7 +48,8 @@ class Rendezvous:
         """
         index, device = names(form).index(instance), self._device
         meeting = self._meeting(form, index)
-        backend = groups.choose_backend(device.all2all_backend, [peer.host for peer in form.peers])
+        hosts = [peer.host for peer in form.peers]
+        backend = groups.choose_backend(device.all2all_backend, hosts, device.mesh_transport)
         return groups.form(
             meeting, form.epoch, index, len(form.peers), backend, device.collective_timeout,
             group=f"all/{form.token}", host=self._host, should_stop=should_stop,

@@ -16,7 +16,7 @@ from parallel.links.meeting_contract import Meeting, Prefixed
 
 __all__ = ["Backend", "CollectiveError", "Communicator", "make_communicator"]
 
-Backend = Literal["gloo", "shared_memory"]
+Backend = Literal["gloo", "shared_memory", "tcp", "mixed"]
 
 
 def make_communicator(

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 MOST_PENDING = 256
 """Handshakes under way at once; for one more the oldest is given up."""
 KEPT_SECONDS = 0.25
-"""Seconds that a handshake has in any case, however many come after it; a member needs milliseconds."""
+"""Seconds that a handshake has however many come after it; members need milliseconds."""
 MOST_AT_ONCE = 64
 """Connections accepted in one go, so that the caller's loop goes on."""
 BACKLOG = 1024

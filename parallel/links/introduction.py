@@ -1,11 +1,11 @@
-"""The handshake of the side that connects, over a blocking socket: for those with one connection."""
+"""The handshake of the side that connects, over a blocking socket."""
 
 from __future__ import annotations
 
 import socket
 import time
 
-from parallel.links.handshake import HANDSHAKE_SECONDS, Connecting, Offer, Refused
+from parallel.links.handshake import HANDSHAKE_SECONDS, Connecting, Offer
 from parallel.links.keys import LinkKey
 
 
@@ -14,10 +14,10 @@ def introduce(
 ) -> Connecting:
     """Prove the key to the other side of a connection, and have it proven.
 
-    The connection has another timeout afterwards.
+    The connection has another timeout afterwards. Its user closes it, after an error, too.
 
     Raises:
-        Refused: one side does not take the other; the text says why.
+        parallel.links.handshake.Refused: one side does not take the other; the text says why.
         TimeoutError: it took longer than ``seconds``.
         OSError: the connection broke, or was closed by the other side.
     """
@@ -29,11 +29,7 @@ def introduce(
         content = connection.recv(handshake.wanted)
         if not content:
             raise ConnectionResetError("it closed the connection in the handshake")
-        try:
-            answer = handshake.feed(content)
-        except Refused:
-            connection.close()
-            raise
+        answer = handshake.feed(content)
         if answer:
             _send(connection, answer, deadline)
     return handshake
