@@ -5,25 +5,48 @@ Torch is loaded late.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from parallel.communicators import Backend, Communicator, make_communicator
+from parallel.links.keys import LinkKey
 from parallel.links.meeting_contract import Meeting
 
+MeshTransport = Literal["auto", "tcp", "gloo"]
+"""What carries tensors between hosts; auto: tcp."""
 
-def choose_backend(asked: str, hosts: Sequence[str]) -> Backend:
-    """The transport for an ``--all2all-backend``.
 
-    Shared memory is used where it is asked for, or where the choice is free and all members are on one host.
+def choose_backend(asked: str, hosts: Sequence[str], between: str = "auto") -> Backend:
+    """The communicator for an ``--all2all-backend``; ``between``: ``--mesh-transport``.
+
+    Those that name how rows are dispatched do so over gloo, as the reference.
 
     Raises:
         ValueError: shared memory is asked for, but there are several hosts.
     """
-    one_host = len(set(hosts)) == 1
-    if asked == "shared_memory" and not one_host:
+    if asked == "shared_memory" and len(set(hosts)) > 1:
         named = ", ".join(sorted(set(hosts)))
         raise ValueError(f"--all2all-backend shared_memory needs all instances on one host, not on {named}")
-    return "shared_memory" if one_host and asked in ("shared_memory", "auto") else "gloo"
+    if asked == "tcp":
+        return "tcp"
+    if asked in ("auto", "shared_memory"):
+        return choose_transport(hosts, between)
+    return "gloo"
+
+
+def choose_transport(hosts: Sequence[str], between: str = "auto") -> Backend:
+    """The communicator of a group with members on these hosts.
+
+    Shared memory on one host, ``between`` (``--mesh-transport``) among several, both where some share one.
+    """
+    can_share = platform.machine() in ("x86_64", "AMD64")  # shared memory needs their memory order
+    distinct = len(set(hosts))
+    if can_share and distinct == 1:
+        return "shared_memory"
+    if between == "gloo":
+        return "gloo"
+    return "mixed" if can_share and distinct < len(hosts) else "tcp"
 
 
 def form(
@@ -38,12 +61,13 @@ def form(
     host: str = "127.0.0.1",
     should_stop: Callable[[], bool] | None = None,
     forming_timeout: float | None = None,
+    key: LinkKey | None = None,
 ) -> Communicator:
     """Form one group of an epoch; returns this member's end when all are connected.
 
     ``timeout`` (seconds) bounds every call, and how long this waits for the others unless
-    ``forming_timeout`` does. ``host`` is the address on which the others
-    reach this member. ``should_stop`` ends the forming when a later epoch has come, or there is another
+    ``forming_timeout`` does. ``host`` is the address on which the others reach this member, ``key`` what both
+    ends of a link prove. ``should_stop`` ends the forming when a later epoch has come, or there is another
     reason not to wait any longer; then, and when somebody does not come, raises CollectiveError. One
     client of a meeting place forms one group at a time.
     """
@@ -57,4 +81,5 @@ def form(
         host=host,
         should_stop=should_stop,
         forming_timeout=forming_timeout,
+        key=key,
     )

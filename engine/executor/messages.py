@@ -18,6 +18,16 @@ from engine.step import ModelFacts, Span, Step, StepResult
 # ---- engine -> worker
 
 
+class GroupKey(msgspec.Struct, frozen=True):
+    """What the members of a worker's groups prove to each other."""
+
+    secret: bytes
+
+    def __repr__(self) -> str:
+        """Never the secret: messages end up in logs."""
+        return "<GroupKey>"
+
+
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """First message: who the worker is, and what it computes with."""
 
@@ -44,6 +54,8 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """Among the workers of its host."""
     place: tuple[int, int] | None = None
     """(index, count) among the instances over which experts are spread at first, if any."""
+    key: GroupKey | None = None
+    """None: the mesh has no key (``--insecure-mesh``)."""
 
 
 class Meet(msgspec.Struct, frozen=True, tag="meet"):

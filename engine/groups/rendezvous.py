@@ -10,6 +10,7 @@ from engine.config import DeviceConfig
 from engine.groups.recovery import names
 from parallel import groups
 from parallel.communicators.base import CollectiveError, Communicator
+from parallel.links.keys import LinkKey
 from parallel.links.meeting import MeetingHost, join_meeting
 from parallel.links.meeting_contract import Meeting
 
@@ -17,9 +18,10 @@ from parallel.links.meeting_contract import Meeting
 class Rendezvous:
     """This instance's meeting place, and the way into groups."""
 
-    def __init__(self, host: str, device: DeviceConfig) -> None:
+    def __init__(self, host: str, device: DeviceConfig, key: LinkKey | None) -> None:
         self._host = host
         self._device = device
+        self._key = key
         self._meetings: deque[MeetingHost] = deque(maxlen=2)
         self.renew()
 
@@ -35,7 +37,7 @@ class Rendezvous:
         """
         if len(self._meetings) == self._meetings.maxlen:
             self._meetings.popleft().close()
-        self._meetings.append(MeetingHost(self._host))
+        self._meetings.append(MeetingHost(self._host, key=self._key))
 
     def connect(self, form: GroupPlan, instance: str, should_stop: Callable[[], bool]) -> Communicator:
         """Form the group with all its members; waits for them.
@@ -46,11 +48,12 @@ class Rendezvous:
         """
         index, device = names(form).index(instance), self._device
         meeting = self._meeting(form, index)
-        backend = groups.choose_backend(device.all2all_backend, [peer.host for peer in form.peers])
+        hosts = [peer.host for peer in form.peers]
+        backend = groups.choose_backend(device.all2all_backend, hosts, device.mesh_transport)
         return groups.form(
             meeting, form.epoch, index, len(form.peers), backend, device.collective_timeout,
             group=f"all/{form.token}", host=self._host, should_stop=should_stop,
-            forming_timeout=device.forming_timeout,
+            forming_timeout=device.forming_timeout, key=self._key,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -59,7 +62,7 @@ class Rendezvous:
 
     def _meeting(self, form: GroupPlan, index: int) -> Meeting:
         if index > 0:
-            return join_meeting(form.store)
+            return join_meeting(form.store, self._key)
         for meeting in self._meetings:
             if form.store == f"{self._host}:{meeting.port}":
                 return meeting

@@ -74,7 +74,7 @@ def run(ask: Ask) -> Links:
 
 def _meet(ask: Ask, where: str) -> MeetingHost | MeetingClient:
     if ask.rank > 0:
-        return MeetingClient(where, ask.master_port, ask.timeout, may_be_early=True)
+        return MeetingClient(where, ask.master_port, timeout=ask.timeout, may_be_early=True)
     try:
         return MeetingHost(where, ask.master_port)
     except OSError as error:

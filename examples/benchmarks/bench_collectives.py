@@ -74,7 +74,7 @@ def run_member(rank: int, size: int, port: int, repeats: int) -> None:
 
     torch.set_num_threads(1)
     host = "127.0.0.1"
-    meeting = MeetingHost(host) if rank == 0 else MeetingClient(host, port, TIMEOUT)
+    meeting = MeetingHost(host) if rank == 0 else MeetingClient(host, port, timeout=TIMEOUT)
     if isinstance(meeting, MeetingHost):
         print(meeting.port, flush=True)
     groups: list[Communicator] = [

@@ -63,7 +63,8 @@ def member(
     loaded = load_model(info, ModelConfig(), dtype=dtype, device=device, share=share)
     program = Program(kernels, recognise(loaded.module, loaded.layers, dtype), loaded.experts)
     program.use(NativeCache(loaded.layers, num_blocks=max(loads) * 16 + 16, block_size=16, dtype=dtype))
-    group = form(MeetingClient(HOST, port, TIMEOUT), 1, rank, size, "shared_memory", TIMEOUT, host=HOST)
+    meeting = MeetingClient(HOST, port, timeout=TIMEOUT)
+    group = form(meeting, 1, rank, size, "shared_memory", TIMEOUT, host=HOST)
     if loaded.experts is not None:
         program.spread()
         loaded.experts.join(group, placement)

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import Literal
 
 from parallel.communicators.base import CollectiveError, Communicator
+from parallel.links.keys import LinkKey
 from parallel.links.meeting_contract import Meeting, Prefixed
 
 __all__ = ["Backend", "CollectiveError", "Communicator", "make_communicator"]
 
-Backend = Literal["gloo", "shared_memory"]
+Backend = Literal["gloo", "shared_memory", "tcp", "mixed"]
 
 
 def make_communicator(
@@ -29,12 +30,14 @@ def make_communicator(
     host: str = "127.0.0.1",
     should_stop: Callable[[], bool] | None = None,
     forming_timeout: float | None = None,
+    key: LinkKey | None = None,
 ) -> Communicator:
     """Meet the other members of the group ``name`` and connect to them.
 
     Returns when all are connected, so that nobody needs the meeting place any more. ``timeout`` (seconds)
     bounds each call, and the waiting for the others here unless ``forming_timeout`` does. ``host`` is the
-    address on which this member is reached (gloo only).
+    address on which this member is reached, ``key`` what both ends of its links prove (neither for shared
+    memory, and gloo knows no key).
     ``should_stop`` is asked while others have not come; when it says so, forming ends with
     :class:`CollectiveError`, as it does on a timeout.
     """

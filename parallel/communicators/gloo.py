@@ -33,9 +33,9 @@ from parallel.communicators.arithmetic import (
     sum_in_rank_order,
 )
 from parallel.communicators.base import CollectiveError, Evidence
-from parallel.communicators.rendezvous import exchange
 from parallel.communicators.segments import Watch, this_host
 from parallel.links.meeting_contract import Meeting
+from parallel.links.rendezvous import exchange
 
 _DATA, _FAREWELL, _NOTHING = 0, 1, 2
 """Tags of messages; no message has the last one."""

@@ -39,13 +39,13 @@ from parallel.communicators.host_routes import HostRoutes, Lane
 from parallel.communicators.messages import Health, Incoming, Links, Messages
 from parallel.communicators.native_links import NativeLinks
 from parallel.communicators.native_network_rounds import NativeNetworkRounds
-from parallel.communicators.rendezvous import exchange
 from parallel.communicators.rounds import CALLS
 from parallel.communicators.segments import this_host
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.communicators.slots import Span, span_of, spans_of
 from parallel.links.counts import CountedLinks, LinkCount, counts_of
 from parallel.links.meeting_contract import Meeting, Prefixed
+from parallel.links.rendezvous import exchange
 from parallel.topology import usable_cores
 
 STAGE_SECONDS = 0.25

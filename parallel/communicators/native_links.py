@@ -83,7 +83,7 @@ class NativeLinks:
         self.rank, self.size = int(self.table.rank), int(self.table.size)
         self._release = release
         self._sockets = list(sockets)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # abort may come from a signal handler
         self._last = [0] * self.size, [0] * self.size, [0.0] * self.size
 
     def __repr__(self) -> str:

@@ -36,10 +36,10 @@ from parallel.communicators.base import CollectiveError
 from parallel.communicators.group_health import GroupHealth
 from parallel.communicators.native_rounds import load, make_rounds
 from parallel.communicators.plans import Plan, Plans
-from parallel.communicators.rendezvous import exchange
 from parallel.communicators.segments import Address, OwnSegment, Segment, open_segment
 from parallel.communicators.slots import VIEWS, Layout, Slots
 from parallel.links.meeting_contract import Meeting
+from parallel.links.rendezvous import exchange
 from parallel.topology import usable_cores
 
 SLOT_BYTES = 1 << 20

@@ -1,4 +1,4 @@
-"""The error of a group that cannot go on, and how a member knows that it cannot."""
+"""The error of a broken group, and the evidence for it."""
 
 from __future__ import annotations
 

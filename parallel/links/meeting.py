@@ -19,8 +19,12 @@ import msgspec
 
 from parallel.links.errors import CollectiveError, Evidence
 from parallel.links.frames import Frames, FrameTooLarge, framed
+from parallel.links.handshake import HANDSHAKE_SECONDS, Offer, Refused
+from parallel.links.introduction import introduce
+from parallel.links.keys import LinkKey
 from parallel.links.meeting_server import (
     LONGEST_WAIT,
+    PURPOSE,
     Answer,
     Find,
     Found,
@@ -50,8 +54,8 @@ Kind = TypeVar("Kind", Kept, Found)
 class MeetingHost:
     """A meeting place that this process keeps (:class:`parallel.links.meeting_contract.Meeting`)."""
 
-    def __init__(self, host: str, port: int | None = None) -> None:
-        """Listens on this one address, without a port on a free one.
+    def __init__(self, host: str, port: int | None = None, key: LinkKey | None = None) -> None:
+        """Listens on this one address, without a port on a free one; ``key``: what clients prove.
 
         Raises:
             OSError: it cannot.
@@ -59,7 +63,7 @@ class MeetingHost:
         listener = _listen(host, port or 0)
         self.host = host
         self.port: int = listener.getsockname()[1]
-        self._server = MeetingServer(listener)
+        self._server = MeetingServer(listener, key)
         self.close = weakref.finalize(self, self._server.close)
         """Cuts all clients off. Done, too, when nobody holds this any more."""
 
@@ -104,9 +108,15 @@ class MeetingClient:
     """
 
     def __init__(
-        self, host: str, port: int, timeout: float = CONNECT_TIMEOUT, *, may_be_early: bool = False
+        self,
+        host: str,
+        port: int,
+        key: LinkKey | None = None,
+        timeout: float = CONNECT_TIMEOUT,
+        *,
+        may_be_early: bool = False,
     ) -> None:
-        """Connects within ``timeout`` seconds.
+        """Connects within ``timeout`` seconds, and proves the key.
 
         A port that refuses is one whose host is gone, unless this one ``may_be_early``, because the port was
         agreed before anybody listened there: then it is tried again until the time is over.
@@ -120,6 +130,11 @@ class MeetingClient:
         self._problem: str | None = None
         self._connection = _connect(host, port, timeout, may_be_early)
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            self._shake_hands(key)
+        except BaseException:
+            self._connection.close()
+            raise
         weakref.finalize(self, self._connection.close)  # who forms a group lets go of it afterwards
 
     def __repr__(self) -> str:
@@ -170,6 +185,25 @@ class MeetingClient:
             raise self._error()
         return answer
 
+    def _shake_hands(self, key: LinkKey | None) -> None:
+        """Prove the key to each other.
+
+        Raises:
+            CollectiveError: it is none of this mesh, or does not answer.
+        """
+        try:
+            introduce(self._connection, Offer(PURPOSE), key, HANDSHAKE_SECONDS)
+        except Refused as refused:
+            problem = f"the meeting place at {self._where} is not to be used: {refused}"
+            raise CollectiveError(problem) from refused
+        except TimeoutError:
+            seconds = f"{HANDSHAKE_SECONDS:g} s"
+            problem = f"{self._where} does not shake hands within {seconds}: it hangs, or is none of ours"
+            raise CollectiveError(problem, None, "deadline") from None
+        except OSError as error:
+            problem = f"{self._where} ends the connection in its handshake ({error.strerror or error})"
+            raise CollectiveError(problem) from error
+
     def _receive(self, deadline: float) -> bytes:
         while True:
             self._connection.settimeout(max(0.001, deadline - time.monotonic()))
@@ -190,10 +224,10 @@ class MeetingClient:
         return CollectiveError(f"the meeting place at {self._where}: {self._problem}", None, evidence)
 
 
-def join_meeting(address: str) -> MeetingClient:
+def join_meeting(address: str, key: LinkKey | None) -> MeetingClient:
     """The meeting place at ``host:port``, whose host listens there already."""
     host, _, port = address.rpartition(":")
-    return MeetingClient(host.strip("[]"), int(port))
+    return MeetingClient(host.strip("[]"), int(port), key)
 
 
 def _connect(host: str, port: int, timeout: float, may_be_early: bool) -> socket.socket:

@@ -1,7 +1,8 @@
 """The thread that answers the clients of a meeting place.
 
-Each client has at most one question under way: nothing more is read from it before its answer has been taken
-by the kernel. So what is kept for a client is bounded, however fast it asks or slowly it reads.
+Those who connect prove the mesh's key first (:mod:`parallel.links.accepting`). Each client has at most one
+question under way: nothing more is read from it before its answer has been taken by the kernel. So what is
+kept for a client is bounded, however fast it asks or slowly it reads.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from parallel.links.accepting import Accepted, Acceptor
 from parallel.links.frames import Frames, FrameTooLarge, framed
+from parallel.links.handshake import Offer, Verdict
+from parallel.links.keys import LinkKey
 from parallel.links.meeting_values import LONGEST_KEY, MOST_KEYS_AT_ONCE, NoRoom, Values
 
 logger = logging.getLogger(__name__)
@@ -28,6 +32,8 @@ MOST_CLIENTS = 1024
 """Clients of one meeting place at once."""
 LONGEST_WAIT = 1.0
 """Seconds that a question may wait for values that are not there yet."""
+PURPOSE = "meeting"
+"""What a link to a meeting place is for."""
 _READ_BYTES = 64 << 10
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 """A client whose host is gone without a word is dropped after a minute."""
@@ -95,20 +101,21 @@ class _Client:
 class MeetingServer:
     """Serves one listening socket in a thread of its own."""
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, key: LinkKey | None) -> None:
+        """``key``: what clients prove; None: a mesh without a key."""
         self._listener = listener
-        self._listener.setblocking(False)
+        self._acceptor = Acceptor(listener, _admit, key)
         self._values = Values()
         self._changed = threading.Condition()
         self._waker, self._woken = socket.socketpair()
         self._woken.setblocking(False)
         self._clients: dict[socket.socket, _Client] = {}
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._acceptor, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._closing = False
-        self.refused = 0
-        """Connections that were not let in, and clients that were cut off."""
+        self._cut_off = 0
+        """Clients that said what none of ours says, and those beyond the bound."""
         self._thread = threading.Thread(target=self._run, name="meeting", daemon=True)
         self._thread.start()
 
@@ -117,6 +124,11 @@ class MeetingServer:
     @property
     def num_clients(self) -> int:
         return len(self._clients)
+
+    @property
+    def refused(self) -> int:
+        """Connections that were not let in, and clients that were cut off."""
+        return self._acceptor.refused + self._cut_off
 
     def set(self, key: str, value: bytes) -> None:
         """See :meth:`Values.set`."""
@@ -150,35 +162,31 @@ class MeetingServer:
         try:
             while not self._closing:
                 for key, _ in self._selector.select(self._patience()):
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    elif key.fileobj is self._woken:
+                    if key.fileobj is self._woken:
                         with contextlib.suppress(BlockingIOError):
                             self._woken.recv(_READ_BYTES)
-                    else:
+                    elif key.data is not None:
                         self._serve(key.data)
+                for accepted in self._acceptor.accepted():
+                    self._let_in(accepted)
                 self._answer_waiting()
         finally:
             self._end()
 
     def _patience(self) -> float | None:
-        """Seconds until the first question must be answered, whatever it asks for."""
-        untils = [client.until for client in self._clients.values() if client.waits_for is not None]
-        return max(0.0, min(untils) - time.monotonic()) if untils else None
+        """Seconds until a question must be answered, whatever it asks for, or a handshake is over."""
+        now = time.monotonic()
+        seconds = [client.until - now for client in self._clients.values() if client.waits_for is not None]
+        if (handshakes := self._acceptor.patience) is not None:
+            seconds.append(handshakes)
+        return max(0.0, min(seconds)) if seconds else None
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # gone again, or this process has too many files open: the next one may come
-            return
+    def _let_in(self, accepted: Accepted) -> None:
+        connection = accepted.connection
         if len(self._clients) >= MOST_CLIENTS:
-            self.refused += 1
+            self._cut_off += 1
             connection.close()
             return
-        self._let_in(connection)
-
-    def _let_in(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE.items():
@@ -199,7 +207,7 @@ class MeetingServer:
                 client.questions += client.frames.take_in(content)
             self._answer(client)
         except (FrameTooLarge, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            self.refused += 1
+            self._cut_off += 1
             logger.warning("a client of the meeting place is cut off: %s", error)
             self._drop(client)
         except BlockingIOError:
@@ -283,5 +291,10 @@ class MeetingServer:
         for client in list(self._clients.values()):
             self._drop(client)
         self._selector.close()
+        self._acceptor.close()
         for each in (self._listener, self._woken, self._waker):
             each.close()
+
+
+def _admit(offer: Offer) -> Verdict:
+    return Verdict.ACCEPTED if offer.purpose == PURPOSE else Verdict.OTHER_PURPOSE

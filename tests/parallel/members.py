@@ -44,7 +44,7 @@ class Member:
         torch.set_num_threads(1)
         self.backend, self.rank, self.size, self.directory = backend, rank, size, directory
         self._test = test
-        self.meeting = MeetingClient("127.0.0.1", port, PATIENCE)
+        self.meeting = MeetingClient("127.0.0.1", port, timeout=PATIENCE)
 
     def form(self, name: str, size: int | None = None, timeout: float = PATIENCE) -> Communicator:
         size = size or self.size

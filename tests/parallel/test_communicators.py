@@ -23,11 +23,11 @@ import pytest
 import torch
 
 from parallel.communicators import CollectiveError, make_communicator, native_links, native_rounds
-from parallel.communicators.rendezvous import exchange
 from parallel.communicators.segments import Address, OwnSegment, Watch, open_segment, this_host
 from parallel.communicators.waiting import Patience
 from parallel.groups import form
 from parallel.links.meeting import MeetingHost
+from parallel.links.rendezvous import exchange
 from tests.parallel import members
 
 pytestmark = pytest.mark.mesh

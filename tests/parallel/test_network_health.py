@@ -23,7 +23,10 @@ class Member:
     def __init__(self, rank: int, control: dict[int, socket.socket], processes: dict[int, int]) -> None:
         self.aborted = threading.Event()
         self.found: list[CollectiveError] = []
-        self.health = NetworkHealth(rank, 60.0, None, control, self.aborted.set, processes)
+        self.control = control
+        self.health = NetworkHealth(rank, len(control) + 1, control, 60.0, None, self.aborted.set)
+        for peer, pid in processes.items():
+            self.health.watch_process(peer, pid)
         self.knows = threading.Event()
         self.health.on_broken = self._on_broken
 
@@ -54,7 +57,7 @@ def group(size: int, processes: dict[int, int] | None = None) -> Iterator[list[M
         member.health.close()
         member.health.close()
     assert len(os.listdir("/proc/self/fd")) == before
-    assert not [each for each in threading.enumerate() if each.name.startswith("health-")]
+    assert not [each for each in threading.enumerate() if each.name.startswith("links-watch-")]
 
 
 def test_who_gives_up_says_because_of_whom_and_all_links_are_aborted() -> None:
@@ -101,8 +104,8 @@ def test_the_end_of_a_process_is_told_from_that_of_a_connection() -> None:
     with subprocess.Popen(["sleep", "60"]) as process, group(3, {1: process.pid}) as (zero, one, two):
         process.kill()
         process.wait()
-        for health in (one.health, two.health):
-            for each in health._control.values():
+        for member in (one, two):
+            for each in member.control.values():
                 each.shutdown(socket.SHUT_RDWR)
         assert zero.aborted.wait(SECONDS)
         found = zero.error(lambda: zero.health.begin("x"))
@@ -115,10 +118,10 @@ def test_the_end_of_a_process_is_told_from_that_of_a_connection() -> None:
 @pytest.mark.parametrize("word", [b"\0" * 8, b"\xff" * 8, b"\x09" + b"\0" * 7, b"\1\0\0"])
 def test_anything_but_a_last_word_is_a_broken_connection(word: bytes) -> None:
     with group(2) as (zero, one):
-        one.health._control[0].send(word)
+        one.control[0].send(word)
         if len(word) < 8:
             assert not zero.aborted.wait(0.05)  # the rest may come
-            one.health._control[0].shutdown(socket.SHUT_WR)
+            one.control[0].shutdown(socket.SHUT_WR)
         assert zero.aborted.wait(SECONDS)
         assert zero.error(lambda: zero.health.begin("x"))[1:] == (1, "closed")
 

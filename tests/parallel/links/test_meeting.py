@@ -19,6 +19,9 @@ import pytest
 from parallel.links import meeting_server, meeting_values
 from parallel.links.errors import CollectiveError
 from parallel.links.frames import LARGEST_FRAME, Frames, FrameTooLarge, framed
+from parallel.links.handshake import Offer
+from parallel.links.introduction import introduce
+from parallel.links.keys import LinkKey
 from parallel.links.meeting import MeetingClient, MeetingHost, join_meeting
 from parallel.links.meeting_contract import Meeting, Prefixed
 from parallel.links.meeting_values import NoRoom, Values
@@ -36,12 +39,14 @@ def host() -> Iterator[MeetingHost]:
 
 
 def client_of(host: MeetingHost) -> MeetingClient:
-    return MeetingClient("127.0.0.1", host.port, PATIENCE)
+    return MeetingClient("127.0.0.1", host.port, timeout=PATIENCE)
 
 
 def connection_to(host: MeetingHost) -> socket.socket:
     """A connection of somebody who is let in, and then speaks as no client of ours does."""
-    return socket.create_connection(("127.0.0.1", host.port))
+    connection = socket.create_connection(("127.0.0.1", host.port))
+    introduce(connection, Offer(meeting_server.PURPOSE), None)
+    return connection
 
 
 def await_clients(host: MeetingHost, number: int) -> None:
@@ -96,7 +101,7 @@ def test_values_are_bounded_in_size_and_number(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_all_see_the_values_of_all(host: MeetingHost) -> None:
-    one, other = client_of(host), join_meeting(f"127.0.0.1:{host.port}")
+    one, other = client_of(host), join_meeting(f"127.0.0.1:{host.port}", None)
     one.set("key", b"first")
     one.set("key", b"value")
     assert [each.get("key") for each in (host, one, other)] == [b"value"] * 3
@@ -154,6 +159,9 @@ def test_a_host_that_closes_ends_all_waiting_at_once(host: MeetingHost) -> None:
 
 HOST = """
 import sys, time
+from parallel.links.handshake import Offer
+from parallel.links.introduction import introduce
+from parallel.links.keys import LinkKey
 from parallel.links.meeting import MeetingHost
 host = MeetingHost("127.0.0.1")
 print(host.port, flush=True)
@@ -319,12 +327,72 @@ def test_who_may_be_early_waits_for_the_host() -> None:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         with pytest.raises(CollectiveError, match=f"no meeting place answers at 127.0.0.1:{port} "):
-            MeetingClient("127.0.0.1", port, 0.2)
+            MeetingClient("127.0.0.1", port, timeout=0.2)
     kept: list[MeetingHost] = []
     late = threading.Timer(0.2, lambda: kept.append(MeetingHost("127.0.0.1", port)))
     late.start()
-    early = MeetingClient("127.0.0.1", port, PATIENCE, may_be_early=True)
+    early = MeetingClient("127.0.0.1", port, timeout=PATIENCE, may_be_early=True)
     late.join()
     early.set("key", b"value")
     assert kept[0].get("key") == b"value"
     kept[0].close()
+
+
+# ---- the key
+
+
+KEY, OTHER = LinkKey(bytes(range(32))), LinkKey(bytes(range(1, 33)))
+
+
+@pytest.mark.parametrize(
+    ("of_host", "of_client", "reason"),
+    [
+        (KEY, None, "it has a mesh key and this process has none"),
+        (None, KEY, "it has no mesh key and this process has one"),
+        (KEY, OTHER, "it has another mesh key"),
+    ],
+)
+def test_without_the_key_nobody_gets_in_and_hears_why(
+    of_host: LinkKey | None, of_client: LinkKey | None, reason: str
+) -> None:
+    host = MeetingHost("127.0.0.1", key=of_host)
+    with pytest.raises(CollectiveError, match=f"127.0.0.1:{host.port} is not to be used: {reason}"):
+        MeetingClient("127.0.0.1", host.port, of_client)
+    deadline = time.monotonic() + PATIENCE
+    while host.refused != 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    MeetingClient("127.0.0.1", host.port, of_host).set("a", b"1")
+    assert host.get("a") == b"1"
+    host.close()
+
+
+def test_what_is_no_meeting_place_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from parallel.links import meeting
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with ThreadPoolExecutor(1) as pool:
+            for answer, reason in (
+                (b"HTTP/1.1 400 Bad Request\r\n" * 9, "what answers is no process of a mesh"),
+                (b"", "ends the connection in its handshake"),
+            ):
+                asking = pool.submit(MeetingClient, "127.0.0.1", port, KEY)
+                with server.accept()[0] as accepted:
+                    accepted.recv(1 << 16)
+                    accepted.sendall(answer)
+                with pytest.raises(CollectiveError, match=reason):
+                    asking.result()
+        monkeypatch.setattr(meeting, "HANDSHAKE_SECONDS", 0.1)
+        with pytest.raises(CollectiveError, match=r"does not shake hands within 0\.1 s") as caught:
+            MeetingClient("127.0.0.1", port, KEY)
+        assert caught.value.evidence == "deadline"
+
+
+def test_strangers_who_say_nothing_delay_nobody(host: MeetingHost) -> None:
+    strangers = [socket.create_connection(("127.0.0.1", host.port)) for _ in range(100)]
+    began = time.monotonic()
+    client_of(host).set("a", b"1")
+    assert time.monotonic() - began < SOON
+    for each in strangers:
+        each.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from parallel.communicators.base import CollectiveError
+from parallel.links.errors import CollectiveError
 from parallel.links.meeting_contract import Meeting
 
 _LOOK_SECONDS = 0.02
