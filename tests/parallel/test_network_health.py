@@ -128,7 +128,7 @@ def test_anything_but_a_last_word_is_a_broken_connection(word: bytes) -> None:
 
 def test_a_call_with_a_broken_link_waits_for_what_is_said_of_it() -> None:
     with group(2) as (zero, one):
-        threading.Timer(0.05, one.health.abort).start()
+        threading.Timer(0.01, one.health.abort).start()
         zero.health.begin("send")
         assert zero.error(lambda: zero.health.fail_on_links(1, 104)) == (
             "send on rank 0: rank 1 has aborted", None, "closed",
