@@ -174,7 +174,7 @@ class Acceptor:
                     return None
                 pending.has_spoken = True
                 answer = handshake.feed(content)
-                if answer and pending.connection.send(answer) != len(answer):  # a few bytes always fit
+                if answer and pending.connection.send(answer) != len(answer):  # so few always fit
                     raise ConnectionError("it takes no answer")
         except BlockingIOError:
             return None

@@ -19,7 +19,15 @@ import pytest
 from parallel.links.accepting import MOST_PENDING
 from parallel.links.encryption import can_encrypt
 from parallel.links.errors import CollectiveError
-from parallel.links.handshake import HANDSHAKE_SECONDS, Accepting, Connecting, Offer, Refused, Verdict
+from parallel.links.handshake import (
+    FULL_BYTES,
+    HANDSHAKE_SECONDS,
+    Accepting,
+    Connecting,
+    Offer,
+    Refused,
+    Verdict,
+)
 from parallel.links.introduction import introduce
 from parallel.links.keys import LinkKey
 from parallel.links.meeting import MeetingClient, MeetingHost
@@ -93,7 +101,7 @@ def replaying(attackers: Attackers) -> None:
     for after in (proof, verdict[1:]):
         for _ in range(3):
             connection = attackers.connect(hello)
-            assert received(connection, 42)  # an answer, with another nonce than then
+            assert received(connection, FULL_BYTES)  # an answer, with another nonce than then
             with contextlib.suppress(OSError):
                 connection.sendall(after)
             assert received(connection, 33)[:1] in (b"", bytes([Verdict.WRONG_KEY]))
@@ -103,7 +111,7 @@ def reflecting(attackers: Attackers) -> None:
     """What a member says is sent back to it."""
     for _ in range(5):
         connection = attackers.connect(Connecting(attackers.offer, OTHER_KEY).hello)
-        answer = received(connection, 42)
+        answer = received(connection, FULL_BYTES)
         with contextlib.suppress(OSError):
             connection.sendall(answer)
         assert received(connection, 33)[:1] in (b"", bytes([Verdict.WRONG_KEY]))
@@ -115,7 +123,7 @@ def silent(attackers: Attackers) -> None:
 
 
 def half_a_hello(attackers: Attackers) -> None:
-    for length in range(1, 50):
+    for length in (*range(1, 60), FULL_BYTES - 1):
         attackers.connect(Connecting(attackers.offer, OTHER_KEY).hello[:length])
 
 
@@ -182,7 +190,8 @@ def recording(offer: Offer) -> list[bytes]:
     one, other = Connecting(offer, KEY), Accepting(lambda _: Verdict.ACCEPTED, KEY)
     hello = one.hello
     answer = other.feed(hello[: other.wanted]) + other.feed(hello[11:])
-    proof = one.feed(answer)
+    one.feed(answer[: one.wanted])
+    proof = one.feed(answer[-one.wanted :])
     verdict = other.feed(proof)
     one.feed(verdict)
     assert one.is_done
@@ -262,7 +271,7 @@ def assert_cut_off(attackers: Attackers) -> None:
     for connection in attackers.connections:
         if connection.fileno() >= 0:
             connection.settimeout(PATIENCE)
-            assert len(received(connection, 1 << 20)) <= 42 + 33
+            assert len(received(connection, 1 << 20)) <= FULL_BYTES + 33
 
 
 @pytest.mark.mesh
