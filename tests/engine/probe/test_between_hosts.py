@@ -61,7 +61,6 @@ def test_both_measure_the_same_over_links_with_the_key(hosts: tuple[Host, Host],
     assert isinstance(one, Links)
     assert one == other
     assert [each.address for each in one.hosts] == [each.address for each in hosts]
-    assert {each.interface for each in one.hosts} == {"eth0"}
     assert all(each.seconds > 0 for each in one.timings)
 
 
