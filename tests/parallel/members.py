@@ -22,11 +22,15 @@ import torch
 
 from parallel.communicators import CollectiveError, Communicator
 from parallel.communicators.native_rounds import load
+from parallel.communicators.network import NetworkCommunicator
 from parallel.communicators.shared_memory import SLOT_BYTES, VIEW_BYTES, SharedMemoryCommunicator
 from parallel.groups import form
+from parallel.links.connecting import connect
+from parallel.links.keys import LinkKey
 from parallel.links.meeting import MeetingClient
 from parallel.links.meeting_contract import Prefixed
 
+KEY = LinkKey(bytes(range(32)))
 PATIENCE = 20.0  # seconds for everything that should work
 SMALL_SLOT = 4096
 TYPES = (
@@ -61,7 +65,27 @@ class Member:
             )
             assert group.is_native == (native and load() is not None)
             return group
+        if self.backend in ("tcp_python", "tcp_mixed"):
+            return self.connect(name, size, timeout)
         return form(self.meeting, self._test, self.rank, size, self.backend, timeout, group=name)
+
+    def connect(self, name: str, size: int, timeout: float) -> NetworkCommunicator:
+        """A group over sockets, some or all of whose members keep to Python."""
+        native = self.backend == "tcp_mixed" and self.rank % 2 == 0
+        sockets = connect(
+            Prefixed(self.meeting, f"{self._test} {name}"),
+            self.rank,
+            size,
+            host="127.0.0.1",
+            name=name,
+            key=KEY,
+            timeout=timeout,
+            streams=2 if self.backend == "tcp_mixed" else 1,
+        )
+        group = NetworkCommunicator(sockets, self.rank, size, timeout=timeout, native=native)
+        assert group.is_native == (native and load() is not None)
+        assert bool(group.links_address) == group.is_native
+        return group
 
     def report(self, **facts: Any) -> None:
         """For the test, which waits for the file."""
@@ -122,7 +146,19 @@ def every_method(member: Member) -> None:
     assert "it was closed" in error["message"]
     assert "memfd" not in Path("/proc/self/maps").read_text()
     assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert len(os.listdir("/proc/self/task")) == threads
+    assert num_threads(threads) == threads
+
+
+def num_threads(expected: int) -> int:
+    """Threads of this process, once there are as many as expected.
+
+    A thread that was joined may be listed for a moment more.
+    """
+    for _ in range(20):
+        if (number := len(os.listdir("/proc/self/task"))) == expected:
+            break
+        time.sleep(0.002)
+    return number
 
 
 def check_exchanges(
@@ -309,6 +345,43 @@ def slow_readers(member: Member) -> None:
     assert views[3].tolist() == [3] * 8 * member.size  # the end of the group changes nothing
 
 
+def same_data_everywhere(member: Member) -> None:
+    """The same calls over each transport: results must be equal to the last bit."""
+    found: dict[str, list[torch.Tensor]] = {}
+    kept = member.backend
+    for backend in ("gloo", "shared_memory", "tcp", "tcp_python", "tcp_mixed"):
+        member.backend = backend
+        group = member.form(f"same data {backend}")
+        found[backend] = [
+            result
+            for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+            for rows in (1, 3, 500, 60_000)  # the last in two steps
+            for result in results_of(group, random.Random(f"{dtype}/{rows}"), dtype, rows)
+        ]
+        group.close()
+    member.backend = kept
+    for backend, results in found.items():
+        for result, reference in zip(results, found["gloo"], strict=True):
+            assert result.dtype == reference.dtype
+            as_bytes = [each.contiguous().view(-1).view(torch.uint8) for each in (result, reference)]
+            assert torch.equal(*as_bytes), backend
+
+
+def results_of(
+    group: Communicator, chance: random.Random, dtype: torch.dtype, rows: int
+) -> list[torch.Tensor]:
+    """Results of all calls with tensors of so many rows for each member."""
+    ranks, sizes = range(group.size), [rows] * group.size
+    whole = [numbers(chance, rows * group.size, dtype, (2,)) for _ in ranks][group.rank]
+    return [
+        group.all_reduce(whole),
+        group.reduce_scatter(whole, sizes),
+        group.all_gather(whole[:rows], sizes),
+        group.all_to_all(whole, sizes, sizes),
+        group.broadcast(whole, group.size - 1),
+    ]
+
+
 # ---- what they do when something fails
 
 
@@ -399,7 +472,7 @@ def many_epochs(member: Member) -> None:
             assert error["seconds"] < 1.0
         group.close()
         del group
-        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+        counts.append((len(os.listdir("/proc/self/fd")), num_threads(counts[-1][1] if counts else 0)))
     assert counts[-1] == counts[5], counts
     assert "memfd" not in Path("/proc/self/maps").read_text()
 
