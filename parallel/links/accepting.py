@@ -197,9 +197,9 @@ class Acceptor:
             self._forget(pending)
 
     def _refuse(self, pending: _Pending, reason: str) -> None:
-        self._forget(pending)
         self.refused += 1
         _process.add_one()
+        self._forget(pending)
         self._log.refused(pending.peer, reason)
 
     def _forget(self, pending: _Pending) -> None:
