@@ -10,13 +10,33 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from parallel.communicators.base import CollectiveError, Evidence
 from parallel.communicators.segments import Watch
 
-_OPEN, _CLOSED, _ABORTED = 0, 1, 2  # values of a state word; above: aborted because of rank value - 3
+Blame = tuple[str, int | None, Evidence]
+"""Why a group is broken, because of which member, and how that is known."""
+
+OPEN, CLOSED, ABORTED = 0, 1, 2
+"""Values of a state word.
+
+Those above :data:`ABORTED` name a member, because of which another one has given up.
+"""
+
+
+def has_given_up(rank: int, state: int) -> Blame:
+    """Blame that follows from the state of a member that has aborted."""
+    if state == ABORTED:
+        return f"rank {rank} has aborted", None, "closed"
+    blamed = state - ABORTED - 1
+    return f"rank {rank} has given up because of rank {blamed}", blamed, "closed"
+
+
+def has_closed(rank: int) -> Blame:
+    """Blame of a member that has left in good order while others wait for it."""
+    return f"rank {rank} has closed its end", rank, "closed"
 
 
 class GroupHealth:
@@ -25,16 +45,29 @@ class GroupHealth:
     Only :meth:`abort` may be called from another thread than that of the calls.
     """
 
-    def __init__(self, rank: int, timeout: float, should_stop: Callable[[], bool] | None) -> None:
-        """``timeout`` (seconds) is that of each call. ``should_stop`` is asked until :meth:`formed`."""
-        self.rank = rank
+    def __init__(
+        self,
+        rank: int,
+        timeout: float,
+        should_stop: Callable[[], bool] | None,
+        names: Sequence[int] | None = None,
+    ) -> None:
+        """``timeout`` (seconds) is that of each call. ``should_stop`` is asked until :meth:`formed`.
+
+        ``names`` are the members' ranks in a larger group, by rank here: errors and state words name them.
+        """
+        self._names = names
+        self.rank = self.name(rank)
         self.watch = Watch()
         self.reason: str | None = None
         """Why the group is broken."""
         self._blamed: int | None = None
         self._evidence: Evidence = "aborted"
         self._lock = threading.RLock()  # abort may come from a signal handler
-        self._timeout = timeout
+        self.timeout = timeout
+        """Seconds that a call may take."""
+        self.grace = 0.0
+        """Seconds that it may take longer, since it waits for members who wait for others."""
         self._should_stop = should_stop
         self._call = "forming the group"
         self._deadline: float | None = None
@@ -44,9 +77,18 @@ class GroupHealth:
         """
         self._states: dict[int, memoryview] = {}
 
+    @property
+    def blame(self) -> Blame | None:
+        """Why the group is broken; None while it is not."""
+        return None if self.reason is None else (self.reason, self._blamed, self._evidence)
+
+    def name(self, rank: int) -> int:
+        """The rank by which errors name a member."""
+        return rank if self._names is None else self._names[rank]
+
     def know(self, rank: int, state: memoryview) -> None:
         """Add the state word of a member."""
-        self._states[rank] = state
+        self._states[self.name(rank)] = state
 
     def formed(self) -> None:
         """Note that all members have come, and drop the wait for them."""
@@ -69,52 +111,58 @@ class GroupHealth:
             CollectiveError: the wait can no longer end well; from now on all calls fail, here and at the
                 others.
         """
-        blame = self._hopeless(rank)
+        blame = self._hopeless(self.name(rank))
         if blame is not None and not has_arrived():  # it may have come before it went
             self.fail(*blame)
 
-    def _hopeless(self, rank: int) -> tuple[str, int | None, Evidence] | None:
-        """Why a wait for member ``rank`` is in vain, who is blamed, and the evidence."""
+    def _hopeless(self, rank: int) -> Blame | None:
+        """Why a wait for the member of this name is in vain."""
         if self.reason is not None:
-            return self.reason, self._blamed, self._evidence
+            return self.blame
         if self._should_stop is not None and self._should_stop():
             return "it was stopped from outside", None, "aborted"
         dead = self.watch.dead()
         # After the dead: a last word counts.
         states = {peer: state[0] for peer, state in self._states.items()}
         for peer in dead:
-            if states[peer] == _OPEN:
+            if states[peer] == OPEN:
                 return f"rank {peer} has died", peer, "exited"
         for peer, state in states.items():
-            if state == _ABORTED:
-                return f"rank {peer} has aborted", None, "closed"
-            if state > _ABORTED:
-                blamed = state - _ABORTED - 1
-                return f"rank {peer} has given up because of rank {blamed}", blamed, "closed"
-        if states[rank] == _CLOSED:
-            return f"rank {rank} has closed its end", rank, "closed"
+            if state >= ABORTED:
+                return has_given_up(peer, state)
+        if states[rank] == CLOSED:
+            return has_closed(rank)
+        return self._late(rank)
+
+    def _late(self, rank: int) -> Blame | None:
+        """Blame of a member that the call waits for when its time is over."""
         if self._deadline is None:
-            self._deadline = time.monotonic() + self._timeout
+            self._deadline = time.monotonic() + self.timeout + self.grace
         elif time.monotonic() > self._deadline:
-            return f"rank {rank} did not come within {self._timeout:g} s", rank, "deadline"
+            return f"rank {rank} did not come within {self.timeout:g} s", rank, "deadline"
         return None
 
+    def give_up(self, reason: str, rank: int | None, evidence: Evidence) -> None:
+        """Break the group because of the member of this name, if it is known."""
+        self._leave(ABORTED if rank is None else ABORTED + 1 + rank, reason, rank, evidence)
+
     def fail(self, reason: str, rank: int | None, evidence: Evidence) -> NoReturn:
-        """The call has failed, because of member ``rank``, if it is known."""
-        self._leave(_ABORTED if rank is None else _ABORTED + 1 + rank, reason, rank, evidence)
+        """The call has failed, because of the member of this name, if it is known."""
+        self.give_up(reason, rank, evidence)
         raise self._error(self._call)
 
     def fail_on_bytes(self, rank: int, sent: int, expected: int) -> NoReturn:
         """Member ``rank`` sends another number of bytes than is expected here."""
-        self.fail(f"rank {rank} sends {sent} bytes where {expected} are expected", rank, "closed")
+        name = self.name(rank)
+        self.fail(f"rank {name} sends {sent} bytes where {expected} are expected", name, "closed")
 
     def abort(self) -> None:
         """Make all calls fail from now on, here and soon at the others."""
-        self._leave(_ABORTED, "it was aborted")
+        self._leave(ABORTED, "it was aborted")
 
     def close(self) -> None:
         """Forget the words of the members; no call comes any more."""
-        self._leave(_CLOSED, "it was closed")
+        self._leave(CLOSED, "it was closed")
         self._states = {}
         self.watch.close()
 
@@ -127,5 +175,9 @@ class GroupHealth:
         with self._lock:
             if self.reason is None:
                 self.reason, self._blamed, self._evidence = reason, rank, evidence
-                if self.rank in self._states:
-                    self._states[self.rank][0] = state
+                self._publish(state)
+
+    def _publish(self, state: int) -> None:
+        """Let the others know that this member leaves, once."""
+        if self.rank in self._states:
+            self._states[self.rank][0] = state
