@@ -38,6 +38,8 @@ from parallel import groups
 from parallel.communicators import Backend
 from parallel.communicators.base import CollectiveError, Communicator
 from parallel.communicators.renewable import RenewableCommunicator
+from parallel.links.keys import LinkKey
+from parallel.links.meeting import join_meeting
 from parallel.placement import Placement
 
 if TYPE_CHECKING:
@@ -208,15 +210,17 @@ class WorkerGroups:
     def _form(self, form: GroupPlan, place: int, should_stop: Callable[[], bool]) -> EpochGroups:
         """One after the other, in the same order everywhere."""
         begin, device = self._begin, self._begin.config.device
-        store = groups.join_store(form.store)
-        backend = groups.choose_backend(device.all2all_backend, [peer.host for peer in form.peers])
+        key = None if begin.key is None else LinkKey(begin.key.secret)
+        meeting = join_meeting(form.store, key)
+        hosts = [peer.host for peer in form.peers for _ in range(form.ranks)]
+        backend = groups.choose_backend(device.all2all_backend, hosts, device.mesh_transport)
         stages, ranks = device.pipeline_parallel_size, device.tensor_parallel_size
 
         def connect(name: str, rank: int, size: int, backend: Backend) -> Communicator:
             return groups.form(
-                store, form.epoch, rank, size, backend, device.collective_timeout,
+                meeting, form.epoch, rank, size, backend, device.collective_timeout,
                 group=f"{name}/{form.token}", host=_host_of(form.peers[place].address),
-                should_stop=should_stop, forming_timeout=device.forming_timeout,
+                should_stop=should_stop, forming_timeout=device.forming_timeout, key=key,
             )  # fmt: skip
 
         def connect_inside(name: str, rank: int, size: int) -> Communicator:

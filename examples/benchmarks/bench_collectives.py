@@ -39,9 +39,10 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).parents[2]))  # where this is not installed
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroupGloo, Store
+    from torch.distributed import ProcessGroupGloo
 
     from parallel.communicators import Communicator
+    from parallel.links.meeting_contract import Meeting
 
 BACKENDS = ("gloo", "shared_memory")
 TRANSPORTS = ("torch_gloo", *BACKENDS, "views")
@@ -68,17 +69,19 @@ def run_member(rank: int, size: int, port: int, repeats: int) -> None:
     """One member: makes all calls with both transports. Rank 0 prints what it measured."""
     import torch
 
-    from parallel.groups import form, open_store
+    from parallel.groups import form
+    from parallel.links.meeting import MeetingClient, MeetingHost
 
     torch.set_num_threads(1)
-    store = open_store("127.0.0.1", port or None, is_host=rank == 0, timeout=TIMEOUT)
-    if rank == 0:
-        print(store.port, flush=True)
+    host = "127.0.0.1"
+    meeting = MeetingHost(host) if rank == 0 else MeetingClient(host, port, timeout=TIMEOUT)
+    if isinstance(meeting, MeetingHost):
+        print(meeting.port, flush=True)
     groups: list[Communicator] = [
-        form(store, 1, rank, size, backend, TIMEOUT, group=backend) for backend in BACKENDS
+        form(meeting, 1, rank, size, backend, TIMEOUT, group=backend) for backend in BACKENDS
     ]
 
-    torch_gloo = process_group(store, rank, size)
+    torch_gloo = process_group(meeting, rank, size)
 
     def calls(group: Communicator, name: str, num_bytes: int) -> Callable[[], Any]:
         whole = torch.ones(num_bytes // 4)
@@ -135,14 +138,17 @@ def run_member(rank: int, size: int, port: int, repeats: int) -> None:
         group.close()
 
 
-def process_group(store: Store, rank: int, size: int) -> ProcessGroupGloo:
+def process_group(meeting: Meeting, rank: int, size: int) -> ProcessGroupGloo:
     """PyTorch's own gloo group, bound to loopback."""
-    from torch.distributed import PrefixStore, ProcessGroupGloo
+    from torch.distributed import ProcessGroupGloo
+
+    from parallel.communicators.gloo import MeetingStore
+    from parallel.links.meeting_contract import Prefixed
 
     options = ProcessGroupGloo._Options()
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=TIMEOUT)
-    return ProcessGroupGloo(PrefixStore("torch", store), rank, size, options)
+    return ProcessGroupGloo(MeetingStore(Prefixed(meeting, "torch"), TIMEOUT), rank, size, options)
 
 
 def cost_of_waiting(group: Communicator) -> dict[str, float]:

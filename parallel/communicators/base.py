@@ -23,28 +23,14 @@ Transports without common memory return ordinary tensors there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from parallel.links.errors import CollectiveError, Evidence
 
 if TYPE_CHECKING:
     import torch
 
-
-Evidence = Literal["exited", "closed", "deadline", "aborted"]
-"""How a member knows that a group is broken: a process has ended (certain).
-
-An end of the group is closed, by a death or by somebody who gave up; somebody did not come in time; this end
-was aborted or closed.
-"""
-
-
-class CollectiveError(RuntimeError):
-    """A collective did not complete; says which and, where it is known, because of whom."""
-
-    def __init__(self, message: str, rank: int | None = None, evidence: Evidence = "closed") -> None:
-        super().__init__(message)
-        self.rank = rank
-        """The member that is to blame, as far as this one can tell."""
-        self.evidence = evidence
+__all__ = ["CollectiveError", "Communicator", "Evidence"]
 
 
 class Communicator(Protocol):

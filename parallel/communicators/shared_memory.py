@@ -30,16 +30,16 @@ from typing import NoReturn
 
 import msgspec
 import torch
-from torch.distributed import Store
 
 from parallel.communicators.arithmetic import plain
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.group_health import GroupHealth
 from parallel.communicators.native_rounds import load, make_rounds
 from parallel.communicators.plans import Plan, Plans
-from parallel.communicators.rendezvous import exchange
 from parallel.communicators.segments import Address, OwnSegment, Segment, open_segment
 from parallel.communicators.slots import VIEWS, Layout, Slots
+from parallel.links.meeting_contract import Meeting
+from parallel.links.rendezvous import exchange
 from parallel.topology import usable_cores
 
 SLOT_BYTES = 1 << 20
@@ -57,11 +57,11 @@ Memory is used as far as it is written.
 
 
 class SharedMemoryCommunicator:
-    """One member; see :class:`parallel.communicators.base.Communicator`. The store is the group's own."""
+    """One member; see :class:`parallel.communicators.base.Communicator`. The meeting is the group's own."""
 
     def __init__(
         self,
-        store: Store,
+        meeting: Meeting,
         rank: int,
         size: int,
         *,
@@ -92,7 +92,7 @@ class SharedMemoryCommunicator:
         try:
             own = OwnSegment(layout.num_bytes)
             try:
-                self._members = self._map(store, patience, own, layout, should_stop)
+                self._members = self._map(meeting, patience, own, layout, should_stop)
                 rounds = make_rounds(library, rank, layout, self._members, self._health, self.is_crowded)
                 self._plans = Plans(rank, layout, self._members, rounds)
                 rounds.all_gather_ints([rank])  # each member that takes part has mapped everything
@@ -105,7 +105,7 @@ class SharedMemoryCommunicator:
 
     def _map(
         self,
-        store: Store,
+        meeting: Meeting,
         patience: float,
         own: OwnSegment,
         layout: Layout,
@@ -115,7 +115,7 @@ class SharedMemoryCommunicator:
         mine = Slots(own, layout)
         self._health.know(self.rank, mine.state)
         said = exchange(
-            store,
+            meeting,
             self.rank,
             self.size,
             msgspec.json.encode(own.address),

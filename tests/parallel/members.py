@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, TCPStore
 
 from parallel.communicators import CollectiveError, Communicator
 from parallel.communicators.native_rounds import load
 from parallel.communicators.shared_memory import SLOT_BYTES, VIEW_BYTES, SharedMemoryCommunicator
-from parallel.groups import form, open_store
+from parallel.groups import form
+from parallel.links.meeting import MeetingClient
+from parallel.links.meeting_contract import Prefixed
 
 PATIENCE = 20.0  # seconds for everything that should work
 SMALL_SLOT = 4096
@@ -43,14 +44,14 @@ class Member:
         torch.set_num_threads(1)
         self.backend, self.rank, self.size, self.directory = backend, rank, size, directory
         self._test = test
-        self.store: TCPStore = open_store("127.0.0.1", port, is_host=False, timeout=PATIENCE)
+        self.meeting = MeetingClient("127.0.0.1", port, timeout=PATIENCE)
 
     def form(self, name: str, size: int | None = None, timeout: float = PATIENCE) -> Communicator:
         size = size or self.size
         if self.backend in ("small_slots", "python", "mixed"):
             native = self.backend == "small_slots" or (self.backend == "mixed" and self.rank % 2 == 0)
             group = SharedMemoryCommunicator(
-                PrefixStore(f"{self._test} {name}", self.store),
+                Prefixed(self.meeting, f"{self._test} {name}"),
                 self.rank,
                 size,
                 timeout=timeout,
@@ -60,7 +61,7 @@ class Member:
             )
             assert group.is_native == (native and load() is not None)
             return group
-        return form(self.store, self._test, self.rank, size, self.backend, timeout, group=name)
+        return form(self.meeting, self._test, self.rank, size, self.backend, timeout, group=name)
 
     def report(self, **facts: Any) -> None:
         """For the test, which waits for the file."""
@@ -95,7 +96,7 @@ def run(
 ) -> None:
     """The target of a member process.
 
-    ``test`` numbers the tests that share the store at ``port``.
+    ``test`` numbers the tests that share the meeting place at ``port``.
     """
     function(Member(backend, rank, size, test, port, Path(directory)))
 

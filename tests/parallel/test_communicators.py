@@ -9,7 +9,6 @@ import os
 import platform
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -20,16 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from parallel.communicators import CollectiveError, make_communicator, native_rounds
-from parallel.communicators.rendezvous import exchange
 from parallel.communicators.segments import Address, OwnSegment, Watch, open_segment, this_host
 from parallel.communicators.waiting import Patience
-from parallel.groups import form, open_store
+from parallel.groups import form
+from parallel.links.meeting import MeetingHost
+from parallel.links.rendezvous import exchange
 from tests.parallel import members
 
 pytestmark = pytest.mark.mesh
@@ -39,7 +37,7 @@ BACKENDS = ("gloo", "shared_memory")
 ALL_WAYS = (*BACKENDS, "python")
 """Shared memory with and without the native calls."""
 NUMBERS = itertools.count(100)
-"""Tests share one store, in which each has its own."""
+"""Tests share one meeting place, in which each has its own."""
 
 SOON = 0.5
 """Seconds within which a death or an abort must be known.
@@ -49,9 +47,9 @@ The limits on an idle machine are 0.2 and 0.3.
 
 
 @pytest.fixture(scope="module")
-def store() -> TCPStore:
+def meeting() -> MeetingHost:
     native_rounds.load()  # compiled before anybody's time counts
-    return open_store("127.0.0.1", None, is_host=True, timeout=members.PATIENCE)
+    return MeetingHost("127.0.0.1")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -113,8 +111,8 @@ class Crowd:
 
 
 @pytest.fixture
-def crowd(store: TCPStore, tmp_path: Path) -> Iterator[Crowd]:
-    crowd = Crowd(store.port, tmp_path)
+def crowd(meeting: MeetingHost, tmp_path: Path) -> Iterator[Crowd]:
+    crowd = Crowd(meeting.port, tmp_path)
     yield crowd
     crowd.end()
 
@@ -154,8 +152,8 @@ def test_more_members_than_cores_wait_without_burning_them(crowd: Crowd, backend
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_group_of_one_is_its_own_world(store: TCPStore, backend: str) -> None:
-    group = form(store, 7, 0, 1, backend, 5.0, group=f"alone {backend}")
+def test_a_group_of_one_is_its_own_world(meeting: MeetingHost, backend: str) -> None:
+    group = form(meeting, 7, 0, 1, backend, 5.0, group=f"alone {backend}")
     rows = torch.arange(6.0).reshape(3, 2)
     assert group.all_gather_ints([3, 4]) == [[3, 4]]
     assert torch.equal(group.all_gather_view(rows, [3]), rows)
@@ -247,31 +245,32 @@ def test_calls_that_do_not_belong_together_fail(crowd: Crowd) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_forming_ends_when_somebody_does_not_come(store: TCPStore, backend: str) -> None:
+def test_forming_ends_when_somebody_does_not_come(meeting: MeetingHost, backend: str) -> None:
     began = time.monotonic()
     with pytest.raises(CollectiveError, match=r"rank 1, 2 did not come within 0\.3 s") as caught:
-        form(store, 8, 0, 3, backend, 0.3, group=f"nobody {backend}")
+        form(meeting, 8, 0, 3, backend, 0.3, group=f"nobody {backend}")
     assert caught.value.rank == 1
     assert time.monotonic() - began < 0.3 + SOON
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_forming_can_be_stopped(store: TCPStore, backend: str) -> None:
+def test_forming_can_be_stopped(meeting: MeetingHost, backend: str) -> None:
     stop = threading.Event()
     threading.Timer(0.1, stop.set).start()
     began = time.monotonic()
     with pytest.raises(CollectiveError, match="stopped from outside"):
-        form(store, 9, 0, 2, backend, 20.0, group=f"stopped {backend}", should_stop=stop.is_set)
+        form(meeting, 9, 0, 2, backend, 20.0, group=f"stopped {backend}", should_stop=stop.is_set)
     assert time.monotonic() - began < 0.1 + SOON
 
 
 ENDING = """
 import sys, threading
-from parallel.groups import form, open_store
-store = open_store("127.0.0.1", None, is_host=True, timeout=10)
-stores = [store, open_store("127.0.0.1", store.port, is_host=False, timeout=10)]
+from parallel.groups import form
+from parallel.links.meeting import MeetingClient, MeetingHost
+host = MeetingHost("127.0.0.1")
+ways = [host, MeetingClient("127.0.0.1", host.port)]
 groups = {}
-def join(rank): groups[rank] = form(stores[rank], 1, rank, 2, sys.argv[1], 10.0)
+def join(rank): groups[rank] = form(ways[rank], 1, rank, 2, sys.argv[1], 10.0)
 threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
@@ -300,7 +299,7 @@ def test_a_process_ends_well_without_closing_anything(backend: str) -> None:
 
 @pytest.mark.parametrize("way", ["no compiler", "off"])
 def test_without_native_collectives_python_does_the_same(
-    store: TCPStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
+    meeting: MeetingHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
     if way == "off":
         monkeypatch.setenv(native_rounds.OFF, "0")
@@ -309,7 +308,7 @@ def test_without_native_collectives_python_does_the_same(
         monkeypatch.setattr(shutil, "which", lambda _name: None)
     native_rounds.load.cache_clear()
     try:
-        group = form(store, 11, 0, 1, "shared_memory", 5.0, group=way)
+        group = form(meeting, 11, 0, 1, "shared_memory", 5.0, group=way)
         assert torch.equal(group.all_reduce(torch.ones(3)), torch.ones(3))
         assert not group.is_native  # type: ignore[attr-defined]
         assert "native collectives: off, " in caplog.text.replace("off (", "off, (")
@@ -318,55 +317,21 @@ def test_without_native_collectives_python_does_the_same(
         native_rounds.load.cache_clear()
 
 
-def test_a_store_listens_on_its_address_only(store: TCPStore) -> None:
-    listening = [
-        connection.laddr.ip
-        for connection in psutil.Process().net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == store.port
-    ]
-    assert listening == ["127.0.0.1"]
-
-
-def test_no_store_is_an_error_that_says_where() -> None:
-    with pytest.raises(ValueError, match="port must be known"):
-        open_store("127.0.0.1", None, is_host=False, timeout=1.0)
-    with socket.socket() as deaf:
-        deaf.bind(("127.0.0.1", 0))
-        port = deaf.getsockname()[1]
-        with pytest.raises(CollectiveError, match=f"no store answers at 127.0.0.1:{port} "):
-            open_store("127.0.0.1", port, is_host=False, timeout=0.2)
-
-
-def test_who_may_be_early_waits_for_the_store() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    late = threading.Timer(
-        0.3, lambda: kept.append(open_store("127.0.0.1", port, is_host=True, timeout=members.PATIENCE))
-    )
-    kept: list[TCPStore] = []
-    late.start()
-    early = open_store("127.0.0.1", port, is_host=False, timeout=members.PATIENCE, may_be_early=True)
-    late.join()
-    early.set("key", b"value")
-    assert kept[0].get("key") == b"value"
-
-
-def test_what_a_communicator_cannot_be_is_said(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_communicator_cannot_be_is_said(meeting: MeetingHost, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="rank 2 is not in a group of 2"):
-        make_communicator("gloo", store, 2, 2, name="x", timeout=1.0)
+        make_communicator("gloo", meeting, 2, 2, name="x", timeout=1.0)
     with pytest.raises(ValueError, match="choose gloo or shared_memory"):
-        make_communicator("carrier pigeon", store, 0, 2, name="x", timeout=1.0)  # type: ignore[arg-type]
+        make_communicator("carrier pigeon", meeting, 0, 2, name="x", timeout=1.0)  # type: ignore[arg-type]
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     with pytest.raises(ValueError, match="this is aarch64: use gloo"):
-        make_communicator("shared_memory", store, 0, 2, name="x", timeout=1.0)
+        make_communicator("shared_memory", meeting, 0, 2, name="x", timeout=1.0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tensors_that_do_not_fit_the_sizes_are_refused_before_anything_is_sent(
-    store: TCPStore, backend: str
+    meeting: MeetingHost, backend: str
 ) -> None:
-    group = form(store, 10, 0, 1, backend, 1.0, group=f"refusing {backend}")
+    group = form(meeting, 10, 0, 1, backend, 1.0, group=f"refusing {backend}")
     for call in (
         lambda: group.all_gather(torch.ones(3), [2]),
         lambda: group.reduce_scatter(torch.ones(3), [2]),
@@ -385,9 +350,9 @@ def test_tensors_that_do_not_fit_the_sizes_are_refused_before_anything_is_sent(
     group.close()
 
 
-def test_what_members_say_is_exchanged_by_rank(store: TCPStore) -> None:
-    store.set("member/1", "the other")
-    assert exchange(store, 0, 2, b"this one", timeout=1.0) == [b"this one", b"the other"]
+def test_what_members_say_is_exchanged_by_rank(meeting: MeetingHost) -> None:
+    meeting.set("member/1", b"the other")
+    assert exchange(meeting, 0, 2, b"this one", timeout=1.0) == [b"this one", b"the other"]
 
 
 def test_segments_of_elsewhere_and_of_the_dead_are_refused() -> None:
