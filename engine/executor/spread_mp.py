@@ -34,6 +34,7 @@ from engine.model.checkpoint import ModelInfo
 from engine.step import ModelFacts, Step, StepResult
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.renewable import RenewableCommunicator
+from parallel.links.counts import LinkCount, added
 from parallel.links.keys import LinkKey
 from parallel.placement import assign_experts, owned_by_rank
 
@@ -296,6 +297,11 @@ class SpreadMpExecutor(MpExecutor):
             for expert, tokens in (each.tokens_per_expert if each else {}).items():
                 total[expert] = total.get(expert, 0) + tokens
         return total
+
+    def link_counts(self) -> list[LinkCount]:
+        """See :class:`.SpreadExecutor`; as of a second ago."""
+        counts = self._groups.counts
+        return added(*(each.links for each in counts if each is not None and each.epoch == self._epoch))
 
     def close(self) -> None:
         """See :class:`.Executor`."""

@@ -38,6 +38,7 @@ from parallel import groups
 from parallel.communicators import Backend
 from parallel.communicators.base import CollectiveError, Communicator
 from parallel.communicators.renewable import RenewableCommunicator
+from parallel.links.counts import LinkCount, added, link_counts
 from parallel.links.keys import LinkKey
 from parallel.links.meeting import join_meeting
 from parallel.placement import Placement
@@ -180,7 +181,8 @@ class WorkerGroups:
                         self._current.abort()
             case TellCounts():
                 assert self._executor is not None
-                self._tell(Counts(self._executor.tokens_per_expert(), self._executor.spare_memory()))
+                executor = self._executor
+                self._tell(Counts(executor.tokens_per_expert(), executor.spare_memory(), *self._links()))
 
     def _prepare(self, message: PrepareGroups) -> None:
         preparation: Preparation[EpochGroups] = Preparation(
@@ -198,6 +200,17 @@ class WorkerGroups:
             abandoned = self._preparations.pop(epoch, None)
         if abandoned is not None:
             abandoned.abandon()
+
+    def _links(self) -> tuple[int, list[LinkCount]]:
+        """Epoch of the current groups, and what their links have carried, by instance."""
+        with self._lock:
+            current = self._current
+        epoch, ranks = (current.form.epoch, current.form.ranks) if current.form is not None else (0, 1)
+        counts = link_counts(current.experts)
+        by_instance = [
+            added(*([each] for each in counts[at : at + ranks])) for at in range(0, len(counts), ranks)
+        ]
+        return epoch, [total for (total,) in by_instance]
 
     # ---- in the thread of a preparation
 

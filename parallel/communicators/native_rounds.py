@@ -23,17 +23,16 @@ import torch
 from parallel import compiler
 from parallel.communicators.arithmetic import even_sizes
 from parallel.communicators.group_health import GroupHealth
+from parallel.communicators.native_links import OFF
 from parallel.communicators.rounds import TWO_STEP_BYTES, Rounds
 from parallel.communicators.slots import Layout, Slots
 
 logger = logging.getLogger(__name__)
 
 SOURCE = compiler.INCLUDE / "collectives.cpp"
-OFF = "LOCKSTEP_NATIVE_COLLECTIVES"
-"""Environment variable; 0 selects the rounds in Python."""
 FLAGS = ("-mprefer-vector-width=512",)
 
-_KINDS = {
+KINDS = {
     torch.float32: 0,
     torch.float64: 1,
     torch.bfloat16: 2,
@@ -44,6 +43,7 @@ _KINDS = {
     torch.int32: 6,
     torch.int64: 7,
 }
+"""Numbers of tensor types in ``sums.hpp``."""
 _GIVEN_UP, _OTHER_CALL = 1, 2  # outcomes of a call; 0: done, 3: other bytes
 _MOST_INTS = 512
 _LONGEST_BUDGET = 2e-3
@@ -99,7 +99,7 @@ class Library:
             self.calls[name].restype = ctypes.c_int64
             self.calls[name].argtypes = (ctypes.c_int64,) * given
         self.kinds = {
-            dtype: kind for dtype, kind in _KINDS.items() if loaded.lockstep_sums(ctypes.c_int64(kind))
+            dtype: kind for dtype, kind in KINDS.items() if loaded.lockstep_sums(ctypes.c_int64(kind))
         }
         """Numbers of the tensor types that the compiled collectives add up."""
 

@@ -72,8 +72,12 @@ class SharedMemoryCommunicator:
         view_bytes: int = VIEW_BYTES,
         arena_bytes: int = ARENA_BYTES,
         native: bool = True,
+        health: GroupHealth | None = None,
     ) -> None:
-        """Without ``native`` this member keeps to Python, whatever the others do."""
+        """Without ``native`` this member keeps to Python, whatever the others do.
+
+        ``health`` is that of a part of a larger group; ``timeout`` and ``should_stop`` are its own, then.
+        """
         if platform.machine() not in ("x86_64", "AMD64"):
             raise ValueError(
                 f"shared memory relies on the memory order of x86-64, this is {platform.machine()}: use gloo"
@@ -83,7 +87,7 @@ class SharedMemoryCommunicator:
         """Size of the memory at each of :attr:`arenas`."""
         self.processes: dict[int, int] = {}
         self.on_broken: Callable[[CollectiveError], None] | None = None  # deaths are seen by who waits
-        self._health = GroupHealth(rank, timeout, should_stop)
+        self._health = health or GroupHealth(rank, timeout, should_stop)
         self._members: list[Slots] = []
         self._plans: Plans | None = None
         library = load() if native else None  # compiled before others wait for this member
@@ -129,7 +133,8 @@ class SharedMemoryCommunicator:
                 members.append(mine)
                 continue
             self.processes[member] = address.pid
-            segment: Segment = open_segment(member, address, layout.num_bytes, self._health.watch)
+            name = self._health.name(member)
+            segment: Segment = open_segment(name, address, layout.num_bytes, self._health.watch)
             members.append(Slots(segment, layout))
             self._health.know(member, members[-1].state)
         return members
@@ -182,7 +187,7 @@ class SharedMemoryCommunicator:
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         given = plain(tensor)
         result = given.clone() if source == self.rank else torch.empty_like(given)
-        self._begin("broadcast").rounds.broadcast(result, source)
+        self.broadcast_into(result, source)
         return result
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
@@ -200,6 +205,22 @@ class SharedMemoryCommunicator:
     def close(self) -> None:
         self._health.close()
         self._members, self._plans = [], None
+
+    def broadcast_into(self, result: torch.Tensor, source: int) -> None:
+        """Fill a contiguous tensor with that of ``source``."""
+        self._begin("broadcast").rounds.broadcast(result, source)
+
+    def run_into(
+        self,
+        call: str,
+        given: torch.Tensor,
+        result: torch.Tensor,
+        sizes: Sequence[int] = (),
+        receive_sizes: Sequence[int] = (),
+    ) -> None:
+        """Make the call of this name, with its result in a given contiguous tensor."""
+        _, plan, given = self._start(call, given, sizes, receive_sizes)
+        plan.run(given, result)
 
     def _into_new(
         self, call: str, given: torch.Tensor, sizes: Sequence[int] = (), receive_sizes: Sequence[int] = ()

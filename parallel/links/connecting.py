@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import selectors
 import socket
 import time
 from collections.abc import Callable
+from functools import cache
 
 from parallel.links.accepting import BACKLOG, Acceptor
 from parallel.links.dialing import TOO_MANY_FILES, Address, Dialer, too_many_files
-from parallel.links.encryption import can_encrypt, encrypt
+from parallel.links.encryption import can_encrypt, encrypt, why_not
 from parallel.links.errors import CollectiveError, Evidence
 from parallel.links.handshake import Accepting, Offer, Side, Verdict
 from parallel.links.keys import LinkKey
 from parallel.links.meeting_contract import Meeting, Prefixed
 from parallel.links.rendezvous import exchange
 from parallel.links.sockets import GroupSockets
+
+logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.01
 """Seconds between two looks at whether to go on."""
@@ -150,10 +154,12 @@ class _Forming:
             if error.evidence != "aborted" and not isinstance(error, _News):
                 self._tell(error)
             raise
+        is_encrypted = self._encrypted == len(self._made)
+        _log_once(_protection(self._key is not None, is_encrypted))
         return GroupSockets(
             {peer: [self._made[peer, use] for use in self._uses[1:]] for peer in self._peers},
             {peer: self._made[peer, CONTROL] for peer in self._peers},
-            is_encrypted=self._encrypted == len(self._made),
+            is_encrypted=is_encrypted,
             refused=self._acceptor.refused,
         )
 
@@ -304,6 +310,22 @@ class _Forming:
         elif self._acceptor.refused:
             text += f"; {self._acceptor.refused} connections were refused, the log says why"
         return _error(text, missing[0], "deadline")
+
+
+def _protection(has_key: bool, is_encrypted: bool) -> str:
+    """What a stranger on the network cannot do, for the log."""
+    if not has_key:
+        return "links between members are neither authenticated nor encrypted: this mesh has no key"
+    if is_encrypted:
+        return "links between members prove the mesh's key and are encrypted by the kernel (AES-128-GCM)"
+    reason = why_not() or "the kernel of another host has no TLS (`modprobe tls` there loads it)"
+    return f"links between members prove the mesh's key; they are not encrypted: {reason}"
+
+
+@cache
+def _log_once(text: str) -> None:
+    """Once in the life of a process, however often groups form."""
+    logger.info("%s", text)
 
 
 class _News(CollectiveError):

@@ -1,37 +1,47 @@
-"""Encryption of links by the kernel (kTLS), where both hosts have it.
+"""Encryption of links by the kernel (kTLS), where the kernels of both hosts have it.
 
 The keys come from the handshake of the link: one for each direction, and no other link has them. They follow
-from the mesh's key and both nonces: with the mesh's key, recorded traffic can be read later. Records are
-those of TLS 1.3 with AES-128-GCM (RFC 8446 5.2, linux/tls.h). The handshake of TLS is not used.
+from the mesh's key and both nonces. So anybody who gets hold of the mesh's key later can read what was
+recorded before: there is no forward secrecy. Records are those of TLS 1.3 with AES-128-GCM (RFC 8446 5.2,
+linux/tls.h); the handshake of TLS is not used. A key serves as long as its group: 16 TB over one link leave
+AES-GCM a margin of 2**-48.
 
-Whether a host's kernel can is found out once, by sending through a connection to itself. No machine on which
-this was written has such a kernel: only the refusal, the keys and their layout have been tested.
+Whether a host can is found out once, by sending through a connection to itself.
+
+This has never run: no kernel with TLS was at hand. Tested are the derivation of keys, the layout of what the
+kernel gets, the agreement of both sides, and that a kernel without TLS is found to be one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import struct
 from functools import cache
 
 from parallel.links.handshake import Side
 
-logger = logging.getLogger(__name__)
-
 TCP_ULP, SOL_TLS, TLS_TX, TLS_RX = 31, 282, 1, 2
 _TLS_1_3, _AES_GCM_128 = 0x0304, 51
 _INFO = struct.Struct("=HH8s16s4s8s")
 """``struct tls12_crypto_info_aes_gcm_128``: version, cipher, iv, key, salt, number of the record."""
-_SECRET_BYTES = 16 + 4 + 8  # key, salt, iv
+SECRET_BYTES = 16 + 4 + 8
+"""Bytes of key, salt and iv; the last two are the nonce of TLS 1.3."""
 _TRIAL = b"lockstep" * 64
+_TRIAL_SECONDS = 1.0
 
 
 def crypto_info(secret: bytes) -> bytes:
-    """What the kernel takes for one direction, from :data:`_SECRET_BYTES` bytes of secret."""
-    key, salt, iv = secret[:16], secret[16:20], secret[20:28]
+    """Argument of the kernel for one direction, from :data:`SECRET_BYTES` bytes."""
+    key, salt, iv = secret[:16], secret[16:20], secret[20:SECRET_BYTES]
     return _INFO.pack(_TLS_1_3, _AES_GCM_128, iv, key, salt, bytes(8))
+
+
+def directions(handshake: Side, *, connects: bool) -> tuple[bytes, bytes]:
+    """Arguments of the kernel for what this side sends, and for what it receives."""
+    away = crypto_info(handshake.secret(b"to the side that accepts", SECRET_BYTES))
+    back = crypto_info(handshake.secret(b"to the side that connects", SECRET_BYTES))
+    return (away, back) if connects else (back, away)
 
 
 def encrypt(connection: socket.socket, handshake: Side, *, connects: bool) -> None:
@@ -40,9 +50,22 @@ def encrypt(connection: socket.socket, handshake: Side, *, connects: bool) -> No
     Raises:
         OSError: the kernel cannot.
     """
-    away = crypto_info(handshake.secret(b"to the side that accepts", _SECRET_BYTES))
-    back = crypto_info(handshake.secret(b"to the side that connects", _SECRET_BYTES))
-    _switch_on(connection, away if connects else back, back if connects else away)
+    _switch_on(connection, *directions(handshake, connects=connects))
+
+
+def can_encrypt() -> bool:
+    """Whether this host's kernel can."""
+    return not why_not()
+
+
+@cache
+def why_not() -> str:
+    """Reason why this host's kernel cannot encrypt; empty if it can."""
+    try:
+        _try_it()
+    except OSError as error:
+        return f"the kernel of this host has no TLS ({error.strerror or error}; `modprobe tls` loads it)"
+    return ""
 
 
 def _switch_on(connection: socket.socket, sends: bytes, receives: bytes) -> None:
@@ -51,38 +74,17 @@ def _switch_on(connection: socket.socket, sends: bytes, receives: bytes) -> None
     connection.setsockopt(SOL_TLS, TLS_RX, receives)
 
 
-@cache
-def can_encrypt() -> bool:
-    """Whether this host's kernel can; the log says why not."""
-    try:
-        _try_it()
-    except OSError as error:
-        logger.info(
-            "links between hosts are authenticated, not encrypted: the kernel has no TLS (%s; modprobe tls)",
-            error.strerror or error,
-        )
-        return False
-    logger.info("links between hosts are encrypted by the kernel, where the other host's can, too")
-    return True
-
-
 def _try_it() -> None:
-    """Send through an encrypted connection, both ways.
-
-    Raises:
-        OSError: the kernel cannot, or what comes out is not what went in.
-    """
+    """Raises OSError unless what goes in at one end comes out at the other, both ways."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        one = stack.enter_context(socket.create_connection(listener.getsockname(), 1.0))
+        listener.settimeout(_TRIAL_SECONDS)
+        one = stack.enter_context(socket.create_connection(listener.getsockname(), _TRIAL_SECONDS))
         two = stack.enter_context(listener.accept()[0])
-        two.settimeout(1.0)
-        first, second = (
-            crypto_info(bytes(range(_SECRET_BYTES))),
-            crypto_info(bytes(range(1, _SECRET_BYTES + 1))),
-        )
-        _switch_on(one, first, second)
-        _switch_on(two, second, first)
+        two.settimeout(_TRIAL_SECONDS)
+        away, back = (crypto_info(bytes(range(start, start + SECRET_BYTES))) for start in (0, 100))
+        _switch_on(one, away, back)
+        _switch_on(two, back, away)
         for source, target in ((one, two), (two, one)):
             source.sendall(_TRIAL)
             found = b""

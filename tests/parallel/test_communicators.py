@@ -22,7 +22,7 @@ import msgspec
 import pytest
 import torch
 
-from parallel.communicators import CollectiveError, make_communicator, native_rounds
+from parallel.communicators import CollectiveError, make_communicator, native_links, native_rounds
 from parallel.communicators.segments import Address, OwnSegment, Watch, open_segment, this_host
 from parallel.communicators.waiting import Patience
 from parallel.groups import form
@@ -302,7 +302,7 @@ def test_without_native_collectives_python_does_the_same(
     meeting: MeetingHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
     if way == "off":
-        monkeypatch.setenv(native_rounds.OFF, "0")
+        monkeypatch.setenv(native_links.OFF, "0")
         caplog.set_level("INFO")
     else:
         monkeypatch.setattr(shutil, "which", lambda _name: None)

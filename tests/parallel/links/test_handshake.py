@@ -8,7 +8,6 @@ import struct
 
 import pytest
 
-from parallel.links.encryption import crypto_info
 from parallel.links.handshake import (
     LONGEST_PURPOSE,
     Accepting,
@@ -341,13 +340,6 @@ def test_secrets_differ_by_label_and_salt() -> None:
     others = {KEY.expand(b"other", b"salt", 70), KEY.expand(b"label", b"other", 70)}
     assert secret not in others | {OTHER_KEY.expand(b"label", b"salt", 70)}
     assert len(others) == 2
-
-
-def test_the_kernel_gets_each_part_of_a_secret_in_its_place() -> None:
-    info = crypto_info(bytes(range(28)))
-    version, cipher, iv, key, salt, number = struct.unpack("=HH8s16s4s8s", info)
-    assert (version, cipher, number) == (0x0304, 51, bytes(8))
-    assert (key, salt, iv) == (bytes(range(16)), bytes(range(16, 20)), bytes(range(20, 28)))
 
 
 def test_a_key_is_never_shown() -> None:
