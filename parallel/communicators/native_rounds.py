@@ -23,14 +23,13 @@ import torch
 from parallel import compiler
 from parallel.communicators.arithmetic import even_sizes
 from parallel.communicators.group_health import GroupHealth
+from parallel.communicators.native_links import OFF
 from parallel.communicators.rounds import TWO_STEP_BYTES, Rounds
 from parallel.communicators.slots import Layout, Slots
 
 logger = logging.getLogger(__name__)
 
 SOURCE = compiler.INCLUDE / "collectives.cpp"
-OFF = "LOCKSTEP_NATIVE_COLLECTIVES"
-"""Environment variable; 0 selects the rounds in Python."""
 FLAGS = ("-mprefer-vector-width=512",)
 
 _KINDS = {

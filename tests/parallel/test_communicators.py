@@ -25,7 +25,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from parallel.communicators import CollectiveError, make_communicator, native_rounds
+from parallel.communicators import CollectiveError, make_communicator, native_links, native_rounds
 from parallel.communicators.rendezvous import exchange
 from parallel.communicators.segments import Address, OwnSegment, Watch, open_segment, this_host
 from parallel.communicators.waiting import Patience
@@ -303,7 +303,7 @@ def test_without_native_collectives_python_does_the_same(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
     if way == "off":
-        monkeypatch.setenv(native_rounds.OFF, "0")
+        monkeypatch.setenv(native_links.OFF, "0")
         caplog.set_level("INFO")
     else:
         monkeypatch.setattr(shutil, "which", lambda _name: None)
