@@ -1,8 +1,8 @@
 """Exchange with members on other hosts, inside a step: messages over links in place of shared memory.
 
-``linked.hpp`` does it, through the table of links that the communicator owns. Of each member on another host
-there is a mirror of its arena here, which its messages fill. So the kernels read the rows, results and sums of
-all members alike.
+``linked.hpp`` does it, through the table of links that the communicator owns. There is a mirror here of the
+arena of each member on another host, which its messages fill. So the kernels read the rows, results and sums
+of all members alike.
 
 A member's own memory is read by its links until they have sent it. That is when a step ends, unless it fails,
 and then the links are of no use any more.
@@ -137,7 +137,7 @@ class Linkage:
         else:
             what += f" (number {note >> 24 & 0xFFFFFFFF}, {num_bytes} bytes)"
         raise CollectiveError(
-            f"{self._what} on rank {self._group.rank}: rank {rank} sends {what}, which does not fit this step",
+            f"{self._what} on rank {self._group.rank}: rank {rank} sends {what}, which does not fit",
             rank,
             "closed",
         )
