@@ -1,25 +1,26 @@
 #!/usr/bin/env python3
-r"""Benchmark of meshes over two hosts: two network namespaces, and a link with a delay and a rate (needs root).
+"""Benchmark of meshes over two hosts: two network namespaces and a link between them (needs root).
 
     sudo .venv/bin/python examples/benchmarks/links/bench_hosts.py --layouts ep tp pp --links 0 200:10
     sudo .venv/bin/python examples/benchmarks/links/bench_hosts.py --layouts ep --concurrency 1 8 32
 
-A link is written DELAY[:RATE], in microseconds of one direction and in Gbit/s; without a rate there is no bound. The model
-is moe-small of ``make_bench_models.py``, in bfloat16. For each layout:
+A link is written DELAY[:RATE], in microseconds of one direction and in Gbit/s; without a rate there is no
+bound. The model is moe-small of ``make_bench_models.py``, in bfloat16. For each layout:
 
     ep            one instance on each host, experts spread over both: ``-dp 2 -ep``
     tp            one instance, its layers cut over both hosts: ``--nnodes 2 -tp 2``
     pp            one instance, half of the layers on each host: ``--nnodes 2 -pp 2``
     independent   one instance on each host, nothing exchanged
 
-a mesh per transport is started and stays; those that are not measured sleep. Then links, transports and loads come
-in turn, again and again, so that other load on the machine hits all of them. Printed are tokens per second and
-milliseconds between two tokens (ITL), the ratio of each transport to gloo within a repeat, bytes per token on the
-link, and how a step's length is explained (:mod:`examples.benchmarks.links.step_model`): measured on a link
-without delay, predicted for each other link, and measured there.
+a mesh per transport is started and stays; those that are not measured sleep. Then links, transports and loads
+come in turn, again and again, so that other load on the machine hits all of them. Printed are tokens per
+second and milliseconds between two tokens (ITL), the ratio of each transport to gloo within a repeat, and
+bytes per token on the link. A second table explains the length of a step
+(:mod:`examples.benchmarks.links.step_model`): measured on a link without delay, predicted for each other
+link, and measured there.
 
-Where the kernel has no netem, ``link_emulator.cpp`` carries the packets, on the cores of this machine: its share
-of a core is printed, and how late it was.
+Where the kernel has no netem, ``link_emulator.cpp`` carries the packets, on the cores of this machine: its
+share of a core is printed, and how late it was.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ from router.tools.bench.report import machine
 Args = argparse.Namespace
 
 ROOT = Path(__file__).parents[3]
-TRANSPORTS = {"tcp": "--all2all-backend tcp", "gloo": "--all2all-backend allgather_reducescatter"}
+TRANSPORTS = {
+    "tcp": "--mesh-transport tcp",
+    "gloo": "--mesh-transport gloo --all2all-backend allgather_reducescatter",
+}
 """Arguments of ``serve`` by transport."""
 SERVE_FLAGS = "--dtype bfloat16 --kv-cache-memory-bytes 128M"
 WARM_UP = 8
@@ -93,7 +97,9 @@ def bench_layout(net: Network, name: str, args: Args, directory: Path) -> list[C
     """All cells of one layout."""
     layout = LAYOUTS[name]
     transports = ["none"] if name == "independent" else args.transports
-    cells = [Cell(each, link, load) for link in args.links for load in args.concurrency for each in transports]
+    cells = [
+        Cell(each, link, load) for link in args.links for load in args.concurrency for each in transports
+    ]
     layers = json.loads((args.model / "config.json").read_text())["num_hidden_layers"]
     with contextlib.ExitStack() as stack:
         net.set(Link())
@@ -140,7 +146,17 @@ def print_layout(name: str, cells: Sequence[Cell], net: Network, layers: int) ->
                  for row in explanation(name, transport, cells, layers)]  # fmt: skip
     if explained:
         print(f"\n{name}: the length of a step, ms (ITL)\n")
-        titles = ["transport", "at once", "link", "compute", "exchanges", "fitted", "predicted", "measured", "differs"]
+        titles = [
+            "transport",
+            "at once",
+            "link",
+            "compute",
+            "exchanges",
+            "fitted",
+            "predicted",
+            "measured",
+            "differs",
+        ]
         print_table(titles, explained)
 
 

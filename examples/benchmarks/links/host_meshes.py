@@ -41,7 +41,14 @@ class Layout:
         port = ["--port", str(FIRST_PORT + index), "-dpp", rpc]
         mesh = ["--mesh-key-file", str(key), *self.flags]
         if self.nodes:
-            mesh += ["--nnodes", "2", "--master-addr", address, "--master-port", str(FIRST_MASTER_PORT + index)]
+            mesh += [
+                "--nnodes",
+                "2",
+                "--master-addr",
+                address,
+                "--master-port",
+                str(FIRST_MASTER_PORT + index),
+            ]
             return [*mesh, *port, "--node-rank", "0"], [*mesh, "--node-rank", "1"]
         mesh += ["-dpa", address, "-dpl", "1"]
         return [*mesh, *port], [*mesh, "-dpp", rpc, "--headless", "-dpr", "1"]

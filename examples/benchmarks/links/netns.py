@@ -1,7 +1,8 @@
 """Two network namespaces, joined by a link with a delay and a rate (needs root).
 
-The link is a virtual cable with ``tc netem`` where the kernel has that. Where it has not, ``link_emulator.cpp``
-(compiled here) carries the packets. Both ends have one address each. Everything is removed at the end.
+The link is a virtual cable with ``tc netem`` where the kernel has that. Where it has not,
+``link_emulator.cpp`` (compiled here) carries the packets. Both ends have one address each. Everything is
+removed at the end.
 
 The delay is that of one direction: a round trip takes twice as long.
 """
@@ -194,9 +195,7 @@ def tc(name: str, *argv: str) -> None:
     Raises:
         OSError: it fails.
     """
-    done = subprocess.run(
-        ["tc", "-n", name, *argv], capture_output=True, text=True, check=False, timeout=30
-    )
+    done = subprocess.run(["tc", "-n", name, *argv], capture_output=True, text=True, check=False, timeout=30)
     if done.returncode != 0:
         raise OSError(f"tc {' '.join(argv)}: {done.stderr.strip()}")
 
@@ -239,14 +238,17 @@ def network(name: str = "", link: Link | None = None) -> Iterator[Network]:
     if problem := why_not():
         raise OSError(problem)
     name = name or f"lockstep-{os.getpid()}"
-    first, second = (Namespace(f"{name}-{role}", f"{NETWORK}.{at}") for at, role in ((1, "head"), (2, "other")))
+    first, second = (
+        Namespace(f"{name}-{role}", f"{NETWORK}.{at}") for at, role in ((1, "head"), (2, "other"))
+    )
     with contextlib.ExitStack() as stack:
         for end in (first, second):
             ip("netns", "add", end.name)
             stack.callback(ip, "netns", "del", end.name)
         emulator = None
         if has_netem():
-            ip(*f"link add {DEVICE} netns {first.name} type veth peer name {DEVICE} netns {second.name}".split())
+            cable = f"link add {DEVICE} netns {first.name} type veth peer name {DEVICE} netns {second.name}"
+            ip(*cable.split())
         else:
             emulator = stack.enter_context(_emulator(first, second))
         for end in (first, second):

@@ -4,8 +4,8 @@
     python examples/benchmarks/links/plain_sockets.py listen 198.18.78.1 7000
     python examples/benchmarks/links/plain_sockets.py connect 198.18.78.1 7000 --what ping --bytes 64
 
-``ping`` is a message there and one back, and half of its time is printed; ``exchange`` is one in both directions
-at once; ``stream`` is one direction as fast as it goes. The times are taken in C.
+``ping`` is a message there and one back, and half of its time is printed; ``exchange`` is one in both
+directions at once; ``stream`` is one direction as fast as it goes. The times are taken in C.
 """
 
 from __future__ import annotations

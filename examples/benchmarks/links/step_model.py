@@ -1,7 +1,7 @@
-"""The length of a step over a link: what it computes, and how often it waits for how many bytes (pure).
+"""The length of a step over a link: what it computes, and what it waits for (pure).
 
-A step makes a known number of exchanges, each of which can begin only when the one before has ended. One takes
-the link's delay, and its bytes divided by the rate. So
+A step makes a known number of exchanges, each of which can begin only when the one before has ended. One
+takes the link's delay, and its bytes divided by the rate. So
 
     step = compute + exchanges * delay + bytes / rate
 
@@ -31,8 +31,8 @@ class Exchanges:
 def exchanges_of(layout: str, layers: int, num_bytes: float) -> Exchanges:
     """The exchanges of a decode step by the layout's name.
 
-    ``ep``: a header, and in each layer tokens to their experts and results home. ``tp``: two sums in each layer.
-    ``pp``: the hidden states there, and the tokens back.
+    ``ep``: a header, and in each layer tokens to their experts and results home. ``tp``: two sums in each
+    layer. ``pp``: the hidden states there, and the tokens back.
 
     Raises:
         ValueError: no such layout.
@@ -67,4 +67,7 @@ def slope(steps: Sequence[tuple[Link, float]]) -> float:
     spread = sum((delay - mean) ** 2 for delay in delays)
     if spread == 0:
         raise ValueError("exchanges are counted over links of several delays")
-    return sum((delay - mean) * (seconds - mean_step) for delay, (_, seconds) in zip(delays, steps, strict=True)) / spread
+    return (
+        sum((delay - mean) * (seconds - mean_step) for delay, (_, seconds) in zip(delays, steps, strict=True))
+        / spread
+    )
