@@ -107,12 +107,16 @@ class UsedLinks(Links, CountedLinks, Protocol):
 class Between(Protocol):
     """What is used of the communicator that has all members."""
 
-    processes: dict[int, int]
     on_broken: Callable[[CollectiveError], None] | None
-    health: LinkedHealth
-    links: UsedLinks
-    links_address: int
 
+    @property
+    def processes(self) -> dict[int, int]: ...
+    @property
+    def health(self) -> LinkedHealth: ...
+    @property
+    def links(self) -> UsedLinks: ...
+    @property
+    def links_address(self) -> int: ...
     def abort(self) -> None: ...
     def close(self) -> None: ...
 
