@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -242,6 +243,24 @@ def test_who_does_not_come_is_named(crowd: Crowd, backend: str) -> None:
     assert (waited["blamed"], waited["evidence"]) == (1, "deadline")
     assert 0.4 < waited["seconds"] < 0.5 + SOON
     assert crowd.report(1, "at")["seconds"] < SOON
+    crowd.join()
+
+
+@pytest.mark.parametrize("backend", ["tcp", "tcp_mixed"])
+def test_who_is_stopped_is_named(crowd: Crowd, backend: str) -> None:
+    crowd.start(members.one_is_stopped, backend, 3)
+    for rank in range(3):
+        crowd.report(rank, "ready")
+    stopped = crowd.processes[1].pid
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        reports = [crowd.report(rank, "at") for rank in (0, 2)]
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert [report["blamed"] for report in reports] == [1, 1]
+    assert "deadline" in {report["evidence"] for report in reports}
+    assert crowd.report(1, "at")["blamed"] == 1
     crowd.join()
 
 
