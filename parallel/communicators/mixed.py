@@ -15,6 +15,7 @@ and not the one that waits for it, later stages of a call have a later deadline.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -106,12 +107,16 @@ class UsedLinks(Links, CountedLinks, Protocol):
 class Between(Protocol):
     """What is used of the communicator that has all members."""
 
-    processes: dict[int, int]
     on_broken: Callable[[CollectiveError], None] | None
-    health: LinkedHealth
-    links: UsedLinks
-    links_address: int
 
+    @property
+    def processes(self) -> dict[int, int]: ...
+    @property
+    def health(self) -> LinkedHealth: ...
+    @property
+    def links(self) -> UsedLinks: ...
+    @property
+    def links_address(self) -> int: ...
     def abort(self) -> None: ...
     def close(self) -> None: ...
 
@@ -236,24 +241,26 @@ class MixedCommunicator:
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
         routes, width = self._routes, len(row)
-        longest = max(span.high - span.low for span in routes.spans)
-        block = torch.zeros(longest, width, dtype=torch.int64)
-        rows = [Span(block.data_ptr() + 8 * width * at, 8 * width) for at in range(longest)]
-        block[self.rank - routes.span.low] = torch.tensor(row, dtype=torch.int64)
+        low, num_bytes = routes.span.low, 8 * width
+        longest = max(span.high - span.low for span in routes.spans)  # all of a host give equally many
+        room = (ctypes.c_int64 * (longest * width))()
+        room[(self.rank - low) * width : (self.rank - low + 1) * width] = list(row)
+        start = ctypes.addressof(room)
         with self._call("all_gather_ints"):
+            mine = Span(start + (self.rank - low) * num_bytes, num_bytes)
             self._exchange(
-                _note("all_gather_ints", 8 * width),
-                [(to, rows[self.rank - routes.span.low]) for to in routes.sends],
-                [(source, rows[source - routes.span.low]) for source in routes.receives],
+                _note("all_gather_ints", num_bytes),
+                [(to, mine) for to in routes.sends],
+                [(source, Span(start + (source - low) * num_bytes, num_bytes)) for source in routes.receives],
             )
-            mine: list[list[int]] = block.tolist()
-            if self.local is None:
-                return mine
-            self._stage(1)
-            blocks = self.local.all_gather_ints([number for each in mine for number in each])
+            numbers = room[:]
+            blocks = [numbers]
+            if self.local is not None:
+                self._stage(1)
+                blocks = self.local.all_gather_ints(numbers)
         return [
-            numbers[at * width : (at + 1) * width]
-            for numbers, span in zip(blocks, routes.spans, strict=True)
+            block[at * width : (at + 1) * width]
+            for block, span in zip(blocks, routes.spans, strict=True)
             for at in range(span.high - span.low)
         ]
 

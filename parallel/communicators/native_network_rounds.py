@@ -331,7 +331,10 @@ class NativeNetworkRounds:
         outgoing: Sequence[tuple[int, int, int]],
         incoming: Sequence[tuple[int, int, int]],
     ) -> None:
-        """Exchange messages with some members: (peer, address, bytes) of each, at most one for a peer."""
+        """Exchange messages with some members: (peer, address, bytes) of each.
+
+        There is at most one to a peer, and one from it.
+        """
         words = [word for each in (*outgoing, *incoming) for word in each]
         block = (ctypes.c_int64 * len(words))(*words)
         if outcome := self._exchange(self._at, note, ctypes.addressof(block), len(outgoing), len(incoming)):

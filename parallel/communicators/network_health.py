@@ -217,6 +217,8 @@ class NetworkHealth:
                     if peer in peers.values():
                         self._listen(peer)  # a last word counts
                     self._conclude(self._words.exit(peer))
+                if self._is_closed:  # by what was called about a broken group
+                    return
 
     def _listen(self, peer: int) -> bool:
         """Hear what a member has said; False when there is nothing more to hear."""
