@@ -354,7 +354,7 @@ def test_without_native_collectives_python_does_the_same(
 def test_what_a_communicator_cannot_be_is_said(meeting: MeetingHost, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="rank 2 is not in a group of 2"):
         make_communicator("gloo", meeting, 2, 2, name="x", timeout=1.0)
-    with pytest.raises(ValueError, match="choose gloo, shared_memory or tcp"):
+    with pytest.raises(ValueError, match="choose gloo, shared_memory, tcp or mixed"):
         make_communicator("carrier pigeon", meeting, 0, 2, name="x", timeout=1.0)  # type: ignore[arg-type]
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     with pytest.raises(ValueError, match="this is aarch64: use gloo"):
