@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -33,17 +33,20 @@ from parallel.communicators.arithmetic import (
     sum_in_rank_order,
     sum_type,
 )
-from parallel.communicators.base import CollectiveError, Evidence
-from parallel.communicators.group_health import Blame, GroupHealth
+from parallel.communicators.base import CollectiveError
+from parallel.communicators.group_health import GroupHealth
 from parallel.communicators.host_routes import HostRoutes, Lane
-from parallel.communicators.messages import Health, Incoming, Links, Messages
+from parallel.communicators.messages import Incoming, Messages
 from parallel.communicators.native_links import NativeLinks
 from parallel.communicators.native_network_rounds import NativeNetworkRounds
-from parallel.communicators.rounds import CALLS
+from parallel.communicators.network import NetworkCommunicator
+from parallel.communicators.network_health import NetworkHealth
+from parallel.communicators.network_rounds import note_of, what_is
 from parallel.communicators.segments import this_host
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.communicators.slots import Span, span_of, spans_of
-from parallel.links.counts import CountedLinks, LinkCount, counts_of
+from parallel.links.counts import LinkCount
+from parallel.links.last_words import Blame
 from parallel.links.meeting_contract import Meeting, Prefixed
 from parallel.links.rendezvous import exchange
 from parallel.topology import usable_cores
@@ -89,38 +92,10 @@ class HostHealth(GroupHealth):
         )
 
 
-class LinkedHealth(Health, Protocol):
-    """What is used of the health of the group as a whole."""
-
-    grace: float
-
-    @property
-    def blame(self) -> Blame | None: ...
-    def begin(self, call: str) -> None: ...
-    def give_up(self, reason: str, rank: int | None, evidence: Evidence) -> None: ...
-
-
-class UsedLinks(Links, CountedLinks, Protocol):
-    """What is used of a member's links."""
-
-
-class Between(Protocol):
-    """What is used of the communicator that has all members."""
-
-    processes: dict[int, int]
-    on_broken: Callable[[CollectiveError], None] | None
-    health: LinkedHealth
-    links: UsedLinks
-    links_address: int
-
-    def abort(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class _Failing:
     """Context of a call: what breaks one part of the group breaks the others."""
 
-    def __init__(self, *parts: GroupHealth | LinkedHealth) -> None:
+    def __init__(self, *parts: GroupHealth | NetworkHealth) -> None:
         self._parts = parts
 
     def __enter__(self) -> None:
@@ -143,7 +118,7 @@ class MixedCommunicator:
         size: int,
         *,
         timeout: float,
-        network: Between,
+        network: NetworkCommunicator,
         host_name: str | None = None,
         should_stop: Callable[[], bool] | None = None,
         forming_timeout: float | None = None,
@@ -184,7 +159,7 @@ class MixedCommunicator:
         except BaseException:
             network.close()
             raise
-        self._messages = Messages(network.links, health, _what_is, crowded=self.is_crowded)
+        self._messages = Messages(network.links, health, what_is, crowded=self.is_crowded)
         self._native: NativeNetworkRounds | None = None
         if (
             native
@@ -216,7 +191,7 @@ class MixedCommunicator:
 
     def link_counts(self) -> list[LinkCount]:
         """What the links to the others have carried, by rank."""
-        return counts_of(self._network.links)
+        return self._network.link_counts()
 
     def _call(self, call: str) -> _Failing:
         """A call begins.
@@ -245,7 +220,7 @@ class MixedCommunicator:
         with self._call("all_gather_ints"):
             mine = Span(start + (self.rank - low) * num_bytes, num_bytes)
             self._exchange(
-                _note("all_gather_ints", num_bytes),
+                note_of("all_gather_ints", num_bytes),
                 [(to, mine) for to in routes.sends],
                 [(source, Span(start + (source - low) * num_bytes, num_bytes)) for source in routes.receives],
             )
@@ -319,7 +294,13 @@ class MixedCommunicator:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         flat = plain(tensor).reshape(-1)
         summed = sum_type(flat.dtype)
-        way = self._routes.way(flat.nbytes, summed.itemsize // flat.dtype.itemsize)
+        speed = self._network.speed
+        way = self._routes.way(
+            flat.nbytes,
+            summed.itemsize // flat.dtype.itemsize,
+            latency=speed.latency,
+            bandwidth=speed.bandwidth,
+        )
         with self._call("all_reduce"):
             if way == "chain":
                 total = self._reduce_in_chain(flat)
@@ -337,7 +318,7 @@ class MixedCommunicator:
         result = given.clone() if source == self.rank else torch.empty_like(given)
         first = self._routes.broadcast_source(source)
         with self._call("broadcast"):
-            note = _note("broadcast", result.nbytes)
+            note = note_of("broadcast", result.nbytes)
             if source == self.rank:
                 self._exchange(note, [(to, span_of(result)) for to in self._routes.sends], [])
             elif source in self._routes.receives:
@@ -353,14 +334,14 @@ class MixedCommunicator:
             if to in self._routes.local:
                 self._beside(to).send(given, self._routes.local.index(to))
             else:
-                self._exchange(_note("send", 0), [(to, span_of(given))], [])
+                self._exchange(note_of("send", 0), [(to, span_of(given))], [])
 
     def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
         result = torch.empty_like(plain(like))
         with self._call("receive"):
             if source in self._routes.local:
                 return self._beside(source).receive(result, self._routes.local.index(source))
-            self._exchange(_note("send", 0), [], [(source, span_of(result))])
+            self._exchange(note_of("send", 0), [], [(source, span_of(result))])
         return result
 
     def abort(self) -> None:
@@ -444,7 +425,7 @@ class MixedCommunicator:
         places = spans_of(mine, of_span)
         span_of(part).copy_to(places[self.rank - span.low].address)
         self._exchange(
-            _note(call, sum(sizes) * row_bytes),
+            note_of(call, sum(sizes) * row_bytes),
             [(to, span_of(part)) for to in self._routes.sends],
             [(source, places[source - span.low]) for source in self._routes.receives],
         )
@@ -491,7 +472,7 @@ class MixedCommunicator:
 
     def _add_along(self, lane: Lane, terms: torch.Tensor, total: torch.Tensor) -> None:
         """Add terms [members of this host, n] along a lane, to the total [n]."""
-        note = _note("all_reduce", total.nbytes)
+        note = note_of("all_reduce", total.nbytes)
         summed = sum_type(total.dtype)
         step = CHAIN_BYTES // summed.itemsize
         sums = torch.empty(total.shape, dtype=summed)
@@ -525,7 +506,7 @@ class MixedCommunicator:
         """Exchange rows with each member of another host, directly."""
         sent, others = spans_of(outgoing, send_sizes), self._routes.remote
         self._exchange(
-            _note(call, num_bytes), [(to, sent[to]) for to in others], [(by, received[by]) for by in others]
+            note_of(call, num_bytes), [(to, sent[to]) for to in others], [(by, received[by]) for by in others]
         )
 
     def _local_parts(
@@ -560,13 +541,3 @@ class MixedCommunicator:
 
 def _incoming(peer: int, piece: torch.Tensor) -> Incoming:
     return Incoming(peer, *span_of(piece))
-
-
-def _note(call: str, num_bytes: int) -> int:
-    """Number of a call, by which members see that they make the same one."""
-    return CALLS.index(call) + num_bytes * len(CALLS)
-
-
-def _what_is(note: int) -> str:
-    num_bytes, call = divmod(note, len(CALLS))
-    return f"{CALLS[call]} of {num_bytes} bytes"
