@@ -184,8 +184,8 @@ class HostRoutes:
     def way(self, num_bytes: int, widening: int = 1, *, latency: float, bandwidth: float) -> Way:
         """How an all-reduce of so many bytes takes the shortest time.
 
-        ``latency``: seconds of a hop with hardly any bytes; ``bandwidth``: bytes that a host sends per second.
-        All members give the same.
+        ``latency``: seconds of a hop with hardly any bytes; ``bandwidth``: bytes that a host sends per
+        second. All members give the same.
         """
         if len(self.members) == 1:
             return "gather"

@@ -21,12 +21,17 @@ from typing import Any
 import torch
 
 from parallel.communicators import CollectiveError, Communicator
+from parallel.communicators.mixed import MixedCommunicator
 from parallel.communicators.native_rounds import load
+from parallel.communicators.network import NetworkCommunicator
 from parallel.communicators.shared_memory import SLOT_BYTES, VIEW_BYTES, SharedMemoryCommunicator
 from parallel.groups import form
+from parallel.links.connecting import connect
+from parallel.links.keys import LinkKey
 from parallel.links.meeting import MeetingClient
 from parallel.links.meeting_contract import Prefixed
 
+KEY = LinkKey(bytes(range(32)))
 PATIENCE = 20.0  # seconds for everything that should work
 SMALL_SLOT = 4096
 TYPES = (
@@ -61,7 +66,26 @@ class Member:
             )
             assert group.is_native == (native and load() is not None)
             return group
+        if self.backend in ("mixed_hosts", "mixed_apart"):
+            return self._mixed(name, size, timeout)
         return form(self.meeting, self._test, self.rank, size, self.backend, timeout, group=name)
+
+    def _mixed(self, name: str, size: int, timeout: float) -> Communicator:
+        """A group of members on two hosts, as far as they know.
+
+        In ``mixed_apart`` neighbours are on different ones.
+        """
+        host = self.rank % 2 if self.backend == "mixed_apart" else 2 * self.rank // size
+        meeting = Prefixed(self.meeting, f"{self._test} {name}")
+        native = self.rank != 1
+        sockets = connect(
+            meeting, self.rank, size, host="127.0.0.1", name=name, key=KEY, timeout=timeout
+        )  # fmt: skip
+        network = NetworkCommunicator(sockets, self.rank, size, timeout=timeout, native=native)
+        return MixedCommunicator(
+            meeting, self.rank, size, timeout=timeout, network=network, host_name=f"host {host}",
+            slot_bytes=SMALL_SLOT, view_bytes=4 * SMALL_SLOT, native=native,
+        )  # fmt: skip
 
     def report(self, **facts: Any) -> None:
         """For the test, which waits for the file."""
@@ -101,12 +125,28 @@ def run(
     function(Member(backend, rank, size, test, port, Path(directory)))
 
 
+def held() -> tuple[int, int]:
+    """Descriptors and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def settled(expected: tuple[int, int]) -> tuple[int, int]:
+    """The same, when it is as expected or a second is over.
+
+    A thread that was joined may take a moment to end.
+    """
+    deadline = time.monotonic() + 1.0
+    while held() != expected and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return held()
+
+
 # ---- what they do when all goes well
 
 
 def every_method(member: Member) -> None:
     """Each method against what follows from everybody's data, which each member can compute by itself."""
-    descriptors, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    before = held()
     group = member.form("every_method")
     for case in range(3):
         for dtype in TYPES:
@@ -121,8 +161,7 @@ def every_method(member: Member) -> None:
         group.all_gather_ints([1])
     assert "it was closed" in error["message"]
     assert "memfd" not in Path("/proc/self/maps").read_text()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert len(os.listdir("/proc/self/task")) == threads
+    assert settled(before) == before
 
 
 def check_exchanges(
@@ -383,7 +422,7 @@ def one_aborts(member: Member) -> None:
 
 def many_epochs(member: Member) -> None:
     """Groups that end in every way, one after another; nothing of them stays."""
-    counts = []
+    counts: list[tuple[int, int]] = []
     for epoch in range(52):  # the last one ends well: who ends first would count as dead
         group = member.form(f"epoch {epoch}", timeout=5.0)
         if epoch % 3 == 0:
@@ -399,7 +438,9 @@ def many_epochs(member: Member) -> None:
             assert error["seconds"] < 1.0
         group.close()
         del group
-        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+        if epoch == 5:
+            time.sleep(0.05)  # for threads to end
+        counts.append(settled(counts[5]) if epoch > 5 else held())
     assert counts[-1] == counts[5], counts
     assert "memfd" not in Path("/proc/self/maps").read_text()
 
@@ -436,3 +477,27 @@ def different_calls(member: Member) -> None:
         group.all_to_all_views(torch.ones(2), [1, 1], [1, 1] if member.rank == 0 else [2, 1])
         group.all_gather_ints([1])
     member.report(**error, sizes=sizes["message"], views=views["message"])
+
+
+def one_of_several_does_not_come(member: Member) -> None:
+    """Rank 1 makes no call; others wait for late members that wait for it."""
+    groups = [member.form(f"epoch {epoch}", timeout=0.5) for epoch in range(2)]
+    for group, elements, late in zip(groups, (3, 100_000), (2, 0), strict=True):
+        time.sleep({1: 1.2, late: 0.1}.get(member.rank, 0.0))
+        with member.expect_error() as error:
+            group.all_reduce(torch.ones(elements))
+        assert error["blamed"] in ((None, 1) if member.rank == 1 else (1,)), error
+        assert error["seconds"] < 2.0, error
+        group.close()
+
+
+def one_calls_something_else(member: Member) -> None:
+    """Rank 1 makes another call, and members on all hosts learn that."""
+    group = member.form("something else")
+    with member.expect_error() as error:
+        for _ in range(2):  # the first may be over before the others know
+            if member.rank == 1:
+                group.all_gather_ints([1, 2])
+            else:
+                group.all_reduce(torch.ones(5))
+    member.report(**error)
