@@ -134,7 +134,8 @@ class MixedCommunicator:
         self.rank, self.size = rank, size
         self.local: SharedMemoryCommunicator | None = None
         """The members of this host; None if this is its only one."""
-        self._network = network
+        self.network = network
+        """The communicator that has all members."""
         self._stage_seconds = max(STAGE_SECONDS, STAGE_PART * timeout)
         patience = timeout if forming_timeout is None else forming_timeout
         health = network.health
@@ -170,7 +171,7 @@ class MixedCommunicator:
         self._failing = _Failing(self._part, health)
 
     def __repr__(self) -> str:
-        blame = self._network.health.blame
+        blame = self.network.health.blame
         hosts = len(self._routes.members)
         return (
             f"<MixedCommunicator of {hosts} hosts, rank {self.rank} of {self.size},"
@@ -179,19 +180,19 @@ class MixedCommunicator:
 
     @property
     def processes(self) -> dict[int, int]:
-        return self._network.processes
+        return self.network.processes
 
     @property
     def on_broken(self) -> Callable[[CollectiveError], None] | None:
-        return self._network.on_broken
+        return self.network.on_broken
 
     @on_broken.setter
     def on_broken(self, call: Callable[[CollectiveError], None] | None) -> None:
-        self._network.on_broken = call
+        self.network.on_broken = call
 
     def link_counts(self) -> list[LinkCount]:
         """What the links to the others have carried, by rank."""
-        return self._network.link_counts()
+        return self.network.link_counts()
 
     def _call(self, call: str) -> _Failing:
         """A call begins.
@@ -199,14 +200,14 @@ class MixedCommunicator:
         Raises:
             CollectiveError: the group is broken.
         """
-        self._network.health.begin(call)
+        self.network.health.begin(call)
         self._part.whole_call = call
         self._stage(0)
         return self._failing
 
     def _stage(self, number: int) -> None:
         """What follows waits for members that have so many stages behind them."""
-        self._part.grace = self._network.health.grace = number * self._stage_seconds
+        self._part.grace = self.network.health.grace = number * self._stage_seconds
 
     # ---- the contract
 
@@ -294,7 +295,7 @@ class MixedCommunicator:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         flat = plain(tensor).reshape(-1)
         summed = sum_type(flat.dtype)
-        speed = self._network.speed
+        speed = self.network.speed
         way = self._routes.way(
             flat.nbytes,
             summed.itemsize // flat.dtype.itemsize,
@@ -345,11 +346,11 @@ class MixedCommunicator:
         return result
 
     def abort(self) -> None:
-        self._network.abort()
+        self.network.abort()
         self._part.abort()
 
     def close(self) -> None:
-        self._network.close()
+        self.network.close()
         self._part.close()
         if self.local is not None:
             self.local.close()
@@ -364,7 +365,7 @@ class MixedCommunicator:
     @property
     def links_address(self) -> int:
         """Address of the table of links to all members; 0 if they are Python's."""
-        return self._network.links_address
+        return self.network.links_address
 
     @property
     def is_crowded(self) -> bool:
@@ -393,7 +394,7 @@ class MixedCommunicator:
                 self._stage(1)  # it may wait for a member of another host
                 self._part.check(self._routes.local.index(rank), has_arrived)
             else:
-                self._network.health.check(rank, has_arrived)
+                self.network.health.check(rank, has_arrived)
 
     # ---- what it is built from
 

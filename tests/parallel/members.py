@@ -8,6 +8,7 @@ JSON file where the test needs more.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -21,9 +22,10 @@ from typing import Any
 import torch
 
 from parallel.communicators import CollectiveError, Communicator
+from parallel.communicators.host_routes import HostRoutes
 from parallel.communicators.mixed import MixedCommunicator
 from parallel.communicators.native_rounds import load
-from parallel.communicators.network import NetworkCommunicator
+from parallel.communicators.network import NetworkCommunicator, Speed
 from parallel.communicators.shared_memory import SLOT_BYTES, VIEW_BYTES, SharedMemoryCommunicator
 from parallel.groups import form
 from parallel.links.connecting import connect
@@ -501,3 +503,26 @@ def one_calls_something_else(member: Member) -> None:
             else:
                 group.all_reduce(torch.ones(5))
     member.report(**error)
+
+
+def sums_by_every_way(member: Member) -> None:
+    """Sums over hosts have the same bits whichever way they take, and cross as often as they should."""
+    group = member.form("sums")
+    assert isinstance(group, MixedCommunicator)
+    routes = HostRoutes([str(host) for host in group.hosts], group.rank)
+    for speed in (Speed(1.0, 1e12), Speed(0.0, 1.0)):  # one hop, then as few bytes as can be
+        group.network.speed = speed
+        for case, (dtype, rows) in enumerate(itertools.product(REDUCED_TYPES, (0, 1, 7, 200_001))):
+            chance = random.Random(case)
+            terms = [numbers(chance, rows, dtype, ()) for _ in range(group.size)]
+            before = sum(count.bytes_sent for count in group.link_counts())
+            total = group.all_reduce(terms[group.rank])
+            assert torch.equal(total.view(torch.uint8), in_order(terms).view(torch.uint8)), (speed, dtype)
+            sent = sum(count.bytes_sent for count in group.link_counts()) - before
+            by_all = [row[0] for row in group.all_gather_ints([sent])]
+            num_bytes, widening = terms[0].nbytes, 2 if dtype.itemsize == 2 and dtype.is_floating_point else 1
+            way = routes.way(num_bytes, widening, latency=speed.latency, bandwidth=speed.bandwidth)
+            hosts = [sum(by_all[rank] for rank in ranks) for ranks in routes.members]
+            most = 64 * 16 + 4 * group.size * dtype.itemsize  # headers, and pieces that are not all alike
+            assert max(hosts) <= routes.busiest_bytes(way, num_bytes, widening) + most, (way, hosts)
+    group.close()

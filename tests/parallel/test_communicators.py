@@ -314,6 +314,12 @@ def test_every_method_gives_the_same_on_several_hosts(crowd: Crowd, backend: str
     crowd.join()
 
 
+@pytest.mark.parametrize("backend", ["mixed_hosts", "mixed_apart"])
+def test_sums_over_hosts_have_the_same_bits_whichever_way_they_take(crowd: Crowd, backend: str) -> None:
+    crowd.start(members.sums_by_every_way, backend, 4)
+    crowd.join()
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["mixed_hosts", "mixed_apart"])
 def test_views_last_and_members_leave_early_on_several_hosts(crowd: Crowd, backend: str) -> None:
