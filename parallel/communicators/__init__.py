@@ -57,4 +57,13 @@ def make_communicator(
         return SharedMemoryCommunicator(
             own_meeting, rank, size, timeout=timeout, should_stop=should_stop, forming_timeout=forming_timeout
         )
-    raise ValueError(f"no communicator is called {kind!r}: choose gloo or shared_memory")
+    if kind == "tcp":
+        from parallel.communicators.network import NetworkCommunicator
+        from parallel.links.connecting import connect
+
+        sockets = connect(
+            own_meeting, rank, size, host=host, name=name, key=key, timeout=timeout, should_stop=should_stop,
+            forming_timeout=forming_timeout,
+        )  # fmt: skip
+        return NetworkCommunicator(sockets, rank, size, timeout=timeout, should_stop=should_stop)
+    raise ValueError(f"no communicator is called {kind!r}: choose gloo, shared_memory or tcp")

@@ -71,7 +71,7 @@ class Speed(NamedTuple):
 
 
 def two_step_limit(speed: Speed, size: int) -> int:
-    """Bytes from which on a sum or a broadcast is faster in two steps; a power of two.
+    """Bytes above which sums and broadcasts are faster in two steps: a power of two.
 
     One step takes the latency, and sends n bytes to size - 1 members; two steps take it twice, and send the
     n-th part of them as often, twice.
@@ -317,7 +317,7 @@ class _Plans(PlanCache):
         return Plan(key, result, run, fits, None)
 
     def view(self, plan: Plan) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Memory for a result in the next buffer, and the parts of it that come from each member.
+        """Memory for a result in the next buffer, and its parts by member.
 
         It is kept for the next time.
         """

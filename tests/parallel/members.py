@@ -70,12 +70,32 @@ class Member:
             return group
         if self.backend in ("mixed_hosts", "mixed_apart"):
             return self._mixed(name, size, timeout)
+        if self.backend in ("tcp_python", "tcp_mixed"):
+            return self.connect(name, size, timeout)
         return form(self.meeting, self._test, self.rank, size, self.backend, timeout, group=name)
+
+    def connect(self, name: str, size: int, timeout: float) -> NetworkCommunicator:
+        """A group over sockets, some or all of whose members keep to Python."""
+        native = self.backend == "tcp_mixed" and self.rank % 2 == 0
+        sockets = connect(
+            Prefixed(self.meeting, f"{self._test} {name}"),
+            self.rank,
+            size,
+            host="127.0.0.1",
+            name=name,
+            key=KEY,
+            timeout=timeout,
+            streams=2 if self.backend == "tcp_mixed" else 1,
+        )
+        group = NetworkCommunicator(sockets, self.rank, size, timeout=timeout, native=native)
+        assert group.is_native == (native and load() is not None)
+        assert bool(group.links_address) == group.is_native
+        return group
 
     def _mixed(self, name: str, size: int, timeout: float) -> Communicator:
         """A group of members on two hosts, as far as they know.
 
-        In ``mixed_apart`` neighbours are on different ones.
+        In ``mixed_apart`` neighbours are on different ones. Rank 1 keeps to Python.
         """
         host = self.rank % 2 if self.backend == "mixed_apart" else 2 * self.rank // size
         meeting = Prefixed(self.meeting, f"{self._test} {name}")
@@ -348,6 +368,43 @@ def slow_readers(member: Member) -> None:
     group.all_gather_ints([0])
     group.close()
     assert views[3].tolist() == [3] * 8 * member.size  # the end of the group changes nothing
+
+
+def same_data_everywhere(member: Member) -> None:
+    """The same calls over each transport: results must be equal to the last bit."""
+    found: dict[str, list[torch.Tensor]] = {}
+    kept = member.backend
+    for backend in ("gloo", "shared_memory", "tcp", "tcp_python", "tcp_mixed"):
+        member.backend = backend
+        group = member.form(f"same data {backend}")
+        found[backend] = [
+            result
+            for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+            for rows in (1, 3, 500, 60_000)  # the last in two steps
+            for result in results_of(group, random.Random(f"{dtype}/{rows}"), dtype, rows)
+        ]
+        group.close()
+    member.backend = kept
+    for backend, results in found.items():
+        for result, reference in zip(results, found["gloo"], strict=True):
+            assert result.dtype == reference.dtype
+            as_bytes = [each.contiguous().view(-1).view(torch.uint8) for each in (result, reference)]
+            assert torch.equal(*as_bytes), backend
+
+
+def results_of(
+    group: Communicator, chance: random.Random, dtype: torch.dtype, rows: int
+) -> list[torch.Tensor]:
+    """Results of all calls with tensors of so many rows for each member."""
+    ranks, sizes = range(group.size), [rows] * group.size
+    whole = [numbers(chance, rows * group.size, dtype, (2,)) for _ in ranks][group.rank]
+    return [
+        group.all_reduce(whole),
+        group.reduce_scatter(whole, sizes),
+        group.all_gather(whole[:rows], sizes),
+        group.all_to_all(whole, sizes, sizes),
+        group.broadcast(whole, group.size - 1),
+    ]
 
 
 # ---- what they do when something fails
