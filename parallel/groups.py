@@ -62,14 +62,15 @@ def form(
     should_stop: Callable[[], bool] | None = None,
     forming_timeout: float | None = None,
     key: LinkKey | None = None,
+    host_name: str | None = None,
 ) -> Communicator:
     """Form one group of an epoch; returns this member's end when all are connected.
 
     ``timeout`` (seconds) bounds every call, and how long this waits for the others unless
     ``forming_timeout`` does. ``host`` is the address on which the others reach this member, ``key`` what both
-    ends of a link prove. ``should_stop`` ends the forming when a later epoch has come, or there is another
-    reason not to wait any longer; then, and when somebody does not come, raises CollectiveError. One
-    client of a meeting place forms one group at a time.
+    ends of a link prove, ``host_name`` equal for members that share memory. ``should_stop`` ends the forming
+    when a later epoch has come, or there is another reason not to wait any longer; then, and when somebody
+    does not come, raises CollectiveError. One client of a meeting place forms one group at a time.
     """
     return make_communicator(
         backend,
@@ -82,4 +83,5 @@ def form(
         should_stop=should_stop,
         forming_timeout=forming_timeout,
         key=key,
+        host_name=host_name,
     )

@@ -217,6 +217,13 @@ def test_nothing_unpickles_or_evaluates(package: str) -> None:
         assert not (facts(path).calls & FORBIDDEN_CALLS) - of_modules, path
 
 
+@pytest.mark.parametrize("package", [*ORDER, "examples", "tests"])
+def test_groups_meet_at_no_store_of_torch(package: str) -> None:
+    """They know no key, and listen to anybody (:mod:`parallel.links.meeting`)."""
+    stores = {"TCPStore", "FileStore", "HashStore", "PrefixStore"}
+    assert not [path for path in sources(package) if {name for _, name in facts(path).names} & stores]
+
+
 @pytest.mark.parametrize("package", ["router", "coordinator"])
 def test_help_loads_no_torch(package: str) -> None:
     trace = subprocess.run(

@@ -394,6 +394,13 @@ def _what_for(form: GroupPlan, recovery: Recovery) -> str:
 def _transport(group: Communicator) -> str:
     if isinstance(group, RenewableCommunicator):
         group = group.group
-    return {"GlooCommunicator": "gloo", "SharedMemoryCommunicator": "shared_memory"}.get(
-        type(group).__name__, type(group).__name__
-    )
+    return _TRANSPORTS.get(type(group).__name__, type(group).__name__)
+
+
+_TRANSPORTS = {
+    "GlooCommunicator": "gloo",
+    "SharedMemoryCommunicator": "shared_memory",
+    "NetworkCommunicator": "tcp",
+    "MixedCommunicator": "shared_memory and tcp",
+}
+"""Names in the log; the classes themselves would load torch."""

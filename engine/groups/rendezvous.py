@@ -53,7 +53,7 @@ class Rendezvous:
         return groups.form(
             meeting, form.epoch, index, len(form.peers), backend, device.collective_timeout,
             group=f"all/{form.token}", host=self._host, should_stop=should_stop,
-            forming_timeout=device.forming_timeout, key=self._key,
+            forming_timeout=device.forming_timeout, key=self._key, host_name=hosts[index],
         )  # fmt: skip
 
     def close(self) -> None:

@@ -1,28 +1,44 @@
 """``python -m engine.probe.links``: one host's end of a network measurement between hosts.
 
 Prints the same answer on all hosts, as JSON. The hosts meet at a port of the first one, tell each other what
-they are, then measure pair after pair, and all together if they are more than two.
+they are, then measure pair after pair, and all together if they are more than two. The links are those that
+tensors take in a mesh, and prove its key. What goes wrong on one host, the others report, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from coordinator.addresses import AddressError, interfaces, own, toward
 from coordinator.distribution import installed_version
+from coordinator.rpc import keys
 from coordinator.rpc.codec import PROTOCOL
+from coordinator.rpc.keys import link_key
 from engine.probe.facts import Failed, HostFacts, Links, Timing
 from engine.probe.infiniband import active_ports
 from parallel import measure
-from parallel.communicators.base import CollectiveError
+from parallel.communicators.base import CollectiveError, Communicator
+from parallel.links.keys import LinkKey
 from parallel.links.meeting import MeetingClient, MeetingHost
 from parallel.links.meeting_contract import Meeting
+
+LOOK_SECONDS = 0.2
+"""Seconds between two looks whether another host has failed."""
+LAST_SECONDS = 2.0
+"""Seconds for the others to hear of a failure."""
+TRY_SECONDS = 5.0
+"""Seconds that a first message of each size may take."""
+TRY_BYTES = 64 << 10
+"""Four-byte numbers in the first large message; each fills many packets of any MTU."""
+_FAILED = "failed"
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +51,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     own_address: str | None
     timeout: float
     """Seconds to wait for the others, and at most for any call."""
+    mesh_key_file: str | None = None
 
 
 def run(ask: Ask) -> Links:
@@ -47,11 +64,26 @@ def run(ask: Ask) -> Links:
     import torch
 
     torch.set_num_threads(1)
-    is_host = ask.rank == 0
     address = _address(ask)
-    where = own("--master-addr", ask.master_address) if is_host else ask.master_address
-    meeting = _meet(ask, where)
+    where = own("--master-addr", ask.master_address) if ask.rank == 0 else ask.master_address
+    key = _key(ask)
+    meeting = _meet(ask, where, key)
     facts = _facts(ask.rank, address, str(torch.__version__))
+    try:
+        found = _find_out(meeting, ask, address, facts, key)
+    except CollectiveError as error:
+        with contextlib.suppress(CollectiveError):
+            if not meeting.check([_FAILED]):
+                meeting.set(_FAILED, str(error).encode())
+            _leave(meeting, ask, LAST_SECONDS)
+        raise
+    _leave(meeting, ask, ask.timeout)
+    return found
+
+
+def _find_out(
+    meeting: MeetingHost | MeetingClient, ask: Ask, address: str, facts: HostFacts, key: LinkKey | None
+) -> Links:
     hosts = [
         msgspec.json.decode(each, type=HostFacts)
         for each in _all_say(meeting, "host", ask, msgspec.json.encode(facts))
@@ -59,35 +91,54 @@ def run(ask: Ask) -> Links:
     timings: list[Timing] = []
     members = list(range(ask.size))
     for ranks in [list(pair) for pair in itertools.combinations(members, 2)] + [members] * (ask.size > 2):
-        key = "timings/" + "-".join(map(str, ranks))
+        name = "timings/" + "-".join(map(str, ranks))
         if ask.rank in ranks:
-            found = _measure(meeting, ranks, ask, address)
+            found = _measure(meeting, ranks, ask, address, key)
             if ask.rank == ranks[0]:
-                meeting.set(key, msgspec.json.encode(found))
-        timings += msgspec.json.decode(_get(meeting, key, ask), type=list[Timing])
-    meeting.set(f"done/{ask.rank}", b"")
-    if is_host:  # they meet here, so this one leaves last
-        for rank in members:
-            _get(meeting, f"done/{rank}", ask)
+                meeting.set(name, msgspec.json.encode(found))
+        timings += msgspec.json.decode(_get(meeting, name, ask), type=list[Timing])
     return Links(hosts=hosts, timings=timings)
 
 
-def _meet(ask: Ask, where: str) -> MeetingHost | MeetingClient:
-    if ask.rank > 0:
-        return MeetingClient(where, ask.master_port, timeout=ask.timeout, may_be_early=True)
+def _leave(meeting: MeetingHost | MeetingClient, ask: Ask, seconds: float) -> None:
+    """Say that this host has all that it needs; rank 0 leaves last."""
+    meeting.set(f"done/{ask.rank}", b"")
+    if isinstance(meeting, MeetingHost):
+        names, deadline = [f"done/{rank}" for rank in range(ask.size)], time.monotonic() + seconds
+        while meeting.find(names, deadline - time.monotonic()) is None and time.monotonic() < deadline:
+            pass
+
+
+def _key(ask: Ask) -> LinkKey | None:
     try:
-        return MeetingHost(where, ask.master_port)
+        return None if ask.mesh_key_file is None else link_key(keys.load(Path(ask.mesh_key_file)))
+    except keys.KeyFileError as error:
+        raise CollectiveError(str(error)) from error
+
+
+def _meet(ask: Ask, where: str, key: LinkKey | None) -> MeetingHost | MeetingClient:
+    if ask.rank > 0:
+        return MeetingClient(where, ask.master_port, key, ask.timeout, may_be_early=True)
+    try:
+        return MeetingHost(where, ask.master_port, key)
     except OSError as error:
         raise CollectiveError(f"cannot listen on {where}:{ask.master_port}: {error.strerror}") from error
 
 
-def _measure(meeting: Meeting, ranks: Sequence[int], ask: Ask, address: str) -> list[Timing]:
+def _measure(
+    meeting: Meeting, ranks: Sequence[int], ask: Ask, address: str, key: LinkKey | None
+) -> list[Timing]:
     from parallel import groups
 
-    name = "-".join(map(str, ranks))
-    group = groups.form(
-        meeting, 0, ranks.index(ask.rank), len(ranks), "gloo", ask.timeout, group=name, host=address
-    )
+    def form(name: str, timeout: float) -> Communicator:
+        return groups.form(
+            meeting, 0, ranks.index(ask.rank), len(ranks), "tcp", timeout,
+            group=f"{name}/{'-'.join(map(str, ranks))}", host=address, forming_timeout=ask.timeout, key=key,
+        )  # fmt: skip
+
+    if len(ranks) == 2:
+        _look_for_hole(form("try", TRY_SECONDS), ranks)
+    group = form("all", ask.timeout)
     try:
         timings = []
         for collective, num_bytes in measure.cells():
@@ -103,6 +154,31 @@ def _measure(meeting: Meeting, ranks: Sequence[int], ask: Ask, address: str) -> 
                 )
             )
         return timings
+    finally:
+        group.close()
+
+
+def _look_for_hole(group: Communicator, ranks: Sequence[int]) -> None:
+    """Send little, then much, for a short time each.
+
+    Raises:
+        CollectiveError: little passes, and much does not.
+    """
+    import torch
+
+    try:
+        group.all_gather_ints([0])
+        try:
+            group.all_gather(torch.ones(TRY_BYTES), [TRY_BYTES] * group.size)
+        except CollectiveError as error:
+            if error.evidence != "deadline":
+                raise
+            raise CollectiveError(
+                f"between node ranks {ranks[0]} and {ranks[1]} small messages pass and large ones do not: "
+                "something on the way takes smaller packets than these interfaces' MTU, and does not say so. "
+                "Find the largest that passes (ping -M do -s 1472 ADDRESS) and set it: ip link set DEVICE "
+                "mtu BYTES"
+            ) from error
     finally:
         group.close()
 
@@ -134,25 +210,40 @@ def _facts(rank: int, address: str, torch_version: str) -> HostFacts:
     )
 
 
-def _all_say(meeting: Meeting, what: str, ask: Ask, mine: bytes) -> list[bytes]:
+def _all_say(meeting: MeetingHost | MeetingClient, what: str, ask: Ask, mine: bytes) -> list[bytes]:
     """What each host says, by rank; who does not come in time is named."""
     meeting.set(f"{what}/{ask.rank}", mine)
     return [_get(meeting, f"{what}/{rank}", ask) for rank in range(ask.size)]
 
 
-def _get(meeting: Meeting, key: str, ask: Ask) -> bytes:
+def _get(meeting: MeetingHost | MeetingClient, key: str, ask: Ask) -> bytes:
+    """A value of another host.
+
+    Raises:
+        CollectiveError: it does not come; or a host has failed, and why.
+    """
     deadline = time.monotonic() + ask.timeout
     try:
-        while (found := meeting.find([key], deadline - time.monotonic())) is None:
+        while (found := meeting.find([key], LOOK_SECONDS)) is None:
+            if meeting.check([_FAILED]):
+                raise _OtherFailed(meeting.get(_FAILED).decode())
             if time.monotonic() > deadline:
                 break
         else:
             return found[0]
+    except _OtherFailed:
+        raise
     except CollectiveError as error:
         raise CollectiveError(f"node rank 0, which leads, is gone: {error}") from error
     kind, _, who = key.partition("/")
     come = "did not come" if kind == "host" else "did not finish"
-    raise CollectiveError(f"node rank {who} {come} within {ask.timeout:g} s")
+    refused = meeting.refused if isinstance(meeting, MeetingHost) else 0
+    hint = f"; {refused} connections were refused: do all have the same key and version?" if refused else ""
+    raise CollectiveError(f"node rank {who} {come} within {ask.timeout:g} s{hint}")
+
+
+class _OtherFailed(CollectiveError):
+    """What another host says went wrong."""
 
 
 def main() -> int:

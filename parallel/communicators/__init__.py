@@ -31,6 +31,7 @@ def make_communicator(
     should_stop: Callable[[], bool] | None = None,
     forming_timeout: float | None = None,
     key: LinkKey | None = None,
+    host_name: str | None = None,
 ) -> Communicator:
     """Meet the other members of the group ``name`` and connect to them.
 
@@ -38,6 +39,7 @@ def make_communicator(
     bounds each call, and the waiting for the others here unless ``forming_timeout`` does. ``host`` is the
     address on which this member is reached, ``key`` what both ends of its links prove (neither for shared
     memory, and gloo knows no key).
+    Members of a mixed group with the same ``host_name`` share memory; without one, those that can.
     ``should_stop`` is asked while others have not come; when it says so, forming ends with
     :class:`CollectiveError`, as it does on a timeout.
     """
@@ -57,7 +59,7 @@ def make_communicator(
         return SharedMemoryCommunicator(
             own_meeting, rank, size, timeout=timeout, should_stop=should_stop, forming_timeout=forming_timeout
         )
-    if kind == "tcp":
+    if kind in ("tcp", "mixed"):
         from parallel.communicators.network import NetworkCommunicator
         from parallel.links.connecting import connect
 
@@ -65,5 +67,13 @@ def make_communicator(
             own_meeting, rank, size, host=host, name=name, key=key, timeout=timeout, should_stop=should_stop,
             forming_timeout=forming_timeout,
         )  # fmt: skip
-        return NetworkCommunicator(sockets, rank, size, timeout=timeout, should_stop=should_stop)
-    raise ValueError(f"no communicator is called {kind!r}: choose gloo, shared_memory or tcp")
+        network = NetworkCommunicator(sockets, rank, size, timeout=timeout, should_stop=should_stop)
+        if kind == "tcp":
+            return network
+        from parallel.communicators.mixed import MixedCommunicator
+
+        return MixedCommunicator(
+            own_meeting, rank, size, timeout=timeout, network=network, host_name=host_name,
+            should_stop=should_stop, forming_timeout=forming_timeout,
+        )  # fmt: skip
+    raise ValueError(f"no communicator is called {kind!r}: choose gloo, shared_memory, tcp or mixed")

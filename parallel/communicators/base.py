@@ -38,16 +38,19 @@ class Communicator(Protocol):
 
     rank: int
     size: int
-    processes: dict[int, int]
-    """Process ids by rank.
-
-    Only those of other members in the same host and process-id namespace are listed.
-    """
     on_broken: Callable[[CollectiveError], None] | None
     """Called once, in a communicator's thread, when it notices a broken group between calls.
 
     Not every transport does so.
     """
+
+    @property
+    def processes(self) -> dict[int, int]:
+        """Process ids by rank.
+
+        Only those of other members in the same host and process-id namespace are listed.
+        """
+        ...
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
         """Every member's row of (equally many) 64-bit integers, by rank.

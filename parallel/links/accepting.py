@@ -54,6 +54,7 @@ class _Pending:
         self.connection, self.peer = connection, peer
         self.handshake = handshake
         self.began = now
+        self.has_spoken = False
 
     @property
     def deadline(self) -> float:
@@ -169,8 +170,9 @@ class Acceptor:
             while not handshake.is_done:  # each round has at least a byte, or ends it
                 content = pending.connection.recv(handshake.wanted)
                 if not content:
-                    self._refuse(pending, "it went away in its handshake")
+                    self._gone(pending)
                     return None
+                pending.has_spoken = True
                 answer = handshake.feed(content)
                 if answer and pending.connection.send(answer) != len(answer):  # a few bytes always fit
                     raise ConnectionError("it takes no answer")
@@ -187,6 +189,12 @@ class Acceptor:
         del self._pending[pending.connection]
         self._selector.unregister(pending.connection)
         return Accepted(pending.connection, handshake)
+
+    def _gone(self, pending: _Pending) -> None:
+        if pending.has_spoken:
+            self._refuse(pending, "it went away in its handshake")
+        else:  # it only looked whether this port can be reached, as instances do for the coordinator
+            self._forget(pending)
 
     def _refuse(self, pending: _Pending, reason: str) -> None:
         self._forget(pending)

@@ -20,7 +20,7 @@ class Frames:
         self._held = bytearray()
 
     def take_in(self, content: bytes) -> Iterator[bytes]:
-        """The frames that are whole with these bytes; the rest is kept, less than one frame.
+        """The frames that are whole with these bytes; the rest is kept.
 
         Raises:
             FrameTooLarge: the stream cannot be read any further.

@@ -40,7 +40,7 @@ class LinkKey:
 
     @property
     def secret(self) -> bytes:
-        """The secret, for a process that is to have it, over a channel that nobody else reads."""
+        """The secret itself: only for a channel that nobody else reads."""
         return self._secret
 
     def proof(self, label: bytes, *parts: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""A meeting place over TCP: the process that keeps the values, and those that ask it.
+"""A meeting place over TCP: its host, and its clients.
 
 The members of a group tell each other here where they are reached. It is needed only until a group is formed;
 its host keeps it that long, and no group suffers when it goes away afterwards. Each group has names of its
@@ -55,7 +55,9 @@ class MeetingHost:
     """A meeting place that this process keeps (:class:`parallel.links.meeting_contract.Meeting`)."""
 
     def __init__(self, host: str, port: int | None = None, key: LinkKey | None = None) -> None:
-        """Listens on this one address, without a port on a free one; ``key``: what clients prove.
+        """Listens on this one address, without a port on a free one.
+
+        ``key``: what clients prove; None: a mesh without a key.
 
         Raises:
             OSError: it cannot.
@@ -233,8 +235,16 @@ def join_meeting(address: str, key: LinkKey | None) -> MeetingClient:
 def _connect(host: str, port: int, timeout: float, may_be_early: bool) -> socket.socket:
     deadline = time.monotonic() + timeout
     while True:
+        patience = min(CONNECT_TIMEOUT, max(deadline - time.monotonic(), PAUSE))
         try:
-            return socket.create_connection((host, port), max(deadline - time.monotonic(), PAUSE))
+            return socket.create_connection((host, port), patience)
+        except TimeoutError as error:
+            raise CollectiveError(
+                f"no answer at all from {host}:{port} within {patience:g} s: a firewall drops what goes to "
+                "that port, or the cable is out",
+                0,
+                "deadline",
+            ) from error
         except OSError as error:
             if not may_be_early or time.monotonic() + PAUSE > deadline:
                 why = error.strerror or error

@@ -29,9 +29,10 @@ class Meeting(Protocol):
         ...
 
     def find(self, keys: Sequence[str], seconds: float) -> list[bytes] | None:
-        """Values of these names as soon as all are there; None if they are not within ``seconds``.
+        """Values of these names as soon as all are there.
 
-        At most :data:`parallel.links.meeting.LONGEST_WAIT` of them are waited for at once.
+        None if they are not within ``seconds``, of which one call waits at most
+        :data:`parallel.links.meeting_server.LONGEST_WAIT`.
         """
         ...
 

@@ -174,7 +174,7 @@ class MeetingServer:
             self._end()
 
     def _patience(self) -> float | None:
-        """Seconds until a question must be answered, whatever it asks for, or a handshake is over."""
+        """Seconds until a question must be answered, or a handshake is over."""
         now = time.monotonic()
         seconds = [client.until - now for client in self._clients.values() if client.waits_for is not None]
         if (handshakes := self._acceptor.patience) is not None:

@@ -12,7 +12,7 @@ from parallel.links.errors import CollectiveError
 from parallel.links.meeting_contract import Meeting
 
 _LOOK_SECONDS = 0.02
-"""Seconds between two looks whether to stop; values are here as soon as they are there."""
+"""Seconds between two looks whether to stop."""
 
 
 def exchange(
@@ -29,7 +29,8 @@ def exchange(
     Waits until all members have written theirs.
 
     Raises:
-        CollectiveError: somebody did not come in time, ``should_stop`` said so, or the meeting place is gone.
+        CollectiveError: somebody did not come in time, ``should_stop`` returned True, or the meeting place is
+            gone.
     """
     deadline = time.monotonic() + timeout
     keys = [f"member/{member}" for member in range(size)]

@@ -43,7 +43,7 @@ def client_of(host: MeetingHost) -> MeetingClient:
 
 
 def connection_to(host: MeetingHost) -> socket.socket:
-    """A connection of somebody who is let in, and then speaks as no client of ours does."""
+    """A connection that is let in, for what no client of ours would send."""
     connection = socket.create_connection(("127.0.0.1", host.port))
     introduce(connection, Offer(meeting_server.PURPOSE), None)
     return connection
@@ -218,7 +218,7 @@ def test_clients_that_die_in_the_middle_disturb_nobody(host: MeetingHost) -> Non
 
 
 def test_slow_readers_and_senders_hold_nobody_up(host: MeetingHost) -> None:
-    """A client that reads no answers is read no more; one that sends byte by byte is waited for."""
+    """A client that reads no answers is read no more; slow senders are waited for."""
     host.set("large", bytes(meeting_values.LARGEST_VALUE))
     question = framed(msgspec.msgpack.encode(meeting_server.Find(["large"] * 8, 0.0)))
     deaf = connection_to(host)
@@ -387,6 +387,18 @@ def test_what_is_no_meeting_place_is_said(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(CollectiveError, match=r"does not shake hands within 0\.1 s") as caught:
             MeetingClient("127.0.0.1", port, KEY)
         assert caught.value.evidence == "deadline"
+
+
+def test_who_only_looks_whether_a_port_can_be_reached_is_no_stranger(host: MeetingHost) -> None:
+    for _ in range(3):
+        socket.create_connection(("127.0.0.1", host.port)).close()
+    client_of(host).set("a", b"1")
+    with socket.create_connection(("127.0.0.1", host.port)) as stranger:
+        stranger.sendall(b"L")
+    deadline = time.monotonic() + PATIENCE
+    while host.refused != 1:
+        assert time.monotonic() < deadline, host.refused
+        time.sleep(0.001)
 
 
 def test_strangers_who_say_nothing_delay_nobody(host: MeetingHost) -> None:
