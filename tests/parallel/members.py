@@ -563,7 +563,7 @@ def one_calls_something_else(member: Member) -> None:
 
 
 def sums_by_every_way(member: Member) -> None:
-    """Sums over hosts have the same bits whichever way they take, and cross as often as they should."""
+    """Sums over hosts by every way: their bits, and the bytes that cross."""
     group = member.form("sums")
     assert isinstance(group, MixedCommunicator)
     routes = HostRoutes([str(host) for host in group.hosts], group.rank)
