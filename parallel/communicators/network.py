@@ -109,6 +109,8 @@ class NetworkCommunicator:
         self.processes: dict[int, int] = {}
         self.is_crowded = True
         """Whether this host has more members than cores."""
+        self.speed = Speed(0.0, 1.0)
+        """Speed of the links, the same at all members."""
         self._plans: _Plans | None = None
         with ExitStack() as undo:
             undo.callback(sockets.close)
@@ -137,7 +139,7 @@ class NetworkCommunicator:
             self.health.watch_process(peer, pid)
         self.is_crowded = len(self.processes) + 1 > usable_cores()
         rounds = _make_rounds(self.links, self.health, native, self.is_crowded)
-        speed = _agreed_speed(rounds)
+        self.speed = speed = _agreed_speed(rounds)
         rounds.two_step_bytes = rounds.spread_bytes = two_step_limit(speed, self.size)
         self._plans = _Plans(rounds)
         self.health.formed()
