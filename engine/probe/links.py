@@ -159,7 +159,7 @@ def _measure(
 def _look_for_hole(
     meeting: Meeting, ranks: Sequence[int], ask: Ask, address: str, key: LinkKey | None
 ) -> None:
-    """Send little, then much, over a connection of a pair, in one direction after the other.
+    """Send little, then much, over a connection of a pair.
 
     Raises:
         CollectiveError: little passes, and much does not.

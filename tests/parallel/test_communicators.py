@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -245,6 +246,24 @@ def test_who_does_not_come_is_named(crowd: Crowd, backend: str) -> None:
     crowd.join()
 
 
+@pytest.mark.parametrize("backend", ["tcp", "tcp_mixed"])
+def test_who_is_stopped_is_named(crowd: Crowd, backend: str) -> None:
+    crowd.start(members.one_is_stopped, backend, 3)
+    for rank in range(3):
+        crowd.report(rank, "ready")
+    stopped = crowd.processes[1].pid
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        reports = [crowd.report(rank, "at") for rank in (0, 2)]
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert [report["blamed"] for report in reports] == [1, 1]
+    assert "deadline" in {report["evidence"] for report in reports}
+    assert crowd.report(1, "at")["blamed"] == 1
+    crowd.join()
+
+
 @pytest.mark.parametrize("backend", ["shared_memory", "tcp", "tcp_mixed"])
 def test_calls_that_do_not_belong_together_fail(crowd: Crowd, backend: str) -> None:
     crowd.start(members.different_calls, backend, 2)
@@ -307,6 +326,71 @@ def test_a_process_ends_well_without_closing_anything(backend: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "terminate" not in done.stderr
+
+
+# ---- members on several hosts
+
+
+SEVERAL_HOSTS = (("mixed_hosts", 3), ("mixed_hosts", 4), ("mixed_apart", 3), ("mixed_apart", 4))
+"""Members of neighbouring ranks on one host, or on different ones."""
+
+
+@pytest.mark.parametrize(
+    ("backend", "size"),
+    [
+        pytest.param(backend, size, marks=[pytest.mark.nightly] * ((backend, size) in SEVERAL_HOSTS[::3]))
+        for backend, size in SEVERAL_HOSTS
+    ],
+)
+def test_every_method_gives_the_same_on_several_hosts(crowd: Crowd, backend: str, size: int) -> None:
+    crowd.start(members.every_method, backend, size)
+    crowd.join()
+
+
+@pytest.mark.parametrize("backend", ["mixed_hosts", "mixed_apart"])
+def test_sums_over_hosts_have_the_same_bits_whichever_way_they_take(crowd: Crowd, backend: str) -> None:
+    crowd.start(members.sums_by_every_way, backend, 4)
+    crowd.join()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["mixed_hosts", "mixed_apart"])
+def test_views_last_and_members_leave_early_on_several_hosts(crowd: Crowd, backend: str) -> None:
+    crowd.start(members.slow_readers, backend, 4)
+    crowd.join()
+    crowd.start(members.uneven_paces, backend, 4)
+    crowd.join()
+
+
+@pytest.mark.parametrize("backend", ["mixed_hosts", "mixed_apart"])
+def test_a_death_is_known_on_all_hosts(crowd: Crowd, backend: str) -> None:
+    crowd.start(members.one_is_killed, backend, 3)
+    killed_at = crowd.kill(1)
+    for rank in (0, 2):
+        report = crowd.report(rank, "again")
+        assert report["at"] - killed_at < SOON
+        assert report["blamed"] == 1
+        assert report["evidence"] in ("exited", "closed")
+        assert report["later"]["seconds"] < 0.1
+
+
+def test_who_does_not_come_is_blamed_on_all_hosts(crowd: Crowd) -> None:
+    crowd.start(members.one_of_several_does_not_come, "mixed_hosts", 4)
+    crowd.join()
+
+
+def test_another_call_is_known_on_all_hosts(crowd: Crowd) -> None:
+    crowd.start(members.one_calls_something_else, "mixed_hosts", 4)
+    reports = [crowd.report(rank, "message") for rank in range(4)]
+    assert any("calls all_" in report["message"] for report in reports)
+    assert {report["evidence"] for report in reports} == {"closed"}
+    crowd.join()
+
+
+@pytest.mark.nightly
+def test_nothing_stays_of_many_epochs_on_several_hosts(crowd: Crowd) -> None:
+    crowd.start(members.many_epochs, "mixed_hosts", 3)
+    crowd.join()
 
 
 # ---- the parts

@@ -1,4 +1,4 @@
-"""The measurement of the network between two hosts, and what it says when something is wrong there."""
+"""The measurement of the network between two hosts, and its findings."""
 
 from __future__ import annotations
 
