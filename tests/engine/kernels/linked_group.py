@@ -44,7 +44,9 @@ class LinkedMember:
         if self.reason is not None:
             raise CollectiveError(f"{self._call}: {self.reason}", None, "aborted")
         if self.links.broken is not None:
-            raise CollectiveError(f"{self._call}: rank {self.links.broken.peer} has died", self.links.broken.peer, "closed")
+            raise CollectiveError(
+                f"{self._call}: rank {self.links.broken.peer} has died", self.links.broken.peer, "closed"
+            )
         if time.monotonic() > self._deadline and not has_arrived():
             self.abort()
             raise CollectiveError(f"{self._call}: rank {rank} did not come within", rank, "deadline")
