@@ -101,7 +101,7 @@ class Mesh:
     """``serve``, with its admin API."""
 
     def __init__(self, log: Path, size: int, hosts: Sequence[netns.Namespace] = ()) -> None:
-        """With two ``hosts`` the last instance is on the second one, all else on the first."""
+        """With two ``hosts``, the last instance is on the second one."""
         self.port, self.admin, rpc = (free_port() for _ in range(3))
         mesh = ["-dp", str(size), "-ep", "--dtype", "float32", "-dpp", str(rpc), "--restart"]
         self.command = f"serve -dp {size} -ep --dtype float32 --restart"
