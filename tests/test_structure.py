@@ -56,6 +56,8 @@ COMPUTES = {
     "parallel.communicators.arithmetic",
     "parallel.communicators.gloo",
     "parallel.communicators.mixed",
+    "parallel.communicators.network",
+    "parallel.communicators.network_rounds",
     "parallel.communicators.native_network_rounds",
     "parallel.communicators.native_rounds",
     "parallel.communicators.plans",

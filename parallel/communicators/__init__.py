@@ -60,7 +60,6 @@ def make_communicator(
             own_meeting, rank, size, timeout=timeout, should_stop=should_stop, forming_timeout=forming_timeout
         )
     if kind in ("tcp", "mixed"):
-        from parallel.communicators.mixed import MixedCommunicator
         from parallel.communicators.network import NetworkCommunicator
         from parallel.links.connecting import connect
 
@@ -71,6 +70,8 @@ def make_communicator(
         network = NetworkCommunicator(sockets, rank, size, timeout=timeout, should_stop=should_stop)
         if kind == "tcp":
             return network
+        from parallel.communicators.mixed import MixedCommunicator
+
         return MixedCommunicator(
             own_meeting, rank, size, timeout=timeout, network=network, host_name=host_name,
             should_stop=should_stop, forming_timeout=forming_timeout,

@@ -15,28 +15,9 @@ from typing import NoReturn
 
 from parallel.communicators.base import CollectiveError, Evidence
 from parallel.communicators.segments import Watch
+from parallel.links.last_words import Blame
 
-Blame = tuple[str, int | None, Evidence]
-"""Why a group is broken, because of which member, and how that is known."""
-
-OPEN, CLOSED, ABORTED = 0, 1, 2
-"""Values of a state word.
-
-Those above :data:`ABORTED` name a member, because of which another one has given up.
-"""
-
-
-def has_given_up(rank: int, state: int) -> Blame:
-    """Blame that follows from the state of a member that has aborted."""
-    if state == ABORTED:
-        return f"rank {rank} has aborted", None, "closed"
-    blamed = state - ABORTED - 1
-    return f"rank {rank} has given up because of rank {blamed}", blamed, "closed"
-
-
-def has_closed(rank: int) -> Blame:
-    """Blame of a member that has left in good order while others wait for it."""
-    return f"rank {rank} has closed its end", rank, "closed"
+_OPEN, _CLOSED, _ABORTED = 0, 1, 2  # values of a state word; above: aborted because of rank value - 3
 
 
 class GroupHealth:
@@ -125,17 +106,16 @@ class GroupHealth:
         # After the dead: a last word counts.
         states = {peer: state[0] for peer, state in self._states.items()}
         for peer in dead:
-            if states[peer] == OPEN:
+            if states[peer] == _OPEN:
                 return f"rank {peer} has died", peer, "exited"
         for peer, state in states.items():
-            if state >= ABORTED:
-                return has_given_up(peer, state)
-        if states[rank] == CLOSED:
-            return has_closed(rank)
-        return self._late(rank)
-
-    def _late(self, rank: int) -> Blame | None:
-        """Blame of a member that the call waits for when its time is over."""
+            if state == _ABORTED:
+                return f"rank {peer} has aborted", None, "closed"
+            if state > _ABORTED:
+                blamed = state - _ABORTED - 1
+                return f"rank {peer} has given up because of rank {blamed}", blamed, "closed"
+        if states[rank] == _CLOSED:
+            return f"rank {rank} has closed its end", rank, "closed"
         if self._deadline is None:
             self._deadline = time.monotonic() + self.timeout + self.grace
         elif time.monotonic() > self._deadline:
@@ -144,7 +124,7 @@ class GroupHealth:
 
     def give_up(self, reason: str, rank: int | None, evidence: Evidence) -> None:
         """Break the group because of the member of this name, if it is known."""
-        self._leave(ABORTED if rank is None else ABORTED + 1 + rank, reason, rank, evidence)
+        self._leave(_ABORTED if rank is None else _ABORTED + 1 + rank, reason, rank, evidence)
 
     def fail(self, reason: str, rank: int | None, evidence: Evidence) -> NoReturn:
         """The call has failed, because of the member of this name, if it is known."""
@@ -158,11 +138,11 @@ class GroupHealth:
 
     def abort(self) -> None:
         """Make all calls fail from now on, here and soon at the others."""
-        self._leave(ABORTED, "it was aborted")
+        self._leave(_ABORTED, "it was aborted")
 
     def close(self) -> None:
         """Forget the words of the members; no call comes any more."""
-        self._leave(CLOSED, "it was closed")
+        self._leave(_CLOSED, "it was closed")
         self._states = {}
         self.watch.close()
 
@@ -175,9 +155,5 @@ class GroupHealth:
         with self._lock:
             if self.reason is None:
                 self.reason, self._blamed, self._evidence = reason, rank, evidence
-                self._publish(state)
-
-    def _publish(self, state: int) -> None:
-        """Let the others know that this member leaves, once."""
-        if self.rank in self._states:
-            self._states[self.rank][0] = state
+                if self.rank in self._states:
+                    self._states[self.rank][0] = state

@@ -28,12 +28,6 @@ Gather: everybody gets all terms. Scatter: each member sums a piece of all terms
 Chain: sums go from host to host.
 """
 
-GATHER_BYTES = 64 << 10
-"""Most bytes of a tensor whose all-reduce takes one hop between hosts.
-
-Other ways take two.
-"""
-
 
 class Span(NamedTuple):
     """Ranks from ``low`` up to and without ``high``."""
@@ -183,12 +177,24 @@ class HostRoutes:
         # The last host sends the total to all others; those in the middle receive it beside the sum so far.
         return max(forward, others * total, forward + total if others > 1 else 0)
 
-    def way(self, num_bytes: int, widening: int = 1) -> Way:
-        """How an all-reduce of so many bytes is made.
+    def hops(self, way: Way) -> int:
+        """Hops between hosts, one after the other, of an all-reduce."""
+        return {"gather": 1, "scatter": 2, "chain": len(self.members)}[way]
 
-        Small ones take one hop, others as few bytes as can be.
+    def way(self, num_bytes: int, widening: int = 1, *, latency: float, bandwidth: float) -> Way:
+        """How an all-reduce of so many bytes takes the shortest time.
+
+        ``latency``: seconds of a hop with hardly any bytes; ``bandwidth``: bytes that a host sends per
+        second. All members give the same.
         """
-        if len(self.members) == 1 or num_bytes <= GATHER_BYTES:
+        if len(self.members) == 1:
             return "gather"
-        ways: list[Way] = ["scatter", "chain"] if self.follow_one_another else ["scatter"]
-        return min(ways, key=lambda way: self.busiest_bytes(way, num_bytes, widening))
+        ways: list[Way] = ["gather", "scatter"]
+        if self.follow_one_another:
+            ways.append("chain")
+        return min(
+            ways,
+            key=lambda way: (
+                self.hops(way) * latency + self.busiest_bytes(way, num_bytes, widening) / bandwidth
+            ),
+        )

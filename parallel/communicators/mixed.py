@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -33,17 +33,20 @@ from parallel.communicators.arithmetic import (
     sum_in_rank_order,
     sum_type,
 )
-from parallel.communicators.base import CollectiveError, Evidence
-from parallel.communicators.group_health import Blame, GroupHealth
+from parallel.communicators.base import CollectiveError
+from parallel.communicators.group_health import GroupHealth
 from parallel.communicators.host_routes import HostRoutes, Lane
-from parallel.communicators.messages import Health, Incoming, Links, Messages
+from parallel.communicators.messages import Incoming, Messages
 from parallel.communicators.native_links import NativeLinks
 from parallel.communicators.native_network_rounds import NativeNetworkRounds
-from parallel.communicators.rounds import CALLS
+from parallel.communicators.network import NetworkCommunicator
+from parallel.communicators.network_health import NetworkHealth
+from parallel.communicators.network_rounds import note_of, what_is
 from parallel.communicators.segments import this_host
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.communicators.slots import Span, span_of, spans_of
-from parallel.links.counts import CountedLinks, LinkCount, counts_of
+from parallel.links.counts import LinkCount
+from parallel.links.last_words import Blame
 from parallel.links.meeting_contract import Meeting, Prefixed
 from parallel.links.rendezvous import exchange
 from parallel.topology import usable_cores
@@ -89,42 +92,10 @@ class HostHealth(GroupHealth):
         )
 
 
-class LinkedHealth(Health, Protocol):
-    """What is used of the health of the group as a whole."""
-
-    grace: float
-
-    @property
-    def blame(self) -> Blame | None: ...
-    def begin(self, call: str) -> None: ...
-    def give_up(self, reason: str, rank: int | None, evidence: Evidence) -> None: ...
-
-
-class UsedLinks(Links, CountedLinks, Protocol):
-    """What is used of a member's links."""
-
-
-class Between(Protocol):
-    """What is used of the communicator that has all members."""
-
-    on_broken: Callable[[CollectiveError], None] | None
-
-    @property
-    def processes(self) -> dict[int, int]: ...
-    @property
-    def health(self) -> LinkedHealth: ...
-    @property
-    def links(self) -> UsedLinks: ...
-    @property
-    def links_address(self) -> int: ...
-    def abort(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class _Failing:
     """Context of a call: what breaks one part of the group breaks the others."""
 
-    def __init__(self, *parts: GroupHealth | LinkedHealth) -> None:
+    def __init__(self, *parts: GroupHealth | NetworkHealth) -> None:
         self._parts = parts
 
     def __enter__(self) -> None:
@@ -147,7 +118,7 @@ class MixedCommunicator:
         size: int,
         *,
         timeout: float,
-        network: Between,
+        network: NetworkCommunicator,
         host_name: str | None = None,
         should_stop: Callable[[], bool] | None = None,
         forming_timeout: float | None = None,
@@ -163,7 +134,8 @@ class MixedCommunicator:
         self.rank, self.size = rank, size
         self.local: SharedMemoryCommunicator | None = None
         """The members of this host; None if this is its only one."""
-        self._network = network
+        self.network = network
+        """The communicator that has all members."""
         self._stage_seconds = max(STAGE_SECONDS, STAGE_PART * timeout)
         patience = timeout if forming_timeout is None else forming_timeout
         health = network.health
@@ -188,7 +160,7 @@ class MixedCommunicator:
         except BaseException:
             network.close()
             raise
-        self._messages = Messages(network.links, health, _what_is, crowded=self.is_crowded)
+        self._messages = Messages(network.links, health, what_is, crowded=self.is_crowded)
         self._native: NativeNetworkRounds | None = None
         if (
             native
@@ -199,7 +171,7 @@ class MixedCommunicator:
         self._failing = _Failing(self._part, health)
 
     def __repr__(self) -> str:
-        blame = self._network.health.blame
+        blame = self.network.health.blame
         hosts = len(self._routes.members)
         return (
             f"<MixedCommunicator of {hosts} hosts, rank {self.rank} of {self.size},"
@@ -208,19 +180,19 @@ class MixedCommunicator:
 
     @property
     def processes(self) -> dict[int, int]:
-        return self._network.processes
+        return self.network.processes
 
     @property
     def on_broken(self) -> Callable[[CollectiveError], None] | None:
-        return self._network.on_broken
+        return self.network.on_broken
 
     @on_broken.setter
     def on_broken(self, call: Callable[[CollectiveError], None] | None) -> None:
-        self._network.on_broken = call
+        self.network.on_broken = call
 
     def link_counts(self) -> list[LinkCount]:
         """What the links to the others have carried, by rank."""
-        return counts_of(self._network.links)
+        return self.network.link_counts()
 
     def _call(self, call: str) -> _Failing:
         """A call begins.
@@ -228,14 +200,14 @@ class MixedCommunicator:
         Raises:
             CollectiveError: the group is broken.
         """
-        self._network.health.begin(call)
+        self.network.health.begin(call)
         self._part.whole_call = call
         self._stage(0)
         return self._failing
 
     def _stage(self, number: int) -> None:
         """What follows waits for members that have so many stages behind them."""
-        self._part.grace = self._network.health.grace = number * self._stage_seconds
+        self._part.grace = self.network.health.grace = number * self._stage_seconds
 
     # ---- the contract
 
@@ -249,7 +221,7 @@ class MixedCommunicator:
         with self._call("all_gather_ints"):
             mine = Span(start + (self.rank - low) * num_bytes, num_bytes)
             self._exchange(
-                _note("all_gather_ints", num_bytes),
+                note_of("all_gather_ints", num_bytes),
                 [(to, mine) for to in routes.sends],
                 [(source, Span(start + (source - low) * num_bytes, num_bytes)) for source in routes.receives],
             )
@@ -323,7 +295,13 @@ class MixedCommunicator:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         flat = plain(tensor).reshape(-1)
         summed = sum_type(flat.dtype)
-        way = self._routes.way(flat.nbytes, summed.itemsize // flat.dtype.itemsize)
+        speed = self.network.speed
+        way = self._routes.way(
+            flat.nbytes,
+            summed.itemsize // flat.dtype.itemsize,
+            latency=speed.latency,
+            bandwidth=speed.bandwidth,
+        )
         with self._call("all_reduce"):
             if way == "chain":
                 total = self._reduce_in_chain(flat)
@@ -341,7 +319,7 @@ class MixedCommunicator:
         result = given.clone() if source == self.rank else torch.empty_like(given)
         first = self._routes.broadcast_source(source)
         with self._call("broadcast"):
-            note = _note("broadcast", result.nbytes)
+            note = note_of("broadcast", result.nbytes)
             if source == self.rank:
                 self._exchange(note, [(to, span_of(result)) for to in self._routes.sends], [])
             elif source in self._routes.receives:
@@ -357,22 +335,22 @@ class MixedCommunicator:
             if to in self._routes.local:
                 self._beside(to).send(given, self._routes.local.index(to))
             else:
-                self._exchange(_note("send", 0), [(to, span_of(given))], [])
+                self._exchange(note_of("send", 0), [(to, span_of(given))], [])
 
     def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
         result = torch.empty_like(plain(like))
         with self._call("receive"):
             if source in self._routes.local:
                 return self._beside(source).receive(result, self._routes.local.index(source))
-            self._exchange(_note("send", 0), [], [(source, span_of(result))])
+            self._exchange(note_of("send", 0), [], [(source, span_of(result))])
         return result
 
     def abort(self) -> None:
-        self._network.abort()
+        self.network.abort()
         self._part.abort()
 
     def close(self) -> None:
-        self._network.close()
+        self.network.close()
         self._part.close()
         if self.local is not None:
             self.local.close()
@@ -387,7 +365,7 @@ class MixedCommunicator:
     @property
     def links_address(self) -> int:
         """Address of the table of links to all members; 0 if they are Python's."""
-        return self._network.links_address
+        return self.network.links_address
 
     @property
     def is_crowded(self) -> bool:
@@ -416,7 +394,7 @@ class MixedCommunicator:
                 self._stage(1)  # it may wait for a member of another host
                 self._part.check(self._routes.local.index(rank), has_arrived)
             else:
-                self._network.health.check(rank, has_arrived)
+                self.network.health.check(rank, has_arrived)
 
     # ---- what it is built from
 
@@ -448,7 +426,7 @@ class MixedCommunicator:
         places = spans_of(mine, of_span)
         span_of(part).copy_to(places[self.rank - span.low].address)
         self._exchange(
-            _note(call, sum(sizes) * row_bytes),
+            note_of(call, sum(sizes) * row_bytes),
             [(to, span_of(part)) for to in self._routes.sends],
             [(source, places[source - span.low]) for source in self._routes.receives],
         )
@@ -495,7 +473,7 @@ class MixedCommunicator:
 
     def _add_along(self, lane: Lane, terms: torch.Tensor, total: torch.Tensor) -> None:
         """Add terms [members of this host, n] along a lane, to the total [n]."""
-        note = _note("all_reduce", total.nbytes)
+        note = note_of("all_reduce", total.nbytes)
         summed = sum_type(total.dtype)
         step = CHAIN_BYTES // summed.itemsize
         sums = torch.empty(total.shape, dtype=summed)
@@ -529,7 +507,7 @@ class MixedCommunicator:
         """Exchange rows with each member of another host, directly."""
         sent, others = spans_of(outgoing, send_sizes), self._routes.remote
         self._exchange(
-            _note(call, num_bytes), [(to, sent[to]) for to in others], [(by, received[by]) for by in others]
+            note_of(call, num_bytes), [(to, sent[to]) for to in others], [(by, received[by]) for by in others]
         )
 
     def _local_parts(
@@ -564,13 +542,3 @@ class MixedCommunicator:
 
 def _incoming(peer: int, piece: torch.Tensor) -> Incoming:
     return Incoming(peer, *span_of(piece))
-
-
-def _note(call: str, num_bytes: int) -> int:
-    """Number of a call, by which members see that they make the same one."""
-    return CALLS.index(call) + num_bytes * len(CALLS)
-
-
-def _what_is(note: int) -> str:
-    num_bytes, call = divmod(note, len(CALLS))
-    return f"{CALLS[call]} of {num_bytes} bytes"

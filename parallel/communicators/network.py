@@ -71,7 +71,7 @@ class Speed(NamedTuple):
 
 
 def two_step_limit(speed: Speed, size: int) -> int:
-    """Bytes from which on a sum or a broadcast is faster in two steps; a power of two.
+    """Bytes above which sums and broadcasts are faster in two steps: a power of two.
 
     One step takes the latency, and sends n bytes to size - 1 members; two steps take it twice, and send the
     n-th part of them as often, twice.
@@ -108,6 +108,8 @@ class NetworkCommunicator:
         self.processes: dict[int, int] = {}
         self.is_crowded = True
         """Whether this host has more members than cores."""
+        self.speed = Speed(0.0, 1.0)
+        """Speed of the links, the same at all members."""
         self._plans: _Plans | None = None
         try:
             self.links = links or _links_over(sockets, rank, size, native)
@@ -139,7 +141,7 @@ class NetworkCommunicator:
             self.health.watch_process(peer, pid)
         self.is_crowded = len(self.processes) + 1 > usable_cores()
         rounds = _make_rounds(self.links, self.health, native, self.is_crowded)
-        speed = _agreed_speed(rounds)
+        self.speed = speed = _agreed_speed(rounds)
         rounds.two_step_bytes = rounds.spread_bytes = two_step_limit(speed, self.size)
         self._plans = _Plans(rounds)
         self.health.formed()
@@ -315,7 +317,7 @@ class _Plans(PlanCache):
         return Plan(key, result, run, fits, None)
 
     def view(self, plan: Plan) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Memory for a result in the next buffer, and the parts of it that come from each member.
+        """Memory for a result in the next buffer, and its parts by member.
 
         It is kept for the next time.
         """

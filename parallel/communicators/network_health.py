@@ -1,4 +1,4 @@
-"""Whether a group over links is still whole, as one member sees it, and how it leaves.
+"""Health of a group over links as one member sees it, and how it leaves.
 
 This module loads no torch.
 
@@ -142,9 +142,10 @@ class NetworkHealth:
         self.fail(f"rank {rank} sends {sent} bytes where {expected} are expected", rank, "closed")
 
     def fail_on_links(self, peer: int | None, error: int) -> NoReturn:
-        """A link is broken (``error``: the errno, or 0 for the peer's end), or all were aborted.
+        """A link is broken, or all were aborted (no peer).
 
-        Who closes a link has mostly said why, or its process has ended: that is heard within a moment.
+        ``error`` is the errno, or 0 for the peer's end. A member that closes a link has mostly sent a last
+        word, or its process has ended: that is noticed within a moment.
         """
         if peer is None:
             self.fail(f"its links do not work ({os.strerror(error)})", None, "aborted")

@@ -173,7 +173,7 @@ class NetworkRounds:
         )
 
     def _terms(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """Room for the terms of all members by rank, where this member's own is in its place."""
+        """Room for the terms of all members by rank; this member's own is in place."""
         room = mine.new_empty((self.size, *mine.shape))
         return [mine if rank == self.rank else room[rank] for rank in range(self.size)]
 
@@ -186,9 +186,9 @@ class NetworkRounds:
         )
 
     def _spread(self, note: int, whole: Span, source: int) -> None:
-        """Broadcast in parts: each member gets one from the source, and passes it on to all others.
+        """Broadcast in parts.
 
-        So the source sends all of it twice, however many members there are.
+        Each member gets one from the source, and passes it on to all others. So the source sends all of it twice, however many members there are.
         """
         sizes = even_sizes(whole.length, self.size)
         lows = [sum(sizes[:rank]) for rank in range(self.size)]
@@ -211,6 +211,6 @@ def note_of(call: str, num_bytes: int) -> int:
 
 
 def what_is(note: int) -> str:
-    """Words for the call of a note; a number that no member sends may stand for anything."""
+    """The call of a note in words, whatever number it is."""
     num_bytes, call = divmod(note, len(CALLS))
     return f"{CALLS[call]} of {num_bytes} bytes"

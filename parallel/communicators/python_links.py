@@ -110,7 +110,7 @@ class PythonLinks:
     """Native code cannot call these links."""
 
     def __init__(self, rank: int, size: int, data: Mapping[int, Sequence[socket.socket]]) -> None:
-        """``data`` has equally many sockets to each other rank, in the order that the peer has them, too.
+        """``data``: equally many sockets to each other rank, in the peer's order.
 
         Raises:
             OSError: there are no file descriptors left.
@@ -140,7 +140,10 @@ class PythonLinks:
         return min(0, self._flush(peer, pipe))
 
     def take(self, peer: int, address: int, num_bytes: int) -> int:
-        """Receive exactly so many bytes from a peer; 1: they are there; 0: not yet; -1: broken."""
+        """Receive exactly so many bytes from a peer.
+
+        1: they are there; 0: not yet; -1: broken.
+        """
         pipe = self._open_pipe(peer)
         if pipe is None:
             return -1
@@ -157,7 +160,10 @@ class PythonLinks:
         return 1
 
     def flush(self, peer: int = -1) -> int:
-        """Send what is queued for a peer, or for all; 1: all is sent; 0: not yet; -1: broken."""
+        """Send what is queued for a peer, or for all.
+
+        1: all is sent; 0: not yet; -1: broken.
+        """
         if self._is_aborted:
             return self._fail(None, errno.ECANCELED)
         done = 1
@@ -168,7 +174,10 @@ class PythonLinks:
         return done
 
     def sleep(self, seconds: float) -> int:
-        """Sleep until a link can go on; 1: one can; 0: the time is over; -1: broken."""
+        """Sleep until a link can go on.
+
+        1: one can; 0: the time is over; -1: broken.
+        """
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         for pipe in self._pipes.values():
@@ -209,7 +218,7 @@ class PythonLinks:
                 stream.connection.close()
 
     def _open_pipe(self, peer: int) -> _Pipe | None:
-        """The pipe to a peer; None if calls for it cannot succeed, and then why is known."""
+        """The pipe to a peer; None if calls for it cannot succeed."""
         if self._is_aborted:
             self._fail(None, errno.ECANCELED)
             return None

@@ -1,4 +1,4 @@
-"""Last words between the members of a group, and what their silence means. Pure: no sockets, no clocks.
+"""Last words between the members of a group, and what their silence means (pure).
 
 Each pair of members has a control connection, on which nothing ever comes but one word: why a member leaves.
 A connection that ends without one has lost its member.
@@ -15,7 +15,10 @@ Blame = tuple[str, int | None, Evidence]
 """Why a group is broken, because of which member, and how that is known."""
 
 CLOSED, ABORTED = 1, 2
-"""Words: this member has made its last call; it was aborted. Above: it gave up because of rank word - 3."""
+"""Words: a member has made its last call, or was aborted.
+
+Words above: it gave up because of the rank that is 3 less.
+"""
 WORD_BYTES = 8
 
 _word = struct.Struct("!q")
@@ -31,7 +34,10 @@ def encoded(word: int) -> bytes:
 
 
 class LastWords:
-    """What one member has heard of the others. What breaks the group is returned as it happens."""
+    """What one member has heard of the others.
+
+    What breaks the group is returned as it happens.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -61,13 +67,13 @@ class LastWords:
         return None if peer in self.closed else (f"rank {peer} has died", peer, "exited")
 
     def end(self, peer: int, error: int = 0, *, has_exited: bool = False) -> Blame | None:
-        """The control connection to a member has ended, by this errno, or by its end (0)."""
+        """The control connection to a member has ended; ``error``: the errno, or 0."""
         if has_exited or peer in self.closed:
             return self.exit(peer)
         return broken(peer, error), peer, "closed"
 
     def lose(self, peer: int, error: int) -> Blame:
-        """A connection for tensors has ended while a call needs it, and nothing else explains that."""
+        """A connection for tensors has ended; nothing else explains that."""
         if peer in self.closed:
             return f"rank {peer} has closed its end", peer, "closed"
         return broken(peer, error), peer, "closed"

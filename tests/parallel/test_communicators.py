@@ -22,7 +22,13 @@ import msgspec
 import pytest
 import torch
 
-from parallel.communicators import CollectiveError, make_communicator, native_links, native_rounds
+from parallel.communicators import (
+    CollectiveError,
+    make_communicator,
+    native_links,
+    native_network_rounds,
+    native_rounds,
+)
 from parallel.communicators.segments import Address, OwnSegment, Watch, open_segment, this_host
 from parallel.communicators.waiting import Patience
 from parallel.groups import form
@@ -33,9 +39,9 @@ from tests.parallel import members
 pytestmark = pytest.mark.mesh
 
 ROOT = Path(__file__).parents[2]
-BACKENDS = ("gloo", "shared_memory")
-ALL_WAYS = (*BACKENDS, "python")
-"""Shared memory with and without the native calls."""
+BACKENDS = ("gloo", "shared_memory", "tcp")
+ALL_WAYS = (*BACKENDS, "python", "tcp_python")
+"""Shared memory and sockets with and without the native calls."""
 NUMBERS = itertools.count(100)
 """Tests share one meeting place, in which each has its own."""
 
@@ -48,7 +54,8 @@ The limits on an idle machine are 0.2 and 0.3.
 
 @pytest.fixture(scope="module")
 def meeting() -> MeetingHost:
-    native_rounds.load()  # compiled before anybody's time counts
+    for part in (native_rounds, native_links, native_network_rounds):
+        part.load()  # compiled before anybody's time counts
     return MeetingHost("127.0.0.1")
 
 
@@ -122,9 +129,14 @@ def crowd(meeting: MeetingHost, tmp_path: Path) -> Iterator[Crowd]:
 
 @pytest.mark.diagonal("backend", "size", columns=3, each=1)
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("backend", [*ALL_WAYS, "small_slots", "mixed"])
+@pytest.mark.parametrize("backend", [*ALL_WAYS, "small_slots", "mixed", "tcp_mixed"])
 def test_every_method_gives_what_follows_from_the_data(crowd: Crowd, backend: str, size: int) -> None:
     crowd.start(members.every_method, backend, size)
+    crowd.join()
+
+
+def test_all_transports_give_the_same_bits(crowd: Crowd) -> None:
+    crowd.start(members.same_data_everywhere, "all of them", 3)
     crowd.join()
 
 
@@ -134,7 +146,9 @@ def test_members_may_be_late_and_leave_early_over_many_epochs(crowd: Crowd, back
     crowd.join()
 
 
-@pytest.mark.parametrize(("backend", "size"), [("shared_memory", 2), ("mixed", 3), ("gloo", 2)])
+@pytest.mark.parametrize(
+    ("backend", "size"), [("shared_memory", 2), ("mixed", 3), ("gloo", 2), ("tcp", 2), ("tcp_mixed", 3)]
+)
 def test_views_last_for_slow_readers(crowd: Crowd, backend: str, size: int) -> None:
     crowd.start(members.slow_readers, backend, size)
     crowd.join()
@@ -143,7 +157,7 @@ def test_views_last_for_slow_readers(crowd: Crowd, backend: str, size: int) -> N
         assert shown == ([0, 1, 2, 3] if backend == "gloo" else [3, 1, 2, 3])
 
 
-@pytest.mark.parametrize("backend", ["shared_memory", "python"])
+@pytest.mark.parametrize("backend", ["shared_memory", "python", "tcp", "tcp_python"])
 def test_more_members_than_cores_wait_without_burning_them(crowd: Crowd, backend: str) -> None:
     crowd.start(members.crowd_of_members, backend, 6)
     for rank in range(1, 6):
@@ -231,8 +245,9 @@ def test_who_does_not_come_is_named(crowd: Crowd, backend: str) -> None:
     crowd.join()
 
 
-def test_calls_that_do_not_belong_together_fail(crowd: Crowd) -> None:
-    crowd.start(members.different_calls, "shared_memory", 2)
+@pytest.mark.parametrize("backend", ["shared_memory", "tcp", "tcp_mixed"])
+def test_calls_that_do_not_belong_together_fail(crowd: Crowd, backend: str) -> None:
+    crowd.start(members.different_calls, backend, 2)
     reports = [crowd.report(rank, "views") for rank in (0, 1)]
     messages = {report["message"] for report in reports}
     assert messages & {
@@ -294,6 +309,71 @@ def test_a_process_ends_well_without_closing_anything(backend: str) -> None:
     assert "terminate" not in done.stderr
 
 
+# ---- members on several hosts
+
+
+SEVERAL_HOSTS = (("mixed_hosts", 3), ("mixed_hosts", 4), ("mixed_apart", 3), ("mixed_apart", 4))
+"""Members of neighbouring ranks on one host, or on different ones."""
+
+
+@pytest.mark.parametrize(
+    ("backend", "size"),
+    [
+        pytest.param(backend, size, marks=[pytest.mark.nightly] * ((backend, size) in SEVERAL_HOSTS[::3]))
+        for backend, size in SEVERAL_HOSTS
+    ],
+)
+def test_every_method_gives_the_same_on_several_hosts(crowd: Crowd, backend: str, size: int) -> None:
+    crowd.start(members.every_method, backend, size)
+    crowd.join()
+
+
+@pytest.mark.parametrize("backend", ["mixed_hosts", "mixed_apart"])
+def test_sums_over_hosts_have_the_same_bits_whichever_way_they_take(crowd: Crowd, backend: str) -> None:
+    crowd.start(members.sums_by_every_way, backend, 4)
+    crowd.join()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["mixed_hosts", "mixed_apart"])
+def test_views_last_and_members_leave_early_on_several_hosts(crowd: Crowd, backend: str) -> None:
+    crowd.start(members.slow_readers, backend, 4)
+    crowd.join()
+    crowd.start(members.uneven_paces, backend, 4)
+    crowd.join()
+
+
+@pytest.mark.parametrize("backend", ["mixed_hosts", "mixed_apart"])
+def test_a_death_is_known_on_all_hosts(crowd: Crowd, backend: str) -> None:
+    crowd.start(members.one_is_killed, backend, 3)
+    killed_at = crowd.kill(1)
+    for rank in (0, 2):
+        report = crowd.report(rank, "again")
+        assert report["at"] - killed_at < SOON
+        assert report["blamed"] == 1
+        assert report["evidence"] in ("exited", "closed")
+        assert report["later"]["seconds"] < 0.1
+
+
+def test_who_does_not_come_is_blamed_on_all_hosts(crowd: Crowd) -> None:
+    crowd.start(members.one_of_several_does_not_come, "mixed_hosts", 4)
+    crowd.join()
+
+
+def test_another_call_is_known_on_all_hosts(crowd: Crowd) -> None:
+    crowd.start(members.one_calls_something_else, "mixed_hosts", 4)
+    reports = [crowd.report(rank, "message") for rank in range(4)]
+    assert any("calls all_" in report["message"] for report in reports)
+    assert {report["evidence"] for report in reports} == {"closed"}
+    crowd.join()
+
+
+@pytest.mark.nightly
+def test_nothing_stays_of_many_epochs_on_several_hosts(crowd: Crowd) -> None:
+    crowd.start(members.many_epochs, "mixed_hosts", 3)
+    crowd.join()
+
+
 # ---- the parts
 
 
@@ -320,7 +400,7 @@ def test_without_native_collectives_python_does_the_same(
 def test_what_a_communicator_cannot_be_is_said(meeting: MeetingHost, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="rank 2 is not in a group of 2"):
         make_communicator("gloo", meeting, 2, 2, name="x", timeout=1.0)
-    with pytest.raises(ValueError, match="choose gloo or shared_memory"):
+    with pytest.raises(ValueError, match="choose gloo, shared_memory or tcp"):
         make_communicator("carrier pigeon", meeting, 0, 2, name="x", timeout=1.0)  # type: ignore[arg-type]
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     with pytest.raises(ValueError, match="this is aarch64: use gloo"):

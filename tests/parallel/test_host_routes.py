@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.communicators.host_routes import GATHER_BYTES, HostRoutes, Lane, Span, Way
+from parallel.communicators.host_routes import HostRoutes, Lane, Span, Way
 from tests.nightly import examples
 
 hosts_of_members = st.lists(st.sampled_from("abcd"), min_size=1, max_size=9)
@@ -128,11 +128,12 @@ def test_the_busiest_host_has_as_many_bytes_as_its_members_send(
     assert routes[0].busiest_bytes(way, 1 << 20, widening) == pytest.approx(expected)
 
 
-def test_an_all_reduce_takes_one_hop_or_the_fewest_bytes() -> None:
+def test_an_all_reduce_takes_the_shortest_time() -> None:
     def way(hosts: str, num_bytes: int = 1 << 20, widening: int = 1) -> Way:
-        return HostRoutes(list(hosts), 0).way(num_bytes, widening)
+        return HostRoutes(list(hosts), 0).way(num_bytes, widening, latency=50e-6, bandwidth=1.25e9)
 
-    assert way("aabb", GATHER_BYTES) == "gather"
+    assert way("aabb", 32 << 10) == "gather"  # one hop
+    assert way("abcdefgh", 16 << 10) == "scatter"  # seven times the bytes
     assert way("aabb") == "chain"
     assert way("aabb", widening=2) == "scatter"  # 2 forward; pieces and sums take 1.5
     assert way("aaaabbbb", widening=2) == "chain"
