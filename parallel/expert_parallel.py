@@ -96,6 +96,9 @@ class ExpertParallel:
         self._products: Products = ExpertProducts()
         self._set_placement(placement, rank)
         self._group: Communicator | None = None
+        self.signature = 0
+        """Kernels and model that exchange over links inside a step; 0: this member's do not."""
+        self._signatures: list[int] | None = None
         self.sizes: Sequence[int] = ()
         """Tokens of each rank in this step."""
         self._ends: Sequence[int] = ()
@@ -115,6 +118,7 @@ class ExpertParallel:
             raise ValueError(f"{placement} does not fit {group!r}")
         self._set_placement(placement, group.rank)
         self._group = group
+        self.signature, self._signatures = 0, None
 
     def _set_placement(self, placement: Placement, rank: int) -> None:
         self.placement = placement
@@ -128,9 +132,20 @@ class ExpertParallel:
         self._products = products
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Begin a step in which rank r has ``sizes[r]`` tokens in every layer."""
+        """Begin a step in which rank r has ``sizes[r]`` tokens in every layer.
+
+        Before the first one of a group with links all tell each other their :attr:`signature`.
+        """
         self.sizes, self._ends = sizes, list(accumulate(sizes))
         self.times.reset()
+        if self._signatures is None and self._group is not None and hasattr(self._group, "links_address"):
+            self._signatures = [number for (number,) in self._group.all_gather_ints([self.signature])]
+
+    @property
+    def have_one_signature(self) -> bool:
+        """Whether all members of a group with links have the same signature; the same answer at all."""
+        signatures = self._signatures or [0]
+        return signatures[0] != 0 and len(set(signatures)) == 1
 
     def forward(
         self,

@@ -32,12 +32,22 @@ inline int64_t behind_in(int64_t at, Share now, Share next) {
     return at + 1 < now.end ? at + 1 : next.size() > 0 ? next.begin : at;
 }
 
+// What the caller's thread does between two parts of an operation, so that links go on while products are computed.
+struct Pending {
+    void (*go_on)(const void*) = nullptr;
+    const void* with = nullptr;
+};
+
 // The operation under way, for one of the threads that go through it.
 struct Work {
     std::atomic<int64_t>& taken;  // parts handed out so far
     const int size;               // threads that may take some
+    const Pending pending;
 
-    int64_t take(int64_t count) { return taken.fetch_add(count, std::memory_order_relaxed); }
+    int64_t take(int64_t count) {
+        if (pending.go_on != nullptr) pending.go_on(pending.with);
+        return taken.fetch_add(count, std::memory_order_relaxed);
+    }
 
     // body(part, next) for parts of 0 ... total, of at most `most`: every thread takes some and comes back for more, so
     // that one which has to share its core with another process holds up no more than those. It takes the next part, which
@@ -85,6 +95,7 @@ class Team {
     const int size;
     const int64_t began = now();
     std::atomic<bool> failed{false};          // the step cannot come to its end
+    Pending pending;                          // of the caller's thread alone
 
     Team(int64_t operations, int threads) : taken(size_t(operations)), ends(size_t(operations)), size(threads) {}
 
@@ -95,7 +106,7 @@ class Team {
             if (state.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) return true;
         return false;
     }
-    Work work(int64_t number) { return {taken[size_t(number)], size}; }
+    Work work(int64_t number, bool is_caller) { return {taken[size_t(number)], size, is_caller ? pending : Pending{}}; }
 
     // All of it is taken. Whoever leaves last begins the next one, unless somebody has come meanwhile, who will.
     void leave(int64_t number) {
@@ -136,10 +147,12 @@ class Team {
 
 enum Kind : int64_t {
     EMBED, NORM, LINEAR, QKV, ATTEND, GATED, ROUTE, SORT, EXPERTS_UP, EXPERTS_DOWN, COMBINE, SELECT,
-    OFFER, MEET, RETURN, HOME, CHOOSE, GATHER, SUM, BEST_OF_ALL
+    OFFER, MEET, RETURN, HOME, CHOOSE, GATHER, SUM, BEST_OF_ALL, LOOK
 };
 // Of the thread that the caller called in: it may call back.
-constexpr bool is_callers(int64_t kind) { return kind == OFFER || kind == MEET || kind == RETURN || kind == HOME; }
+constexpr bool is_callers(int64_t kind) {
+    return kind == OFFER || kind == MEET || kind == RETURN || kind == HOME || kind == LOOK;
+}
 
 struct Operation {
     int64_t kind;

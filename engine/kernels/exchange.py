@@ -88,6 +88,8 @@ class Exchange:
         for name in ("rows_at", "ids_at", "places_at", "results_at"):
             self.record[name] = getattr(self.layout, name)
         self.keep("rounds", np.zeros(1, dtype=np.int64))
+        self.firsts = np.zeros(0, dtype=np.int64)
+        """Number of the first pair of each member in a step."""
 
     def keep(self, name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Let the field point to this array."""
@@ -106,8 +108,13 @@ class Exchange:
         self.record["gathered"] = gathered.data_ptr()
         return gathered
 
-    def begin(self) -> None:
-        """Prepare for a step."""
+    def begin(self, sizes: Sequence[int]) -> None:
+        """Prepare for a step. ``sizes``: rows of each member, if there are several."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why a step was given up, if it was."""
+        return None
 
     @property
     def own(self) -> int:
@@ -118,6 +125,8 @@ class Exchange:
     def _place(self, rank: int, arenas: Sequence[int], owners: Sequence[int], numbers: Sequence[int]) -> None:
         self.record["rank"], self.record["size"] = rank, len(arenas)
         self.keep("arenas", np.array(arenas, dtype=np.int64))
+        self.record["returned"] = self.record["arenas"]
+        self.firsts = self.keep("firsts", np.zeros(len(arenas), dtype=np.int64))
         self.keep("sizes", np.zeros(len(arenas), dtype=np.int64))
         self.keep("owners", np.array(owners, dtype=np.int64))
         self.keep("numbers", np.array(numbers, dtype=np.int64))
@@ -161,7 +170,7 @@ class Joined(Exchange):
         self.waits = NativeWaits(group, "an expert layer")
         self.record["check"] = self.waits.address
         self._agreed: bool | None = None
-        self._signature = _signature(library.key, *shape, num_layers)
+        self._signature = signature_of(library.key, *shape, num_layers)
         if room > 0:
             self._signature_of(group.rank).value = self._signature
 
@@ -179,7 +188,11 @@ class Joined(Exchange):
             )
         return self._agreed and sum(sizes) <= self.rows
 
-    def begin(self) -> None:
+    @property
+    def error(self) -> BaseException | None:
+        return self.waits.error
+
+    def begin(self, sizes: Sequence[int]) -> None:
         """See :class:`Exchange`.
 
         Raises:
@@ -191,6 +204,7 @@ class Joined(Exchange):
         return ctypes.c_int64.from_address(self._members[rank].arena + 8 * _SIGNATURE)
 
 
-def _signature(*facts: object) -> int:
+def signature_of(*facts: object) -> int:
+    """A number, never 0, that members with the same facts have in common."""
     digest = hashlib.sha256(repr(facts).encode()).digest()
     return int.from_bytes(digest[:7], "little") + 1

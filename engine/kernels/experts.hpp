@@ -5,7 +5,7 @@
 // others (MEET), sorts all pairs of its experts, computes them, returns the results, waits for all others'
 // (HOME) and sums a token's results in the order of its choices. Who has come HOME has been served by all, so its
 // rows may be overwritten; who MEETs again has taken its results, so those may be: one arena each is enough.
-// A group of one does the same without waiting.
+// A group of one does the same without waiting. With members on other hosts linked.hpp carries rows and results.
 
 #pragma once
 
@@ -13,31 +13,11 @@
 #include <vector>
 
 #include "contract.hpp"
+#include "linked.hpp"
 #include "products.hpp"
 #include "waiting.hpp"  // of parallel/communicators/native
 
 namespace {
-
-constexpr int64_t OFFERED = 0, RETURNED = 16;  // words of an arena: layers so far; on cache lines of their own
-constexpr int64_t OFFERED_ROWS = 1;            // how many are offered, not the same in each layer
-
-struct Exchange {
-    int64_t rank, size, num_experts, num_local, top_k, hidden;
-    int64_t rows_at, ids_at, places_at, results_at;  // bytes from the beginning of each arena
-    char* const* arenas;      // [size]
-    const int64_t* owners;    // [num_experts]
-    const int64_t* numbers;   // [num_experts] of each expert among those of its owner
-    int64_t* sizes;           // [size] rows of each member in this layer, which SORT looks up: soon they offer others
-    int64_t* rounds;          // layers so far, in all steps
-    int64_t* counted;         // [num_experts] pairs computed here so far, or none
-    int64_t* begins;          // [num_local + 1] first pair of each expert
-    const void** sources;     // [pairs] rows of the sorted pairs
-    void* gathered;           // [pairs, hidden]
-    Check check;
-    int64_t crowded;          // more members than cores
-};
-
-inline int64_t* words_of(const Exchange& exchange, int64_t rank) { return reinterpret_cast<int64_t*>(exchange.arenas[rank]); }
 
 // The sum of a number of each member's: number `at` of the floats from a byte of its arena on.
 inline Floats sum_over_ranks(const Exchange& exchange, int64_t begin, int64_t at, Mask lanes) {
@@ -52,19 +32,32 @@ void publish(const Operation& op, int64_t which) {
     __atomic_store_n(words_of(exchange, exchange.rank) + which, *exchange.rounds, __ATOMIC_RELEASE);
 }
 
-// extra: the exchange. This member's rows are in its arena.
-void offer(const Operation& op, const Step& step) {
+// extra: the exchange. This member's rows are in its arena; or its sums, from byte a of it on, k bytes a row.
+void offer(const Operation& op, const Step& step, Team& team) {
     if (op.flags & TO_CHOOSE && !step.choose) return;
     auto& exchange = *static_cast<const Exchange*>(op.extra);
-    words_of(exchange, exchange.rank)[OFFERED_ROWS] = rows_of(op, step);
+    int64_t rows = rows_of(op, step);
+    words_of(exchange, exchange.rank)[OFFERED_ROWS] = rows;
     ++*exchange.rounds;
     publish(op, OFFERED);
+    if (!is_linked(exchange)) return;
+    exchange.linkage->area = op.a, exchange.linkage->area_bytes = rows * op.k;
+    post_offer(exchange, rows);
+    if (!exchange.linkage->are_sums) team.pending = {go_on_with, &exchange};
 }
 
 // extra: the exchange. Wait for the others' rows (MEET), or results (HOME).
 void meet(const Operation& op, const Step& step, int64_t which, Team& team) {
     if (op.flags & TO_CHOOSE && !step.choose) return;
     auto& exchange = *static_cast<const Exchange*>(op.extra);
+    if (is_linked(exchange)) {
+        Linkage& linkage = *exchange.linkage;
+        linkage.first_pass = seconds_now() - linkage.began_at;
+        if (!await_all(exchange, which, linkage.are_sums || which == RETURNED)) team.failed.store(true, std::memory_order_relaxed);
+        linkage.began_at = seconds_now();
+        if (which == RETURNED) team.pending = {};
+        return;
+    }
     for (int64_t rank = 0; rank < exchange.size; ++rank) {
         Patience patience{exchange.crowded};
         if (!await(words_of(exchange, rank) + which, *exchange.rounds, rank, patience, exchange.check)) {
@@ -72,6 +65,30 @@ void meet(const Operation& op, const Step& step, int64_t which, Team& team) {
             return;
         }
     }
+}
+
+// extra: the exchange, over links. Whether to wait for the others' rows before the products of what is there.
+void look(const Operation& op, const Step& step, Team& team) {
+    auto& exchange = *static_cast<const Exchange*>(op.extra);
+    if (begins_without_others(exchange, rows_of(op, step))) go_on_with(&exchange);
+    else if (!await_all(exchange, OFFERED, false)) team.failed.store(true, std::memory_order_relaxed);
+    exchange.linkage->began_at = seconds_now();
+}
+
+// extra: the exchange. Results of the experts here are in its arena; a: 1 if those of some members' rows only, which came first.
+void give_back(const Operation& op) {
+    auto& exchange = *static_cast<const Exchange*>(op.extra);
+    if (is_linked(exchange)) {
+        Linkage& linkage = *exchange.linkage;
+        if (op.a != 1) learn(linkage.products, linkage.first_pass + seconds_now() - linkage.began_at);
+        for (int64_t home = 0; home < exchange.size; ++home) {
+            Peer& peer = linkage.peers[home];
+            if (!has_role(exchange, home, REMOTE) || peer.pass == 0 || peer.is_returned) continue;
+            peer.is_returned = 1;
+            post_results(exchange, home);
+        }
+    }
+    if (op.a != 1) publish(op, RETURNED);
 }
 
 // in: logits as float [rows, n]; out: weights [rows, k] as float; extra: ids [rows, k] int64.
@@ -135,24 +152,49 @@ void route(const Operation& op, const Step& step, Work& work) {
 }
 
 // extra: the exchange. Sorts the pairs of all members whose experts are here by expert, and says in the arena where the
-// result of each will be.
+// result of each will be. a: 1 for the members whose rows have come, 2 for the others, behind them; 0: all at once.
 template <class T>
 void sort_pairs(const Operation& op, const Step& step, Work& work) {
     if (work.take(1) > 0) return;  // by one thread
     using E = typename T::Element;
     auto& exchange = *static_cast<const Exchange*>(op.extra);
-    int64_t *begins = exchange.begins, k = exchange.top_k, pitch = pitch_of<T>(exchange.hidden);
-    for (int64_t rank = 0; rank < exchange.size; ++rank)
-        exchange.sizes[rank] = rank == exchange.rank ? rows_of(op, step) : words_of(exchange, rank)[OFFERED_ROWS];
+    Linkage* linkage = exchange.linkage;
+    int64_t *begins = exchange.begins, k = exchange.top_k, pitch = pitch_of<T>(exchange.hidden), before = 0;
+    thread_local std::vector<int64_t> homes;
+    homes.clear();
+    for (int64_t home = 0; home < exchange.size; ++home) {
+        bool is_own = home == exchange.rank;
+        if (linkage != nullptr) {
+            Peer& peer = linkage->peers[home];
+            if (peer.pass != 0 || (op.a == 1 && !is_own && !has_arrived(words_of(exchange, home) + OFFERED, *exchange.rounds))) continue;
+            peer.pass = std::max<int64_t>(op.a, 1);
+        } else {
+            exchange.firsts[home] = before;
+        }
+        homes.push_back(home);
+        exchange.sizes[home] = is_own ? rows_of(op, step) : words_of(exchange, home)[OFFERED_ROWS];
+        before += exchange.sizes[home] * k;
+    }
+    // Of a member on another host only the rows that are needed here have come, one behind the other.
     auto for_pairs = [&](auto body) {
-        int64_t number = 0;
-        for (int64_t home = 0; home < exchange.size; ++home) {
+        for (int64_t home : homes) {
             auto* ids = reinterpret_cast<const int64_t*>(exchange.arenas[home] + exchange.ids_at);
-            for (int64_t pair = 0; pair < exchange.sizes[home] * k; ++pair, ++number)
-                if (exchange.owners[ids[pair]] == exchange.rank) body(home, pair, number, ids[pair]);
+            bool is_remote = has_role(exchange, home, REMOTE);
+            int64_t num_here = 0;
+            for (int64_t token = 0; token < exchange.sizes[home]; ++token) {
+                bool is_here = false;
+                for (int64_t pair = token * k; pair < (token + 1) * k; ++pair) {
+                    int64_t owner = exchange.owners[ids[pair]];
+                    if (owner == exchange.rank) body(home, pair, is_remote ? num_here : token, ids[pair]);
+                    is_here |= is_remote && linkage->hosts[owner] == linkage->hosts[exchange.rank];
+                }
+                num_here += is_here;
+            }
         }
     };
+    int64_t base = op.a == 2 ? begins[exchange.num_local] : 0;  // results of the first ones stay where they are
     std::fill(begins, begins + exchange.num_local + 1, 0);
+    begins[0] = base;
     for_pairs([&](int64_t, int64_t, int64_t, int64_t expert) {
         ++begins[exchange.numbers[expert] + 1];
         if (exchange.counted != nullptr) ++exchange.counted[expert];
@@ -161,10 +203,10 @@ void sort_pairs(const Operation& op, const Step& step, Work& work) {
     thread_local std::vector<int64_t> next;
     next.assign(begins, begins + exchange.num_local);
     auto* places = reinterpret_cast<int64_t*>(exchange.arenas[exchange.rank] + exchange.places_at);
-    for_pairs([&](int64_t home, int64_t pair, int64_t number, int64_t expert) {
+    for_pairs([&](int64_t home, int64_t pair, int64_t row, int64_t expert) {
         int64_t place = next[exchange.numbers[expert]]++;
-        places[number] = place;
-        exchange.sources[place] = exchange.arenas[home] + exchange.rows_at + pair / k * pitch * sizeof(E);
+        places[exchange.firsts[home] + pair] = place;
+        exchange.sources[place] = exchange.arenas[home] + exchange.rows_at + row * pitch * sizeof(E);
     });
 }
 
@@ -173,8 +215,9 @@ template <class T>
 void gather(const Operation& op, Work& work) {
     using E = typename T::Element;
     auto& exchange = *static_cast<const Exchange*>(op.extra);
-    int64_t pitch = pitch_of<T>(exchange.hidden);
-    work.for_each(exchange.begins[exchange.num_local], [&](int64_t pair) {
+    int64_t pitch = pitch_of<T>(exchange.hidden), first = exchange.begins[0];
+    work.for_each(exchange.begins[exchange.num_local] - first, [&](int64_t number) {
+        int64_t pair = first + number;
         std::memcpy(static_cast<E*>(exchange.gathered) + pair * pitch, exchange.sources[pair], exchange.hidden * sizeof(E));
     });
 }
@@ -185,6 +228,7 @@ struct ExpertTask { int64_t expert, part, first, rows; };
 // Calls body(task, next) for all parts of experts that have rows, shared out among the threads. There is no next if it has no rows.
 template <class Body>
 void for_experts(const int64_t* begins, int64_t num_experts, int64_t parts, Work& work, Body body) {
+    if (begins[0] == begins[num_experts]) return;
     auto take = [&] {
         for (;;) {
             int64_t number = work.take(1), expert = number / parts;
@@ -271,8 +315,7 @@ void combine(const Operation& op, const Step& step, Work& work) {
     auto* ranks = static_cast<const Exchange*>(op.more);
     auto* weights = static_cast<const float*>(op.in);
     auto* ids = reinterpret_cast<const int64_t*>(exchange.arenas[exchange.rank] + exchange.ids_at);
-    int64_t before = 0, pitch = pitch_of<T>(op.n);
-    for (int64_t rank = 0; rank < exchange.rank; ++rank) before += exchange.sizes[rank] * op.k;
+    int64_t before = exchange.firsts[exchange.rank], pitch = pitch_of<T>(op.n);
     struct Result {
         const E* row;   // if it is not in parts
         int64_t place;
@@ -282,7 +325,7 @@ void combine(const Operation& op, const Step& step, Work& work) {
     work.for_each(rows_of(op, step), [&](int64_t token) {
         for (int64_t choice = 0; choice < op.k; ++choice) {
             int64_t pair = token * op.k + choice;
-            const char* arena = exchange.arenas[exchange.owners[ids[pair]]];
+            const char* arena = exchange.returned[exchange.owners[ids[pair]]];
             int64_t place = reinterpret_cast<const int64_t*>(arena + exchange.places_at)[before + pair];
             results[size_t(choice)] = {reinterpret_cast<const E*>(arena + exchange.results_at) + place * pitch, place};
         }

@@ -40,10 +40,10 @@ KIND_FLAGS: dict[Kind, set[str]] = {
 }
 """Features of the CPU that each kind of kernels needs, as Linux names them."""
 
-KINDS = ("operation", "step", "exchange", "draw", "shape")
+KINDS = ("operation", "step", "exchange", "linkage", "peer", "draw", "shape")
 """Structures passed to the kernels, which know their sizes."""
 CALLS = (
-    *("run", "use_tiles", "survey", "compress", "draw", "shape", "logprobs", "contestants"),
+    *("run", "has_arrived", "use_tiles", "survey", "compress", "draw", "shape", "logprobs", "contestants"),
     *("has_avx512", "can_compress", "compiler"),
 )
 SYMBOLS = tuple(f"lockstep_{name}" for name in (*CALLS, *(f"{kind}_bytes" for kind in KINDS)))
@@ -81,6 +81,8 @@ class Library:
         self._contestants = self._loaded.lockstep_contestants
         self._contestants.argtypes = [address, number, number, number, address, address, address, number]
         self._draw.restype = self._contestants.restype = self._shape.restype = self._logprobs.restype = None
+        self._has_arrived = self._loaded.lockstep_has_arrived
+        self._has_arrived.argtypes, self._has_arrived.restype = [address, number, address, number], number
         self.has_avx512 = bool(self._loaded.lockstep_has_avx512())
         """Whether vectors are those of AVX-512, which multiplies bfloat16, or of AVX2."""
         self.compresses = bool(self._loaded.lockstep_can_compress())
@@ -159,6 +161,10 @@ class Library:
         """
         return int(self._run(operations, count, step, element, threads)) == 0
 
+    def has_arrived(self, exchange: int, rank: int, word: int, target: int) -> bool:
+        """Whether a word of a member of an exchange has risen to ``target``; it takes what has come."""
+        return bool(self._has_arrived(exchange, rank, word, target))
+
 
 _chosen: Kind | None = None
 """Kind of kernels that :func:`choose` was called with.
@@ -196,7 +202,8 @@ def _version(compiled_by: bytes) -> str:
 
 
 def _headers() -> list[Path]:
-    return [*sorted(SOURCE.parent.glob("*.hpp")), compiler.INCLUDE / "waiting.hpp"]
+    shared = (compiler.INCLUDE / name for name in ("links.hpp", "waiting.hpp"))
+    return [*sorted(SOURCE.parent.glob("*.hpp")), *shared]
 
 
 def begin_build() -> None:

@@ -21,13 +21,16 @@ from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import Attention, Embedding, Mlp, Moe, Output
 from engine.kernels.exchange import Alone, Exchange
 from engine.kernels.experts import NativeExperts
+from engine.kernels.linked import Linked
 from engine.kernels.operations import ADD, AS_FLOAT, SELECTED, TO_CHOOSE, OperationKind, Operations
 from engine.kernels.packing import Laid
 from engine.kernels.sums import Area, OwnSums, Sums, parts_here
 from engine.kernels.weights import PackedDecoder, PackedLayer
 
-OPERATIONS_PER_LAYER = 22
+OPERATIONS_PER_LAYER = 30
 OTHER_OPERATIONS = 10
+BEST_BYTES = 16
+"""Bytes of what a rank finds for a row (``Best`` in ``choosing.hpp``)."""
 
 
 class PartialSums(NamedTuple):
@@ -114,7 +117,7 @@ class Lowering:
                 self._router(packed, layer.mlp, own + layout.rows_at, own + layout.ids_at)
                 self._experts(packed, layer.mlp, self._exchange)
         if self._num_sums == 1:
-            self._meet()  # or what was given for this step's sum could be gone before all have read it
+            self._meet(0, 0)  # or what was given for this step's sum could be gone before all have read it
         if decoder.output is not None:
             self._choose(decoder.output)
         return StepList(self._list, [*self._cuts, (len(self._list), None)])
@@ -162,7 +165,7 @@ class Lowering:
                 a=output.first,
                 flags=AS_FLOAT,
             )
-            self._meet(TO_CHOOSE)
+            self._meet(area.begin, BEST_BYTES, TO_CHOOSE)
             self._list.add(
                 OperationKind.BEST_OF_ALL, out=buffers.chosen, extra=self._sums.record, a=area.begin
             )
@@ -285,13 +288,18 @@ class Lowering:
         if isinstance(self._sums, OwnSums):
             self._cuts.append((len(self._list), PartialSums(area, self._rows == SELECTED, width)))
         else:
-            self._meet()
+            self._meet(area.begin, 4 * width)
         return self._sums.record
 
-    def _meet(self, when: int = 0) -> None:
-        """Wait until all ranks have come this far."""
+    def _meet(self, begin: int, row_bytes: int, when: int = 0) -> None:
+        """Wait until all ranks have come this far.
+
+        Each offers what is from byte ``begin`` of its arena on, so many bytes for a row.
+        """
         if self._sums is not None and not isinstance(self._sums, OwnSums):
-            self._list.add(OperationKind.OFFER, extra=self._sums.record, flags=self._rows | when)
+            self._list.add(
+                OperationKind.OFFER, extra=self._sums.record, a=begin, k=row_bytes, flags=self._rows | when
+            )
             self._list.add(OperationKind.MEET, extra=self._sums.record, flags=when)
 
     def _router(
@@ -324,17 +332,15 @@ class Lowering:
     def _experts(self, packed: PackedLayer, moe: Moe, exchange: Exchange) -> None:
         buffers, alone = self._buffers, isinstance(exchange, Alone)
         area = self._area() if moe.is_partial else None
-        results = exchange.own + exchange.layout.results_at if area is None else area.address
-        experts = packed.experts or self._products.packed(moe.experts)
         if not alone:
             self._list.add(OperationKind.OFFER, extra=exchange.record, flags=self._rows)
-            self._list.add(OperationKind.MEET, extra=exchange.record)
-        self._list.add(OperationKind.SORT, extra=exchange.record, flags=self._rows)
-        self._list.add(OperationKind.GATHER, extra=exchange.record)
-        ranks = self._ranks if moe.is_partial else 1
-        experts.write(self._list, buffers.gathered, buffers.expert_middle, results, exchange.begins, ranks)
+        if isinstance(exchange, Linked):  # what is here first, the others' rows when they have come
+            self._list.add(OperationKind.LOOK, extra=exchange.record, flags=self._rows)
+            self._products_of(packed, moe, exchange, area, number=1)
         if not alone:
-            self._list.add(OperationKind.RETURN, extra=exchange.record)
+            self._list.add(OperationKind.MEET, extra=exchange.record)
+        self._products_of(packed, moe, exchange, area, number=2 if isinstance(exchange, Linked) else 0)
+        if not alone:
             self._list.add(OperationKind.HOME, extra=exchange.record)
         self._list.add(
             OperationKind.COMBINE,
@@ -346,6 +352,19 @@ class Lowering:
             flags=self._rows,
             **({} if area is None else self._of_ranks(area, moe)),
         )
+
+    def _products_of(
+        self, packed: PackedLayer, moe: Moe, exchange: Exchange, area: Area | None, number: int
+    ) -> None:
+        """Results of the experts here; ``number``: see SORT."""
+        buffers, experts = self._buffers, packed.experts or self._products.packed(moe.experts)
+        results = exchange.own + exchange.layout.results_at if area is None else area.address
+        self._list.add(OperationKind.SORT, extra=exchange.record, a=number, flags=self._rows)
+        self._list.add(OperationKind.GATHER, extra=exchange.record)
+        ranks = self._ranks if moe.is_partial else 1
+        experts.write(self._list, buffers.gathered, buffers.expert_middle, results, exchange.begins, ranks)
+        if not isinstance(exchange, Alone):
+            self._list.add(OperationKind.RETURN, extra=exchange.record, a=number)
 
     def _of_ranks(self, area: Area, moe: Moe) -> dict[str, Any]:
         """Where the ranks' parts of the experts' results are, once they are there."""

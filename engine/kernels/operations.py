@@ -36,11 +36,24 @@ _STEP = np.dtype(
 EXCHANGE = np.dtype(
     [(name, np.int64) for name in (
         "rank", "size", "num_experts", "num_local", "top_k", "hidden", "rows_at", "ids_at", "places_at",
-        "results_at", "arenas", "owners", "numbers", "sizes", "rounds", "counted", "begins", "sources",
-        "gathered", "check", "crowded"
+        "results_at", "arenas", "returned", "owners", "numbers", "sizes", "firsts", "rounds", "counted",
+        "begins", "sources", "gathered", "check", "crowded", "linkage", "row_bytes"
     )]
 )  # fmt: skip
-"""See ``experts.hpp``."""
+"""See ``linked.hpp``, as for the next two."""
+_LEARNED = "budget", "arrival", "products", "offered_at", "began_at", "first_pass"
+LINKAGE = np.dtype(
+    [(name, np.float64 if name in _LEARNED else np.int64) for name in (
+        "links", "are_sums", "peers", "hosts", "roles", "most", "area", "area_bytes", "look", *_LEARNED,
+        "num_missing", "problem", "problem_rank", "problem_note", "problem_bytes"
+    )]
+)  # fmt: skip
+PEER = np.dtype(
+    [(name, np.int64) for name in (
+        "stage", "note", "num_bytes", "expected", "pass", "is_returned", "offer_note", "offer_bytes",
+        "results_note", "results_bytes"
+    )]
+)  # fmt: skip
 
 
 class OperationKind(enum.IntEnum):
@@ -69,6 +82,7 @@ class OperationKind(enum.IntEnum):
     GATHER = 17
     SUM = 18
     BEST_OF_ALL = 19
+    LOOK = 20
 
 
 class StepArguments:
@@ -122,7 +136,7 @@ class Operations:
 
 def check(library: Library) -> None:
     """Check that the layouts here are those of the compiled source."""
-    layouts = _OPERATION, _STEP, EXCHANGE, DRAW, SHAPE
+    layouts = _OPERATION, _STEP, EXCHANGE, LINKAGE, PEER, DRAW, SHAPE
     assert library.sizes == tuple(layout.itemsize for layout in layouts)
 
 

@@ -23,6 +23,7 @@ from engine.kernels.exchange import Alone, Exchange, Joined, Shape
 from engine.kernels.experts import NativeExperts, combine
 from engine.kernels.going_on import GoingOn
 from engine.kernels.library import Kind, Library
+from engine.kernels.linked import Linked, LinkedSums, has_links, linked
 from engine.kernels.logits import NO_DRAWS, Draws, can_contest
 from engine.kernels.lowering import Lowering, PartialSums, StepList
 from engine.kernels.operations import OperationKind, StepArguments
@@ -77,15 +78,19 @@ class Program:
         self._shape: Shape | None = None
         if sparse:
             self._shape = Shape(decoder.hidden, sparse[0].top_k, sparse[0].num_experts, decoder.dtype)
-        self._joined: Joined | None = None
+        self._joined: Joined | Linked | None = None
         self._buffers: Buffers | None = None
         self._exchange: Exchange | None = None
         """Exchange for the buffers' room; None without expert layers."""
         self._is_rank, self._size = ranks is not None, 1 if ranks is None else ranks.size
         self._ranks = ranks if decoder.num_sums else None
-        self._shared_sums: SharedSums | None = None
+        self._common_sums: SharedSums | LinkedSums | None = None
+        """Sums inside the list of operations."""
+        self._sums_are_agreed = True
         if self._ranks is not None and isinstance(self._ranks.group, SharedMemoryCommunicator):
-            self._shared_sums = SharedSums(self._ranks.group, decoder.sums_width)
+            self._common_sums = SharedSums(self._ranks.group, decoder.sums_width)
+        elif self._ranks is not None and has_links(self._ranks.group):
+            self._sums_are_agreed = False
         self._own_sums: OwnSums | None = None
         """Sums through the communicator, for the buffers' room."""
         self.going_on: GoingOn | None = None
@@ -119,12 +124,12 @@ class Program:
         """Whether steps of so many tokens can :meth:`choose` with these draws.
 
         All layers must be here, and the whole vocabulary. Instead of the latter, ranks that have it together
-        may share memory, if each can choose among its own tokens.
+        may add up inside the list, if each can choose among its own tokens.
         """
         output = self._decoder.output
         if self._decoder.embedding is None or output is None:
             return False
-        return not output.is_partial or (self._is_shared(tokens) and can_contest(draws))
+        return not output.is_partial or (self._is_common(tokens) and can_contest(draws))
 
     def use(self, cache: NativeCache) -> None:
         """Keep keys and values in this cache from now on."""
@@ -145,16 +150,14 @@ class Program:
         """
         self._joined, self._room = None, self._room._replace(own=0)
         self._lists.clear()
-        if isinstance(group, SharedMemoryCommunicator) and self._shape is not None and not self._is_rank:
-            assert self._experts is not None
-            self._joined = Joined(
-                self._library,
-                group,
-                placement,
-                self._shape,
-                self._num_sparse,
-                self._experts.tokens_per_expert,
-            )
+        if self._shape is None or self._is_rank:
+            return
+        assert self._experts is not None
+        facts = placement, self._shape, self._num_sparse
+        if isinstance(group, SharedMemoryCommunicator):
+            self._joined = Joined(self._library, group, *facts, self._experts.tokens_per_expert)
+        elif links := linked(group):
+            self._joined = Linked(self._library, links, *facts, self._experts)
 
     def serve(self) -> bool:
         """Take part in a step of the group without rows; False without a native exchange.
@@ -251,8 +254,9 @@ class Program:
         return tokens if self._experts is None or not self._exchanges() else sum(self._experts.sizes)
 
     def _run(self, step: StepArguments, tokens: int) -> None:
+        self._agree_on_sums()
         native, sums = self._exchanges(), self._sums(tokens)
-        how = native, sums is self._shared_sums
+        how = native, sums is self._common_sums
         written = self._lists.get(how)
         if written is None:
             assert self._cache is not None
@@ -263,9 +267,9 @@ class Program:
             written = self._lists[how] = lowering.write(exchanges=native)
         if native:
             assert self._exchange is not None
-            self._exchange.begin()
-        if isinstance(sums, SharedSums):
-            sums.waits.begin()
+            self._exchange.begin(() if self._experts is None else self._experts.sizes)
+        if sums is not None:
+            sums.begin()
         before = self.seconds.copy() if native and self._experts is not None else None
         begin = 0
         for end, then in written.cuts:
@@ -288,21 +292,34 @@ class Program:
 
     def _sums(self, tokens: int) -> Sums | None:
         """How a step's partial sums are added up, the same at all ranks."""
-        if self._is_shared(tokens):
-            return self._shared_sums
+        if self._is_common(tokens):
+            return self._common_sums
         if self._ranks is not None and self._own_sums is None:
             self._own_sums = OwnSums(self._ranks, self._room.own, self._decoder.sums_width)
         return self._own_sums
 
-    def _is_shared(self, tokens: int) -> bool:
-        """Whether ranks add up in the memory that they share."""
-        return self._shared_sums is not None and tokens <= self._shared_sums.rows
+    def _is_common(self, tokens: int) -> bool:
+        """Whether ranks add up inside the list: in memory that they share, or over their links."""
+        return self._common_sums is not None and tokens <= self._common_sums.rows
+
+    def _agree_on_sums(self) -> None:
+        """Find out, at the first step of ranks that have links, whether those of all are native."""
+        if self._sums_are_agreed:
+            return
+        assert self._ranks is not None
+        assert self._ranks.group is not None
+        links = linked(self._ranks.group)
+        answers = self._ranks.group.all_gather_ints([links is not None])
+        self._sums_are_agreed = True
+        if links is not None and all(answer for (answer,) in answers):
+            self._common_sums = LinkedSums(self._library, links, self._decoder.sums_width)
 
     def _failure(self) -> BaseException:
         """Why a step was given up."""
-        for each in (self._joined, self._shared_sums):
-            if each is not None and each.waits.error is not None:
-                return each.waits.error
+        for each in (self._joined, self._common_sums):
+            error = each.error if each is not None else None
+            if error is not None:
+                return error
         raise AssertionError("only waits for other members give up")
 
     def _note(self, spent: Seconds) -> None:
@@ -314,6 +331,7 @@ class Program:
                 [
                     OperationKind.ROUTE,
                     OperationKind.OFFER,
+                    OperationKind.LOOK,
                     OperationKind.MEET,
                     OperationKind.SORT,
                     OperationKind.GATHER,

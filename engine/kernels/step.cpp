@@ -166,7 +166,7 @@ bool run(const Operation* operations, int64_t count, const Step& step, int threa
         for (int64_t number = 0; number < count; number = team.behind(number)) {
             const Operation& op = operations[number];
             if ((is_callers(op.kind) && !is_caller) || !team.enter(number)) continue;
-            Work work = team.work(number);
+            Work work = team.work(number, is_caller);
             switch (op.kind) {
                 case EMBED: embed<T>(op, step, work); break;
                 case NORM: norm<T>(op, step, work); break;
@@ -181,9 +181,10 @@ bool run(const Operation* operations, int64_t count, const Step& step, int threa
                 case EXPERTS_DOWN: experts_down<T>(op, work); break;
                 case COMBINE: combine<T>(op, step, work); break;
                 case SELECT: select<T>(op, step, work); break;
-                case OFFER: offer(op, step); break;
+                case OFFER: offer(op, step, team); break;
+                case LOOK: look(op, step, team); break;
                 case MEET: meet(op, step, OFFERED, team); break;
-                case RETURN: publish(op, RETURNED); break;
+                case RETURN: give_back(op); break;
                 case HOME: meet(op, step, RETURNED, team); break;
                 case CHOOSE: choose(op, step, work); break;
                 case SUM: sum<T>(op, step, work); break;
@@ -207,6 +208,15 @@ bool run(const Operation* operations, int64_t count, const Step& step, int threa
 }  // namespace
 
 extern "C" {
+
+// Whether a member's word has risen to a target; what has come from it over its link is taken first.
+int64_t lockstep_has_arrived(const void* exchange, int64_t rank, const void* word, int64_t target) {
+    auto& with = *static_cast<const Exchange*>(exchange);
+    auto* at = static_cast<const int64_t*>(word);
+    for (int64_t which : {OFFERED, RETURNED})
+        if (is_linked(with) && at == words_of(with, rank, which) + which && target == *with.rounds) look_at(with, rank, which);
+    return has_arrived(at, target);
+}
 
 // Runs the operations in order. element: 0 float, 1 bfloat16. Returns 0, or 1 if the step was given up.
 int64_t lockstep_run(const void* operations, int64_t count, const void* step, int64_t element, int64_t threads) {
@@ -257,6 +267,8 @@ int64_t lockstep_draw_bytes() { return sizeof(Draw); }
 int64_t lockstep_operation_bytes() { return sizeof(Operation); }
 int64_t lockstep_step_bytes() { return sizeof(Step); }
 int64_t lockstep_exchange_bytes() { return sizeof(Exchange); }
+int64_t lockstep_linkage_bytes() { return sizeof(Linkage); }
+int64_t lockstep_peer_bytes() { return sizeof(Peer); }
 // 12 bits for each of these weights, laid out in panels of whole tiles: first what they need, then they themselves.
 int64_t lockstep_has_avx512() { return LOCKSTEP_AVX512; }
 int64_t lockstep_can_compress() { return CAN_COMPRESS; }

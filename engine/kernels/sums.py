@@ -89,6 +89,19 @@ class Sums:
         """Addresses that the kernels get; they point into this."""
         self.record["rank"], self.record["size"] = rank, len(arenas)
         self.record["arenas"], self.record["rounds"] = self._arenas.ctypes.data, self._rounds.ctypes.data
+        self.record["returned"] = self.record["arenas"]
+
+    def begin(self) -> None:
+        """Prepare for a step.
+
+        Raises:
+            parallel.communicators.base.CollectiveError: the group is broken.
+        """
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why a step was given up, if it was."""
+        return None
 
     @property
     def rows(self) -> int:
@@ -116,6 +129,14 @@ class SharedSums(Sums):
         super().__init__(group.rank, [each.arena for each in self._members], group.arena_bytes, width)
         self.waits = NativeWaits(group, "a sum over ranks")
         self.record["check"], self.record["crowded"] = self.waits.address, group.is_crowded
+
+    def begin(self) -> None:
+        """See :class:`Sums`."""
+        self.waits.begin()
+
+    @property
+    def error(self) -> BaseException | None:
+        return self.waits.error
 
     def __repr__(self) -> str:
         return f"<SharedSums of {len(self._members)} ranks, up to {self.rows} rows>"

@@ -3,18 +3,44 @@
 from __future__ import annotations
 
 import ctypes
-
-from parallel.communicators.shared_memory import SharedMemoryCommunicator
+from collections.abc import Callable
+from typing import Protocol
 
 _Check = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+
+class ExchangingGroup(Protocol):
+    """A communicator whose members exchange in native code between two calls."""
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether there are more members on this host than cores."""
+        ...
+
+    def begin_exchange(self, call: str) -> None:
+        """Begin a call that waits by itself; raises CollectiveError if the group is broken."""
+        ...
+
+    def check_exchange(self, rank: int, has_arrived: Callable[[], bool]) -> None:
+        """Check a wait for a member; raises CollectiveError if it can no longer end well."""
+        ...
+
+
+HasArrived = Callable[[int, int, int], bool]
+"""(rank, address of its word, target) -> whether the word has risen to the target"""
+
+
+def _has_risen(rank: int, word: int, target: int) -> bool:
+    return bool(ctypes.c_int64.from_address(word).value >= target)
 
 
 class NativeWaits:
     """Decides for the kernels, every few milliseconds, whether a wait can still end well."""
 
-    def __init__(self, group: SharedMemoryCommunicator, what: str) -> None:
+    def __init__(self, group: ExchangingGroup, what: str, has_arrived: HasArrived = _has_risen) -> None:
         """``what``: the call that errors name."""
         self._group = group
+        self._has_arrived = has_arrived
         self._what = what
         self._check = _Check(self._on_check)
         self._awaited = (0, 0)
@@ -47,7 +73,7 @@ class NativeWaits:
             if self._awaited != (word, target):
                 self._awaited = (word, target)
                 self._group.begin_exchange(self._what)  # each wait has the time that a collective has
-            self._group.check_exchange(rank, lambda: ctypes.c_int64.from_address(word).value >= target)
+            self._group.check_exchange(rank, lambda: self._has_arrived(rank, word, target))
         except BaseException as error:  # noqa: BLE001 (raised by the caller: it may not pass through the kernels)
             self.error = error
             return 1

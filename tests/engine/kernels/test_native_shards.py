@@ -301,7 +301,7 @@ def test_sums_in_shared_memory_have_the_bits_of_an_all_reduce(
 
     def body(rank: int, group: Communicator) -> list[torch.Tensor]:
         one = Rank(directory, rank, group, dtype)
-        assert one.program._shared_sums is not None
+        assert one.program._common_sums is not None
         assert one.program._decoder.num_sums == 2 * LAYERS + 1
         return one.run(times=3)
 
@@ -417,8 +417,8 @@ def test_a_step_larger_than_the_arena_is_added_up_by_the_communicator(directory:
         one = Rank(directory, rank, group, torch.float32)
         found = one.run()
         assert isinstance(one.program._own_sums, OwnSums)
-        assert one.program._shared_sums is not None
-        assert one.program._shared_sums.rows < 60
+        assert one.program._common_sums is not None
+        assert one.program._common_sums.rows < 60
         return found
 
     small = of_all(2, shared(2, arena_bytes=48 << 10), body)

@@ -1,0 +1,245 @@
+"""Exchange with members on other hosts, inside a step: messages over links in place of shared memory.
+
+``linked.hpp`` does it, through the table of links that the communicator owns. There is a mirror here of the
+arena of each member on another host, which its messages fill. So the kernels read the rows, results and sums
+of all members alike.
+
+A member's own memory is read by its links until they have sent it. That is when a step ends, unless it fails,
+and then the links are of no use any more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+
+from engine.kernels.exchange import Exchange, Layout, Shape, signature_of
+from engine.kernels.library import Library
+from engine.kernels.operations import LINKAGE, PEER
+from engine.kernels.pages import mapped
+from engine.kernels.rows import pitch_of
+from engine.kernels.sums import Sums
+from engine.kernels.waits import ExchangingGroup, NativeWaits
+from parallel.communicators.base import CollectiveError
+from parallel.communicators.rounds import CALLS
+from parallel.expert_parallel import ExpertParallel
+from parallel.placement import Placement
+
+ARENA_BYTES = 1 << 30
+"""Size of a member's arena, and of each mirror; memory is used as far as it is written."""
+MOST_ROWS = (1 << 24) - 1
+"""Rows of one member in a layer, at most: a message's note has no more bits for them."""
+_TAKES, _POSTS, _REMOTE = 1, 2, 4
+_EVIDENCE_SECONDS = 2.0
+"""How long the communicator may take to find out why a link broke."""
+_MESSAGES = {1: "an expert layer's rows", 2: "an expert layer's results", 3: "a sum over ranks"}
+"""Kinds of messages, in the highest byte of their notes."""
+
+
+class LinkedGroup(ExchangingGroup, Protocol):
+    """A communicator whose links native code may use between two calls."""
+
+    rank: int
+    size: int
+    links_address: int
+    """Address of the table of ``links.hpp``; 0 where the links are Python's."""
+
+    def abort(self) -> None: ...
+
+    def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]: ...
+
+
+class Look(IntEnum):
+    """When a member computes its own rows before those of others have come.
+
+    As the times of the last layers suggest; always; never.
+    """
+
+    LEARNED = 0
+    NEVER_WAIT = 1
+    ALWAYS_WAIT = 2
+
+
+class _Problem(IntEnum):
+    NONE = 0
+    BROKEN = 1
+    UNEXPECTED = 2
+    GIVEN_UP = 3
+
+
+def has_links(group: object) -> bool:
+    """Whether members of this kind of group have links, be they native or Python's: the same at all."""
+    return hasattr(group, "links_address")
+
+
+def linked(group: Any) -> LinkedGroup | None:
+    """The group, if kernels may use its links; None where it has none, or Python's."""
+    native: LinkedGroup | None = group if has_links(group) and group.links_address else None
+    return native
+
+
+class Linkage:
+    """What the kernels know of a group's links, and of what is under way on them."""
+
+    def __init__(
+        self, library: Library, group: LinkedGroup, what: str, exchange: np.ndarray[Any, Any]
+    ) -> None:
+        """``what``: the call that errors name. ``exchange``: the record that gets this."""
+        self._group, self._what = group, what
+        size, own = group.size, group.rank
+        self.peers = np.zeros(size, dtype=PEER)
+        self._hosts = np.arange(size, dtype=np.int64)
+        self._roles = np.full(size, _TAKES | _POSTS | _REMOTE, dtype=np.int64)
+        self._roles[own] = 0
+        self.most = np.zeros(size, dtype=np.int64)
+        self.record = np.zeros((), dtype=LINKAGE)
+        self.record["links"], self.record["budget"] = group.links_address, 1e-3
+        for name, array in (
+            *(("peers", self.peers), ("hosts", self._hosts)),
+            *(("roles", self._roles), ("most", self.most)),
+        ):
+            self.record[name] = array.ctypes.data
+        exchange["linkage"] = self.record.ctypes.data
+        exchange["crowded"] = group.is_crowded
+        address = exchange.ctypes.data
+        self.waits = NativeWaits(
+            group, what, lambda rank, word, target: library.has_arrived(address, rank, word, target)
+        )
+        exchange["check"] = self.waits.address
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why a step was given up, if this is why. The group is of no use any more."""
+        if self.waits.error is not None:
+            return self.waits.error
+        problem, rank = _Problem(int(self.record["problem"])), int(self.record["problem_rank"])
+        try:
+            if problem is _Problem.UNEXPECTED:
+                self._refuse(rank)
+            if problem is _Problem.BROKEN:
+                self._blame(rank)
+        except CollectiveError as error:
+            return error
+        return None
+
+    def _refuse(self, rank: int) -> NoReturn:
+        """Give the group up for a message that is not the one expected."""
+        self._group.abort()
+        note, num_bytes = int(self.record["problem_note"]), int(self.record["problem_bytes"])
+        what = _MESSAGES.get(note >> 56)
+        if what is None:
+            length, call = divmod(note, len(CALLS))
+            what = f"{CALLS[call]} of {length} bytes"
+        else:
+            what += f" (number {note >> 24 & 0xFFFFFFFF}, {num_bytes} bytes)"
+        raise CollectiveError(
+            f"{self._what} on rank {self._group.rank}: rank {rank} sends {what}, which does not fit",
+            rank,
+            "closed",
+        )
+
+    def _blame(self, rank: int) -> NoReturn:
+        """Raise what the communicator knows of a broken link."""
+        end = time.monotonic() + _EVIDENCE_SECONDS
+        while time.monotonic() < end:
+            self._group.begin_exchange(self._what)
+            self._group.check_exchange(rank, lambda: False)
+            time.sleep(1e-3)
+        self._group.abort()
+        raise CollectiveError(
+            f"{self._what} on rank {self._group.rank}: the link to rank {rank} is broken", rank, "closed"
+        )
+
+
+class Linked(Exchange):
+    """One member of a group whose members are on different hosts."""
+
+    def __init__(
+        self,
+        library: Library,
+        group: LinkedGroup,
+        placement: Placement,
+        shape: Shape,
+        num_layers: int,
+        experts: ExpertParallel,
+        *,
+        arena_bytes: int = ARENA_BYTES,
+    ) -> None:
+        """``experts``: tells the others this member's signature, and counts pairs."""
+        room = Layout.room(shape, arena_bytes)
+        super().__init__(shape, room, len(placement.experts_of(group.rank)))
+        self._group, self._experts = group, experts
+        self._memory = [mapped(self.layout.num_bytes) for _ in range(group.size)]
+        self._place(
+            group.rank,
+            [memory.data_ptr() for memory in self._memory],
+            placement.owners,
+            placement.local_numbers(),
+        )
+        self.keep("counted", experts.tokens_per_expert)
+        self.record["row_bytes"] = pitch_of(shape.hidden, shape.dtype) * shape.dtype.itemsize
+        self.linkage = Linkage(library, group, "an expert layer", self.record)
+        experts.signature = signature_of(library.key, *shape, num_layers, arena_bytes)
+
+    def __repr__(self) -> str:
+        return f"<Linked rank {self._group.rank} of {self._group.size}, up to {self.rows} rows>"
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why a step was given up, if it was."""
+        return self.linkage.error
+
+    @property
+    def look(self) -> Look:
+        """When own rows are computed before others' have come; bits do not depend on it."""
+        return Look(int(self.linkage.record["look"]))
+
+    @look.setter
+    def look(self, look: Look) -> None:
+        self.linkage.record["look"] = look
+
+    def can(self, sizes: Sequence[int]) -> bool:
+        """Whether a step with these sizes is exchanged here.
+
+        That is known after the step's headers, and the same at all members.
+        """
+        return self._experts.have_one_signature and sum(sizes) <= self.rows and max(sizes) <= MOST_ROWS
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        """See :class:`Exchange`.
+
+        Raises:
+            parallel.communicators.base.CollectiveError: the group is broken.
+        """
+        self.linkage.most[:] = sizes
+        pairs = np.array(sizes, dtype=np.int64) * self.shape.top_k
+        self.firsts[:] = pairs.cumsum() - pairs
+        self.linkage.waits.begin()
+
+
+class LinkedSums(Sums):
+    """Sums among ranks on different hosts."""
+
+    def __init__(
+        self, library: Library, group: LinkedGroup, width: int, *, arena_bytes: int = ARENA_BYTES
+    ) -> None:
+        self._memory = [mapped(arena_bytes) for _ in range(group.size)]
+        super().__init__(group.rank, [each.data_ptr() for each in self._memory], arena_bytes, width)
+        self.linkage = Linkage(library, group, "a sum over ranks", self.record)
+        self.linkage.record["are_sums"] = 1
+
+    def __repr__(self) -> str:
+        return f"<LinkedSums of {len(self._memory)} ranks, up to {self.rows} rows>"
+
+    def begin(self) -> None:
+        """See :class:`Sums`."""
+        self.linkage.waits.begin()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why a step was given up, if it was."""
+        return self.linkage.error
