@@ -21,6 +21,7 @@ AGREED = {
     "enable_expert_parallel": "-ep",
     "expert_placement_strategy": "--expert-placement-strategy",
     "all2all_backend": "--all2all-backend",
+    "mesh_transport": "--mesh-transport",
     "data_parallel_size": "-dp",
 }
 """Settings in which instances of a mesh must agree -> how the user knows them."""

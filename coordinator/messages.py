@@ -50,6 +50,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Experts are spread over the instances, which then step in lockstep."""
     expert_placement_strategy: str
     all2all_backend: str
+    mesh_transport: str = "auto"
     data_parallel_size: int
     """Instances among which the experts are spread at first; 0 without expert parallelism."""
     num_experts: int = 0

@@ -245,10 +245,18 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = None
     all2all_backend: Annotated[
-        Literal["auto", "allgather_reducescatter", "all_to_all", "shared_memory"],
+        Literal["auto", "tcp", "shared_memory", "allgather_reducescatter", "all_to_all"],
         flag(
-            help="How tokens reach their experts; auto: shared memory if all instances are on one host, "
-            "else allgather_reducescatter."
+            help="How tokens reach their experts; auto: shared memory among instances on one host, "
+            "--mesh-transport between hosts; tcp: also on one host; allgather_reducescatter, all_to_all: "
+            "that dispatch over gloo."
+        ),
+    ] = "auto"
+    mesh_transport: Annotated[
+        Literal["auto", "tcp", "gloo"],
+        flag(
+            help="What carries tensors between hosts, of spread experts, -tp and -pp; auto: tcp, whose ends "
+            "prove the mesh key, unlike gloo's."
         ),
     ] = "auto"
     collective_timeout: Annotated[

@@ -353,6 +353,7 @@ class EngineCore:
             changes=times.changes,
             recoveries=times.recoveries,
             recovery_seconds=dict(times.seconds),
+            links=self.stepping.link_totals(),
         )
 
     def _is_full(self, submit: Submit) -> bool:

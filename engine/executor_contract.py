@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from coordinator.messages import GroupPlan
     from coordinator.numerics import Arithmetic
     from parallel.communicators.base import Communicator
+    from parallel.links.counts import LinkCount
     from parallel.placement import Placement
 
 Progress = Callable[[str], None]
@@ -138,6 +139,13 @@ class Executor(Protocol):
 
 class SpreadExecutor(Executor, Protocol):
     """Executor of an instance whose experts are spread over the mesh and may move."""
+
+    def link_counts(self) -> list[LinkCount]:
+        """What its workers' links in the current groups have carried, by instance's place.
+
+        The links of that group itself do not count.
+        """
+        ...
 
     def join(self, group: Communicator, placement: Placement) -> None:
         """Use this placement of experts, and this group, from the next step on.

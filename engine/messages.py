@@ -14,6 +14,7 @@ import enum
 import msgspec
 
 from engine.sampling import SamplingParams
+from parallel.links.counts import LinkCount
 from parallel.lockstep import Wake
 
 
@@ -205,6 +206,8 @@ class LockstepCounters(msgspec.Struct, frozen=True, array_like=True):
     """Groups that followed another after a loss."""
     recovery_seconds: dict[str, float] = {}
     """Time from a loss noticed to the first step after it, by part (:mod:`engine.groups.recovery_times`)."""
+    links: dict[int, LinkCount] = {}
+    """What has passed over links to other instances, by their rank (:mod:`engine.groups.link_totals`)."""
 
 
 class BlockEvents(msgspec.Struct, frozen=True, array_like=True):

@@ -127,6 +127,7 @@ def _adopted(config: EngineConfig, settings: Settings) -> EngineConfig:
             enable_expert_parallel=settings.enable_expert_parallel,
             expert_placement_strategy=settings.expert_placement_strategy,
             all2all_backend=settings.all2all_backend,
+            mesh_transport=settings.mesh_transport,
         ),
     )
 
@@ -146,6 +147,7 @@ def ignored_when_joining(config: EngineConfig) -> list[str]:
             config.device.expert_placement_strategy != DeviceConfig().expert_placement_strategy
         ),
         "--all2all-backend": config.device.all2all_backend != DeviceConfig().all2all_backend,
+        "--mesh-transport": config.device.mesh_transport != DeviceConfig().mesh_transport,
         "-pp": config.device.pipeline_parallel_size != DeviceConfig().pipeline_parallel_size,
     }
     return [name for name, was_given in given.items() if was_given]
@@ -159,6 +161,7 @@ def _expert_settings(config: EngineConfig, info: ModelInfo, size: int) -> dict[s
         "enable_expert_parallel": spread,
         "expert_placement_strategy": device.expert_placement_strategy,
         "all2all_backend": device.all2all_backend,
+        "mesh_transport": device.mesh_transport,
         "data_parallel_size": size if spread else 0,
         "num_experts": info.num_experts if spread else 0,
         "pipeline_split": (device.pipeline_split or "") if spread else "",

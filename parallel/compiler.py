@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import platform
 import shlex
 import shutil
 import signal
@@ -163,6 +164,11 @@ def cpu_flags() -> frozenset[str]:
         return frozenset()
     flags = next((line for line in lines if line.startswith("flags")), ":")
     return frozenset(flags.partition(":")[2].split())
+
+
+def is_x86() -> bool:
+    """Whether this is a CPU whose compilers take options for x86-64."""
+    return platform.machine() in ("x86_64", "AMD64")
 
 
 def reason(error: Exception) -> str:

@@ -54,8 +54,8 @@ def balanced_split(layers: Sequence[int], first: int, last: int, num_stages: int
     """The split whose largest stage is as small as can be.
 
     Args:
-        layers: bytes of each layer's parameters.
-        first: bytes that come on top on the first stage (the embedding).
+        layers: size of each layer, its number of parameters.
+        first: what comes on top on the first stage (the embedding).
         last: the same on the last stage (norm and output layer).
 
     Among equals, the one whose earlier stages are filled less, since each of them also holds the

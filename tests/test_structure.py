@@ -55,6 +55,10 @@ MOST_MODULES = 25
 COMPUTES = {
     "parallel.communicators.arithmetic",
     "parallel.communicators.gloo",
+    "parallel.communicators.mixed",
+    "parallel.communicators.network",
+    "parallel.communicators.network_rounds",
+    "parallel.communicators.native_network_rounds",
     "parallel.communicators.native_rounds",
     "parallel.communicators.plans",
     "parallel.communicators.rounds",
@@ -211,6 +215,13 @@ def test_nothing_unpickles_or_evaluates(package: str) -> None:
         assert not facts(path).top_names & FORBIDDEN, path
         of_modules = {"eval"} if ".eval()" in path.read_text() else set()  # torch modules have one, too
         assert not (facts(path).calls & FORBIDDEN_CALLS) - of_modules, path
+
+
+@pytest.mark.parametrize("package", [*ORDER, "examples", "tests"])
+def test_groups_meet_at_no_store_of_torch(package: str) -> None:
+    """They know no key, and listen to anybody (:mod:`parallel.links.meeting`)."""
+    stores = {"TCPStore", "FileStore", "HashStore", "PrefixStore"}
+    assert not [path for path in sources(package) if {name for _, name in facts(path).names} & stores]
 
 
 @pytest.mark.parametrize("package", ["router", "coordinator"])

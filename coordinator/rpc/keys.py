@@ -17,6 +17,8 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
+from parallel.links.keys import LinkKey
+
 FORMAT = "lockstep-mesh-key-1"
 """First word of the line that counts; another version of Lockstep may write another."""
 HEADING = (
@@ -62,6 +64,11 @@ def _of_secrets(server: bytes, client: bytes) -> MeshKeys:
         client_public=zmq.curve_public(client),
         client_secret=client,
     )
+
+
+def link_key(keys: MeshKeys) -> LinkKey:
+    """Key of the links that carry tensors, derived from both secrets; it gives neither away."""
+    return LinkKey.derive(z85.decode(keys.server_secret) + z85.decode(keys.client_secret))
 
 
 def text_of(keys: MeshKeys) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from coordinator.rpc.keys import link_key
 from engine.executor_contract import STARTUP_TIMEOUT
+from parallel.links.keys import LinkKey
 
 if TYPE_CHECKING:
     from coordinator.messages import Settings
@@ -51,11 +53,14 @@ def make_executor(
             from engine.executor.spread_mp import SpreadMpExecutor
 
             spread_crew = LocalCrew(worker_names(config, rank), threads, SpreadMpExecutor.num_channels)
-            return SpreadMpExecutor(config, info, spread_crew, threads, cores, place, startup_timeout)
+            key = link_key(keys) if keys is not None else None
+            return SpreadMpExecutor(config, info, spread_crew, threads, cores, place, startup_timeout, key)
         from engine.executor.mp import MpExecutor
 
         crew = _make_crew(config, threads, rank, settings, startup_timeout, keys)
-        return MpExecutor(config, info, crew, threads, cores, startup_timeout)
+        # Its groups are its own: a key of theirs, so that the mesh's goes to no other host, nor through Ray.
+        key = LinkKey.generate() if keys is not None else None
+        return MpExecutor(config, info, crew, threads, cores, startup_timeout, key)
     from engine.executor.uni import UniExecutor
 
     return UniExecutor(config, info, threads, place)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from coordinator.messages import GroupPlan
+from parallel.links.counts import LinkCount
 
 # ---- engine -> worker
 
@@ -72,6 +73,10 @@ class Counts(msgspec.Struct, frozen=True, tag="counts"):
     """Computed so far by the experts that this worker holds."""
     spare_bytes: int
     """Bytes of its device for more experts."""
+    epoch: int = 0
+    """Epoch of the groups that its steps use."""
+    links: list[LinkCount] = []
+    """What its links in these groups have carried, by instance."""
 
 
 FromGroups = ExpertsRead | GroupsFormed | NotPrepared | Counts

@@ -18,6 +18,16 @@ from engine.step import ModelFacts, Span, Step, StepResult
 # ---- engine -> worker
 
 
+class GroupKey(msgspec.Struct, frozen=True):
+    """What the members of a worker's groups prove to each other."""
+
+    secret: bytes
+
+    def __repr__(self) -> str:
+        """Never the secret: messages end up in logs."""
+        return "<GroupKey>"
+
+
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """First message: who the worker is, and what it computes with."""
 
@@ -44,12 +54,14 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """Among the workers of its host."""
     place: tuple[int, int] | None = None
     """(index, count) among the instances over which experts are spread at first, if any."""
+    key: GroupKey | None = None
+    """None: the mesh has no key (``--insecure-mesh``)."""
 
 
 class Meet(msgspec.Struct, frozen=True, tag="meet"):
-    """Form the groups at the store at this address and port.
+    """Form the groups at the meeting place at this address and port.
 
-    Port 0: host the store.
+    Port 0: host it.
     """
 
     address: str
@@ -103,7 +115,7 @@ ToWorker = Begin | Meet | FirstRun | FreeMemory | Allocate | Execute | Join | Se
 
 
 class Hosting(msgspec.Struct, frozen=True, tag="hosting"):
-    """The store is at this port."""
+    """The meeting place is at this port."""
 
     port: int
 

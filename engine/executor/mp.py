@@ -35,6 +35,7 @@ from engine.executor.messages import (
     Free,
     FreeMemory,
     FromWorker,
+    GroupKey,
     Hosting,
     Loaded,
     Meet,
@@ -48,6 +49,7 @@ from engine.executor.messages import (
 from engine.executor_contract import STARTUP_TIMEOUT, CannotStart, ExpertTimes, Progress, WorkerLost
 from engine.model.checkpoint import CheckpointError, ModelInfo
 from engine.step import KVSpec, ModelFacts, Span, Step, StepResult
+from parallel.links.keys import LinkKey
 from parallel.topology import cores_of_worker
 
 logger = logging.getLogger(__name__)
@@ -73,11 +75,13 @@ class MpExecutor:
         threads: int,
         cores: Sequence[int] = (),
         startup_timeout: float = STARTUP_TIMEOUT,
+        key: LinkKey | None = None,
     ) -> None:
         """Prepares the executor; :meth:`load` starts its workers.
 
         ``threads``: of each worker on this host. ``cores``: those that this instance has for itself.
         ``startup_timeout``: seconds without a message from any worker after which loading is taken to hang.
+        ``key``: what the members of its workers' groups prove to each other.
         """
         self._config = config
         self._info = info
@@ -85,6 +89,7 @@ class MpExecutor:
         self._threads = threads
         self._cores = tuple(cores)
         self._startup_timeout = startup_timeout
+        self._key = None if key is None else GroupKey(key.secret)
         self._place: tuple[int, int] | None = None
         """(index, count) among the instances over which experts are spread at first, if any."""
         self._workers: list[WorkerEnd] = []
@@ -169,6 +174,7 @@ class MpExecutor:
                     hosts=hosts,
                     number=worker.number,
                     place=self._place,
+                    key=self._key,
                 ),
             )
 

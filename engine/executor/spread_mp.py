@@ -34,6 +34,8 @@ from engine.model.checkpoint import ModelInfo
 from engine.step import ModelFacts, Step, StepResult
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.renewable import RenewableCommunicator
+from parallel.links.counts import LinkCount, added
+from parallel.links.keys import LinkKey
 from parallel.placement import assign_experts, owned_by_rank
 
 if TYPE_CHECKING:
@@ -80,9 +82,10 @@ class SpreadMpExecutor(MpExecutor):
         cores: Sequence[int],
         place: tuple[int, int],
         startup_timeout: float = STARTUP_TIMEOUT,
+        key: LinkKey | None = None,
     ) -> None:
         """``place``: (index, count) among the instances, for the experts to load first."""
-        super().__init__(config, info, crew, threads, cores, startup_timeout)
+        super().__init__(config, info, crew, threads, cores, startup_timeout, key)
         self._place = place
         self._control: GroupControl | None = None
         self._group: InstanceGroup | None = None
@@ -294,6 +297,11 @@ class SpreadMpExecutor(MpExecutor):
             for expert, tokens in (each.tokens_per_expert if each else {}).items():
                 total[expert] = total.get(expert, 0) + tokens
         return total
+
+    def link_counts(self) -> list[LinkCount]:
+        """See :class:`.SpreadExecutor`; as of a second ago."""
+        counts = self._groups.counts
+        return added(*(each.links for each in counts if each is not None and each.epoch == self._epoch))
 
     def close(self) -> None:
         """See :class:`.Executor`."""

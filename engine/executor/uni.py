@@ -41,6 +41,7 @@ from engine.numerics import check_kind, native_kind
 from engine.step import KVSpec, ModelFacts, Span, Step, StepResult, most_tokens
 from parallel.communicators.base import Communicator
 from parallel.expert_parallel import Dispatch
+from parallel.links.counts import LinkCount
 from parallel.placement import Placement, assign_experts, owned_by_rank
 
 logger = logging.getLogger(__name__)
@@ -413,6 +414,10 @@ class UniExecutor:
     def connect(self, form: GroupPlan, group: Communicator, should_stop: Callable[[], bool]) -> Communicator:
         """See :class:`.SpreadExecutor`. One group carries headers and tokens."""
         return group
+
+    def link_counts(self) -> list[LinkCount]:
+        """See :class:`.SpreadExecutor`. One group carries headers and tokens."""
+        return []
 
     def experts_held(self) -> list[list[int]]:
         """See :class:`.SpreadExecutor`; of a shard, of its own rank alone."""

@@ -13,11 +13,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import platform
 import signal
 import socket
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
@@ -51,13 +49,15 @@ from engine.executor.messages import (
 from engine.host import deferred
 from engine.model.checkpoint import CheckpointError
 from parallel.communicators.base import CollectiveError
+from parallel.links.keys import LinkKey
 
 if TYPE_CHECKING:
     from engine.executor.uni import UniExecutor
     from engine.executor.worker_groups import WorkerGroups
     from engine.model.shard import Shard
-    from parallel.communicators import Backend
     from parallel.communicators.base import Communicator
+    from parallel.links.meeting import MeetingHost
+    from parallel.links.meeting_contract import Meeting
 
 logger = logging.getLogger("engine.executor.worker")
 
@@ -75,6 +75,7 @@ class Worker:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
         self._groups: list[Communicator] = []
+        self._hosted: MeetingHost | None = None
 
     def run(self) -> None:
         """Serve until the engine is gone.
@@ -139,15 +140,19 @@ class Worker:
         """Form this worker's two groups: ranks of its stage, stages of its rank."""
         from engine.model.shard import Shard
         from parallel import groups
+        from parallel.links.meeting import MeetingClient, MeetingHost
 
         device = begin.config.device
         forming = device.forming_timeout  # the others may still load libraries
         meet = self._receive()
         assert isinstance(meet, Meet)
-        store = groups.open_store(meet.address, meet.port or None, is_host=not meet.port, timeout=forming)
-        if not meet.port:
-            self._send(Hosting(store.port))
-        self._hosted = store  # its host keeps it while others may still ask
+        key = None if begin.key is None else LinkKey(begin.key.secret)
+        meeting: Meeting
+        if meet.port:
+            meeting = MeetingClient(meet.address, meet.port, key, forming)
+        else:
+            meeting = self._hosted = MeetingHost(meet.address, key=key)  # kept while others may still ask
+            self._send(Hosting(meeting.port))
         formed: dict[str, Communicator | None] = {"tp": None, "pp": None}
         tp, pp = device.tensor_parallel_size, device.pipeline_parallel_size
         for axis, rank, size, other, hosts in (
@@ -155,9 +160,11 @@ class Worker:
             ("pp", begin.stage, pp, begin.rank, begin.hosts[begin.rank :: tp]),
         ):
             if size > 1:
+                transport = groups.choose_transport(hosts, device.mesh_transport)
                 group = groups.form(
-                    store, 0, rank, size, choose_transport(hosts), device.collective_timeout,
-                    group=f"{axis}/{other}", host=begin.address, forming_timeout=forming,
+                    meeting, 0, rank, size, transport, device.collective_timeout,
+                    group=f"{axis}/{other}", host=begin.address, forming_timeout=forming, key=key,
+                    host_name=hosts[rank],
                 )  # fmt: skip
                 self._groups.append(group)
                 formed[axis] = group
@@ -178,6 +185,7 @@ class Worker:
     def _renew(self, begin: Begin, control: Channel, formed: dict[str, Communicator | None]) -> None:
         """The groups change with every epoch, and the layers keep what they get now."""
         from engine.executor.worker_groups import Axis, WorkerGroups
+        from parallel import groups
         from parallel.communicators.renewable import RenewableCommunicator
 
         axes: tuple[Axis, ...] = ("tp", "pp")
@@ -188,7 +196,9 @@ class Worker:
         }
         for axis, renewable in inside.items():
             formed[axis] = renewable
-        self._spread = WorkerGroups(control, begin, inside, choose_transport(begin.hosts))
+        self._spread = WorkerGroups(
+            control, begin, inside, groups.choose_transport(begin.hosts, begin.config.device.mesh_transport)
+        )
 
     def _wait_for_others(self) -> None:
         """Reading takes one worker longer than another; only what follows is under the groups' deadlines."""
@@ -243,12 +253,6 @@ class Worker:
 
     def _send(self, message: FromWorker) -> None:
         self._channel.send(self._encoder.encode(message))
-
-
-def choose_transport(hosts: Sequence[str]) -> Backend:
-    """Transport of a group on these hosts: shared memory where it can be had."""
-    has_order = platform.machine() in ("x86_64", "AMD64")
-    return "shared_memory" if has_order and len(set(hosts)) == 1 else "gloo"
 
 
 def pin(cores: tuple[int, ...]) -> None:

@@ -38,6 +38,9 @@ from parallel import groups
 from parallel.communicators import Backend
 from parallel.communicators.base import CollectiveError, Communicator
 from parallel.communicators.renewable import RenewableCommunicator
+from parallel.links.counts import LinkCount, added, link_counts
+from parallel.links.keys import LinkKey
+from parallel.links.meeting import join_meeting
 from parallel.placement import Placement
 
 if TYPE_CHECKING:
@@ -178,7 +181,8 @@ class WorkerGroups:
                         self._current.abort()
             case TellCounts():
                 assert self._executor is not None
-                self._tell(Counts(self._executor.tokens_per_expert(), self._executor.spare_memory()))
+                executor = self._executor
+                self._tell(Counts(executor.tokens_per_expert(), executor.spare_memory(), *self._links()))
 
     def _prepare(self, message: PrepareGroups) -> None:
         preparation: Preparation[EpochGroups] = Preparation(
@@ -197,6 +201,17 @@ class WorkerGroups:
         if abandoned is not None:
             abandoned.abandon()
 
+    def _links(self) -> tuple[int, list[LinkCount]]:
+        """Epoch of the current groups, and what their links have carried, by instance."""
+        with self._lock:
+            current = self._current
+        epoch, ranks = (current.form.epoch, current.form.ranks) if current.form is not None else (0, 1)
+        counts = link_counts(current.experts)
+        by_instance = [
+            added(*([each] for each in counts[at : at + ranks])) for at in range(0, len(counts), ranks)
+        ]
+        return epoch, [total for (total,) in by_instance]
+
     # ---- in the thread of a preparation
 
     def _read(self, form: GroupPlan, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
@@ -208,15 +223,18 @@ class WorkerGroups:
     def _form(self, form: GroupPlan, place: int, should_stop: Callable[[], bool]) -> EpochGroups:
         """One after the other, in the same order everywhere."""
         begin, device = self._begin, self._begin.config.device
-        store = groups.join_store(form.store)
-        backend = groups.choose_backend(device.all2all_backend, [peer.host for peer in form.peers])
+        key = None if begin.key is None else LinkKey(begin.key.secret)
+        meeting = join_meeting(form.store, key)
+        hosts = [peer.host for peer in form.peers for _ in range(form.ranks)]
+        backend = groups.choose_backend(device.all2all_backend, hosts, device.mesh_transport)
         stages, ranks = device.pipeline_parallel_size, device.tensor_parallel_size
 
         def connect(name: str, rank: int, size: int, backend: Backend) -> Communicator:
             return groups.form(
-                store, form.epoch, rank, size, backend, device.collective_timeout,
+                meeting, form.epoch, rank, size, backend, device.collective_timeout,
                 group=f"{name}/{form.token}", host=_host_of(form.peers[place].address),
-                should_stop=should_stop, forming_timeout=device.forming_timeout,
+                should_stop=should_stop, forming_timeout=device.forming_timeout, key=key,
+                host_name=form.peers[place].host,
             )  # fmt: skip
 
         def connect_inside(name: str, rank: int, size: int) -> Communicator:

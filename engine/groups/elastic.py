@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from coordinator.messages import Evidence, GroupPlan, Lost
 from coordinator.rpc.keys import MeshKeys
+from engine.groups.link_totals import LinkTotals
 from engine.groups.preparation import Preparation
 from engine.groups.recovery import (
     Abandon,
@@ -36,6 +37,7 @@ from engine.groups.stepping import Agreement, InLockstep, NoGroup
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.renewable import RenewableCommunicator
 from parallel.communicators.segments import Watch
+from parallel.links.counts import LinkCount, added, link_counts
 from parallel.lockstep import Wake
 from parallel.placement import Placement
 
@@ -109,6 +111,9 @@ class Elastic:
         self._drained = False
         self._waits = False
         self.times = RecoveryTimes()
+        self._links = LinkTotals()
+        self._group: Communicator | None = None
+        """The group whose links are counted."""
 
     def __repr__(self) -> str:
         return f"<Elastic {self._recovery!r} {self._stepping!r}>"
@@ -182,6 +187,11 @@ class Elastic:
             time.sleep(PENDING_PAUSE)
         return agreement
 
+    def link_totals(self) -> dict[int, LinkCount]:
+        if self._group is not None:
+            self._links.counted(added(link_counts(self._group), self._executor.link_counts()))
+        return self._links.totals
+
     def failed(self, error: CollectiveError) -> None:
         with self._lock:
             current = self._current
@@ -219,10 +229,13 @@ class Elastic:
         if group is None:  # broken again in this very moment
             return
         self._retire()
+        self.link_totals()  # a last time, of the group before
         self._executor.join(group, Placement(form.owners, len(form.peers) * form.ranks))
         others = [peer.address for peer in form.peers if peer.instance != self._instance]
         self._stepping = InLockstep(group, form.epoch, others, self._keys)
         self._waits = False
+        self._links.entered([peer.rank for peer in form.peers])
+        self._group = group
         self.times.entered(
             Change(
                 form.epoch,
@@ -381,6 +394,13 @@ def _what_for(form: GroupPlan, recovery: Recovery) -> str:
 def _transport(group: Communicator) -> str:
     if isinstance(group, RenewableCommunicator):
         group = group.group
-    return {"GlooCommunicator": "gloo", "SharedMemoryCommunicator": "shared_memory"}.get(
-        type(group).__name__, type(group).__name__
-    )
+    return _TRANSPORTS.get(type(group).__name__, type(group).__name__)
+
+
+_TRANSPORTS = {
+    "GlooCommunicator": "gloo",
+    "SharedMemoryCommunicator": "shared_memory",
+    "NetworkCommunicator": "tcp",
+    "MixedCommunicator": "shared_memory and tcp",
+}
+"""Names in the log; the classes themselves would load torch."""

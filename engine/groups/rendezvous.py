@@ -1,41 +1,43 @@
-"""Rendezvous of a group: every instance hosts a store, the first member's is used."""
+"""Rendezvous of a group: every instance hosts a meeting place, the first member's is used."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 
-from torch.distributed import TCPStore
-
 from coordinator.messages import GroupPlan
 from engine.config import DeviceConfig
 from engine.groups.recovery import names
 from parallel import groups
 from parallel.communicators.base import CollectiveError, Communicator
+from parallel.links.keys import LinkKey
+from parallel.links.meeting import MeetingHost, join_meeting
+from parallel.links.meeting_contract import Meeting
 
 
 class Rendezvous:
-    """This instance's store, and the way into groups."""
+    """This instance's meeting place, and the way into groups."""
 
-    def __init__(self, host: str, device: DeviceConfig) -> None:
+    def __init__(self, host: str, device: DeviceConfig, key: LinkKey | None) -> None:
         self._host = host
         self._device = device
-        self._stores: deque[TCPStore] = deque(maxlen=2)
+        self._key = key
+        self._meetings: deque[MeetingHost] = deque(maxlen=2)
         self.renew()
 
     @property
     def address(self) -> str:
-        """Address of the store for the others, host:port."""
-        return f"{self._host}:{self._stores[-1].port}"
+        """Address of the meeting place for the others, host:port."""
+        return f"{self._host}:{self._meetings[-1].port}"
 
     def renew(self) -> None:
-        """A fresh store, so that what groups leave in one does not add up.
+        """A fresh meeting place, so that what groups leave in one does not add up.
 
         The one before is kept a while, for those who have heard of it only.
         """
-        self._stores.append(
-            groups.open_store(self._host, None, is_host=True, timeout=self._device.forming_timeout)
-        )
+        if len(self._meetings) == self._meetings.maxlen:
+            self._meetings.popleft().close()
+        self._meetings.append(MeetingHost(self._host, key=self._key))
 
     def connect(self, form: GroupPlan, instance: str, should_stop: Callable[[], bool]) -> Communicator:
         """Form the group with all its members; waits for them.
@@ -45,20 +47,23 @@ class Rendezvous:
             ValueError: the group is not possible; the message says why.
         """
         index, device = names(form).index(instance), self._device
-        backend = groups.choose_backend(device.all2all_backend, [peer.host for peer in form.peers])
+        meeting = self._meeting(form, index)
+        hosts = [peer.host for peer in form.peers]
+        backend = groups.choose_backend(device.all2all_backend, hosts, device.mesh_transport)
         return groups.form(
-            self._store(form, index), form.epoch, index, len(form.peers), backend, device.collective_timeout,
+            meeting, form.epoch, index, len(form.peers), backend, device.collective_timeout,
             group=f"all/{form.token}", host=self._host, should_stop=should_stop,
-            forming_timeout=device.forming_timeout,
+            forming_timeout=device.forming_timeout, key=self._key, host_name=hosts[index],
         )  # fmt: skip
 
     def close(self) -> None:
-        self._stores.clear()
+        while self._meetings:
+            self._meetings.popleft().close()
 
-    def _store(self, form: GroupPlan, index: int) -> TCPStore:
+    def _meeting(self, form: GroupPlan, index: int) -> Meeting:
         if index > 0:
-            return groups.join_store(form.store)
-        for store in self._stores:
-            if form.store == f"{self._host}:{store.port}":
-                return store
-        raise CollectiveError(f"the store at {form.store} is gone", None, "aborted")
+            return join_meeting(form.store, self._key)
+        for meeting in self._meetings:
+            if form.store == f"{self._host}:{meeting.port}":
+                return meeting
+        raise CollectiveError(f"the meeting place at {form.store} is gone", None, "aborted")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from coordinator.member_connection import COMPLAINT_INTERVAL, MemberConnection
 from coordinator.messages import GroupPlan, Lost, Settings, State
-from coordinator.rpc.keys import MeshKeys
+from coordinator.rpc.keys import MeshKeys, link_key
 from engine.config import DeviceConfig
 from engine.executor_contract import SpreadExecutor
 from engine.groups.elastic import Elastic
@@ -62,7 +62,7 @@ class Spread:
         self._was_ready = False
         self.drains = False
         """Whether it drains; it is then no longer reported as ready."""
-        self._meeting = Rendezvous(host, device)
+        self._meeting = Rendezvous(host, device, link_key(keys) if keys is not None else None)
         self.stepping = Elastic(
             name,
             executor,

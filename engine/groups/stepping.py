@@ -21,6 +21,7 @@ from coordinator.rpc.rpc import Sender, with_room
 from engine.groups.recovery import StepOn as MayStep
 from engine.groups.recovery import Turn
 from engine.groups.recovery_times import RecoveryTimes
+from parallel.links.counts import LinkCount
 from parallel.lockstep import Decision, Header, Lockstep, RunStep, Sleep, Switch, Wake
 
 if TYPE_CHECKING:
@@ -61,6 +62,10 @@ class Stepping(Protocol):
 
     times: RecoveryTimes
     """Durations of its group changes."""
+
+    def link_totals(self) -> dict[int, LinkCount]:
+        """What has passed over links to other instances, by their rank."""
+        ...
 
     @property
     def must_step(self) -> bool:
@@ -120,6 +125,9 @@ class Alone:
 
     def __init__(self) -> None:
         self.times = RecoveryTimes()
+
+    def link_totals(self) -> dict[int, LinkCount]:
+        return {}
 
     def turn(self) -> Turn:
         return MayStep()

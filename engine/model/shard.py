@@ -314,9 +314,9 @@ def _layers_of_stage(name: str, whole: Any, shard: Shard) -> range:
         raise CheckpointError(
             f"{name} has {', '.join(extra)} beside its layers, which no stage takes: use -pp 1"
         )
-    sizes = [_bytes(layer) for layer in stack]
-    ends = _bytes(base.get_input_embeddings()), _bytes(getattr(base, "norm", None))
-    head = _bytes(whole.get_output_embeddings())
+    sizes = [_num_parameters(layer) for layer in stack]
+    ends = _num_parameters(base.get_input_embeddings()), _num_parameters(getattr(base, "norm", None))
+    head = _num_parameters(whole.get_output_embeddings())
     try:
         check_split(shard.split, len(sizes), shard.num_stages)
     except ValueError as error:
@@ -325,8 +325,12 @@ def _layers_of_stage(name: str, whole: Any, shard: Shard) -> range:
     return layers_of(split, shard.stage)
 
 
-def _bytes(module: Any) -> int:
-    return 0 if module is None else sum(each.numel() * each.element_size() for each in module.parameters())
+def _num_parameters(module: Any) -> int:
+    """How many numbers a module has, which all ranks agree on.
+
+    Bytes would depend on torch's default type, which another thread may change meanwhile as it loads a model.
+    """
+    return 0 if module is None else sum(each.numel() for each in module.parameters())
 
 
 def _cut(model: Any, sharded: ShardedClass) -> None:

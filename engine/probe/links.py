@@ -1,33 +1,45 @@
 """``python -m engine.probe.links``: one host's end of a network measurement between hosts.
 
-Prints the same answer on all hosts, as JSON. The hosts meet at a store on the first one, tell each other what
-they are, then measure pair after pair, and all together if they are more than two.
+Prints the same answer on all hosts, as JSON. The hosts meet at a port of the first one, tell each other what
+they are, then measure pair after pair, and all together if they are more than two. The links are those that
+tensors take in a mesh, and prove its key. What goes wrong on one host, the others report, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import msgspec
 
 from coordinator.addresses import AddressError, interfaces, own, toward
 from coordinator.distribution import installed_version
+from coordinator.rpc import keys
 from coordinator.rpc.codec import PROTOCOL
+from coordinator.rpc.keys import link_key
 from engine.probe.facts import Failed, HostFacts, Links, Timing
 from engine.probe.infiniband import active_ports
 from parallel import measure
 from parallel.communicators.base import CollectiveError
+from parallel.links.connecting import connect
+from parallel.links.keys import LinkKey
+from parallel.links.meeting import MeetingClient, MeetingHost
+from parallel.links.meeting_contract import Meeting, Prefixed
 
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
-
-PAUSE = 0.05
-"""Seconds between two looks for those that have not come."""
+LOOK_SECONDS = 0.2
+"""Seconds between two looks whether another host has failed."""
+LAST_SECONDS = 2.0
+"""Seconds for the others to hear of a failure."""
+TRY_SECONDS = 5.0
+"""Seconds that a first message of each size may take."""
+TRY_BYTES = 256 << 10
+"""Bytes of the first large message, which fill many packets of any MTU."""
+_FAILED = "failed"
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +52,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     own_address: str | None
     timeout: float
     """Seconds to wait for the others, and at most for any call."""
+    mesh_key_file: str | None = None
 
 
 def run(ask: Ask) -> Links:
@@ -51,46 +64,79 @@ def run(ask: Ask) -> Links:
     """
     import torch
 
-    from parallel import groups
-
     torch.set_num_threads(1)
-    is_host = ask.rank == 0
     address = _address(ask)
-    where = own("--master-addr", ask.master_address) if is_host else ask.master_address
-    try:
-        store = groups.open_store(
-            where, ask.master_port, is_host=is_host, timeout=ask.timeout, may_be_early=True
-        )
-    except OSError as error:
-        raise CollectiveError(f"cannot listen on {where}:{ask.master_port}: {error.strerror}") from error
+    where = own("--master-addr", ask.master_address) if ask.rank == 0 else ask.master_address
+    key = _key(ask)
+    meeting = _meet(ask, where, key)
     facts = _facts(ask.rank, address, str(torch.__version__))
+    try:
+        found = _find_out(meeting, ask, address, facts, key)
+    except CollectiveError as error:
+        with contextlib.suppress(CollectiveError):
+            if not meeting.check([_FAILED]):
+                meeting.set(_FAILED, str(error).encode())
+            _leave(meeting, ask, LAST_SECONDS)
+        raise
+    _leave(meeting, ask, ask.timeout)
+    return found
+
+
+def _find_out(
+    meeting: MeetingHost | MeetingClient, ask: Ask, address: str, facts: HostFacts, key: LinkKey | None
+) -> Links:
     hosts = [
         msgspec.json.decode(each, type=HostFacts)
-        for each in _all_say(store, "host", ask, msgspec.json.encode(facts))
+        for each in _all_say(meeting, "host", ask, msgspec.json.encode(facts))
     ]
     timings: list[Timing] = []
     members = list(range(ask.size))
     for ranks in [list(pair) for pair in itertools.combinations(members, 2)] + [members] * (ask.size > 2):
-        key = "timings/" + "-".join(map(str, ranks))
+        name = "timings/" + "-".join(map(str, ranks))
         if ask.rank in ranks:
-            found = _measure(store, ranks, ask, address)
+            found = _measure(meeting, ranks, ask, address, key)
             if ask.rank == ranks[0]:
-                store.set(key, msgspec.json.encode(found))
-        timings += msgspec.json.decode(_get(store, key, ask), type=list[Timing])
-    store.set(f"done/{ask.rank}", b"")
-    if is_host:  # the store is here, so this one leaves last
-        for rank in members:
-            _get(store, f"done/{rank}", ask)
+                meeting.set(name, msgspec.json.encode(found))
+        timings += msgspec.json.decode(_get(meeting, name, ask), type=list[Timing])
     return Links(hosts=hosts, timings=timings)
 
 
-def _measure(store: TCPStore, ranks: Sequence[int], ask: Ask, address: str) -> list[Timing]:
+def _leave(meeting: MeetingHost | MeetingClient, ask: Ask, seconds: float) -> None:
+    """Say that this host has all that it needs; rank 0 leaves last."""
+    meeting.set(f"done/{ask.rank}", b"")
+    if isinstance(meeting, MeetingHost):
+        names, deadline = [f"done/{rank}" for rank in range(ask.size)], time.monotonic() + seconds
+        while meeting.find(names, deadline - time.monotonic()) is None and time.monotonic() < deadline:
+            pass
+
+
+def _key(ask: Ask) -> LinkKey | None:
+    try:
+        return None if ask.mesh_key_file is None else link_key(keys.load(Path(ask.mesh_key_file)))
+    except keys.KeyFileError as error:
+        raise CollectiveError(str(error)) from error
+
+
+def _meet(ask: Ask, where: str, key: LinkKey | None) -> MeetingHost | MeetingClient:
+    if ask.rank > 0:
+        return MeetingClient(where, ask.master_port, key, ask.timeout, may_be_early=True)
+    try:
+        return MeetingHost(where, ask.master_port, key)
+    except OSError as error:
+        raise CollectiveError(f"cannot listen on {where}:{ask.master_port}: {error.strerror}") from error
+
+
+def _measure(
+    meeting: Meeting, ranks: Sequence[int], ask: Ask, address: str, key: LinkKey | None
+) -> list[Timing]:
     from parallel import groups
 
-    name = "-".join(map(str, ranks))
+    if len(ranks) == 2:
+        _look_for_hole(meeting, ranks, ask, address, key)
     group = groups.form(
-        store, 0, ranks.index(ask.rank), len(ranks), "gloo", ask.timeout, group=name, host=address
-    )
+        meeting, 0, ranks.index(ask.rank), len(ranks), "tcp", ask.timeout,
+        group="-".join(map(str, ranks)), host=address, key=key,
+    )  # fmt: skip
     try:
         timings = []
         for collective, num_bytes in measure.cells():
@@ -108,6 +154,63 @@ def _measure(store: TCPStore, ranks: Sequence[int], ask: Ask, address: str) -> l
         return timings
     finally:
         group.close()
+
+
+def _look_for_hole(
+    meeting: Meeting, ranks: Sequence[int], ask: Ask, address: str, key: LinkKey | None
+) -> None:
+    """Send little, then much, over a connection of a pair.
+
+    Raises:
+        CollectiveError: little passes, and much does not.
+    """
+    name = "-".join(map(str, ranks))
+    sockets = connect(
+        Prefixed(meeting, f"try/{name}"), ranks.index(ask.rank), 2,
+        host=address, name=f"try/{name}", key=key, timeout=ask.timeout,
+    )  # fmt: skip
+    try:
+        ((connection,),) = sockets.data.values()
+        for num_bytes in (1, TRY_BYTES):
+            for sender in ranks:
+                connection.settimeout(TRY_SECONDS)
+                try:
+                    if sender == ask.rank:
+                        connection.sendall(bytes(num_bytes))
+                        passed = connection.recv(1)  # it has all
+                    else:
+                        passed = _receive(connection, num_bytes)
+                        connection.sendall(b"!")
+                    if not passed:
+                        raise CollectiveError(f"between node ranks {name} the connection has ended")
+                except TimeoutError as error:
+                    raise CollectiveError(_hole(ranks, num_bytes)) from error
+                except OSError as error:
+                    raise CollectiveError(
+                        f"between node ranks {name} the connection broke: {error.strerror or error}"
+                    ) from error
+    finally:
+        sockets.close()
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytes:
+    received = b"!"
+    left = num_bytes
+    while left and received:
+        received = connection.recv(left)
+        left -= len(received)
+    return received
+
+
+def _hole(ranks: Sequence[int], num_bytes: int) -> str:
+    between = f"between node ranks {ranks[0]} and {ranks[1]}"
+    if num_bytes == 1:
+        return f"{between} a byte does not pass within {TRY_SECONDS:g} s, though they connect"
+    return (
+        f"{between} small messages pass and large ones do not: something on the way takes smaller packets "
+        "than these interfaces' MTU, and does not say so. Find the largest that passes (ping -M do -s 1472 "
+        "ADDRESS), and set it on both: ip link set DEVICE mtu BYTES"
+    )
 
 
 def _address(ask: Ask) -> str:
@@ -137,26 +240,40 @@ def _facts(rank: int, address: str, torch_version: str) -> HostFacts:
     )
 
 
-def _all_say(store: TCPStore, what: str, ask: Ask, mine: bytes) -> list[bytes]:
+def _all_say(meeting: MeetingHost | MeetingClient, what: str, ask: Ask, mine: bytes) -> list[bytes]:
     """What each host says, by rank; who does not come in time is named."""
-    store.set(f"{what}/{ask.rank}", mine)
-    return [_get(store, f"{what}/{rank}", ask) for rank in range(ask.size)]
+    meeting.set(f"{what}/{ask.rank}", mine)
+    return [_get(meeting, f"{what}/{rank}", ask) for rank in range(ask.size)]
 
 
-def _get(store: TCPStore, key: str, ask: Ask) -> bytes:
+def _get(meeting: MeetingHost | MeetingClient, key: str, ask: Ask) -> bytes:
+    """A value of another host.
+
+    Raises:
+        CollectiveError: it does not come; or a host has failed, and why.
+    """
     deadline = time.monotonic() + ask.timeout
     try:
-        while not store.check([key]):
+        while (found := meeting.find([key], LOOK_SECONDS)) is None:
+            if meeting.check([_FAILED]):
+                raise _OtherFailed(meeting.get(_FAILED).decode())
             if time.monotonic() > deadline:
-                kind, _, who = key.partition("/")
-                come = "did not come" if kind == "host" else "did not finish"
-                raise CollectiveError(f"node rank {who} {come} within {ask.timeout:g} s")
-            time.sleep(PAUSE)
-        return bytes(store.get(key))
-    except CollectiveError:
+                break
+        else:
+            return found[0]
+    except _OtherFailed:
         raise
-    except RuntimeError as error:  # the store's errors are a family of these
-        raise CollectiveError("node rank 0, which leads, is gone") from error
+    except CollectiveError as error:
+        raise CollectiveError(f"node rank 0, which leads, is gone: {error}") from error
+    kind, _, who = key.partition("/")
+    come = "did not come" if kind == "host" else "did not finish"
+    refused = meeting.refused if isinstance(meeting, MeetingHost) else 0
+    hint = f"; {refused} connections were refused: do all have the same key and version?" if refused else ""
+    raise CollectiveError(f"node rank {who} {come} within {ask.timeout:g} s{hint}")
+
+
+class _OtherFailed(CollectiveError):
+    """What another host says went wrong."""
 
 
 def main() -> int:

@@ -1,17 +1,23 @@
 #!/usr/bin/env python3
-"""Benchmark of a group's collectives: gloo beside shared memory, p50 and p99.
+"""Benchmark of a group's collectives: sockets beside shared memory, gloo and what plain sockets take.
 
     python examples/benchmarks/bench_collectives.py --ranks 2 4 --output-json collectives.json
 
 Each member is a process with one thread. The transports are measured by the same processes, in turn and in
 short blocks, so that other load on the machine hits all of them:
 
-    torch gloo      the collectives of PyTorch's gloo process group, as torch.distributed calls them
-    our gloo        parallel/communicators/gloo.py: the same sockets, by gloo's send and receive
+    plain           plain TCP sockets in C, both ends looking again and again: the same bytes to and from all
+                    others, nothing else (links/plain_sockets.cpp). It offers its core where members are more
+                    than cores
+    asleep          the same, sleeping in poll until something comes
+    tcp             parallel/communicators/network.py, a whole collective in one native call
+    tcp Python      the same over the same sockets, without a compiler
     shared memory   parallel/communicators/shared_memory.py, results in memory of the caller's own
     views           the same, results left where the members wrote them (all-gather and all-to-all)
+    our gloo        parallel/communicators/gloo.py, by gloo's send and receive
+    torch gloo      the collectives of PyTorch's gloo process group, as torch.distributed calls them
 
-All but the last give results that are the caller's. A view has not been fetched from the other cores when the
+All but views give results that are the caller's. A view has not been fetched from the other cores when the
 call returns; its reader pays for that later, at most what the copy in "shared memory" costs.
 
 A size is that of the tensor that each member gives. Compare the numbers of one run only.
@@ -39,46 +45,72 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).parents[2]))  # where this is not installed
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroupGloo, Store
+    from torch.distributed import ProcessGroupGloo
 
     from parallel.communicators import Communicator
+    from parallel.communicators.network import NetworkCommunicator
+    from parallel.links.meeting_contract import Meeting
 
-BACKENDS = ("gloo", "shared_memory")
-TRANSPORTS = ("torch_gloo", *BACKENDS, "views")
+GROUPS = ("tcp", "tcp_python", "shared_memory", "gloo")
+TRANSPORTS = ("plain", "asleep", *GROUPS, "torch_gloo", "views")
+SHOWN = ("plain", "asleep", "tcp", "tcp_python", "shared_memory", "views", "gloo", "torch_gloo")
+"""Columns of the table, medians in microseconds."""
+RATIOS = (("tcp", "plain"), ("gloo", "tcp"), ("torch_gloo", "tcp"))
+"""Columns of the table that follow: the median of one, divided by the other's."""
 VIEWED = ("all_gather", "all_to_all")
 SIZES = (64, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 FULL = 64 << 10  # bytes up to which a cell has all its repeats; larger ones have fewer, down to FEWEST
 FEWEST = 40
 HEADER_INTS = 7
 BLOCK = 20  # calls of one transport before it is the other's turn
-WARM_UP = 20
 TIMEOUT = 60.0
 WORK_ROWS = 1500  # of the square matrix whose product is the work that others wait for: some 50 ms
 WAITS = 20
 
 
-def measure(call: Callable[[], Any], seconds: list[float]) -> None:
-    for _ in range(BLOCK):
-        began = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - began)
+Block = Callable[[], list[float]]
+"""Makes the calls of one turn, and returns the seconds of each."""
+
+
+def block_of(call: Callable[[], Any]) -> Block:
+    def block() -> list[float]:
+        seconds = []
+        for _ in range(BLOCK):
+            began = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - began)
+        return seconds
+
+    return block
 
 
 def run_member(rank: int, size: int, port: int, repeats: int) -> None:
-    """One member: makes all calls with both transports. Rank 0 prints what it measured."""
+    """One member: makes all calls with all transports. Rank 0 prints what it measured."""
     import torch
 
-    from parallel.groups import form, open_store
+    from examples.benchmarks.links import plain_sockets
+    from parallel.groups import form
+    from parallel.links.connecting import connect
+    from parallel.links.meeting import MeetingClient, MeetingHost
+    from parallel.links.meeting_contract import Prefixed
 
     torch.set_num_threads(1)
-    store = open_store("127.0.0.1", port or None, is_host=rank == 0, timeout=TIMEOUT)
-    if rank == 0:
-        print(store.port, flush=True)
-    groups: list[Communicator] = [
-        form(store, 1, rank, size, backend, TIMEOUT, group=backend) for backend in BACKENDS
-    ]
-
-    torch_gloo = process_group(store, rank, size)
+    host = "127.0.0.1"
+    meeting = MeetingHost(host) if rank == 0 else MeetingClient(host, port, timeout=TIMEOUT)
+    if isinstance(meeting, MeetingHost):
+        print(meeting.port, flush=True)
+    groups: dict[str, Communicator] = {
+        "tcp": over_sockets(meeting, rank, size, native=True),
+        "tcp_python": over_sockets(meeting, rank, size, native=False),
+        "shared_memory": form(meeting, 1, rank, size, "shared_memory", TIMEOUT, group="shared_memory"),
+        "gloo": form(meeting, 1, rank, size, "gloo", TIMEOUT, group="gloo"),
+    }
+    torch_gloo = process_group(meeting, rank, size)
+    plain = connect(
+        Prefixed(meeting, "plain"), rank, size, host=host, name="plain", key=None, timeout=TIMEOUT
+    )
+    peers = [stream for streams in plain.data.values() for stream in streams]
+    looks = "looking" if size <= len(os.sched_getaffinity(0)) else "offering"
 
     def calls(group: Communicator, name: str, num_bytes: int) -> Callable[[], Any]:
         whole = torch.ones(num_bytes // 4)
@@ -104,45 +136,67 @@ def run_member(rank: int, size: int, port: int, repeats: int) -> None:
             "all_to_all": lambda: torch_gloo.alltoall_base(exchanged, given, [], []).wait(),
         }[name]
 
+    def plain_block(num_bytes: int, waiting: str) -> Block:
+        return lambda: plain_sockets.exchange(peers, num_bytes, waiting, BLOCK)
+
+    def blocks(name: str, num_bytes: int) -> dict[str, Block]:
+        to_each = num_bytes // size if name == "all_to_all" else num_bytes
+        made = {"plain": plain_block(to_each, looks), "asleep": plain_block(to_each, "sleeping")}
+        made |= {each: block_of(calls(group, name, num_bytes)) for each, group in groups.items()}
+        made["torch_gloo"] = block_of(calls_of_torch(name, num_bytes))
+        if name in VIEWED:
+            made["views"] = block_of(calls(groups["shared_memory"], f"{name}_view", num_bytes))
+        return made
+
     with torch.inference_mode():
         cells = [("all_gather_ints", 8 * HEADER_INTS)]
         cells += [(name, each) for name in ("all_reduce", "all_gather", "all_to_all") for each in SIZES]
         for name, num_bytes in cells:
-            transports = [calls_of_torch(name, num_bytes)]
-            transports += [calls(group, name, num_bytes) for group in groups]
-            if name in VIEWED:
-                transports.append(calls(groups[-1], f"{name}_view", num_bytes))
-            for call in transports:
-                for _ in range(WARM_UP):
-                    call()
-            seconds: list[list[float]] = [[] for _ in transports]
+            made = blocks(name, num_bytes)
+            for block in made.values():  # warm
+                block()
+            seconds: dict[str, list[float]] = {each: [] for each in made}
             enough = max(FEWEST, int(repeats * min(1.0, FULL / num_bytes)))
-            while len(seconds[0]) < enough:
-                for call, taken in zip(transports, seconds, strict=True):
-                    measure(call, taken)
+            while len(seconds["tcp"]) < enough:
+                for each, block in made.items():
+                    seconds[each] += block()
             if rank == 0:
                 row = {"ranks": size, "collective": name, "bytes": num_bytes}
-                for transport, taken in zip(TRANSPORTS, seconds, strict=False):
-                    row |= {
-                        f"{transport}_p50_us": percentile(taken, 50),
-                        f"{transport}_p99_us": percentile(taken, 99),
-                    }
+                for each, taken in seconds.items():
+                    row |= {f"{each}_p50_us": percentile(taken, 50), f"{each}_p99_us": percentile(taken, 99)}
                 print(json.dumps(row), flush=True)
-        cost = {backend: cost_of_waiting(group) for backend, group in zip(BACKENDS, groups, strict=True)}
+        cost = {each: cost_of_waiting(group) for each, group in groups.items()}
         if rank == 0:
             print(json.dumps({"ranks": size, "waiting": cost}), flush=True)
-    for group in groups:
+    for group in groups.values():
         group.close()
+    plain.close()
 
 
-def process_group(store: Store, rank: int, size: int) -> ProcessGroupGloo:
+def over_sockets(meeting: Meeting, rank: int, size: int, *, native: bool) -> NetworkCommunicator:
+    """A group over TCP sockets on loopback, with native collectives or in Python."""
+    from parallel.communicators.network import NetworkCommunicator
+    from parallel.links.connecting import connect
+    from parallel.links.meeting_contract import Prefixed
+
+    name = "native" if native else "python"
+    sockets = connect(
+        Prefixed(meeting, name), rank, size, host="127.0.0.1", name=name, key=None, timeout=TIMEOUT
+    )
+    return NetworkCommunicator(sockets, rank, size, timeout=TIMEOUT, native=native)
+
+
+def process_group(meeting: Meeting, rank: int, size: int) -> ProcessGroupGloo:
     """PyTorch's own gloo group, bound to loopback."""
-    from torch.distributed import PrefixStore, ProcessGroupGloo
+    from torch.distributed import ProcessGroupGloo
+
+    from parallel.communicators.gloo import MeetingStore
+    from parallel.links.meeting_contract import Prefixed
 
     options = ProcessGroupGloo._Options()
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=TIMEOUT)
-    return ProcessGroupGloo(PrefixStore("torch", store), rank, size, options)
+    return ProcessGroupGloo(MeetingStore(Prefixed(meeting, "torch"), TIMEOUT), rank, size, options)
 
 
 def cost_of_waiting(group: Communicator) -> dict[str, float]:
@@ -217,16 +271,13 @@ def bench(size: int, repeats: int) -> list[dict[str, Any]]:
 
 
 def line_of_table(row: dict[str, Any]) -> str:
-    measured = [transport for transport in TRANSPORTS if f"{transport}_p50_us" in row]
-    times = "".join(
-        f"{row[f'{transport}_p50_us']:>9.1f}{row[f'{transport}_p99_us']:>8.0f}" for transport in measured
-    )
-    ratios = "".join(
-        f"{row[f'{theirs}_p50_us'] / row[f'{ours}_p50_us']:>8.1f}x"
-        for ours in measured[2:]
-        for theirs in measured[:2]
-    )
-    return f"{row['ranks']:>5}  {row['collective']:<16}{row['bytes']:>8}{times:<68}{ratios}"
+    def median(transport: str) -> float | None:
+        return row.get(f"{transport}_p50_us")
+
+    times = "".join(f"{median(each) or '':>10}" for each in SHOWN)
+    ratios = "".join(f"{row[f'{one}_p50_us'] / row[f'{two}_p50_us']:>9.2f}x" for one, two in RATIOS)
+    times += f"{row['tcp_p99_us']:>10.0f}"
+    return f"{row['ranks']:>5}  {row['collective']:<16}{row['bytes']:>8}{times}{ratios}"
 
 
 def lines_of_waiting(row: dict[str, Any]) -> str:
@@ -254,12 +305,9 @@ def main() -> None:
         return
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     print(f"{cores} cores, load {load:.1f} before the start; microseconds, {args.repeats} calls each\n")
-    print(
-        f"{'':32}---- torch gloo ------- our gloo ---- shared memory ---------- views"
-        "   p50 ratio of shared memory    p50 ratio of views\n"
-        "ranks  collective         bytes      p50     p99      p50     p99      p50     p99      p50     p99"
-        " to torch   to our to torch   to our"
-    )
+    titles = [each.replace("_", " ").replace("shared memory", "shared") for each in SHOWN]
+    titles += ["tcp p99", *(f"{one.split('_')[0]}/{two}" for one, two in RATIOS)]
+    print("ranks  collective         bytes" + "".join(f"{title:>10}" for title in titles))
     rows = [row for size in args.ranks for row in bench(size, args.repeats)]
     if args.output_json:
         machine = {"cores": cores, "load_before": load}

@@ -61,6 +61,7 @@ MODELS = {"lockstep-moe": "lockstep-moe", "moe-16": str(ROOT / "build" / "models
 """Models by name."""
 VARIANTS = {
     "shared_memory": "-dp 2 -ep --all2all-backend shared_memory",
+    "tcp": "-dp 2 -ep --all2all-backend tcp",
     "gloo all-gather": "-dp 2 -ep --all2all-backend allgather_reducescatter",
     "gloo all-to-all": "-dp 2 -ep --all2all-backend all_to_all",
     "independent": "-dp 2 --no-enable-expert-parallel",

@@ -50,7 +50,8 @@ def member(
     from engine.model.expert_weights import ExpertShare
     from engine.model.weights import load_model
     from examples.benchmarks.roofline import packed_step
-    from parallel.groups import form, open_store
+    from parallel.groups import form
+    from parallel.links.meeting import MeetingClient
     from parallel.placement import assign_experts
 
     torch.set_num_threads(1)
@@ -62,8 +63,8 @@ def member(
     loaded = load_model(info, ModelConfig(), dtype=dtype, device=device, share=share)
     program = Program(kernels, recognise(loaded.module, loaded.layers, dtype), loaded.experts)
     program.use(NativeCache(loaded.layers, num_blocks=max(loads) * 16 + 16, block_size=16, dtype=dtype))
-    store = open_store(HOST, port, is_host=False, timeout=TIMEOUT)
-    group = form(store, 1, rank, size, "shared_memory", TIMEOUT, host=HOST)
+    meeting = MeetingClient(HOST, port, timeout=TIMEOUT)
+    group = form(meeting, 1, rank, size, "shared_memory", TIMEOUT, host=HOST)
     if loaded.experts is not None:
         program.spread()
         loaded.experts.join(group, placement)
@@ -96,13 +97,13 @@ def member(
 
 def profile(model: str, size: int, loads: list[int], steps: int, spread: bool) -> list[dict[str, float]]:
     """Mean of the members' seconds, for each load."""
-    from parallel.groups import open_store
+    from parallel.links.meeting import MeetingHost
 
-    store = open_store(HOST, None, is_host=True, timeout=TIMEOUT)
+    meeting = MeetingHost(HOST)
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     members = [
-        context.Process(target=member, args=(model, rank, size, store.port, loads, steps, spread, answers))
+        context.Process(target=member, args=(model, rank, size, meeting.port, loads, steps, spread, answers))
         for rank in range(size)
     ]
     for each in members:

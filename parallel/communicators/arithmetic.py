@@ -29,6 +29,21 @@ def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> torch
     return out.copy_(total)
 
 
+def sum_type(dtype: torch.dtype) -> torch.dtype:
+    """The type in which elements of a type are added up."""
+    return torch.float32 if dtype in _HALF_TYPES else dtype
+
+
+def add_in_rank_order(total: torch.Tensor, terms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Add further terms, in place, to a sum of the type :func:`sum_type`.
+
+    Begun with the first term and rounded once at the end, it has the bits of :func:`sum_in_rank_order`.
+    """
+    for term in terms:
+        total.add_(term)
+    return total
+
+
 def even_sizes(total: int, size: int) -> list[int]:
     """``total`` elements cut for ``size`` members, as equal as can be."""
     return [total // size + (rank < total % size) for rank in range(size)]

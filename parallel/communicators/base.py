@@ -23,28 +23,14 @@ Transports without common memory return ordinary tensors there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from parallel.links.errors import CollectiveError, Evidence
 
 if TYPE_CHECKING:
     import torch
 
-
-Evidence = Literal["exited", "closed", "deadline", "aborted"]
-"""How a member knows that a group is broken: a process has ended (certain).
-
-An end of the group is closed, by a death or by somebody who gave up; somebody did not come in time; this end
-was aborted or closed.
-"""
-
-
-class CollectiveError(RuntimeError):
-    """A collective did not complete; says which and, where it is known, because of whom."""
-
-    def __init__(self, message: str, rank: int | None = None, evidence: Evidence = "closed") -> None:
-        super().__init__(message)
-        self.rank = rank
-        """The member that is to blame, as far as this one can tell."""
-        self.evidence = evidence
+__all__ = ["CollectiveError", "Communicator", "Evidence"]
 
 
 class Communicator(Protocol):
@@ -52,16 +38,19 @@ class Communicator(Protocol):
 
     rank: int
     size: int
-    processes: dict[int, int]
-    """Process ids by rank.
-
-    Only those of other members in the same host and process-id namespace are listed.
-    """
     on_broken: Callable[[CollectiveError], None] | None
     """Called once, in a communicator's thread, when it notices a broken group between calls.
 
     Not every transport does so.
     """
+
+    @property
+    def processes(self) -> dict[int, int]:
+        """Process ids by rank.
+
+        Only those of other members in the same host and process-id namespace are listed.
+        """
+        ...
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
         """Every member's row of (equally many) 64-bit integers, by rank.

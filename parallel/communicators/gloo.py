@@ -33,8 +33,9 @@ from parallel.communicators.arithmetic import (
     sum_in_rank_order,
 )
 from parallel.communicators.base import CollectiveError, Evidence
-from parallel.communicators.rendezvous import exchange
 from parallel.communicators.segments import Watch, this_host
+from parallel.links.meeting_contract import Meeting
+from parallel.links.rendezvous import exchange
 
 _DATA, _FAREWELL, _NOTHING = 0, 1, 2
 """Tags of messages; no message has the last one."""
@@ -49,17 +50,45 @@ _TWO_STEP_BYTES = 64 << 10  # tensors of more bytes are reduced in parts, if the
 _Messages = Iterable[tuple[int, torch.Tensor]]
 
 
+class MeetingStore(Store):  # type: ignore[misc]
+    """A meeting place as gloo wants it: torch's store, of which connecting uses four calls."""
+
+    def __init__(self, meeting: Meeting, seconds: float) -> None:
+        """``seconds``: how long a value is waited for that is not there."""
+        super().__init__()
+        self._meeting = meeting
+        self._seconds = seconds
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._meeting.set(key, value.encode() if isinstance(value, str) else value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._meeting.get(key)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._meeting.check(keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        seconds = self._seconds if timeout is None else timeout.total_seconds()
+        deadline = time.monotonic() + seconds
+        while self._meeting.find(keys, deadline - time.monotonic()) is None:
+            if time.monotonic() > deadline:
+                names = ", ".join(keys)
+                raise CollectiveError(f"no value {names} came within {seconds:g} s", None, "deadline")
+
+
 class _Connections:
     """The connections of one member to all others, and why they were cut."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, host: str, timeout: float, processes: Mapping[int, int]
+        self, meeting: Meeting, rank: int, size: int, host: str, timeout: float, processes: Mapping[int, int]
     ) -> None:
         options = ProcessGroupGloo._Options()
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=timeout)
         options._threads = 1
-        self._group = ProcessGroupGloo(store, rank, size, options)
+        self._group = ProcessGroupGloo(MeetingStore(meeting, timeout), rank, size, options)
         self.reason: str | None = None
         self.blamed: int | None = None
         self.evidence: Evidence = "aborted"
@@ -165,12 +194,12 @@ class _Connections:
 class GlooCommunicator:
     """One member; see :class:`parallel.communicators.base.Communicator`.
 
-    The store is the group's own (a PrefixStore); ``host`` is this member's address for the others.
+    The meeting is the group's own; ``host`` is this member's address for the others.
     """
 
     def __init__(
         self,
-        store: Store,
+        meeting: Meeting,
         rank: int,
         size: int,
         *,
@@ -189,12 +218,12 @@ class GlooCommunicator:
             return
         mine = msgspec.json.encode((this_host(), os.getpid()))
         patience = timeout if forming_timeout is None else forming_timeout
-        said = exchange(store, rank, size, mine, timeout=patience, should_stop=should_stop)
+        said = exchange(meeting, rank, size, mine, timeout=patience, should_stop=should_stop)
         self.processes = _local_processes([msgspec.json.decode(each, type=tuple[str, int]) for each in said])
         self.processes.pop(rank, None)
         try:
             self._connections = _Connections(
-                store, rank, size, host, min(timeout, _CONNECT_SECONDS), self.processes
+                meeting, rank, size, host, min(timeout, _CONNECT_SECONDS), self.processes
             )
         except RuntimeError as error:
             raise CollectiveError(f"connecting rank {rank} of {size}: {_first_line(error)}") from error

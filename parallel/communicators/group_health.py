@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from parallel.communicators.base import CollectiveError, Evidence
 from parallel.communicators.segments import Watch
+from parallel.links.last_words import Blame
 
 _OPEN, _CLOSED, _ABORTED = 0, 1, 2  # values of a state word; above: aborted because of rank value - 3
 
@@ -25,16 +26,29 @@ class GroupHealth:
     Only :meth:`abort` may be called from another thread than that of the calls.
     """
 
-    def __init__(self, rank: int, timeout: float, should_stop: Callable[[], bool] | None) -> None:
-        """``timeout`` (seconds) is that of each call. ``should_stop`` is asked until :meth:`formed`."""
-        self.rank = rank
+    def __init__(
+        self,
+        rank: int,
+        timeout: float,
+        should_stop: Callable[[], bool] | None,
+        names: Sequence[int] | None = None,
+    ) -> None:
+        """``timeout`` (seconds) is that of each call. ``should_stop`` is asked until :meth:`formed`.
+
+        ``names`` are the members' ranks in a larger group, by rank here: errors and state words name them.
+        """
+        self._names = names
+        self.rank = self.name(rank)
         self.watch = Watch()
         self.reason: str | None = None
         """Why the group is broken."""
         self._blamed: int | None = None
         self._evidence: Evidence = "aborted"
         self._lock = threading.RLock()  # abort may come from a signal handler
-        self._timeout = timeout
+        self.timeout = timeout
+        """Seconds that a call may take."""
+        self.grace = 0.0
+        """Seconds that it may take longer, since it waits for members who wait for others."""
         self._should_stop = should_stop
         self._call = "forming the group"
         self._deadline: float | None = None
@@ -44,9 +58,18 @@ class GroupHealth:
         """
         self._states: dict[int, memoryview] = {}
 
+    @property
+    def blame(self) -> Blame | None:
+        """Why the group is broken; None while it is not."""
+        return None if self.reason is None else (self.reason, self._blamed, self._evidence)
+
+    def name(self, rank: int) -> int:
+        """The rank by which errors name a member."""
+        return rank if self._names is None else self._names[rank]
+
     def know(self, rank: int, state: memoryview) -> None:
         """Add the state word of a member."""
-        self._states[rank] = state
+        self._states[self.name(rank)] = state
 
     def formed(self) -> None:
         """Note that all members have come, and drop the wait for them."""
@@ -69,14 +92,14 @@ class GroupHealth:
             CollectiveError: the wait can no longer end well; from now on all calls fail, here and at the
                 others.
         """
-        blame = self._hopeless(rank)
+        blame = self._hopeless(self.name(rank))
         if blame is not None and not has_arrived():  # it may have come before it went
             self.fail(*blame)
 
-    def _hopeless(self, rank: int) -> tuple[str, int | None, Evidence] | None:
-        """Why a wait for member ``rank`` is in vain, who is blamed, and the evidence."""
+    def _hopeless(self, rank: int) -> Blame | None:
+        """Why a wait for the member of this name is in vain."""
         if self.reason is not None:
-            return self.reason, self._blamed, self._evidence
+            return self.blame
         if self._should_stop is not None and self._should_stop():
             return "it was stopped from outside", None, "aborted"
         dead = self.watch.dead()
@@ -94,19 +117,24 @@ class GroupHealth:
         if states[rank] == _CLOSED:
             return f"rank {rank} has closed its end", rank, "closed"
         if self._deadline is None:
-            self._deadline = time.monotonic() + self._timeout
+            self._deadline = time.monotonic() + self.timeout + self.grace
         elif time.monotonic() > self._deadline:
-            return f"rank {rank} did not come within {self._timeout:g} s", rank, "deadline"
+            return f"rank {rank} did not come within {self.timeout:g} s", rank, "deadline"
         return None
 
-    def fail(self, reason: str, rank: int | None, evidence: Evidence) -> NoReturn:
-        """The call has failed, because of member ``rank``, if it is known."""
+    def give_up(self, reason: str, rank: int | None, evidence: Evidence) -> None:
+        """Break the group because of the member of this name, if it is known."""
         self._leave(_ABORTED if rank is None else _ABORTED + 1 + rank, reason, rank, evidence)
+
+    def fail(self, reason: str, rank: int | None, evidence: Evidence) -> NoReturn:
+        """The call has failed, because of the member of this name, if it is known."""
+        self.give_up(reason, rank, evidence)
         raise self._error(self._call)
 
     def fail_on_bytes(self, rank: int, sent: int, expected: int) -> NoReturn:
         """Member ``rank`` sends another number of bytes than is expected here."""
-        self.fail(f"rank {rank} sends {sent} bytes where {expected} are expected", rank, "closed")
+        name = self.name(rank)
+        self.fail(f"rank {name} sends {sent} bytes where {expected} are expected", name, "closed")
 
     def abort(self) -> None:
         """Make all calls fail from now on, here and soon at the others."""

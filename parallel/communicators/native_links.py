@@ -83,7 +83,7 @@ class NativeLinks:
         self.rank, self.size = int(self.table.rank), int(self.table.size)
         self._release = release
         self._sockets = list(sockets)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # abort may come from a signal handler
         self._last = [0] * self.size, [0] * self.size, [0.0] * self.size
 
     def __repr__(self) -> str:
@@ -141,6 +141,10 @@ class NativeLinks:
     def sleep(self, seconds: float) -> int:
         """Sleep until a link can go on; see ``links.hpp``."""
         return int(self.table.sleep(self.table.self, seconds))
+
+    def add_wait(self, peer: int, seconds: float) -> None:
+        """Count seconds for which a call of Python has waited for a peer."""
+        self.table.seconds_waited[peer] += seconds
 
     def abort(self) -> None:
         """Make this and every later call fail; safe from any thread, and when called twice."""

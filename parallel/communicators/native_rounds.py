@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 SOURCE = compiler.INCLUDE / "collectives.cpp"
 FLAGS = ("-mprefer-vector-width=512",)
 
-_KINDS = {
+KINDS = {
     torch.float32: 0,
     torch.float64: 1,
     torch.bfloat16: 2,
@@ -43,6 +43,7 @@ _KINDS = {
     torch.int32: 6,
     torch.int64: 7,
 }
+"""Numbers of tensor types in ``sums.hpp``."""
 _GIVEN_UP, _OTHER_CALL = 1, 2  # outcomes of a call; 0: done, 3: other bytes
 _MOST_INTS = 512
 _LONGEST_BUDGET = 2e-3
@@ -71,6 +72,7 @@ class _Group(ctypes.Structure):
         ("check", _Check),
         ("crowded", ctypes.c_int64),
         ("budget", ctypes.c_double),
+        ("shared", ctypes.c_int64),
         *((name, ctypes.c_int64) for name in ("known", "num_views", "letters_sent")),
         ("letter_user", ctypes.c_int64 * 2),
         ("letter_number", ctypes.c_int64 * 2),
@@ -98,7 +100,7 @@ class Library:
             self.calls[name].restype = ctypes.c_int64
             self.calls[name].argtypes = (ctypes.c_int64,) * given
         self.kinds = {
-            dtype: kind for dtype, kind in _KINDS.items() if loaded.lockstep_sums(ctypes.c_int64(kind))
+            dtype: kind for dtype, kind in KINDS.items() if loaded.lockstep_sums(ctypes.c_int64(kind))
         }
         """Numbers of the tensor types that the compiled collectives add up."""
 

@@ -65,12 +65,10 @@ class Plan:
         """
 
 
-class Plans:
-    """One member's plans."""
+class PlanCache:
+    """One member's plans, kept by what they depend on."""
 
-    def __init__(self, rank: int, layout: Layout, members: Sequence[Slots], rounds: Rounds) -> None:
-        self.rank, self.rounds = rank, rounds
-        self._layout, self._members = layout, members
+    def __init__(self) -> None:
         self._plans: dict[Key, Plan] = {}
         self.last: dict[str, Plan] = {}
         """The newest plan by call."""
@@ -95,27 +93,27 @@ class Plans:
         return plan
 
     def _make(self, key: Key, tensor: torch.Tensor) -> Plan:
+        raise NotImplementedError
+
+
+class Plans(PlanCache):
+    """One member's plans for exchanges through shared memory."""
+
+    def __init__(self, rank: int, layout: Layout, members: Sequence[Slots], rounds: Rounds) -> None:
+        super().__init__()
+        self.rank, self.rounds = rank, rounds
+        self._layout, self._members = layout, members
+
+    def _make(self, key: Key, tensor: torch.Tensor) -> Plan:
         call, shape, dtype, sizes, receive_sizes = key
-        size, rows = self._layout.size, 0
-        if call != "all_reduce":
-            rows = check_sizes(call, sizes, size)
-            check_rows(call, tensor, sizes[self.rank] if call.startswith("all_gather") else rows)
-        if call.startswith("all_to_all"):
-            rows = check_sizes(call, receive_sizes, size)
-            check_own(call, sizes[self.rank], receive_sizes[self.rank])
-        if call == "reduce_scatter":
-            rows = sizes[self.rank]
+        result = shape_of_result(key, tensor, self.rank, self._layout.size)
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         own = None
         if call == "all_to_all_views" and sizes[self.rank] * row_bytes > self._layout.own_bytes:
             own = slice(sum(sizes[: self.rank]), sum(sizes[: self.rank + 1]))
-        return Plan(
-            key,
-            (rows, *shape[1:]) if call != "all_reduce" else tuple(shape),
-            self.rounds.prepare(call, shape, dtype, sizes, receive_sizes),
-            0 < rows * row_bytes <= self._layout.view_bytes,
-            own,
-        )
+        num_bytes = 0 if call == "all_reduce" else result[0] * row_bytes
+        run = self.rounds.prepare(call, shape, dtype, sizes, receive_sizes)
+        return Plan(key, result, run, 0 < num_bytes <= self._layout.view_bytes, own)
 
     def whole(self, plan: Plan, buffer: int) -> torch.Tensor:
         """View of all members' parts, side by side in one buffer.
@@ -143,3 +141,20 @@ class Plans:
         ]
         plan.views[buffer] = parts
         return parts
+
+
+def shape_of_result(key: Key, tensor: torch.Tensor, rank: int, size: int) -> tuple[int, ...]:
+    """Shape of what a member's call returns; all parts together where it returns a list.
+
+    Raises:
+        ValueError: the tensor does not fit the sizes.
+    """
+    call, shape, _, sizes, receive_sizes = key
+    if call == "all_reduce":
+        return tuple(shape)
+    rows = check_sizes(call, sizes, size)
+    check_rows(call, tensor, sizes[rank] if call.startswith("all_gather") else rows)
+    if call.startswith("all_to_all"):
+        rows = check_sizes(call, receive_sizes, size)
+        check_own(call, sizes[rank], receive_sizes[rank])
+    return (sizes[rank] if call == "reduce_scatter" else rows, *shape[1:])

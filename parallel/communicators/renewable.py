@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from parallel.communicators.base import CollectiveError, Communicator
+from parallel.links.counts import LinkCount, link_counts
 
 if TYPE_CHECKING:
     import torch
@@ -101,6 +102,10 @@ class RenewableCommunicator:
     def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
         letter: torch.Tensor = self._call("receive", like, source)
         return letter
+
+    def link_counts(self) -> list[LinkCount]:
+        """What the group's links have carried, by rank; none if it has none."""
+        return link_counts(self.group)
 
     def abort(self) -> None:
         self.group.abort()

@@ -27,8 +27,9 @@ TWO_STEP_BYTES = 64 << 10
 """Tensors of more bytes are reduced in parts, if there are more than two members."""
 CALLS = (
     "all_gather_ints", "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast",
-    "all_gather_view", "all_to_all_views",
+    "all_gather_view", "all_to_all_views", "send",
 )  # fmt: skip
+"""Names in the order of their numbers; messages over links have these numbers, too."""
 
 
 class Rounds:
@@ -321,7 +322,8 @@ class Rounds:
 
     def _fail_on_note(self, rank: int, note: int) -> None:
         num_bytes, call = divmod(note, len(CALLS))
-        self._health.fail(f"rank {rank} calls {CALLS[call]} of {num_bytes} bytes", rank, "closed")
+        name = self._health.name(rank)
+        self._health.fail(f"rank {name} calls {CALLS[call]} of {num_bytes} bytes", name, "closed")
 
 
 def _note(call: str, num_bytes: int) -> int:

@@ -30,16 +30,16 @@ from typing import NoReturn
 
 import msgspec
 import torch
-from torch.distributed import Store
 
 from parallel.communicators.arithmetic import plain
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.group_health import GroupHealth
 from parallel.communicators.native_rounds import load, make_rounds
 from parallel.communicators.plans import Plan, Plans
-from parallel.communicators.rendezvous import exchange
 from parallel.communicators.segments import Address, OwnSegment, Segment, open_segment
 from parallel.communicators.slots import VIEWS, Layout, Slots
+from parallel.links.meeting_contract import Meeting
+from parallel.links.rendezvous import exchange
 from parallel.topology import usable_cores
 
 SLOT_BYTES = 1 << 20
@@ -57,11 +57,11 @@ Memory is used as far as it is written.
 
 
 class SharedMemoryCommunicator:
-    """One member; see :class:`parallel.communicators.base.Communicator`. The store is the group's own."""
+    """One member; see :class:`parallel.communicators.base.Communicator`. The meeting is the group's own."""
 
     def __init__(
         self,
-        store: Store,
+        meeting: Meeting,
         rank: int,
         size: int,
         *,
@@ -72,8 +72,12 @@ class SharedMemoryCommunicator:
         view_bytes: int = VIEW_BYTES,
         arena_bytes: int = ARENA_BYTES,
         native: bool = True,
+        health: GroupHealth | None = None,
     ) -> None:
-        """Without ``native`` this member keeps to Python, whatever the others do."""
+        """Without ``native`` this member keeps to Python, whatever the others do.
+
+        ``health`` is that of a part of a larger group; ``timeout`` and ``should_stop`` are its own, then.
+        """
         if platform.machine() not in ("x86_64", "AMD64"):
             raise ValueError(
                 f"shared memory relies on the memory order of x86-64, this is {platform.machine()}: use gloo"
@@ -83,7 +87,7 @@ class SharedMemoryCommunicator:
         """Size of the memory at each of :attr:`arenas`."""
         self.processes: dict[int, int] = {}
         self.on_broken: Callable[[CollectiveError], None] | None = None  # deaths are seen by who waits
-        self._health = GroupHealth(rank, timeout, should_stop)
+        self._health = health or GroupHealth(rank, timeout, should_stop)
         self._members: list[Slots] = []
         self._plans: Plans | None = None
         library = load() if native else None  # compiled before others wait for this member
@@ -92,7 +96,7 @@ class SharedMemoryCommunicator:
         try:
             own = OwnSegment(layout.num_bytes)
             try:
-                self._members = self._map(store, patience, own, layout, should_stop)
+                self._members = self._map(meeting, patience, own, layout, should_stop)
                 rounds = make_rounds(library, rank, layout, self._members, self._health, self.is_crowded)
                 self._plans = Plans(rank, layout, self._members, rounds)
                 rounds.all_gather_ints([rank])  # each member that takes part has mapped everything
@@ -105,7 +109,7 @@ class SharedMemoryCommunicator:
 
     def _map(
         self,
-        store: Store,
+        meeting: Meeting,
         patience: float,
         own: OwnSegment,
         layout: Layout,
@@ -115,7 +119,7 @@ class SharedMemoryCommunicator:
         mine = Slots(own, layout)
         self._health.know(self.rank, mine.state)
         said = exchange(
-            store,
+            meeting,
             self.rank,
             self.size,
             msgspec.json.encode(own.address),
@@ -129,7 +133,8 @@ class SharedMemoryCommunicator:
                 members.append(mine)
                 continue
             self.processes[member] = address.pid
-            segment: Segment = open_segment(member, address, layout.num_bytes, self._health.watch)
+            name = self._health.name(member)
+            segment: Segment = open_segment(name, address, layout.num_bytes, self._health.watch)
             members.append(Slots(segment, layout))
             self._health.know(member, members[-1].state)
         return members
@@ -182,7 +187,7 @@ class SharedMemoryCommunicator:
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         given = plain(tensor)
         result = given.clone() if source == self.rank else torch.empty_like(given)
-        self._begin("broadcast").rounds.broadcast(result, source)
+        self.broadcast_into(result, source)
         return result
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
@@ -200,6 +205,22 @@ class SharedMemoryCommunicator:
     def close(self) -> None:
         self._health.close()
         self._members, self._plans = [], None
+
+    def broadcast_into(self, result: torch.Tensor, source: int) -> None:
+        """Fill a contiguous tensor with that of ``source``."""
+        self._begin("broadcast").rounds.broadcast(result, source)
+
+    def run_into(
+        self,
+        call: str,
+        given: torch.Tensor,
+        result: torch.Tensor,
+        sizes: Sequence[int] = (),
+        receive_sizes: Sequence[int] = (),
+    ) -> None:
+        """Make the call of this name, with its result in a given contiguous tensor."""
+        _, plan, given = self._start(call, given, sizes, receive_sizes)
+        plan.run(given, result)
 
     def _into_new(
         self, call: str, given: torch.Tensor, sizes: Sequence[int] = (), receive_sizes: Sequence[int] = ()

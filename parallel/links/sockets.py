@@ -16,6 +16,10 @@ class GroupSockets(NamedTuple):
     """The streams to each peer: tensors travel here, and nothing else."""
     control: dict[int, socket.socket]
     """One to each peer, for a last word: why this member leaves the group."""
+    is_encrypted: bool = False
+    """Whether the kernel encrypts all of them."""
+    refused: int = 0
+    """Connections of strangers that were refused while the group formed."""
 
     def close(self) -> None:
         for streams in self.data.values():

@@ -158,6 +158,16 @@ def _of_lockstep(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[
     epoch = GaugeMetricFamily(
         "lockstep:instance_epoch", "Of the group that the instance stepped in last.", labels=LABELS
     )
+    link_bytes = CounterMetricFamily(
+        "lockstep:link_bytes",
+        "Bytes over links to another instance (peer, by its rank), sent or received (direction).",
+        labels=(*LABELS, "peer", "direction"),
+    )
+    link_waits = CounterMetricFamily(
+        "lockstep:link_wait_seconds",
+        "Time for which collectives and steps have waited for another instance (peer) over links.",
+        labels=(*LABELS, "peer"),
+    )
     for rank, report in sorted(reports.items()):
         counters = report.lockstep
         if counters is None:
@@ -171,7 +181,21 @@ def _of_lockstep(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[
             seconds.add_metric((*labels, part), getattr(counters, f"{part}_seconds"))
         for expert, tokens in counters.tokens_per_expert.items():
             of_expert.add_metric((*labels, str(expert)), tokens)
+        for peer, count in sorted(counters.links.items()):
+            link_bytes.add_metric((*labels, str(peer), "sent"), count.bytes_sent)
+            link_bytes.add_metric((*labels, str(peer), "received"), count.bytes_received)
+            link_waits.add_metric((*labels, str(peer)), count.seconds_waited)
         durations.add_metric(labels, buckets(STEP_BOUNDS, counters.step_counts), counters.all_steps_seconds)
         longest.add_metric(labels, counters.longest_step_seconds)
         epoch.add_metric(labels, counters.epoch)
-    return [*families.values(), seconds, recovery, of_expert, durations, longest, epoch]
+    return [
+        *families.values(),
+        seconds,
+        recovery,
+        of_expert,
+        durations,
+        longest,
+        epoch,
+        link_bytes,
+        link_waits,
+    ]

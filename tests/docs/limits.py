@@ -1,6 +1,7 @@
 """The pages of all limits, made from the constants and flags that set them.
 
-``python -m tests.docs.limits`` writes ``docs/run/limits.md`` (flags, router) and ``docs/run/limits-mesh.md`` (the rest).
+``python -m tests.docs.limits`` writes ``docs/run/limits.md`` (flags, router), ``limits-mesh.md`` (engine, coordinator)
+and ``limits-groups.md`` (parallel).
 Modules are parsed, not imported, so torch stays out.
 """
 
@@ -61,15 +62,20 @@ The names in the tables are `module.CONSTANT`, the headings are folders.
 ROUTER_HEAD = f"""\
 # Limits
 
-Each wait, queue and size that a flag or the router bounds. [limits-mesh.md](limits-mesh.md) has those of instances,
-coordinator and communicators. {MADE}
+Each wait, queue and size that a flag or the router bounds. [limits-mesh.md](limits-mesh.md) has those of instances
+and the coordinator, [limits-groups.md](limits-groups.md) those of groups and links. {MADE}
 [operations.md](operations.md#limits) explains what a client notices at the most important ones;
 [bounds.md](../design/bounds.md) lists bounds by what they protect, with what happens beyond them.
 """
 MESH_HEAD = f"""\
 # Limits inside the mesh
 
-Each wait, queue and size that instances, coordinator and communicators bound. [limits.md](limits.md) has the flags and
+Each wait, queue and size that instances and the coordinator bound. [limits.md](limits.md) has the flags and
+the router. {MADE}"""
+GROUPS_HEAD = f"""\
+# Limits of groups and links
+
+Each wait, queue and size that communicators and the links between hosts bound. [limits.md](limits.md) has the flags and
 the router. {MADE}"""
 
 
@@ -224,8 +230,8 @@ def pages() -> dict[Path, str]:
     lines += [f"| `{each.long_name}` | {default(each)} | {first_sentence(each.help)} |" for each in flags()]
     return {
         FOLDER / "limits.md": "\n".join([*lines, *tables(("router/",))]) + "\n",
-        FOLDER / "limits-mesh.md": "\n".join([MESH_HEAD, *tables(("engine/", "coordinator/", "parallel/"))])
-        + "\n",
+        FOLDER / "limits-mesh.md": "\n".join([MESH_HEAD, *tables(("engine/", "coordinator/"))]) + "\n",
+        FOLDER / "limits-groups.md": "\n".join([GROUPS_HEAD, *tables(("parallel/",))]) + "\n",
     }
 
 

@@ -21,6 +21,7 @@ from engine.model.checkpoint import ModelInfo
 from engine.sampling import SamplingParams
 from engine.step import Step, StepResult
 from parallel.communicators.base import CollectiveError
+from parallel.links.counts import LinkCount
 from tests.engine.oracle import Oracle
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, expected_output
 from tests.nightly import examples
@@ -184,6 +185,9 @@ class Troubled:
         self.failures = 0
         self.times = RecoveryTimes()
 
+    def link_totals(self) -> dict[int, LinkCount]:
+        return {}
+
     def fail(self, share: float) -> None:
         if self._rng.random() < share:
             self.failures += 1
@@ -218,6 +222,9 @@ class Beside:
     def __init__(self, rows: int) -> None:
         self._rows = rows
         self.times = RecoveryTimes()
+
+    def link_totals(self) -> dict[int, LinkCount]:
+        return {}
 
     def agree(self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0) -> Agreement:
         return Agreement(runs=True, sizes=(num_tokens, self._rows))

@@ -8,6 +8,7 @@ JSON file where the test needs more.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -19,13 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, TCPStore
 
 from parallel.communicators import CollectiveError, Communicator
+from parallel.communicators.host_routes import HostRoutes
+from parallel.communicators.mixed import MixedCommunicator
 from parallel.communicators.native_rounds import load
+from parallel.communicators.network import NetworkCommunicator, Speed
 from parallel.communicators.shared_memory import SLOT_BYTES, VIEW_BYTES, SharedMemoryCommunicator
-from parallel.groups import form, open_store
+from parallel.groups import form
+from parallel.links.connecting import connect
+from parallel.links.keys import LinkKey
+from parallel.links.meeting import MeetingClient
+from parallel.links.meeting_contract import Prefixed
 
+KEY = LinkKey(bytes(range(32)))
 PATIENCE = 20.0  # seconds for everything that should work
 SMALL_SLOT = 4096
 TYPES = (
@@ -43,14 +51,14 @@ class Member:
         torch.set_num_threads(1)
         self.backend, self.rank, self.size, self.directory = backend, rank, size, directory
         self._test = test
-        self.store: TCPStore = open_store("127.0.0.1", port, is_host=False, timeout=PATIENCE)
+        self.meeting = MeetingClient("127.0.0.1", port, timeout=PATIENCE)
 
     def form(self, name: str, size: int | None = None, timeout: float = PATIENCE) -> Communicator:
         size = size or self.size
         if self.backend in ("small_slots", "python", "mixed"):
             native = self.backend == "small_slots" or (self.backend == "mixed" and self.rank % 2 == 0)
             group = SharedMemoryCommunicator(
-                PrefixStore(f"{self._test} {name}", self.store),
+                Prefixed(self.meeting, f"{self._test} {name}"),
                 self.rank,
                 size,
                 timeout=timeout,
@@ -60,7 +68,46 @@ class Member:
             )
             assert group.is_native == (native and load() is not None)
             return group
-        return form(self.store, self._test, self.rank, size, self.backend, timeout, group=name)
+        if self.backend in ("mixed_hosts", "mixed_apart"):
+            return self._mixed(name, size, timeout)
+        if self.backend in ("tcp_python", "tcp_mixed"):
+            return self.connect(name, size, timeout)
+        return form(self.meeting, self._test, self.rank, size, self.backend, timeout, group=name)
+
+    def connect(self, name: str, size: int, timeout: float) -> NetworkCommunicator:
+        """A group over sockets, some or all of whose members keep to Python."""
+        native = self.backend == "tcp_mixed" and self.rank % 2 == 0
+        sockets = connect(
+            Prefixed(self.meeting, f"{self._test} {name}"),
+            self.rank,
+            size,
+            host="127.0.0.1",
+            name=name,
+            key=KEY,
+            timeout=timeout,
+            streams=2 if self.backend == "tcp_mixed" else 1,
+        )
+        group = NetworkCommunicator(sockets, self.rank, size, timeout=timeout, native=native)
+        assert group.is_native == (native and load() is not None)
+        assert bool(group.links_address) == group.is_native
+        return group
+
+    def _mixed(self, name: str, size: int, timeout: float) -> Communicator:
+        """A group of members on two hosts, as far as they know.
+
+        In ``mixed_apart`` neighbours are on different ones. Rank 1 keeps to Python.
+        """
+        host = self.rank % 2 if self.backend == "mixed_apart" else 2 * self.rank // size
+        meeting = Prefixed(self.meeting, f"{self._test} {name}")
+        native = self.rank != 1
+        sockets = connect(
+            meeting, self.rank, size, host="127.0.0.1", name=name, key=KEY, timeout=timeout
+        )  # fmt: skip
+        network = NetworkCommunicator(sockets, self.rank, size, timeout=timeout, native=native)
+        return MixedCommunicator(
+            meeting, self.rank, size, timeout=timeout, network=network, host_name=f"host {host}",
+            slot_bytes=SMALL_SLOT, view_bytes=4 * SMALL_SLOT, native=native,
+        )  # fmt: skip
 
     def report(self, **facts: Any) -> None:
         """For the test, which waits for the file."""
@@ -95,9 +142,25 @@ def run(
 ) -> None:
     """The target of a member process.
 
-    ``test`` numbers the tests that share the store at ``port``.
+    ``test`` numbers the tests that share the meeting place at ``port``.
     """
     function(Member(backend, rank, size, test, port, Path(directory)))
+
+
+def held() -> tuple[int, int]:
+    """Descriptors and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def settled(expected: tuple[int, int]) -> tuple[int, int]:
+    """The same, when it is as expected or a second is over.
+
+    A thread that was joined may take a moment to end.
+    """
+    deadline = time.monotonic() + 1.0
+    while held() != expected and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return held()
 
 
 # ---- what they do when all goes well
@@ -105,7 +168,7 @@ def run(
 
 def every_method(member: Member) -> None:
     """Each method against what follows from everybody's data, which each member can compute by itself."""
-    descriptors, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    before = held()
     group = member.form("every_method")
     for case in range(3):
         for dtype in TYPES:
@@ -120,8 +183,7 @@ def every_method(member: Member) -> None:
         group.all_gather_ints([1])
     assert "it was closed" in error["message"]
     assert "memfd" not in Path("/proc/self/maps").read_text()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert len(os.listdir("/proc/self/task")) == threads
+    assert settled(before) == before
 
 
 def check_exchanges(
@@ -308,6 +370,43 @@ def slow_readers(member: Member) -> None:
     assert views[3].tolist() == [3] * 8 * member.size  # the end of the group changes nothing
 
 
+def same_data_everywhere(member: Member) -> None:
+    """The same calls over each transport: results must be equal to the last bit."""
+    found: dict[str, list[torch.Tensor]] = {}
+    kept = member.backend
+    for backend in ("gloo", "shared_memory", "tcp", "tcp_python", "tcp_mixed"):
+        member.backend = backend
+        group = member.form(f"same data {backend}")
+        found[backend] = [
+            result
+            for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+            for rows in (1, 3, 500, 60_000)  # the last in two steps
+            for result in results_of(group, random.Random(f"{dtype}/{rows}"), dtype, rows)
+        ]
+        group.close()
+    member.backend = kept
+    for backend, results in found.items():
+        for result, reference in zip(results, found["gloo"], strict=True):
+            assert result.dtype == reference.dtype
+            as_bytes = [each.contiguous().view(-1).view(torch.uint8) for each in (result, reference)]
+            assert torch.equal(*as_bytes), backend
+
+
+def results_of(
+    group: Communicator, chance: random.Random, dtype: torch.dtype, rows: int
+) -> list[torch.Tensor]:
+    """Results of all calls with tensors of so many rows for each member."""
+    ranks, sizes = range(group.size), [rows] * group.size
+    whole = [numbers(chance, rows * group.size, dtype, (2,)) for _ in ranks][group.rank]
+    return [
+        group.all_reduce(whole),
+        group.reduce_scatter(whole, sizes),
+        group.all_gather(whole[:rows], sizes),
+        group.all_to_all(whole, sizes, sizes),
+        group.broadcast(whole, group.size - 1),
+    ]
+
+
 # ---- what they do when something fails
 
 
@@ -382,7 +481,7 @@ def one_aborts(member: Member) -> None:
 
 def many_epochs(member: Member) -> None:
     """Groups that end in every way, one after another; nothing of them stays."""
-    counts = []
+    counts: list[tuple[int, int]] = []
     for epoch in range(52):  # the last one ends well: who ends first would count as dead
         group = member.form(f"epoch {epoch}", timeout=5.0)
         if epoch % 3 == 0:
@@ -398,7 +497,9 @@ def many_epochs(member: Member) -> None:
             assert error["seconds"] < 1.0
         group.close()
         del group
-        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+        if epoch == 5:
+            time.sleep(0.05)  # for threads to end
+        counts.append(settled(counts[5]) if epoch > 5 else held())
     assert counts[-1] == counts[5], counts
     assert "memfd" not in Path("/proc/self/maps").read_text()
 
@@ -418,6 +519,18 @@ def one_does_not_come(member: Member) -> None:
         member.report(**error)
 
 
+def one_is_stopped(member: Member) -> None:
+    """Rank 1 is stopped, so that it neither works nor ends."""
+    group = member.form("one_is_stopped", timeout=0.5)
+    member.report(ready=True)
+    with member.expect_error() as error:
+        while True:
+            group.all_gather(torch.ones(1, 1 << 18), [1] * member.size)  # more than what the system takes
+            time.sleep(0.001)
+    group.close()
+    member.report(**error)
+
+
 def different_calls(member: Member) -> None:
     """What does not belong together must not look like an answer."""
     group = member.form("different_calls")
@@ -435,3 +548,50 @@ def different_calls(member: Member) -> None:
         group.all_to_all_views(torch.ones(2), [1, 1], [1, 1] if member.rank == 0 else [2, 1])
         group.all_gather_ints([1])
     member.report(**error, sizes=sizes["message"], views=views["message"])
+
+
+def one_of_several_does_not_come(member: Member) -> None:
+    """Rank 1 makes no call; others wait for late members that wait for it."""
+    groups = [member.form(f"epoch {epoch}", timeout=0.5) for epoch in range(2)]
+    for group, elements, late in zip(groups, (3, 100_000), (2, 0), strict=True):
+        time.sleep({1: 1.2, late: 0.1}.get(member.rank, 0.0))
+        with member.expect_error() as error:
+            group.all_reduce(torch.ones(elements))
+        assert error["blamed"] in ((None, 1) if member.rank == 1 else (1,)), error
+        assert error["seconds"] < 2.0, error
+        group.close()
+
+
+def one_calls_something_else(member: Member) -> None:
+    """Rank 1 makes another call, and members on all hosts learn that."""
+    group = member.form("something else")
+    with member.expect_error() as error:
+        for _ in range(2):  # the first may be over before the others know
+            if member.rank == 1:
+                group.all_gather_ints([1, 2])
+            else:
+                group.all_reduce(torch.ones(5))
+    member.report(**error)
+
+
+def sums_by_every_way(member: Member) -> None:
+    """Sums over hosts by every way: their bits, and the bytes that cross."""
+    group = member.form("sums")
+    assert isinstance(group, MixedCommunicator)
+    routes = HostRoutes([str(host) for host in group.hosts], group.rank)
+    for speed in (Speed(1.0, 1e12), Speed(0.0, 1.0)):  # one hop, then as few bytes as can be
+        group.network.speed = speed
+        for case, (dtype, rows) in enumerate(itertools.product(REDUCED_TYPES, (0, 1, 7, 200_001))):
+            chance = random.Random(case)
+            terms = [numbers(chance, rows, dtype, ()) for _ in range(group.size)]
+            before = sum(count.bytes_sent for count in group.link_counts())
+            total = group.all_reduce(terms[group.rank])
+            assert torch.equal(total.view(torch.uint8), in_order(terms).view(torch.uint8)), (speed, dtype)
+            sent = sum(count.bytes_sent for count in group.link_counts()) - before
+            by_all = [row[0] for row in group.all_gather_ints([sent])]
+            num_bytes, widening = terms[0].nbytes, 2 if dtype.itemsize == 2 and dtype.is_floating_point else 1
+            way = routes.way(num_bytes, widening, latency=speed.latency, bandwidth=speed.bandwidth)
+            hosts = [sum(by_all[rank] for rank in ranks) for ranks in routes.members]
+            most = 64 * 16 + 4 * group.size * dtype.itemsize  # headers, and pieces that are not all alike
+            assert max(hosts) <= routes.busiest_bytes(way, num_bytes, widening) + most, (way, hosts)
+    group.close()

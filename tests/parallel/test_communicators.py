@@ -9,7 +9,7 @@ import os
 import platform
 import re
 import shutil
-import socket
+import signal
 import subprocess
 import sys
 import threading
@@ -20,26 +20,31 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 import torch
-from torch.distributed import TCPStore
 
-from parallel.communicators import CollectiveError, make_communicator, native_links, native_rounds
-from parallel.communicators.rendezvous import exchange
+from parallel.communicators import (
+    CollectiveError,
+    make_communicator,
+    native_links,
+    native_network_rounds,
+    native_rounds,
+)
 from parallel.communicators.segments import Address, OwnSegment, Watch, open_segment, this_host
 from parallel.communicators.waiting import Patience
-from parallel.groups import form, open_store
+from parallel.groups import form
+from parallel.links.meeting import MeetingHost
+from parallel.links.rendezvous import exchange
 from tests.parallel import members
 
 pytestmark = pytest.mark.mesh
 
 ROOT = Path(__file__).parents[2]
-BACKENDS = ("gloo", "shared_memory")
-ALL_WAYS = (*BACKENDS, "python")
-"""Shared memory with and without the native calls."""
+BACKENDS = ("gloo", "shared_memory", "tcp")
+ALL_WAYS = (*BACKENDS, "python", "tcp_python")
+"""Shared memory and sockets with and without the native calls."""
 NUMBERS = itertools.count(100)
-"""Tests share one store, in which each has its own."""
+"""Tests share one meeting place, in which each has its own."""
 
 SOON = 0.5
 """Seconds within which a death or an abort must be known.
@@ -49,9 +54,10 @@ The limits on an idle machine are 0.2 and 0.3.
 
 
 @pytest.fixture(scope="module")
-def store() -> TCPStore:
-    native_rounds.load()  # compiled before anybody's time counts
-    return open_store("127.0.0.1", None, is_host=True, timeout=members.PATIENCE)
+def meeting() -> MeetingHost:
+    for part in (native_rounds, native_links, native_network_rounds):
+        part.load()  # compiled before anybody's time counts
+    return MeetingHost("127.0.0.1")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -113,8 +119,8 @@ class Crowd:
 
 
 @pytest.fixture
-def crowd(store: TCPStore, tmp_path: Path) -> Iterator[Crowd]:
-    crowd = Crowd(store.port, tmp_path)
+def crowd(meeting: MeetingHost, tmp_path: Path) -> Iterator[Crowd]:
+    crowd = Crowd(meeting.port, tmp_path)
     yield crowd
     crowd.end()
 
@@ -124,9 +130,14 @@ def crowd(store: TCPStore, tmp_path: Path) -> Iterator[Crowd]:
 
 @pytest.mark.diagonal("backend", "size", columns=3, each=1)
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("backend", [*ALL_WAYS, "small_slots", "mixed"])
+@pytest.mark.parametrize("backend", [*ALL_WAYS, "small_slots", "mixed", "tcp_mixed"])
 def test_every_method_gives_what_follows_from_the_data(crowd: Crowd, backend: str, size: int) -> None:
     crowd.start(members.every_method, backend, size)
+    crowd.join()
+
+
+def test_all_transports_give_the_same_bits(crowd: Crowd) -> None:
+    crowd.start(members.same_data_everywhere, "all of them", 3)
     crowd.join()
 
 
@@ -136,7 +147,9 @@ def test_members_may_be_late_and_leave_early_over_many_epochs(crowd: Crowd, back
     crowd.join()
 
 
-@pytest.mark.parametrize(("backend", "size"), [("shared_memory", 2), ("mixed", 3), ("gloo", 2)])
+@pytest.mark.parametrize(
+    ("backend", "size"), [("shared_memory", 2), ("mixed", 3), ("gloo", 2), ("tcp", 2), ("tcp_mixed", 3)]
+)
 def test_views_last_for_slow_readers(crowd: Crowd, backend: str, size: int) -> None:
     crowd.start(members.slow_readers, backend, size)
     crowd.join()
@@ -145,7 +158,7 @@ def test_views_last_for_slow_readers(crowd: Crowd, backend: str, size: int) -> N
         assert shown == ([0, 1, 2, 3] if backend == "gloo" else [3, 1, 2, 3])
 
 
-@pytest.mark.parametrize("backend", ["shared_memory", "python"])
+@pytest.mark.parametrize("backend", ["shared_memory", "python", "tcp", "tcp_python"])
 def test_more_members_than_cores_wait_without_burning_them(crowd: Crowd, backend: str) -> None:
     crowd.start(members.crowd_of_members, backend, 6)
     for rank in range(1, 6):
@@ -154,8 +167,8 @@ def test_more_members_than_cores_wait_without_burning_them(crowd: Crowd, backend
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_group_of_one_is_its_own_world(store: TCPStore, backend: str) -> None:
-    group = form(store, 7, 0, 1, backend, 5.0, group=f"alone {backend}")
+def test_a_group_of_one_is_its_own_world(meeting: MeetingHost, backend: str) -> None:
+    group = form(meeting, 7, 0, 1, backend, 5.0, group=f"alone {backend}")
     rows = torch.arange(6.0).reshape(3, 2)
     assert group.all_gather_ints([3, 4]) == [[3, 4]]
     assert torch.equal(group.all_gather_view(rows, [3]), rows)
@@ -233,8 +246,27 @@ def test_who_does_not_come_is_named(crowd: Crowd, backend: str) -> None:
     crowd.join()
 
 
-def test_calls_that_do_not_belong_together_fail(crowd: Crowd) -> None:
-    crowd.start(members.different_calls, "shared_memory", 2)
+@pytest.mark.parametrize("backend", ["tcp", "tcp_mixed"])
+def test_who_is_stopped_is_named(crowd: Crowd, backend: str) -> None:
+    crowd.start(members.one_is_stopped, backend, 3)
+    for rank in range(3):
+        crowd.report(rank, "ready")
+    stopped = crowd.processes[1].pid
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        reports = [crowd.report(rank, "at") for rank in (0, 2)]
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert [report["blamed"] for report in reports] == [1, 1]
+    assert "deadline" in {report["evidence"] for report in reports}
+    assert crowd.report(1, "at")["blamed"] == 1
+    crowd.join()
+
+
+@pytest.mark.parametrize("backend", ["shared_memory", "tcp", "tcp_mixed"])
+def test_calls_that_do_not_belong_together_fail(crowd: Crowd, backend: str) -> None:
+    crowd.start(members.different_calls, backend, 2)
     reports = [crowd.report(rank, "views") for rank in (0, 1)]
     messages = {report["message"] for report in reports}
     assert messages & {
@@ -247,31 +279,32 @@ def test_calls_that_do_not_belong_together_fail(crowd: Crowd) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_forming_ends_when_somebody_does_not_come(store: TCPStore, backend: str) -> None:
+def test_forming_ends_when_somebody_does_not_come(meeting: MeetingHost, backend: str) -> None:
     began = time.monotonic()
     with pytest.raises(CollectiveError, match=r"rank 1, 2 did not come within 0\.3 s") as caught:
-        form(store, 8, 0, 3, backend, 0.3, group=f"nobody {backend}")
+        form(meeting, 8, 0, 3, backend, 0.3, group=f"nobody {backend}")
     assert caught.value.rank == 1
     assert time.monotonic() - began < 0.3 + SOON
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_forming_can_be_stopped(store: TCPStore, backend: str) -> None:
+def test_forming_can_be_stopped(meeting: MeetingHost, backend: str) -> None:
     stop = threading.Event()
     threading.Timer(0.1, stop.set).start()
     began = time.monotonic()
     with pytest.raises(CollectiveError, match="stopped from outside"):
-        form(store, 9, 0, 2, backend, 20.0, group=f"stopped {backend}", should_stop=stop.is_set)
+        form(meeting, 9, 0, 2, backend, 20.0, group=f"stopped {backend}", should_stop=stop.is_set)
     assert time.monotonic() - began < 0.1 + SOON
 
 
 ENDING = """
 import sys, threading
-from parallel.groups import form, open_store
-store = open_store("127.0.0.1", None, is_host=True, timeout=10)
-stores = [store, open_store("127.0.0.1", store.port, is_host=False, timeout=10)]
+from parallel.groups import form
+from parallel.links.meeting import MeetingClient, MeetingHost
+host = MeetingHost("127.0.0.1")
+ways = [host, MeetingClient("127.0.0.1", host.port)]
 groups = {}
-def join(rank): groups[rank] = form(stores[rank], 1, rank, 2, sys.argv[1], 10.0)
+def join(rank): groups[rank] = form(ways[rank], 1, rank, 2, sys.argv[1], 10.0)
 threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
@@ -295,12 +328,77 @@ def test_a_process_ends_well_without_closing_anything(backend: str) -> None:
     assert "terminate" not in done.stderr
 
 
+# ---- members on several hosts
+
+
+SEVERAL_HOSTS = (("mixed_hosts", 3), ("mixed_hosts", 4), ("mixed_apart", 3), ("mixed_apart", 4))
+"""Members of neighbouring ranks on one host, or on different ones."""
+
+
+@pytest.mark.parametrize(
+    ("backend", "size"),
+    [
+        pytest.param(backend, size, marks=[pytest.mark.nightly] * ((backend, size) in SEVERAL_HOSTS[::3]))
+        for backend, size in SEVERAL_HOSTS
+    ],
+)
+def test_every_method_gives_the_same_on_several_hosts(crowd: Crowd, backend: str, size: int) -> None:
+    crowd.start(members.every_method, backend, size)
+    crowd.join()
+
+
+@pytest.mark.parametrize("backend", ["mixed_hosts", "mixed_apart"])
+def test_sums_over_hosts_have_the_same_bits_whichever_way_they_take(crowd: Crowd, backend: str) -> None:
+    crowd.start(members.sums_by_every_way, backend, 4)
+    crowd.join()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["mixed_hosts", "mixed_apart"])
+def test_views_last_and_members_leave_early_on_several_hosts(crowd: Crowd, backend: str) -> None:
+    crowd.start(members.slow_readers, backend, 4)
+    crowd.join()
+    crowd.start(members.uneven_paces, backend, 4)
+    crowd.join()
+
+
+@pytest.mark.parametrize("backend", ["mixed_hosts", "mixed_apart"])
+def test_a_death_is_known_on_all_hosts(crowd: Crowd, backend: str) -> None:
+    crowd.start(members.one_is_killed, backend, 3)
+    killed_at = crowd.kill(1)
+    for rank in (0, 2):
+        report = crowd.report(rank, "again")
+        assert report["at"] - killed_at < SOON
+        assert report["blamed"] == 1
+        assert report["evidence"] in ("exited", "closed")
+        assert report["later"]["seconds"] < 0.1
+
+
+def test_who_does_not_come_is_blamed_on_all_hosts(crowd: Crowd) -> None:
+    crowd.start(members.one_of_several_does_not_come, "mixed_hosts", 4)
+    crowd.join()
+
+
+def test_another_call_is_known_on_all_hosts(crowd: Crowd) -> None:
+    crowd.start(members.one_calls_something_else, "mixed_hosts", 4)
+    reports = [crowd.report(rank, "message") for rank in range(4)]
+    assert any("calls all_" in report["message"] for report in reports)
+    assert {report["evidence"] for report in reports} == {"closed"}
+    crowd.join()
+
+
+@pytest.mark.nightly
+def test_nothing_stays_of_many_epochs_on_several_hosts(crowd: Crowd) -> None:
+    crowd.start(members.many_epochs, "mixed_hosts", 3)
+    crowd.join()
+
+
 # ---- the parts
 
 
 @pytest.mark.parametrize("way", ["no compiler", "off"])
 def test_without_native_collectives_python_does_the_same(
-    store: TCPStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
+    meeting: MeetingHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
     if way == "off":
         monkeypatch.setenv(native_links.OFF, "0")
@@ -309,7 +407,7 @@ def test_without_native_collectives_python_does_the_same(
         monkeypatch.setattr(shutil, "which", lambda _name: None)
     native_rounds.load.cache_clear()
     try:
-        group = form(store, 11, 0, 1, "shared_memory", 5.0, group=way)
+        group = form(meeting, 11, 0, 1, "shared_memory", 5.0, group=way)
         assert torch.equal(group.all_reduce(torch.ones(3)), torch.ones(3))
         assert not group.is_native  # type: ignore[attr-defined]
         assert "native collectives: off, " in caplog.text.replace("off (", "off, (")
@@ -318,55 +416,21 @@ def test_without_native_collectives_python_does_the_same(
         native_rounds.load.cache_clear()
 
 
-def test_a_store_listens_on_its_address_only(store: TCPStore) -> None:
-    listening = [
-        connection.laddr.ip
-        for connection in psutil.Process().net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == store.port
-    ]
-    assert listening == ["127.0.0.1"]
-
-
-def test_no_store_is_an_error_that_says_where() -> None:
-    with pytest.raises(ValueError, match="port must be known"):
-        open_store("127.0.0.1", None, is_host=False, timeout=1.0)
-    with socket.socket() as deaf:
-        deaf.bind(("127.0.0.1", 0))
-        port = deaf.getsockname()[1]
-        with pytest.raises(CollectiveError, match=f"no store answers at 127.0.0.1:{port} "):
-            open_store("127.0.0.1", port, is_host=False, timeout=0.2)
-
-
-def test_who_may_be_early_waits_for_the_store() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    late = threading.Timer(
-        0.3, lambda: kept.append(open_store("127.0.0.1", port, is_host=True, timeout=members.PATIENCE))
-    )
-    kept: list[TCPStore] = []
-    late.start()
-    early = open_store("127.0.0.1", port, is_host=False, timeout=members.PATIENCE, may_be_early=True)
-    late.join()
-    early.set("key", b"value")
-    assert kept[0].get("key") == b"value"
-
-
-def test_what_a_communicator_cannot_be_is_said(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_communicator_cannot_be_is_said(meeting: MeetingHost, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="rank 2 is not in a group of 2"):
-        make_communicator("gloo", store, 2, 2, name="x", timeout=1.0)
-    with pytest.raises(ValueError, match="choose gloo or shared_memory"):
-        make_communicator("carrier pigeon", store, 0, 2, name="x", timeout=1.0)  # type: ignore[arg-type]
+        make_communicator("gloo", meeting, 2, 2, name="x", timeout=1.0)
+    with pytest.raises(ValueError, match="choose gloo, shared_memory, tcp or mixed"):
+        make_communicator("carrier pigeon", meeting, 0, 2, name="x", timeout=1.0)  # type: ignore[arg-type]
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     with pytest.raises(ValueError, match="this is aarch64: use gloo"):
-        make_communicator("shared_memory", store, 0, 2, name="x", timeout=1.0)
+        make_communicator("shared_memory", meeting, 0, 2, name="x", timeout=1.0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tensors_that_do_not_fit_the_sizes_are_refused_before_anything_is_sent(
-    store: TCPStore, backend: str
+    meeting: MeetingHost, backend: str
 ) -> None:
-    group = form(store, 10, 0, 1, backend, 1.0, group=f"refusing {backend}")
+    group = form(meeting, 10, 0, 1, backend, 1.0, group=f"refusing {backend}")
     for call in (
         lambda: group.all_gather(torch.ones(3), [2]),
         lambda: group.reduce_scatter(torch.ones(3), [2]),
@@ -385,9 +449,9 @@ def test_tensors_that_do_not_fit_the_sizes_are_refused_before_anything_is_sent(
     group.close()
 
 
-def test_what_members_say_is_exchanged_by_rank(store: TCPStore) -> None:
-    store.set("member/1", "the other")
-    assert exchange(store, 0, 2, b"this one", timeout=1.0) == [b"this one", b"the other"]
+def test_what_members_say_is_exchanged_by_rank(meeting: MeetingHost) -> None:
+    meeting.set("member/1", b"the other")
+    assert exchange(meeting, 0, 2, b"this one", timeout=1.0) == [b"this one", b"the other"]
 
 
 def test_segments_of_elsewhere_and_of_the_dead_are_refused() -> None:

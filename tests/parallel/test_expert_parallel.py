@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from parallel.communicators.arithmetic import plain
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.expert_parallel import Dispatch, ExpertParallel
+from parallel.links.meeting import MeetingHost
 from parallel.placement import Placement, assign_experts
 from tests.parallel.other_device import DEVICE, Elsewhere, OtherDevice
 
@@ -85,10 +85,10 @@ def serve(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dispatch", ["allgather_reducescatter", "all_to_all"])
 def test_members_have_the_bits_of_one(dispatch: Dispatch, dtype: torch.dtype) -> None:
-    store = HashStore()
+    meeting = MeetingHost("127.0.0.1")
 
     def member(rank: int) -> list[torch.Tensor]:
-        group = SharedMemoryCommunicator(store, rank, MEMBERS, timeout=PATIENCE)
+        group = SharedMemoryCommunicator(meeting, rank, MEMBERS, timeout=PATIENCE)
         mine = experts(MEMBERS, rank, dispatch)
         mine.join(group, mine.placement)
         found = serve(mine, rank, dtype)
@@ -105,10 +105,10 @@ def test_members_have_the_bits_of_one(dispatch: Dispatch, dtype: torch.dtype) ->
 @pytest.mark.parametrize("dispatch", ["allgather_reducescatter", "all_to_all"])
 def test_tensors_of_another_device_travel_through_host_memory(dispatch: Dispatch) -> None:
     """Communicators refuse them; what comes back is where it was."""
-    store, dtype = HashStore(), torch.bfloat16
+    meeting, dtype = MeetingHost("127.0.0.1"), torch.bfloat16
 
     def member(rank: int) -> list[torch.Tensor]:
-        group = SharedMemoryCommunicator(store, rank, MEMBERS, timeout=PATIENCE)
+        group = SharedMemoryCommunicator(meeting, rank, MEMBERS, timeout=PATIENCE)
         with OtherDevice():
             mine = experts_elsewhere(MEMBERS, rank, dispatch)
             mine.join(group, mine.placement)

@@ -106,6 +106,7 @@ def examine(config: DoctorConfig) -> tuple[list[Finding], Links | None]:
             master_port=config.master_port,
             own_address=config.mesh.instance_address,
             timeout=config.timeout,
+            mesh_key_file=config.mesh.mesh_key_file,
         )
         found = links.ask_links(ask)
         findings += links.check_links(found, ask)

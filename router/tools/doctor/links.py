@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from coordinator.addresses import is_loopback
 from engine.probe.facts import Failed, HostFacts, Links, Timing
 from engine.probe.links import Ask
 from router.tools.doctor.findings import Finding, broken, note, ok, warning
@@ -49,7 +50,7 @@ def check_links(found: Links | Failed, ask: Ask) -> list[Finding]:
             f"run `lockstep doctor {flags} --node-rank RANK` on each host; firewalls must let these ports by"
         )
         return [broken(AREA, "group", found.error, fix)]
-    return [*_hosts(found.hosts), *_differences(found.hosts), *_pairs(found)]
+    return [*_key(ask), *_hosts(found.hosts), *_differences(found.hosts), *_pairs(found)]
 
 
 def name_of(host: HostFacts) -> str:
@@ -57,12 +58,18 @@ def name_of(host: HostFacts) -> str:
     return f"{host.host} ({host.address})"
 
 
+def _key(ask: Ask) -> Iterator[Finding]:
+    if ask.mesh_key_file is None and not is_loopback(ask.master_address):
+        text = "measured without a mesh key: anybody could have taken part"
+        yield note(AREA, "key", text, "give --mesh-key-file, as the mesh will need it")
+
+
 def _hosts(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     for host in hosts:
         speed = f", {host.mbit / 1000:g} Gbit/s" if host.mbit else ""
         text = f"{name_of(host)}: TCP over {host.interface}{speed}, MTU {host.mtu}"
         if host.infiniband:
-            text += f"; InfiniBand or RoCE, which gloo does not use: {', '.join(host.infiniband)}"
+            text += f"; InfiniBand or RoCE, which TCP does not use: {', '.join(host.infiniband)}"
         if host.faster:
             fix = f"use a faster one: --instance-address (or -dpa) of {', '.join(host.faster)}"
             yield note(AREA, f"node {host.rank}", text, fix)
@@ -104,7 +111,10 @@ def _pairs(found: Links) -> Iterator[Finding]:
 def _pair(hosts: Sequence[HostFacts], small: Timing, large: Timing) -> Finding:
     what = f"{hosts[0].rank} - {hosts[1].rank}"
     rate = large.bytes_per_second
+    slowest = min(host.mbit for host in hosts)
     text = f"latency {small.seconds * 1e6:.0f} us, bandwidth {rate / 1e6:.0f} MB/s"
+    if slowest:
+        text += f" ({rate * 8e-6 / slowest:.0%} of {slowest / 1000:g} Gbit/s)"
     if hosts[0].host == hosts[1].host:
         text += "; one host: its instances use shared memory instead"
     if small.seconds > SLOW_LATENCY:
@@ -117,8 +127,7 @@ def _pair(hosts: Sequence[HostFacts], small: Timing, large: Timing) -> Finding:
         return warning(
             AREA, what, f"{text}: slower than 1 Gbit/s", "look at the cables, switches and ethtool"
         )
-    slowest = min(host.mbit for host in hosts)
     if rate * 8 < POOR_SHARE * slowest * 1e6:
         fix = "a larger MTU on all hosts (9000), free cores"
-        return note(AREA, what, f"{text}: a small part of {slowest / 1000:g} Gbit/s", fix)
+        return note(AREA, what, f"{text}: a small part of what the interfaces can", fix)
     return ok(AREA, what, text)

@@ -59,15 +59,14 @@ def _addresses_of_name() -> list[str]:
 
 
 def check_transport(infiniband: Sequence[str], environment: Mapping[str, str], has_gpu: bool) -> Finding:
-    """What carries collectives between hosts: gloo, over the instance's address."""
+    """What carries collectives between hosts: TCP, over the instance's address."""
     if "GLOO_SOCKET_IFNAME" in environment:
         fix = "--instance-address chooses the interface"
-        return note(
-            AREA, "transport", "GLOO_SOCKET_IFNAME is ignored: gloo binds to the instance's address", fix
-        )
-    text = "gloo over TCP on the instance's address"
+        text = "GLOO_SOCKET_IFNAME is ignored: links are bound to the instance's address"
+        return note(AREA, "transport", text, fix)
+    text = "TCP links on the instance's address, which prove the mesh key"
     if has_gpu:
         text += ", through the host's memory (NCCL is not used)"
     if infiniband:
-        text += f"; InfiniBand {', '.join(infiniband)} is not used by gloo"
+        text += f"; InfiniBand {', '.join(infiniband)} is not used by them"
     return ok(AREA, "transport", text)

@@ -66,7 +66,7 @@ def _links_table(links: Links) -> Table:
     Each cell has the median time and the bytes sent in it.
     """
     collectives = list(dict.fromkeys(each.collective for each in links.timings))
-    table = Table(title="between hosts, over gloo (TCP): median time, MB/s that each sends")
+    table = Table(title="between hosts, over TCP links: median time, MB/s that each sends")
     table.add_column("hosts")
     table.add_column("bytes", justify="right")
     for name in collectives:

@@ -60,6 +60,27 @@ def test_a_key_comes_back_as_it_was_written_and_does_not_show_its_secrets(tmp_pa
     assert len({OURS.server_public, OURS.server_secret, OURS.client_public, OURS.client_secret}) == 4
 
 
+def test_links_have_a_key_that_follows_from_both_secrets_and_gives_none_away() -> None:
+    one, other = keys.generate(), keys.generate()
+    proofs = {
+        keys.link_key(each).proof(b"label")
+        for each in (one, other, _with(one, server=other), _with(one, client=other))
+    }
+    assert len(proofs) == 4
+    assert keys.link_key(one).proof(b"label") == keys.link_key(keys._of_secrets(*_secrets(one))).proof(
+        b"label"
+    )
+
+
+def _secrets(mesh: MeshKeys) -> tuple[bytes, bytes]:
+    return mesh.server_secret, mesh.client_secret
+
+
+def _with(mesh: MeshKeys, *, server: MeshKeys | None = None, client: MeshKeys | None = None) -> MeshKeys:
+    """The same key with one secret of another."""
+    return keys._of_secrets((server or mesh).server_secret, (client or mesh).client_secret)
+
+
 def test_keygen_says_why_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert keygen([str(tmp_path / "nowhere" / "key")]) == 2
     assert "No such file or directory" in capsys.readouterr().err

@@ -29,6 +29,7 @@ from engine.groups.stepping import Agreement
 from engine.messages import Submit
 from engine.model.checkpoint import read_model_info
 from engine.sampling import SamplingParams
+from parallel.links.counts import LinkCount
 from parallel.lockstep import Header, Lockstep, RunStep, Sleep, Wake
 from parallel.placement import assign_experts
 from tests.engine.greedy import greedy_outputs
@@ -144,6 +145,9 @@ class ThreadStepping:
         self.times = RecoveryTimes()
         self.sleeps = 0
         self.empty_steps = 0
+
+    def link_totals(self) -> dict[int, LinkCount]:
+        return {}
 
     @property
     def must_step(self) -> bool:

@@ -9,14 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import HashStore
-
 from engine.core import EngineCore
 from engine.executor.uni import UniExecutor
 from engine.messages import Submit
 from engine.model.checkpoint import read_model_info
 from parallel.communicators.base import Communicator
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
+from parallel.links.meeting import MeetingHost
 from parallel.placement import assign_experts
 from tests.engine.groups.test_lockstep_engine import ThreadStepping
 from tests.engine.invariance.answers import PEER, Answer, Answers, settings, step
@@ -33,10 +32,10 @@ Group = Callable[[int], Sequence[Any]]
 
 def in_shared_memory(size: int) -> list[SharedMemoryCommunicator]:
     """All members' ends of a group on one host, which exchange inside the native step."""
-    store = HashStore()
+    meeting = MeetingHost("127.0.0.1")
 
     def member(rank: int) -> SharedMemoryCommunicator:
-        return SharedMemoryCommunicator(store, rank, size, timeout=PATIENCE, forming_timeout=PATIENCE)
+        return SharedMemoryCommunicator(meeting, rank, size, timeout=PATIENCE, forming_timeout=PATIENCE)
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(member, range(size)))

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from engine.attention.base import PackedRows
 from engine.config import ModelConfig
@@ -27,6 +26,7 @@ from engine.model.expert_weights import ExpertShare
 from engine.model.weights import LoadedModel, load_model
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
+from parallel.links.meeting import MeetingHost
 from parallel.placement import assign_experts
 from tests.engine.kernels.test_kernels import SCENARIO, everything, packed_rows
 from tests.engine.tiny_models import make_tiny_model
@@ -94,10 +94,10 @@ def together(
     size: int, body: Callable[[int, SharedMemoryCommunicator], object], timeout: float = PATIENCE
 ) -> None:
     """Run a function for each member of a new group, in threads."""
-    store = HashStore()
+    meeting = MeetingHost("127.0.0.1")
 
     def member(rank: int) -> None:
-        group = SharedMemoryCommunicator(store, rank, size, timeout=timeout, forming_timeout=PATIENCE)
+        group = SharedMemoryCommunicator(meeting, rank, size, timeout=timeout, forming_timeout=PATIENCE)
         try:
             body(rank, group)
         finally:

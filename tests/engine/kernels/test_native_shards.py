@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from engine.config import ModelConfig
 from engine.executor.uni import UniExecutor
@@ -36,6 +35,7 @@ from engine.model.weights import LoadedModel, load_model
 from engine.sampling import SamplingParams
 from parallel.communicators.base import CollectiveError, Communicator
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
+from parallel.links.meeting import MeetingHost
 from parallel.tensor_parallel import TensorRank
 from tests.engine.kernels.test_kernels import SCENARIO, everything, packed_rows
 from tests.engine.model.test_sharding import (
@@ -276,9 +276,9 @@ def of_all(
 
 
 def shared(size: int, **settings: Any) -> Callable[[int], Communicator]:
-    store = HashStore()
+    meeting = MeetingHost("127.0.0.1")
     patience = {"timeout": PATIENCE, "forming_timeout": PATIENCE} | settings
-    return lambda rank: SharedMemoryCommunicator(store, rank, size, **patience)
+    return lambda rank: SharedMemoryCommunicator(meeting, rank, size, **patience)
 
 
 def shared_group(size: int) -> list[Communicator]:

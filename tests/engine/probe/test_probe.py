@@ -74,7 +74,7 @@ def test_three_hosts_measure_each_pair_and_all_together() -> None:
     ("rank", "address", "error"),
     [
         (0, "127.0.0.1", "node rank 1 did not come within 1 s"),
-        (1, "127.0.0.1", "no store answers at 127.0.0.1:"),
+        (1, "127.0.0.1", "no meeting place answers at 127.0.0.1:"),
         (0, "198.51.100.7", "--master-addr 198.51.100.7 is no address of this host"),
     ],
     ids=["the other", "the leader", "elsewhere"],

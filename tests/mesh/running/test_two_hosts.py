@@ -74,7 +74,7 @@ def test_experts_over_two_hosts_with_a_key(hosts: tuple[Host, Host], key: Path, 
         ) as second,
     ):
         first.wait_for("2 instances ready")
-        assert "2 instances in lockstep over gloo" in first.log
+        assert "2 instances in lockstep over tcp" in first.log
         view = view_of(head, "--mesh-key-file", str(key))
         assert [each.host for each in view.members] == [head.name, other.name]
         assert [each.address.rpartition(":")[0] for each in view.members] == [

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 
+import msgspec
+
 from coordinator.numerics import Numerics
-from engine.messages import Counters, InstanceReport
+from engine.messages import Counters, InstanceReport, LockstepCounters
+from parallel.links.counts import LinkCount
 from router.config import HttpConfig
 from router.mesh import ServedModel
 from router.metrics.metrics import Metrics
+from router.metrics.report_metrics import of_reports
 from tests.router.conftest import serving
 from tests.router.fake_mesh import Facts, FakeMesh, failing, saying
 
@@ -142,3 +146,35 @@ def parsed(page: str) -> dict[str, float]:
         ordered = ",".join(sorted(labels.removesuffix("}").split(","))) if labels else ""
         values[f"{metric}{{{ordered}}}" if ordered else metric] = float(value)
     return values
+
+
+def test_links_are_counted_by_peer_and_direction() -> None:
+    lockstep = LockstepCounters(
+        5,
+        1,
+        2,
+        0.1,
+        0.2,
+        0.3,
+        0.4,
+        0.5,
+        30,
+        20.0,
+        {},
+        step_counts=[0] * 15,
+        links={2: LinkCount(700, 900, 1.5)},
+    )
+    report = InstanceReport(0, 0, 0, 0, 0, 100, Counters(), lockstep)
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=InstanceReport)
+    assert decoded == report
+    samples = {
+        (sample.name, sample.labels.get("direction")): (sample.value, sample.labels["engine"])
+        for family in of_reports("tiny", {1: decoded, 2: InstanceReport(0, 0, 0, 0, 0, 100, Counters())})
+        for sample in family.samples
+        if sample.labels.get("peer") == "2"
+    }
+    assert samples == {
+        ("lockstep:link_bytes_total", "sent"): (700, "1"),
+        ("lockstep:link_bytes_total", "received"): (900, "1"),
+        ("lockstep:link_wait_seconds_total", None): (1.5, "1"),
+    }

@@ -240,10 +240,10 @@ def test_a_host_name_that_means_loopback_is_no_address_for_others() -> None:
 @pytest.mark.parametrize(
     ("infiniband", "environment", "has_gpu", "level", "text"),
     [
-        ([], {}, False, Level.OK, "gloo over TCP"),
-        (["mlx5_0:1"], {}, False, Level.OK, "mlx5_0:1 is not used by gloo"),
+        ([], {}, False, Level.OK, "TCP links"),
+        (["mlx5_0:1"], {}, False, Level.OK, "mlx5_0:1 is not used by them"),
         ([], {}, True, Level.OK, "through the host's memory"),
-        (["mlx5_0:1"], {}, True, Level.OK, "mlx5_0:1 is not used by gloo"),
+        (["mlx5_0:1"], {}, True, Level.OK, "mlx5_0:1 is not used by them"),
         ([], {"GLOO_SOCKET_IFNAME": "eth1"}, False, Level.NOTE, "is ignored"),
     ],
 )
@@ -296,7 +296,15 @@ def test_no_mesh_is_broken() -> None:
 
 # ---- between hosts
 
-ASK = Ask(rank=0, size=2, master_address="10.0.0.1", master_port=29500, own_address=None, timeout=60.0)
+ASK = Ask(
+    rank=0,
+    size=2,
+    master_address="10.0.0.1",
+    master_port=29500,
+    own_address=None,
+    timeout=60.0,
+    mesh_key_file="mesh.key",
+)
 
 
 def host(rank: int, **changes: Any) -> HostFacts:
@@ -321,10 +329,10 @@ def found(latency: float = 100e-6, rate: float = 1e9, **changes: Any) -> Links:
 @pytest.mark.parametrize(
     ("answer", "level", "text"),
     [
-        (found(), Level.OK, "latency 100 us, bandwidth 1000 MB/s"),
+        (found(), Level.OK, "latency 100 us, bandwidth 1000 MB/s (80% of 10 Gbit/s)"),
         (found(latency=8e-3), Level.WARNING, "each layer with spread experts takes 16 ms longer"),
         (found(rate=50e6), Level.WARNING, "slower than 1 Gbit/s"),
-        (found(rate=200e6), Level.NOTE, "a small part of 10 Gbit/s"),
+        (found(rate=200e6), Level.NOTE, "(16% of 10 Gbit/s): a small part"),
         (found(mtu=9000), Level.WARNING, "the MTU differs: host0 1500, host1 9000"),
         (found(torch="2.12.0"), Level.WARNING, "torch differs: host0 2.13.0, host1 2.12.0"),
         (found(lockstep="0.2.0"), Level.WARNING, "Lockstep differs"),

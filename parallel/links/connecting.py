@@ -1,0 +1,359 @@
+"""Connects the members of a group to each other.
+
+Each member listens on a port of its own and says at the meeting place where. The higher rank of a pair
+connects to the lower one, several times: once for each use of the link. Each connection begins with a
+handshake (:mod:`parallel.links.handshake`) for this very group. Strangers that connect meanwhile are refused,
+and cost the members nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from functools import cache
+
+from parallel.links.accepting import BACKLOG, Acceptor
+from parallel.links.dialing import TOO_MANY_FILES, Address, Dialer, too_many_files
+from parallel.links.encryption import can_encrypt, encrypt, why_not
+from parallel.links.errors import CollectiveError, Evidence
+from parallel.links.handshake import Accepting, Offer, Side, Verdict
+from parallel.links.keys import LinkKey
+from parallel.links.meeting_contract import Meeting, Prefixed
+from parallel.links.rendezvous import exchange
+from parallel.links.sockets import GroupSockets
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.01
+"""Seconds between two looks at whether to go on."""
+CONTROL = "control"
+"""Use of the connection for last words."""
+SILENCE_SECONDS = 5.0
+"""Seconds after which a silent host counts as gone, on connections for last words."""
+NEWS_SECONDS = 0.5
+"""Seconds between two looks at the meeting place for a member that gave up."""
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 2, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 3}
+_PREFIX = "forming the group: "
+_GAVE_UP = "gave up"
+"""Name of the value that says why a member gave up."""
+
+
+def connect(
+    meeting: Meeting,
+    rank: int,
+    size: int,
+    *,
+    host: str,
+    name: str,
+    key: LinkKey | None,
+    timeout: float,
+    should_stop: Callable[[], bool] | None = None,
+    streams: int = 1,
+    forming_timeout: float | None = None,
+) -> GroupSockets:
+    """Connect this member to all others; returns when that is done.
+
+    Args:
+        meeting: the group's own part of a meeting place, where members leave their addresses.
+        rank: of this member, of ``size``.
+        size: members of the group.
+        host: the address to listen on, from which this member connects, and on which the others reach it.
+        name: of the group, with its epoch and token: no link of another group is taken for one of this.
+        key: that both ends of each link prove; None: a mesh without a key.
+        timeout: seconds that bytes sent later may stay unacknowledged (TCP_USER_TIMEOUT); bounds forming,
+            too, unless ``forming_timeout`` does.
+        should_stop: asked every few milliseconds; forming ends with an error when it says so.
+        streams: connections for tensors per pair.
+        forming_timeout: seconds for all that happens here.
+
+    Raises:
+        CollectiveError: a member does not come, cannot be reached or is refused; names it, if it is known.
+            Nothing stays open then.
+    """
+    if size == 1:
+        return GroupSockets({}, {})
+    seconds = timeout if forming_timeout is None else forming_timeout
+    try:
+        return _Forming(
+            Prefixed(meeting, "links"),
+            rank,
+            size,
+            host=host,
+            purpose=f"group/{name}",
+            key=key,
+            timeout=timeout,
+            streams=streams,
+        ).run(seconds, should_stop or (lambda: False))
+    except OSError as error:
+        if error.errno in TOO_MANY_FILES:
+            raise too_many_files(rank) from error
+        raise _error(error.strerror or str(error), rank, "aborted") from error
+
+
+class _Forming:
+    """The connections of one member while the group forms."""
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        rank: int,
+        size: int,
+        *,
+        host: str,
+        purpose: str,
+        key: LinkKey | None,
+        timeout: float,
+        streams: int,
+    ) -> None:
+        self._meeting = meeting
+        self._rank, self._size = rank, size
+        self._host = host
+        self._purpose = purpose
+        self._key = key
+        self._timeout = timeout
+        self._uses = [CONTROL, *(f"data/{number}" for number in range(streams))]
+        self._can_encrypt = key is not None and can_encrypt()
+        self._made: dict[tuple[int, str], socket.socket] = {}
+        self._encrypted = 0
+
+    def run(self, seconds: float, should_stop: Callable[[], bool]) -> GroupSockets:
+        """All that happens, with everything closed after an error."""
+        try:
+            with contextlib.ExitStack() as stack:
+                self._selector = stack.enter_context(selectors.DefaultSelector())
+                self._listener = stack.enter_context(self._listen())
+                self._acceptor = stack.enter_context(
+                    contextlib.closing(
+                        Acceptor(self._listener, self._admit, self._key, can_encrypt=self._can_encrypt)
+                    )
+                )
+                self._dialer = stack.enter_context(
+                    contextlib.closing(
+                        Dialer(self._host, self._rank, self._key, can_encrypt=self._can_encrypt)
+                    )
+                )
+                return self._form(seconds, should_stop)
+        except BaseException:
+            for connection in self._made.values():
+                connection.close()
+            raise
+
+    def _form(self, seconds: float, should_stop: Callable[[], bool]) -> GroupSockets:
+        deadline = time.monotonic() + seconds
+        for each in (self._acceptor, self._dialer):
+            self._selector.register(each, selectors.EVENT_READ)
+        try:
+            self._dial(self._addresses(seconds, should_stop))
+            self._finish(deadline, seconds, should_stop)
+        except CollectiveError as error:
+            if error.evidence != "aborted" and not isinstance(error, _News):
+                self._tell(error)
+            raise
+        is_encrypted = self._encrypted == len(self._made)
+        _log_once(_protection(self._key is not None, is_encrypted))
+        return GroupSockets(
+            {peer: [self._made[peer, use] for use in self._uses[1:]] for peer in self._peers},
+            {peer: self._made[peer, CONTROL] for peer in self._peers},
+            is_encrypted=is_encrypted,
+            refused=self._acceptor.refused,
+        )
+
+    def _finish(self, deadline: float, seconds: float, should_stop: Callable[[], bool]) -> None:
+        news_at = time.monotonic() + NEWS_SECONDS
+        while missing := self._missing():
+            self._look(LOOK_SECONDS)
+            if should_stop():
+                raise _error("it was stopped from outside", None, "aborted")
+            now = time.monotonic()
+            if now > deadline:
+                raise self._too_late(missing, seconds)
+            if now > news_at:
+                self._look_for_news()
+                news_at = time.monotonic() + NEWS_SECONDS
+
+    @property
+    def _peers(self) -> list[int]:
+        return [peer for peer in range(self._size) if peer != self._rank]
+
+    def _missing(self) -> list[int]:
+        return [peer for peer in self._peers if any((peer, use) not in self._made for use in self._uses)]
+
+    # ---- addresses
+
+    def _listen(self) -> socket.socket:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0]
+            listener = socket.socket(family, kind, protocol)
+            try:
+                listener.bind(address)
+                listener.listen(BACKLOG)
+            except OSError:
+                listener.close()
+                raise
+        except OSError as error:
+            if error.errno in TOO_MANY_FILES:
+                raise
+            advice = ""
+            if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+                advice = ": --instance-address takes an address of an interface that is up on this host"
+            why = f"rank {self._rank} cannot listen on {self._host} ({error.strerror or error}){advice}"
+            raise _error(why, self._rank, "aborted") from error
+        return listener
+
+    def _addresses(self, seconds: float, should_stop: Callable[[], bool]) -> list[Address]:
+        """Where all members listen; those that come early are let in meanwhile."""
+
+        def look() -> bool:
+            self._look(0.0)
+            return should_stop()
+
+        host, port = self._listener.getsockname()[:2]
+        mine = f"{host} {port}".encode()
+        said = exchange(self._meeting, self._rank, self._size, mine, timeout=seconds, should_stop=look)
+        return [self._address(rank, each) for rank, each in enumerate(said)]
+
+    def _address(self, rank: int, said: bytes) -> Address:
+        host, _, port = said.decode(errors="replace").partition(" ")
+        if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise _error(f"rank {rank} tells no address but {said[:100]!r}", rank)
+        return Address(host, int(port))
+
+    # ---- news of members that gave up
+
+    def _tell(self, error: CollectiveError) -> None:
+        blamed = self._rank if error.rank is None else error.rank
+        text = str(error).removeprefix(_PREFIX)
+        with contextlib.suppress(CollectiveError):  # the group fails for its own reason
+            self._meeting.set(_GAVE_UP, f"{self._rank} {blamed} {text}".encode())
+
+    def _look_for_news(self) -> None:
+        """Raises the error of a member that gave up, since it knows more."""
+        try:
+            if not self._meeting.check([_GAVE_UP]):
+                return
+            said = self._meeting.get(_GAVE_UP).decode(errors="replace")
+        except CollectiveError:
+            return  # the meeting place is not needed any more
+        teller, blamed, text = said.split(" ", 2)
+        rank = int(teller) if int(blamed) == self._rank else int(blamed)
+        raise _News(f"{_PREFIX}rank {teller} gave up: {text}", rank, "closed")
+
+    # ---- links
+
+    def _look(self, seconds: float) -> None:
+        """Waits for news of connections at most so long, and goes on with all."""
+        for key, _ in self._selector.select(seconds):
+            if key.data is not None:
+                self._check_alive(key.data)
+        accepted = []
+        for each in self._acceptor.accepted():
+            link = (each.offer.rank, each.offer.use)
+            if link in self._made:  # twice at once, by a member that is not as it should be
+                each.connection.close()
+            else:
+                self._made[link] = each.connection
+                accepted.append(each)
+        dialed = self._dialer.dialed()
+        self._made |= {(own.offer.to, own.offer.use): own.connection for own in dialed}
+        for each in accepted:
+            self._prepare(each.offer.rank, each.offer.use, each.connection, each.handshake)
+        for own in dialed:
+            self._prepare(own.offer.to, own.offer.use, own.connection, own.handshake)
+
+    def _admit(self, offer: Offer) -> Verdict:
+        if offer.purpose != self._purpose:
+            return Verdict.OTHER_PURPOSE
+        if offer.size != self._size:
+            return Verdict.OTHER_SIZE
+        if offer.to != self._rank or not self._rank < offer.rank < self._size:
+            return Verdict.OTHER_RANK
+        if offer.use not in self._uses or (offer.rank, offer.use) in self._made:
+            return Verdict.OTHER_RANK
+        return Verdict.ACCEPTED
+
+    def _dial(self, addresses: list[Address]) -> None:
+        for peer in range(self._rank):
+            for use in self._uses:
+                offer = Offer(self._purpose, use, self._rank, peer, self._size)
+                self._dialer.dial(offer, addresses[peer])
+
+    def _prepare(self, peer: int, use: str, connection: socket.socket, handshake: Side) -> None:
+        set_options(connection, SILENCE_SECONDS if use == CONTROL else self._timeout)
+        if handshake.is_encrypted:
+            try:
+                encrypt(connection, handshake, connects=not isinstance(handshake, Accepting))
+            except OSError as error:
+                raise _error(
+                    f"the link to rank {peer} cannot be encrypted ({error.strerror or error})", peer
+                ) from error
+            self._encrypted += 1
+        self._selector.register(connection, selectors.EVENT_READ, (peer, connection))
+
+    def _check_alive(self, link: tuple[int, socket.socket]) -> None:
+        """A link that is there already has something to read, or has ended."""
+        peer, connection = link
+        try:
+            is_alive = bool(connection.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return
+        except OSError:
+            is_alive = False
+        if not is_alive:
+            raise _error(f"rank {peer} is gone, or gave up, while others were connecting", peer)
+        self._selector.unregister(connection)  # it has begun already; its words are read later
+
+    def _too_late(self, missing: list[int], seconds: float) -> CollectiveError:
+        late = self._dialer.late()
+        if late is not None:
+            return late
+        names = ", ".join(map(str, missing))
+        where = Address(*self._listener.getsockname()[:2])
+        text = f"rank {names} did not connect to {where} within {seconds:g} s"
+        if self._acceptor.problem:
+            text += f"; some could not be accepted ({self._acceptor.problem})"
+        elif self._acceptor.refused:
+            text += f"; {self._acceptor.refused} connections were refused, the log says why"
+        return _error(text, missing[0], "deadline")
+
+
+def _protection(has_key: bool, is_encrypted: bool) -> str:
+    """What a stranger on the network cannot do, for the log."""
+    if not has_key:
+        return "links between members are neither authenticated nor encrypted: this mesh has no key"
+    if is_encrypted:
+        return "links between members prove the mesh's key and are encrypted by the kernel (AES-128-GCM)"
+    reason = why_not() or "the kernel of another host has no TLS (`modprobe tls` there loads it)"
+    return f"links between members prove the mesh's key; they are not encrypted: {reason}"
+
+
+@cache
+def _log_once(text: str) -> None:
+    """Once in the life of a process, however often groups form."""
+    logger.info("%s", text)
+
+
+class _News(CollectiveError):
+    """An error that another member has told already."""
+
+
+def set_options(connection: socket.socket, silence: float) -> None:
+    """No delay of small messages, and an end of waits for a silent host.
+
+    After ``silence`` seconds without acknowledgement the kernel gives the connection up. It looks after a
+    connection that carries nothing, too; TCP_USER_TIMEOUT counts in place of a number of probes there.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    milliseconds = min(max(1, int(1000 * silence)), 2**31 - 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+
+
+def _error(text: str, rank: int | None, evidence: Evidence = "closed") -> CollectiveError:
+    return CollectiveError(_PREFIX + text, rank, evidence)

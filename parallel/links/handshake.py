@@ -1,0 +1,298 @@
+"""The handshake of a link: its purpose, and proof of the mesh's key (pure).
+
+There are four messages. The side that connects sends what the link is for, and a nonce. The other side
+answers with a nonce of its own. The first proves the key, by an HMAC over both messages. Only then does the
+other judge what the link is for, and it proves the key, too, with its verdict. So a process without the key
+learns the version, and whether there is a key, but not which groups exist. Both nonces are in each proof, and
+each side has a label of its own: neither a recorded handshake nor a reflected message proves anything.
+
+Whatever follows these messages on the stream is the link's. Each side reads no more than :attr:`Side.wanted`
+bytes at a time.
+
+A process on the way between two members can pass their handshake on and then change what they send, unless
+the link is encrypted (:mod:`parallel.links.encryption`).
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import struct
+from collections.abc import Callable
+from enum import IntEnum
+from typing import NamedTuple
+
+from parallel.links.keys import NO_KEY, LinkKey
+
+HANDSHAKE_SECONDS = 5.0
+"""Seconds that a handshake may take, on either side."""
+VERSION = 1
+"""Rises when messages of the handshake, or what follows on a link, change."""
+LONGEST_PURPOSE = 512
+"""Bytes of a purpose, and of a use."""
+
+_MAGIC = b"LKSTEP"
+_HEAD = struct.Struct(">6sHBH")  # magic, version, flags, bytes that follow; the same in all versions
+_BODY = struct.Struct(">32siiiHH")  # nonce, ranks, size, lengths of two texts
+_ANSWER = struct.Struct(">6sHBB32s")  # magic, version, flags, verdict, nonce; the same in all versions
+_VERDICT = struct.Struct(">B32s")
+_NONCE_BYTES = _PROOF_BYTES = 32
+FULL_BYTES = 9216
+"""Bytes of the first message of each side: more than a packet may have.
+
+So a network that loses large packets is noticed here, and not when the first tensor does not come.
+"""
+_HAS_KEY, _ENCRYPTS = 1, 2  # flags
+
+
+class Verdict(IntEnum):
+    """Judgement of the side that accepts on the other."""
+
+    ACCEPTED = 0
+    OTHER_VERSION = 1
+    NO_KEY_HERE = 2
+    KEY_NEEDED = 3
+    WRONG_KEY = 4
+    OTHER_PURPOSE = 5
+    OTHER_SIZE = 6
+    OTHER_RANK = 7
+
+
+_SAME_KEY = "give all processes the same --mesh-key-file"
+_SEEN_BY_CONNECTING = {
+    Verdict.OTHER_VERSION: "it speaks another version of the protocol: install the same version everywhere",
+    Verdict.NO_KEY_HERE: f"it has no mesh key and this process has one: {_SAME_KEY}",
+    Verdict.KEY_NEEDED: f"it has a mesh key and this process has none: {_SAME_KEY}",
+    Verdict.WRONG_KEY: f"it has another mesh key: {_SAME_KEY}",
+    Verdict.OTHER_PURPOSE: "it is in another group or epoch",
+    Verdict.OTHER_SIZE: "its group has another number of members",
+    Verdict.OTHER_RANK: "it expects another member there, or has this one already",
+}
+_SEEN_BY_ACCEPTING = {
+    Verdict.OTHER_VERSION: "it speaks another version of the protocol",
+    Verdict.NO_KEY_HERE: "it has a mesh key and this process has none",
+    Verdict.KEY_NEEDED: "it has no mesh key and this process has one",
+    Verdict.WRONG_KEY: "it has another mesh key",
+    Verdict.OTHER_PURPOSE: "it means another group or epoch",
+    Verdict.OTHER_SIZE: "its group has another number of members",
+    Verdict.OTHER_RANK: "another member is expected, or this one is here already",
+}
+
+
+class Offer(NamedTuple):
+    """What a link is for."""
+
+    purpose: str
+    """A meeting place, or the name of a group with its epoch and token."""
+    use: str = ""
+    """Which of several links between the two."""
+    rank: int = 0
+    """Rank of the side that connects."""
+    to: int = 0
+    """Rank of the side that accepts."""
+    size: int = 0
+    """Number of members."""
+
+
+class Refused(Exception):
+    """A handshake that came to nothing; the text says why."""
+
+    def __init__(self, reason: str, verdict: Verdict | None = None) -> None:
+        super().__init__(reason)
+        self.verdict = verdict
+
+
+Admit = Callable[[Offer], Verdict]
+"""Judges what a link is for, after its other side has proven the key."""
+
+
+class Side:
+    """Common part of both sides."""
+
+    def __init__(self, key: LinkKey | None, can_encrypt: bool, nonce: bytes | None, needed: int) -> None:
+        self._key = key or NO_KEY
+        self._flags = (_HAS_KEY if key is not None else 0) | (
+            _ENCRYPTS if can_encrypt and key is not None else 0
+        )
+        self._nonce = nonce or secrets.token_bytes(_NONCE_BYTES)
+        self._transcript: list[bytes] = []
+        self._other_flags = 0
+        self._needed = needed  # bytes of the next message; 0: none comes
+        self._incoming = b""
+        self.last_word = b""
+        """What the other side is sent before a refused link is closed."""
+
+    @property
+    def wanted(self) -> int:
+        """Most bytes to read next; 0: the handshake is over."""
+        return self._needed - len(self._incoming)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether both have proven the key and agree on what the link is for."""
+        return not self._needed
+
+    def feed(self, content: bytes) -> bytes:
+        """Take in at most :attr:`wanted` bytes of the other side; returns what to send.
+
+        Raises:
+            Refused: the link is not to be used; :attr:`last_word` is to be sent before it is closed.
+        """
+        if len(content) > self.wanted:
+            raise ValueError(f"{len(content)} bytes were read where {self.wanted} were wanted")
+        self._incoming += content
+        if self.wanted or not content:
+            return b""
+        message, self._incoming = self._incoming, b""
+        return self._take(message)
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether both can encrypt, so that both do."""
+        return bool(self._flags & self._other_flags & _ENCRYPTS)
+
+    def secret(self, label: bytes, num_bytes: int) -> bytes:
+        """Secret bytes that only the two sides know, and no other link has."""
+        return self._key.expand(label, b"".join(self._transcript), num_bytes)
+
+    def _take(self, message: bytes) -> bytes:
+        raise NotImplementedError
+
+    def _proves(self, label: bytes, proof: bytes, *more: bytes) -> bool:
+        return hmac.compare_digest(proof, self._key.proof(label, *self._transcript, *more))
+
+
+class Connecting(Side):
+    """The side that connects; begins with :attr:`hello`."""
+
+    def __init__(
+        self, offer: Offer, key: LinkKey | None, *, can_encrypt: bool = False, nonce: bytes | None = None
+    ) -> None:
+        """``nonce``: 32 bytes in place of random ones, for tests.
+
+        Raises:
+            ValueError: a text of the offer is too long.
+        """
+        super().__init__(key, can_encrypt, nonce, _ANSWER.size)
+        purpose, use = offer.purpose.encode(), offer.use.encode()
+        if max(len(purpose), len(use)) > LONGEST_PURPOSE:
+            longest = max(len(purpose), len(use))
+            raise ValueError(f"a purpose of {longest} bytes is too long: {LONGEST_PURPOSE} are allowed")
+        head = _BODY.pack(self._nonce, offer.rank, offer.to, offer.size, len(purpose), len(use))
+        body = (head + purpose + use).ljust(FULL_BYTES - _HEAD.size, b"\0")
+        self.hello = _HEAD.pack(_MAGIC, VERSION, self._flags, len(body)) + body
+        """The first message, sent as soon as the connection is there."""
+        self._transcript.append(self.hello)
+        self._answer = b""
+        self._step = self._take_answer
+
+    def _take(self, message: bytes) -> bytes:
+        return self._step(message)
+
+    def _take_answer(self, message: bytes) -> bytes:
+        magic, version, self._other_flags, verdict, _ = _ANSWER.unpack(message)
+        if magic != _MAGIC:
+            raise Refused("what answers is no process of a mesh")
+        if version != VERSION:
+            raise _seen(Verdict.OTHER_VERSION)
+        if verdict != Verdict.ACCEPTED:
+            raise _seen(verdict)
+        if (self._flags ^ self._other_flags) & _HAS_KEY:
+            raise _seen(Verdict.KEY_NEEDED if self._other_flags & _HAS_KEY else Verdict.NO_KEY_HERE)
+        self._answer, self._step, self._needed = message, self._take_rest, FULL_BYTES - _ANSWER.size
+        return b""
+
+    def _take_rest(self, message: bytes) -> bytes:
+        self._transcript.append(self._answer + message)
+        proof = self._key.proof(b"connects", *self._transcript)
+        self._transcript.append(proof)
+        self._step, self._needed = self._take_verdict, _VERDICT.size
+        return proof
+
+    def _take_verdict(self, message: bytes) -> bytes:
+        verdict, proof = _VERDICT.unpack(message)
+        if not self._proves(b"accepts", proof, message[:1]):
+            raise _seen(Verdict.WRONG_KEY)
+        if verdict != Verdict.ACCEPTED:
+            raise _seen(verdict)
+        self._needed = 0
+        return b""
+
+
+class Accepting(Side):
+    """The side that accepts; ``admit`` judges what an authenticated link is for."""
+
+    def __init__(
+        self, admit: Admit, key: LinkKey | None, *, can_encrypt: bool = False, nonce: bytes | None = None
+    ) -> None:
+        """``nonce``: 32 bytes in place of random ones, for tests."""
+        super().__init__(key, can_encrypt, nonce, _HEAD.size)
+        self._admit = admit
+        self._step = self._take_head
+        self._head = b""
+        self.offer = Offer("")
+        """Purpose according to the other side, proven when this side is done."""
+
+    def _take(self, message: bytes) -> bytes:
+        return self._step(message)
+
+    def _take_head(self, message: bytes) -> bytes:
+        magic, version, self._other_flags, num_bytes = _HEAD.unpack(message)
+        if magic != _MAGIC:
+            raise Refused("what it sends is no handshake")
+        if version != VERSION:
+            raise self._refusal(Verdict.OTHER_VERSION)
+        if (self._flags ^ self._other_flags) & _HAS_KEY:
+            raise self._refusal(Verdict.KEY_NEEDED if self._flags & _HAS_KEY else Verdict.NO_KEY_HERE)
+        if num_bytes != FULL_BYTES - _HEAD.size:
+            raise Refused(f"it announces a handshake of {num_bytes} bytes")
+        self._head, self._step, self._needed = message, self._take_body, num_bytes
+        return b""
+
+    def _take_body(self, message: bytes) -> bytes:
+        _, rank, to, size, purpose_bytes, use_bytes = _BODY.unpack_from(message)
+        if max(purpose_bytes, use_bytes) > LONGEST_PURPOSE:
+            raise Refused(f"it announces a purpose of {max(purpose_bytes, use_bytes)} bytes")
+        middle = _BODY.size + purpose_bytes
+        try:
+            purpose, use = (
+                message[_BODY.size : middle].decode(),
+                message[middle : middle + use_bytes].decode(),
+            )
+        except UnicodeDecodeError:
+            raise Refused("its handshake is no text where it should be") from None
+        self.offer = Offer(purpose, use, rank, to, size)
+        answer = _ANSWER.pack(_MAGIC, VERSION, self._flags, Verdict.ACCEPTED, self._nonce)
+        answer = answer.ljust(FULL_BYTES, b"\0")
+        self._transcript += [self._head + message, answer]
+        self._step, self._needed = self._take_proof, _PROOF_BYTES
+        return answer
+
+    def _take_proof(self, message: bytes) -> bytes:
+        if not self._proves(b"connects", message):
+            self.last_word = _VERDICT.pack(Verdict.WRONG_KEY, bytes(_PROOF_BYTES))  # no proof for strangers
+            raise Refused(_SEEN_BY_ACCEPTING[Verdict.WRONG_KEY], Verdict.WRONG_KEY)
+        self._transcript.append(message)
+        verdict = self._admit(self.offer)
+        code = bytes([verdict])
+        answer = code + self._key.proof(b"accepts", *self._transcript, code)
+        if verdict is not Verdict.ACCEPTED:
+            self.last_word = answer
+            raise Refused(f"{_SEEN_BY_ACCEPTING[verdict]} ({_named(self.offer)})", verdict)
+        self._needed = 0
+        return answer
+
+    def _refusal(self, verdict: Verdict) -> Refused:
+        self.last_word = _ANSWER.pack(_MAGIC, VERSION, self._flags, verdict, self._nonce)
+        return Refused(_SEEN_BY_ACCEPTING[verdict], verdict)
+
+
+def _named(offer: Offer) -> str:
+    return f"{offer.purpose!r}, {offer.use!r} from rank {offer.rank} to {offer.to} of {offer.size}"
+
+
+def _seen(verdict: int) -> Refused:
+    """Why this side, which connects, cannot use the link."""
+    if verdict in list(Verdict):
+        return Refused(_SEEN_BY_CONNECTING[Verdict(verdict)], Verdict(verdict))
+    return Refused(f"it refuses for a reason of number {verdict}, which this version does not know")

@@ -1,0 +1,84 @@
+"""Last words between the members of a group, and what their silence means (pure).
+
+Each pair of members has a control connection, on which nothing ever comes but one word: why a member leaves.
+A connection that ends without one has lost its member.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+
+from parallel.links.errors import Evidence
+
+Blame = tuple[str, int | None, Evidence]
+"""Why a group is broken, because of which member, and how that is known."""
+
+CLOSED, ABORTED = 1, 2
+"""Words: a member has made its last call, or was aborted.
+
+Words above: it gave up because of the rank that is 3 less.
+"""
+WORD_BYTES = 8
+
+_word = struct.Struct("!q")
+
+
+def word_for(rank: int | None) -> int:
+    """The word of a member that gives up because of this one, or of nobody."""
+    return ABORTED if rank is None else ABORTED + 1 + rank
+
+
+def encoded(word: int) -> bytes:
+    return _word.pack(word)
+
+
+class LastWords:
+    """What one member has heard of the others.
+
+    What breaks the group is returned as it happens.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._content: dict[int, bytes] = {}
+        self.closed: set[int] = set()
+        """Ranks that have made their last call."""
+
+    def hear(self, peer: int, content: bytes) -> Blame | None:
+        """Bytes have come from a member; a word may come in pieces."""
+        content = self._content[peer] = self._content.get(peer, b"") + content[: WORD_BYTES + 1]
+        if len(content) < WORD_BYTES:
+            return None
+        word = _word.unpack(content[:WORD_BYTES])[0]
+        if len(content) > WORD_BYTES or not CLOSED <= word <= ABORTED + self._size:
+            self._content[peer] = content[: WORD_BYTES + 1]
+            return f"rank {peer} sends what is no last word", peer, "closed"
+        if word == CLOSED:
+            self.closed.add(peer)
+            return None
+        if word == ABORTED:
+            return f"rank {peer} has aborted", None, "closed"
+        blamed = word - ABORTED - 1
+        return f"rank {peer} has given up because of rank {blamed}", blamed, "closed"
+
+    def exit(self, peer: int) -> Blame | None:
+        """The process of a member has ended; what it said before has been heard."""
+        return None if peer in self.closed else (f"rank {peer} has died", peer, "exited")
+
+    def end(self, peer: int, error: int = 0, *, has_exited: bool = False) -> Blame | None:
+        """The control connection to a member has ended; ``error``: the errno, or 0."""
+        if has_exited or peer in self.closed:
+            return self.exit(peer)
+        return broken(peer, error), peer, "closed"
+
+    def lose(self, peer: int, error: int) -> Blame:
+        """A connection for tensors has ended; nothing else explains that."""
+        if peer in self.closed:
+            return f"rank {peer} has closed its end", peer, "closed"
+        return broken(peer, error), peer, "closed"
+
+
+def broken(peer: int, error: int) -> str:
+    """Words for a connection that has ended by this errno, or by its end (0)."""
+    return f"the connection to rank {peer} broke" + (f" ({os.strerror(error)})" if error else "")

@@ -1,0 +1,50 @@
+"""Rendezvous of the members of a group: a value of each at a meeting place.
+
+This module loads no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from parallel.links.errors import CollectiveError
+from parallel.links.meeting_contract import Meeting
+
+_LOOK_SECONDS = 0.02
+"""Seconds between two looks whether to stop."""
+
+
+def exchange(
+    meeting: Meeting,
+    rank: int,
+    size: int,
+    mine: bytes,
+    *,
+    timeout: float,
+    should_stop: Callable[[], bool] | None = None,
+) -> list[bytes]:
+    """Exchange one value per member; returns all values by rank.
+
+    Waits until all members have written theirs.
+
+    Raises:
+        CollectiveError: somebody did not come in time, ``should_stop`` returned True, or the meeting place is
+            gone.
+    """
+    deadline = time.monotonic() + timeout
+    keys = [f"member/{member}" for member in range(size)]
+    try:
+        meeting.set(keys[rank], mine)
+        while (values := meeting.find(keys, _LOOK_SECONDS)) is None:
+            if should_stop is not None and should_stop():
+                raise CollectiveError("it was stopped from outside", None, "aborted")
+            if time.monotonic() > deadline:
+                missing = [member for member in range(size) if not meeting.check([keys[member]])]
+                names = ", ".join(map(str, missing))
+                raise CollectiveError(
+                    f"rank {names} did not come within {timeout:g} s", min(missing, default=None), "deadline"
+                )
+    except CollectiveError as error:
+        raise CollectiveError(f"forming the group: {error}", error.rank, error.evidence) from error
+    return values
