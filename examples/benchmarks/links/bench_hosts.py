@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Benchmark of meshes over two hosts: two network namespaces and a link between them (needs root).
+"""Benchmark of meshes over two hosts, which are network namespaces with a link (needs root).
 
     sudo .venv/bin/python examples/benchmarks/links/bench_hosts.py --layouts ep tp pp --links 0 200:10
     sudo .venv/bin/python examples/benchmarks/links/bench_hosts.py --layouts ep --concurrency 1 8 32
@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installe
 
 from examples.benchmarks.bench_lockstep import measure, print_table, spread
 from examples.benchmarks.links.host_meshes import LAYOUTS, measured, mesh_on_both
-from examples.benchmarks.links.netns import Link, Network, network
+from examples.benchmarks.links.netns import Link, Network, link_of, network
 from examples.benchmarks.links.step_model import exchanges_of, predicted, slope
 from router.tools.bench.report import machine
 
@@ -75,22 +75,6 @@ class Cell:
 
     def median(self, key: str) -> float:
         return statistics.median(self.of(key) or [0.0])
-
-
-def link_of(text: str) -> Link:
-    """A link written DELAY[:RATE].
-
-    Raises:
-        argparse.ArgumentTypeError: it is not.
-    """
-    delay, _, rate = text.partition(":")
-    try:
-        link = Link(float(delay), float(rate or 0))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not DELAY_US[:GBITS], as 200:10") from None
-    if min(link.delay_us, link.gbits) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: a delay and a rate are not below zero")
-    return link
 
 
 def bench_layout(net: Network, name: str, args: Args, directory: Path) -> list[Cell]:
@@ -171,7 +155,7 @@ def ratio(cell: Cell, cells: Sequence[Cell]) -> str:
 
 
 def explanation(name: str, transport: str, cells: Sequence[Cell], layers: int) -> list[list[str]]:
-    """A row per link and load: the step as computed from the one without delay, and as measured."""
+    """Rows of the second table: the step over each link as predicted, and as measured."""
     rows = []
     for load in dict.fromkeys(cell.concurrency for cell in cells):
         mine = [cell for cell in cells if (cell.transport, cell.concurrency) == (transport, load)]

@@ -1,4 +1,4 @@
-"""Meshes over two namespaces, started as on two hosts, and the load that is measured there."""
+"""Meshes over two network namespaces, started as on two hosts, and load for them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Layout:
     """One instance over both, by ``--nnodes``; else one instance each."""
 
     def commands(self, network: Network, index: int, key: Path) -> tuple[list[str], list[str]]:
-        """Arguments of ``serve`` on the head and on the other host, for the mesh with this index."""
+        """Arguments of ``serve`` on the head and on the other host."""
         address = network.ends[0].address
         rpc = str(FIRST_RPC_PORT + index)
         port = ["--port", str(FIRST_PORT + index), "-dpp", rpc]
@@ -60,14 +60,14 @@ LAYOUTS = {
     "pp": Layout(("-pp", "2"), nodes=True),
     "independent": Layout(("-dp", "2", "--no-enable-expert-parallel"), nodes=False),
 }
-"""Layouts by the name in the tables; instances that exchange nothing are what the others stand beside."""
+"""Layouts by the name in the tables."""
 
 
 @contextlib.contextmanager
 def mesh_on_both(
     network: Network, directory: Path, index: int, layout: Layout, flags: Sequence[str]
 ) -> Iterator[str]:
-    """The base URL, on the head, of a mesh over both ends, once it is ready.
+    """Start a mesh over both ends; gives its base URL on the head.
 
     ``flags`` are for both hosts. Logs are in ``directory``.
 
@@ -75,6 +75,7 @@ def mesh_on_both(
         OSError: it does not start.
     """
     key = directory / f"mesh-{index}.key"
+    key.unlink(missing_ok=True)  # of an earlier run with the same --logs
     keys.write(keys.generate(), key)
     environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The length of a step over a link: what it computes, and what it waits for (pure).
+"""Length of a step over a link: computing, delays, bytes (pure).
 
 A step makes a known number of exchanges, each of which can begin only when the one before has ended. One
 takes the link's delay, and its bytes divided by the rate. So
@@ -56,7 +56,7 @@ def predicted(compute: float, exchanges: Exchanges, link: Link) -> float:
 
 
 def slope(steps: Sequence[tuple[Link, float]]) -> float:
-    """Exchanges per step that fit measured seconds best, over links that differ in delay (least squares).
+    """Exchanges per step that fit measured seconds best (least squares).
 
     Raises:
         ValueError: all links have the same delay.
