@@ -25,10 +25,11 @@ from coordinator.rpc.keys import link_key
 from engine.probe.facts import Failed, HostFacts, Links, Timing
 from engine.probe.infiniband import active_ports
 from parallel import measure
-from parallel.communicators.base import CollectiveError, Communicator
+from parallel.communicators.base import CollectiveError
+from parallel.links.connecting import connect
 from parallel.links.keys import LinkKey
 from parallel.links.meeting import MeetingClient, MeetingHost
-from parallel.links.meeting_contract import Meeting
+from parallel.links.meeting_contract import Meeting, Prefixed
 
 LOOK_SECONDS = 0.2
 """Seconds between two looks whether another host has failed."""
@@ -36,8 +37,8 @@ LAST_SECONDS = 2.0
 """Seconds for the others to hear of a failure."""
 TRY_SECONDS = 5.0
 """Seconds that a first message of each size may take."""
-TRY_BYTES = 64 << 10
-"""Four-byte numbers in the first large message; each fills many packets of any MTU."""
+TRY_BYTES = 256 << 10
+"""Bytes of the first large message, which fill many packets of any MTU."""
 _FAILED = "failed"
 
 
@@ -130,15 +131,12 @@ def _measure(
 ) -> list[Timing]:
     from parallel import groups
 
-    def form(name: str, timeout: float) -> Communicator:
-        return groups.form(
-            meeting, 0, ranks.index(ask.rank), len(ranks), "tcp", timeout,
-            group=f"{name}/{'-'.join(map(str, ranks))}", host=address, forming_timeout=ask.timeout, key=key,
-        )  # fmt: skip
-
     if len(ranks) == 2:
-        _look_for_hole(form("try", TRY_SECONDS), ranks)
-    group = form("all", ask.timeout)
+        _look_for_hole(meeting, ranks, ask, address, key)
+    group = groups.form(
+        meeting, 0, ranks.index(ask.rank), len(ranks), "tcp", ask.timeout,
+        group="-".join(map(str, ranks)), host=address, key=key,
+    )  # fmt: skip
     try:
         timings = []
         for collective, num_bytes in measure.cells():
@@ -158,29 +156,61 @@ def _measure(
         group.close()
 
 
-def _look_for_hole(group: Communicator, ranks: Sequence[int]) -> None:
-    """Send little, then much, for a short time each.
+def _look_for_hole(
+    meeting: Meeting, ranks: Sequence[int], ask: Ask, address: str, key: LinkKey | None
+) -> None:
+    """Send little, then much, over a connection of a pair.
 
     Raises:
         CollectiveError: little passes, and much does not.
     """
-    import torch
-
+    name = "-".join(map(str, ranks))
+    sockets = connect(
+        Prefixed(meeting, f"try/{name}"), ranks.index(ask.rank), 2,
+        host=address, name=f"try/{name}", key=key, timeout=ask.timeout,
+    )  # fmt: skip
     try:
-        group.all_gather_ints([0])
-        try:
-            group.all_gather(torch.ones(TRY_BYTES), [TRY_BYTES] * group.size)
-        except CollectiveError as error:
-            if error.evidence != "deadline":
-                raise
-            raise CollectiveError(
-                f"between node ranks {ranks[0]} and {ranks[1]} small messages pass and large ones do not: "
-                "something on the way takes smaller packets than these interfaces' MTU, and does not say so. "
-                "Find the largest that passes (ping -M do -s 1472 ADDRESS) and set it: ip link set DEVICE "
-                "mtu BYTES"
-            ) from error
+        ((connection,),) = sockets.data.values()
+        for num_bytes in (1, TRY_BYTES):
+            for sender in ranks:
+                connection.settimeout(TRY_SECONDS)
+                try:
+                    if sender == ask.rank:
+                        connection.sendall(bytes(num_bytes))
+                        passed = connection.recv(1)  # it has all
+                    else:
+                        passed = _receive(connection, num_bytes)
+                        connection.sendall(b"!")
+                    if not passed:
+                        raise CollectiveError(f"between node ranks {name} the connection has ended")
+                except TimeoutError as error:
+                    raise CollectiveError(_hole(ranks, num_bytes)) from error
+                except OSError as error:
+                    raise CollectiveError(
+                        f"between node ranks {name} the connection broke: {error.strerror or error}"
+                    ) from error
     finally:
-        group.close()
+        sockets.close()
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytes:
+    received = b"!"
+    left = num_bytes
+    while left and received:
+        received = connection.recv(left)
+        left -= len(received)
+    return received
+
+
+def _hole(ranks: Sequence[int], num_bytes: int) -> str:
+    between = f"between node ranks {ranks[0]} and {ranks[1]}"
+    if num_bytes == 1:
+        return f"{between} a byte does not pass within {TRY_SECONDS:g} s, though they connect"
+    return (
+        f"{between} small messages pass and large ones do not: something on the way takes smaller packets "
+        "than these interfaces' MTU, and does not say so. Find the largest that passes (ping -M do -s 1472 "
+        "ADDRESS), and set it on both: ip link set DEVICE mtu BYTES"
+    )
 
 
 def _address(ask: Ask) -> str:

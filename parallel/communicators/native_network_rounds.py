@@ -83,6 +83,7 @@ class _Group(ctypes.Structure):
         ("check", _CheckPeer),
         ("crowded", ctypes.c_int64),
         ("budget", ctypes.c_double),
+        ("shared", ctypes.c_int64),
         ("culprit", ctypes.c_int64),
         ("found", ctypes.c_int64),
         ("expected", ctypes.c_int64),

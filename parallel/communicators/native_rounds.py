@@ -72,6 +72,7 @@ class _Group(ctypes.Structure):
         ("check", _Check),
         ("crowded", ctypes.c_int64),
         ("budget", ctypes.c_double),
+        ("shared", ctypes.c_int64),
         *((name, ctypes.c_int64) for name in ("known", "num_views", "letters_sent")),
         ("letter_user", ctypes.c_int64 * 2),
         ("letter_number", ctypes.c_int64 * 2),

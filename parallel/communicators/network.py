@@ -19,6 +19,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple, Protocol
 
 import torch
@@ -111,24 +112,21 @@ class NetworkCommunicator:
         self.speed = Speed(0.0, 1.0)
         """Speed of the links, the same at all members."""
         self._plans: _Plans | None = None
-        try:
-            self.links = links or _links_over(sockets, rank, size, native)
-            self.health = NetworkHealth(rank, size, sockets.control, timeout, should_stop, self.links.abort)
-        except OSError as error:
-            if hasattr(self, "links"):
-                self.links.close()
-            sockets.close()
-            raise CollectiveError(
-                f"forming the group: rank {rank} cannot use its connections ({error.strerror})",
-                rank,
-                "aborted",
-            ) from error
-        try:
-            self._form(native, sockets.is_encrypted)
-        except BaseException:
-            self.health.abort()
-            self.close()
-            raise
+        with ExitStack() as undo:
+            undo.callback(sockets.close)
+            try:
+                self.links: UsedLinks = links or _links_over(sockets, rank, size, native)
+                undo.callback(self.links.close)
+                self.health = NetworkHealth(
+                    rank, size, sockets.control, timeout, should_stop, self.links.abort
+                )
+                undo.callback(self.health.close)
+                undo.callback(self.health.abort)  # who waits for this member fails
+                self._form(native, sockets.is_encrypted)
+            except OSError as error:
+                problem = f"rank {rank} cannot use its connections: {error.strerror or error}"
+                raise CollectiveError(f"forming the group: {problem}", rank, "aborted") from error
+            undo.pop_all()
 
     def _form(self, native: bool, is_encrypted: bool) -> None:
         rounds = _make_rounds(self.links, self.health, native, crowded=True)

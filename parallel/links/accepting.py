@@ -174,7 +174,7 @@ class Acceptor:
                     return None
                 pending.has_spoken = True
                 answer = handshake.feed(content)
-                if answer and pending.connection.send(answer) != len(answer):  # a few bytes always fit
+                if answer and pending.connection.send(answer) != len(answer):  # so few always fit
                     raise ConnectionError("it takes no answer")
         except BlockingIOError:
             return None
@@ -197,9 +197,9 @@ class Acceptor:
             self._forget(pending)
 
     def _refuse(self, pending: _Pending, reason: str) -> None:
-        self._forget(pending)
         self.refused += 1
         _process.add_one()
+        self._forget(pending)
         self._log.refused(pending.peer, reason)
 
     def _forget(self, pending: _Pending) -> None:

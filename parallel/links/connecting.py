@@ -250,10 +250,20 @@ class _Forming:
         for key, _ in self._selector.select(seconds):
             if key.data is not None:
                 self._check_alive(key.data)
-        for connection, handshake in self._acceptor.accepted():
-            self._keep(handshake.offer.rank, handshake.offer, connection, handshake)
-        for connection, offer, dialed in self._dialer.dialed():
-            self._keep(offer.to, offer, connection, dialed)
+        accepted = []
+        for each in self._acceptor.accepted():
+            link = (each.offer.rank, each.offer.use)
+            if link in self._made:  # twice at once, by a member that is not as it should be
+                each.connection.close()
+            else:
+                self._made[link] = each.connection
+                accepted.append(each)
+        dialed = self._dialer.dialed()
+        self._made |= {(own.offer.to, own.offer.use): own.connection for own in dialed}
+        for each in accepted:
+            self._prepare(each.offer.rank, each.offer.use, each.connection, each.handshake)
+        for own in dialed:
+            self._prepare(own.offer.to, own.offer.use, own.connection, own.handshake)
 
     def _admit(self, offer: Offer) -> Verdict:
         if offer.purpose != self._purpose:
@@ -272,9 +282,8 @@ class _Forming:
                 offer = Offer(self._purpose, use, self._rank, peer, self._size)
                 self._dialer.dial(offer, addresses[peer])
 
-    def _keep(self, peer: int, offer: Offer, connection: socket.socket, handshake: Side) -> None:
-        self._made[peer, offer.use] = connection
-        set_options(connection, SILENCE_SECONDS if offer.use == CONTROL else self._timeout)
+    def _prepare(self, peer: int, use: str, connection: socket.socket, handshake: Side) -> None:
+        set_options(connection, SILENCE_SECONDS if use == CONTROL else self._timeout)
         if handshake.is_encrypted:
             try:
                 encrypt(connection, handshake, connects=not isinstance(handshake, Accepting))

@@ -151,7 +151,7 @@ class Dialer:
                 if failed:
                     raise self._unreachable(dial, OSError(failed, os.strerror(failed)))
                 dial.is_connected = True
-                connection.send(handshake.hello)
+                _send(connection, handshake.hello)
                 self._selector.modify(connection, selectors.EVENT_READ, dial)
             while not handshake.is_done:
                 content = connection.recv(handshake.wanted)
@@ -160,7 +160,7 @@ class Dialer:
                     return None
                 answer = handshake.feed(content)
                 if answer:
-                    connection.send(answer)  # a few bytes always fit
+                    _send(connection, answer)
         except BlockingIOError:
             return None
         except OSError as error:
@@ -217,6 +217,12 @@ class Dialer:
         elif number == errno.EADDRNOTAVAIL:
             why += f": no more free ports on {self._host}, or it is no address of this host"
         return _error(why, peer)
+
+
+def _send(connection: socket.socket, content: bytes) -> None:
+    """So few bytes always fit into an empty socket."""
+    if connection.send(content) != len(content):
+        raise ConnectionError("the kernel takes too few bytes at once: see net.ipv4.tcp_wmem")
 
 
 def _age(dial: _Dial) -> str:

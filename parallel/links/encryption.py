@@ -75,7 +75,7 @@ def _switch_on(connection: socket.socket, sends: bytes, receives: bytes) -> None
 
 
 def _try_it() -> None:
-    """Raises OSError unless what goes in at one end comes out at the other, both ways."""
+    """Raises OSError unless what goes in comes out, both ways."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         listener.settimeout(_TRIAL_SECONDS)

@@ -37,6 +37,11 @@ _BODY = struct.Struct(">32siiiHH")  # nonce, ranks, size, lengths of two texts
 _ANSWER = struct.Struct(">6sHBB32s")  # magic, version, flags, verdict, nonce; the same in all versions
 _VERDICT = struct.Struct(">B32s")
 _NONCE_BYTES = _PROOF_BYTES = 32
+FULL_BYTES = 9216
+"""Bytes of the first message of each side: more than a packet may have.
+
+So a network that loses large packets is noticed here, and not when the first tensor does not come.
+"""
 _HAS_KEY, _ENCRYPTS = 1, 2  # flags
 
 
@@ -174,14 +179,15 @@ class Connecting(Side):
             longest = max(len(purpose), len(use))
             raise ValueError(f"a purpose of {longest} bytes is too long: {LONGEST_PURPOSE} are allowed")
         head = _BODY.pack(self._nonce, offer.rank, offer.to, offer.size, len(purpose), len(use))
-        body = head + purpose + use
+        body = (head + purpose + use).ljust(FULL_BYTES - _HEAD.size, b"\0")
         self.hello = _HEAD.pack(_MAGIC, VERSION, self._flags, len(body)) + body
         """The first message, sent as soon as the connection is there."""
         self._transcript.append(self.hello)
-        self._has_proven = False
+        self._answer = b""
+        self._step = self._take_answer
 
     def _take(self, message: bytes) -> bytes:
-        return self._take_verdict(message) if self._has_proven else self._take_answer(message)
+        return self._step(message)
 
     def _take_answer(self, message: bytes) -> bytes:
         magic, version, self._other_flags, verdict, _ = _ANSWER.unpack(message)
@@ -193,10 +199,14 @@ class Connecting(Side):
             raise _seen(verdict)
         if (self._flags ^ self._other_flags) & _HAS_KEY:
             raise _seen(Verdict.KEY_NEEDED if self._other_flags & _HAS_KEY else Verdict.NO_KEY_HERE)
-        self._transcript.append(message)
+        self._answer, self._step, self._needed = message, self._take_rest, FULL_BYTES - _ANSWER.size
+        return b""
+
+    def _take_rest(self, message: bytes) -> bytes:
+        self._transcript.append(self._answer + message)
         proof = self._key.proof(b"connects", *self._transcript)
         self._transcript.append(proof)
-        self._has_proven, self._needed = True, _VERDICT.size
+        self._step, self._needed = self._take_verdict, _VERDICT.size
         return proof
 
     def _take_verdict(self, message: bytes) -> bytes:
@@ -234,22 +244,26 @@ class Accepting(Side):
             raise self._refusal(Verdict.OTHER_VERSION)
         if (self._flags ^ self._other_flags) & _HAS_KEY:
             raise self._refusal(Verdict.KEY_NEEDED if self._flags & _HAS_KEY else Verdict.NO_KEY_HERE)
-        if not _BODY.size <= num_bytes <= _BODY.size + 2 * LONGEST_PURPOSE:
+        if num_bytes != FULL_BYTES - _HEAD.size:
             raise Refused(f"it announces a handshake of {num_bytes} bytes")
         self._head, self._step, self._needed = message, self._take_body, num_bytes
         return b""
 
     def _take_body(self, message: bytes) -> bytes:
         _, rank, to, size, purpose_bytes, use_bytes = _BODY.unpack_from(message)
-        texts = message[_BODY.size :]
-        if purpose_bytes + use_bytes != len(texts):
-            raise Refused("the lengths in its handshake do not fit each other")
+        if max(purpose_bytes, use_bytes) > LONGEST_PURPOSE:
+            raise Refused(f"it announces a purpose of {max(purpose_bytes, use_bytes)} bytes")
+        middle = _BODY.size + purpose_bytes
         try:
-            purpose, use = texts[:purpose_bytes].decode(), texts[purpose_bytes:].decode()
+            purpose, use = (
+                message[_BODY.size : middle].decode(),
+                message[middle : middle + use_bytes].decode(),
+            )
         except UnicodeDecodeError:
             raise Refused("its handshake is no text where it should be") from None
         self.offer = Offer(purpose, use, rank, to, size)
         answer = _ANSWER.pack(_MAGIC, VERSION, self._flags, Verdict.ACCEPTED, self._nonce)
+        answer = answer.ljust(FULL_BYTES, b"\0")
         self._transcript += [self._head + message, answer]
         self._step, self._needed = self._take_proof, _PROOF_BYTES
         return answer

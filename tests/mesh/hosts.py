@@ -50,6 +50,15 @@ class Host:
         finally:
             _must("-n", self.name, "route", "del", "blackhole", address)
 
+    def set_link(self, *settings: str) -> None:
+        """Settings of the cable's end here, as ``ip link set`` takes them."""
+        _must("-n", self.name, "link", "set", "eth0", *settings)
+
+    def announce_segments(self, num_bytes: int) -> None:
+        """Have others send segments of so many bytes, whatever the link takes."""
+        where = ("dev", "eth0", "src", self.address, "advmss", str(num_bytes))
+        _must("-n", self.name, "route", "change", f"{NETWORK}.0/24", *where)
+
     def command(self, log: Path, module: str, *argv: str) -> Command:
         return Command(log, module, *argv, prefix=self.prefix)
 

@@ -519,6 +519,18 @@ def one_does_not_come(member: Member) -> None:
         member.report(**error)
 
 
+def one_is_stopped(member: Member) -> None:
+    """Rank 1 is stopped, so that it neither works nor ends."""
+    group = member.form("one_is_stopped", timeout=0.5)
+    member.report(ready=True)
+    with member.expect_error() as error:
+        while True:
+            group.all_gather(torch.ones(1, 1 << 18), [1] * member.size)  # more than what the system takes
+            time.sleep(0.001)
+    group.close()
+    member.report(**error)
+
+
 def different_calls(member: Member) -> None:
     """What does not belong together must not look like an answer."""
     group = member.form("different_calls")

@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -245,6 +246,24 @@ def test_who_does_not_come_is_named(crowd: Crowd, backend: str) -> None:
     crowd.join()
 
 
+@pytest.mark.parametrize("backend", ["tcp", "tcp_mixed"])
+def test_who_is_stopped_is_named(crowd: Crowd, backend: str) -> None:
+    crowd.start(members.one_is_stopped, backend, 3)
+    for rank in range(3):
+        crowd.report(rank, "ready")
+    stopped = crowd.processes[1].pid
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        reports = [crowd.report(rank, "at") for rank in (0, 2)]
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert [report["blamed"] for report in reports] == [1, 1]
+    assert "deadline" in {report["evidence"] for report in reports}
+    assert crowd.report(1, "at")["blamed"] == 1
+    crowd.join()
+
+
 @pytest.mark.parametrize("backend", ["shared_memory", "tcp", "tcp_mixed"])
 def test_calls_that_do_not_belong_together_fail(crowd: Crowd, backend: str) -> None:
     crowd.start(members.different_calls, backend, 2)
@@ -400,7 +419,7 @@ def test_without_native_collectives_python_does_the_same(
 def test_what_a_communicator_cannot_be_is_said(meeting: MeetingHost, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="rank 2 is not in a group of 2"):
         make_communicator("gloo", meeting, 2, 2, name="x", timeout=1.0)
-    with pytest.raises(ValueError, match="choose gloo, shared_memory or tcp"):
+    with pytest.raises(ValueError, match="choose gloo, shared_memory, tcp or mixed"):
         make_communicator("carrier pigeon", meeting, 0, 2, name="x", timeout=1.0)  # type: ignore[arg-type]
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     with pytest.raises(ValueError, match="this is aarch64: use gloo"):

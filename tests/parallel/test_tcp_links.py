@@ -23,9 +23,12 @@ from tests.parallel.link_pairs import linked, socket_pair
 SECONDS = 10.0
 
 
-@pytest.fixture(params=(1, 3), ids=("one stream", "three streams"))
+@pytest.fixture(
+    params=((1, ()), (3, ()), (1, (0, 1)), (3, (1,))),
+    ids=("one stream", "three streams", "Python", "three streams, one end in Python"),
+)
 def pair(request: pytest.FixtureRequest) -> Iterator[list[NativeLinks]]:
-    links = linked(2, request.param)
+    links = linked(2, *request.param)
     yield links
     for each in links:
         each.close()

@@ -14,6 +14,7 @@ namespace {
 
 constexpr double CHECK_SECONDS = 0.01;  // how often a waiting member asks whether the wait still makes sense
 constexpr double ALONE_SECONDS = 20e-6;  // looking again at once, before the core is offered to others
+constexpr double TAKEN_SECONDS = 5e-6;  // an offer that lasts so long was accepted: others need this core
 constexpr double SHORTEST_BUDGET = 50e-6, LONGEST_BUDGET = 2e-3;  // offering it, before sleep
 constexpr double SHORTEST_SLEEP = 50e-6, LONGEST_SLEEP = 1e-3;
 constexpr int LOOKS = 32;  // at a word, between two looks at the clock
@@ -21,6 +22,7 @@ constexpr int LOOKS = 32;  // at a word, between two looks at the clock
 struct Patience {
     int64_t crowded;                 // more members than cores: a peer may need this very core to go on
     double budget = LONGEST_BUDGET;  // seconds of looking before sleep
+    int64_t shared = 0;              // 1: others needed this core during the last wait, so it is offered at once
 };
 
 inline void breathe() {
@@ -49,8 +51,10 @@ bool wait_for(Patience& patience, int looks, HasCome has_come, GiveUp give_up, S
         }
         if (waited >= patience.budget) {
             sleep(waited, next_check - waited);
-        } else if (patience.crowded || waited >= ALONE_SECONDS) {
+        } else if (patience.crowded || patience.shared || waited >= ALONE_SECONDS) {
+            auto offered = Clock::now();
             sched_yield();
+            patience.shared = std::chrono::duration<double>(Clock::now() - offered).count() >= TAKEN_SECONDS;
         }
     }
     patience.budget = waited <= LONGEST_BUDGET

@@ -46,7 +46,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
         pytest.param(2, "auto", "linear", marks=pytest.mark.nightly),
         (3, "auto", "round_robin"),
         pytest.param(2, "allgather_reducescatter", "linear", marks=pytest.mark.nightly),
-        (2, "all_to_all", "round_robin"),
+        pytest.param(2, "all_to_all", "round_robin", marks=pytest.mark.nightly),
+        (2, "tcp", "round_robin"),
     ],
 )
 def test_spread_experts_change_no_token(
@@ -56,7 +57,7 @@ def test_spread_experts_change_no_token(
     how = ["-dp", str(size), "-ep", "--all2all-backend", backend, "--expert-placement-strategy", strategy]
     with serve(tmp_path / "log", *how, *ports.head(), *FLAGS) as command:
         command.wait_for(f"{size} instances ready")
-        transport = "shared_memory" if backend == "auto" else "gloo"
+        transport = {"auto": "shared_memory", "tcp": "tcp"}.get(backend, "gloo")
         assert f"{size} instances in lockstep over {transport}" in command.log
         assert crowd_of(ports, 12, NUM_TOKENS) == alone
         assert_idle(ports)
@@ -68,8 +69,19 @@ def test_spread_experts_change_no_token(
                 assert found[f'lockstep:step_seconds_total{{{labels},part="{part}"}}'] > 0
         experts = [name for name in found if name.startswith("lockstep:expert_tokens_total")]
         assert len(experts) == 8, "each expert is told by the one instance that holds it"
+        links = {name: value for name, value in found.items() if name.startswith("lockstep:link_")}
+        assert bool(links) == (backend == "tcp")
+        if links:
+            assert len(links) == 2 * 3
+            assert min(links.values()) > 0
+            wait_until(lambda: _link_bytes(ports, 0, 1, "sent") == _link_bytes(ports, 1, 0, "received"), 10)
         assert command.stop() == 0
         assert "Traceback" not in command.log
+
+
+def _link_bytes(ports: Ports, rank: int, peer: int, direction: str) -> float:
+    labels = f'direction="{direction}",engine="{rank}",model_name="{SHIPPED_MODEL}",peer="{peer}"'
+    return metrics(ports)[f"lockstep:link_bytes_total{{{labels}}}"]
 
 
 def test_spreading_is_the_default_and_idle_instances_take_part_and_sleep_costs_nothing(

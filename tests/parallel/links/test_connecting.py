@@ -15,7 +15,7 @@ import pytest
 from parallel.links.connecting import SILENCE_SECONDS
 from parallel.links.encryption import can_encrypt
 from parallel.links.errors import CollectiveError
-from parallel.links.handshake import Offer
+from parallel.links.handshake import FULL_BYTES, Offer
 from parallel.links.introduction import introduce
 from parallel.links.keys import LinkKey
 from parallel.links.meeting import MeetingHost
@@ -253,8 +253,13 @@ class ChangedMeeting:
 
 def pool_relay(inside: socket.socket, outside: socket.socket) -> None:
     """Pass a handshake on: hello, answer, proof, verdict."""
-    for source, target in ((inside, outside), (outside, inside)) * 2:
-        target.sendall(source.recv(4096))
+    for source, target, length in (
+        (inside, outside, FULL_BYTES),
+        (outside, inside, FULL_BYTES),
+        (inside, outside, 32),
+        (outside, inside, 33),
+    ):
+        target.sendall(source.recv(length, socket.MSG_WAITALL))
 
 
 def test_forming_ends_when_it_is_stopped(meeting: MeetingHost) -> None:

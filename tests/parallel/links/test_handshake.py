@@ -9,6 +9,7 @@ import struct
 import pytest
 
 from parallel.links.handshake import (
+    FULL_BYTES,
     LONGEST_PURPOSE,
     Accepting,
     Connecting,
@@ -172,10 +173,10 @@ def test_a_length_that_cannot_be_is_refused_before_anything_is_kept(announced: i
         give(Accepting(admit, KEY), bytes(hello))
 
 
-def test_lengths_that_do_not_fit_each_other_are_refused() -> None:
+def test_names_beyond_their_bound_are_refused() -> None:
     hello = bytearray(Connecting(OFFER, KEY).hello)
-    struct.pack_into(">H", hello, 11 + 44, 7)
-    with pytest.raises(Refused, match="do not fit"):
+    struct.pack_into(">H", hello, 11 + 44, LONGEST_PURPOSE + 1)
+    with pytest.raises(Refused, match="a purpose of 513 bytes"):
         give(Accepting(admit, KEY), bytes(hello))
 
 
@@ -201,9 +202,16 @@ def test_messages_may_come_byte_by_byte() -> None:
     assert accepting.is_done
 
 
+def test_first_messages_are_larger_than_the_largest_packets() -> None:
+    """A network that loses large packets is noticed in the handshake."""
+    hello, answer, proof, verdict = meet(Connecting(OFFER, KEY), Accepting(admit, KEY))
+    assert len(hello) == len(answer) == FULL_BYTES > 9000
+    assert (len(proof), len(verdict)) == (32, 33)
+
+
 def test_a_side_cut_short_anywhere_is_not_done() -> None:
     whole = meet(Connecting(OFFER, KEY, nonce=bytes(32)), Accepting(admit, KEY, nonce=bytes(32)))
-    for cut in range(len(whole[0] + whole[2])):
+    for cut in (*range(100), *range(FULL_BYTES - 10, FULL_BYTES + 32)):
         accepting = Accepting(admit, KEY, nonce=bytes(32))
         give(accepting, (whole[0] + whole[2])[:cut])
         assert not accepting.is_done
