@@ -6,8 +6,8 @@
 
 For each link: microseconds of one way of a small message between processes that look and between ones that
 sleep (half of a round trip: the 10th, 50th and 90th percentile), the same of 64 KiB beside what delay and
-rate make of it, and the rate of a stream. Of a link that is emulated also the share of a core that it took during
-the small messages and during the stream, and packets that were dropped.
+rate make of it, and the rate of a stream. Of a link that is emulated also the share of a core that it took
+during the small messages and during the stream, and packets that were dropped.
 """
 
 from __future__ import annotations
