@@ -49,7 +49,7 @@ def exchanges_of(layout: str, layers: int, num_bytes: float, requests: int) -> E
 
 
 def predicted(compute: float, exchanges: Exchanges, delay: float, gbits: float) -> float:
-    """Seconds of a step, given those over a link without delay; ``gbits`` of 0 is no bound."""
+    """Seconds of a step, from those over a link without delay; 0 ``gbits``: no bound."""
     on_wire = 8 * exchanges.num_bytes / (1e9 * gbits) if gbits else 0.0
     return compute + exchanges.count * delay + on_wire
 
