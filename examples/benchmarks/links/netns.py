@@ -32,6 +32,8 @@ QUEUE_BYTES = 4 << 20
 """Bytes that may wait for the link; what comes then is dropped."""
 PROBES = 2000
 """Round trips of a calibration."""
+CALIBRATED_US = 100.0
+"""Delay of the link that is calibrated."""
 PROBE_PORT = 61999
 INSIDE = "LOCKSTEP_INSIDE_NETWORK"
 """Environment variable: the name of a network on whose head a process runs."""
@@ -131,10 +133,10 @@ class Network:
         It is measured by small messages between processes that look, against the same on loopback.
         """
         self._head_start_ns = 0
-        self.set(Link())
+        self.set(Link(CALIBRATED_US))
         here = median(self.probe(loopback=True)[0])
         there = median(self.probe()[0])
-        cost = max(there - here, 0.0) / 2  # a round trip has two ways
+        cost = max((there - here) / 2 - CALIBRATED_US / 1e6, 0.0)  # a round trip has two ways
         self._head_start_ns = int(1e9 * cost)
         return cost
 
