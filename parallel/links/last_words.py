@@ -41,7 +41,7 @@ class LastWords:
     """
 
     def __init__(self, size: int, addresses: Mapping[int, str] | None = None) -> None:
-        """``addresses``: those of the connection to each rank, in words, to be named where it breaks."""
+        """``addresses``: both of the connection to each rank, in words."""
         self._size = size
         self._addresses = addresses or {}
         self._content: dict[int, bytes] = {}
