@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installe
 
 from examples.benchmarks.bench_lockstep import measure, print_table, spread
 from examples.benchmarks.links.host_meshes import LAYOUTS, measured, mesh_on_both
-from examples.benchmarks.links.netns import Link, Network, link_of, network
+from examples.benchmarks.links.netns import Link, Network, exit_unless_possible, link_of, network
 from examples.benchmarks.links.step_model import exchanges_of, predicted, slope
 from router.tools.bench.report import machine
 
@@ -232,6 +232,7 @@ def main() -> int:
     if args.measure is not None:
         run_here(args.measure)
         return 0
+    exit_unless_possible()
     if not (args.model / "config.json").exists():
         maker = ROOT / "examples" / "benchmarks" / "make_bench_models.py"
         subprocess.run([sys.executable, str(maker), str(args.model.parent), args.model.name], check=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installed
 
 from examples.benchmarks.bench_lockstep import print_table
-from examples.benchmarks.links.netns import Link, Network, link_of, network
+from examples.benchmarks.links.netns import Link, Network, exit_unless_possible, link_of, network
 from router.tools.bench.report import machine
 
 SMALL, LARGE = 64, 64 << 10
@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1000, help="round trips (default: %(default)s)")
     parser.add_argument("--output-json", type=Path, help="write the numbers here")
     args = parser.parse_args()
+    exit_unless_possible()
     with network() as net:
         rows = [measured(net, link, args.repeats) for link in args.links]
         kind = "emulated" if net.is_emulated else "netem"

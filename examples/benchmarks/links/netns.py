@@ -219,6 +219,16 @@ def why_not() -> str | None:
     return None
 
 
+def exit_unless_possible() -> None:
+    """End a program that needs a network where there can be none.
+
+    Raises:
+        SystemExit: why not.
+    """
+    if problem := why_not():
+        raise SystemExit(f"no network namespaces: {problem}")
+
+
 def has_netem() -> bool:
     """Whether the kernel delays packets itself."""
     name = f"lockstep-{os.getpid()}-netem"
@@ -264,10 +274,11 @@ def rerun_inside(link: Link) -> int | None:
     None where it runs there already: then :func:`ends_here` has both ends.
 
     Raises:
-        OSError: there can be no network here.
+        SystemExit: there can be no network here.
     """
     if INSIDE in os.environ:
         return None
+    exit_unless_possible()
     with network(link=link) as made:
         command = [*made.ends[0].prefix, sys.executable, *sys.orig_argv[1:]]
         name = made.ends[0].name.removesuffix("-head")
