@@ -44,9 +44,9 @@ def why_silent(connection: socket.socket, handshake: Connecting) -> str:
     if unacknowledged or handshake.has_answer:
         direction = "there" if unacknowledged else "from there"
         return (
-            f"small packets pass on the way {direction} and large ones do not. Something takes smaller packets "
-            "than these interfaces' MTU, and does not say so: find the largest that passes (ping -M do -s 1472 "
-            "ADDRESS), and set it on both (ip link set DEVICE mtu BYTES)"
+            f"small packets pass on the way {direction} and large ones do not. Something takes smaller "
+            "packets than these interfaces' MTU, and does not say so: find the largest that passes (ping "
+            "-M do -s 1472 ADDRESS), and set it on both (ip link set DEVICE mtu BYTES)"
         )
     return "its process is stopped or too busy, or none of this mesh"
 
