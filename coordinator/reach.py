@@ -312,7 +312,7 @@ def _cut_from(members: Sequence[Record], cut: Collection[Pair]) -> dict[str, set
 
 
 def _why(member: Record, members: Sequence[Record], cut: Collection[Pair]) -> str:
-    """What a member lacks, with the addresses between which a person can look for a firewall."""
+    """What a member lacks, with addresses between which to look for a firewall."""
     others = [other for other in members if frozenset((member.instance, other.instance)) in cut]
     ranks = ", ".join(str(other.rank) for other in others)
     there = ", ".join(_host(other) for other in others[:MAX_NAMED_ADDRESSES])
@@ -322,7 +322,7 @@ def _why(member: Record, members: Sequence[Record], cut: Collection[Pair]) -> st
 
 
 def _host(member: Record) -> str:
-    """The address on which others reach a member's data; its port changes from group to group."""
+    """The address of a member's data, without the port, which changes."""
     return member.store.rpartition(":")[0] or member.host
 
 

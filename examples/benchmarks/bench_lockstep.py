@@ -103,6 +103,8 @@ async def counted(session: aiohttp.ClientSession, base_url: str) -> dict[str, fl
     for part in PARTS:
         samples = found["lockstep:step_seconds_total"].items()
         totals[part] = sum(value for labels, value in samples if dict(labels)["part"] == part) / len(steps)
+    sent = found.get("lockstep:link_bytes_total", {}).items()
+    totals["link_bytes"] = sum(value for labels, value in sent if dict(labels)["direction"] == "sent")
     for name in ("busiest_tokens", "mean_tokens"):
         totals[name] = statistics.fmean(found[f"lockstep:{name}_total"].values())
     return totals
@@ -135,6 +137,7 @@ async def measure(base_url: str, model: str, args: Args, concurrency: int, numbe
         whole = sum(spent.values())
         run |= {f"{part}_ms": 1000 * seconds / steps for part, seconds in spent.items()}
         run["step_ms"] = 1000 * whole / steps
+        run["link_bytes"] = after["link_bytes"] - before["link_bytes"]
         run["overhead"] = sum(spent[part] for part in EXCHANGE) / whole
         run["imbalance"] = (after["busiest_tokens"] - before["busiest_tokens"]) / (
             after["mean_tokens"] - before["mean_tokens"]

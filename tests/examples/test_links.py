@@ -26,25 +26,25 @@ def test_bytes_take_the_delay_and_their_time_on_the_wire() -> None:
 
 
 def test_a_step_over_experts_waits_for_a_header_and_twice_per_layer() -> None:
-    assert exchanges_of("ep", 8, 0.0).count == 17
-    assert exchanges_of("tp", 8, 0.0).count == 16
-    assert exchanges_of("independent", 8, 100.0) == Exchanges(0, 0.0)
+    assert exchanges_of("ep", 8, 0.0, requests=8).count == 17
+    assert exchanges_of("ep", 8, 0.0, requests=1).count == 16, "the other's header is there"
+    assert exchanges_of("independent", 8, 100.0, requests=8) == Exchanges(0, 0.0)
     with pytest.raises(ValueError, match="layout"):
-        exchanges_of("all", 8, 0.0)
+        exchanges_of("all", 8, 0.0, requests=1)
 
 
 def test_a_step_is_its_compute_its_delays_and_its_bytes() -> None:
-    seconds = predicted(0.003, Exchanges(17, 125_000), Link(200, 10))
+    seconds = predicted(0.003, Exchanges(17, 125_000), 200e-6, 10)
     assert seconds == pytest.approx(0.003 + 17 * 200e-6 + 100e-6)
-    assert predicted(0.003, Exchanges(17, 125_000), Link()) == pytest.approx(0.003)
+    assert predicted(0.003, Exchanges(17, 125_000), 0.0, 0.0) == pytest.approx(0.003)
 
 
 def test_the_number_of_exchanges_is_found_again_from_steps() -> None:
     exchanges = Exchanges(17, 0.0)
-    steps = [(link, predicted(0.003, exchanges, link)) for link in (Link(), Link(50), Link(200))]
+    steps = [(delay, predicted(0.003, exchanges, delay, 10)) for delay in (0.0, 50e-6, 200e-6)]
     assert slope(steps) == pytest.approx(17)
     with pytest.raises(ValueError, match="several delays"):
-        slope([(Link(50, 1), 0.1), (Link(50, 10), 0.05)])
+        slope([(50e-6, 0.1), (50e-6, 0.05)])
 
 
 @pytest.mark.mesh

@@ -111,8 +111,9 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 def measured(network: Network, asked: dict[str, Any]) -> dict[str, Any]:
     """One load on a mesh, sent from the head; see :func:`examples.benchmarks.bench_lockstep.measure`.
 
-    Beside what that returns, this has the bytes on the link: ``wire_bytes`` with all headers, in both
-    directions, and the ``emulator_core`` that the link itself took.
+    Beside what that returns, this has the bytes on the link in both directions: ``device_bytes``, whatever
+    they are for, ``wire_bytes`` with all headers, and the ``emulator_core`` that the link itself took.
+    ``link_bytes``, of tensors between members alone, are the mesh's own count, if it has one.
     """
     network.counts()
     before = [end.bytes_sent() for end in network.ends]
@@ -123,7 +124,7 @@ def measured(network: Network, asked: dict[str, Any]) -> dict[str, Any]:
     after = [end.bytes_sent() for end in network.ends]
     counts = network.counts()
     run: dict[str, Any] = json.loads(shown.splitlines()[-1])
-    run["link_bytes"] = sum(after) - sum(before)
+    run["device_bytes"] = sum(after) - sum(before)
     if counts:
         run["wire_bytes"] = sum(each["wire_bytes"] for each in counts["directions"])
         run["dropped"] = sum(each["dropped"] for each in counts["directions"])

@@ -32,6 +32,8 @@ QUEUE_BYTES = 4 << 20
 """Bytes that may wait for the link; what comes then is dropped."""
 PROBES = 2000
 """Round trips of a calibration."""
+CALIBRATED_US = 100.0
+"""Delay of the link that is calibrated."""
 PROBE_PORT = 61999
 INSIDE = "LOCKSTEP_INSIDE_NETWORK"
 """Environment variable: the name of a network on whose head a process runs."""
@@ -131,10 +133,10 @@ class Network:
         It is measured by small messages between processes that look, against the same on loopback.
         """
         self._head_start_ns = 0
-        self.set(Link())
+        self.set(Link(CALIBRATED_US))
         here = median(self.probe(loopback=True)[0])
         there = median(self.probe()[0])
-        cost = max(there - here, 0.0) / 2  # a round trip has two ways
+        cost = max((there - here) / 2 - CALIBRATED_US / 1e6, 0.0)  # a round trip has two ways
         self._head_start_ns = int(1e9 * cost)
         return cost
 
@@ -217,6 +219,16 @@ def why_not() -> str | None:
     return None
 
 
+def exit_unless_possible() -> None:
+    """End a program that needs a network where there can be none.
+
+    Raises:
+        SystemExit: why not.
+    """
+    if problem := why_not():
+        raise SystemExit(f"no network namespaces: {problem}")
+
+
 def has_netem() -> bool:
     """Whether the kernel delays packets itself."""
     name = f"lockstep-{os.getpid()}-netem"
@@ -262,10 +274,11 @@ def rerun_inside(link: Link) -> int | None:
     None where it runs there already: then :func:`ends_here` has both ends.
 
     Raises:
-        OSError: there can be no network here.
+        SystemExit: there can be no network here.
     """
     if INSIDE in os.environ:
         return None
+    exit_unless_possible()
     with network(link=link) as made:
         command = [*made.ends[0].prefix, sys.executable, *sys.orig_argv[1:]]
         name = made.ends[0].name.removesuffix("-head")
