@@ -45,7 +45,7 @@ class Dialed(NamedTuple):
 
 
 class GoneError(CollectiveError):
-    """A member that has ended, or has given the group up and may have said why at the meeting place."""
+    """A member has ended, or has given up and may have left the reason."""
 
 
 class _Dial:

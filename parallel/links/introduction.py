@@ -39,7 +39,7 @@ def introduce(
 
 
 def mtu_hole(connection: socket.socket, handshake: Connecting) -> str:
-    """Which way loses large packets, and what to do, if a silent handshake looks like it; else empty."""
+    """Which way loses large packets, and what to do; empty if none seems to."""
     unacknowledged = struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)))[0]
     if unacknowledged or handshake.has_answer:
         direction = "there" if unacknowledged else "from there"
