@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import logging
 import selectors
 import socket
@@ -199,6 +200,10 @@ class _Forming:
             except OSError:
                 listener.close()
                 raise
+        except UnicodeError as error:  # no name could be so
+            raise _error(
+                f"rank {self._rank} cannot listen on {self._host!r}", self._rank, "aborted"
+            ) from error
         except OSError as error:
             if error.errno in TOO_MANY_FILES:
                 raise
@@ -222,10 +227,13 @@ class _Forming:
         return [self._address(rank, each) for rank, each in enumerate(said)]
 
     def _address(self, rank: int, said: bytes) -> Address:
-        host, _, port = said.decode(errors="replace").partition(" ")
-        if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-            raise _error(f"rank {rank} tells no address but {said[:100]!r}", rank)
-        return Address(host, int(port))
+        try:
+            host, port = said.decode().split(" ")
+            if not 0 < int(port) < 1 << 16:
+                raise ValueError
+            return Address(str(ipaddress.ip_address(host)), int(port))
+        except ValueError:
+            raise _error(f"rank {rank} tells no address but {said[:100]!r}", rank) from None
 
     # ---- news of members that gave up
 

@@ -151,7 +151,7 @@ def test_a_member_that_tells_its_address_and_no_more_is_named(meeting: MeetingHo
     assert (error.rank, error.evidence) == (1, "deadline")
 
 
-@pytest.mark.parametrize("said", [b"", b"127.0.0.1", b"127.0.0.1 x", b"127.0.0.1 70000", b"\xff \xff"])
+@pytest.mark.parametrize("said", [b"", b"127.0.0.1", b"127.0.0.1 x", b"127.0.0.1 70000", b"\xff 1", b"a.b 1"])
 def test_what_is_no_address_is_refused(said: bytes, meeting: MeetingHost) -> None:
     meeting.set("links/member/0", said)
     error = only_error(form(meeting, 1, Settings(size=2), first=1))
