@@ -16,6 +16,7 @@ import msgspec
 import psutil
 import pytest
 
+from coordinator.rpc import keys
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
 from engine.executor import make_executor
 from engine.executor.channel import Channel
@@ -32,6 +33,9 @@ from engine.messages import TokenLogprobs
 from engine.model.checkpoint import CheckpointError, ModelInfo, read_model_info
 from engine.sampling import SamplingParams
 from engine.step import Admit, KVSpec, ModelFacts, Span, Step, StepResult
+from parallel.links.errors import CollectiveError
+from parallel.links.keys import LinkKey
+from parallel.links.meeting import MeetingClient
 from tests.engine.compute.test_exactness import greedy
 from tests.engine.model.test_sharding import run
 from tests.engine.model.test_weights import change_tensors
@@ -70,6 +74,7 @@ def loaded(directory: Path, forks: None) -> Iterator[tuple[MpExecutor, ModelFact
         read_model_info(directory),
         1,
         rank=7,
+        keys=keys.generate(),
     )
     assert isinstance(executor, MpExecutor)
     facts = executor.load(lambda _phase: None)
@@ -88,6 +93,28 @@ def pids() -> dict[str, int]:
         if title.startswith("lockstep: Worker_"):
             found[title.removeprefix("lockstep: ")] = child.pid
     return found
+
+
+def test_workers_meet_with_a_key_of_their_own_that_nobody_else_can_see(
+    loaded: tuple[MpExecutor, ModelFacts],
+) -> None:
+    key = loaded[0]._key
+    assert key is not None
+    assert str(key.secret) not in repr(key)
+    seen = b"".join(
+        (Path("/proc") / str(pid) / name).read_bytes()
+        for pid in pids().values()
+        for name in ("cmdline", "environ")
+    )
+    assert key.secret not in seen
+    assert key.secret.hex().encode() not in seen
+    first = psutil.Process(pids()["Worker_7_PP0_TP0"])
+    (listening,) = [each for each in first.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    assert listening.laddr.ip == "127.0.0.1"
+    for stranger in (None, LinkKey.generate()):
+        with pytest.raises(CollectiveError, match=r"it has (a|another) mesh key"):
+            MeetingClient("127.0.0.1", listening.laddr.port, stranger)
+    assert not MeetingClient("127.0.0.1", listening.laddr.port, LinkKey(key.secret)).check(["none"])
 
 
 def test_workers_compute_what_one_process_does(
