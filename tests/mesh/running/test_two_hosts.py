@@ -105,7 +105,7 @@ def test_experts_over_two_hosts_with_a_key(hosts: tuple[Host, Host], key: Path, 
 def test_experts_over_two_hosts_one_of_which_has_two_instances(
     hosts: tuple[Host, Host], key: Path, tmp_path: Path
 ) -> None:
-    """Shared memory there, links between; a killed instance leaves the others in a group over links alone."""
+    """Shared memory there, links between; after a death there, links alone."""
     head, other = hosts
     member = ["-dpa", head.address, "-dpp", RPC, "--mesh-key-file", str(key)]
     serve = [SHIPPED_MODEL, "-dp", "3", "-ep", *SMALL, *member]
