@@ -39,7 +39,7 @@ def make_communicator(
     bounds each call, and the waiting for the others here unless ``forming_timeout`` does. ``host`` is the
     address on which this member is reached, ``key`` what both ends of its links prove (neither for shared
     memory, and gloo knows no key).
-    Members of a mixed group with the same ``host_name`` share memory; without one, those that can.
+    Members of a mixed group share memory if they can, and have the same ``host_name``.
     ``should_stop`` is asked while others have not come; when it says so, forming ends with
     :class:`CollectiveError`, as it does on a timeout.
     """
