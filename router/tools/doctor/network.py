@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from coordinator.addresses import Interface, interfaces, is_loopback
-from engine.probe.infiniband import active_ports
+from parallel.links.infiniband import active_ports
 from router.tools.doctor.findings import Finding, note, ok
 
 AREA = "network"
