@@ -2,9 +2,9 @@
 
 This module loads no torch.
 
-``native/ucx_links.cpp`` fills the table of ``native/links.hpp``. A member's worker is reached by an address that
-the members exchange at their meeting place, so a process that is not in the group never learns it. Nothing
-beyond that is authenticated, and nothing is encrypted: see docs/run/security.md.
+``native/ucx_links.cpp`` fills the table of ``native/links.hpp``. A member's worker is reached by an address
+that the members exchange at their meeting place, so a process that is not in the group never learns it.
+Nothing beyond that is authenticated, and nothing is encrypted: see docs/run/security.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,6 @@ import psutil
 
 from parallel import compiler
 from parallel.communicators.native_links import OFF, LinksTable, NativeLinks
-from parallel.links.errors import CollectiveError
 from parallel.links.infiniband import active_devices, device_of_interface
 from parallel.links.meeting_contract import Meeting, Prefixed
 from parallel.links.rendezvous import exchange
@@ -141,7 +140,12 @@ class UcxLinks(NativeLinks):
     """One member's links over UCX; nobody is connected before :meth:`connect`."""
 
     def __init__(
-        self, library: Library, rank: int, size: int, devices: str | None = None, transports: str | None = None
+        self,
+        library: Library,
+        rank: int,
+        size: int,
+        devices: str | None = None,
+        transports: str | None = None,
     ) -> None:
         """``devices`` and ``transports`` are UCX_NET_DEVICES and UCX_TLS; None: the environment's, or all.
 
@@ -244,8 +248,8 @@ def meet(
     host: str,
     timeout: float,
     should_stop: Callable[[], bool] | None = None,
-) -> tuple[UcxLinks, list[bytes]] | None:
-    """This member's links and the addresses of all, for :meth:`UcxLinks.connect`.
+) -> UcxLinks | None:
+    """This member's links to all others, which they meet through an exchange of addresses.
 
     None where the group keeps to TCP: with ``auto``, unless every member has an RDMA device that is up, and
     all have the same version of UCX. All members of a group ask for the same.
@@ -265,25 +269,27 @@ def meet(
     """
     if asked == "tcp" or size == 1:
         return None
-    links, mine = None, b""
-    if asked == "ucx" or has_rdma():
-        try:
-            library = load()
-            links = UcxLinks(library, rank, size, net_devices(host), transports())
-            mine = library.version.encode() + b" " + links.worker_address
-        except OSError as error:
-            logger.warning("no links over UCX: %s", error)
-            mine = f"! {error}".encode()
-    try:
+    with ExitStack() as undo:
+        links, mine = None, b""
+        if asked == "ucx" or has_rdma():
+            try:
+                library = load()
+                links = UcxLinks(library, rank, size, net_devices(host), transports())
+                undo.callback(links.close)
+                mine = library.version.encode() + b" " + links.worker_address
+            except OSError as error:
+                logger.warning("no links over UCX: %s", error)
+                mine = f"! {error}".encode()
         said = exchange(Prefixed(meeting, "ucx"), rank, size, mine, timeout=timeout, should_stop=should_stop)
         addresses = _agreed([each.partition(b" ") for each in said], asked)
-    except (CollectiveError, ValueError):
-        if links is not None:
-            links.close()
-        raise
-    if links is not None and addresses is None:
-        links.close()
-    return None if links is None or addresses is None else (links, addresses)
+        if links is None or addresses is None:
+            return None
+        try:
+            links.connect(addresses)
+        except OSError as error:
+            raise ValueError(f"--mesh-transport {asked}: {error}") from error
+        undo.pop_all()
+        return links
 
 
 def _agreed(said: Sequence[tuple[bytes, bytes, bytes]], asked: Asked) -> list[bytes] | None:

@@ -24,8 +24,11 @@ def active_devices(directory: Path = CLASS_DIRECTORY) -> list[str]:
 
 def ports_that_are_down(directory: Path = CLASS_DIRECTORY) -> list[str]:
     """``mlx5_0:1 1: DOWN`` and the like: ports with their state, of those that are not up."""
-    states = [(port, _read(port / "state")) for port in _ports(directory)]
-    return [f"{port.parent.parent.name}:{port.name} {state}" for port, state in states if "ACTIVE" not in state]
+    return [
+        f"{port.parent.parent.name}:{port.name} {state}"
+        for port in _ports(directory)
+        if "ACTIVE" not in (state := _read(port / "state"))
+    ]
 
 
 def device_of_interface(interface: str, directory: Path = NET_DIRECTORY) -> str | None:

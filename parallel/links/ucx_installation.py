@@ -63,7 +63,11 @@ def find_ucx(system: Sequence[str] = SYSTEM) -> Installation:
     complete = [each for each in found if each is not None]
     if not complete:
         raise OSError(f"UCX has no headers here: {ADVICE}")
-    return max(complete, key=lambda each: (each.has_rdma, wheel is not None and wheel in each.library.parents))
+
+    def preference(each: Installation) -> tuple[bool, bool]:
+        return each.has_rdma, wheel is not None and wheel in each.library.parents
+
+    return max(complete, key=preference)
 
 
 def _wheel() -> Path | None:

@@ -69,13 +69,16 @@ class Memory:
         return [(self.address + low, high - low) for low, high in itertools.pairwise(edges)]
 
 
-def take(links: NativeLinks, peer: int, num_bytes: int) -> bytes:
-    """Receive, sleeping where nothing has come."""
+def take(links: AnyLinks, peer: int, num_bytes: int, sender: AnyLinks | None = None) -> bytes:
+    """Receive, sleeping where nothing has come; ``sender`` goes on meanwhile."""
     memory = Memory(num_bytes)
     ends = time.monotonic() + SECONDS
     while not (outcome := links.take(peer, memory.address, num_bytes)):
         assert time.monotonic() < ends
-        links.sleep(1.0)
+        if sender is None:
+            links.sleep(1.0)
+        else:
+            assert sender.flush() >= 0
     assert outcome == 1, links.broken
     return memory.content
 
@@ -127,7 +130,7 @@ def test_large_messages_in_both_directions_at_once(pair: Sequence[AnyLinks]) -> 
 def test_parts_that_stand_side_by_side_are_sent_once(pair: Sequence[AnyLinks]) -> None:
     memory = Memory(bytes(range(256)) * 40)
     pair[0].post(1, memory.parts(*range(1, memory.num_bytes)))
-    assert take(pair[1], 0, memory.num_bytes) == memory.content
+    assert take(pair[1], 0, memory.num_bytes, pair[0]) == memory.content
 
 
 def test_zero_bytes(pair: Sequence[AnyLinks]) -> None:

@@ -232,6 +232,7 @@ struct UcxLinks {
 
     static void when_sent(void* request, ucs_status_t status, void* data) {
         Send* send = static_cast<Send*>(data);
+        send->links->has_sent = true;
         send->links->end_send(send, status);
         ucx.ucp_request_free(request);
     }
@@ -241,7 +242,6 @@ struct UcxLinks {
         --to.sends, --unsent, to.syncs -= send->is_sync;
         release(send->block);
         free_sends.push_back(send);
-        has_sent = true;
         if (status != UCS_OK) note_error(to, status);
     }
 
@@ -313,9 +313,9 @@ struct UcxLinks {
     int64_t flush(int64_t peer) {
         if (peer >= 0 && !is_open(peer)) return -1;
         if (is_aborted.load(std::memory_order_relaxed)) return fail_aborted();
+        has_sent = false;
         if (unsent == 0) return 1;
         ucx.ucp_worker_progress(worker);
-        has_sent = false;
         int64_t all = 1;
         for (int64_t each = peer < 0 ? 0 : peer; each < (peer < 0 ? table.size : peer + 1); ++each) {
             Peer& to = peers[each];
