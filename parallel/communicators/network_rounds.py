@@ -188,7 +188,8 @@ class NetworkRounds:
     def _spread(self, note: int, whole: Span, source: int) -> None:
         """Broadcast in parts.
 
-        Each member gets one from the source, and passes it on to all others. So the source sends all of it twice, however many members there are.
+        Each member gets one from the source, and passes it on to all others. So the source sends
+        all of it twice, however many members there are.
         """
         sizes = even_sizes(whole.length, self.size)
         lows = [sum(sizes[:rank]) for rank in range(self.size)]

@@ -29,6 +29,7 @@ from parallel.communicators import (
     native_links,
     native_network_rounds,
     native_rounds,
+    ucx_links,
 )
 from parallel.communicators.segments import Address, OwnSegment, Watch, open_segment, this_host
 from parallel.communicators.waiting import Patience
