@@ -19,7 +19,10 @@ __all__ = ["Backend", "CollectiveError", "Communicator", "make_communicator"]
 
 Backend = Literal["gloo", "shared_memory", "tcp", "ucx", "mixed"]
 Transport = Literal["auto", "tcp", "ucx"]
-"""What carries tensors of the kinds tcp and mixed between hosts; auto: UCX where all have RDMA, else TCP."""
+"""What the kinds tcp and mixed send tensors over between hosts.
+
+auto: UCX where all members have an RDMA device that is up, else TCP.
+"""
 
 
 def make_communicator(

@@ -120,7 +120,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def why_not() -> str | None:
-    """Why links over UCX cannot be used here, and what to do; None where they can."""
+    """Why UCX cannot be used here, and what to do; None if it can."""
     try:
         load()
     except OSError as error:

@@ -23,7 +23,7 @@ def active_devices(directory: Path = CLASS_DIRECTORY) -> list[str]:
 
 
 def ports_that_are_down(directory: Path = CLASS_DIRECTORY) -> list[str]:
-    """``mlx5_0:1 1: DOWN`` and the like: ports with their state, of those that are not up."""
+    """``mlx5_0:1 1: DOWN`` and the like: ports that are not up, with their state."""
     return [
         f"{port.parent.parent.name}:{port.name} {state}"
         for port in _ports(directory)

@@ -1,4 +1,4 @@
-"""Where UCX is installed on this host, and whether it was built for RDMA (loads neither it nor torch).
+"""Installations of UCX on this host, from their files (loads neither UCX nor torch).
 
 The wheels on PyPI (``libucx-cu12``, ``libucx-cu13``) are built without InfiniBand and RoCE, which only the
 packages of distributions and of network vendors have. So one of those is preferred to a wheel.
@@ -40,7 +40,7 @@ class Installation(NamedTuple):
 
 
 def find_ucx(system: Sequence[str] = SYSTEM) -> Installation:
-    """The UCX to use: the one that :data:`PREFIX` names, else one with RDMA, else the wheel's.
+    """The UCX to use: that of :data:`PREFIX`, else one with RDMA, else the wheel's.
 
     Raises:
         OSError: there is none, or none with headers; the message says how to get one.

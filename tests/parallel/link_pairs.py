@@ -77,7 +77,10 @@ def ucx_linked(size: int, way: str) -> list[ucx_links.UcxLinks]:
 
 
 def _wire_up(links: list[ucx_links.UcxLinks]) -> None:
-    """A byte from each to each, since UCX connects at the first one, with the help of both ends."""
+    """Send a byte from each member to each, at which UCX connects.
+
+    Both ends must go on for that.
+    """
     size = len(links)
     pairs = [(one, other) for one in range(size) for other in range(size) if one != other]
     byte = ctypes.create_string_buffer(1)

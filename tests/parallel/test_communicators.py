@@ -43,7 +43,10 @@ pytestmark = pytest.mark.mesh
 
 ROOT = Path(__file__).parents[2]
 UCX = ("ucx",) if NIGHTLY and ucx_links.why_not() is None else ()
-"""At night, where it is installed; links over it have tests of their own for each push."""
+"""UCX, at night and where it is installed.
+
+Links over it have tests for each push.
+"""
 BACKENDS = ("gloo", "shared_memory", "tcp", *UCX)
 ALL_WAYS = (*BACKENDS, "python", "tcp_python")
 """Shared memory and sockets with and without the native calls."""
