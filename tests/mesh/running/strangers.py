@@ -1,4 +1,4 @@
-"""A process without the mesh's key that connects to every port of this host.
+"""A process without the mesh's key that connects to every port of its host's address.
 
     python -m tests.mesh.running.strangers
 
@@ -50,12 +50,13 @@ def words() -> Iterator[bytes]:
 
 
 def ports() -> Iterator[tuple[str, int]]:
-    """Where anything listens here, over version 4 of IP."""
+    """Where anything listens here, over version 4 of IP; not on loopback, where HTTP is."""
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         row = line.split()
-        if row[3] == LISTENS:
-            address, _, port = row[1].partition(":")
-            yield socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)
+        address, _, port = row[1].partition(":")
+        host = socket.inet_ntoa(bytes.fromhex(address)[::-1])
+        if row[3] == LISTENS and not host.startswith("127."):
+            yield host, int(port, 16)
 
 
 def main() -> None:
