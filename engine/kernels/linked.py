@@ -1,4 +1,6 @@
-"""Exchange with members on other hosts, inside a step: messages over links in place of shared memory.
+"""Exchange with members on other hosts inside a step.
+
+Messages over links stand in place of shared memory.
 
 ``linked.hpp`` does it, through the table of links that the communicator owns. There is a mirror here of the
 arena of each member on another host, which its messages fill. So the kernels read the rows, results and sums
@@ -32,9 +34,15 @@ from parallel.expert_parallel import ExpertParallel
 from parallel.placement import Placement
 
 ARENA_BYTES = 1 << 30
-"""Size of a member's arena, and of each mirror; memory is used as far as it is written."""
+"""Size of a member's arena with its mirrors.
+
+Memory is used as far as it is written.
+"""
 MOST_ROWS = (1 << 24) - 1
-"""Rows of one member in a layer, at most: a message's note has no more bits for them."""
+"""Most rows of one member in a layer.
+
+A message's note has no more bits for them.
+"""
 _MESSAGES = {1: "an expert layer's rows", 2: "an expert layer's results", 3: "a sum over ranks"}
 """Kinds of messages, in the highest byte of their notes."""
 
@@ -67,7 +75,10 @@ class _Problem(IntEnum):
 
 
 def has_links(group: object) -> bool:
-    """Whether members of this kind of group have links, be they native or Python's: the same at all."""
+    """Whether members of this kind of group have links, native or Python's.
+
+    The answer is the same at all members.
+    """
     return hasattr(group, "links_address")
 
 
@@ -109,7 +120,10 @@ class Memory:
                 self.arenas.append(begins[keeper] + num_bytes + number * mirror_bytes)
 
     def results(self, hosts: Hosts, num_bytes: int) -> list[int]:
-        """Addresses by rank of arenas with results: of members on other hosts, memory of this one's own."""
+        """Addresses by rank of arenas with results.
+
+        Those of members on other hosts come into memory of this member's own.
+        """
         found = list(self.arenas)
         for rank in set(range(len(found))) - set(hosts.local):
             self._kept.append(mapped(num_bytes))
@@ -118,7 +132,7 @@ class Memory:
 
 
 class Linkage:
-    """What the kernels know of a group's links, and of what is under way on them."""
+    """What the kernels know of a group's links and messages."""
 
     def __init__(
         self, library: Library, group: LinkedGroup, what: str, exchange: np.ndarray[Any, Any]
@@ -149,7 +163,10 @@ class Linkage:
 
     @property
     def error(self) -> BaseException | None:
-        """Why a step was given up, if this is why. The group is of no use any more."""
+        """Why a step was given up, if it was.
+
+        The group is of no use any more.
+        """
         if self.waits.error is not None:
             return self.waits.error
         problem, rank = _Problem(int(self.record["problem"])), int(self.record["problem_rank"])

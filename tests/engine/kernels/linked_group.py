@@ -1,4 +1,4 @@
-"""Groups of members in threads that are joined by sockets, for tests of the native step."""
+"""Groups of members in threads, joined by sockets."""
 
 from __future__ import annotations
 

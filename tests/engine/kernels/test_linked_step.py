@@ -1,4 +1,7 @@
-"""Exchange over links inside the native step: bits as in shared memory, and every wait ends."""
+"""Exchange over links inside the native step.
+
+Outputs have the bits of one instance, and every wait ends.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +123,7 @@ def test_members_of_a_host_share_what_comes_to_it(
 
 @pytest.mark.parametrize("streams", [1, 2])
 def test_messages_may_be_larger_than_the_systems_buffers(directory: Path, streams: int) -> None:
-    """Rows and results wait in their arenas until the other end has taken what was before."""
+    """Rows and results wait in their arenas until the system takes them."""
     group = linked_group(2, send_buffer_bytes=BUFFER_BYTES, streams=streams)
     play(directory, group, torch.float32, Look.NEVER_WAIT)
     sent = [each.link_counts()[1 - each.rank].bytes_sent for each in group]
@@ -129,7 +132,7 @@ def test_messages_may_be_larger_than_the_systems_buffers(directory: Path, stream
 
 
 def test_members_want_different_numbers_of_logits(directory: Path) -> None:
-    """The last layer has fewer rows than those before it: as many as each member wants."""
+    """The last layer has as many rows as each member wants."""
     group, known = linked_group(2), expected(directory, torch.float32)
     members = [Member(directory, rank, 2, torch.float32) for rank in range(2)]
     plans = [(slice(-1, None), slice(None), slice(3)), (slice(0), slice(7), slice(None))]
@@ -169,7 +172,10 @@ def test_rooms_grow_with_what_others_bring(directory: Path) -> None:
 
 @pytest.mark.parametrize("native", [True, False])
 def test_where_a_member_exchanges_otherwise_all_do(directory: Path, native: bool) -> None:
-    """Where one has no native step, or no native links, all go through Python, with the same bits."""
+    """Without a native step, or native links, at one member all go through Python.
+
+    The bits are the same.
+    """
     group, known = linked_group(2, native=native), expected(directory, torch.float32)
     members = [Member(directory, rank, 2, torch.float32) for rank in range(2)]
 
@@ -194,7 +200,7 @@ def broken(
     rows: int = 0,
     timeout: float = 60.0,
 ) -> CollectiveError:
-    """The error of a step that the other member, at rank 1 with so many rows, ends in this way."""
+    """The error of a step that rank 1, with so many rows, ends in this way."""
     group = linked_group(2, timeout=timeout)
     members = [Member(directory, rank, 2, torch.float32) for rank in range(2)]
 
@@ -264,7 +270,10 @@ def test_another_call_is_told_from_an_offer(directory: Path) -> None:
     ("rows", "allowed"), [(1 << 20, 0), (0, 0), (1, 1)], ids=["too many rows", "too many bytes", "no experts"]
 )
 def test_garbage_from_a_member_ends_the_step(directory: Path, rows: int, allowed: int) -> None:
-    """None of it is used as an index: rows beyond the step's, choices of experts that there are not."""
+    """Rows beyond the step's, and choices of experts that there are not.
+
+    None of it is used as an index.
+    """
     message = np.array([1 << 56 | 1 << 24 | rows, 16, 1 << 40, -1], dtype=np.int64)
     error = broken(directory, lambda member, group: post(member, group, message, allowed), allowed)
     assert "rank 1 sends an expert layer's rows of 16 bytes (number 1), which do not fit" in str(error)
@@ -283,7 +292,10 @@ def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def ranks(
     cut: Path, group: Sequence[LinkedMember], dtype: torch.dtype
 ) -> list[tuple[list[torch.Tensor], list[list[int]]]]:
-    """Logits of the scenario, and the tokens chosen in it and in four steps behind it, by rank."""
+    """Logits of the scenario by rank, and the tokens chosen.
+
+    Four steps follow the scenario's.
+    """
 
     def body(rank: int) -> tuple[list[torch.Tensor], list[list[int]]]:
         program = Rank(cut, rank, group[rank], dtype)
