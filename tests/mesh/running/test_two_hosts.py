@@ -133,6 +133,47 @@ def linked(head: Host) -> set[tuple[str, str]]:
     return set(re.findall(r'lockstep:link_wait_seconds_total{engine="(\d)",.*peer="(\d)"}', page))
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("flags", "transport"),
+    [
+        (["-dp", "2", "-dpl", "1", "-tp", "2"], "tcp"),
+        (["-dp", "4", "-dpl", "2"], "shared_memory and tcp"),
+        (["-dp", "2", "-dpl", "1", "--mesh-transport", "gloo"], "gloo"),
+    ],
+    ids=["sharded instances", "two instances on each", "gloo"],
+)
+def test_experts_over_two_hosts_in_other_layouts(
+    hosts: tuple[Host, Host], key: Path, tmp_path: Path, flags: list[str], transport: str
+) -> None:
+    """Members that share a host use shared memory there."""
+    head, other = hosts
+    size, local = int(flags[1]), flags[3]
+    serve = [
+        SHIPPED_MODEL,
+        "-ep",
+        *flags,
+        *SMALL,
+        "-dpa",
+        head.address,
+        "-dpp",
+        RPC,
+        "--mesh-key-file",
+        str(key),
+    ]
+    with (
+        head.command(tmp_path / "head.log", "router.launcher.serve", *serve) as first,
+        other.command(
+            tmp_path / "other.log", "router.launcher.serve", *serve, "--headless", "-dpr", local
+        ) as second,
+    ):
+        first.wait_for(f"{size} instances ready")
+        assert f"{size} instances in lockstep over {transport}" in first.log
+        assert len({completion(head, rank) for rank in range(size)}) == 1
+        assert second.stop() == 0
+        assert first.stop() == 0
+
+
 def test_a_router_that_alone_loses_the_way_to_an_instance(
     hosts: tuple[Host, Host], key: Path, tmp_path: Path
 ) -> None:
