@@ -57,8 +57,6 @@ TRANSPORTS = {
 SERVE_FLAGS = "--dtype bfloat16 --kv-cache-memory-bytes 128M"
 WARM_UP = 8
 """Requests at once of the load that makes what is made at first use."""
-WAY_PROBES = 1000
-"""Round trips of which one way over each link is taken."""
 EXPLAINED = 0.1
 """Largest difference of a step from its prediction, as a share of it."""
 
@@ -245,7 +243,7 @@ def main() -> int:
         args.ways = {}
         for link in args.links:
             net.set(link)
-            args.ways[link] = statistics.median(net.probe(repeats=WAY_PROBES)[0]) / 2
+            args.ways[link] = net.one_way()
         for name in args.layouts:
             directory = (args.logs or Path(temporary)) / name
             directory.mkdir(parents=True, exist_ok=True)
