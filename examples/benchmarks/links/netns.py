@@ -34,7 +34,7 @@ PROBES = 2000
 CALIBRATED_US = 100.0
 """Delay of the link that is calibrated."""
 MOST_HEAD_START_US = 30.0
-"""Most microseconds that are taken off a delay; carrying a packet takes some 13 on an idle machine."""
+"""Most microseconds taken off a delay; an idle machine needs some 13."""
 PROBE_PORT = 61999
 INSIDE = "LOCKSTEP_INSIDE_NETWORK"
 """Environment variable: the name of a network on whose head a process runs."""
