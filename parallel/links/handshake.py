@@ -39,7 +39,7 @@ _ANSWER = struct.Struct(">6sHBB32s")  # magic, version, flags, verdict, nonce; t
 _VERDICT = struct.Struct(">B32s")
 _NONCE_BYTES = _PROOF_BYTES = 32
 FULL_BYTES = 9216
-"""Bytes of the first message of each side of a link for tensors: more than a packet may have.
+"""Bytes of the first messages on a link for tensors: more than any packet.
 
 So a network that loses large packets is noticed here, and not when the first tensor does not come.
 """
@@ -198,7 +198,7 @@ class Connecting(Side):
         self._answer = b""
         self._step = self._take_answer
         self.has_answer = False
-        """Whether the other side has answered, if only with the small part of its first message."""
+        """Whether the small part of the other side's first message has come."""
 
     def _take(self, message: bytes) -> bytes:
         return self._step(message)

@@ -1,4 +1,4 @@
-"""One member of a group, as a process: forms it, then waits for the end of its links.
+"""One member of a group, as a process: forms it, then waits for its end.
 
     python -m tests.parallel.links.host_member RANK SIZE OWN_ADDRESS MEETING_PORT MEETING_ADDRESS
 

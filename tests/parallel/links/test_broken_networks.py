@@ -64,7 +64,7 @@ def seconds_in(line: str) -> float:
 def test_a_cable_that_is_pulled_ends_all_links(
     hosts: tuple[Host, Host], members: list[subprocess.Popen[str]]
 ) -> None:
-    """The idle one after its five seconds, the one with bytes under way after the group's timeout of three."""
+    """An idle one after five seconds, one with bytes under way after the group's timeout."""
     begin(hosts, members)
     assert [line_of(each) for each in members] == ["formed", "formed"]
     hosts[1].set_link("down")
