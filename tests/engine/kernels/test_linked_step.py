@@ -200,7 +200,7 @@ def broken(
     rows: int = 0,
     timeout: float = 60.0,
 ) -> CollectiveError:
-    """The error of a step that rank 1, with so many rows, ends in this way."""
+    """The error of a step that rank 1, with so many rows, ends so."""
     group = linked_group(2, timeout=timeout)
     members = [Member(directory, rank, 2, torch.float32) for rank in range(2)]
 
