@@ -20,7 +20,7 @@ MESH_TESTS = $(MESH_LONG) $(filter-out $(MESH_LONG) $(MESH_SHORT),$(MESH_FILES))
 # One more than cores: a fifth of the time of these tests is waiting for something.
 PLAIN_PROCESSES ?= 3
 
-.PHONY: serve test check docs format bench bench-collectives bench-growth bench-kv-room bench-lockstep bench-overhead bench-router bench-serving bench-startup bench-wake bench-structured structured soak chaos kills joins nightly fuzz crowd clients screenshots simulate model clean
+.PHONY: serve test check docs format bench bench-collectives bench-growth bench-hosts bench-kv-room bench-lockstep bench-overhead bench-router bench-serving bench-startup bench-wake bench-structured structured soak chaos kills joins nightly fuzz crowd clients screenshots simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -54,12 +54,15 @@ bench: $(STAMP)  ## collectives, then other serving systems (examples/benchmarks
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python examples/benchmarks/bench_peers.py --output-json build/bench-peers.json --plots build/plots $(ARGS)
 
-bench-collectives: $(STAMP)  ## gloo and shared memory side by side, 64 bytes to 4 MB, 2 and 4 members
+bench-collectives: $(STAMP)  ## plain sockets, tcp, shared memory and gloo side by side, 64 bytes to 4 MB, 2 and 4 members
 	$(BIN)/python examples/benchmarks/bench_collectives.py --output-json build/bench-collectives.json $(ARGS)
 
 bench-growth: $(STAMP)  ## tokens per second against requests at once, context and instances, as plots (about five minutes)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python examples/benchmarks/bench_growth.py --output-json build/bench-growth.json --plots build/plots $(ARGS)
+
+bench-hosts: $(STAMP)  ## -ep, -tp and -pp over two network namespaces with delays and rates, tcp beside gloo (root; a quarter of an hour)
+	$(BIN)/python examples/benchmarks/links/bench_hosts.py --output-json build/bench-hosts.json $(ARGS)
 
 bench-kv-room: $(STAMP)  ## what -tp and -pp do to the room for the KV cache, and to throughput
 	$(BIN)/python examples/benchmarks/make_bench_models.py build/models dense-small

@@ -23,6 +23,9 @@ MAX_REMEMBERED = 16
 MAX_CHOICES = 16
 """Sets of members that are looked at for one in which the experts fit."""
 
+MAX_NAMED_ADDRESSES = 4
+"""Most addresses of others that one message names."""
+
 Pair = frozenset[str]
 """Two instances between which data does not pass."""
 Asked = tuple[Record, Reach]
@@ -309,9 +312,18 @@ def _cut_from(members: Sequence[Record], cut: Collection[Pair]) -> dict[str, set
 
 
 def _why(member: Record, members: Sequence[Record], cut: Collection[Pair]) -> str:
-    others = [other.rank for other in members if frozenset((member.instance, other.instance)) in cut]
-    ranks = ", ".join(map(str, others))
-    return f"no connection to instance{'s' * (len(others) > 1)} {ranks}"
+    """What a member lacks, with addresses between which to look for a firewall."""
+    others = [other for other in members if frozenset((member.instance, other.instance)) in cut]
+    ranks = ", ".join(str(other.rank) for other in others)
+    there = ", ".join(_host(other) for other in others[:MAX_NAMED_ADDRESSES])
+    there += ", ..." * (len(others) > MAX_NAMED_ADDRESSES)
+    between = f" ({_host(member)} to {there})"
+    return f"no connection to instance{'s' * (len(others) > 1)} {ranks}{between}"
+
+
+def _host(member: Record) -> str:
+    """The address of a member's data, without the port, which changes."""
+    return member.store.rpartition(":")[0] or member.host
 
 
 def _addresses(name: str, members: Sequence[Record]) -> dict[str, str]:

@@ -3,11 +3,14 @@
 
     python examples/kill_a_rank.py
     python examples/kill_a_rank.py --record docs/images/kill_a_rank.svg
+    sudo .venv/bin/python examples/kill_a_rank.py --namespaces
 
 Starts ``serve -dp 3 -ep`` on the shipped model: its experts are spread over three instances, so that none can
 compute a step alone. A few requests run twice, greedy ones and seeded samples: first undisturbed, then one of
 the instances is killed (SIGKILL) in the middle. The token ids of both must be the same. ``--record`` writes
-what the terminal showed as an animated SVG, or as an asciinema recording (.cast).
+what the terminal showed as an animated SVG, or as an asciinema recording (.cast). With ``--namespaces`` the
+last instance is on another host: two network namespaces with a link between them, a mesh key, and experts
+over TCP.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 from terminal_recording import Recording
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where this is not installed
+
+from coordinator.rpc import keys
+from examples.benchmarks.links import netns
 
 OPENINGS = ["It is a truth universally acknowledged, that", "Elizabeth", "Mr. Darcy was", "My dear sister",
             "Lady Catherine", "The ball at Netherfield"]  # fmt: skip
@@ -92,25 +100,34 @@ class Stream:
 class Mesh:
     """``serve``, with its admin API."""
 
-    def __init__(self, log: Path, size: int) -> None:
+    def __init__(self, log: Path, size: int, hosts: Sequence[netns.Namespace] = ()) -> None:
+        """With two ``hosts``, the last instance is on the second one."""
         self.port, self.admin, rpc = (free_port() for _ in range(3))
-        command = ["-dp", str(size), "-ep", "--dtype", "float32", "--port", str(self.port)]
-        command += ["--admin-port", str(self.admin), "-dpp", str(rpc), "--restart"]
+        mesh = ["-dp", str(size), "-ep", "--dtype", "float32", "-dpp", str(rpc), "--restart"]
         self.command = f"serve -dp {size} -ep --dtype float32 --restart"
         self._log = log
-        with log.open("wb") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "router.launcher.serve", *command],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
+        self._processes: list[subprocess.Popen[bytes]] = []
+        if hosts:
+            key = log.with_name("mesh.key")
+            keys.write(keys.generate(), key)
+            mesh += ["-dpa", hosts[0].address, "--mesh-key-file", str(key)]
+            last = ["--headless", "-dpl", "1", "-dpr", str(size - 1)]
+            self._start([*mesh, *last], log.with_name("other.log"), hosts[1].prefix)
+            mesh += ["-dpl", str(size - 1)]
+        self._start([*mesh, "--port", str(self.port), "--admin-port", str(self.admin)], log)
         self.size = size
+
+    def _start(self, argv: list[str], log: Path, prefix: Sequence[str] = ()) -> None:
+        command = [*prefix, sys.executable, "-P", "-m", "router.launcher.serve", *argv]
+        with log.open("wb") as file:
+            self._processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
 
     def wait(self) -> None:
         """Until all instances serve."""
         deadline = time.monotonic() + START_TIMEOUT
         while f"{self.size} instances ready" not in self._log.read_text():
-            if self._process.poll() is not None or time.monotonic() > deadline:
+            ended = any(process.poll() is not None for process in self._processes)
+            if ended or time.monotonic() > deadline:
                 sys.exit(f"serve did not start:\n{self._log.read_text()}")
             time.sleep(0.1)
 
@@ -125,8 +142,10 @@ class Mesh:
         return found[-1] if found else ""
 
     def stop(self) -> None:
-        self._process.terminate()
-        self._process.wait(30)
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.wait(30)
 
 
 def free_port() -> int:
@@ -223,15 +242,19 @@ def main() -> int:
     parser.add_argument("--instances", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--victim", type=int, default=1, help="rank to kill (default: %(default)s)")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write a recording: .svg or .cast")
+    netns.add_flag(parser)
     args = parser.parse_args()
     if not 0 <= args.victim < args.instances or args.instances < 2:
         parser.error("--victim must be one of at least two instances")
     if args.record is not None and args.record.suffix not in (".svg", ".cast"):
         parser.error("--record writes .svg or .cast")
+    if args.namespaces is not None and (status := netns.rerun_inside(args.namespaces)) is not None:
+        return status
     console = Console(width=WIDTH)
     recording = Recording(WIDTH)
     with tempfile.TemporaryDirectory() as directory:
-        mesh = Mesh(Path(directory) / "serve.log", args.instances)
+        hosts = netns.ends_here() if args.namespaces is not None else ()
+        mesh = Mesh(Path(directory) / "serve.log", args.instances, hosts)
         try:
             with console.status(f"{mesh.command} starts"):
                 mesh.wait()

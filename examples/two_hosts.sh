@@ -67,12 +67,13 @@ run() {  # a command that goes on running
 
 mesh=(-dpa "$HEAD" -dpp 62300 --mesh-key-file "$key")
 
-printf '\nother$ lockstep doctor --nnodes 2 --node-rank 1 --master-addr %s &\n' "$HEAD"
-on other lockstep doctor --nnodes 2 --node-rank 1 --master-addr "$HEAD" >/dev/null &
-show head lockstep doctor --nnodes 2 --node-rank 0 --master-addr "$HEAD"
+show head lockstep keygen "$key"
+between=(--nnodes 2 --master-addr "$HEAD" --mesh-key-file "$key")
+printf '\nother$ lockstep doctor %s --node-rank 1 &\n' "${between[*]}"
+on other lockstep doctor "${between[@]}" --node-rank 1 >/dev/null &
+show head lockstep doctor "${between[@]}" --node-rank 0
 wait $!
 
-show head lockstep keygen "$key"
 run head lockstep serve "$MODEL" -dp 2 -dpl 1 -ep --port 8000 "${mesh[@]}"
 run other lockstep serve "$MODEL" -dp 2 -dpl 1 -dpr 1 -ep --headless "${mesh[@]}"
 for _ in $(seq 120); do

@@ -44,7 +44,7 @@ Connect = Callable[[GroupPlan, Callable[[], bool]], Group]
 class Preparation(Generic[Group]):
     """The work for one :class:`coordinator.messages.GroupPlan`, in a thread of its own.
 
-    :meth:`abandon` ends it soon; a thread that hangs in a store whose host is stopped
+    :meth:`abandon` ends it soon; a thread that waits for a meeting place whose host is stopped
     stays behind, and disturbs nobody.
     """
 

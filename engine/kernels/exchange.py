@@ -64,10 +64,11 @@ class Layout(NamedTuple):
         return cls(*ends)
 
     @classmethod
-    def room(cls, shape: Shape, num_bytes: int) -> int:
-        """Rows that fit into an arena."""
-        each = cls.of(shape, 1 << 20).num_bytes / (1 << 20)
-        rows = int((num_bytes - 2 * WORDS_BYTES) / each) - 2 * SLACK
+    def room(cls, shape: Shape, num_bytes: int, num_mirrors: int = 0) -> int:
+        """Rows that fit into an arena, with as many in mirrors of others' rows and choices behind it."""
+        large = cls.of(shape, 1 << 20)
+        each = (large.num_bytes + num_mirrors * large.places_at) / (1 << 20)
+        rows = int((num_bytes - 2 * WORDS_BYTES * (1 + num_mirrors)) / each) - 2 * SLACK * (1 + num_mirrors)
         return max(0, rows)
 
 

@@ -67,11 +67,12 @@ void meet(const Operation& op, const Step& step, int64_t which, Team& team) {
     }
 }
 
-// extra: the exchange, over links. Whether to wait for the others' rows before the products of what is there.
+// extra: the exchange, over links. Whether to wait for the others' rows before the products of what is there. Members of this host are
+// waited for: they may still read the last layer's results, which the products overwrite.
 void look(const Operation& op, const Step& step, Team& team) {
     auto& exchange = *static_cast<const Exchange*>(op.extra);
-    if (begins_without_others(exchange, rows_of(op, step))) go_on_with(&exchange);
-    else if (!await_all(exchange, OFFERED, false)) team.failed.store(true, std::memory_order_relaxed);
+    bool begins = begins_without_others(exchange, rows_of(op, step));
+    if (!await_all(exchange, OFFERED, false, begins)) team.failed.store(true, std::memory_order_relaxed);
     exchange.linkage->began_at = seconds_now();
 }
 

@@ -52,7 +52,7 @@ struct Linkage {
     double budget;          // seconds of looking before sleep, learned
     double arrival;         // seconds from an offer until all have come, learned
     double products;        // seconds that those of a layer take, learned
-    double offered_at, began_at, first_pass;
+    double offered_at, began_at, first_pass, next_look;
     int64_t num_missing;    // offers of this layer
     int64_t problem, problem_rank, problem_note, problem_bytes;
 };
@@ -256,10 +256,15 @@ int64_t receive(const Exchange& exchange, int64_t rank, int64_t which) {
     return 1;
 }
 
+constexpr double LOOK_SECONDS = 50e-6;  // between two looks at links while products are computed: each costs a microsecond or two
+
 // Without waiting: takes what has come for this layer, sends what can go. Called while products are computed, by the caller's thread.
 void go_on_with(const void* pending) {
     auto& exchange = *static_cast<const Exchange*>(pending);
     Linkage& linkage = *exchange.linkage;
+    double now = seconds_now();
+    if (now < linkage.next_look) return;
+    linkage.next_look = now + LOOK_SECONDS;
     linkage.links->flush(linkage.links->self, -1);
     for (int64_t rank = 0; rank < exchange.size; ++rank)
         if (has_role(exchange, rank, REMOTE)) receive(exchange, rank, RETURNED);
@@ -271,8 +276,9 @@ inline int64_t look_at(const Exchange& exchange, int64_t rank, int64_t which) {
     return over_link ? receive(exchange, rank, which) : has_arrived(words_of(exchange, rank, which) + which, *exchange.rounds);
 }
 
-// Until all others' rows, or results, are here, and with `sent` until all that was posted is on its way. False if that will not be.
-bool await_all(const Exchange& exchange, int64_t which, bool sent) {
+// Until the rows, or results, of all others are here, or of those on this host. With `sent` until all that was posted is on its way,
+// too. False if that will not be.
+bool await_all(const Exchange& exchange, int64_t which, bool sent, bool beside_only = false) {
     Linkage& linkage = *exchange.linkage;
     Links& links = *linkage.links;
     double began = 0, waited = 0, next_check = CHECK_SECONDS;
@@ -299,7 +305,7 @@ bool await_all(const Exchange& exchange, int64_t which, bool sent) {
     for (int64_t look = 1;; ++look) {
         int64_t flushed = links.flush(links.self, -1);
         for (; awaited < exchange.size; ++awaited) {
-            if (awaited == exchange.rank) continue;
+            if (awaited == exchange.rank || (beside_only && is_remote(awaited))) continue;
             int64_t outcome = look_at(exchange, awaited, which);
             if (outcome < 0) return false;
             if (outcome == 0) break;

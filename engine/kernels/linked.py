@@ -18,9 +18,10 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from engine.kernels.exchange import Exchange, Layout, Shape, signature_of
+from engine.kernels.hosts import Hosts
 from engine.kernels.library import Library
 from engine.kernels.operations import LINKAGE, PEER
-from engine.kernels.pages import mapped
+from engine.kernels.pages import ALIGNMENT, mapped
 from engine.kernels.rows import pitch_of
 from engine.kernels.sums import Sums
 from engine.kernels.waits import ExchangingGroup, NativeWaits
@@ -33,7 +34,6 @@ ARENA_BYTES = 1 << 30
 """Size of a member's arena, and of each mirror; memory is used as far as it is written."""
 MOST_ROWS = (1 << 24) - 1
 """Rows of one member in a layer, at most: a message's note has no more bits for them."""
-_TAKES, _POSTS, _REMOTE = 1, 2, 4
 _EVIDENCE_SECONDS = 2.0
 """How long the communicator may take to find out why a link broke."""
 _MESSAGES = {1: "an expert layer's rows", 2: "an expert layer's results", 3: "a sum over ranks"}
@@ -82,6 +82,46 @@ def linked(group: Any) -> LinkedGroup | None:
     return native
 
 
+def hosts_of(group: LinkedGroup) -> Hosts:
+    """The hosts of a group's members; each has its own if nobody shares memory."""
+    return Hosts(group.rank, getattr(group, "hosts", range(group.size)))
+
+
+class Memory:
+    """A member's arena, those of its host's other members, and mirrors of all others'.
+
+    Members of one host find the mirrors in one another's arenas, behind what these hold themselves.
+    """
+
+    def __init__(self, group: LinkedGroup, num_bytes: int, mirror_bytes: int) -> None:
+        """``num_bytes``: of an arena. ``mirror_bytes``: of what is mirrored, from its beginning."""
+        hosts, local = hosts_of(group), getattr(group, "local", None)
+        self._kept: list[Any]
+        if local is None:
+            self._kept = [mapped(num_bytes + hosts.num_mirrors * mirror_bytes)]
+            begins = {group.rank: int(self._kept[0].data_ptr())}
+        else:
+            assert num_bytes + hosts.num_mirrors * mirror_bytes <= local.arena_bytes
+            self._kept = list(local.arenas)
+            begins = {rank: each.arena for rank, each in zip(hosts.local, self._kept, strict=True)}
+        self.arenas: list[int] = []
+        """Addresses by rank."""
+        for rank in range(group.size):
+            if rank in begins:
+                self.arenas.append(begins[rank])
+            else:
+                keeper, number = hosts.mirror_of(rank)
+                self.arenas.append(begins[keeper] + num_bytes + number * mirror_bytes)
+
+    def results(self, hosts: Hosts, num_bytes: int) -> list[int]:
+        """Addresses by rank of arenas with results: of members on other hosts, memory of this one's own."""
+        found = list(self.arenas)
+        for rank in set(range(len(found))) - set(hosts.local):
+            self._kept.append(mapped(num_bytes))
+            found[rank] = int(self._kept[-1].data_ptr())
+        return found
+
+
 class Linkage:
     """What the kernels know of a group's links, and of what is under way on them."""
 
@@ -90,12 +130,11 @@ class Linkage:
     ) -> None:
         """``what``: the call that errors name. ``exchange``: the record that gets this."""
         self._group, self._what = group, what
-        size, own = group.size, group.rank
-        self.peers = np.zeros(size, dtype=PEER)
-        self._hosts = np.arange(size, dtype=np.int64)
-        self._roles = np.full(size, _TAKES | _POSTS | _REMOTE, dtype=np.int64)
-        self._roles[own] = 0
-        self.most = np.zeros(size, dtype=np.int64)
+        hosts = hosts_of(group)
+        self.peers = np.zeros(group.size, dtype=PEER)
+        self._hosts = np.array(hosts.numbers, dtype=np.int64)
+        self._roles = np.array(hosts.roles(), dtype=np.int64)
+        self.most = np.zeros(group.size, dtype=np.int64)
         self.record = np.zeros((), dtype=LINKAGE)
         self.record["links"], self.record["budget"] = group.links_address, 1e-3
         for name, array in (
@@ -156,7 +195,7 @@ class Linkage:
 
 
 class Linked(Exchange):
-    """One member of a group whose members are on different hosts."""
+    """One member of a group whose members are on several hosts."""
 
     def __init__(
         self,
@@ -169,17 +208,18 @@ class Linked(Exchange):
         *,
         arena_bytes: int = ARENA_BYTES,
     ) -> None:
-        """``experts``: tells the others this member's signature, and counts pairs."""
-        room = Layout.room(shape, arena_bytes)
+        """``experts``: tells the others this member's signature, and counts pairs.
+
+        ``arena_bytes``: of a member's arena and mirrors, as much as members of one host share.
+        """
+        hosts = hosts_of(group)
+        room = Layout.room(shape, arena_bytes, hosts.num_mirrors)
         super().__init__(shape, room, len(placement.experts_of(group.rank)))
         self._group, self._experts = group, experts
-        self._memory = [mapped(self.layout.num_bytes) for _ in range(group.size)]
-        self._place(
-            group.rank,
-            [memory.data_ptr() for memory in self._memory],
-            placement.owners,
-            placement.local_numbers(),
-        )
+        self._memory = Memory(group, self.layout.num_bytes, self.layout.places_at)
+        self._place(group.rank, self._memory.arenas, placement.owners, placement.local_numbers())
+        results = self._memory.results(hosts, self.layout.num_bytes)
+        self.keep("returned", np.array(results, dtype=np.int64))
         self.keep("counted", experts.tokens_per_expert)
         self.record["row_bytes"] = pitch_of(shape.hidden, shape.dtype) * shape.dtype.itemsize
         self.linkage = Linkage(library, group, "an expert layer", self.record)
@@ -222,18 +262,29 @@ class Linked(Exchange):
 
 
 class LinkedSums(Sums):
-    """Sums among ranks on different hosts."""
+    """Sums among ranks on several hosts."""
 
     def __init__(
         self, library: Library, group: LinkedGroup, width: int, *, arena_bytes: int = ARENA_BYTES
     ) -> None:
-        self._memory = [mapped(arena_bytes) for _ in range(group.size)]
-        super().__init__(group.rank, [each.data_ptr() for each in self._memory], arena_bytes, width)
+        self._size = group.size
+        num_bytes = arena_bytes // (1 + hosts_of(group).num_mirrors) // ALIGNMENT * ALIGNMENT
+        self._memory = Memory(group, num_bytes, num_bytes)
+        super().__init__(group.rank, self._memory.arenas, num_bytes, width)
         self.linkage = Linkage(library, group, "a sum over ranks", self.record)
         self.linkage.record["are_sums"] = 1
 
     def __repr__(self) -> str:
-        return f"<LinkedSums of {len(self._memory)} ranks, up to {self.rows} rows>"
+        return f"<LinkedSums of {self._size} ranks, up to {self.rows} rows>"
+
+    @property
+    def given(self) -> int:
+        """Sums that this rank's arena has seen."""
+        return int(self._rounds[0])
+
+    def start_at(self, given: int) -> None:
+        """Count from here on: the same at all ranks, and no arena has seen more."""
+        self._rounds[0] = given
 
     def begin(self) -> None:
         """See :class:`Sums`."""

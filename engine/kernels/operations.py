@@ -41,7 +41,7 @@ EXCHANGE = np.dtype(
     )]
 )  # fmt: skip
 """See ``linked.hpp``, as for the next two."""
-_LEARNED = "budget", "arrival", "products", "offered_at", "began_at", "first_pass"
+_LEARNED = "budget", "arrival", "products", "offered_at", "began_at", "first_pass", "next_look"
 LINKAGE = np.dtype(
     [(name, np.float64 if name in _LEARNED else np.int64) for name in (
         "links", "are_sums", "peers", "hosts", "roles", "most", "area", "area_bytes", "look", *_LEARNED,

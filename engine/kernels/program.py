@@ -309,10 +309,12 @@ class Program:
         assert self._ranks is not None
         assert self._ranks.group is not None
         links = linked(self._ranks.group)
-        answers = self._ranks.group.all_gather_ints([links is not None])
+        sums = None if links is None else LinkedSums(self._library, links, self._decoder.sums_width)
+        answers = self._ranks.group.all_gather_ints([-1 if sums is None else sums.given])
         self._sums_are_agreed = True
-        if links is not None and all(answer for (answer,) in answers):
-            self._common_sums = LinkedSums(self._library, links, self._decoder.sums_width)
+        if sums is not None and all(given >= 0 for (given,) in answers):
+            sums.start_at(max(given for (given,) in answers))
+            self._common_sums = sums
 
     def _failure(self) -> BaseException:
         """Why a step was given up."""

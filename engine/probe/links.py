@@ -25,20 +25,15 @@ from coordinator.rpc.keys import link_key
 from engine.probe.facts import Failed, HostFacts, Links, Timing
 from parallel import measure
 from parallel.communicators.base import CollectiveError
-from parallel.links.connecting import connect
 from parallel.links.infiniband import active_ports
 from parallel.links.keys import LinkKey
 from parallel.links.meeting import MeetingClient, MeetingHost
-from parallel.links.meeting_contract import Meeting, Prefixed
+from parallel.links.meeting_contract import Meeting
 
 LOOK_SECONDS = 0.2
 """Seconds between two looks whether another host has failed."""
 LAST_SECONDS = 2.0
 """Seconds for the others to hear of a failure."""
-TRY_SECONDS = 5.0
-"""Seconds that a first message of each size may take."""
-TRY_BYTES = 256 << 10
-"""Bytes of the first large message, which fill many packets of any MTU."""
 _FAILED = "failed"
 
 
@@ -131,8 +126,6 @@ def _measure(
 ) -> list[Timing]:
     from parallel import groups
 
-    if len(ranks) == 2:
-        _look_for_hole(meeting, ranks, ask, address, key)
     group = groups.form(
         meeting, 0, ranks.index(ask.rank), len(ranks), "tcp", ask.timeout,
         group="-".join(map(str, ranks)), host=address, key=key,
@@ -154,63 +147,6 @@ def _measure(
         return timings
     finally:
         group.close()
-
-
-def _look_for_hole(
-    meeting: Meeting, ranks: Sequence[int], ask: Ask, address: str, key: LinkKey | None
-) -> None:
-    """Send little, then much, over a connection of a pair.
-
-    Raises:
-        CollectiveError: little passes, and much does not.
-    """
-    name = "-".join(map(str, ranks))
-    sockets = connect(
-        Prefixed(meeting, f"try/{name}"), ranks.index(ask.rank), 2,
-        host=address, name=f"try/{name}", key=key, timeout=ask.timeout,
-    )  # fmt: skip
-    try:
-        ((connection,),) = sockets.data.values()
-        for num_bytes in (1, TRY_BYTES):
-            for sender in ranks:
-                connection.settimeout(TRY_SECONDS)
-                try:
-                    if sender == ask.rank:
-                        connection.sendall(bytes(num_bytes))
-                        passed = connection.recv(1)  # it has all
-                    else:
-                        passed = _receive(connection, num_bytes)
-                        connection.sendall(b"!")
-                    if not passed:
-                        raise CollectiveError(f"between node ranks {name} the connection has ended")
-                except TimeoutError as error:
-                    raise CollectiveError(_hole(ranks, num_bytes)) from error
-                except OSError as error:
-                    raise CollectiveError(
-                        f"between node ranks {name} the connection broke: {error.strerror or error}"
-                    ) from error
-    finally:
-        sockets.close()
-
-
-def _receive(connection: socket.socket, num_bytes: int) -> bytes:
-    received = b"!"
-    left = num_bytes
-    while left and received:
-        received = connection.recv(left)
-        left -= len(received)
-    return received
-
-
-def _hole(ranks: Sequence[int], num_bytes: int) -> str:
-    between = f"between node ranks {ranks[0]} and {ranks[1]}"
-    if num_bytes == 1:
-        return f"{between} a byte does not pass within {TRY_SECONDS:g} s, though they connect"
-    return (
-        f"{between} small messages pass and large ones do not: something on the way takes smaller packets "
-        "than these interfaces' MTU, and does not say so. Find the largest that passes (ping -M do -s 1472 "
-        "ADDRESS), and set it on both: ip link set DEVICE mtu BYTES"
-    )
 
 
 def _address(ask: Ask) -> str:

@@ -6,6 +6,8 @@ Each way of exchange is measured.
     python examples/benchmarks/bench_lockstep.py
     python examples/benchmarks/bench_lockstep.py --models moe-16 --concurrency 8 \
         --variants shared_memory independent
+    python examples/benchmarks/bench_lockstep.py --models moe-small --serve-flags "--dtype bfloat16 \
+        --kv-cache-memory-bytes 128M"
 
 For the shipped model and one of 16 experts and 61 M parameters (random, made at the first run by
 ``make_moe_model.py``), meshes of all variants are started and stay; those that are not measured sleep. Then
@@ -57,8 +59,13 @@ from router.tools.local_mesh import mesh
 Args = argparse.Namespace
 
 ROOT = Path(__file__).parents[2]
-MODELS = {"lockstep-moe": "lockstep-moe", "moe-16": str(ROOT / "build" / "models" / "moe-16")}
-"""Models by name."""
+MADE = ROOT / "build" / "models"
+MODELS = {
+    "lockstep-moe": "lockstep-moe",
+    "moe-16": str(MADE / "moe-16"),
+    "moe-small": str(MADE / "moe-small"),
+}
+"""Models by name; moe-small is that of ``make_bench_models.py``, for the other benchmarks of sockets."""
 VARIANTS = {
     "shared_memory": "-dp 2 -ep --all2all-backend shared_memory",
     "tcp": "-dp 2 -ep --all2all-backend tcp",
@@ -96,6 +103,8 @@ async def counted(session: aiohttp.ClientSession, base_url: str) -> dict[str, fl
     for part in PARTS:
         samples = found["lockstep:step_seconds_total"].items()
         totals[part] = sum(value for labels, value in samples if dict(labels)["part"] == part) / len(steps)
+    sent = found.get("lockstep:link_bytes_total", {}).items()
+    totals["link_bytes"] = sum(value for labels, value in sent if dict(labels)["direction"] == "sent")
     for name in ("busiest_tokens", "mean_tokens"):
         totals[name] = statistics.fmean(found[f"lockstep:{name}_total"].values())
     return totals
@@ -128,6 +137,7 @@ async def measure(base_url: str, model: str, args: Args, concurrency: int, numbe
         whole = sum(spent.values())
         run |= {f"{part}_ms": 1000 * seconds / steps for part, seconds in spent.items()}
         run["step_ms"] = 1000 * whole / steps
+        run["link_bytes"] = after["link_bytes"] - before["link_bytes"]
         run["overhead"] = sum(spent[part] for part in EXCHANGE) / whole
         run["imbalance"] = (after["busiest_tokens"] - before["busiest_tokens"]) / (
             after["mean_tokens"] - before["mean_tokens"]
@@ -141,9 +151,11 @@ def bench_model(name: str, args: Args, save: Callable[[dict[str, Any]], None]) -
     What is known so far is saved after each repeat.
     """
     path = MODELS.get(name, name)
-    if name == "moe-16" and not Path(path, "config.json").exists():
-        maker = Path(__file__).with_name("make_moe_model.py")
-        subprocess.run([sys.executable, str(maker), path], check=True, stdout=sys.stderr)
+    makers = {"moe-16": ["make_moe_model.py", path], "moe-small": ["make_bench_models.py", str(MADE), name]}
+    if name in makers and not Path(path, "config.json").exists():
+        script, *argv = makers[name]
+        maker = str(Path(__file__).with_name(script))
+        subprocess.run([sys.executable, maker, *argv], check=True, stdout=sys.stderr)
     cells = [Cell(variant, each) for each in args.concurrency for variant in args.variants]
     with contextlib.ExitStack() as stack:
         meshes = {}
@@ -244,7 +256,12 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def parse_args() -> Args:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--models", nargs="+", default=[*MODELS], help="names or directories (default: %(default)s)")
+    add(
+        "--models",
+        nargs="+",
+        default=["lockstep-moe", "moe-16"],
+        help="names or directories (default: %(default)s)",
+    )
     add("--variants", nargs="+", choices=[*VARIANTS], default=[*VARIANTS], help="(default: all)")
     add("--concurrency", type=int, nargs="+", default=[1, 8, 32], help="(default: %(default)s)")
     add("--repeats", type=int, default=3, help="of every cell, interleaved (default: %(default)s)")

@@ -229,7 +229,7 @@ class GlooCommunicator:
             raise CollectiveError(f"connecting rank {rank} of {size}: {_first_line(error)}") from error
         # At exit too: a thread that wakes up while Python ends would abort the process.
         self._leave = weakref.finalize(self, self._connections.leave)
-        self.all_gather_ints([rank])  # after this, nobody needs the store
+        self.all_gather_ints([rank])  # after this, nobody needs the meeting place
 
     def __repr__(self) -> str:
         return f"<GlooCommunicator rank {self.rank} of {self.size}, {self._reason or 'open'}>"

@@ -16,7 +16,9 @@ and not the one that waits for it, later stages of a call have a later deadline.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,7 +50,6 @@ from parallel.communicators.slots import Span, span_of, spans_of
 from parallel.links.counts import LinkCount
 from parallel.links.last_words import Blame
 from parallel.links.meeting_contract import Meeting, Prefixed
-from parallel.links.rendezvous import exchange
 from parallel.topology import usable_cores
 
 STAGE_SECONDS = 0.25
@@ -128,7 +129,7 @@ class MixedCommunicator:
         """``network`` connects all members, and is closed with this, also if forming fails.
 
         Without ``native`` this member keeps to Python, whatever the others do.
-        Members with the same ``host_name`` share memory; by default, those that can.
+        Members share memory if they can, and have the same ``host_name``.
         ``of_shared_memory`` are further arguments of the communicator on each host.
         """
         self.rank, self.size = rank, size
@@ -144,11 +145,11 @@ class MixedCommunicator:
             return health.blame is not None or (should_stop is not None and should_stop())
 
         try:
-            name = (host_name or this_host()).encode()
-            names = exchange(
-                Prefixed(meeting, "hosts"), rank, size, name, timeout=patience, should_stop=is_vain
-            )
-            self._routes = routes = HostRoutes([each.decode() for each in names], rank)
+            # Shared memory needs the same user, too.
+            name = f"{host_name or ''} {this_host()} {os.getuid()}".encode()
+            digest = int.from_bytes(hashlib.sha256(name).digest()[:8], "big", signed=True)
+            hosts = [str(row[0]) for row in network.all_gather_ints([digest])]
+            self._routes = routes = HostRoutes(hosts, rank)
             self._part = HostHealth(routes.local_rank, routes.local, timeout, lambda: health.blame, is_vain)
             if len(routes.local) > 1:
                 self.local = SharedMemoryCommunicator(
@@ -157,8 +158,13 @@ class MixedCommunicator:
                     health=self._part,
                     **of_shared_memory,
                 )  # fmt: skip
-        except BaseException:
+        except BaseException as error:
+            blame = health.blame
+            network.abort()
             network.close()
+            if isinstance(error, CollectiveError) and blame is not None:
+                reason, blamed, evidence = blame
+                raise CollectiveError(f"forming the group: {reason}", blamed, evidence) from error
             raise
         self._messages = Messages(network.links, health, what_is, crowded=self.is_crowded)
         self._native: NativeNetworkRounds | None = None

@@ -64,7 +64,8 @@ class NetworkHealth:
         self._should_stop = should_stop
         self._abort_links = abort_links
         self._lock = threading.RLock()  # abort may come from a signal handler
-        self._words = LastWords(size)
+        ends = {peer: addresses_of(connection) for peer, connection in control.items()}
+        self._words = LastWords(size, {peer: words for peer, words in ends.items() if words})
         self._control = dict(control)
         self._processes: dict[int, int] = {}
         """Descriptors of processes by rank."""
@@ -250,3 +251,13 @@ class NetworkHealth:
         reason, rank, evidence = blame
         if self._leave(word_for(rank), reason, rank, evidence) and self.on_broken is not None:
             self.on_broken(CollectiveError(reason, rank, evidence))
+
+
+def addresses_of(connection: socket.socket) -> str:
+    """Both addresses of a connection between hosts, in words; else empty."""
+    try:
+        here, there = connection.getsockname(), connection.getpeername()
+    except OSError:
+        return ""
+    between_hosts = isinstance(here, tuple) and isinstance(there, tuple) and here[0] != there[0]
+    return f"{here[0]} to {there[0]}" if between_hosts else ""

@@ -125,6 +125,7 @@ class SharedMemoryCommunicator:
             msgspec.json.encode(own.address),
             timeout=patience,
             should_stop=should_stop,
+            names=[self._health.name(member) for member in range(self.size)],
         )
         addresses = [msgspec.json.decode(each, type=Address) for each in said]
         members = []

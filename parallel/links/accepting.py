@@ -155,6 +155,7 @@ class Acceptor:
                 self._pause(now + _ACCEPT_PAUSE)
                 return
             connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             handshake = Accepting(self._admit, self._key, can_encrypt=self._can_encrypt)
             pending = self._pending[connection] = _Pending(connection, str(address[0]), handshake, now)
             self._selector.register(connection, selectors.EVENT_READ, pending)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from parallel.links.errors import CollectiveError, Evidence
 from parallel.links.handshake import HANDSHAKE_SECONDS, Connecting, Offer, Refused
+from parallel.links.introduction import why_silent
 from parallel.links.keys import LinkKey
 
 REDIAL_PAUSE = 0.05
@@ -125,7 +126,7 @@ class Dialer:
 
     def _try(self, dial: _Dial) -> None:
         dial.again_at, dial.is_connected = None, False
-        dial.handshake = Connecting(dial.offer, self._key, can_encrypt=self._can_encrypt)
+        dial.handshake = Connecting(dial.offer, self._key, can_encrypt=self._can_encrypt, is_large=True)
         try:
             family, kind, protocol, _, where = socket.getaddrinfo(
                 dial.address.host, dial.address.port, type=socket.SOCK_STREAM
@@ -185,12 +186,11 @@ class Dialer:
         if dial.problem:
             return _error(f"rank {peer} at {address} breaks off the handshake ({dial.problem})", peer)
         if dial.is_connected:
-            return _error(
-                f"rank {peer} at {address} did not shake hands within {_age(dial)}: "
-                "its process is stopped, or large packets do not get there (an MTU that is too large)",
-                peer,
-                "deadline",
-            )
+            assert dial.connection is not None
+            assert dial.handshake is not None
+            reason = why_silent(dial.connection, dial.handshake)
+            text = f"rank {peer} at {address} did not shake hands within {_age(dial)}: {reason}"
+            return _error(text, peer, "deadline")
         return self._silent(dial)
 
     def _silent(self, dial: _Dial) -> CollectiveError:

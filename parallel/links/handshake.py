@@ -1,10 +1,11 @@
 """The handshake of a link: its purpose, and proof of the mesh's key (pure).
 
 There are four messages. The side that connects sends what the link is for, and a nonce. The other side
-answers with a nonce of its own. The first proves the key, by an HMAC over both messages. Only then does the
-other judge what the link is for, and it proves the key, too, with its verdict. So a process without the key
-learns the version, and whether there is a key, but not which groups exist. Both nonces are in each proof, and
-each side has a label of its own: neither a recorded handshake nor a reflected message proves anything.
+answers with a nonce of its own, as soon as it has seen version and flags. The first proves the key, by an
+HMAC over both messages. Only then does the other judge what the link is for, and it proves the key, too, with
+its verdict. So a process without the key learns the version, and whether there is a key, but not which groups
+exist. Both nonces are in each proof, and each side has a label of its own: neither a recorded handshake nor a
+reflected message proves anything.
 
 Whatever follows these messages on the stream is the link's. Each side reads no more than :attr:`Side.wanted`
 bytes at a time.
@@ -38,11 +39,11 @@ _ANSWER = struct.Struct(">6sHBB32s")  # magic, version, flags, verdict, nonce; t
 _VERDICT = struct.Struct(">B32s")
 _NONCE_BYTES = _PROOF_BYTES = 32
 FULL_BYTES = 9216
-"""Bytes of the first message of each side: more than a packet may have.
+"""Bytes of the first messages on a link for tensors: more than a packet may have.
 
 So a network that loses large packets is noticed here, and not when the first tensor does not come.
 """
-_HAS_KEY, _ENCRYPTS = 1, 2  # flags
+_HAS_KEY, _ENCRYPTS, _IS_LARGE = 1, 2, 4  # flags
 
 
 class Verdict(IntEnum):
@@ -166,25 +167,38 @@ class Connecting(Side):
     """The side that connects; begins with :attr:`hello`."""
 
     def __init__(
-        self, offer: Offer, key: LinkKey | None, *, can_encrypt: bool = False, nonce: bytes | None = None
+        self,
+        offer: Offer,
+        key: LinkKey | None,
+        *,
+        can_encrypt: bool = False,
+        is_large: bool = False,
+        nonce: bytes | None = None,
     ) -> None:
-        """``nonce``: 32 bytes in place of random ones, for tests.
+        """``is_large``: the first messages have :data:`FULL_BYTES`.
+
+        ``nonce``: 32 bytes in place of random ones, for tests.
 
         Raises:
             ValueError: a text of the offer is too long.
         """
         super().__init__(key, can_encrypt, nonce, _ANSWER.size)
+        self._flags |= _IS_LARGE if is_large else 0
         purpose, use = offer.purpose.encode(), offer.use.encode()
         if max(len(purpose), len(use)) > LONGEST_PURPOSE:
             longest = max(len(purpose), len(use))
             raise ValueError(f"a purpose of {longest} bytes is too long: {LONGEST_PURPOSE} are allowed")
         head = _BODY.pack(self._nonce, offer.rank, offer.to, offer.size, len(purpose), len(use))
-        body = (head + purpose + use).ljust(FULL_BYTES - _HEAD.size, b"\0")
+        body = head + purpose + use
+        if is_large:
+            body = body.ljust(FULL_BYTES - _HEAD.size, b"\0")
         self.hello = _HEAD.pack(_MAGIC, VERSION, self._flags, len(body)) + body
         """The first message, sent as soon as the connection is there."""
         self._transcript.append(self.hello)
         self._answer = b""
         self._step = self._take_answer
+        self.has_answer = False
+        """Whether the small part of the other side's first message has come."""
 
     def _take(self, message: bytes) -> bytes:
         return self._step(message)
@@ -199,7 +213,10 @@ class Connecting(Side):
             raise _seen(verdict)
         if (self._flags ^ self._other_flags) & _HAS_KEY:
             raise _seen(Verdict.KEY_NEEDED if self._other_flags & _HAS_KEY else Verdict.NO_KEY_HERE)
-        self._answer, self._step, self._needed = message, self._take_rest, FULL_BYTES - _ANSWER.size
+        self._answer, self.has_answer = message, True
+        if not self._flags & _IS_LARGE:
+            return self._take_rest(b"")
+        self._step, self._needed = self._take_rest, FULL_BYTES - _ANSWER.size
         return b""
 
     def _take_rest(self, message: bytes) -> bytes:
@@ -229,7 +246,7 @@ class Accepting(Side):
         super().__init__(key, can_encrypt, nonce, _HEAD.size)
         self._admit = admit
         self._step = self._take_head
-        self._head = b""
+        self._head = self._answer = b""
         self.offer = Offer("")
         """Purpose according to the other side, proven when this side is done."""
 
@@ -244,16 +261,19 @@ class Accepting(Side):
             raise self._refusal(Verdict.OTHER_VERSION)
         if (self._flags ^ self._other_flags) & _HAS_KEY:
             raise self._refusal(Verdict.KEY_NEEDED if self._flags & _HAS_KEY else Verdict.NO_KEY_HERE)
-        if num_bytes != FULL_BYTES - _HEAD.size:
+        if not _BODY.size <= num_bytes <= FULL_BYTES - _HEAD.size:
             raise Refused(f"it announces a handshake of {num_bytes} bytes")
         self._head, self._step, self._needed = message, self._take_body, num_bytes
-        return b""
+        self._answer = _ANSWER.pack(_MAGIC, VERSION, self._flags, Verdict.ACCEPTED, self._nonce)
+        return self._answer
 
     def _take_body(self, message: bytes) -> bytes:
         _, rank, to, size, purpose_bytes, use_bytes = _BODY.unpack_from(message)
         if max(purpose_bytes, use_bytes) > LONGEST_PURPOSE:
             raise Refused(f"it announces a purpose of {max(purpose_bytes, use_bytes)} bytes")
         middle = _BODY.size + purpose_bytes
+        if middle + use_bytes > len(message):
+            raise Refused("the lengths in its handshake do not fit each other")
         try:
             purpose, use = (
                 message[_BODY.size : middle].decode(),
@@ -262,11 +282,10 @@ class Accepting(Side):
         except UnicodeDecodeError:
             raise Refused("its handshake is no text where it should be") from None
         self.offer = Offer(purpose, use, rank, to, size)
-        answer = _ANSWER.pack(_MAGIC, VERSION, self._flags, Verdict.ACCEPTED, self._nonce)
-        answer = answer.ljust(FULL_BYTES, b"\0")
-        self._transcript += [self._head + message, answer]
+        rest = bytes(FULL_BYTES - _ANSWER.size) if self._other_flags & _IS_LARGE else b""
+        self._transcript += [self._head + message, self._answer + rest]
         self._step, self._needed = self._take_proof, _PROOF_BYTES
-        return answer
+        return rest
 
     def _take_proof(self, message: bytes) -> bytes:
         if not self._proves(b"connects", message):

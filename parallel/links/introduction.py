@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import struct
+import termios
 import time
 
 from parallel.links.handshake import HANDSHAKE_SECONDS, Connecting, Offer
@@ -33,6 +36,19 @@ def introduce(
         if answer:
             _send(connection, answer, deadline)
     return handshake
+
+
+def why_silent(connection: socket.socket, handshake: Connecting) -> str:
+    """Reason why a handshake gets no further, as far as this side can tell."""
+    unacknowledged = struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)))[0]
+    if unacknowledged or handshake.has_answer:
+        direction = "there" if unacknowledged else "from there"
+        return (
+            f"small packets pass on the way {direction} and large ones do not. Something takes smaller "
+            "packets than these interfaces' MTU, and does not say so: find the largest that passes (ping "
+            "-M do -s 1472 ADDRESS), and set it on both (ip link set DEVICE mtu BYTES)"
+        )
+    return "its process is stopped or too busy, or none of this mesh"
 
 
 def _send(connection: socket.socket, content: bytes, deadline: float) -> None:

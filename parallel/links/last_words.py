@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Mapping
 
 from parallel.links.errors import Evidence
 
@@ -39,8 +40,10 @@ class LastWords:
     What breaks the group is returned as it happens.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, addresses: Mapping[int, str] | None = None) -> None:
+        """``addresses``: both of the connection to each rank, in words."""
         self._size = size
+        self._addresses = addresses or {}
         self._content: dict[int, bytes] = {}
         self.closed: set[int] = set()
         """Ranks that have made their last call."""
@@ -70,15 +73,16 @@ class LastWords:
         """The control connection to a member has ended; ``error``: the errno, or 0."""
         if has_exited or peer in self.closed:
             return self.exit(peer)
-        return broken(peer, error), peer, "closed"
+        return broken(peer, error, self._addresses.get(peer, "")), peer, "closed"
 
     def lose(self, peer: int, error: int) -> Blame:
         """A connection for tensors has ended; nothing else explains that."""
         if peer in self.closed:
             return f"rank {peer} has closed its end", peer, "closed"
-        return broken(peer, error), peer, "closed"
+        return broken(peer, error, self._addresses.get(peer, "")), peer, "closed"
 
 
-def broken(peer: int, error: int) -> str:
+def broken(peer: int, error: int, addresses: str = "") -> str:
     """Words for a connection that has ended by this errno, or by its end (0)."""
-    return f"the connection to rank {peer} broke" + (f" ({os.strerror(error)})" if error else "")
+    between = f" ({addresses})" if addresses else ""
+    return f"the connection to rank {peer}{between} broke" + (f" ({os.strerror(error)})" if error else "")

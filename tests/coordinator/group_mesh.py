@@ -74,7 +74,7 @@ class Mesh:
         """A heartbeat with something new, or a plain one."""
         rank = NAMES.index(name)
         beat = self.beats.get(name) or Heartbeat(
-            instance=name, state=State.LOADED, phase="", address=f"tcp://a:{rank}", store=f"a:9{rank}",
+            instance=name, state=State.LOADED, phase="", address=f"tcp://a:{rank}", store=f"{name}:9{rank}",
             load=Load(), max_experts=self.room,
         )  # fmt: skip
         self.beats[name] = msgspec.structs.replace(beat, **changes)

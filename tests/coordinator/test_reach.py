@@ -71,15 +71,15 @@ def test_of_two_who_lose_each_other_one_serves_on_and_the_other_is_let_back(pair
     pair.wait(0.25, "a")
     assert pair.ranks() == [0]
     assert ("a", "a") in [(name, members(form)) for name, form in pair.new_forms()]
-    assert "instance 1 is left out: no connection to instance 0" in pair.notes
+    assert "instance 1 is left out: no connection to instance 0 (b to a)" in pair.notes
     pair.enters("a")
     joins_again(pair, "b")
     view = pair.registry.view()
     assert [(each.state, each.phase) for each in view.members] == [
         (State.READY, ""),
-        (State.LOADED, "left out: no connection to instance 0"),
+        (State.LOADED, "left out: no connection to instance 0 (b to a)"),
     ]
-    assert view.waiting_for == "rank 1 (left out: no connection to instance 0)"
+    assert view.waiting_for == "rank 1 (left out: no connection to instance 0 (b to a))"
     pair.new_forms()
     pair.wait(30.0, "ab")
     assert pair.new_forms() == [], "no group is tried as long as the way is not there"
@@ -108,7 +108,7 @@ def test_whom_fewest_others_reach_is_left_out() -> None:
     fails_often(mesh, 3, "abcd")
     assert mesh.ranks() == [1, 2, 3]
     assert members(mesh.forms["b"]) == "bcd"
-    assert "instance 0 is left out: no connection to instances 1, 2, 3" in mesh.notes
+    assert "instance 0 is left out: no connection to instances 1, 2, 3 (a to b, c, d)" in mesh.notes
 
 
 def test_of_two_halves_one_serves_on_at_once() -> None:
@@ -160,7 +160,7 @@ def test_where_the_experts_do_not_fit_without_it_nobody_is_left_out_and_the_view
     assert mesh.ranks() == [0, 1]
     view = mesh.registry.view()
     assert view.waiting_for == (
-        "a way to rank 1, without which the experts do not fit: it has no connection to instance 0"
+        "a way to rank 1, without which the experts do not fit: it has no connection to instance 0 (b to a)"
     )
     assert {each.state for each in view.members} == {State.LOADED}, "nobody is to send them requests"
     mesh.cut.clear()

@@ -24,7 +24,7 @@ from coordinator.config import MeshConfig
 from coordinator.member_connection import fetch_view
 from coordinator.messages import View
 from coordinator.process.process import PARENT_VARIABLE
-from coordinator.rpc import own_key
+from coordinator.rpc import keys, own_key
 from coordinator.rpc.keys import MeshKeys
 from engine.host.forked import Forked, ForkServer, Unforked, is_possible, modules_of, thread_environment
 
@@ -194,8 +194,10 @@ class Command:
 class Ports:
     """The two ports of one mesh, and what to ask there."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "127.0.0.1", key_file: Path | None = None) -> None:
+        """``address``: of the coordinator. ``key_file``: with the mesh's key, unless it makes its own."""
         self.http, self.rpc = free_port(), free_port()
+        self._address, self._key_file = address, key_file
 
     @property
     def url(self) -> str:
@@ -205,16 +207,19 @@ class Ports:
         return ["--port", str(self.http), *self.join()]
 
     def join(self) -> list[str]:
-        return ["-dpa", "127.0.0.1", "-dpp", str(self.rpc)]
+        key = [] if self._key_file is None else ["--mesh-key-file", str(self._key_file)]
+        return ["-dpa", self._address, "-dpp", str(self.rpc), *key]
 
     def view(self) -> View:
         """The coordinator's. Asked for without a command, since tests ask often."""
-        asked = fetch_view(f"tcp://127.0.0.1:{self.rpc}", 30.0, self.keys())
+        asked = fetch_view(f"tcp://{self._address}:{self.rpc}", 30.0, self.keys())
         with ThreadPoolExecutor(1) as thread:  # the caller may run an event loop
             return thread.submit(asyncio.run, asked).result()
 
     def keys(self) -> MeshKeys | None:
-        """The key that this mesh made itself."""
+        """The key of this mesh."""
+        if self._key_file is not None:
+            return keys.load(self._key_file)
         return own_key.find(MeshConfig(data_parallel_rpc_port=self.rpc))
 
     def status(self) -> str:
@@ -228,6 +233,6 @@ class Ports:
         ).stdout
 
 
-def serve(log: Path, *argv: str, env: dict[str, str] | None = None) -> Command:
+def serve(log: Path, *argv: str, env: dict[str, str] | None = None, prefix: Sequence[str] = ()) -> Command:
     """``serve ARGV`` with logs in ``log``."""
-    return Command(log, "router.launcher.serve", *argv, env=env)
+    return Command(log, "router.launcher.serve", *argv, env=env, prefix=prefix)

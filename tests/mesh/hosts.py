@@ -59,6 +59,28 @@ class Host:
         where = ("dev", "eth0", "src", self.address, "advmss", str(num_bytes))
         _must("-n", self.name, "route", "change", f"{NETWORK}.0/24", *where)
 
+    @contextmanager
+    def firewall(self, address: str) -> Iterator[None]:
+        """What comes here from an address is dropped without a word, as by a firewall.
+
+        Raises:
+            OSError: the kernel has no such filter.
+        """
+        rule = f"filter add dev eth0 ingress protocol ip prio 1 u32 match ip src {address}/32"
+        commands = ("qdisc add dev eth0 ingress", f"{rule} action mirred egress redirect dev hole")
+        _must("-n", self.name, "link", "add", "hole", "type", "ifb")  # never up: it takes and drops
+        try:
+            for command in commands:
+                argv = ["tc", "-n", self.name, *command.split()]
+                done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30)
+                if done.returncode:
+                    raise OSError(f"{' '.join(argv)}: {done.stderr.strip()}")
+            yield
+        finally:
+            argv = ["tc", "-n", self.name, "qdisc", "del", "dev", "eth0", "ingress"]
+            subprocess.run(argv, capture_output=True, check=False, timeout=30)
+            _must("-n", self.name, "link", "del", "hole")
+
     def command(self, log: Path, module: str, *argv: str) -> Command:
         return Command(log, module, *argv, prefix=self.prefix)
 

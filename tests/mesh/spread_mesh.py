@@ -9,7 +9,9 @@ from pathlib import Path
 import psutil
 
 from coordinator.messages import State
+from coordinator.rpc import keys
 from engine.config import SHIPPED_MODEL
+from examples.benchmarks.links.netns import Namespace
 from tests.mesh.harness import Command, Ports, serve, wait_until
 
 FLAGS = ["--dtype", "float32", "--num-gpu-blocks-override", "600", "--max-num-seqs", "32"]
@@ -30,14 +32,21 @@ class SpreadMesh(Ports):
         how: Sequence[str] = ("-ep",),
         flags: Sequence[str] = FLAGS,
         each: Sequence[str] = (),
+        hosts: tuple[Namespace, Namespace] | None = None,
     ) -> None:
         """``stack`` ends all that is started; logs are in ``directory``.
 
         With ``apart`` each instance has a ``serve`` of its own, so that the head lives on whichever of them
         end. ``backend`` is ``--all2all-backend``; ``how`` and ``flags`` are for the head, which tells the
-        others; ``each`` is for every instance.
+        others; ``each`` is for every instance. With ``hosts`` every second instance is on the other one, and the
+        mesh has a key; this process runs on the first.
         """
-        super().__init__()
+        if hosts is None:
+            super().__init__()
+        else:
+            keys.write(keys.generate(), key := directory / "mesh.key")
+            super().__init__(hosts[0].address, key)
+        self._prefixes = [hosts[1].prefix, []] if hosts is not None and apart else [[]]
         self.size = size
         position = list(flags).index("--num-gpu-blocks-override")
         self._each = [*flags[position : position + 2], *each]
@@ -63,8 +72,10 @@ class SpreadMesh(Ports):
 
     def _start(self, *argv: str) -> Command:
         log = self._directory / f"log.{self._num_started}"
+        is_head = self._num_started == 0
+        prefix = [] if is_head else self._prefixes[self._num_started % len(self._prefixes)]
         self._num_started += 1
-        command = self._stack.enter_context(serve(log, *argv))
+        command = self._stack.enter_context(serve(log, *argv, prefix=prefix))
         self.commands.append(command)
         return command
 

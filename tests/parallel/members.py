@@ -14,14 +14,16 @@ import os
 import random
 import threading
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from parallel.communicators import CollectiveError, Communicator
+from parallel.communicators import CollectiveError, Communicator, mixed
 from parallel.communicators.host_routes import HostRoutes
 from parallel.communicators.mixed import MixedCommunicator
 from parallel.communicators.native_rounds import load
@@ -601,3 +603,17 @@ def sums_by_every_way(member: Member) -> None:
             most = 64 * 16 + 4 * group.size * dtype.itemsize  # headers, and pieces that are not all alike
             assert max(hosts) <= routes.busiest_bytes(way, num_bytes, widening) + most, (way, hosts)
     group.close()
+
+
+def one_cannot_form(member: Member) -> None:
+    """Rank 1 has links to all others, and then cannot share memory with rank 0."""
+    if member.rank == 1:
+        with unittest.mock.patch.object(
+            mixed, "SharedMemoryCommunicator", side_effect=ValueError("no memory")
+        ), pytest.raises(ValueError, match="no memory"):  # fmt: skip
+            member.form("cannot form")
+        return
+    with member.expect_error() as error:
+        group = member.form("cannot form")  # rank 2 has its host for itself
+        group.all_gather_ints([1])
+    member.report(**error)

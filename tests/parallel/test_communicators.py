@@ -388,6 +388,14 @@ def test_who_does_not_come_is_blamed_on_all_hosts(crowd: Crowd) -> None:
     crowd.join()
 
 
+def test_all_hosts_know_soon_of_a_member_that_cannot_share_memory(crowd: Crowd) -> None:
+    crowd.start(members.one_cannot_form, "mixed_hosts", 3)
+    reports = [crowd.report(rank, "message") for rank in (0, 2)]
+    assert re.fullmatch(r"forming the group: rank \d has aborted", reports[0]["message"])
+    assert max(report["seconds"] for report in reports) < 2.0, "not only when the time for forming is over"
+    crowd.join()
+
+
 def test_another_call_is_known_on_all_hosts(crowd: Crowd) -> None:
     crowd.start(members.one_calls_something_else, "mixed_hosts", 4)
     reports = [crowd.report(rank, "message") for rank in range(4)]

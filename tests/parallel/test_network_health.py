@@ -154,3 +154,18 @@ def test_closing_from_what_is_called_about_a_broken_group_ends_well() -> None:
         zero.health.on_broken = close
         one.health.abort()
         assert closed.wait(SECONDS)
+
+
+def test_a_broken_connection_between_hosts_is_named_with_both_addresses() -> None:
+    with socket.create_server(("127.0.0.2", 0)) as listener:
+        here = socket.create_connection(listener.getsockname(), source_address=("127.0.0.1", 0))
+        there, _ = listener.accept()
+    health = NetworkHealth(0, 2, {1: here}, 5.0, None, lambda: None)
+    broken = threading.Event()
+    health.on_broken = lambda error: broken.set()
+    there.close()
+    try:
+        assert broken.wait(SECONDS)
+        assert health.reason == "the connection to rank 1 (127.0.0.1 to 127.0.0.2) broke"
+    finally:
+        health.close()

@@ -1,1 +1,1 @@
-"""Benchmarks between two network namespaces: a link with a delay and a rate, and what is measured over it."""
+"""Links between two network namespaces, and benchmarks over them."""

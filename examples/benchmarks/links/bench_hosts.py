@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Benchmark of meshes over two hosts: two network namespaces and a link between them (needs root).
+"""Benchmark of meshes over two hosts, which are network namespaces with a link (needs root).
 
     sudo .venv/bin/python examples/benchmarks/links/bench_hosts.py --layouts ep tp pp --links 0 200:10
     sudo .venv/bin/python examples/benchmarks/links/bench_hosts.py --layouts ep --concurrency 1 8 32
@@ -33,7 +33,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installe
 
 from examples.benchmarks.bench_lockstep import measure, print_table, spread
 from examples.benchmarks.links.host_meshes import LAYOUTS, measured, mesh_on_both
-from examples.benchmarks.links.netns import Link, Network, network
+from examples.benchmarks.links.netns import Link, Network, exit_unless_possible, link_of, network
 from examples.benchmarks.links.step_model import exchanges_of, predicted, slope
 from router.tools.bench.report import machine
 
@@ -57,6 +57,8 @@ TRANSPORTS = {
 SERVE_FLAGS = "--dtype bfloat16 --kv-cache-memory-bytes 128M"
 WARM_UP = 8
 """Requests at once of the load that makes what is made at first use."""
+WAY_PROBES = 1000
+"""Round trips of which one way over each link is taken."""
 EXPLAINED = 0.1
 """Largest difference of a step from its prediction, as a share of it."""
 
@@ -75,22 +77,6 @@ class Cell:
 
     def median(self, key: str) -> float:
         return statistics.median(self.of(key) or [0.0])
-
-
-def link_of(text: str) -> Link:
-    """A link written DELAY[:RATE].
-
-    Raises:
-        argparse.ArgumentTypeError: it is not.
-    """
-    delay, _, rate = text.partition(":")
-    try:
-        link = Link(float(delay), float(rate or 0))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not DELAY_US[:GBITS], as 200:10") from None
-    if min(link.delay_us, link.gbits) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: a delay and a rate are not below zero")
-    return link
 
 
 def bench_layout(net: Network, name: str, args: Args, directory: Path) -> list[Cell]:
@@ -115,9 +101,10 @@ def bench_layout(net: Network, name: str, args: Args, directory: Path) -> list[C
             for cell in cells:
                 net.set(cell.link)
                 more = {"base_url": urls[cell.transport], "concurrency": cell.concurrency}
-                prompts = 1000 * (number + 1) + cell.concurrency  # nothing in any prefix cache
+                # Nothing is in any prefix cache: each link has prompts of its own.
+                prompts = 10000 * (number + 1) + 1000 * args.links.index(cell.link) + cell.concurrency
                 run = measured(net, {**asked, **more, "number": prompts})
-                run["bytes_per_token"] = run["link_bytes"] / run["tokens"]
+                run["bytes_per_token"] = (run.get("link_bytes") or run["device_bytes"]) / run["tokens"]
                 cell.runs.append(run)
                 print(
                     f"{name} {number + 1}: {cell.transport}, {cell.link}, {cell.concurrency} at once: "
@@ -126,11 +113,13 @@ def bench_layout(net: Network, name: str, args: Args, directory: Path) -> list[C
                     file=sys.stderr,
                     flush=True,
                 )
-    print_layout(name, cells, net, layers)
+    print_layout(name, cells, net, layers, args.ways)
     return cells
 
 
-def print_layout(name: str, cells: Sequence[Cell], net: Network, layers: int) -> None:
+def print_layout(
+    name: str, cells: Sequence[Cell], net: Network, layers: int, ways: Mapping[Link, float]
+) -> None:
     """The two tables of a layout."""
     print(f"\n{name}: `{' '.join(LAYOUTS[name].flags)}`, median (lowest-highest)\n")
     titles = ["link", "at once", "transport", "tokens/s", "ITL ms", "of gloo", "bytes/token"]
@@ -143,13 +132,14 @@ def print_layout(name: str, cells: Sequence[Cell], net: Network, layers: int) ->
             rows[-1] += [f"{cell.median('emulator_core'):.2f}", f"{cell.median('late_p50_us'):.0f}"]
     print_table([*titles, *(["link's core", "late us"] if net.is_emulated else [])], rows)
     explained = [row for transport in dict.fromkeys(cell.transport for cell in cells)
-                 for row in explanation(name, transport, cells, layers)]  # fmt: skip
+                 for row in explanation(name, transport, cells, layers, ways)]  # fmt: skip
     if explained:
         print(f"\n{name}: the length of a step, ms (ITL)\n")
         titles = [
             "transport",
             "at once",
             "link",
+            "way us",
             "compute",
             "exchanges",
             "fitted",
@@ -170,8 +160,10 @@ def ratio(cell: Cell, cells: Sequence[Cell]) -> str:
     return f"{statistics.median(mine / theirs for mine, theirs in pairs):.2f}"
 
 
-def explanation(name: str, transport: str, cells: Sequence[Cell], layers: int) -> list[list[str]]:
-    """A row per link and load: the step as computed from the one without delay, and as measured."""
+def explanation(
+    name: str, transport: str, cells: Sequence[Cell], layers: int, ways: Mapping[Link, float]
+) -> list[list[str]]:
+    """Rows of the second table: the step over each link as predicted, and as measured."""
     rows = []
     for load in dict.fromkeys(cell.concurrency for cell in cells):
         mine = [cell for cell in cells if (cell.transport, cell.concurrency) == (transport, load)]
@@ -179,16 +171,24 @@ def explanation(name: str, transport: str, cells: Sequence[Cell], layers: int) -
         if base is None or len({cell.link.delay_us for cell in mine}) < 2:
             continue
         compute = base.median("tpot_ms") / 1000
-        fitted = slope([(cell.link, cell.median("tpot_ms") / 1000) for cell in mine])
+        fitted = slope([(ways[cell.link], cell.median("tpot_ms") / 1000) for cell in mine])
         for cell in mine:
             if cell is base:
                 continue
             step_bytes = cell.median("bytes_per_token") * load / 2  # one of two directions
-            exchanges = exchanges_of(name, layers, step_bytes)
-            guess, found = predicted(compute, exchanges, cell.link), cell.median("tpot_ms") / 1000
+            exchanges = exchanges_of(name, layers, step_bytes, load)
+            delay = ways[cell.link] - ways[Link()]
+            guess = predicted(compute, exchanges, delay, cell.link.gbits)
+            found = cell.median("tpot_ms") / 1000
             differs = found / guess - 1
-            row = [transport, str(load), str(cell.link), f"{1000 * compute:.2f}", f"{exchanges.count:.0f}"]
-            row += [f"{fitted:.1f}", f"{1000 * guess:.2f}", f"{1000 * found:.2f}"]
+            row = [transport, str(load), str(cell.link), f"{1e6 * ways[cell.link]:.0f}"]
+            row += [
+                f"{1000 * compute:.2f}",
+                f"{exchanges.count:.0f}",
+                f"{fitted:.1f}",
+                f"{1000 * guess:.2f}",
+                f"{1000 * found:.2f}",
+            ]
             rows.append([*row, f"{100 * differs:+.0f}%" + " !" * (abs(differs) > EXPLAINED)])
     return rows
 
@@ -232,29 +232,35 @@ def main() -> int:
     if args.measure is not None:
         run_here(args.measure)
         return 0
+    exit_unless_possible()
     if not (args.model / "config.json").exists():
         maker = ROOT / "examples" / "benchmarks" / "make_bench_models.py"
         subprocess.run([sys.executable, str(maker), str(args.model.parent), args.model.name], check=True)
     found: dict[str, list[Cell]] = {}
     with tempfile.TemporaryDirectory() as temporary, network() as net:
+        args.ways = {}
+        for link in args.links:
+            net.set(link)
+            args.ways[link] = statistics.median(net.probe(repeats=WAY_PROBES)[0]) / 2
         for name in args.layouts:
             directory = (args.logs or Path(temporary)) / name
             directory.mkdir(parents=True, exist_ok=True)
             found[name] = bench_layout(net, name, args, directory)
             if args.output_json is not None:
                 args.output_json.parent.mkdir(parents=True, exist_ok=True)
-                args.output_json.write_text(json.dumps(page_of(found, net), indent=1) + "\n")
+                args.output_json.write_text(json.dumps(page_of(found, net, args), indent=1) + "\n")
     failed = sum(run["failed"] for cells in found.values() for cell in cells for run in cell.runs)
     if failed:
         print(f"{failed} requests failed", file=sys.stderr)
     return 1 if failed else 0
 
 
-def page_of(found: dict[str, list[Cell]], net: Network) -> dict[str, Any]:
+def page_of(found: dict[str, list[Cell]], net: Network, args: Args) -> dict[str, Any]:
     """What --output-json keeps."""
     return {
         "machine": machine(),
         "link": "emulated" if net.is_emulated else "netem",
+        "one_way_us": {str(link): round(1e6 * way, 1) for link, way in args.ways.items()},
         "layouts": {
             name: [
                 {

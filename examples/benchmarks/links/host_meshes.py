@@ -1,4 +1,4 @@
-"""Meshes over two namespaces, started as on two hosts, and the load that is measured there."""
+"""Meshes over two network namespaces, started as on two hosts, and load for them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Layout:
     """One instance over both, by ``--nnodes``; else one instance each."""
 
     def commands(self, network: Network, index: int, key: Path) -> tuple[list[str], list[str]]:
-        """Arguments of ``serve`` on the head and on the other host, for the mesh with this index."""
+        """Arguments of ``serve`` on the head and on the other host."""
         address = network.ends[0].address
         rpc = str(FIRST_RPC_PORT + index)
         port = ["--port", str(FIRST_PORT + index), "-dpp", rpc]
@@ -60,14 +60,14 @@ LAYOUTS = {
     "pp": Layout(("-pp", "2"), nodes=True),
     "independent": Layout(("-dp", "2", "--no-enable-expert-parallel"), nodes=False),
 }
-"""Layouts by the name in the tables; instances that exchange nothing are what the others stand beside."""
+"""Layouts by the name in the tables."""
 
 
 @contextlib.contextmanager
 def mesh_on_both(
     network: Network, directory: Path, index: int, layout: Layout, flags: Sequence[str]
 ) -> Iterator[str]:
-    """The base URL, on the head, of a mesh over both ends, once it is ready.
+    """Start a mesh over both ends; gives its base URL on the head.
 
     ``flags`` are for both hosts. Logs are in ``directory``.
 
@@ -75,6 +75,7 @@ def mesh_on_both(
         OSError: it does not start.
     """
     key = directory / f"mesh-{index}.key"
+    key.unlink(missing_ok=True)  # of an earlier run with the same --logs
     keys.write(keys.generate(), key)
     environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
     with contextlib.ExitStack() as stack:
@@ -110,8 +111,9 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 def measured(network: Network, asked: dict[str, Any]) -> dict[str, Any]:
     """One load on a mesh, sent from the head; see :func:`examples.benchmarks.bench_lockstep.measure`.
 
-    Beside what that returns, this has the bytes on the link: ``wire_bytes`` with all headers, in both
-    directions, and the ``emulator_core`` that the link itself took.
+    Beside what that returns, this has the bytes on the link in both directions: ``device_bytes``, whatever
+    they are for, ``wire_bytes`` with all headers, and the ``emulator_core`` that the link itself took.
+    ``link_bytes``, of tensors between members alone, are the mesh's own count, if it has one.
     """
     network.counts()
     before = [end.bytes_sent() for end in network.ends]
@@ -122,7 +124,7 @@ def measured(network: Network, asked: dict[str, Any]) -> dict[str, Any]:
     after = [end.bytes_sent() for end in network.ends]
     counts = network.counts()
     run: dict[str, Any] = json.loads(shown.splitlines()[-1])
-    run["link_bytes"] = sum(after) - sum(before)
+    run["device_bytes"] = sum(after) - sum(before)
     if counts:
         run["wire_bytes"] = sum(each["wire_bytes"] for each in counts["directions"])
         run["dropped"] = sum(each["dropped"] for each in counts["directions"])

@@ -9,6 +9,7 @@ The delay is that of one direction: a round trip takes twice as long.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -24,14 +25,18 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 NETWORK = "198.18.78"
-"""Of the range that is reserved for such trials (RFC 2544)."""
+"""First bytes of all addresses, from the range for such trials (RFC 2544)."""
 DEVICE = "eth0"
 MTU = 1500
 QUEUE_BYTES = 4 << 20
 """Bytes that may wait for the link; what comes then is dropped."""
 PROBES = 2000
 """Round trips of a calibration."""
+CALIBRATED_US = 100.0
+"""Delay of the link that is calibrated."""
 PROBE_PORT = 61999
+INSIDE = "LOCKSTEP_INSIDE_NETWORK"
+"""Environment variable: the name of a network on whose head a process runs."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +133,10 @@ class Network:
         It is measured by small messages between processes that look, against the same on loopback.
         """
         self._head_start_ns = 0
-        self.set(Link())
+        self.set(Link(CALIBRATED_US))
         here = median(self.probe(loopback=True)[0])
         there = median(self.probe()[0])
-        cost = max(there - here, 0.0) / 2  # a round trip has two ways
+        cost = max((there - here) / 2 - CALIBRATED_US / 1e6, 0.0)  # a round trip has two ways
         self._head_start_ns = int(1e9 * cost)
         return cost
 
@@ -214,6 +219,16 @@ def why_not() -> str | None:
     return None
 
 
+def exit_unless_possible() -> None:
+    """End a program that needs a network where there can be none.
+
+    Raises:
+        SystemExit: why not.
+    """
+    if problem := why_not():
+        raise SystemExit(f"no network namespaces: {problem}")
+
+
 def has_netem() -> bool:
     """Whether the kernel delays packets itself."""
     name = f"lockstep-{os.getpid()}-netem"
@@ -228,6 +243,57 @@ def has_netem() -> bool:
         ip("netns", "del", name)
 
 
+def link_of(text: str) -> Link:
+    """A link written DELAY[:RATE], in microseconds and Gbit/s.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not.
+    """
+    delay, _, rate = text.partition(":")
+    try:
+        link = Link(float(delay), float(rate or 0))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not DELAY_US[:GBITS], as 200:10") from None
+    if min(link.delay_us, link.gbits) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: a delay and a rate are not below zero")
+    return link
+
+
+def add_flag(parser: argparse.ArgumentParser) -> None:
+    """The flag ``--namespaces`` of programs that can run over two hosts."""
+    parser.add_argument(
+        "--namespaces", nargs="?", type=link_of, const=Link(50, 10), metavar="DELAY_US[:GBITS]",
+        help="instances on two hosts, network namespaces with such a link between them (50:10), with a mesh "
+        "key; needs root",
+    )  # fmt: skip
+
+
+def rerun_inside(link: Link) -> int | None:
+    """Run this same command on the head of a network; returns its exit status.
+
+    None where it runs there already: then :func:`ends_here` has both ends.
+
+    Raises:
+        SystemExit: there can be no network here.
+    """
+    if INSIDE in os.environ:
+        return None
+    exit_unless_possible()
+    with network(link=link) as made:
+        command = [*made.ends[0].prefix, sys.executable, *sys.orig_argv[1:]]
+        name = made.ends[0].name.removesuffix("-head")
+        return subprocess.run(command, env={**os.environ, INSIDE: name}, check=False).returncode
+
+
+def ends_here() -> tuple[Namespace, Namespace]:
+    """Both ends of the network on whose head this process runs."""
+    return _ends(os.environ[INSIDE])
+
+
+def _ends(name: str) -> tuple[Namespace, Namespace]:
+    return Namespace(f"{name}-head", f"{NETWORK}.1"), Namespace(f"{name}-other", f"{NETWORK}.2")
+
+
 @contextlib.contextmanager
 def network(name: str = "", link: Link | None = None) -> Iterator[Network]:
     """Two namespaces with a link, which is :class:`Link` ``()`` unless one is given.
@@ -237,10 +303,7 @@ def network(name: str = "", link: Link | None = None) -> Iterator[Network]:
     """
     if problem := why_not():
         raise OSError(problem)
-    name = name or f"lockstep-{os.getpid()}"
-    first, second = (
-        Namespace(f"{name}-{role}", f"{NETWORK}.{at}") for at, role in ((1, "head"), (2, "other"))
-    )
+    first, second = _ends(name or f"lockstep-{os.getpid()}")
     with contextlib.ExitStack() as stack:
         for end in (first, second):
             ip("netns", "add", end.name)

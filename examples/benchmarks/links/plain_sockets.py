@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Plain TCP sockets between two processes: the least that an exchange costs, and a measure of a link.
+"""Plain TCP sockets between two processes: the least that an exchange costs.
 
     python examples/benchmarks/links/plain_sockets.py listen 198.18.78.1 7000
     python examples/benchmarks/links/plain_sockets.py connect 198.18.78.1 7000 --what ping --bytes 64
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installe
 from parallel.compiler import compiled
 
 WAITING = {"sleeping": 0, "looking": 1, "offering": 2}
-"""How a process waits for bytes: in ``poll``; by looking again and again; the same, but offering its core."""
+"""How a process waits for bytes: in ``poll``, looking, or looking and offering its core."""
 STREAMED = 1 << 20
 """Bytes of one send of a stream."""
 ACCEPT_SECONDS = 30.0
@@ -48,7 +48,7 @@ def library() -> ctypes.CDLL:
 
 
 def exchange(sockets: Sequence[socket.socket], num_bytes: int, waiting: str, repeats: int) -> list[float]:
-    """Seconds of each of ``repeats`` exchanges of ``num_bytes`` with every peer, in both directions at once.
+    """Seconds of each exchange of ``num_bytes`` with every peer, both directions at once.
 
     Raises:
         ConnectionError: a peer has closed its end.

@@ -10,6 +10,7 @@ import numpy as np
 
 from parallel.communicators import native_links
 from parallel.communicators.base import CollectiveError
+from parallel.communicators.shared_memory import SharedMemoryCommunicator
 
 
 class LinkedMember:
@@ -19,9 +20,16 @@ class LinkedMember:
         self.rank, self.size, self.timeout = rank, links.size, timeout
         self.links = links
         self.links_address = links.address
+        self.hosts: Sequence[int] = range(self.size)
+        self.local: SharedMemoryCommunicator | None = None
         self.is_crowded = False
         self.reason: str | None = None
         self._call, self._deadline = "", 0.0
+
+    def on_hosts(self, hosts: Sequence[int], local: SharedMemoryCommunicator | None) -> LinkedMember:
+        """The same, where members with equal numbers share the memory of ``local``."""
+        self.hosts, self.local = tuple(hosts), local
+        return self
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
         mine = np.array(row, dtype=np.int64)

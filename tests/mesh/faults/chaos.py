@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from coordinator.messages import Member, State, View
+from examples.benchmarks.links import netns
 from tests.mesh.faults.load import LONGEST, Load, Verdict, body_of, undisturbed
 from tests.mesh.faults.rest import Growth, assert_at_rest
 from tests.mesh.harness import wait_until
@@ -214,7 +215,10 @@ def settle(mesh: SpreadMesh, size: int) -> None:
 
 def run(asked: argparse.Namespace, directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     """Run chaos as asked, and return the report."""
-    mesh = SpreadMesh(directory, stack, asked.instances, apart=True, backend=asked.backend, flags=FLAGS)
+    hosts = netns.ends_here() if asked.namespaces else None
+    mesh = SpreadMesh(
+        directory, stack, asked.instances, apart=True, backend=asked.backend, flags=FLAGS, hosts=hosts
+    )
     bodies = [body_of(number, longest=asked.longest) for number in range(NUM_BODIES)]
     truth = undisturbed(mesh.url, bodies, asked.streams)
     load = Load(
@@ -239,6 +243,7 @@ def run(asked: argparse.Namespace, directory: Path, stack: contextlib.ExitStack)
         "seed": asked.seed,
         "seconds": round(time.monotonic() - chaos.began, 1),
         "instances": asked.instances,
+        "link": str(asked.namespaces or ""),
         "streams": asked.streams,
         "events": dict(chaos.events),
         "requests": counts(load),
@@ -269,7 +274,10 @@ def main() -> int:
     parser.add_argument(
         "--output-json", type=Path, help="what happened, counted, and what the processes hold"
     )
+    netns.add_flag(parser)
     asked = parser.parse_args()
+    if asked.namespaces is not None and (status := netns.rerun_inside(asked.namespaces)) is not None:
+        return status
     print(f"seed {asked.seed}", flush=True)
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
         directory = asked.logs or Path(temporary)

@@ -45,6 +45,7 @@ import psutil
 from coordinator.messages import State
 from engine.config import SHIPPED_MODEL
 from engine.model.checkpoint import MODELS_DIRECTORY
+from examples.benchmarks.links import netns
 from router.launcher.restarts import QUICKLY_STEADY
 from tests.mesh.clients.test_clients import assert_idle
 from tests.mesh.faults.load import Answer, Load, Verdict, body_of, undisturbed
@@ -247,13 +248,18 @@ def report(page: dict[str, Any]) -> str:
     counts = page["counts"]
     return "\n".join(
         (
-            f"\n{page['case']}: `{page['mesh']}`, {page['streams']} streams, {page['tokens_per_second']} tokens/s\n",
+            f"\n{page['case']}: `{page['mesh']}`{_where(page)}, {page['streams']} streams, {page['tokens_per_second']} tokens/s\n",
             "| " + " | ".join(counts) + " |",
             "|" + "---:|" * len(counts),
             "| " + " | ".join(map(str, counts.values())) + " |\n",
             table(page["kills"]),
         )
     )
+
+
+def _where(page: dict[str, Any]) -> str:
+    """The hosts of a case that ran on two."""
+    return f" on two hosts ({page['link']})" if page.get("link") else ""
 
 
 def verdicts(load: Load, kills: int) -> dict[str, int]:
@@ -289,7 +295,11 @@ def run(name: str, asked: argparse.Namespace, directory: Path) -> tuple[dict[str
     if case.dense:
         model = str(asked.dense_model or make_dense_model(directory))
     with contextlib.ExitStack() as stack:
-        mesh = SpreadMesh(directory, stack, case.size, apart=True, model=model, how=case.how, flags=FLAGS)
+        hosts = netns.ends_here() if asked.namespaces else None
+        mesh = SpreadMesh(
+            directory, stack, case.size, apart=True, model=model, how=case.how, flags=FLAGS, hosts=hosts,
+            backend=asked.backend,
+        )  # fmt: skip
         bodies = [body_of(number, model=model) for number in range(NUM_BODIES)]
         truth = undisturbed(mesh.url, bodies, asked.streams)
         load = Load(mesh.url, truth, bodies, streams=asked.streams, whole=2, seed=asked.seed)
@@ -310,6 +320,7 @@ def run(name: str, asked: argparse.Namespace, directory: Path) -> tuple[dict[str
         counts = verdicts(load, asked.kills)
         page = {
             "case": name,
+            "link": str(asked.namespaces or ""),
             "mesh": " ".join(("serve", Path(model).name, "-dp", str(case.size), *case.how, *FLAGS)),
             "streams": asked.streams,
             "seed": asked.seed,
@@ -341,7 +352,11 @@ def main() -> int:
     parser.add_argument("--output-json", type=Path, help="one file with all cases")
     parser.add_argument("--logs", type=Path, help="directory for the logs, kept (default: a temporary one)")
     parser.add_argument("--show", type=Path, help="only print the tables of a file that was written before")
+    parser.add_argument("--backend", default="auto", help="--all2all-backend of the mesh")
+    netns.add_flag(parser)
     asked = parser.parse_args()
+    if asked.namespaces is not None and (status := netns.rerun_inside(asked.namespaces)) is not None:
+        return status
     if asked.show is not None:
         print("\n".join(map(report, json.loads(asked.show.read_text()))))
         return 0

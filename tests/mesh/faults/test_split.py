@@ -5,6 +5,7 @@ The mesh goes on without one, and takes it back.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,39 @@ def completion(head: Host) -> str:
     return text
 
 
+@pytest.mark.nightly
+def test_a_firewall_between_two_hosts_is_named_with_ranks_and_addresses(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
+    """Data ports alone are dropped, from the start; the coordinator is reached.
+
+    With the default deadlines: --collective-timeout bounds no connection that was never made.
+    """
+    head, other = hosts
+    key = tmp_path / "mesh.key"
+    keys.write(keys.generate(), key)
+    mesh = ["-dpa", head.address, "-dpp", RPC, "--mesh-key-file", str(key)]
+    serve = [SHIPPED_MODEL, "-dp", "2", "-dpl", "1", "-ep", *SMALL, *mesh]
+    with head.another_address() as here, other.another_address() as there, contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(head.firewall(there))
+            stack.enter_context(other.firewall(here))
+        except OSError as error:
+            pytest.skip(str(error))
+        first = stack.enter_context(
+            head.command(tmp_path / "head.log", "router.launcher.serve", *serve, "--instance-address", here)
+        )
+        there_too = ["--headless", "-dpr", "1", "--instance-address", there]
+        second = stack.enter_context(
+            other.command(tmp_path / "other.log", "router.launcher.serve", *serve, *there_too)
+        )
+        second.wait_for(f"no answer at all from {here}:")
+        assert "a firewall drops what goes to that port" in second.log
+        first.wait_for(f"instance 1 is left out: no connection to instance 0 ({there} to {here})")
+        view = view_of(head, "--mesh-key-file", str(key))
+        assert f"({there} to {here})" in view.waiting_for
+
+
 def test_a_mesh_whose_hosts_lose_each_other_goes_on_without_one_and_takes_it_back(
     hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
@@ -90,7 +124,7 @@ def test_a_mesh_whose_hosts_lose_each_other_goes_on_without_one_and_takes_it_bac
             assert completion(head) == expected, "no client sees an error"
             took = time.monotonic() - began
             assert took < BOUND, first.log
-            assert "instance 1 is left out" in first.log
+            assert f"instance 1 is left out: no connection to instance 0 ({there} to {here})" in first.log
             view = view_of(head, "--mesh-key-file", str(key))
             assert [each.state for each in view.members] == [State.READY, State.LOADED]
             assert "no connection" in view.waiting_for

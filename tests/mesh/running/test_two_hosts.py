@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -94,6 +95,81 @@ def test_experts_over_two_hosts_with_a_key(hosts: tuple[Host, Host], key: Path, 
         assert "coordinator: refused a connection without the key of this mesh" in first.log
         assert 'lockstep:refused_peers_total{by="coordinator"}' in head.ask(f"{URL}/metrics")
         assert completion(head, 1) == completion(head, 0)
+        assert second.stop() == 0
+        assert first.stop() == 0
+
+
+@pytest.mark.nightly
+def test_experts_over_two_hosts_one_of_which_has_two_instances(
+    hosts: tuple[Host, Host], key: Path, tmp_path: Path
+) -> None:
+    """Shared memory there, links between; a killed instance leaves the others in a group over links alone."""
+    head, other = hosts
+    member = ["-dpa", head.address, "-dpp", RPC, "--mesh-key-file", str(key)]
+    serve = [SHIPPED_MODEL, "-dp", "3", "-ep", *SMALL, *member]
+    with (
+        head.command(tmp_path / "head.log", "router.launcher.serve", *serve, "-dpl", "2") as first,
+        other.command(
+            tmp_path / "other.log", "router.launcher.serve", *serve, "--headless", "-dpl", "1", "-dpr", "2"
+        ) as second,
+    ):
+        first.wait_for("3 instances ready")
+        assert "3 instances in lockstep over shared_memory and tcp" in first.log
+        expected = completion(head, 0)
+        assert [completion(head, rank) for rank in (1, 2)] == [expected] * 2
+        found = linked(head)
+        assert found == {("0", "1"), ("0", "2"), ("1", "0"), ("1", "2"), ("2", "0"), ("2", "1")}
+        first.child("Engine_1").kill()
+        first.wait_for("2 instances in lockstep over tcp")
+        assert [completion(head, rank) for rank in (0, 2)] == [expected] * 2
+        wait_until(lambda: linked(head) == {("0", "2"), ("2", "0")}, 10, "series of the lost one are gone")
+        assert second.stop() == 0
+        assert first.stop() == 0
+
+
+def linked(head: Host) -> set[tuple[str, str]]:
+    """Pairs of instances that the metrics have links of."""
+    page: str = head.ask(f"{URL}/metrics")
+    return set(re.findall(r'lockstep:link_wait_seconds_total{engine="(\d)",.*peer="(\d)"}', page))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("flags", "transport"),
+    [
+        (["-dp", "2", "-dpl", "1", "-tp", "2"], "tcp"),
+        (["-dp", "4", "-dpl", "2"], "shared_memory and tcp"),
+        (["-dp", "2", "-dpl", "1", "--mesh-transport", "gloo"], "gloo"),
+    ],
+    ids=["sharded instances", "two instances on each", "gloo"],
+)
+def test_experts_over_two_hosts_in_other_layouts(
+    hosts: tuple[Host, Host], key: Path, tmp_path: Path, flags: list[str], transport: str
+) -> None:
+    """Members that share a host use shared memory there."""
+    head, other = hosts
+    size, local = int(flags[1]), flags[3]
+    serve = [
+        SHIPPED_MODEL,
+        "-ep",
+        *flags,
+        *SMALL,
+        "-dpa",
+        head.address,
+        "-dpp",
+        RPC,
+        "--mesh-key-file",
+        str(key),
+    ]
+    with (
+        head.command(tmp_path / "head.log", "router.launcher.serve", *serve) as first,
+        other.command(
+            tmp_path / "other.log", "router.launcher.serve", *serve, "--headless", "-dpr", local
+        ) as second,
+    ):
+        first.wait_for(f"{size} instances ready")
+        assert f"{size} instances in lockstep over {transport}" in first.log
+        assert len({completion(head, rank) for rank in range(size)}) == 1
         assert second.stop() == 0
         assert first.stop() == 0
 
