@@ -12,6 +12,8 @@ short blocks, so that other load on the machine hits all of them:
     asleep          the same, sleeping in poll until something comes
     tcp             parallel/communicators/network.py, a whole collective in one native call
     tcp Python      the same over the same sockets, without a compiler
+    ucx             the same as tcp over UCX, by its TCP on loopback, where UCX is installed
+    ucx shm         the same by UCX's shared memory
     shared memory   parallel/communicators/shared_memory.py, results in memory of the caller's own
     views           the same, results left where the members wrote them (all-gather and all-to-all)
     our gloo        parallel/communicators/gloo.py, by gloo's send and receive
@@ -52,8 +54,10 @@ if TYPE_CHECKING:
     from parallel.links.meeting_contract import Meeting
 
 GROUPS = ("tcp", "tcp_python", "shared_memory", "gloo")
-TRANSPORTS = ("plain", "asleep", *GROUPS, "torch_gloo", "views")
-SHOWN = ("plain", "asleep", "tcp", "tcp_python", "shared_memory", "views", "gloo", "torch_gloo")
+UCX = {"ucx": "tcp", "ucx_shm": "posix,sysv,cma,self"}
+"""Columns of UCX, where it is installed, and its transports."""
+TRANSPORTS = ("plain", "asleep", *GROUPS, *UCX, "torch_gloo", "views")
+SHOWN = ("plain", "asleep", "tcp", "tcp_python", *UCX, "shared_memory", "views", "gloo", "torch_gloo")
 """Columns of the table, medians in microseconds."""
 RATIOS = (("tcp", "plain"), ("gloo", "tcp"), ("torch_gloo", "tcp"))
 """Columns of the table that follow: the median of one, divided by the other's."""
@@ -104,6 +108,7 @@ def run_member(rank: int, size: int, port: int, repeats: int) -> None:
         "tcp_python": over_sockets(meeting, rank, size, native=False),
         "shared_memory": form(meeting, 1, rank, size, "shared_memory", TIMEOUT, group="shared_memory"),
         "gloo": form(meeting, 1, rank, size, "gloo", TIMEOUT, group="gloo"),
+        **over_ucx(meeting, rank, size),
     }
     torch_gloo = process_group(meeting, rank, size)
     plain = connect(
@@ -184,6 +189,20 @@ def over_sockets(meeting: Meeting, rank: int, size: int, *, native: bool) -> Net
         Prefixed(meeting, name), rank, size, host="127.0.0.1", name=name, key=None, timeout=TIMEOUT
     )
     return NetworkCommunicator(sockets, rank, size, timeout=TIMEOUT, native=native)
+
+
+def over_ucx(meeting: Meeting, rank: int, size: int) -> dict[str, Communicator]:
+    """Groups over UCX by name; none where it is not installed."""
+    from parallel.communicators import ucx_links
+    from parallel.groups import form
+
+    if ucx_links.why_not() is not None:
+        return {}
+    groups = {}
+    for name, transports in UCX.items():
+        os.environ["UCX_TLS"] = transports
+        groups[name] = form(meeting, 1, rank, size, "ucx", TIMEOUT, group=name)
+    return groups
 
 
 def process_group(meeting: Meeting, rank: int, size: int) -> ProcessGroupGloo:

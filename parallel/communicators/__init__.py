@@ -45,8 +45,8 @@ def make_communicator(
     Returns when all are connected, so that nobody needs the meeting place any more. ``timeout`` (seconds)
     bounds each call, and the waiting for the others here unless ``forming_timeout`` does. ``host`` is the
     address on which this member is reached, ``key`` what both ends of its links prove (neither for shared
-    memory, and gloo knows no key).
-    ``transport`` is what the kinds tcp and mixed send tensors over, the same for all; ucx is tcp over UCX.
+    memory, and gloo knows no key). ``transport`` is what the kinds tcp and mixed send tensors over, the same
+    for all members; the kind ucx is tcp over UCX.
     Members of a mixed group share memory if they can, and have the same ``host_name``.
     ``should_stop`` is asked while others have not come; when it says so, forming ends with
     :class:`CollectiveError`, as it does on a timeout.
