@@ -253,10 +253,11 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "auto"
     mesh_transport: Annotated[
-        Literal["auto", "tcp", "gloo"],
+        Literal["auto", "tcp", "ucx", "gloo"],
         flag(
-            help="What carries tensors between hosts, of spread experts, -tp and -pp; auto: tcp, whose ends "
-            "prove the mesh key, unlike gloo's."
+            help="What carries tensors between hosts, of spread experts, -tp and -pp; tcp: sockets whose "
+            "ends prove the mesh key, unlike gloo's; ucx: InfiniBand, RoCE and what else UCX has; auto: ucx "
+            "where all members have an RDMA device that is up, else tcp."
         ),
     ] = "auto"
     collective_timeout: Annotated[

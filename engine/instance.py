@@ -29,6 +29,7 @@ from engine.core import EngineCore
 from engine.executor import make_executor
 from engine.executor_contract import Executor, WorkerLost
 from engine.groups.stepping import NoGroup
+from engine.groups.transport import transport_problem
 from engine.host import deferred, memory
 from engine.host.cache_size import TooLittleMemory, size_cache
 from engine.host.cores import Share, instances_at_once, share_of_cores, tell_threads
@@ -94,7 +95,10 @@ class Instance:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_stop_signal)
-        if not self._config.workers_elsewhere and (problem := kind_problem(self._config.device)):
+        problem = None
+        if not self._config.workers_elsewhere:
+            problem = kind_problem(self._config.device) or transport_problem(self._config.device)
+        if problem is not None:
             raise Ended(process.EXIT_USAGE, problem)
         settings = self._own_settings()
         membership = self._register(settings)

@@ -13,8 +13,8 @@ from parallel.communicators import Backend, Communicator, make_communicator
 from parallel.links.keys import LinkKey
 from parallel.links.meeting_contract import Meeting
 
-MeshTransport = Literal["auto", "tcp", "gloo"]
-"""What carries tensors between hosts; auto: tcp."""
+MeshTransport = Literal["auto", "tcp", "ucx", "gloo"]
+"""What carries tensors between hosts; auto: UCX where all members have RDMA, else tcp."""
 
 
 def choose_backend(asked: str, hosts: Sequence[str], between: str = "auto") -> Backend:
@@ -63,12 +63,14 @@ def form(
     forming_timeout: float | None = None,
     key: LinkKey | None = None,
     host_name: str | None = None,
+    between: MeshTransport = "tcp",
 ) -> Communicator:
     """Form one group of an epoch; returns this member's end when all are connected.
 
     ``timeout`` (seconds) bounds every call, and how long this waits for the others unless
     ``forming_timeout`` does. ``host`` is the address on which the others reach this member, ``key`` what both
-    ends of a link prove, ``host_name`` equal for members that share memory. ``should_stop`` ends the forming
+    ends of a link prove, ``host_name`` equal for members that share memory, ``between`` the flag
+    ``--mesh-transport``. ``should_stop`` ends the forming
     when a later epoch has come, or there is another reason not to wait any longer; then, and when somebody
     does not come, raises CollectiveError. One client of a meeting place forms one group at a time.
     """
@@ -84,4 +86,5 @@ def form(
         forming_timeout=forming_timeout,
         key=key,
         host_name=host_name,
+        transport="tcp" if between == "gloo" else between,
     )

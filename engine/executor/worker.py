@@ -164,7 +164,7 @@ class Worker:
                 group = groups.form(
                     meeting, 0, rank, size, transport, device.collective_timeout,
                     group=f"{axis}/{other}", host=begin.address, forming_timeout=forming, key=key,
-                    host_name=hosts[rank],
+                    host_name=hosts[rank], between=device.mesh_transport,
                 )  # fmt: skip
                 self._groups.append(group)
                 formed[axis] = group

@@ -234,7 +234,7 @@ class WorkerGroups:
                 meeting, form.epoch, rank, size, backend, device.collective_timeout,
                 group=f"{name}/{form.token}", host=_host_of(form.peers[place].address),
                 should_stop=should_stop, forming_timeout=device.forming_timeout, key=key,
-                host_name=form.peers[place].host,
+                host_name=form.peers[place].host, between=device.mesh_transport,
             )  # fmt: skip
 
         def connect_inside(name: str, rank: int, size: int) -> Communicator:

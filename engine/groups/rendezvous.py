@@ -54,6 +54,7 @@ class Rendezvous:
             meeting, form.epoch, index, len(form.peers), backend, device.collective_timeout,
             group=f"all/{form.token}", host=self._host, should_stop=should_stop,
             forming_timeout=device.forming_timeout, key=self._key, host_name=hosts[index],
+            between=device.mesh_transport,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -23,9 +23,9 @@ from coordinator.rpc import keys
 from coordinator.rpc.codec import PROTOCOL
 from coordinator.rpc.keys import link_key
 from engine.probe.facts import Failed, HostFacts, Links, Timing
-from engine.probe.infiniband import active_ports
 from parallel import measure
 from parallel.communicators.base import CollectiveError
+from parallel.links.infiniband import active_ports
 from parallel.links.keys import LinkKey
 from parallel.links.meeting import MeetingClient, MeetingHost
 from parallel.links.meeting_contract import Meeting

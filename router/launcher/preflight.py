@@ -10,6 +10,7 @@ from coordinator.process.tracing import TracingMissing, check_installed
 from coordinator.settings.flags import changed
 from engine.config import SHIPPED_MODEL
 from engine.executor.cluster import why_not
+from engine.groups.transport import installation_problem
 from engine.model.checkpoint import CheckpointError
 from engine.numerics import kind_problem
 from parallel.topology import usable_cores, visible_cuda_devices
@@ -65,12 +66,14 @@ def _trace_problem(config: ServeConfig) -> str:
 
 
 def _kernels_problem(config: ServeConfig) -> str | None:
-    """Why instances cannot run the kernels that ``--numerics`` names; None if they can.
+    """Why instances cannot run what ``--numerics`` and ``--mesh-transport`` name; None if they can.
 
     Other hosts of a Ray cluster check it themselves.
     """
     elsewhere = config.ray_flag is not None or config.mesh.local_size == 0
-    return None if elsewhere else kind_problem(config.engine.device)
+    if elsewhere:
+        return None
+    return kind_problem(config.engine.device) or installation_problem(config.engine.device)
 
 
 def ignored_revision(config: ServeConfig) -> bool:

@@ -29,11 +29,13 @@ from parallel.communicators.mixed import MixedCommunicator
 from parallel.communicators.native_rounds import load
 from parallel.communicators.network import NetworkCommunicator, Speed
 from parallel.communicators.shared_memory import SLOT_BYTES, VIEW_BYTES, SharedMemoryCommunicator
+from parallel.communicators.ucx_links import why_not
 from parallel.groups import form
 from parallel.links.connecting import connect
 from parallel.links.keys import LinkKey
 from parallel.links.meeting import MeetingClient
 from parallel.links.meeting_contract import Prefixed
+from tests.parallel.link_pairs import UCX_WAYS
 
 KEY = LinkKey(bytes(range(32)))
 PATIENCE = 20.0  # seconds for everything that should work
@@ -74,7 +76,10 @@ class Member:
             return self._mixed(name, size, timeout)
         if self.backend in ("tcp_python", "tcp_mixed"):
             return self.connect(name, size, timeout)
-        return form(self.meeting, self._test, self.rank, size, self.backend, timeout, group=name)
+        if self.backend == "ucx_shared_memory":
+            os.environ["UCX_TLS"] = UCX_WAYS["UCX over shared memory"][1]
+        backend = "ucx" if self.backend == "ucx_shared_memory" else self.backend
+        return form(self.meeting, self._test, self.rank, size, backend, timeout, group=name)
 
     def connect(self, name: str, size: int, timeout: float) -> NetworkCommunicator:
         """A group over sockets, some or all of whose members keep to Python."""
@@ -376,7 +381,8 @@ def same_data_everywhere(member: Member) -> None:
     """The same calls over each transport: results must be equal to the last bit."""
     found: dict[str, list[torch.Tensor]] = {}
     kept = member.backend
-    for backend in ("gloo", "shared_memory", "tcp", "tcp_python", "tcp_mixed"):
+    ucx = ("ucx", "ucx_shared_memory") if why_not() is None else ()
+    for backend in ("gloo", "shared_memory", "tcp", "tcp_python", "tcp_mixed", *ucx):
         member.backend = backend
         group = member.form(f"same data {backend}")
         found[backend] = [

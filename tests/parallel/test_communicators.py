@@ -29,20 +29,29 @@ from parallel.communicators import (
     native_links,
     native_network_rounds,
     native_rounds,
+    ucx_links,
 )
 from parallel.communicators.segments import Address, OwnSegment, Watch, open_segment, this_host
 from parallel.communicators.waiting import Patience
 from parallel.groups import form
 from parallel.links.meeting import MeetingHost
 from parallel.links.rendezvous import exchange
+from tests.nightly import NIGHTLY
 from tests.parallel import members
 
 pytestmark = pytest.mark.mesh
 
 ROOT = Path(__file__).parents[2]
-BACKENDS = ("gloo", "shared_memory", "tcp")
+UCX = ("ucx",) if NIGHTLY and ucx_links.why_not() is None else ()
+"""UCX, at night and where it is installed.
+
+Links over it have tests for each push.
+"""
+BACKENDS = ("gloo", "shared_memory", "tcp", *UCX)
 ALL_WAYS = (*BACKENDS, "python", "tcp_python")
 """Shared memory and sockets with and without the native calls."""
+MOST_WAYS = (*BACKENDS, *(pytest.param(way, marks=pytest.mark.nightly) for way in ("python", "tcp_python")))
+"""The same; for each push without those in Python."""
 NUMBERS = itertools.count(100)
 """Tests share one meeting place, in which each has its own."""
 
@@ -130,7 +139,9 @@ def crowd(meeting: MeetingHost, tmp_path: Path) -> Iterator[Crowd]:
 
 @pytest.mark.diagonal("backend", "size", columns=3, each=1)
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("backend", [*ALL_WAYS, "small_slots", "mixed", "tcp_mixed"])
+@pytest.mark.parametrize(
+    "backend", [*ALL_WAYS, "small_slots", "mixed", "tcp_mixed", *(f"{way}_shared_memory" for way in UCX)]
+)
 def test_every_method_gives_what_follows_from_the_data(crowd: Crowd, backend: str, size: int) -> None:
     crowd.start(members.every_method, backend, size)
     crowd.join()
@@ -158,7 +169,9 @@ def test_views_last_for_slow_readers(crowd: Crowd, backend: str, size: int) -> N
         assert shown == ([0, 1, 2, 3] if backend == "gloo" else [3, 1, 2, 3])
 
 
-@pytest.mark.parametrize("backend", ["shared_memory", "python", "tcp", "tcp_python"])
+@pytest.mark.parametrize(
+    "backend", ["shared_memory", "python", "tcp", pytest.param("tcp_python", marks=pytest.mark.nightly), *UCX]
+)
 def test_more_members_than_cores_wait_without_burning_them(crowd: Crowd, backend: str) -> None:
     crowd.start(members.crowd_of_members, backend, 6)
     for rank in range(1, 6):
@@ -206,7 +219,7 @@ def test_a_killed_member_is_noticed_at_once_and_the_others_go_on(crowd: Crowd, b
     assert "exited" in {crowd.report(rank, "again")["evidence"] for rank in (0, 2)}
 
 
-@pytest.mark.parametrize("backend", ALL_WAYS)
+@pytest.mark.parametrize("backend", MOST_WAYS)
 def test_a_death_is_noticed_by_who_waits_for_somebody_else(crowd: Crowd, backend: str) -> None:
     crowd.start(members.an_onlooker_is_told, backend, 3)
     killed_at = crowd.kill(0)
@@ -229,13 +242,13 @@ def test_an_abort_ends_a_waiting_call_and_all_later_ones(crowd: Crowd, backend: 
     crowd.join()
 
 
-@pytest.mark.parametrize("backend", ALL_WAYS)
+@pytest.mark.parametrize("backend", MOST_WAYS)
 def test_nothing_stays_of_many_epochs(crowd: Crowd, backend: str) -> None:
     crowd.start(members.many_epochs, backend, 3)
     crowd.join()
 
 
-@pytest.mark.parametrize("backend", ALL_WAYS)
+@pytest.mark.parametrize("backend", MOST_WAYS)
 def test_who_does_not_come_is_named(crowd: Crowd, backend: str) -> None:
     crowd.start(members.one_does_not_come, backend, 2)
     waited = crowd.report(0, "at")
@@ -246,7 +259,7 @@ def test_who_does_not_come_is_named(crowd: Crowd, backend: str) -> None:
     crowd.join()
 
 
-@pytest.mark.parametrize("backend", ["tcp", "tcp_mixed"])
+@pytest.mark.parametrize("backend", ["tcp", "tcp_mixed", *UCX])
 def test_who_is_stopped_is_named(crowd: Crowd, backend: str) -> None:
     crowd.start(members.one_is_stopped, backend, 3)
     for rank in range(3):
@@ -264,7 +277,7 @@ def test_who_is_stopped_is_named(crowd: Crowd, backend: str) -> None:
     crowd.join()
 
 
-@pytest.mark.parametrize("backend", ["shared_memory", "tcp", "tcp_mixed"])
+@pytest.mark.parametrize("backend", ["shared_memory", "tcp", "tcp_mixed", *UCX])
 def test_calls_that_do_not_belong_together_fail(crowd: Crowd, backend: str) -> None:
     crowd.start(members.different_calls, backend, 2)
     reports = [crowd.report(rank, "views") for rank in (0, 1)]
@@ -427,7 +440,7 @@ def test_without_native_collectives_python_does_the_same(
 def test_what_a_communicator_cannot_be_is_said(meeting: MeetingHost, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="rank 2 is not in a group of 2"):
         make_communicator("gloo", meeting, 2, 2, name="x", timeout=1.0)
-    with pytest.raises(ValueError, match="choose gloo, shared_memory, tcp or mixed"):
+    with pytest.raises(ValueError, match="choose gloo, shared_memory, tcp, ucx or mixed"):
         make_communicator("carrier pigeon", meeting, 0, 2, name="x", timeout=1.0)  # type: ignore[arg-type]
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     with pytest.raises(ValueError, match="this is aarch64: use gloo"):

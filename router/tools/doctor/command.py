@@ -18,7 +18,7 @@ from coordinator.rpc import keys, own_key
 from coordinator.settings.flags import Count, Natural, Port, flag, parse
 from engine.probe.facts import Failed, Links
 from engine.probe.links import Ask
-from router.tools.doctor import links, machine, mesh, network, packages, ports
+from router.tools.doctor import links, machine, mesh, network, packages, ports, rdma
 from router.tools.doctor.findings import Finding, Level, broken, ok, worst
 from router.tools.doctor.report import print_report, report_of
 
@@ -95,6 +95,7 @@ def examine(config: DoctorConfig) -> tuple[list[Finding], Links | None]:
         ports.check_loopback(),
         *_check_mesh(config),
         *network.check_network(of_machine.has_gpu),
+        *rdma.check_rdma(rdma.read_rdma()),
     ]
     found: Links | Failed | None = None
     if config.nnodes > 1:

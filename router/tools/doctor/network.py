@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from coordinator.addresses import Interface, interfaces, is_loopback
-from engine.probe.infiniband import active_ports
+from parallel.links.infiniband import active_ports
 from router.tools.doctor.findings import Finding, note, ok
 
 AREA = "network"
@@ -68,5 +68,5 @@ def check_transport(infiniband: Sequence[str], environment: Mapping[str, str], h
     if has_gpu:
         text += ", through the host's memory (NCCL is not used)"
     if infiniband:
-        text += f"; InfiniBand {', '.join(infiniband)} is not used by them"
+        text += f"; UCX over {', '.join(infiniband)} where all hosts have it"
     return ok(AREA, "transport", text)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from engine.probe.facts import Failed, Links, TorchFacts
-from engine.probe.infiniband import active_ports
 from engine.probe.links import Ask
 from parallel import measure
+from parallel.links.infiniband import active_ports
 from tests.mesh.harness import free_port
 
 pytestmark = pytest.mark.mesh

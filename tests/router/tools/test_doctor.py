@@ -241,9 +241,9 @@ def test_a_host_name_that_means_loopback_is_no_address_for_others() -> None:
     ("infiniband", "environment", "has_gpu", "level", "text"),
     [
         ([], {}, False, Level.OK, "TCP links"),
-        (["mlx5_0:1"], {}, False, Level.OK, "mlx5_0:1 is not used by them"),
+        (["mlx5_0:1"], {}, False, Level.OK, "UCX over mlx5_0:1 where all hosts have it"),
         ([], {}, True, Level.OK, "through the host's memory"),
-        (["mlx5_0:1"], {}, True, Level.OK, "mlx5_0:1 is not used by them"),
+        (["mlx5_0:1"], {}, True, Level.OK, "UCX over mlx5_0:1 where all hosts have it"),
         ([], {"GLOO_SOCKET_IFNAME": "eth1"}, False, Level.NOTE, "is ignored"),
     ],
 )

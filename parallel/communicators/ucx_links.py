@@ -1,0 +1,310 @@
+"""Links between members over UCX, which is how InfiniBand and RoCE are used.
+
+This module loads no torch.
+
+``native/ucx_links.cpp`` fills the table of ``native/links.hpp``. A member's worker is reached by an address
+that the members exchange at their meeting place, so a process that is not in the group never learns it.
+Nothing beyond that is authenticated, and nothing is encrypted: see docs/run/security.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from parallel import compiler
+from parallel.communicators.native_links import OFF, LinksTable, NativeLinks
+from parallel.links.infiniband import active_devices, device_of_interface
+from parallel.links.meeting_contract import Meeting, Prefixed
+from parallel.links.rendezvous import exchange
+from parallel.links.ucx_installation import Installation, find_ucx
+
+logger = logging.getLogger(__name__)
+
+SOURCE = compiler.INCLUDE / "ucx_links.cpp"
+ADDRESS_BYTES = 32 << 10
+"""Longest address of a worker."""
+
+Asked = Literal["auto", "tcp", "ucx"]
+"""The flag ``--mesh-transport``, where the transport is one of this package."""
+
+_SYMBOLS = ("lockstep_ucx_links_bytes", "lockstep_ucx_open", "lockstep_ucx_links", "lockstep_ucx_links_free")
+_TEXT_BYTES = 64 << 10
+_TRANSPORTS = "^cuda"  # tensors are in the host's memory; UCX would make a CUDA context in every process
+_IN_MEMORY = frozenset(("self", "shm", "sm", "mm", "posix", "sysv", "cma", "xpmem", "knem"))
+"""Transports on one host, by which UCX cannot tell that a peer is gone."""
+_QUIET = {
+    "UCX_HANDLE_ERRORS": "none",  # else it takes over the process's signals
+    "UCX_LOG_FILE": "stderr",
+    "UCX_LOG_LEVEL": "error",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+}
+_NO_HOOKS = {"UCX_MEM_EVENTS": "n"}  # it rewrites malloc and mmap in memory, which only RDMA needs
+_Int, _Address, _Text = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
+
+
+class Library:
+    """The compiled links over UCX, with UCX loaded."""
+
+    def __init__(self, loaded: ctypes.CDLL, installation: Installation, version: str) -> None:
+        self.installation = installation
+        self.version = version
+        """Version of UCX, such as 1.22.0."""
+        self.make: Any = loaded.lockstep_ucx_links
+        self.make.restype, self.make.argtypes = _Int, (_Int, _Int, _Text, _Text, _Int, _Address, _Int)
+        self.address: Any = loaded.lockstep_ucx_address
+        self.address.restype, self.address.argtypes = _Int, (_Int, _Address, _Int)
+        self.connect: Any = loaded.lockstep_ucx_connect
+        self.connect.restype, self.connect.argtypes = _Int, (_Int, _Int, _Text, _Address, _Int)
+        self.describe: Any = loaded.lockstep_ucx_describe
+        self.describe.restype, self.describe.argtypes = _Int, (_Text, _Text, _Address, _Int)
+        self.free: Any = loaded.lockstep_ucx_links_free
+        self.free.restype, self.free.argtypes = None, (_Int,)
+        self._loaded = loaded  # which stays as long as its functions are used
+
+
+@cache
+def load() -> Library:
+    """UCX and the links over it, built first if need be.
+
+    Raises:
+        OSError: UCX is not installed or cannot be used here; the message says why, and what to do.
+    """
+    if os.environ.get(OFF) == "0":
+        raise OSError(f"links over UCX are native code, which is off ({OFF}=0)")
+    installation = find_ucx()
+    headers = [compiler.INCLUDE / "links.hpp", installation.headers / "ucp" / "api" / "ucp.h"]
+    try:
+        path = compiler.compiled(SOURCE, headers, [f"-I{installation.headers}"], symbols=_SYMBOLS)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise OSError(f"links over UCX cannot be built: {compiler.reason(error)}") from error
+    return _opened(path, installation)
+
+
+def _opened(path: Path, installation: Installation) -> Library:
+    loaded = ctypes.CDLL(str(path), use_errno=True)
+    if loaded.lockstep_ucx_links_bytes() != ctypes.sizeof(LinksTable):
+        raise OSError("ucx_links.cpp and native_links.py do not fit each other")
+    opens = loaded.lockstep_ucx_open
+    opens.restype, opens.argtypes = _Int, (_Text, _Address, _Int)
+    hooks = {} if installation.has_rdma and active_devices() else _NO_HOOKS
+    with _environment({**_QUIET, **hooks}):  # UCX reads it while it is loaded
+        text = ctypes.create_string_buffer(_TEXT_BYTES)
+        if not opens(str(installation.library).encode(), text, _TEXT_BYTES):
+            raise OSError(f"UCX cannot be loaded: {text.value.decode(errors='replace')}")
+    version = text.value.decode()
+    logger.info("UCX %s: %s", version, installation)
+    return Library(loaded, installation, version)
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """These variables for a moment, where the user has not set them."""
+    added = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def why_not() -> str | None:
+    """Why UCX cannot be used here, and what to do; None if it can."""
+    try:
+        load()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def has_rdma() -> bool:
+    """Whether an RDMA device is up here and UCX is built for it."""
+    try:
+        return bool(active_devices()) and find_ucx().has_rdma
+    except OSError:
+        return False
+
+
+class UcxLinks(NativeLinks):
+    """One member's links over UCX; nobody is connected before :meth:`connect`."""
+
+    def __init__(
+        self,
+        library: Library,
+        rank: int,
+        size: int,
+        devices: str | None = None,
+        transports: str | None = None,
+    ) -> None:
+        """``devices`` and ``transports`` are UCX_NET_DEVICES and UCX_TLS; None: the environment's, or all.
+
+        Raises:
+            OSError: there are no such devices, or no file descriptors left.
+        """
+        text = ctypes.create_string_buffer(_TEXT_BYTES)
+        used = transports or os.environ.get("UCX_TLS", "all")
+        notices = not _IN_MEMORY.issuperset(used.split(","))
+        address = library.make(
+            rank, size, _encoded(devices), _encoded(transports), notices, text, _TEXT_BYTES
+        )
+        if not address:
+            where = f" on {devices}" if devices else ""
+            raise OSError(f"UCX cannot be used{where}: {text.value.decode(errors='replace')}")
+        super().__init__(address, library.free)
+        self._library = library
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("NativeLinks", "UcxLinks")
+
+    @property
+    def worker_address(self) -> bytes:
+        """Address of this member's worker, for the others.
+
+        Raises:
+            OSError: UCX gives none, or one that is too long.
+        """
+        room = ctypes.create_string_buffer(ADDRESS_BYTES)
+        length = self._library.address(self.address, room, ADDRESS_BYTES)
+        if not 0 < length <= ADDRESS_BYTES:
+            raise OSError(f"UCX gives an address of {length} bytes")
+        return room.raw[:length]
+
+    def connect(self, addresses: Sequence[bytes]) -> None:
+        """Make the links to all others, whose workers have these addresses, by rank.
+
+        Raises:
+            OSError: a peer cannot be reached with the transports that both have.
+        """
+        for peer, address in enumerate(addresses):
+            if peer == self.rank:
+                continue
+            text = ctypes.create_string_buffer(_TEXT_BYTES)
+            if not self._library.connect(self.address, peer, address, text, _TEXT_BYTES):
+                raise OSError(f"UCX cannot reach rank {peer}: {text.value.decode(errors='replace')}")
+
+
+def _encoded(value: str | None) -> bytes | None:
+    return None if value is None else value.encode()
+
+
+def net_devices(host: str) -> str | None:
+    """UCX_NET_DEVICES for the interface with this address, and the RDMA device that goes with it.
+
+    That is the interface's own, or, where it has none, all that are up. None where the environment says it,
+    or no interface has the address.
+    """
+    if "UCX_NET_DEVICES" in os.environ:
+        return None
+    try:
+        numeric = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == numeric for each in addresses):
+            interface = name.partition(":")[0]
+            own = device_of_interface(interface)
+            up = active_devices()
+            return ",".join([*([each for each in up if each.partition(":")[0] == own] or up), interface])
+    return None
+
+
+def transports() -> str | None:
+    """UCX_TLS unless the environment says it."""
+    return None if "UCX_TLS" in os.environ else _TRANSPORTS
+
+
+def describe(devices: str | None = None) -> list[tuple[str, str]]:
+    """Transports that UCX finds here, each with its device.
+
+    Raises:
+        OSError: UCX is not installed, or cannot be used.
+    """
+    library = load()
+    text = ctypes.create_string_buffer(_TEXT_BYTES)
+    if not library.describe(_encoded(devices), _encoded(transports()), text, _TEXT_BYTES):
+        raise OSError(text.value.decode(errors="replace"))
+    last = (line.rpartition(" ")[2] for line in text.value.decode().splitlines() if "resource" in line)
+    pairs = (each.partition("/") for each in last if "/" in each)
+    return list(dict.fromkeys((transport, device) for transport, _, device in pairs))
+
+
+def meet(
+    meeting: Meeting,
+    rank: int,
+    size: int,
+    asked: Asked,
+    *,
+    host: str,
+    timeout: float,
+    should_stop: Callable[[], bool] | None = None,
+) -> UcxLinks | None:
+    """This member's links to all others, which they meet through an exchange of addresses.
+
+    None where the group keeps to TCP: with ``auto``, unless every member has an RDMA device that is up, and
+    all have the same version of UCX. All members of a group ask for the same.
+
+    Args:
+        meeting: the group's own part of a meeting place.
+        rank: of this member, of ``size``.
+        size: members of the group.
+        asked: the flag ``--mesh-transport``.
+        host: address of the interface to use.
+        timeout: seconds to wait for the others.
+        should_stop: asked while they have not come.
+
+    Raises:
+        CollectiveError: somebody does not come.
+        ValueError: UCX is asked for, and a member cannot use it.
+    """
+    if asked == "tcp" or size == 1:
+        return None
+    with ExitStack() as undo:
+        links, mine = None, b""
+        if asked == "ucx" or has_rdma():
+            try:
+                library = load()
+                links = UcxLinks(library, rank, size, net_devices(host), transports())
+                undo.callback(links.close)
+                mine = library.version.encode() + b" " + links.worker_address
+            except OSError as error:
+                logger.warning("no links over UCX: %s", error)
+                mine = f"! {error}".encode()
+        said = exchange(Prefixed(meeting, "ucx"), rank, size, mine, timeout=timeout, should_stop=should_stop)
+        addresses = _agreed([each.partition(b" ") for each in said], asked)
+        if links is None or addresses is None:
+            return None
+        try:
+            links.connect(addresses)
+        except OSError as error:
+            raise ValueError(f"--mesh-transport {asked}: {error}") from error
+        undo.pop_all()
+        return links
+
+
+def _agreed(said: Sequence[tuple[bytes, bytes, bytes]], asked: Asked) -> list[bytes] | None:
+    """Addresses of all workers, if all have one of the same version of UCX.
+
+    Raises:
+        ValueError: they have not, and UCX is asked for.
+    """
+    if len({version for version, _, _ in said}) == 1 and said[0][0] not in (b"", b"!"):
+        return [address for _, _, address in said]
+    if asked == "auto":
+        return None
+    for rank, (version, _, text) in enumerate(said):
+        if version in (b"", b"!"):
+            why = text.decode(errors="replace") or "it was not started with --mesh-transport ucx"
+            raise ValueError(f"--mesh-transport ucx: rank {rank} cannot use UCX: {why}")
+    named = ", ".join(f"rank {rank} has {version.decode()}" for rank, (version, _, _) in enumerate(said))
+    raise ValueError(f"--mesh-transport ucx needs one version of UCX on all hosts: {named}")
