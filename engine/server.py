@@ -33,6 +33,7 @@ from engine.messages import (
 from engine.scheduling.outgoing_tokens import OutgoingTokens, halves
 from engine.scheduling.report_policy import LoadSnapshot, ReportPolicy
 from parallel.communicators.base import CollectiveError
+from parallel.links.accepting import total_refused
 from parallel.lockstep import Wake
 
 logger = logging.getLogger(__name__)
@@ -140,8 +141,8 @@ class Server:
 
     @property
     def refused_peers(self) -> int:
-        """Connections refused for want of the mesh's key."""
-        return self._listener.refused_peers
+        """Connections that this process refused: at its own port, and at those of its groups."""
+        return self._listener.refused_peers + total_refused()
 
     def drain(self, timeout: float) -> None:
         """Finish what is here within ``timeout`` seconds, take nothing new, then let :meth:`run` return."""

@@ -143,7 +143,10 @@ class ExpertParallel:
 
     @property
     def have_one_signature(self) -> bool:
-        """Whether all members of a group with links have the same signature; the same answer at all."""
+        """Whether all members of a group with links have the same signature.
+
+        The answer is the same at all members.
+        """
         signatures = self._signatures or [0]
         return signatures[0] != 0 and len(set(signatures)) == 1
 

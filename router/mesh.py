@@ -196,7 +196,7 @@ class MeshFacts(Protocol):
         ...
 
     def refused_peers(self) -> Mapping[str, int]:
-        """Connections without the mesh's key, by the process that refused them.
+        """Connections that were refused, by the process that did it.
 
         The keys are ``coordinator`` and the ranks of instances.
         """

@@ -65,7 +65,10 @@ class Layout(NamedTuple):
 
     @classmethod
     def room(cls, shape: Shape, num_bytes: int, num_mirrors: int = 0) -> int:
-        """Rows that fit into an arena, with as many in mirrors of others' rows and choices behind it."""
+        """Rows that fit into an arena.
+
+        As many fit into each mirror of others' rows and choices behind it.
+        """
         large = cls.of(shape, 1 << 20)
         each = (large.num_bytes + num_mirrors * large.places_at) / (1 << 20)
         rows = int((num_bytes - 2 * WORDS_BYTES * (1 + num_mirrors)) / each) - 2 * SLACK * (1 + num_mirrors)

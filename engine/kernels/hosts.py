@@ -54,7 +54,10 @@ class Hosts:
         return max(len(self.received_by(rank)) for rank in range(len(self.numbers)))
 
     def mirror_of(self, source: int) -> tuple[int, int]:
-        """Where the offers of a member on another host are: at whose place, and in its mirror number what."""
+        """Place of the offers of a member on another host.
+
+        It is the rank that receives them, and the number among its mirrors.
+        """
         keeper = self.receiver(source, self.numbers[self.rank])
         return keeper, self.received_by(keeper).index(source)
 

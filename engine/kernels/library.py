@@ -162,7 +162,10 @@ class Library:
         return int(self._run(operations, count, step, element, threads)) == 0
 
     def has_arrived(self, exchange: int, rank: int, word: int, target: int) -> bool:
-        """Whether a word of a member of an exchange has risen to ``target``; it takes what has come."""
+        """Whether a word of a member has risen to ``target``.
+
+        What has come from it over its link is taken first.
+        """
         return bool(self._has_arrived(exchange, rank, word, target))
 
 

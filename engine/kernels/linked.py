@@ -1,4 +1,6 @@
-"""Exchange with members on other hosts, inside a step: messages over links in place of shared memory.
+"""Exchange with members on other hosts inside a step.
+
+Messages over links stand in place of shared memory.
 
 ``linked.hpp`` does it, through the table of links that the communicator owns. There is a mirror here of the
 arena of each member on another host, which its messages fill. So the kernels read the rows, results and sums
@@ -10,7 +12,6 @@ and then the links are of no use any more.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NoReturn, Protocol
@@ -26,16 +27,22 @@ from engine.kernels.rows import pitch_of
 from engine.kernels.sums import Sums
 from engine.kernels.waits import ExchangingGroup, NativeWaits
 from parallel.communicators.base import CollectiveError
+from parallel.communicators.messages import Health
+from parallel.communicators.native_links import LinksTable
 from parallel.communicators.rounds import CALLS
 from parallel.expert_parallel import ExpertParallel
 from parallel.placement import Placement
 
 ARENA_BYTES = 1 << 30
-"""Size of a member's arena, and of each mirror; memory is used as far as it is written."""
+"""Size of a member's arena with its mirrors.
+
+Memory is used as far as it is written.
+"""
 MOST_ROWS = (1 << 24) - 1
-"""Rows of one member in a layer, at most: a message's note has no more bits for them."""
-_EVIDENCE_SECONDS = 2.0
-"""How long the communicator may take to find out why a link broke."""
+"""Most rows of one member in a layer.
+
+A message's note has no more bits for them.
+"""
 _MESSAGES = {1: "an expert layer's rows", 2: "an expert layer's results", 3: "a sum over ranks"}
 """Kinds of messages, in the highest byte of their notes."""
 
@@ -47,10 +54,6 @@ class LinkedGroup(ExchangingGroup, Protocol):
     size: int
     links_address: int
     """Address of the table of ``links.hpp``; 0 where the links are Python's."""
-
-    def abort(self) -> None: ...
-
-    def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]: ...
 
 
 class Look(IntEnum):
@@ -72,7 +75,10 @@ class _Problem(IntEnum):
 
 
 def has_links(group: object) -> bool:
-    """Whether members of this kind of group have links, be they native or Python's: the same at all."""
+    """Whether members of this kind of group have links, native or Python's.
+
+    The answer is the same at all members.
+    """
     return hasattr(group, "links_address")
 
 
@@ -114,7 +120,10 @@ class Memory:
                 self.arenas.append(begins[keeper] + num_bytes + number * mirror_bytes)
 
     def results(self, hosts: Hosts, num_bytes: int) -> list[int]:
-        """Addresses by rank of arenas with results: of members on other hosts, memory of this one's own."""
+        """Addresses by rank of arenas with results.
+
+        Those of members on other hosts come into memory of this member's own.
+        """
         found = list(self.arenas)
         for rank in set(range(len(found))) - set(hosts.local):
             self._kept.append(mapped(num_bytes))
@@ -123,13 +132,15 @@ class Memory:
 
 
 class Linkage:
-    """What the kernels know of a group's links, and of what is under way on them."""
+    """What the kernels know of a group's links and messages."""
 
     def __init__(
         self, library: Library, group: LinkedGroup, what: str, exchange: np.ndarray[Any, Any]
     ) -> None:
         """``what``: the call that errors name. ``exchange``: the record that gets this."""
-        self._group, self._what = group, what
+        self._group = group
+        network: Any = getattr(group, "network", group)
+        self._health: Health = network.health
         hosts = hosts_of(group)
         self.peers = np.zeros(group.size, dtype=PEER)
         self._hosts = np.array(hosts.numbers, dtype=np.int64)
@@ -152,7 +163,10 @@ class Linkage:
 
     @property
     def error(self) -> BaseException | None:
-        """Why a step was given up, if this is why. The group is of no use any more."""
+        """Why a step was given up, if it was.
+
+        The group is of no use any more.
+        """
         if self.waits.error is not None:
             return self.waits.error
         problem, rank = _Problem(int(self.record["problem"])), int(self.record["problem_rank"])
@@ -167,31 +181,22 @@ class Linkage:
 
     def _refuse(self, rank: int) -> NoReturn:
         """Give the group up for a message that is not the one expected."""
-        self._group.abort()
         note, num_bytes = int(self.record["problem_note"]), int(self.record["problem_bytes"])
         what = _MESSAGES.get(note >> 56)
         if what is None:
             length, call = divmod(note, len(CALLS))
-            what = f"{CALLS[call]} of {length} bytes"
+            what = f"calls {CALLS[call]} of {length} bytes"
         else:
-            what += f" (number {note >> 24 & 0xFFFFFFFF}, {num_bytes} bytes)"
-        raise CollectiveError(
-            f"{self._what} on rank {self._group.rank}: rank {rank} sends {what}, which does not fit",
-            rank,
-            "closed",
-        )
+            what = f"sends {what} of {num_bytes} bytes (number {note >> 24 & 0xFFFFFFFF}), which do not fit"
+        self._health.fail(f"rank {rank} {what}", rank, "closed")
 
     def _blame(self, rank: int) -> NoReturn:
         """Raise what the communicator knows of a broken link."""
-        end = time.monotonic() + _EVIDENCE_SECONDS
-        while time.monotonic() < end:
-            self._group.begin_exchange(self._what)
-            self._group.check_exchange(rank, lambda: False)
-            time.sleep(1e-3)
-        self._group.abort()
-        raise CollectiveError(
-            f"{self._what} on rank {self._group.rank}: the link to rank {rank} is broken", rank, "closed"
-        )
+        table = LinksTable.from_address(self._group.links_address)
+        peer, error = int(table.broken_peer), int(table.broken_error)
+        if peer < 0 and not error:  # nobody has noticed it yet but the kernels
+            peer = rank
+        self._health.fail_on_links(None if peer < 0 else peer, error)
 
 
 class Linked(Exchange):

@@ -299,11 +299,14 @@ class Program:
         return self._own_sums
 
     def _is_common(self, tokens: int) -> bool:
-        """Whether ranks add up inside the list: in memory that they share, or over their links."""
+        """Whether ranks add up inside the list.
+
+        They do in memory that they share, or over their links.
+        """
         return self._common_sums is not None and tokens <= self._common_sums.rows
 
     def _agree_on_sums(self) -> None:
-        """Find out, at the first step of ranks that have links, whether those of all are native."""
+        """Find out, at the first step, whether the links of all ranks are native."""
         if self._sums_are_agreed:
             return
         assert self._ranks is not None

@@ -293,9 +293,9 @@ def line_of_table(row: dict[str, Any]) -> str:
     def median(transport: str) -> float | None:
         return row.get(f"{transport}_p50_us")
 
-    times = "".join(f"{median(each) or '':>10}" for each in SHOWN)
-    ratios = "".join(f"{row[f'{one}_p50_us'] / row[f'{two}_p50_us']:>9.2f}x" for one, two in RATIOS)
-    times += f"{row['tcp_p99_us']:>10.0f}"
+    times = "".join(f"{median(each) or '':>11}" for each in SHOWN)
+    ratios = "".join(f"{row[f'{one}_p50_us'] / row[f'{two}_p50_us']:>10.2f}x" for one, two in RATIOS)
+    times += f"{row['tcp_p99_us']:>11.0f}"
     return f"{row['ranks']:>5}  {row['collective']:<16}{row['bytes']:>8}{times}{ratios}"
 
 
@@ -326,7 +326,7 @@ def main() -> None:
     print(f"{cores} cores, load {load:.1f} before the start; microseconds, {args.repeats} calls each\n")
     titles = [each.replace("_", " ").replace("shared memory", "shared") for each in SHOWN]
     titles += ["tcp p99", *(f"{one.split('_')[0]}/{two}" for one, two in RATIOS)]
-    print("ranks  collective         bytes" + "".join(f"{title:>10}" for title in titles))
+    print("ranks  collective         bytes" + "".join(f"{title:>11}" for title in titles))
     rows = [row for size in args.ranks for row in bench(size, args.repeats)]
     if args.output_json:
         machine = {"cores": cores, "load_before": load}

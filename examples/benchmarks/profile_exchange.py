@@ -7,10 +7,11 @@ Times are to the microsecond, against two instances that each have all experts.
     python examples/benchmarks/profile_exchange.py build/models/moe-small --sequences 8 32 --members 2
 
 As many processes as members, one compute thread each, the native kernels, no server: every member decodes
-its part of the sequences, 160 tokens of context each. *spread*: experts dealt out, in lockstep, with the
-header exchange before each step; *whole*: all experts in each, the processes side by side. Printed are
-microseconds per step by kind of operation, mean of the members; ``header``, ``meet`` and ``home`` are waiting
-(for the others' headers, rows, results).
+its part of the sequences, 160 tokens of context each. *over shared_memory* and *over tcp*: experts dealt out,
+in lockstep, with the header exchange before each step. *whole*: all experts in each, the processes side by
+side. Printed are microseconds per step by kind of operation, mean of the members. ``header``, ``look``,
+``meet`` and ``home`` are waiting for the others' headers, rows and results. Over tcp, ``offer`` and
+``return`` send them.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # where this is not installed
 
 from examples.benchmarks.bench_lockstep import MODELS, print_table
+
+Transport = Literal["shared_memory", "tcp"]
 
 CONTEXT = 160
 HOST = "127.0.0.1"
@@ -34,7 +37,14 @@ TIMEOUT = 120.0
 
 
 def member(
-    model: str, rank: int, size: int, port: int, loads: list[int], steps: int, spread: bool, answers: Any
+    model: str,
+    rank: int,
+    size: int,
+    port: int,
+    loads: list[int],
+    steps: int,
+    transport: Transport | None,
+    answers: Any,
 ) -> None:
     """One instance: [seconds by kind, and "step" and "header"] of each load into ``answers``."""
     import numpy as np
@@ -58,13 +68,13 @@ def member(
     info, kernels = read_model_info(Path(model)), library.load()
     assert kernels is not None, "there are no native kernels here: see docs/design/kernels.md"
     placement = assign_experts(info.num_experts, size)
-    share = ExpertShare(placement, rank) if spread else None
+    share = ExpertShare(placement, rank) if transport is not None else None
     device, dtype = torch.device("cpu"), torch.bfloat16
     loaded = load_model(info, ModelConfig(), dtype=dtype, device=device, share=share)
     program = Program(kernels, recognise(loaded.module, loaded.layers, dtype), loaded.experts)
     program.use(NativeCache(loaded.layers, num_blocks=max(loads) * 16 + 16, block_size=16, dtype=dtype))
     meeting = MeetingClient(HOST, port, timeout=TIMEOUT)
-    group = form(meeting, 1, rank, size, "shared_memory", TIMEOUT, host=HOST)
+    group = form(meeting, 1, rank, size, transport or "shared_memory", TIMEOUT, host=HOST)
     if loaded.experts is not None:
         program.spread()
         loaded.experts.join(group, placement)
@@ -95,15 +105,22 @@ def member(
     group.close()
 
 
-def profile(model: str, size: int, loads: list[int], steps: int, spread: bool) -> list[dict[str, float]]:
-    """Mean of the members' seconds, for each load."""
+def profile(
+    model: str, size: int, loads: list[int], steps: int, transport: Transport | None
+) -> list[dict[str, float]]:
+    """Mean of the members' seconds, for each load.
+
+    ``transport``: of spread experts; None: each member has all of them.
+    """
     from parallel.links.meeting import MeetingHost
 
     meeting = MeetingHost(HOST)
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     members = [
-        context.Process(target=member, args=(model, rank, size, meeting.port, loads, steps, spread, answers))
+        context.Process(
+            target=member, args=(model, rank, size, meeting.port, loads, steps, transport, answers)
+        )
         for rank in range(size)
     ]
     for each in members:
@@ -125,6 +142,10 @@ def main() -> None:
     add(
         "--sequences", type=int, nargs="+", default=[2, 8, 32], help="over all members (default: %(default)s)"
     )
+    add(
+        "--transports", choices=["shared_memory", "tcp"], nargs="+", default=["shared_memory", "tcp"],
+        help="between the members (default: %(default)s)",
+    )  # fmt: skip
     add("--steps", type=int, default=200, help="(default: %(default)s)")
     add("--output-json", type=Path, metavar="FILE", help="write all numbers into this file")
     args = parser.parse_args()
@@ -132,10 +153,10 @@ def main() -> None:
         maker = Path(__file__).with_name("make_moe_model.py")
         subprocess.run([sys.executable, str(maker), args.model], check=True, stdout=sys.stderr)
     found = {
-        name: profile(args.model, args.members, args.sequences, args.steps, name == "spread")
-        for name in ("spread", "whole")
+        name: profile(args.model, args.members, args.sequences, args.steps, transport)
+        for name, transport in (*((f"over {each}", each) for each in args.transports), ("whole", None))
     }
-    kinds = [k for k in found["spread"][0] if any(max(o[k] for o in found[n]) > 5e-6 for n in found)]
+    kinds = [k for k in found["whole"][0] if any(max(o[k] for o in found[n]) > 5e-6 for n in found)]
     kinds = ["step", "header", *(kind for kind in kinds if kind not in ("step", "header"))]
     rows = [
         [f"{load}", name, *(f"{1e6 * found[name][place][kind]:.0f}" for kind in kinds)]

@@ -86,11 +86,9 @@ class HostHealth(GroupHealth):
         super().begin(self.whole_call or call)
 
     def _hopeless(self, rank: int) -> Blame | None:
-        return (
-            super()._hopeless(rank)
-            if self.reason is not None
-            else self._why_broken() or super()._hopeless(rank)
-        )
+        if self.reason is None and (blame := self._why_broken()) is not None:
+            return blame
+        return super()._hopeless(rank)
 
 
 class _Failing:
@@ -103,10 +101,13 @@ class _Failing:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, CollectiveError):
-            blame = next((part.blame for part in self._parts if part.blame is not None), None)
-            for part in self._parts:
-                part.give_up(*(blame or (str(error), error.rank, error.evidence)))
+        if error is None:
+            return
+        blame = next((part.blame for part in self._parts if part.blame is not None), None)
+        # An error that is none of the group's leaves the call half made, too.
+        reason, rank, evidence = blame or ("it was aborted", None, "aborted")
+        for part in self._parts:
+            part.give_up(reason, rank, evidence)
 
 
 class MixedCommunicator:
@@ -425,8 +426,15 @@ class MixedCommunicator:
         return plain(outgoing)
 
     def _gather_span(self, call: str, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Exchange parts between hosts: the rows of this member's span, in a new tensor."""
+        """Exchange parts between hosts; returns the rows of this member's span.
+
+        They are in a new tensor, but where they are the part alone, and a call in shared memory follows.
+        """
         span, row_bytes = self._routes.span, math.prod(part.shape[1:]) * part.itemsize
+        if self.local is not None and not self._routes.receives:
+            note = note_of(call, sum(sizes) * row_bytes)
+            self._exchange(note, [(to, span_of(part)) for to in self._routes.sends], [])
+            return part
         of_span = sizes[span.low : span.high]
         mine = part.new_empty(sum(of_span), *part.shape[1:])
         places = spans_of(mine, of_span)

@@ -166,9 +166,11 @@ class PythonLinks:
         """
         if self._is_aborted:
             return self._fail(None, errno.ECANCELED)
+        if peer >= 0:
+            only = self._open_pipe(peer)
+            return -1 if only is None else self._flush(peer, only)
         done = 1
-        for each in self._pipes if peer < 0 else (peer,):
-            pipe = self._pipes[each]
+        for each, pipe in self._pipes.items():
             if any(stream.unsent for stream in pipe.streams):
                 done = min(done, -1 if pipe.is_broken else self._flush(each, pipe))
         return done

@@ -183,8 +183,6 @@ class Acceptor:
             self._refuse(pending, f"its connection broke: {error.strerror or error}")
             return None
         except Refused as refused:
-            with contextlib.suppress(OSError):
-                pending.connection.send(handshake.last_word)
             self._refuse(pending, str(refused))
             return None
         del self._pending[pending.connection]
@@ -200,6 +198,9 @@ class Acceptor:
     def _refuse(self, pending: _Pending, reason: str) -> None:
         self.refused += 1
         _process.add_one()
+        if pending.handshake.last_word:
+            with contextlib.suppress(OSError):
+                pending.connection.send(pending.handshake.last_word)
         self._forget(pending)
         self._log.refused(pending.peer, reason)
 

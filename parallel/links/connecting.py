@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import logging
 import selectors
 import socket
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from functools import cache
 
 from parallel.links.accepting import BACKLOG, Acceptor
-from parallel.links.dialing import TOO_MANY_FILES, Address, Dialer, too_many_files
+from parallel.links.dialing import TOO_MANY_FILES, Address, Dialer, GoneError, too_many_files
 from parallel.links.encryption import can_encrypt, encrypt, why_not
 from parallel.links.errors import CollectiveError, Evidence
 from parallel.links.handshake import Accepting, Offer, Side, Verdict
@@ -150,8 +151,12 @@ class _Forming:
         try:
             self._dial(self._addresses(seconds, should_stop))
             self._finish(deadline, seconds, should_stop)
+        except _News:
+            raise
         except CollectiveError as error:
-            if error.evidence != "aborted" and not isinstance(error, _News):
+            if isinstance(error, GoneError):
+                self._look_for_news()  # it may have said why it went
+            if error.evidence != "aborted":
                 self._tell(error)
             raise
         is_encrypted = self._encrypted == len(self._made)
@@ -195,6 +200,10 @@ class _Forming:
             except OSError:
                 listener.close()
                 raise
+        except UnicodeError as error:  # no name could be so
+            raise _error(
+                f"rank {self._rank} cannot listen on {self._host!r}", self._rank, "aborted"
+            ) from error
         except OSError as error:
             if error.errno in TOO_MANY_FILES:
                 raise
@@ -218,10 +227,13 @@ class _Forming:
         return [self._address(rank, each) for rank, each in enumerate(said)]
 
     def _address(self, rank: int, said: bytes) -> Address:
-        host, _, port = said.decode(errors="replace").partition(" ")
-        if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-            raise _error(f"rank {rank} tells no address but {said[:100]!r}", rank)
-        return Address(host, int(port))
+        try:
+            host, port = said.decode().split(" ")
+            if not 0 < int(port) < 1 << 16:
+                raise ValueError
+            return Address(str(ipaddress.ip_address(host)), int(port))
+        except ValueError:
+            raise _error(f"rank {rank} tells no address but {said[:100]!r}", rank) from None
 
     # ---- news of members that gave up
 
@@ -240,7 +252,8 @@ class _Forming:
         except CollectiveError:
             return  # the meeting place is not needed any more
         teller, blamed, text = said.split(" ", 2)
-        rank = int(teller) if int(blamed) == self._rank else int(blamed)
+        # a way between two others is no affair of this member, and it accuses nobody
+        rank = int(teller) if int(blamed) == self._rank else None
         raise _News(f"{_PREFIX}rank {teller} gave up: {text}", rank, "closed")
 
     # ---- links
@@ -304,7 +317,8 @@ class _Forming:
         except OSError:
             is_alive = False
         if not is_alive:
-            raise _error(f"rank {peer} is gone, or gave up, while others were connecting", peer)
+            text = f"{_PREFIX}rank {peer} is gone, or gave up, while others were connecting"
+            raise GoneError(text, peer)
         self._selector.unregister(connection)  # it has begun already; its words are read later
 
     def _too_late(self, missing: list[int], seconds: float) -> CollectiveError:

@@ -2,6 +2,7 @@
 
 A connection that is closed in its handshake is tried again, since the other side may have been flooded with
 connections of strangers. All other ends are errors, each with a text of its own that says where to look.
+A way between two members that does not carry them is evidence of the kind "closed": only they know about it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import NamedTuple
 
 from parallel.links.errors import CollectiveError, Evidence
 from parallel.links.handshake import HANDSHAKE_SECONDS, Connecting, Offer, Refused
-from parallel.links.introduction import why_silent
+from parallel.links.introduction import mtu_hole
 from parallel.links.keys import LinkKey
 
 REDIAL_PAUSE = 0.05
 """Seconds before a connection is tried again."""
+_PREFIX = "forming the group: "
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
 
@@ -40,6 +42,10 @@ class Dialed(NamedTuple):
     """Nonblocking; its user closes it."""
     offer: Offer
     handshake: Connecting
+
+
+class GoneError(CollectiveError):
+    """A member has ended, or has given up and may have left the reason."""
 
 
 class _Dial:
@@ -184,13 +190,15 @@ class Dialer:
     def _late(self, dial: _Dial) -> CollectiveError:
         peer, address = dial.offer.to, dial.address
         if dial.problem:
-            return _error(f"rank {peer} at {address} breaks off the handshake ({dial.problem})", peer)
+            text = f"{_PREFIX}rank {peer} at {address} breaks off the handshake ({dial.problem})"
+            return GoneError(text, peer)
         if dial.is_connected:
             assert dial.connection is not None
             assert dial.handshake is not None
-            reason = why_silent(dial.connection, dial.handshake)
+            hole = mtu_hole(dial.connection, dial.handshake)
+            reason = hole or "its process is stopped or too busy, or none of this mesh"
             text = f"rank {peer} at {address} did not shake hands within {_age(dial)}: {reason}"
-            return _error(text, peer, "deadline")
+            return _error(text, peer, "closed" if hole else "deadline")
         return self._silent(dial)
 
     def _silent(self, dial: _Dial) -> CollectiveError:
@@ -200,7 +208,6 @@ class Dialer:
             "a firewall there may drop what goes to the ports of net.ipv4.ip_local_port_range, "
             "or its host or cable is down",
             peer,
-            "deadline",
         )
 
     def _unreachable(self, dial: _Dial, error: OSError) -> CollectiveError:
@@ -212,6 +219,7 @@ class Dialer:
             return self._silent(dial)
         if number == errno.ECONNREFUSED:
             why += ": it has given the group up, or a firewall rejects the connection"
+            return GoneError(_PREFIX + why, peer)
         elif number in (errno.EHOSTUNREACH, errno.ENETUNREACH):
             why += ": no route leads there; --instance-address names the address to use on each host"
         elif number == errno.EADDRNOTAVAIL:
@@ -235,4 +243,4 @@ def too_many_files(rank: int) -> CollectiveError:
 
 
 def _error(text: str, rank: int, evidence: Evidence = "closed") -> CollectiveError:
-    return CollectiveError(f"forming the group: {text}", rank, evidence)
+    return CollectiveError(_PREFIX + text, rank, evidence)

@@ -39,7 +39,7 @@ _ANSWER = struct.Struct(">6sHBB32s")  # magic, version, flags, verdict, nonce; t
 _VERDICT = struct.Struct(">B32s")
 _NONCE_BYTES = _PROOF_BYTES = 32
 FULL_BYTES = 9216
-"""Bytes of the first messages on a link for tensors: more than a packet may have.
+"""Bytes of the first messages on a link for tensors: more than any packet.
 
 So a network that loses large packets is noticed here, and not when the first tensor does not come.
 """

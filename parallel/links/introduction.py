@@ -38,8 +38,8 @@ def introduce(
     return handshake
 
 
-def why_silent(connection: socket.socket, handshake: Connecting) -> str:
-    """Reason why a handshake gets no further, as far as this side can tell."""
+def mtu_hole(connection: socket.socket, handshake: Connecting) -> str:
+    """Which way loses large packets, and what to do; empty if none seems to."""
     unacknowledged = struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)))[0]
     if unacknowledged or handshake.has_answer:
         direction = "there" if unacknowledged else "from there"
@@ -48,7 +48,7 @@ def why_silent(connection: socket.socket, handshake: Connecting) -> str:
             "packets than these interfaces' MTU, and does not say so: find the largest that passes (ping "
             "-M do -s 1472 ADDRESS), and set it on both (ip link set DEVICE mtu BYTES)"
         )
-    return "its process is stopped or too busy, or none of this mesh"
+    return ""
 
 
 def _send(connection: socket.socket, content: bytes, deadline: float) -> None:

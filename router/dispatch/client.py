@@ -210,7 +210,7 @@ class MeshClient:
         return ranks_by_class(self.view.members if self.view else [])
 
     def refused_peers(self) -> Mapping[str, int]:
-        """Connections without the mesh's key, by the process that refused them."""
+        """Connections that were refused, by the process that did it."""
         if self.view is None:
             return {}
         refused = {str(member.rank): member.load.refused_peers for member in self.view.members}

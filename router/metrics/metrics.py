@@ -271,7 +271,9 @@ class Metrics:
             numerics.add_metric((each.fingerprint, each.kernels, each.dtype, invariant), len(ranks))
         yield numerics
         refused = CounterMetricFamily(
-            "lockstep:refused_peers", "Connections without the mesh's key.", labels=("by",)
+            "lockstep:refused_peers",
+            "Connections that were refused, most for want of the mesh's key.",
+            labels=("by",),
         )
         for by, count in sorted(self._mesh.refused_peers().items()):
             refused.add_metric((by,), count)

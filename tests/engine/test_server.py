@@ -35,6 +35,9 @@ from engine.sampling import SamplingParams
 from engine.scheduling.outgoing_tokens import halves
 from engine.server import Server
 from engine.step import Step, StepResult
+from parallel.links.errors import CollectiveError
+from parallel.links.keys import LinkKey
+from parallel.links.meeting import MeetingClient, MeetingHost
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, expected_output
 
 INFO = ModelInfo(
@@ -417,3 +420,15 @@ def test_who_has_no_time_left_says_so_and_waits_for_nobody() -> None:
     run_until_idle(router, stop_early=True)
     assert router.server.leaves_requests
     router.close()
+
+
+def test_connections_refused_at_the_ports_of_groups_count_too() -> None:
+    meeting = MeetingHost("127.0.0.1", key=LinkKey.generate())
+    router = Router(Watched([], computes_apart=False), [])
+    before = router.server.refused_peers
+    for _ in range(2):
+        with pytest.raises(CollectiveError, match="another mesh key"):
+            MeetingClient("127.0.0.1", meeting.port, LinkKey.generate())
+    assert router.server.refused_peers == before + 2
+    router.close()
+    meeting.close()

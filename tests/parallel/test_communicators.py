@@ -50,6 +50,8 @@ Links over it have tests for each push.
 BACKENDS = ("gloo", "shared_memory", "tcp", *UCX)
 ALL_WAYS = (*BACKENDS, "python", "tcp_python")
 """Shared memory and sockets with and without the native calls."""
+MOST_WAYS = (*BACKENDS, *(pytest.param(way, marks=pytest.mark.nightly) for way in ("python", "tcp_python")))
+"""The same; for each push without those in Python."""
 NUMBERS = itertools.count(100)
 """Tests share one meeting place, in which each has its own."""
 
@@ -167,7 +169,9 @@ def test_views_last_for_slow_readers(crowd: Crowd, backend: str, size: int) -> N
         assert shown == ([0, 1, 2, 3] if backend == "gloo" else [3, 1, 2, 3])
 
 
-@pytest.mark.parametrize("backend", ["shared_memory", "python", "tcp", "tcp_python", *UCX])
+@pytest.mark.parametrize(
+    "backend", ["shared_memory", "python", "tcp", pytest.param("tcp_python", marks=pytest.mark.nightly), *UCX]
+)
 def test_more_members_than_cores_wait_without_burning_them(crowd: Crowd, backend: str) -> None:
     crowd.start(members.crowd_of_members, backend, 6)
     for rank in range(1, 6):
@@ -215,7 +219,7 @@ def test_a_killed_member_is_noticed_at_once_and_the_others_go_on(crowd: Crowd, b
     assert "exited" in {crowd.report(rank, "again")["evidence"] for rank in (0, 2)}
 
 
-@pytest.mark.parametrize("backend", ALL_WAYS)
+@pytest.mark.parametrize("backend", MOST_WAYS)
 def test_a_death_is_noticed_by_who_waits_for_somebody_else(crowd: Crowd, backend: str) -> None:
     crowd.start(members.an_onlooker_is_told, backend, 3)
     killed_at = crowd.kill(0)
@@ -238,13 +242,13 @@ def test_an_abort_ends_a_waiting_call_and_all_later_ones(crowd: Crowd, backend: 
     crowd.join()
 
 
-@pytest.mark.parametrize("backend", ALL_WAYS)
+@pytest.mark.parametrize("backend", MOST_WAYS)
 def test_nothing_stays_of_many_epochs(crowd: Crowd, backend: str) -> None:
     crowd.start(members.many_epochs, backend, 3)
     crowd.join()
 
 
-@pytest.mark.parametrize("backend", ALL_WAYS)
+@pytest.mark.parametrize("backend", MOST_WAYS)
 def test_who_does_not_come_is_named(crowd: Crowd, backend: str) -> None:
     crowd.start(members.one_does_not_come, backend, 2)
     waited = crowd.report(0, "at")

@@ -138,7 +138,7 @@ def test_an_all_reduce_takes_the_shortest_time() -> None:
     assert way("aabb", widening=2) == "scatter"  # 2 forward; pieces and sums take 1.5
     assert way("aaaabbbb", widening=2) == "chain"
     assert way("abab") == "scatter"  # terms in rank order would go back and forth
-    assert way("ab") == "scatter"
+    assert way("ab") == "gather"  # pieces there and sums back are no fewer bytes
     assert way("aaaa") == "gather"
 
 

@@ -57,8 +57,6 @@ TRANSPORTS = {
 SERVE_FLAGS = "--dtype bfloat16 --kv-cache-memory-bytes 128M"
 WARM_UP = 8
 """Requests at once of the load that makes what is made at first use."""
-WAY_PROBES = 1000
-"""Round trips of which one way over each link is taken."""
 EXPLAINED = 0.1
 """Largest difference of a step from its prediction, as a share of it."""
 
@@ -104,7 +102,9 @@ def bench_layout(net: Network, name: str, args: Args, directory: Path) -> list[C
                 # Nothing is in any prefix cache: each link has prompts of its own.
                 prompts = 10000 * (number + 1) + 1000 * args.links.index(cell.link) + cell.concurrency
                 run = measured(net, {**asked, **more, "number": prompts})
-                run["bytes_per_token"] = (run.get("link_bytes") or run["device_bytes"]) / run["tokens"]
+                num_bytes = run.get("link_bytes") or run["device_bytes"]
+                run["bytes_per_token"] = num_bytes / run["tokens"]
+                run["bytes_per_row"] = num_bytes / run["rows"]
                 cell.runs.append(run)
                 print(
                     f"{name} {number + 1}: {cell.transport}, {cell.link}, {cell.concurrency} at once: "
@@ -134,7 +134,7 @@ def print_layout(
     explained = [row for transport in dict.fromkeys(cell.transport for cell in cells)
                  for row in explanation(name, transport, cells, layers, ways)]  # fmt: skip
     if explained:
-        print(f"\n{name}: the length of a step, ms (ITL)\n")
+        print(f"\n{name}: the length of a step, ms (ITL, the lowest of the repeats: other work only adds)\n")
         titles = [
             "transport",
             "at once",
@@ -170,16 +170,16 @@ def explanation(
         base = next((cell for cell in mine if cell.link == Link()), None)
         if base is None or len({cell.link.delay_us for cell in mine}) < 2:
             continue
-        compute = base.median("tpot_ms") / 1000
-        fitted = slope([(ways[cell.link], cell.median("tpot_ms") / 1000) for cell in mine])
+        compute = min(base.of("tpot_ms")) / 1000
+        fitted = slope([(ways[cell.link], min(cell.of("tpot_ms")) / 1000) for cell in mine])
         for cell in mine:
             if cell is base:
                 continue
-            step_bytes = cell.median("bytes_per_token") * load / 2  # one of two directions
+            step_bytes = cell.median("bytes_per_row") * load / 2  # one of two directions
             exchanges = exchanges_of(name, layers, step_bytes, load)
             delay = ways[cell.link] - ways[Link()]
             guess = predicted(compute, exchanges, delay, cell.link.gbits)
-            found = cell.median("tpot_ms") / 1000
+            found = min(cell.of("tpot_ms")) / 1000
             differs = found / guess - 1
             row = [transport, str(load), str(cell.link), f"{1e6 * ways[cell.link]:.0f}"]
             row += [
@@ -198,7 +198,9 @@ def run_here(asked: dict[str, Any]) -> None:
     args = Args(seed=asked["seed"], input_len=asked["input_len"], output_len=asked["output_len"])
     load = asked["concurrency"]
     run = asyncio.run(measure(asked["base_url"], asked["model"], args, load, asked["number"]))
-    run["tokens"] = max(4, 2 * load) * args.output_len
+    requests = max(4, 2 * load)
+    run["tokens"] = requests * args.output_len
+    run["rows"] = requests * (args.input_len + args.output_len - 1)  # the last token is not computed on
     print(json.dumps(run))
 
 
@@ -241,7 +243,7 @@ def main() -> int:
         args.ways = {}
         for link in args.links:
             net.set(link)
-            args.ways[link] = statistics.median(net.probe(repeats=WAY_PROBES)[0]) / 2
+            args.ways[link] = net.one_way()
         for name in args.layouts:
             directory = (args.logs or Path(temporary)) / name
             directory.mkdir(parents=True, exist_ok=True)

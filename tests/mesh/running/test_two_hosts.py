@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -103,7 +105,7 @@ def test_experts_over_two_hosts_with_a_key(hosts: tuple[Host, Host], key: Path, 
 def test_experts_over_two_hosts_one_of_which_has_two_instances(
     hosts: tuple[Host, Host], key: Path, tmp_path: Path
 ) -> None:
-    """Shared memory there, links between; a killed instance leaves the others in a group over links alone."""
+    """Shared memory there, links between; after a death there, links alone."""
     head, other = hosts
     member = ["-dpa", head.address, "-dpp", RPC, "--mesh-key-file", str(key)]
     serve = [SHIPPED_MODEL, "-dp", "3", "-ep", *SMALL, *member]
@@ -125,6 +127,49 @@ def test_experts_over_two_hosts_one_of_which_has_two_instances(
         wait_until(lambda: linked(head) == {("0", "2"), ("2", "0")}, 10, "series of the lost one are gone")
         assert second.stop() == 0
         assert first.stop() == 0
+
+
+@pytest.mark.nightly
+def test_strangers_at_every_port_keep_no_group_from_forming(
+    hosts: tuple[Host, Host], key: Path, tmp_path: Path
+) -> None:
+    """They connect before the mesh begins, and while an instance ends and comes back."""
+    head, other = hosts
+    member = ["-dpa", head.address, "-dpp", RPC, "--mesh-key-file", str(key)]
+    serve = [SHIPPED_MODEL, "-dp", "2", "-dpl", "1", "-ep", *SMALL, *member]
+    instance = [*serve, "--headless", "-dpr", "1"]
+    strangers = [
+        subprocess.Popen(
+            [*host.prefix, sys.executable, "-P", "-m", "tests.mesh.running.strangers"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for host in hosts
+    ]
+    try:
+        with (
+            head.command(tmp_path / "head.log", "router.launcher.serve", *serve) as first,
+            other.command(tmp_path / "other.log", "router.launcher.serve", *instance) as second,
+        ):
+            first.wait_for("2 instances ready")
+            expected = completion(head, 0)
+            assert completion(head, 1) == expected
+            second.child("Engine_1").kill()
+            second.end()
+            with other.command(tmp_path / "again.log", "router.launcher.serve", *instance) as third:
+                third.wait_for("2 instances in lockstep over tcp")
+                assert completion(head, 1) == completion(head, 0) == expected
+                refused = view_of(head, "--mesh-key-file", str(key)).members[0].load.refused_peers
+                assert refused > 10
+                assert third.stop() == 0
+            assert first.stop() == 0
+        counts = [each.communicate("\n", timeout=20)[0].splitlines() for each in strangers]
+        assert all(len(each) >= 2 for each in counts), counts
+    finally:
+        for each in strangers:
+            each.kill()
+            each.communicate()
 
 
 def linked(head: Host) -> set[tuple[str, str]]:

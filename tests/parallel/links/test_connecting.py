@@ -121,6 +121,20 @@ def test_a_member_that_does_not_belong_is_refused_and_both_know_why(
     assert host.rank == 1
 
 
+def test_those_who_only_hear_that_two_do_not_reach_each_other_accuse_nobody(meeting: MeetingHost) -> None:
+    """Rank 2 cannot reach rank 1; rank 0 reaches both."""
+    with socket.create_server((HOST, 0)) as gone:
+        port = gone.getsockname()[1]
+    changed = ChangedMeeting(meeting, f"{HOST} {port}".encode(), of=1)
+    with ThreadPoolExecutor(3) as pool:
+        first, second, third = (
+            pool.submit(form, place, 1, Settings(size=3), first=rank)
+            for rank, place in enumerate((meeting, meeting, changed))
+        )
+        blames = [only_error(each.result(PATIENCE)).rank for each in (first, second, third)]
+    assert blames == [None, 2, 1]
+
+
 def test_a_member_that_does_not_come_is_named(meeting: MeetingHost) -> None:
     began = time.monotonic()
     error = only_error(form(meeting, 1, Settings(size=2, timeout=0.3)))
@@ -137,7 +151,7 @@ def test_a_member_that_tells_its_address_and_no_more_is_named(meeting: MeetingHo
     assert (error.rank, error.evidence) == (1, "deadline")
 
 
-@pytest.mark.parametrize("said", [b"", b"127.0.0.1", b"127.0.0.1 x", b"127.0.0.1 70000", b"\xff \xff"])
+@pytest.mark.parametrize("said", [b"", b"127.0.0.1", b"127.0.0.1 x", b"127.0.0.1 70000", b"\xff 1", b"a.b 1"])
 def test_what_is_no_address_is_refused(said: bytes, meeting: MeetingHost) -> None:
     meeting.set("links/member/0", said)
     error = only_error(form(meeting, 1, Settings(size=2), first=1))
@@ -192,7 +206,7 @@ def test_a_port_that_does_not_answer_is_named_within_seconds(
     assert f"rank 0 did not answer {HOST} at {HOST}:{port} within 0.4 s: a firewall there may drop" in str(
         error
     )
-    assert (error.rank, error.evidence) == (0, "deadline")
+    assert (error.rank, error.evidence) == (0, "closed")
 
 
 def test_a_port_that_answers_and_does_not_shake_hands_is_named(
@@ -232,10 +246,10 @@ def test_a_connection_that_is_closed_in_its_handshake_is_made_again(meeting: Mee
 
 
 class ChangedMeeting:
-    """A meeting place with another address of rank 0."""
+    """A meeting place with another address of one member."""
 
-    def __init__(self, inner: Meeting, address: bytes) -> None:
-        self._inner, self._address = inner, address
+    def __init__(self, inner: Meeting, address: bytes, of: int = 0) -> None:
+        self._inner, self._address, self._of = inner, address, of
 
     def set(self, key: str, value: bytes) -> None:
         self._inner.set(key, value)
@@ -248,7 +262,9 @@ class ChangedMeeting:
 
     def find(self, keys: list[str], seconds: float) -> list[bytes] | None:
         found = self._inner.find(keys, seconds)
-        return found if found is None else [self._address, *found[1:]]
+        if found is not None:
+            found[self._of] = self._address
+        return found
 
 
 def pool_relay(inside: socket.socket, outside: socket.socket) -> None:
