@@ -3,7 +3,7 @@
 This module loads no torch.
 
 ``native/ucx_links.cpp`` fills the table of ``native/links.hpp``. A member's worker is reached by an address
-that the members exchange at their meeting place, so a process that is not in the group never learns it.
+that the members exchange at their meeting place, which does not tell it to a process without the mesh's key.
 Nothing beyond that is authenticated, and nothing is encrypted: see docs/run/security.md.
 """
 

@@ -1,4 +1,4 @@
-"""Groups over UCX, and how members agree on it; all members are threads of this process."""
+"""Groups over UCX, whose members are threads of this process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def meeting() -> Iterator[MeetingHost]:
 def together(
     meeting: MeetingHost, size: int, use: Callable[[Communicator], Any], **how: Any
 ) -> list[Future[Any]]:
-    """Form a group of this kind in threads, use and close it; returns what each member got."""
+    """What each member of a group in threads returns from ``use``."""
 
     def run(rank: int) -> Any:
         client = MeetingClient("127.0.0.1", meeting.port, timeout=SECONDS)
