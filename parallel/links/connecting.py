@@ -69,7 +69,7 @@ def connect(
         timeout: seconds that bytes sent later may stay unacknowledged (TCP_USER_TIMEOUT); bounds forming,
             too, unless ``forming_timeout`` does.
         should_stop: asked every few milliseconds; forming ends with an error when it says so.
-        streams: connections for tensors per pair.
+        streams: connections for tensors per pair; 0: another transport carries them.
         forming_timeout: seconds for all that happens here.
 
     Raises:
@@ -159,8 +159,9 @@ class _Forming:
             if error.evidence != "aborted":
                 self._tell(error)
             raise
-        is_encrypted = self._encrypted == len(self._made)
-        _log_once(_protection(self._key is not None, is_encrypted))
+        carries_tensors = len(self._uses) > 1
+        is_encrypted = carries_tensors and self._encrypted == len(self._made)
+        _log_once(_protection(self._key is not None, is_encrypted, carries_tensors))
         return GroupSockets(
             {peer: [self._made[peer, use] for use in self._uses[1:]] for peer in self._peers},
             {peer: self._made[peer, CONTROL] for peer in self._peers},
@@ -335,8 +336,10 @@ class _Forming:
         return _error(text, missing[0], "deadline")
 
 
-def _protection(has_key: bool, is_encrypted: bool) -> str:
+def _protection(has_key: bool, is_encrypted: bool, carries_tensors: bool) -> str:
     """What a stranger on the network cannot do, for the log."""
+    if not carries_tensors:
+        return "another transport carries tensors between members: it proves no key, and encrypts nothing"
     if not has_key:
         return "links between members are neither authenticated nor encrypted: this mesh has no key"
     if is_encrypted:

@@ -17,7 +17,7 @@ class GroupSockets(NamedTuple):
     control: dict[int, socket.socket]
     """One to each peer, for a last word: why this member leaves the group."""
     is_encrypted: bool = False
-    """Whether the kernel encrypts all of them."""
+    """Whether there are streams, and the kernel encrypts all of them."""
     refused: int = 0
     """Connections of strangers that were refused while the group formed."""
 

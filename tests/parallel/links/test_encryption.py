@@ -107,6 +107,19 @@ def test_members_encrypt_if_all_can(monkeypatch: pytest.MonkeyPatch) -> None:
     meeting.close()
 
 
+def test_a_group_whose_tensors_another_transport_carries_is_not_called_encrypted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connecting, "can_encrypt", lambda: True)
+    monkeypatch.setattr(connecting, "encrypt", lambda *_, **__: None)
+    meeting = MeetingHost(HOST)
+    for each in formed(meeting, 2, Settings(streams=0)):
+        assert not each.is_encrypted
+        assert each.data in ({0: []}, {1: []})
+        each.close()
+    meeting.close()
+
+
 def test_a_kernel_that_fails_after_its_trial_ends_the_forming(monkeypatch: pytest.MonkeyPatch) -> None:
     if KERNEL_HAS_TLS:
         pytest.skip("this kernel does not fail")
@@ -127,7 +140,8 @@ def test_a_kernel_that_fails_after_its_trial_ends_the_forming(monkeypatch: pytes
     ],
 )
 def test_the_log_tells_what_is_protected(has_key: bool, is_encrypted: bool, expected: str) -> None:
-    assert expected in connecting._protection(has_key, is_encrypted)
+    assert expected in connecting._protection(has_key, is_encrypted, True)
+    assert "proves no key, and encrypts nothing" in connecting._protection(has_key, is_encrypted, False)
 
 
 def test_a_trial_that_fails_in_any_way_means_no(monkeypatch: pytest.MonkeyPatch) -> None:
