@@ -71,7 +71,7 @@ class Layout(NamedTuple):
         """
         large = cls.of(shape, 1 << 20)
         each = (large.num_bytes + num_mirrors * large.places_at) / (1 << 20)
-        rows = int((num_bytes - 2 * WORDS_BYTES * (1 + num_mirrors)) / each) - 2 * SLACK * (1 + num_mirrors)
+        rows = int((num_bytes - 2 * WORDS_BYTES * (1 + num_mirrors)) / each) - 2 * SLACK
         return max(0, rows)
 
 

@@ -125,7 +125,9 @@ class NetworkHealth:
         if self._deadline is None:
             self._deadline = now + self.timeout + self.grace
         elif blame is None and now > self._deadline:
-            blame = f"rank {rank} did not come within {self.timeout:g} s", rank, "deadline"
+            # Who was stopped itself finds all deadlines over, and what others have said about that.
+            self._listen_for_reasons(rank)
+            blame = self.blame or (f"rank {rank} did not come within {self.timeout:g} s", rank, "deadline")
         if blame is not None and not has_arrived():
             self.fail(*blame)
 
@@ -150,10 +152,14 @@ class NetworkHealth:
         """
         if peer is None:
             self.fail(f"its links do not work ({os.strerror(error)})", None, "aborted")
+        self._listen_for_reasons(peer)
+        self.fail(*self._words.lose(peer, error))
+
+    def _listen_for_reasons(self, peer: int) -> None:
+        """Give the thread a moment to hear why a member is missed."""
         patience = time.monotonic() + _WORD_SECONDS
         while self.reason is None and peer not in self._words.closed and time.monotonic() < patience:
             time.sleep(_LOOK_SECONDS)
-        self.fail(*self._words.lose(peer, error))
 
     def abort(self) -> None:
         """Make all calls fail from now on, here and soon at the others."""

@@ -108,6 +108,7 @@ def test_what_the_mesh_overrules_was_given_in_vain() -> None:
             enable_expert_parallel=True,
             expert_placement_strategy="round_robin",
             all2all_backend="all_to_all",
+            mesh_transport="gloo",
             collective_timeout=5.0,
         ),
     )
@@ -116,7 +117,7 @@ def test_what_the_mesh_overrules_was_given_in_vain() -> None:
         {field.long_name, *field.names} for field, value in changed(given) if (field, value) not in kept
     ]
     ignored = ignored_when_joining(given)
-    assert len(ignored) == len(overruled) == 11
+    assert len(ignored) == len(overruled) == 12
     assert all(names & set(ignored) for names in overruled)
 
 

@@ -297,13 +297,15 @@ def test_a_pulled_cable_is_noticed_and_the_member_behind_it_named(two_hosts: lis
         for rank, each in enumerate(members):
             said, _ = each.communicate(timeout=40)
             assert re.search(
-                rf"rank {1 - rank} (broke|did not come).* {1 - rank} (closed|deadline)$", said, re.M
+                rf"rank {1 - rank} (\(.* to .*\) )?(broke|did not come).* {1 - rank} (closed|deadline)$",
+                said,
+                re.M,
             )
             assert each.returncode == 0
     finally:
         for each in members:
             each.kill()
-            each.wait()
+            each.communicate()
 
 
 def test_two_steps_pay_where_bytes_take_longer_than_a_step() -> None:

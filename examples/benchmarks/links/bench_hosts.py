@@ -51,6 +51,7 @@ Args = argparse.Namespace
 ROOT = Path(__file__).parents[3]
 TRANSPORTS = {
     "tcp": "--mesh-transport tcp",
+    "ucx": "--mesh-transport ucx",
     "gloo": "--mesh-transport gloo --all2all-backend allgather_reducescatter",
 }
 """Arguments of ``serve`` by transport."""
@@ -210,7 +211,7 @@ def parse_args() -> Args:
     )
     add = parser.add_argument
     add("--layouts", nargs="+", choices=[*LAYOUTS], default=["ep", "tp", "pp"], help="(default: %(default)s)")
-    add("--transports", nargs="+", choices=[*TRANSPORTS], default=[*TRANSPORTS], help="(default: all)")
+    add("--transports", nargs="+", choices=[*TRANSPORTS], default=["tcp", "gloo"], help="(default: tcp gloo)")
     links = [Link(), Link(50, 10), Link(200, 10), Link(200, 1)]
     add("--links", nargs="+", type=link_of, default=links, help="(default: 0 50:10 200:10 200:1)")
     add("--concurrency", type=int, nargs="+", default=[1, 8], help="requests at once (default: %(default)s)")

@@ -17,6 +17,7 @@ import torch
 
 from engine.attention.base import PackedRows
 from engine.kernels import library
+from engine.kernels.exchange import Layout, Shape
 from engine.kernels.hosts import POSTS, REMOTE, TAKES, Hosts
 from engine.kernels.linked import Linked, LinkedSums, Look
 from parallel.communicators.base import CollectiveError
@@ -200,7 +201,7 @@ def broken(
     rows: int = 0,
     timeout: float = 60.0,
 ) -> CollectiveError:
-    """The error of a step that rank 1, with so many rows, ends in this way."""
+    """The error of a step that rank 1, with so many rows, ends so."""
     group = linked_group(2, timeout=timeout)
     members = [Member(directory, rank, 2, torch.float32) for rank in range(2)]
 
@@ -381,3 +382,13 @@ def test_each_host_receives_each_row_once(hosts: tuple[int, ...]) -> None:
         assert len(set(places)) == len(places)
         assert all(number < views[one].num_mirrors for _, number in places)
     assert len({view.num_mirrors for view in views}) == 1
+
+
+@pytest.mark.parametrize("num_mirrors", [0, 1, 7])
+@pytest.mark.parametrize("num_bytes", [1 << 16, 1 << 24, 1 << 30])
+def test_an_arena_has_room_for_its_mirrors(num_bytes: int, num_mirrors: int) -> None:
+    shape = Shape(2048, 8, 128, torch.bfloat16)
+    rows = Layout.room(shape, num_bytes, num_mirrors)
+    layout = Layout.of(shape, rows)
+    assert rows == 0 or layout.num_bytes + num_mirrors * layout.places_at <= num_bytes
+    assert rows > 0 or num_bytes < 1 << 24
