@@ -22,6 +22,7 @@ from router.tools.doctor.findings import Level
 from router.tools.doctor.report import DoctorReport
 from tests.mesh.harness import wait_until
 from tests.mesh.hosts import Host, two_hosts, why_not
+from tests.parallel.link_pairs import needs_ucx
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
 
@@ -185,13 +186,16 @@ def linked(head: Host) -> set[tuple[str, str]]:
         (["-dp", "2", "-dpl", "1", "-tp", "2"], "tcp"),
         (["-dp", "4", "-dpl", "2"], "shared_memory and tcp"),
         (["-dp", "2", "-dpl", "1", "--mesh-transport", "gloo"], "gloo"),
+        (["-dp", "4", "-dpl", "2", "--mesh-transport", "ucx"], "shared_memory and tcp"),
     ],
-    ids=["sharded instances", "two instances on each", "gloo"],
+    ids=["sharded instances", "two instances on each", "gloo", "UCX"],
 )
 def test_experts_over_two_hosts_in_other_layouts(
     hosts: tuple[Host, Host], key: Path, tmp_path: Path, flags: list[str], transport: str
 ) -> None:
     """Members that share a host use shared memory there."""
+    if "ucx" in flags:
+        needs_ucx()
     head, other = hosts
     size, local = int(flags[1]), flags[3]
     serve = [
@@ -214,6 +218,7 @@ def test_experts_over_two_hosts_in_other_layouts(
     ):
         first.wait_for(f"{size} instances ready")
         assert f"{size} instances in lockstep over {transport}" in first.log
+        assert ("tensors between members go over UCX" in first.log) == ("ucx" in flags)
         assert len({completion(head, rank) for rank in range(size)}) == 1
         assert second.stop() == 0
         assert first.stop() == 0
