@@ -17,6 +17,7 @@ from engine.groups.recovery import AwaitGroup, LeaveMesh
 from engine.groups.stepping import NoGroup
 from engine.model.checkpoint import ReadingStopped
 from parallel.communicators.base import CollectiveError, Communicator
+from parallel.links.counts import LinkCount
 from parallel.placement import Placement, assign_experts, owned_by_rank
 from tests.parallel.thread_group import ThreadCommunicator, thread_group
 from tests.waiting import until
@@ -81,6 +82,10 @@ class Weights:
     def join(self, group: Communicator, placement: Placement) -> None:
         self.held = placement.experts_of(group.rank)
         self.joined.append((group.size, placement))
+
+    def link_counts(self) -> list[LinkCount]:
+        """Nothing is counted: members are threads."""
+        return []
 
 
 class Instance:
