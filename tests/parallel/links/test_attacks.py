@@ -6,6 +6,7 @@ Each attack is under way before the first honest member connects.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import socket
@@ -200,13 +201,14 @@ def recording(offer: Offer, *, is_large: bool = False) -> list[bytes]:
 
 @pytest.fixture
 def meeting() -> Iterator[MeetingHost]:
-    """A meeting place with the key; afterwards there are as many descriptors as before."""
+    """A meeting place with the key; afterwards there are no more descriptors than before."""
     can_encrypt()  # finds out once
+    gc.collect()  # what other tests left is closed now, not meanwhile
     before = len(os.listdir("/proc/self/fd"))
     host = MeetingHost(HOST, key=KEY)
     yield host
     host.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def beside(

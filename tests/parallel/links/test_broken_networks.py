@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.mesh.hosts import Host, two_hosts, why_not
 pytestmark = [pytest.mark.mesh, pytest.mark.nightly, pytest.mark.timeout(120)]
 
 PORT = 29500
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -42,10 +44,11 @@ def begin(hosts: tuple[Host, Host], members: list[subprocess.Popen[str]], of_oth
         words = [str(rank), "2", own, str(PORT), hosts[0].address]
         members.append(
             subprocess.Popen(
-                [*host.prefix, sys.executable, "-P", "-m", "tests.parallel.links.host_member", *words],
+                [*host.prefix, sys.executable, "-m", "tests.parallel.links.host_member", *words],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
+                cwd=ROOT,
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import select
@@ -28,13 +29,14 @@ SOON = 2.0
 
 @pytest.fixture
 def meeting() -> Iterator[MeetingHost]:
-    """A meeting place; afterwards there are as many descriptors as before."""
+    """A meeting place; afterwards there are no more descriptors than before."""
     can_encrypt()  # finds out once
+    gc.collect()  # what other tests left is closed now, not meanwhile
     before = len(os.listdir("/proc/self/fd"))
     host = MeetingHost(HOST)
     yield host
     host.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def only_error(found: list[object]) -> CollectiveError:
