@@ -141,10 +141,11 @@ def test_strangers_at_every_port_keep_no_group_from_forming(
     instance = [*serve, "--headless", "-dpr", "1"]
     strangers = [
         subprocess.Popen(
-            [*host.prefix, sys.executable, "-P", "-m", "tests.mesh.running.strangers"],
+            [*host.prefix, sys.executable, "-m", "tests.mesh.running.strangers"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            cwd=Path(__file__).parents[3],
         )
         for host in hosts
     ]
