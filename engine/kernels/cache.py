@@ -16,7 +16,7 @@ from engine.attention.base import Int32s, Int64s, LayerShape, PackedRows
 from engine.kernels.packing import LANES
 from engine.kernels.pages import Arena
 
-QUERIES_PER_TASK = 16
+QUERIES_PER_TASK = 48
 """Tokens of a prompt whose attention one thread computes at a time."""
 SPARE_BLOCKS = 16
 """Spare columns in the tables of a decode step, for consecutive steps."""
@@ -47,10 +47,9 @@ class NativeCache:
         """``block_size`` is a multiple of 16."""
         self.block_size = block_size
         self.num_blocks = num_blocks
-        shapes = [(num_blocks * block_size, layer.kv_heads * layer.key_dim) for layer in layers]
-        arena = Arena()
-        self.keys = [arena.zeros(shape, dtype) for shape in shapes]
-        self.values = [arena.zeros(shape, dtype) for shape in shapes]
+        arena, positions = Arena(), num_blocks * block_size
+        self.keys = [arena.zeros((positions, layer.kv_heads * layer.key_dim), dtype) for layer in layers]
+        self.values = [arena.zeros((positions, layer.kv_heads * layer.value_dim), dtype) for layer in layers]
         self._numbers = np.zeros(0, dtype=np.int64)
         self._single_tasks = np.zeros((0, 4), dtype=np.int32)
         """Tasks of so many rows of one token."""

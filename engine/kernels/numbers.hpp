@@ -82,6 +82,30 @@ Floats exp_ps(Floats x) {  // 2^n * 2^f with |f| <= 1/2; the series of 2^f ends 
     return times_power_of_2(p, n);
 }
 
+// 2^x: the whole number below x, times a polynomial that is 1 at 0. Weights in bfloat16 need three digits of it, and get five.
+template <class T>
+inline Floats exp2_ps(Floats x) {
+    Floats power, f = above_integer(x, power), p;
+    if constexpr (T::PACK == 1) {
+        p = filled(2.16129163e-4f);
+        for (float c : {1.24678458e-3f, 9.67545155e-3f, 5.54852821e-2f, 2.40229309e-1f, 6.93147063e-1f, 1.f}) p = fmadd(p, f, filled(c));
+    } else {
+        p = filled(1.34266857e-2f);
+        for (float c : {5.22424728e-2f, 2.41280213e-1f, 6.93044841e-1f, 1.f}) p = fmadd(p, f, filled(c));
+    }
+    return times_power_of_2(p, power);
+}
+
+// Near 0, where 1 and exp(-2x) are close to each other, an odd polynomial.
+inline Floats tanh_ps(Floats x) {
+    Floats z = x * x, p = filled(-5.70498593e-3f);
+    for (float c : {2.06390861e-2f, -5.37397154e-2f, 1.33314416e-1f, -3.33332807e-1f}) p = fmadd(p, z, filled(c));
+    Floats size = maximum(x, filled(0.f) - x), e = exp2_ps<Float>(size * filled(-2.88539008f));
+    Floats far = (filled(1.f) - e) / (filled(1.f) + e);
+    far = picked(is_less(x, filled(0.f)), filled(0.f) - far, far);
+    return picked(is_less(size, filled(0.6f)), fmadd(p * z, x, x), far);
+}
+
 Floats silu_ps(Floats x) {
     Floats denominator = filled(1.f) + exp_ps(filled(0.f) - x);
     return x / denominator;

@@ -169,6 +169,12 @@ inline Floats times_power_of_2(Floats value, Floats power) {
     auto power_of_2 = [](Words exponent) { return as_floats(shift_left<23>(add_words(exponent, filled_words(127)))); };
     return value * power_of_2(half) * power_of_2(subtract_words(n, half));
 }
+// How much a value is above a whole number, at least 0 and below 1; `power` is that, for times_power_of_2(). Below -200: 0.
+inline Floats above_integer(Floats value, Floats& power) {
+    value = maximum(value, filled(-200.f));
+    power = {_mm256_floor_ps(value.low), _mm256_floor_ps(value.high)};
+    return value - power;
+}
 // log2 of normal numbers above 0, rounded down.
 inline Floats exponents(Floats value) { return converted(subtract_words(shift_right<23>(as_words(value)), filled_words(127))); }
 
