@@ -2,7 +2,7 @@
 """Rates of the native kernels' attention alone: prompts in pieces, decode of many sequences.
 
     python examples/benchmarks/kernels/attention_rates.py
-    python examples/benchmarks/kernels/attention_rates.py --heads 16 --kv-heads 8 --dim 128 --lengths 2048 16384
+    python examples/benchmarks/kernels/attention_rates.py --heads 16 --kv-heads 8 --dim 128 --lengths 2048
 
 One layer's ATTEND operation runs on made-up queries, keys and values. Printed for each prompt length: the
 time of the whole prompt, which comes in pieces as a server would cut it, operations per second, and their
