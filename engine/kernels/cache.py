@@ -17,7 +17,7 @@ from engine.kernels.packing import LANES
 from engine.kernels.pages import Arena
 
 QUERIES_PER_TASK = 96, 48, 24, 12
-"""Tokens of a prompt whose attention one thread computes at a time, for one KV head.
+"""Tokens of a prompt whose attention with one KV head a thread computes at a time.
 
 Each task reads all keys before it, so the more the better, as long as threads end together.
 """
