@@ -28,6 +28,11 @@ pytestmark = pytest.mark.skipif(KERNELS is None, reason="no AVX2, or no C++ comp
 
 BLOCK_SIZE = 16
 OUTPUTS = 12
+LIKE_GENERATE = sorted(NATIVE.keys() - {"llama_dynamic"})
+"""Families without angles that depend on the longest sequence so far.
+
+An instance fixes those once, for the longest that it serves.
+"""
 
 
 class OneSequence:
@@ -84,7 +89,7 @@ def test_ids_of_a_long_prompt_are_those_of_generate(tmp_path: Path, family: str)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", sorted(NATIVE))
+@pytest.mark.parametrize("family", LIKE_GENERATE)
 def test_ids_of_each_family_with_3000_tokens_are_those_of_generate(tmp_path: Path, family: str) -> None:
     check_ids(tmp_path, family, 3000, 2048)
 
