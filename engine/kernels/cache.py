@@ -17,7 +17,7 @@ from engine.kernels.packing import LANES
 from engine.kernels.pages import Arena
 
 QUERIES_PER_TASK = 96, 48, 24, 12
-"""Tokens of a prompt whose attention a thread computes at a time, by size of step.
+"""Sizes of the tasks of attention, in tokens of a prompt.
 
 A task is these and one KV head. It reads all keys before it, so the more the better, as long as threads end
 together.
