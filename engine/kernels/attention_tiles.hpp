@@ -16,7 +16,7 @@ namespace {
 // The products of a pass with tiles: two by two of them, each the sums of 16 rows with 16 keys, or with 16 columns of values. A block of
 // keys is a tile as it lies, for 32 of their numbers. Of values a tile has two blocks, which lie anywhere: those of a tile of keys are put
 // side by side once, for all passes. Which two blocks share a tile depends on their positions alone.
-class TilePass : public Pass<BFloat16, 2 * TILE, 256> {
+class TilePass : public Pass<BFloat16, 2 * TILE, 128> {
     static constexpr int64_t PAIR = 2;                                   // blocks whose values a tile has
     static constexpr int64_t VALUES = TILE * LANES;                      // words of a tile
     const uint32_t *all_keys, *all_values;
