@@ -8,19 +8,18 @@ ended, when somebody has given up, when this end was aborted or closed, and when
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
-from parallel.communicators.base import CollectiveError, Evidence
+from parallel.communicators.base import Evidence
 from parallel.communicators.segments import Watch
+from parallel.communicators.standing import Standing
 from parallel.links.last_words import Blame
 
 _OPEN, _CLOSED, _ABORTED = 0, 1, 2  # values of a state word; above: aborted because of rank value - 3
 
 
-class GroupHealth:
+class GroupHealth(Standing):
     """Health of a group as one member sees it.
 
     Only :meth:`abort` may be called from another thread than that of the calls.
@@ -38,30 +37,9 @@ class GroupHealth:
         ``names`` are the members' ranks in a larger group, by rank here: errors and state words name them.
         """
         self._names = names
-        self.rank = self.name(rank)
+        super().__init__(self.name(rank), timeout, should_stop)
         self.watch = Watch()
-        self.reason: str | None = None
-        """Why the group is broken."""
-        self._blamed: int | None = None
-        self._evidence: Evidence = "aborted"
-        self._lock = threading.RLock()  # abort may come from a signal handler
-        self.timeout = timeout
-        """Seconds that a call may take."""
-        self.grace = 0.0
-        """Seconds that it may take longer, since it waits for members who wait for others."""
-        self._should_stop = should_stop
-        self._call = "forming the group"
-        self._deadline: float | None = None
-        """Deadline of the current call.
-
-        It is computed when the call first waits for long, since most do not.
-        """
         self._states: dict[int, memoryview] = {}
-
-    @property
-    def blame(self) -> Blame | None:
-        """Why the group is broken; None while it is not."""
-        return None if self.reason is None else (self.reason, self._blamed, self._evidence)
 
     def name(self, rank: int) -> int:
         """The rank by which errors name a member."""
@@ -70,20 +48,6 @@ class GroupHealth:
     def know(self, rank: int, state: memoryview) -> None:
         """Add the state word of a member."""
         self._states[self.name(rank)] = state
-
-    def formed(self) -> None:
-        """Note that all members have come, and drop the wait for them."""
-        self._should_stop = None
-
-    def begin(self, call: str) -> None:
-        """Begin a call, whose deadline counts from now.
-
-        Raises:
-            CollectiveError: the group is broken.
-        """
-        if self.reason is not None:
-            raise self._error(call)
-        self._call, self._deadline = call, None
 
     def check(self, rank: int, has_arrived: Callable[[], bool]) -> None:
         """Check a wait for member ``rank``; called every few milliseconds.
@@ -126,16 +90,6 @@ class GroupHealth:
         """Break the group because of the member of this name, if it is known."""
         self._leave(_ABORTED if rank is None else _ABORTED + 1 + rank, reason, rank, evidence)
 
-    def fail(self, reason: str, rank: int | None, evidence: Evidence) -> NoReturn:
-        """The call has failed, because of the member of this name, if it is known."""
-        self.give_up(reason, rank, evidence)
-        raise self._error(self._call)
-
-    def fail_on_bytes(self, rank: int, sent: int, expected: int) -> NoReturn:
-        """Member ``rank`` sends another number of bytes than is expected here."""
-        name = self.name(rank)
-        self.fail(f"rank {name} sends {sent} bytes where {expected} are expected", name, "closed")
-
     def abort(self) -> None:
         """Make all calls fail from now on, here and soon at the others."""
         self._leave(_ABORTED, "it was aborted")
@@ -145,9 +99,6 @@ class GroupHealth:
         self._leave(_CLOSED, "it was closed")
         self._states = {}
         self.watch.close()
-
-    def _error(self, call: str) -> CollectiveError:
-        return CollectiveError(f"{call} on rank {self.rank}: {self.reason}", self._blamed, self._evidence)
 
     def _leave(
         self, state: int, reason: str, rank: int | None = None, evidence: Evidence = "aborted"

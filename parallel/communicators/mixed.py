@@ -42,11 +42,11 @@ from parallel.communicators.messages import Incoming, Messages
 from parallel.communicators.native_links import NativeLinks
 from parallel.communicators.native_network_rounds import NativeNetworkRounds
 from parallel.communicators.network import NetworkCommunicator
-from parallel.communicators.network_health import NetworkHealth
 from parallel.communicators.network_rounds import note_of, what_is
 from parallel.communicators.segments import this_host
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.communicators.slots import Span, span_of, spans_of
+from parallel.communicators.standing import Standing
 from parallel.links.counts import LinkCount
 from parallel.links.last_words import Blame
 from parallel.links.meeting_contract import Meeting, Prefixed
@@ -94,7 +94,7 @@ class HostHealth(GroupHealth):
 class _Failing:
     """Context of a call: what breaks one part of the group breaks the others."""
 
-    def __init__(self, *parts: GroupHealth | NetworkHealth) -> None:
+    def __init__(self, *parts: Standing) -> None:
         self._parts = parts
 
     def __enter__(self) -> None:

@@ -235,24 +235,11 @@ class SharedMemoryCommunicator:
     def _start(
         self, call: str, tensor: torch.Tensor, sizes: Sequence[int] = (), receive_sizes: Sequence[int] = ()
     ) -> tuple[Plans, Plan, torch.Tensor]:
-        """A call begins: its plan, and the tensor as the transport wants it.
-
-        Written for speed: this is most of what a small tensor takes.
-        """
+        """A call begins: its plan, and the tensor as the transport wants it."""
         plans = self._plans or self._closed(call)
-        plan = plans.last.get(call)
-        if (
-            plan is None
-            or sizes != plan.sizes
-            or receive_sizes != plan.receive_sizes
-            or tensor.shape != plan.shape
-            or tensor.dtype is not plan.dtype
-        ):
-            plan = plans.find(call, tensor, sizes, receive_sizes)
-        if not (tensor.is_contiguous() and tensor.is_cpu) or tensor.requires_grad:
-            tensor = plain(tensor)
+        plan, given = plans.start(call, tensor, sizes, receive_sizes)
         self._health.begin(call)
-        return plans, plan, tensor
+        return plans, plan, given
 
     def _begin(self, call: str) -> Plans:
         """Start the call's deadline; return the plans.
