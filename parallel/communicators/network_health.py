@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from parallel.communicators.base import CollectiveError, Evidence
-from parallel.communicators.standing import Standing
+from parallel.communicators.group_health import GroupHealth
 from parallel.links.last_words import CLOSED, WORD_BYTES, Blame, LastWords, encoded, word_for
 
 _DEATH_SECONDS = 0.02  # from a closed socket to the end of its process
@@ -28,7 +28,7 @@ _WORD_SECONDS = 0.05  # from a broken link to what explains it
 _LOOK_SECONDS = 0.001
 
 
-class NetworkHealth(Standing):
+class NetworkHealth(GroupHealth):
     """Health of a group as one member sees it.
 
     Calls come from one thread, but for :meth:`abort`, which may come from any, and from signal handlers.

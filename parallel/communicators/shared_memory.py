@@ -18,8 +18,8 @@ Send and receive have two slots of their own (letters), since only two members t
 
 The rounds are in ``native_rounds`` (one call into C++ for a whole collective) and, where nothing can be
 compiled, in ``rounds``; both do the same with the same memory, so members of a group need not agree. What
-can be known before a call is in ``plans``. See ``waiting`` for how a member waits, ``group_health`` for when
-it gives up, ``segments`` for the memory and ``slots`` for how it is cut.
+can be known before a call is in ``plans``. See ``waiting`` for how a member waits,
+``shared_memory_health`` for when it gives up, ``segments`` for the memory and ``slots`` for how it is cut.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ import torch
 
 from parallel.communicators.arithmetic import plain
 from parallel.communicators.base import CollectiveError
-from parallel.communicators.group_health import GroupHealth
 from parallel.communicators.native_rounds import load, make_rounds
 from parallel.communicators.plans import Plan, Plans
 from parallel.communicators.segments import Address, OwnSegment, Segment, open_segment
+from parallel.communicators.shared_memory_health import SharedMemoryHealth
 from parallel.communicators.slots import VIEWS, Layout, Slots
 from parallel.links.meeting_contract import Meeting
 from parallel.links.rendezvous import exchange
@@ -72,7 +72,7 @@ class SharedMemoryCommunicator:
         view_bytes: int = VIEW_BYTES,
         arena_bytes: int = ARENA_BYTES,
         native: bool = True,
-        health: GroupHealth | None = None,
+        health: SharedMemoryHealth | None = None,
     ) -> None:
         """Without ``native`` this member keeps to Python, whatever the others do.
 
@@ -87,7 +87,7 @@ class SharedMemoryCommunicator:
         """Size of the memory at each of :attr:`arenas`."""
         self.processes: dict[int, int] = {}
         self.on_broken: Callable[[CollectiveError], None] | None = None  # deaths are seen by who waits
-        self._health = health or GroupHealth(rank, timeout, should_stop)
+        self._health = health or SharedMemoryHealth(rank, timeout, should_stop)
         self._members: list[Slots] = []
         self._plans: Plans | None = None
         library = load() if native else None  # compiled before others wait for this member
