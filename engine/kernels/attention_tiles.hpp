@@ -74,17 +74,24 @@ class TilePass : public Pass<BFloat16, 2 * TILE, 128> {
         const int64_t dim = slab.shape.value_dim, pitch = 4 * dim, second = TILE * dim;
         constexpr int64_t WEIGHTS = WEIGHT_PITCH;
         float* sums = slab.sums + first * dim;
-        for (int row = 0; row < count; ++row)
+        for (int row = 0; row < count && !is_first; ++row)
             if (factors[row] != 1.f)
                 for (int64_t i = 0; i < dim; i += LANES) store(sums + row * dim + i, load(sums + row * dim + i) * filled(factors[row]));
         finish_stores();
         for (int64_t column = 0; column < columns(); column += 2) {
             float* to = sums + column * LANES;
-            _tile_loadd(0, to, pitch);
-            _tile_loadd(1, to + LANES, pitch);
-            if (ROW_TILES == 2) {
-                _tile_loadd(2, to + second, pitch);
-                _tile_loadd(3, to + second + LANES, pitch);
+            if (is_first) {
+                _tile_zero(0);
+                _tile_zero(1);
+                _tile_zero(2);
+                _tile_zero(3);
+            } else {
+                _tile_loadd(0, to, pitch);
+                _tile_loadd(1, to + LANES, pitch);
+                if (ROW_TILES == 2) {
+                    _tile_loadd(2, to + second, pitch);
+                    _tile_loadd(3, to + second + LANES, pitch);
+                }
             }
             const auto* from = weights;
             for (int64_t pair = blocks.begin / PAIR; pair < blocks.end / PAIR; ++pair, from += PAIR * LANES) {

@@ -283,6 +283,24 @@ def test_keys_before_the_window_may_be_anybodys(kind: str, dtype: torch.dtype) -
     assert torch.equal(one.results[0], other.results[0])
 
 
+@pytest.mark.parametrize(("kv_heads", "threads", "most"), [(1, 1, 48), (4, 1, 96), (4, 2, 96), (1, 8, 12)])
+def test_threads_share_a_prompt_in_tasks_that_get_shorter(kv_heads: int, threads: int, most: int) -> None:
+    torch.set_num_threads(threads)
+    cache = NativeCache(
+        [LayerShape(kv_heads, 64, 64, None)], num_blocks=64, block_size=BLOCK_SIZE, dtype=torch.bfloat16
+    )
+    starts, counts = np.array([700, 0, 50]), np.array([1, 500, 100])
+    positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
+    packed = PackedRows(starts, counts, np.zeros((3, 64), dtype=np.int32), positions, 1)
+    tasks = cache.plan(packed, np.arange(601)).tasks
+    rows, first, queries, place = tasks.T
+    assert queries.max() == most
+    work = queries * (starts[rows] + first + queries)
+    assert (np.diff(work) <= 0).all()
+    covered = np.concatenate([np.arange(at, at + some) for at, some in zip(place, queries, strict=True)])
+    assert sorted(covered.tolist()) == list(range(601))
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("piece", [1, 64, 512, 2048])
