@@ -166,7 +166,7 @@ struct Operation {
     double number;
     int64_t a, b, c, d;
 };
-constexpr int64_t ADD = 1, AS_FLOAT = 2, SELECTED = 4, COMPRESSED = 8, TO_CHOOSE = 16;
+constexpr int64_t ADD = 1, AS_FLOAT = 2, SELECTED = 4, COMPRESSED = 8, TO_CHOOSE = 16, QUANTIZED = 32;
 
 struct Step {
     int64_t tokens, selected, num_tasks, table_width, block_size;

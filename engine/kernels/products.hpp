@@ -17,8 +17,8 @@
 #include <utility>
 #include <vector>
 
-#include "compressed.hpp"
 #include "numbers.hpp"
+#include "quantized.hpp"
 #include "wanted.hpp"
 
 namespace {
@@ -342,6 +342,16 @@ class Products {
     void multiply(const E* in, int64_t k, int64_t rows, Panels now, Panels then, bool cold, Tag tag, uint32_t* keep) {
         int64_t steps = k / T::PACK;
         auto& [a, b] = now;
+        if (a.quantized != nullptr) {
+            uint32_t* words = keep != nullptr ? keep : scratch(2 * steps * LANES);
+            if (cold || keep == nullptr) {
+                widen<T>(*a.quantized, a.number, steps, words, then.a.bytes(0));
+                widen<T>(*b.quantized, b.number, steps, words + steps * LANES, then.b.bytes(0));
+                asm volatile("" ::: "memory");  // loads of tiles are not known to read this
+            }
+            a = {words}, b = {words + steps * LANES};
+            then = now, cold = false;  // the next codes were asked for
+        }
         if (use_tiles<T>() && steps % TILE == 0) {
             if (keep != nullptr) a.words = keep, b.words = keep + steps * LANES;  // for those after the first
             for (int64_t begin = 0; begin < rows; begin += 2 * TILE) {
@@ -435,7 +445,7 @@ inline void row_blocks(int64_t k, int64_t rows, Body body) {
 // Room for what `pairs` pairs of panels are widened to, if more rows than one pass takes will see them.
 template <class T>
 uint32_t* room_for(const Weights& weights, int64_t k, int64_t rows, int64_t pairs) {
-    return weights.compressed() && rows > 2 * TILE ? scratch(pairs * 2 * k / T::PACK * LANES) : nullptr;
+    return (weights.compressed() || weights.quantized()) && rows > 2 * TILE ? scratch(pairs * 2 * k / T::PACK * LANES) : nullptr;
 }
 
 // Where 16 columns of rows of width n go, gated: silu(in x gate) * (in x up).

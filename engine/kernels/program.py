@@ -70,6 +70,8 @@ class Program:
 
         Without spread experts.
         """
+        self.quantized_bytes = packer.quantized_bytes
+        """Bytes of the weights that are kept as codes."""
         self._cosines = self._sines = torch.empty(0, 0)
         self._cache: NativeCache | None = None
         self._room = Room()

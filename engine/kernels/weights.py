@@ -32,18 +32,18 @@ class PackedLayer:
         """``spread``: its experts come and go, so they are packed when they are used."""
         attention = layer.attention
         self.layer = layer
-        self.qkv = packer.panels(*(weight.data for weight in attention.qkv), multiple=32)
-        self.out = packer.panels(attention.out.data, multiple=32)
+        self.qkv = packer.panels(*attention.qkv, multiple=32)
+        self.out = packer.panels(attention.out, multiple=32)
         self.gate_up = self.down = self.router = None
         self.experts: PackedExperts | None = None
         if isinstance(layer.mlp, Mlp):
-            self.gate_up = packer.gate_and_up(layer.mlp.gate.data, layer.mlp.up.data)
-            self.down = packer.panels(layer.mlp.down.data, multiple=32)
+            self.gate_up = packer.gate_and_up(layer.mlp.gate, layer.mlp.up)
+            self.down = packer.panels(layer.mlp.down, multiple=32)
         else:
-            self.router = packer.panels(layer.mlp.router.data, multiple=32)
+            self.router = packer.panels(layer.mlp.router, multiple=32)
             if not spread:
                 module = layer.mlp.experts
-                self.experts = PackedExperts.of(module.gate_up_proj.data, module.down_proj.data, packer)
+                self.experts = PackedExperts.of(module.gate_up_proj, module.down_proj, packer)
 
 
 class PackedDecoder:
@@ -55,7 +55,7 @@ class PackedDecoder:
     def __init__(self, decoder: Decoder, packer: Packer, *, spread: bool) -> None:
         self.decoder = decoder
         self.layers = [PackedLayer(layer, packer, spread=spread) for layer in decoder.layers]
-        self.head = None if decoder.output is None else packer.panels(decoder.output.head.data, multiple=32)
+        self.head = None if decoder.output is None else packer.panels(decoder.output.head, multiple=32)
 
     def __repr__(self) -> str:
         return f"<PackedDecoder {len(self.layers)} layers, {self.decoder.dtype}>"
