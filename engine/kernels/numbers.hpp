@@ -18,6 +18,7 @@ struct Float : FloatParts {
     static constexpr int PACK = 1;
     static Floats load(const float* from, Mask lanes) { return ::load(from, lanes); }
     static void store(float* to, Floats value, Mask lanes) { ::store(to, value, lanes); }
+    static void store_two(float* to, Floats one, Floats two) { ::store(to, one), ::store(to + LANES, two); }
     static float one(float value) { return value; }
     static Floats rounded(Floats value) { return value; }
 };
@@ -27,6 +28,7 @@ struct BFloat16 : BFloat16Parts {
     static constexpr int PACK = 2;
     static Floats load(const uint16_t* from, Mask lanes) { return load_bfloat16(from, lanes); }
     static void store(uint16_t* to, Floats value, Mask lanes) { store_bfloat16(to, value, lanes); }
+    static void store_two(uint16_t* to, Floats one, Floats two) { store_bfloat16(to, one, two); }
     static float one(uint16_t value) {
         uint32_t bits = uint32_t(value) << 16;
         float result;

@@ -63,10 +63,11 @@ template <class T, class Codes, bool HAS_ZEROS, int NUMBER = 0>
 inline void widen_line(const Codes& codes, Words line, const Floats* scales, const Floats* zeros, typename T::Element* out) {
     constexpr int EACH = std::is_same_v<Codes, FourBits> ? 8 : 4;
     if constexpr (NUMBER < EACH) {
-        Floats code = codes.template of<NUMBER>(line);
-        if (HAS_ZEROS) code = code - zeros[NUMBER % T::PACK];
-        T::store(out + NUMBER * LANES, code * scales[NUMBER % T::PACK], Mask(0xffff));
-        widen_line<T, Codes, HAS_ZEROS, NUMBER + 1>(codes, line, scales, zeros, out);
+        constexpr int ONE = NUMBER % T::PACK, TWO = (NUMBER + 1) % T::PACK;
+        Floats one = codes.template of<NUMBER>(line), two = codes.template of<NUMBER + 1>(line);
+        if (HAS_ZEROS) one = one - zeros[ONE], two = two - zeros[TWO];
+        T::store_two(out + NUMBER * LANES, one * scales[ONE], two * scales[TWO]);
+        widen_line<T, Codes, HAS_ZEROS, NUMBER + 2>(codes, line, scales, zeros, out);
     }
 }
 
