@@ -96,7 +96,7 @@ def _beside(parts: Sequence[Codes]) -> Codes:
 
 
 def _panels(part: Codes, multiple: int, has_zeros: bool, pack: int) -> list[torch.Tensor]:
-    """Codes [..., panels, lines, 16] in words, scales, and zeros if wanted [..., panels, groups, 16]."""
+    """Words of codes [..., panels, lines, 16], scales [..., panels, groups, 16], zeros if wanted."""
     each = WORD_BITS // part.bits
     missing = -part.codes.shape[-2] % multiple
     offset = 8 if part.bits == 4 else 0

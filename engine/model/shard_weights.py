@@ -37,7 +37,7 @@ def all_tensors(files: Sequence[Any]) -> dict[str, Any]:
 def read_shard(
     sharded: ShardedClass, files: Sequence[Any], key_mapping: dict[str, str] | None
 ) -> dict[str, torch.Tensor]:
-    """All tensors of opened files that the shard needs, under the names that transformers expects on disk.
+    """All tensors of opened files that the shard needs, by their names on disk.
 
     Raises:
         CheckpointError: the checkpoint's layout cannot be cut.

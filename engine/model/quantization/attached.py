@@ -25,7 +25,10 @@ class CodesReader:
     """How to read the codes of one parameter: [outputs, inputs], or a stack of experts."""
 
     def __init__(self, experts: Sequence[Sequence[QuantizedMatrix]], is_stack: bool) -> None:
-        """``experts``: for each the matrices of its outputs, in their order; one entry if it is no stack."""
+        """``experts``: for each the matrices of its outputs, in their order.
+
+        One entry if it is no stack.
+        """
         self._experts, self._is_stack = experts, is_stack
 
     def __repr__(self) -> str:
@@ -46,7 +49,10 @@ def codes_of(parameter: torch.Tensor) -> Codes | None:
 
 
 def attach_codes(module: Any, files: Sequence[Any], key_mapping: dict[str, str] | None) -> None:
-    """Let the parameters of a model know their codes; ``files`` are those that it was just read from."""
+    """Let the parameters of a model know their codes.
+
+    ``files`` are those that it was just read from.
+    """
     transforms = get_model_conversion_mapping(module, key_mapping)
     converters = [item for item in transforms if isinstance(item, WeightConverter)]
     renamings = [item for item in transforms if not isinstance(item, WeightConverter)]

@@ -33,7 +33,7 @@ class Stored(Protocol):
 
 @dataclass(frozen=True)
 class Codes:
-    """A matrix, or a stack of them, as codes; a weight is ``(code - zero) * scale``."""
+    """A matrix, or a stack of them; a weight is ``(code - zero) * scale``."""
 
     codes: torch.Tensor
     """int8 [..., outputs, inputs], from ``-2 ** (bits - 1)`` on."""
