@@ -43,8 +43,26 @@ class Attention:
     heads: int
     kv_heads: int
     dim: int
+    """Numbers of a query, and of a key."""
     scale: float
     window: int
+    value_dim: int
+    cap: float = 0.0
+    """Scores are ``cap * tanh(score / cap)``; 0 for none."""
+    sinks: torch.Tensor | None = None
+    """[heads] float32: a logit of each query head that joins the sum of its softmax."""
+    factors: torch.Tensor | None = None
+    """[positions] float32: what the queries of a position are multiplied by."""
+
+    @property
+    def projected_width(self) -> int:
+        """Numbers of a token's queries, keys and values."""
+        return (self.heads + self.kv_heads) * self.dim + self.kv_heads * self.value_dim
+
+    @property
+    def width(self) -> int:
+        """Numbers that attention gives for a token."""
+        return self.heads * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -140,7 +158,7 @@ class Decoder:
     def inputs_of_sums(self, ranks: int) -> set[int]:
         """Numbers of inputs, of all ranks, of products that the ranks add up."""
         attentions = [layer.attention for layer in self.layers if layer.attention.is_partial]
-        here = {each.heads * each.dim for each in attentions}
+        here = {each.width for each in attentions}
         here |= {layer.mlp.width for layer in self.layers if layer.mlp.is_partial}
         return {inputs * ranks for inputs in here}
 
@@ -205,13 +223,14 @@ def _layer(layer: Any, shape: LayerShape, hidden: int) -> Layer:
 
 def _attention(module: Any, shape: LayerShape) -> Attention:
     _only(module, {"q_proj", "k_proj", "v_proj", "o_proj"}, optional={"q_norm", "k_norm"})
-    dim, kv_heads = shape.key_dim, shape.kv_heads
-    if shape.value_dim != dim or dim % LANES:
-        raise NotUsual(f"heads of {dim} and {shape.value_dim}")
+    dim, value_dim, kv_heads = shape.key_dim, shape.value_dim, shape.kv_heads
+    if dim % LANES or value_dim % LANES:
+        raise NotUsual(f"heads of {dim} and {value_dim}")
     projections = [_whole(getattr(module, name)) for name in ("q_proj", "k_proj", "v_proj")]
     heads = projections[0][0].shape[0] // dim
-    for (weight, _), count in zip(projections, (heads, kv_heads, kv_heads), strict=True):
-        if weight.shape[0] != count * dim:
+    sizes = heads * dim, kv_heads * dim, kv_heads * value_dim
+    for (weight, _), size in zip(projections, sizes, strict=True):
+        if weight.shape[0] != size:
             raise NotUsual("projections of another size than its heads")
     biases = [bias for _, bias in projections if bias is not None]
     if len(biases) not in (0, 3):
@@ -234,6 +253,7 @@ def _attention(module: Any, shape: LayerShape) -> Attention:
         dim=dim,
         scale=float(module.scaling),
         window=shape.window or 0,
+        value_dim=value_dim,
     )
 
 

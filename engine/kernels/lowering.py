@@ -194,14 +194,20 @@ class Lowering:
             out=self._buffers.projected,
             weights=packed.qkv,
             more=attention.qkv_bias,
-            n=(attention.heads + 2 * attention.kv_heads) * attention.dim,
+            n=attention.projected_width,
             k=self._hidden,
         )
 
     def _attention(self, number: int, packed: PackedLayer, attention: Attention) -> None:
         buffers = self._buffers
         keys, values = self._cache.keys[number], self._cache.values[number]
-        shape = {"a": attention.heads, "b": attention.kv_heads, "c": attention.dim, "d": attention.window}
+        shape = {
+            "a": attention.heads,
+            "b": attention.kv_heads,
+            "c": attention.dim,
+            "d": attention.window,
+            "n": attention.value_dim,
+        }
         self._list.add(
             OperationKind.QKV,
             into=buffers.projected,
@@ -217,12 +223,16 @@ class Lowering:
             out=buffers.attended,
             weights=values,
             extra=keys,
+            more=attention.sinks,
             number=attention.scale,
+            cap=attention.cap,
+            factors=attention.factors,
             flags=self._rows,
             **shape,
         )
-        width = attention.heads * attention.dim
-        self._add_product(buffers.attended, packed.out, width, attention.out_bias, attention.is_partial)
+        self._add_product(
+            buffers.attended, packed.out, attention.width, attention.out_bias, attention.is_partial
+        )
 
     def _mlp(self, packed: PackedLayer, mlp: Mlp) -> None:
         buffers = self._buffers

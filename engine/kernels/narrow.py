@@ -185,18 +185,20 @@ class _Weights:
 
     def _attention(self, attention: Attention, module: Any) -> None:
         (heads, kv_heads), dim, hidden = _heads(attention), attention.dim, attention.out.shape[0]
-        loud_query = range(dim * (heads // 2), dim * heads)
-        loud_value = [index for index in range(kv_heads * dim) if index % dim >= dim // 2]
-        loud_out = [index for index in range(heads * dim) if index % dim >= dim // 2]
+        loud_query, value_dim = range(dim * (heads // 2), dim * heads), attention.value_dim
+        loud_value, loud_out = (
+            [index for index in range(number * value_dim) if index % value_dim >= value_dim // 2]
+            for number in (kv_heads, heads)
+        )
         for projection, rows, loud in (
             (module.q_proj, heads * dim, loud_query),
             (module.k_proj, kv_heads * dim, ()),
-            (module.v_proj, kv_heads * dim, loud_value),
+            (module.v_proj, kv_heads * value_dim, loud_value),
         ):
             self._put(projection.weight, (rows, hidden), loud_rows=loud)
             if projection.bias is not None:
                 self._put(projection.bias, (rows,), size=0.2)
-        self._put(module.o_proj.weight, (hidden, heads * dim), quiet_columns=loud_out)
+        self._put(module.o_proj.weight, (hidden, heads * value_dim), quiet_columns=loud_out)
 
     def _mlp(self, mlp: Mlp | Moe) -> None:
         columns = min(mlp.width, MOST_COLUMNS)

@@ -66,7 +66,7 @@ inline void widen_line(const Codes& codes, Words line, const Floats* scales, con
         constexpr int ONE = NUMBER % T::PACK, TWO = (NUMBER + 1) % T::PACK;
         Floats one = codes.template of<NUMBER>(line), two = codes.template of<NUMBER + 1>(line);
         if (HAS_ZEROS) one = one - zeros[ONE], two = two - zeros[TWO];
-        T::store_two(out + NUMBER * LANES, one * scales[ONE], two * scales[TWO]);
+        T::store(out + NUMBER * LANES, one * scales[ONE], two * scales[TWO]);
         widen_line<T, Codes, HAS_ZEROS, NUMBER + 2>(codes, line, scales, zeros, out);
     }
 }

@@ -47,6 +47,11 @@ inline Floats only(Mask lanes, Floats value) { return _mm512_maskz_mov_ps(lanes,
 inline Floats picked(Mask lanes, Floats yes, Floats no) { return _mm512_mask_mov_ps(no, lanes, yes); }
 inline Floats to_integers(Floats value) { return _mm512_roundscale_ps(value, 0); }                    // the nearest, ties to even
 inline Floats times_power_of_2(Floats value, Floats power) { return _mm512_scalef_ps(value, power); }
+// How much a value is above a whole number, at least 0 and below 1; `power` is for times_power_of_2() with that whole number.
+inline Floats above_integer(Floats value, Floats& power) {
+    power = value;  // which is rounded down there
+    return _mm512_reduce_ps(value, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+}
 inline Floats exponents(Floats value) { return _mm512_getexp_ps(value); }                             // log2, rounded down
 inline float greatest_of(Floats value) { return _mm512_reduce_max_ps(value); }
 inline float sum_of(Floats value) { return _mm512_reduce_add_ps(value); }

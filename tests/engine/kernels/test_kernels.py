@@ -105,7 +105,7 @@ def test_attention(dim: int, group: int, apart: bool, dtype: torch.dtype) -> Non
     cache = NativeCache(
         [LayerShape(kv_heads, dim, dim, None)], num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype
     )
-    shape = {"a": heads, "b": kv_heads, "c": dim}
+    shape = {"a": heads, "b": kv_heads, "c": dim, "n": dim}
     history = [torch.empty(0, width, dtype=dtype) for _ in counts]
     for number, (rows, wanted) in enumerate(
         [
