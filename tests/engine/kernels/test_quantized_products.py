@@ -133,7 +133,7 @@ def test_experts_have_the_same_bits(kernels: library.Library, bits: int) -> None
 def test_codes_that_do_not_give_the_weights_are_not_used(kernels: library.Library) -> None:
     weight = quantised(64, 64, bits=4, group=32)
     weight.data[3, 3] += 1
-    assert isinstance(Packer(kernels).panels(weight), torch.Tensor)
+    assert not isinstance(Packer(kernels).panels(weight), QuantizedPanels)
 
 
 @pytest.mark.parametrize(
