@@ -18,7 +18,7 @@ from engine.attention.base import AttentionUse, Int64s, PackedRows
 from engine.kernels import operations
 from engine.kernels.buffers import Buffers, Room
 from engine.kernels.cache import NativeCache, NativePlan
-from engine.kernels.decoder import Decoder, Moe
+from engine.kernels.decoder import Decoder, Layer, Moe
 from engine.kernels.exchange import Alone, Exchange, Joined, Shape
 from engine.kernels.experts import NativeExperts, combine
 from engine.kernels.going_on import GoingOn
@@ -70,7 +70,12 @@ class Program:
 
         Without spread experts.
         """
-        self._cosines = self._sines = torch.empty(0, 0)
+        self._angles: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Cosines and sines [positions, half] of each rotary embedding."""
+        self._angle_table = np.zeros(0, dtype=np.int64)
+        """Where they are, as a step is told."""
+        self._num_positions = 0
+        """Positions that there are angles for."""
         self._cache: NativeCache | None = None
         self._room = Room()
         sparse = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Moe)]
@@ -209,7 +214,7 @@ class Program:
         must be packed again: not all of them got a chosen token, or room is lacking.
         """
         last, self.going_on = self.going_on, None
-        if last is None or not last.fits(len(self._cosines)):
+        if last is None or not last.fits(self._num_positions):
             return None
         last.advance(new_blocks)
         size = last.size
@@ -275,7 +280,7 @@ class Program:
         for end, then in written.cuts:
             if not written.operations.run(self._library, step, self._decoder.dtype, begin, end):
                 raise self._failure()
-            if isinstance(then, Moe):
+            if isinstance(then, Layer):
                 self._exchange_through_python(then, tokens)
             elif isinstance(then, PartialSums):
                 assert self._own_sums is not None
@@ -365,8 +370,7 @@ class Program:
             slots=plan.slots,
             chosen=wanted,
             positions=packed.positions,
-            cosines=self._cosines,
-            sines=self._sines,
+            angles=self._angle_table,
             starts=packed.starts,
             counts=packed.counts,
             offsets=plan.offsets,
@@ -380,30 +384,30 @@ class Program:
         )
 
     def _make_angles(self, length: int) -> None:
-        """Compute cosines and sines [positions, dim / 2] of at least ``length`` positions.
+        """Compute the angles of at least ``length`` positions, by the model's own rotary embeddings."""
+        if length > self._num_positions:
+            self._num_positions = max(MIN_POSITIONS, 1 << (length - 1).bit_length())
+            ids = torch.arange(self._num_positions)
+            self._angles = [rotary.halves(ids) for rotary in self._decoder.rotaries]
+            self._angle_table = np.array(
+                [(cosines.data_ptr(), sines.data_ptr(), cosines.shape[-1]) for cosines, sines in self._angles],
+                dtype=np.int64,
+            )
 
-        They come from the model's own rotary embedding.
-        """
-        if length > len(self._cosines):
-            ids = torch.arange(max(MIN_POSITIONS, 1 << (length - 1).bit_length())).unsqueeze(0)
-            cosines, sines = self._decoder.rotary(torch.zeros(1), ids)
-            half = cosines.shape[-1] // 2
-            self._cosines = cosines[0, :, :half].float().contiguous()
-            self._sines = sines[0, :, :half].float().contiguous()
-
-    def _exchange_through_python(self, layer: Moe, tokens: int) -> None:
+    def _exchange_through_python(self, layer: Layer, tokens: int) -> None:
         """Compute the experts of a layer, wherever they are."""
         assert self._experts is not None
         assert self._buffers is not None
-        buffers, pairs = self._buffers, tokens * layer.top_k
-        ids = buffers.ids[:pairs].view(tokens, layer.top_k)
-        weights = buffers.scores[:pairs].view(tokens, layer.top_k)
+        moe = layer.mlp
+        assert isinstance(moe, Moe)
+        buffers, pairs = self._buffers, tokens * moe.top_k
+        ids = buffers.ids[:pairs].view(tokens, moe.top_k)
+        weights = buffers.scores[:pairs].view(tokens, moe.top_k)
         hidden = self._decoder.hidden
         with torch.inference_mode():
             rows = buffers.normed[:tokens, :hidden].contiguous()
-            buffers.stream[:tokens, :hidden] += self._experts.forward(
-                layer.experts, rows, ids, weights, combine
-            )
+            given = self._experts.forward(moe.experts, rows, ids, weights, combine)
+            buffers.stream[:tokens, :hidden] += given if layer.factor == 1.0 else given * layer.factor
 
     def _make_room(self, wanted: Room) -> None:
         """Make buffers for so many tokens; written lists of others are dropped."""
