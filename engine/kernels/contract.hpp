@@ -165,6 +165,8 @@ struct Operation {
     int64_t flags;
     double number;
     int64_t a, b, c, d;
+    double cap;            // of scores, 0 for none
+    const float* factors;  // of queries, by position, or none
 };
 constexpr int64_t ADD = 1, AS_FLOAT = 2, SELECTED = 4, COMPRESSED = 8, TO_CHOOSE = 16, CENTRED = 32, NORM_LAST = 64;
 

@@ -31,7 +31,15 @@ from engine.kernels.recognition.projections import (
     whole,
 )
 from engine.kernels.recognition.stand_ins import NotUsual
-from engine.kernels.recognition.turning import TOKENS, Noted, Rotary, noted, order_of_pairs, rotary_of
+from engine.kernels.recognition.turning import (
+    TOKENS,
+    Noted,
+    QueryFactors,
+    Rotary,
+    noted,
+    order_of_pairs,
+    rotary_of,
+)
 from engine.model.shard import PassThrough
 from parallel.tensor_parallel import SummedExperts, VocabularyParallel
 
@@ -65,8 +73,26 @@ class Attention:
     heads: int
     kv_heads: int
     dim: int
+    """Numbers of a query, and of a key."""
     scale: float
     window: int
+    value_dim: int
+    cap: float = 0.0
+    """Scores are ``cap * tanh(score / cap)``; 0 for none."""
+    sinks: torch.Tensor | None = None
+    """[heads] float32: a logit of each query head that joins the sum of its softmax."""
+    factors: QueryFactors | None = None
+    """What the queries of a position are multiplied by."""
+
+    @property
+    def projected_width(self) -> int:
+        """Numbers of a token's queries, keys and values."""
+        return (self.heads + self.kv_heads) * self.dim + self.kv_heads * self.value_dim
+
+    @property
+    def width(self) -> int:
+        """Numbers that attention gives for a token."""
+        return self.heads * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -142,6 +168,8 @@ class Output:
     norm: Norm
     head: torch.Tensor
     """[tokens here, hidden]"""
+    bias: torch.Tensor | None
+    """[tokens here] float32"""
     vocab: int
     """Tokens here."""
     first: int
@@ -184,7 +212,7 @@ class Decoder:
     def inputs_of_sums(self, ranks: int) -> set[int]:
         """Numbers of inputs, of all ranks, of products that the ranks add up."""
         attentions = [layer.attention for layer in self.layers if layer.attention.is_partial]
-        here = {each.heads * each.dim for each in attentions}
+        here = {each.width for each in attentions}
         here |= {layer.mlp.width for layer in self.layers if layer.mlp.is_partial}
         return {inputs * ranks for inputs in here}
 
@@ -265,12 +293,11 @@ def _output(module: Any, norm: Any, hidden: int) -> Output | None:
     head = module.lm_head
     if isinstance(head, PassThrough):
         return None
-    if head.bias is not None:
-        raise NotUsual("an output layer with a bias")
     first = getattr(head, "first", None)
     return Output(
         norm_of(norm, hidden),
         head.weight,
+        None if head.bias is None else _copy(head.bias),
         head.weight.shape[0],
         first or 0,
         first is not None,
@@ -287,7 +314,9 @@ def _layer(
         return None if name is None else norm_of(getattr(layer, name), hidden)
 
     mlp = _mlp(getattr(layer, order.mlp), hidden)
-    if isinstance(mlp, Moe) and (order.behind_mlp is not None or order.before_mlp is None or order.is_parallel):
+    if isinstance(mlp, Moe) and (
+        order.behind_mlp is not None or order.before_mlp is None or order.is_parallel
+    ):
         raise NotUsual("experts with norms in another place")
     return Layer(
         norm=norm(order.before_attention),
@@ -304,13 +333,13 @@ def _layer(
 def _attention(
     module: Any, shape: LayerShape, base: Any, rotaries: dict[tuple[str, ...], Rotary]
 ) -> Attention:
-    dim, kv_heads = shape.key_dim, shape.kv_heads
-    if shape.value_dim != dim or dim % LANES:
-        raise NotUsual(f"heads of {dim} and {shape.value_dim}")
+    dim, value_dim, kv_heads = shape.key_dim, shape.value_dim, shape.kv_heads
+    if dim % LANES or value_dim % LANES:
+        raise NotUsual(f"heads of {dim} and {value_dim}")
     inward, out_name = attention_projections(module)
     projections = [whole(each) for each in inward.values()]
-    heads = sum(each.outputs for each in projections) // dim - 2 * kv_heads
-    sizes = heads * dim, kv_heads * dim, kv_heads * dim
+    heads = (sum(each.outputs for each in projections) - kv_heads * (dim + value_dim)) // dim
+    sizes = heads * dim, kv_heads * dim, kv_heads * value_dim
     if len(projections) > 1 and tuple(each.outputs for each in projections) != sizes:
         raise NotUsual("projections of another size than its heads")
     weights = [each.weight for each in projections]
@@ -345,25 +374,46 @@ def _attention(
         dim=dim,
         scale=seen.scale,
         window=shape.window or 0,
+        value_dim=value_dim,
+        cap=seen.cap,
+        sinks=None if seen.sinks is None else _copy(seen.sinks),
+        factors=_factors(module.config, seen.factors),
     )
+
+
+SAME = 1e-4
+"""Difference of factors that are the same."""
 
 
 def _telling(config: Any) -> torch.Tensor:
     """Positions [TOKENS] at which a factor on queries would show: the first ones, and the last ones."""
+    near = int(_rope(config).get("original_max_position_embeddings") or 0)
     last = int(getattr(config, "max_position_embeddings", 1 << 12)) - 1
-    rotary = getattr(config, "rope_parameters", None) or {}
-    near = int(rotary.get("original_max_position_embeddings") or last // 2)
-    return torch.tensor([0, 1, near - 1, near, near + 1, last])[:TOKENS]
+    near = near or last // 2
+    return torch.tensor([0, 1, near - 1, near, near + 1, max(last, 3 * near)])[:TOKENS]
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or {}
+
+
+def _factors(config: Any, seen: torch.Tensor) -> QueryFactors | None:
+    """What queries are multiplied by, from what was seen at some positions; None for nothing."""
+    if float((seen - 1).abs().max()) < SAME:
+        return None
+    rope = _rope(config)
+    growth, original = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    if growth and original:
+        factors = QueryFactors(float(growth), int(original))
+        if float((seen - factors.table(_telling(config))).abs().max()) < SAME:
+            return factors
+    raise NotUsual("queries with a factor that depends on the position")
 
 
 def _rotary_number(
     seen: Noted, rotary: Rotary | None, rotaries: dict[tuple[str, ...], Rotary], dim: int
 ) -> tuple[int | None, torch.Tensor | None]:
     """Which rotary embedding it is, and the order in which the numbers of a head are computed."""
-    if seen.cap or seen.sinks is not None:
-        raise NotUsual("attention with a soft cap or sinks")
-    if float((seen.factors - 1).abs().max()) > 1e-4:
-        raise NotUsual("queries with a factor that depends on the position")
     if rotary is None or seen.turning.angles is None:
         return None, None
     number = list(rotaries | {rotary.kind: rotary}).index(rotary.kind)

@@ -10,6 +10,7 @@ of all tokens are in the cache, that layer goes on with those alone whose logits
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from engine.kernels.operations import (
 )
 from engine.kernels.packing import Laid
 from engine.kernels.recognition.norms import Norm
+from engine.kernels.recognition.turning import QueryFactors
 from engine.kernels.sums import Area, OwnSums, Sums, parts_here
 from engine.kernels.weights import PackedDecoder, PackedLayer
 
@@ -95,8 +97,9 @@ class Lowering:
         exchange: Exchange | None,
         sums: Sums | None,
         ranks: int,
+        factors: Mapping[QueryFactors, torch.Tensor],
     ) -> None:
-        """``products``: of expert layers that the packed decoder leaves out.
+        """``products``: of expert layers that the packed decoder leaves out. ``factors``: on queries.
 
         ``exchange``: None if there are no expert layers. ``sums``: over tensor-parallel ranks, None if there
         is one. ``ranks``: how many there are.
@@ -107,7 +110,7 @@ class Lowering:
         self._cache = cache
         self._buffers = buffers
         self._exchange = exchange
-        self._sums, self._ranks = sums, ranks
+        self._sums, self._ranks, self._factors = sums, ranks, factors
         self._num_sums = 0
         """Sums written so far."""
         self._cuts: list[tuple[int, Layer | PartialSums | None]] = []
@@ -178,6 +181,7 @@ class Lowering:
             into=buffers.last,
             out=buffers.logits,
             weights=self._packed.head,
+            more=output.bias,
             n=output.vocab,
             k=self._hidden,
             number=_factor(output.factor),
@@ -232,26 +236,31 @@ class Lowering:
     def _project(self, packed: PackedLayer, attention: Attention, into: torch.Tensor | int) -> None:
         """Queries, keys and values."""
         projected = self._buffers.projected
-        width = (attention.heads + 2 * attention.kv_heads) * attention.dim
         self._list.add(
             OperationKind.LINEAR,
             into=into,
             out=projected,
             weights=packed.qkv,
             more=attention.qkv_bias,
-            n=width,
+            n=attention.projected_width,
             k=self._hidden,
         )
         if attention.wide_norms is not None:
             begin = projected.data_ptr()
             for norm, heads in zip(attention.wide_norms, (attention.heads, attention.kv_heads), strict=True):
-                self._normalise(norm, begin, begin, heads * attention.dim, n=width)
+                self._normalise(norm, begin, begin, heads * attention.dim, n=attention.projected_width)
                 begin += heads * attention.dim * projected.element_size()
 
     def _attention(self, number: int, packed: PackedLayer, layer: Layer) -> None:
         buffers, attention, norms = self._buffers, layer.attention, layer.attention.head_norms
         keys, values = self._cache.keys[number], self._cache.values[number]
-        shape = {"a": attention.heads, "b": attention.kv_heads, "c": attention.dim, "d": attention.window}
+        shape = {
+            "a": attention.heads,
+            "b": attention.kv_heads,
+            "c": attention.dim,
+            "d": attention.window,
+            "n": attention.value_dim,
+        }
         centred = CENTRED if norms is not None and norms.is_centred else 0
         self._list.add(
             OperationKind.QKV,
@@ -270,14 +279,17 @@ class Lowering:
             out=buffers.attended,
             weights=values,
             extra=keys,
+            more=attention.sinks,
             number=attention.scale,
+            cap=attention.cap,
+            factors=None if attention.factors is None else self._factors[attention.factors],
             flags=self._rows,
             **shape,
         )
         product = _Product(
             buffers.attended,
             packed.out,
-            attention.heads * attention.dim,
+            attention.width,
             attention.out_bias,
             attention.is_partial,
         )

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from engine.attention.base import LAYER_ATTRIBUTE
 from engine.kernels.decoder import Attention, Decoder, Layer, Mlp, Moe, base_parts, recognise
@@ -73,6 +74,8 @@ class NarrowCopy:
         for part in self.module.modules():
             if isinstance(part, StageInput):
                 part.received = None
+            elif isinstance(part, Conv1D):
+                part.nf = part.weight.shape[1]
         for layer, part in zip(decoder.layers, _parts(self.module), strict=True):
             module = _attention_of(part)
             if len(attention_projections(module)[0]) == 1:
@@ -127,7 +130,9 @@ def _attention_of(layer: Any) -> Any:
 
 def _mlp_of(layer: Any) -> list[Any] | None:
     """The projections of a layer's MLP; None if it has experts."""
-    found = (mlp_projections(part) for _, part in layer.named_children() if not hasattr(part, LAYER_ATTRIBUTE))
+    found = (
+        mlp_projections(part) for _, part in layer.named_children() if not hasattr(part, LAYER_ATTRIBUTE)
+    )
     return next((each for each in found if each is not None), None)
 
 
@@ -210,6 +215,9 @@ class _Weights:
         if decoder.output is not None:
             rows = min(len(decoder.output.head), MOST_TOKENS)
             self._put(decoder.output.head, (rows, decoder.hidden), loud_rows=range(rows // 2, rows))
+            bias = getattr(model.module.lm_head, "bias", None)
+            if bias is not None:
+                self._put(bias, (rows,), size=0.2)
         self._rest(model)
 
     def quieten(self) -> None:
@@ -224,19 +232,26 @@ class _Weights:
 
     def _attention(self, attention: Attention, module: Any) -> None:
         (heads, kv_heads), dim, hidden = _heads(attention), attention.dim, attention.out.shape[0]
-        loud_query = range(dim * (heads // 2), dim * heads)
-        loud_value = [index for index in range(kv_heads * dim) if index % dim >= dim // 2]
-        loud_out = [index for index in range(heads * dim) if index % dim >= dim // 2]
-        sizes = heads * dim, kv_heads * dim, kv_heads * dim
+        loud_query, value_dim = range(dim * (heads // 2), dim * heads), attention.value_dim
+        loud_value, loud_out = (
+            [index for index in range(number * value_dim) if index % value_dim >= value_dim // 2]
+            for number in (kv_heads, heads)
+        )
+        sizes = heads * dim, kv_heads * dim, kv_heads * value_dim
         inward, out = attention_projections(module)
         if len(inward) == 1:
             before = sizes[0] + sizes[1]
             loud = [*loud_query, *(before + index for index in loud_value)]
-            self._linear(*inward.values(), sum(sizes), hidden, loud_rows=loud)
+            self._linear(next(iter(inward.values())), sum(sizes), hidden, loud_rows=loud)
         else:
-            for each, rows, loud_rows in zip(inward.values(), sizes, (loud_query, (), loud_value), strict=True):
+            for each, rows, loud_rows in zip(
+                inward.values(), sizes, (loud_query, (), loud_value), strict=True
+            ):
                 self._linear(each, rows, hidden, loud_rows=loud_rows)
-        self._linear(getattr(module, out), hidden, heads * dim, quiet_columns=loud_out)
+        self._linear(getattr(module, out), hidden, heads * value_dim, quiet_columns=loud_out)
+        for weight in module.parameters(recurse=False):
+            if weight.shape == (attention.heads,):  # sinks
+                self._put(weight, (heads,), size=1.0)
         for names in NORMS:
             for name, number in zip(names, (heads, kv_heads), strict=True):
                 weight = getattr(getattr(module, name, None), "weight", None)
@@ -326,7 +341,8 @@ class _Weights:
     ) -> None:
         """``role``: distinguishes weights of one shape.
 
-        ``is_turned``: the module keeps the weight the other way round. ``size``: of a number; by default such that a product keeps the size of its input.
+        ``is_turned``: the module keeps the weight the other way round. ``size``: of a number; by default
+        such that a product keeps the size of its input.
         """
         key = (shape, role, size, mean, tuple(loud_rows), tuple(quiet_columns), is_turned)
         if key not in self._made:

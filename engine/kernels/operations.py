@@ -22,8 +22,9 @@ tokens are chosen; have norms around the mean, or norms behind the rotation.
 """
 
 _OPERATION = np.dtype(
-    [(name, np.float64 if name == "number" else np.int64) for name in (
-        "kind", "into", "out", "weights", "more", "extra", "n", "k", "flags", "number", "a", "b", "c", "d"
+    [(name, np.float64 if name in ("number", "cap") else np.int64) for name in (
+        "kind", "into", "out", "weights", "more", "extra", "n", "k", "flags", "number", "a", "b", "c", "d",
+        "cap", "factors"
     )]
 )  # fmt: skip
 _STEP = np.dtype(

@@ -28,6 +28,7 @@ from engine.kernels.logits import NO_DRAWS, Draws, can_contest
 from engine.kernels.lowering import Lowering, PartialSums, StepList
 from engine.kernels.operations import OperationKind, StepArguments
 from engine.kernels.packing import Packer
+from engine.kernels.recognition.turning import QueryFactors
 from engine.kernels.sums import OwnSums, SharedSums, Sums, is_order_fixed
 from engine.kernels.weights import PackedDecoder
 from parallel.communicators.base import Communicator
@@ -74,8 +75,10 @@ class Program:
         """Cosines and sines [positions, half] of each rotary embedding."""
         self._angle_table = np.zeros(0, dtype=np.int64)
         """Where they are, as a step is told."""
+        self._factors: dict[QueryFactors, torch.Tensor] = {}
+        """Factors on queries, by position."""
         self._num_positions = 0
-        """Positions that there are angles for."""
+        """Positions that there are angles and factors for."""
         self._cache: NativeCache | None = None
         self._room = Room()
         sparse = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Moe)]
@@ -267,7 +270,14 @@ class Program:
             assert self._cache is not None
             assert self._buffers is not None
             lowering = Lowering(
-                self._packed, self._products, self._cache, self._buffers, self._exchange, sums, self._size
+                self._packed,
+                self._products,
+                self._cache,
+                self._buffers,
+                self._exchange,
+                sums,
+                self._size,
+                self._factors,
             )
             written = self._lists[how] = lowering.write(exchanges=native)
         if native:
@@ -389,8 +399,16 @@ class Program:
             self._num_positions = max(MIN_POSITIONS, 1 << (length - 1).bit_length())
             ids = torch.arange(self._num_positions)
             self._angles = [rotary.halves(ids) for rotary in self._decoder.rotaries]
+            found = (layer.attention.factors for layer in self._decoder.layers)
+            kinds = {each for each in found if each is not None}
+            if kinds:
+                self._lists.clear()  # which point to those of before
+            self._factors = {kind: kind.table(ids) for kind in kinds}
             self._angle_table = np.array(
-                [(cosines.data_ptr(), sines.data_ptr(), cosines.shape[-1]) for cosines, sines in self._angles],
+                [
+                    (cosines.data_ptr(), sines.data_ptr(), cosines.shape[-1])
+                    for cosines, sines in self._angles
+                ],
                 dtype=np.int64,
             )
 

@@ -23,12 +23,11 @@ that the kernels round no worse than torch: both are measured by their distance 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from engine.attention.base import PLAN_KEYWORD, Int64s, LayerShape, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
@@ -37,7 +36,7 @@ from engine.kernels.decoder import Decoder, NotUsual, base_parts
 from engine.kernels.library import Library
 from engine.kernels.narrow import NarrowCopy, random_numbers
 from engine.kernels.program import Program
-from engine.kernels.recognition.turning import Rotary
+from engine.kernels.recognition.turning import QueryFactors, Rotary
 from engine.model.weights import LoadedModel
 
 LAYER_TOLERANCE = 2e-4
@@ -265,9 +264,7 @@ def _run(copy: NarrowCopy, positions: Int64s, draw: int = 0) -> _Run:
     return _Run(states, None if decoder.output is None else outputs.logits[0])
 
 
-def _prompt(
-    decoder: Decoder, positions: Int64s, draw: int
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def _prompt(decoder: Decoder, positions: Int64s, draw: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Arguments of a model for tokens at these positions, and the hidden [tokens, hidden].
 
     The kernels compute from the latter. A later stage gets its own; what the model makes of it before the
@@ -316,7 +313,36 @@ def _packed(count: int) -> PackedRows:
 def _placed(decoder: Decoder, positions: Int64s) -> Decoder:
     """The layers of a decoder, where token number i is taken for one at ``positions[i]``."""
     rotaries = tuple(_Placed(rotary, positions) for rotary in decoder.rotaries)
-    return replace(decoder, embedding=None, rotaries=rotaries)
+    layers = tuple(
+        replace(layer, attention=replace(layer.attention, factors=_at(layer.attention.factors, positions)))
+        for layer in decoder.layers
+    )
+    return replace(decoder, embedding=None, layers=layers, rotaries=rotaries)
+
+
+def _at(factors: QueryFactors | None, positions: Int64s) -> QueryFactors | None:
+    return (
+        None
+        if factors is None
+        else _PlacedFactors(factors.growth, factors.original, tuple(positions.tolist()))
+    )
+
+
+def _padded(table: torch.Tensor, length: int) -> torch.Tensor:
+    """So many rows of a table, from the first one on, with zeros behind it."""
+    padded = table.new_zeros(length, *table.shape[1:])
+    padded[: len(table)] = table[:length]
+    return padded
+
+
+@dataclass(frozen=True)
+class _PlacedFactors(QueryFactors):
+    """Factors that take token number i for one at ``positions[i]``."""
+
+    positions: tuple[int, ...]
+
+    def table(self, positions: torch.Tensor) -> torch.Tensor:
+        return _padded(super().table(torch.tensor(self.positions)), len(positions))
 
 
 class _Placed(Rotary):
@@ -328,5 +354,4 @@ class _Placed(Rotary):
 
     def halves(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cosines, sines = super().halves(self._positions)
-        more = 0, 0, 0, len(ids)
-        return F.pad(cosines, more)[: len(ids)], F.pad(sines, more)[: len(ids)]
+        return _padded(cosines, len(ids)), _padded(sines, len(ids))

@@ -47,6 +47,11 @@ inline Floats only(Mask lanes, Floats value) { return _mm512_maskz_mov_ps(lanes,
 inline Floats picked(Mask lanes, Floats yes, Floats no) { return _mm512_mask_mov_ps(no, lanes, yes); }
 inline Floats to_integers(Floats value) { return _mm512_roundscale_ps(value, 0); }                    // the nearest, ties to even
 inline Floats times_power_of_2(Floats value, Floats power) { return _mm512_scalef_ps(value, power); }
+// How much a value is above a whole number, at least 0 and below 1; `power` is for times_power_of_2() with that whole number.
+inline Floats above_integer(Floats value, Floats& power) {
+    power = value;  // which is rounded down there
+    return _mm512_reduce_ps(value, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+}
 inline Floats exponents(Floats value) { return _mm512_getexp_ps(value); }                             // log2, rounded down
 inline float greatest_of(Floats value) { return _mm512_reduce_max_ps(value); }
 inline float sum_of(Floats value) { return _mm512_reduce_add_ps(value); }
@@ -90,6 +95,9 @@ inline Floats load_bfloat16(const uint16_t* from, Mask lanes) {
 }
 inline void store_bfloat16(uint16_t* to, Floats value, Mask lanes) {
     _mm256_mask_storeu_epi16(to, lanes, (__m256i)_mm512_cvtneps_pbh(value));
+}
+inline void store_bfloat16(uint16_t* to, Floats one, Floats two) {
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(two, one));
 }
 inline Floats rounded_to_bfloat16(Floats value) {  // to the nearest one, ties to even
     return as_floats(shift_left<16>(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(value))));

@@ -60,9 +60,13 @@ def of_logits(module: Any, hidden: int) -> tuple[float, float]:
     head = Gives(tried.expand(1, TOKENS, -1))
     base = Gives(_Outputs(last_hidden_state=rows))
     ids = torch.arange(TOKENS)[None]
-    found = with_parts(module, {module.base_model_prefix: base, "lm_head": head})(
-        input_ids=ids, position_ids=ids, use_cache=False
-    ).logits[0, 0].double()
+    found = (
+        with_parts(module, {module.base_model_prefix: base, "lm_head": head})(
+            input_ids=ids, position_ids=ids, use_cache=False
+        )
+        .logits[0, 0]
+        .double()
+    )
     before = float((head.given[0] * rows).sum() / rows.square().sum())
     cap = float(found[-1]) if float(found[-1]) < HUGE**0.5 else 0.0
     slope = float(found[1]) if not cap else float(torch.atanh(found[0] / cap)) * cap / SMALL

@@ -38,8 +38,14 @@ def norm_of(module: Any, width: int) -> Norm:
     kinds = [
         (distance(found, by_size * weight), Norm(weight, eps, is_centred=False)),
         (distance(found, by_size * shifted[0]), Norm(shifted[0], eps, is_centred=False)),
-        (distance(found, by_deviation * weight + bias), Norm(torch.cat([weight, bias]), eps, is_centred=True)),
-        (distance(found, by_deviation * shifted[0] + bias), Norm(torch.cat([shifted[0], bias]), eps, is_centred=True)),
+        (
+            distance(found, by_deviation * weight + bias),
+            Norm(torch.cat([weight, bias]), eps, is_centred=True),
+        ),
+        (
+            distance(found, by_deviation * shifted[0] + bias),
+            Norm(torch.cat([shifted[0], bias]), eps, is_centred=True),
+        ),
     ]
     return min(kinds, key=lambda kind: kind[0])[1]
 

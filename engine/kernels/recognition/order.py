@@ -39,23 +39,36 @@ def order_of(layer: Any, hidden: int) -> Order:
     """The order of a layer's parts."""
     attention, mlp, norms = _parts(layer)
     rows = made_up(1, 3, hidden, seed=1)
-    results = {name: made_up(1, 3, hidden, seed=2 + number) for number, name in enumerate([attention, mlp, *norms])}
-    parts = {name: Gives(results[name]) for name in (mlp, *norms)}
+    results = {
+        name: made_up(1, 3, hidden, seed=2 + number) for number, name in enumerate([attention, mlp, *norms])
+    }
+    parts = {name: Gives(result) for name, result in results.items()}
     parts[attention] = Gives((results[attention], None))
-    found = with_parts(layer, parts)(
-        rows,
-        attention_mask=None,
-        position_ids=torch.arange(3)[None],
-        past_key_values=None,
-        use_cache=False,
-        position_embeddings=(torch.ones(1, 3, 2), torch.zeros(1, 3, 2)),
-        **{PLAN_KEYWORD: None},
-    )
-    found = found[0] if isinstance(found, tuple) else found
+    try:
+        found = _run(layer, parts, rows)
+    except ValueError:  # what the MLP gives is taken apart: its routing stands beside it
+        parts |= {name: Gives(results[name]) for name in norms}
+        parts |= {attention: Gives((results[attention], None)), mlp: Gives((results[mlp], None))}
+        found = _run(layer, parts, rows)
     if any(len(part.given) != 1 for part in parts.values()):
         raise NotUsual(f"{type(layer).__name__} does not use each of its parts once")
     given = {name: part.given[0].reshape(rows.shape) for name, part in parts.items()}
     return _ordered(type(layer).__name__, attention, mlp, rows, results, given, found)
+
+
+def _run(layer: Any, parts: dict[str, Gives], rows: torch.Tensor) -> torch.Tensor:
+    count = rows.shape[1]
+    found = with_parts(layer, parts)(
+        rows,
+        attention_mask=None,
+        position_ids=torch.arange(count)[None],
+        past_key_values=None,
+        use_cache=False,
+        position_embeddings=(torch.ones(1, count, 2), torch.zeros(1, count, 2)),
+        **{PLAN_KEYWORD: None},
+    )
+    result: torch.Tensor = found[0] if isinstance(found, tuple) else found
+    return result
 
 
 def _ordered(
@@ -100,7 +113,9 @@ def _ordered(
 def _parts(layer: Any) -> tuple[str, str, list[str]]:
     """Names of attention, the MLP and the norms."""
     children = {
-        name: part for name, part in layer.named_children() if not isinstance(part, torch.nn.Dropout | torch.nn.Identity)
+        name: part
+        for name, part in layer.named_children()
+        if not isinstance(part, torch.nn.Dropout | torch.nn.Identity)
     }
     attention = [name for name, part in children.items() if hasattr(part, LAYER_ATTRIBUTE)]
     wide = [name for name, part in children.items() if any(each.ndim > 1 for each in part.parameters())]

@@ -59,7 +59,7 @@ PLAIN = ("up_proj", "down_proj"), ("c_fc", "c_proj"), ("fc1", "fc2")
 
 
 def attention_projections(module: Any) -> tuple[dict[str, Any], str]:
-    """Modules by name of queries, keys and values, or one for all of them; the name of the one behind them."""
+    """Modules of queries, keys and values by name, or one for all; the name of the one behind attention."""
     names = {name for name, _ in module.named_children()}
     out = [name for name in OUT if name in names]
     joined = [name for name in JOINED if name in names]

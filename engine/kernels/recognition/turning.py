@@ -64,6 +64,19 @@ class Turning:
 
 
 @dataclass(frozen=True)
+class QueryFactors:
+    """Factors on queries that grow with the logarithm of how often the original context fits in."""
+
+    growth: float
+    original: int
+    """Tokens of the original context."""
+
+    def table(self, positions: torch.Tensor) -> torch.Tensor:
+        """float32 factors of positions."""
+        return 1 + self.growth * torch.log1p((positions // self.original).float())
+
+
+@dataclass(frozen=True)
 class Noted:
     """What an attention module gives its attention function."""
 
@@ -108,7 +121,9 @@ def rotary_of(base: Any, attention: Any) -> Rotary | None:
     return Rotary(module, attention.config.layer_types[attention.layer_idx])
 
 
-def noted(module: Any, rotary: Rotary | None, shape: LayerShape, heads: int, positions: torch.Tensor) -> Noted:
+def noted(
+    module: Any, rotary: Rotary | None, shape: LayerShape, heads: int, positions: torch.Tensor
+) -> Noted:
     """What a module does for tokens at these positions [TOKENS]."""
     dim, kv_heads = shape.key_dim, shape.kv_heads
     names, out = attention_projections(module)
@@ -141,7 +156,8 @@ def noted(module: Any, rotary: Rotary | None, shape: LayerShape, heads: int, pos
 
 def _norms(module: Any) -> tuple[Any, Any] | None:
     return next(
-        ((getattr(module, query), getattr(module, key)) for query, key in NORMS if hasattr(module, query)), None
+        ((getattr(module, query), getattr(module, key)) for query, key in NORMS if hasattr(module, query)),
+        None,
     )
 
 
@@ -164,7 +180,9 @@ def _ways(
         yield from (Turning(wide_norms=each, angles=pair) for pair in pairs)
         return
     both = _of_heads(module, norms, dim, heads, kv_heads)
-    yield from (Turning(norms=both, angles=pair, is_norm_last=last) for pair in pairs for last in (False, True))
+    yield from (
+        Turning(norms=both, angles=pair, is_norm_last=last) for pair in pairs for last in (False, True)
+    )
 
 
 def _of_heads(module: Any, norms: tuple[Any, Any], dim: int, heads: int, kv_heads: int) -> Norm:
