@@ -58,17 +58,17 @@ class Attention:
     is_partial: bool
     """Whether its result, without the bias, is a sum over the tensor-parallel ranks."""
     head_norms: Norm | None
-    """Of each head: weights [heads + kv_heads, dim] of queries, then of keys."""
+    """Norm of each head: weights [heads + kv_heads, dim] of queries, then of keys."""
     wide_norms: tuple[Norm, Norm] | None
-    """Of all queries together, and of all keys."""
+    """Norms of all queries together, and of all keys."""
     is_norm_last: bool
     """Whether the norms of heads come behind the rotation."""
     rotary: int | None
-    """Which of the decoder's rotary embeddings turns queries and keys; None: they are as they are."""
+    """Which of the decoder's rotary embeddings turns queries and keys; None: none does."""
     places: torch.Tensor | None
-    """[dim]: in what order the numbers of a head are computed, so that those of a pair are half a head apart.
+    """[dim]: order in which the numbers of a head are computed; None: as they are.
 
-    None: as they are.
+    It puts those of a pair half a head apart.
     """
     heads: int
     kv_heads: int
@@ -136,12 +136,12 @@ class Layer:
     """Before attention."""
     attention: Attention
     last_norm: Norm | None
-    """Of what attention gives."""
+    """Norm of what attention gives."""
     second_norm: Norm | None
     """Before the MLP."""
     mlp: Mlp | Moe
     mlp_last_norm: Norm | None
-    """Of what the MLP gives."""
+    """Norm of what the MLP gives."""
     is_parallel: bool
     """Whether the MLP sees the stream as attention does, without what that adds."""
     factor: float
@@ -179,7 +179,7 @@ class Output:
     factor: float
     """Factor on the logits."""
     cap: float
-    """c, if logits are c * tanh(logits / c) in the end; 0 if they stay."""
+    """Cap of the logits: they become cap * tanh(logits / cap); 0 for none."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ BASE = {
 
 
 def base_parts(base: Any) -> dict[str, str]:
-    """The names that a base model has for its parts, by role; it has no others."""
+    """Names of the parts of a base model, by role."""
     if base is None:
         raise NotUsual("another structure")
     found = [name for name, part in base.named_children() if not isinstance(part, torch.nn.Dropout)]
@@ -386,7 +386,7 @@ SAME = 1e-4
 
 
 def _telling(config: Any) -> torch.Tensor:
-    """Positions [TOKENS] at which a factor on queries would show: the first ones, and the last ones."""
+    """Positions [TOKENS] at which a factor on queries would show."""
     near = int(_rope(config).get("original_max_position_embeddings") or 0)
     last = int(getattr(config, "max_position_embeddings", 1 << 12)) - 1
     near = near or last // 2
@@ -413,7 +413,7 @@ def _factors(config: Any, seen: torch.Tensor) -> QueryFactors | None:
 def _rotary_number(
     seen: Noted, rotary: Rotary | None, rotaries: dict[tuple[str, ...], Rotary], dim: int
 ) -> tuple[int | None, torch.Tensor | None]:
-    """Which rotary embedding it is, and the order in which the numbers of a head are computed."""
+    """The number of the rotary embedding, and :attr:`Attention.places`."""
     if rotary is None or seen.turning.angles is None:
         return None, None
     number = list(rotaries | {rotary.kind: rotary}).index(rotary.kind)

@@ -212,7 +212,7 @@ class Lowering:
         self._stream, self._rows = self._buffers.last, SELECTED
 
     def _norm(self, norm: Norm | None, out: torch.Tensor | int) -> torch.Tensor | int:
-        """The stream's rows as a part sees them: what is in ``out`` from now on, or the stream itself."""
+        """Where the rows are that a part reads: ``out``, behind a norm, or the stream."""
         if norm is None:
             return self._stream
         self._normalise(norm, self._stream, out, self._hidden)
@@ -315,7 +315,7 @@ class Lowering:
         self._add_product(product, layer.mlp_last_norm, layer.factor)
 
     def _add_product(self, product: _Product, norm: Norm | None, factor: float) -> None:
-        """Multiply rows by weights and add the result to the stream, behind its norm if it has one.
+        """Multiply rows by weights and add the result, behind its norm, to the stream.
 
         If it is a partial sum, it is added over all ranks first.
         """

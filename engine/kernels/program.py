@@ -74,7 +74,7 @@ class Program:
         self._angles: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Cosines and sines [positions, half] of each rotary embedding."""
         self._angle_table = np.zeros(0, dtype=np.int64)
-        """Where they are, as a step is told."""
+        """Their addresses and widths, as a step reads them."""
         self._factors: dict[QueryFactors, torch.Tensor] = {}
         """Factors on queries, by position."""
         self._num_positions = 0

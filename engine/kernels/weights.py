@@ -53,7 +53,7 @@ class PackedLayer:
 
 
 def _projections(attention: Attention) -> list[torch.Tensor]:
-    """Weights of queries, keys and values, whose heads have their numbers in the order of computation."""
+    """Weights of queries, keys and values, their heads in the order of computation."""
     query, key, value = (weight.data for weight in attention.qkv)
     if attention.places is None:
         return [query, key, value]

@@ -1,1 +1,4 @@
-"""Finds out what the modules of a model do: by their parts, and by what they give for made-up inputs."""
+"""Recognition of what a model's modules compute.
+
+Their own code runs on made-up inputs.
+"""

@@ -1,4 +1,4 @@
-"""What a model does between its embedding and the first layer, and behind its output layer.
+"""Factors behind a model's embedding and its output layer, and the cap of logits.
 
 Its own code runs on made-up numbers, with stand-ins for what is in between.
 """
@@ -54,7 +54,10 @@ def embedding_factor(base: Any, names: dict[str, str], hidden: int, dtype: torch
 
 
 def of_logits(module: Any, hidden: int) -> tuple[float, float]:
-    """Factor on the logits, and the number c of c * tanh(logits / c) behind it, 0 for none."""
+    """Factor on the logits, and their cap.
+
+    A cap c makes c * tanh(logits / c) of them; 0 stands for none.
+    """
     rows = made_up(1, TOKENS, hidden, seed=1)
     tried = torch.tensor([SMALL, 1.0, -2.0, 50.0, HUGE], dtype=torch.float64)
     head = Gives(tried.expand(1, TOKENS, -1))

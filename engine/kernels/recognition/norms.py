@@ -1,4 +1,4 @@
-"""Norms, by what they give: of the mean square or around the mean, with weights or one more than these."""
+"""Recognition of norms: by the mean square or the deviation; weights, or 1 + weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def norm_of(module: Any, width: int) -> Norm:
 
 
 def _parts(module: Any, width: int) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Weight and bias, copied in float32, since the model's own tensors are emptied, and what is added."""
+    """Weight, bias and epsilon of a norm.
+
+    The tensors are copies in float32, since the model's own are emptied.
+    """
     if isinstance(module, ParallelRMSNorm):
         raise NotUsual("a norm over the heads of all ranks")
     own = dict(module.named_parameters())

@@ -1,4 +1,4 @@
-"""The order of the parts of a layer: which norm is before or behind which part, and what is added to what.
+"""Order of the parts of a layer: norms, attention, MLP and sums.
 
 The layer's own code runs on made-up rows, with stand-ins for its parts.
 """
@@ -14,7 +14,7 @@ from engine.attention.base import LAYER_ATTRIBUTE, PLAN_KEYWORD
 from engine.kernels.recognition.stand_ins import Gives, NotUsual, distance, made_up, with_parts
 
 CLOSE = 1e-6
-"""Distance of two ways to compute the same in float64, if a factor was rounded to float32."""
+"""Distance of two ways to compute the same, if a factor was rounded to float32."""
 DIGITS = 12
 """Decimals of a factor that are not due to rounding."""
 

@@ -59,7 +59,10 @@ PLAIN = ("up_proj", "down_proj"), ("c_fc", "c_proj"), ("fc1", "fc2")
 
 
 def attention_projections(module: Any) -> tuple[dict[str, Any], str]:
-    """Modules of queries, keys and values by name, or one for all; the name of the one behind attention."""
+    """Modules before attention by name, and the name of the one behind it.
+
+    The former are those of queries, keys and values, or one for all of them.
+    """
     names = {name for name, _ in module.named_children()}
     out = [name for name in OUT if name in names]
     joined = [name for name in JOINED if name in names]
@@ -70,9 +73,9 @@ def attention_projections(module: Any) -> tuple[dict[str, Any], str]:
 
 
 def mlp_projections(module: Any) -> list[Any] | None:
-    """The modules of an MLP: gate, up and down; both joined and down; or up and down.
+    """The linear layers of an MLP, in order; None if it has others.
 
-    None if it is no such MLP.
+    They are gate, up and down; gate and up joined, and down; or up and down.
     """
     names = {name for name, part in module.named_children() if next(part.parameters(), None) is not None}
     names -= {"act_fn", "activation_fn", "act"}

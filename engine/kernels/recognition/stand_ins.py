@@ -1,4 +1,4 @@
-"""Stand-ins for parts of a module, so that its own code runs by itself and shows what it does with them."""
+"""Stand-ins for parts of a module, with which its own code runs by itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class NotUsual(Exception):
 
 
 class Gives(torch.nn.Module):  # type: ignore[misc]
-    """A part that notes what it is given and gives what it is told to."""
+    """A part that records its inputs and gives a chosen result."""
 
     def __init__(self, gives: Any) -> None:
         """``gives``: the result, or a function of the input that makes it."""
@@ -29,7 +29,7 @@ class Gives(torch.nn.Module):  # type: ignore[misc]
 
 
 def with_parts(module: Any, parts: Mapping[str, Any]) -> Any:
-    """A shallow copy of a module with some other parts; the module stays as it is."""
+    """A shallow copy of a module in which some parts are others."""
     made = copy.copy(module)
     made.__dict__ = dict(module.__dict__)
     made._modules = {**module._modules, **parts}

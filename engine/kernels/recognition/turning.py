@@ -1,4 +1,4 @@
-"""What attention does with queries and keys between projections and scores: norms, and rotation by positions.
+"""Recognition of what attention does with queries and keys: norms, rotation and factors.
 
 The module's own code runs on made-up projections, with an attention that takes notes.
 """
@@ -42,7 +42,10 @@ class Rotary:
 
 
 def halved(angles: torch.Tensor) -> torch.Tensor:
-    """One of each two equal numbers [..., half]: they lie side by side, or half of them apart."""
+    """One of each two equal numbers [..., half].
+
+    Equal ones lie side by side, or half of all apart.
+    """
     half = angles.shape[-1] // 2
     if torch.equal(angles[..., :half], angles[..., half:]):
         return angles[..., :half]
@@ -54,9 +57,9 @@ class Turning:
     """What is done with the heads of queries and keys."""
 
     norms: Norm | None = None
-    """Of each head: weights are [query heads + KV heads, dim], without what is added in the end."""
+    """Norm of each head: weights [query heads + KV heads, dim], and no bias."""
     wide_norms: tuple[Norm, Norm] | None = None
-    """Of all heads of queries together, and of keys."""
+    """Norms of all heads of queries together, and of keys."""
     is_norm_last: bool = False
     """Whether norms come behind the rotation."""
     angles: str | None = None
@@ -65,7 +68,7 @@ class Turning:
 
 @dataclass(frozen=True)
 class QueryFactors:
-    """Factors on queries that grow with the logarithm of how often the original context fits in."""
+    """Factors on queries that grow with the position, from one original context to the next."""
 
     growth: float
     original: int
@@ -186,7 +189,10 @@ def _ways(
 
 
 def _of_heads(module: Any, norms: tuple[Any, Any], dim: int, heads: int, kv_heads: int) -> Norm:
-    """The norms of all heads as one: weights are repeated for each, unless each has its own."""
+    """The norms of all heads as one.
+
+    Weights are repeated for each head, unless each has its own.
+    """
     found = []
     for norm, number in zip(norms, (heads, kv_heads), strict=True):
         if norm.weight.numel() == dim:
