@@ -72,7 +72,7 @@ class Turning {
     Turning(const Operation& op, const Step& step)
         : dim(op.c), weights(static_cast<const float*>(op.more)), eps(float(op.number)), is_centred(op.flags & CENTRED),
           is_norm_last(op.flags & NORM_LAST) {
-        if (op.k > 0) angles = step.angles[op.k - 1];
+        if (op.k > 0 && step.tokens > 0) angles = step.angles[op.k - 1];
     }
 
     // A head of a token; number: among the queries' heads, then the keys'.
