@@ -52,6 +52,13 @@ Cell = dict[str, Any]
 
 LENGTHS = [128, 500, 2000, 4000, 8000, 16_000]
 QUICK_LENGTHS = [500, 2000, 4000, 8000]
+CHOICES = [
+    ("lengths", LENGTHS, QUICK_LENGTHS),
+    ("counts", [1, 4, 8], [1]),
+    ("beside", [16_000], []),
+    ("repeats", 3, 2),
+]
+"""Defaults of arguments, and those with ``--quick``."""
 BESIDE = 8
 """Requests that decode beside a long prompt."""
 DECODED = 4000
@@ -184,15 +191,13 @@ def parse_args() -> Args:
     add("--models", nargs="+", default=["dense-small"], help="names or directories (default: %(default)s)")
     add("--systems", nargs="+", choices=[*SYSTEMS], help="(default: those that fit the model)")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="(default: %(default)s)")
-    add("--lengths", type=int, nargs="+", default=LENGTHS, help="of prompts (default: %(default)s)")
-    add("--counts", type=int, nargs="+", default=[1, 4, 8], help="at once (default: %(default)s)")
-    add("--beside", type=int, nargs="*", default=[16_000], metavar="LENGTH",
-        help="of a prompt beside eight decodes (default: %(default)s)")  # fmt: skip
+    add("--lengths", type=int, nargs="+", help=f"of prompts (default: {LENGTHS}, quick {QUICK_LENGTHS})")
+    add("--counts", type=int, nargs="+", help="at once (default: 1 4 8, quick 1)")
+    add("--beside", type=int, nargs="*", metavar="LENGTH",
+        help="of a prompt beside eight decodes (default: 16000, quick none)")  # fmt: skip
     add("--most-tokens", type=int, default=32_000, help="of prompts in a cell (default: %(default)s)")
-    add("--repeats", type=int, default=3, help="of every cell, interleaved (default: %(default)s)")
-    add(
-        "--quick", action="store_true", help=f"one request, fewer lengths, {' and '.join(QUICK)}, two repeats"
-    )
+    add("--repeats", type=int, help="of every cell, interleaved (default: 3, quick 2)")
+    add("--quick", action="store_true", help=f"less of everything, {' and '.join(QUICK)} alone")
     add("--before", type=Path, metavar="CHECKOUT", help="with its .venv: measured beside, as 'before'")
     add("--serve-flags", default="", metavar="FLAGS", help="further ones of this checkout's serve")
     add("--seed", type=int, default=0, help="of the prompts")
@@ -200,11 +205,13 @@ def parse_args() -> Args:
     add("--plots", type=Path, metavar="DIRECTORY", help="draw them, too")
     add("--show", type=Path, metavar="FILE", help="measure nothing: the tables (and plots) of such a file")
     args = parser.parse_args()
-    if min([*args.lengths, *args.counts, *args.beside, args.repeats]) < 1:
-        parser.error("a count or a length is too small")
     if args.quick:
         args.systems = args.systems or QUICK
-        args.lengths, args.counts, args.beside, args.repeats = QUICK_LENGTHS, [1], [], 2
+    for name, usual, quick in CHOICES:
+        if getattr(args, name) is None:
+            setattr(args, name, quick if args.quick else usual)
+    if min([*args.lengths, *args.counts, *args.beside, args.repeats]) < 1:
+        parser.error("a count or a length is too small")
     args.more_systems = [BEFORE] if args.before is not None else []
     return args
 
