@@ -178,7 +178,8 @@ def test_tables_name_the_lead_over_each_and_over_the_best_of_vllm(capsys: pytest
 
 def test_a_plot_of_a_page(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    prompt_tables.plot(tmp_path, page())
+    unmeasured = {"model": "n", "dtype": "bfloat16", "cells": [cell("vllm", 500, 0)]}
+    prompt_tables.plot(tmp_path, {"models": [*page()["models"], unmeasured]})
     assert (tmp_path / "prompts-m-bfloat16.svg").read_text().rstrip().endswith("</svg>")
 
 

@@ -99,7 +99,7 @@ def cells_of(args: Args, systems: Sequence[str]) -> list[Cell]:
     ]
 
 
-def measure(cell: Cell, url: str, vocabulary: int, key: str) -> load.Run:
+def measure(cell: Cell, url: str, vocabulary: int, key: str, rounds: int | None = None) -> load.Run:
     """One run of a cell; the same key gives the same prompts."""
     target = Target(base_url=url, endpoint="/v1/completions", model="bench", ignore_eos=True)
     length, count = cell["length"], cell["count"]
@@ -108,7 +108,7 @@ def measure(cell: Cell, url: str, vocabulary: int, key: str) -> load.Run:
         prompt, *decodes = load.prompts_of(f"{key} beside {length}", vocabulary, lengths)
         most = DECODED - load.DECODE_PROMPT
         return uvloop.run(load.beside_decodes(target, prompt, decodes, most))
-    lengths = [length] * count * load.rounds_of(length, count)
+    lengths = [length] * count * (rounds or load.rounds_of(length, count))
     prompts = load.prompts_of(f"{key} {count} {length}", vocabulary, lengths)
     return uvloop.run(load.first_tokens(target, prompts, count))
 
@@ -152,7 +152,7 @@ def bench_model(name: str, args: Args, page: Page, save: Callable[[], None]) -> 
         for number in range(args.repeats):
             for cell in page["cells"]:
                 come_to_rest()
-                run = measure(cell, urls[cell["system"]], vocabulary, f"{args.seed} {number}")
+                run = measure(cell, urls[cell["system"]], vocabulary, f"{args.seed} {number}", args.rounds)
                 cell["runs"].append({key: round(run[key], 3) if key != "error" else run[key] for key in run})
                 save()
                 tell(f"{name} {number + 1}: {described(cell)}: {said(run)}")
@@ -197,6 +197,7 @@ def parse_args() -> Args:
         help="of a prompt beside eight decodes (default: 16000, quick none)")  # fmt: skip
     add("--most-tokens", type=int, default=32_000, help="of prompts in a cell (default: %(default)s)")
     add("--repeats", type=int, help="of every cell, interleaved (default: 3, quick 2)")
+    add("--rounds", type=int, help="of requests in a run (default: 1 to 4, more for short prompts)")
     add("--quick", action="store_true", help=f"less of everything, {' and '.join(QUICK)} alone")
     add("--before", type=Path, metavar="CHECKOUT", help="with its .venv: measured beside, as 'before'")
     add("--serve-flags", default="", metavar="FLAGS", help="further ones of this checkout's serve")
@@ -210,7 +211,7 @@ def parse_args() -> Args:
     for name, usual, quick in CHOICES:
         if getattr(args, name) is None:
             setattr(args, name, quick if args.quick else usual)
-    if min([*args.lengths, *args.counts, *args.beside, args.repeats]) < 1:
+    if min([*args.lengths, *args.counts, *args.beside, args.repeats, args.rounds or 1]) < 1:
         parser.error("a count or a length is too small")
     args.more_systems = [BEFORE] if args.before is not None else []
     return args

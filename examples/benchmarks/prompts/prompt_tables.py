@@ -60,7 +60,7 @@ def print_cells(cells: Sequence[Cell], measures: dict[str, str]) -> None:
             ["system", *head], rows(systems, lambda name, length, key=key: good(of, name, length, key), 1)
         )
     ours, *_ = [name for name in systems if SYSTEMS[name].is_ours] or [""]
-    rivals = groups(systems, ours)
+    rivals = groups(systems, ours) if ours else {}
     for key, title in measures.items() if rivals else ():
         print(f"\n{title.removesuffix(', ms')}: how many times shorter {ours} has it than, per repeat:\n")
         shorter = rows(
@@ -89,10 +89,12 @@ def plot(directory: Path, page: Page) -> None:
 
     directory.mkdir(parents=True, exist_ok=True)
     for model in page["models"]:
-        plain = [cell for cell in model["cells"] if not cell["beside"]]
+        plain = [cell for cell in model["cells"] if not cell["beside"] and good_of(cell)]
+        if not plain:
+            continue
         counts = list(dict.fromkeys(cell["count"] for cell in plain))
-        figure, axes = pyplot.subplots(1, max(1, len(counts)), figsize=(6 * len(counts), 4), squeeze=False)
-        for panel, count in zip(axes[0], counts, strict=False):
+        figure, axes = pyplot.subplots(1, len(counts), figsize=(6 * len(counts), 4), squeeze=False)
+        for panel, count in zip(axes[0], counts, strict=True):
             lines(panel, [cell for cell in plain if cell["count"] == count])
             panel.set_title(f"{count} at once")
         axes[0][0].set_ylabel("TTFT, ms")
@@ -102,15 +104,15 @@ def plot(directory: Path, page: Page) -> None:
         pyplot.close(figure)
 
 
+def good_of(cell: Cell) -> list[float]:
+    """Times to first token of the runs in which no request failed."""
+    return [run[FIRST] for run in cell["runs"] if not run["failed"]]
+
+
 def lines(axes: Any, cells: Sequence[Cell]) -> None:
     """Draw medians as lines, with the lowest and the highest as a band."""
     for system in dict.fromkeys(cell["system"] for cell in cells):
-        own = [
-            (cell["length"], good({("", 0): cell["runs"]}, "", 0, FIRST))
-            for cell in cells
-            if cell["system"] == system
-        ]
-        found = [(length, values) for length, values in own if values]
+        found = [(cell["length"], good_of(cell)) for cell in cells if cell["system"] == system]
         at = [length for length, _ in found]
         axes.plot(at, [statistics.median(values) for _, values in found], marker="o", label=system)
         axes.fill_between(at, [min(v) for _, v in found], [max(v) for _, v in found], alpha=0.2)
