@@ -252,7 +252,7 @@ void experts_up(const Operation& op, Work& work) {
     constexpr int64_t TOGETHER = 2;  // panels: 32 outputs are a line of the cache, which two threads must not write to at once
     int64_t panels = (op.n + LANES - 1) / LANES;
     auto products = gated_products<T>(op.n, op.b);
-    Weights weights(op, op.k / T::PACK);
+    Weights weights(op, op.k / T::PACK, T::PACK);
     auto gate_of = [&](const ExpertTask& task) { return task.expert * 2 * panels + TOGETHER * task.part; };
     auto panels_at = [&](int64_t gate) { return Panels{weights.panel(gate), weights.panel(gate + panels)}; };
     for_experts(static_cast<const int64_t*>(op.extra), op.a, (panels + TOGETHER - 1) / TOGETHER, work,
@@ -292,7 +292,7 @@ void experts_down(const Operation& op, Work& work) {
         put(place(to, row), one, to.low);
         put(place(to, row) + LANES * size, two, to.high);
     }, place, std::max<int64_t>(1, op.b));
-    Weights weights(op, op.k / T::PACK);
+    Weights weights(op, op.k / T::PACK, T::PACK);
     auto panel_of = [&](const ExpertTask& task) { return (task.expert * pairs + task.part) * 2; };
     auto panels_at = [&](int64_t panel) { return Panels{weights.panel(panel), weights.panel(panel + 1)}; };
     for_experts(static_cast<const int64_t*>(op.extra), op.a, pairs, work, [&](const ExpertTask& now, const ExpertTask& next) {

@@ -11,14 +11,15 @@ import torch
 from engine.kernels.compression import Compressed
 from engine.kernels.library import Library
 from engine.kernels.logits import DRAW, SHAPE
+from engine.kernels.quantized import QuantizedPanels
 
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}
 
-ADD, AS_FLOAT, SELECTED, COMPRESSED, TO_CHOOSE, CENTRED, NORM_LAST = 1, 2, 4, 8, 16, 32, 64
+ADD, AS_FLOAT, SELECTED, COMPRESSED, TO_CHOOSE, CENTRED, NORM_LAST, QUANTIZED = 1, 2, 4, 8, 16, 32, 64, 128
 """Flags of operations.
 
 They add to what is there; write float32; compute the selected rows only; read compressed weights; run only if
-tokens are chosen; have norms around the mean, or norms behind the rotation.
+tokens are chosen; have norms around the mean, or norms behind the rotation; read codes of weights.
 """
 
 _OPERATION = np.dtype(
@@ -117,6 +118,8 @@ class Operations:
             self._kept.append(value)
         if isinstance(fields.get("weights"), Compressed):
             row["flags"] |= COMPRESSED
+        if isinstance(fields.get("weights"), QuantizedPanels):
+            row["flags"] |= QUANTIZED
         self._count += 1
 
     def run(
@@ -146,7 +149,7 @@ def _address(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         assert value.is_contiguous()
         return value.data_ptr()
-    if isinstance(value, Compressed):
+    if isinstance(value, Compressed | QuantizedPanels):
         value = value.record
     if isinstance(value, np.ndarray):
         assert value.flags.c_contiguous

@@ -36,29 +36,30 @@ class PackedLayer:
         attention = layer.attention
         self.layer = layer
         self.qkv = packer.panels(*_projections(attention), multiple=32)
-        self.out = packer.panels(attention.out.data, multiple=32)
+        self.out = packer.panels(attention.out, multiple=32)
         self.gate_up = self.up = self.down = self.router = None
         self.experts: PackedExperts | None = None
         if isinstance(layer.mlp, Mlp):
             if layer.mlp.gate is None:
-                self.up = packer.panels(layer.mlp.up.data, multiple=32)
+                self.up = packer.panels(layer.mlp.up, multiple=32)
             else:
-                self.gate_up = packer.gate_and_up(layer.mlp.gate.data, layer.mlp.up.data)
-            self.down = packer.panels(layer.mlp.down.data, multiple=32)
+                self.gate_up = packer.gate_and_up(layer.mlp.gate, layer.mlp.up)
+            self.down = packer.panels(layer.mlp.down, multiple=32)
         else:
-            self.router = packer.panels(layer.mlp.router.data, multiple=32)
+            self.router = packer.panels(layer.mlp.router, multiple=32)
             if not spread:
                 module = layer.mlp.experts
-                self.experts = PackedExperts.of(module.gate_up_proj.data, module.down_proj.data, packer)
+                self.experts = PackedExperts.of(module.gate_up_proj, module.down_proj, packer)
 
 
 def _projections(attention: Attention) -> list[torch.Tensor]:
     """Weights of queries, keys and values, their heads in the order of computation."""
-    query, key, value = (weight.data for weight in attention.qkv)
+    query, key, value = attention.qkv
     if attention.places is None:
         return [query, key, value]
     ordered = [
-        weight.unflatten(0, (-1, attention.dim))[:, attention.places].flatten(0, 1) for weight in (query, key)
+        weight.data.unflatten(0, (-1, attention.dim))[:, attention.places].flatten(0, 1)
+        for weight in (query, key)
     ]
     return [*ordered, value]
 
@@ -72,7 +73,7 @@ class PackedDecoder:
     def __init__(self, decoder: Decoder, packer: Packer, *, spread: bool) -> None:
         self.decoder = decoder
         self.layers = [PackedLayer(layer, packer, spread=spread) for layer in decoder.layers]
-        self.head = None if decoder.output is None else packer.panels(decoder.output.head.data, multiple=32)
+        self.head = None if decoder.output is None else packer.panels(decoder.output.head, multiple=32)
 
     def __repr__(self) -> str:
         return f"<PackedDecoder {len(self.layers)} layers, {self.decoder.dtype}>"
