@@ -236,7 +236,7 @@ class ModelRunner:
         return draws([self._slots[step.slots[row]].draw for row in wanted.sampled])
 
     def _pack(self, step: Step, ends: list[int]) -> tuple[PackedRows, Int64s]:
-        """The rows of a step, and the ids of their tokens. ``ends``: those of the step."""
+        """The rows of a step and their token ids; ``ends`` are those of the step."""
         slots = np.array(step.slots, dtype=np.int64)
         starts = np.array(step.starts, dtype=np.int64)
         counts = np.array(step.counts, dtype=np.int64)

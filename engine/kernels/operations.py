@@ -15,11 +15,11 @@ from engine.kernels.quantized import QuantizedPanels
 
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}
 
-ADD, AS_FLOAT, SELECTED, COMPRESSED, TO_CHOOSE, QUANTIZED = 1, 2, 4, 8, 16, 32
+ADD, AS_FLOAT, SELECTED, COMPRESSED, TO_CHOOSE, CENTRED, NORM_LAST, QUANTIZED = 1, 2, 4, 8, 16, 32, 64, 128
 """Flags of operations.
 
 They add to what is there; write float32; compute the selected rows only; read compressed weights; run only if
-tokens are chosen; read codes of weights.
+tokens are chosen; have norms around the mean, or norms behind the rotation; read codes of weights.
 """
 
 _OPERATION = np.dtype(
@@ -31,7 +31,7 @@ _OPERATION = np.dtype(
 _STEP = np.dtype(
     [(name, np.int64) for name in (
         "tokens", "selected", "num_tasks", "table_width", "block_size", "ids", "slots", "chosen", "positions",
-        "cosines", "sines", "starts", "counts", "offsets", "tables", "tasks", "seconds", "choose", "apart",
+        "angles", "starts", "counts", "offsets", "tables", "tasks", "seconds", "choose", "apart",
         "num_chosen_tasks", "chosen_tasks", "draws"
     )]
 )  # fmt: skip
@@ -85,6 +85,7 @@ class OperationKind(enum.IntEnum):
     SUM = 18
     BEST_OF_ALL = 19
     LOOK = 20
+    CAP = 21
 
 
 class StepArguments:
