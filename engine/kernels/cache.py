@@ -80,7 +80,7 @@ class NativeCache:
         slots = blocks * self.block_size + rows.positions % self.block_size
         offsets = np.cumsum(rows.counts) - rows.counts
         queries = _queries_per_task(len(slots) * self._kv_heads, torch.get_num_threads())
-        tasks = _tasks(np.arange(len(slots)), row_of_token, offsets, queries)
+        tasks = _tasks_of_rows(rows.counts, offsets, queries)
         pairs = tasks[:, 2] * (rows.starts[tasks[:, 0]] + tasks[:, 1] + tasks[:, 2])
         return NativePlan(
             slots,
@@ -115,16 +115,32 @@ def _queries_per_task(queries: int, threads: int) -> int:
     return next((size for size in QUERIES_PER_TASK if queries >= size * enough), QUERIES_PER_TASK[-1])
 
 
+def _tasks_of_rows(counts: Int64s, offsets: Int64s, most: int) -> Int32s:
+    """As :func:`_tasks` of all tokens, from the rows alone: there are fewer."""
+    pieces = -(-counts // most)
+    row = np.repeat(np.arange(len(counts)), pieces)
+    first = (np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
+    return _table(row, first, np.minimum(counts[row] - first, most), offsets[row] + first)
+
+
 def _tasks(tokens: Int64s, rows: Int64s, offsets: Int64s, most: int) -> Int32s:
     """Tasks [tasks, 4] for tokens of a step, some of each of its ``rows``.
 
     Rows begin at ``offsets``; up to ``most`` neighbours share a task. Results lie in the order of the tokens.
     """
     numbers = np.arange(len(tokens))
+    same_row = rows[1:] == rows[:-1]
+    if not same_row.any():
+        return _table(rows, tokens - offsets[rows], 1, numbers)
     follows = np.zeros(len(tokens), dtype=bool)
-    follows[1:] = (np.diff(tokens) == 1) & (np.diff(rows) == 0)
+    follows[1:] = (tokens[1:] - tokens[:-1] == 1) & same_row
     since = numbers - np.maximum.accumulate(np.where(follows, 0, numbers))
     begins = np.flatnonzero(since % most == 0)
-    queries = np.diff(begins, append=len(tokens))
     row = rows[begins]
-    return np.stack([row, tokens[begins] - offsets[row], queries, begins], axis=1).astype(np.int32)
+    return _table(row, tokens[begins] - offsets[row], np.diff(begins, append=len(tokens)), begins)
+
+
+def _table(row: Int64s, first: Int64s, queries: Int64s | int, place: Int64s) -> Int32s:
+    table = np.empty((len(row), 4), dtype=np.int32)
+    table[:, 0], table[:, 1], table[:, 2], table[:, 3] = row, first, queries, place
+    return table

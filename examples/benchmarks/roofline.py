@@ -5,8 +5,8 @@
     python examples/benchmarks/roofline.py build/models/dense-0.5b --threads 2 --batches 1 8 32
 
 Loads a model into this process and runs its steps with the native kernels, without any server: decode of
-so many sequences with 160 tokens of context each, prompts (whole, or in steps of --piece tokens), and decode
-with a piece of a prompt beside it.
+so many sequences with 160 to 175 tokens of context each, one step after the other as in serving; prompts
+(whole, or in steps of --piece tokens); and decode with a piece of a prompt beside it.
 Printed for each step:
 
     ms          median of the steps' wall time
@@ -121,11 +121,29 @@ def attention_work(decoder: Decoder, rows: Rows, size: int) -> tuple[float, floa
     return cached * keys * size, 4 * sum(widths) * pairs + 4 * last * keys
 
 
-def measure(
-    program: Program, decoder: Decoder, steps: list[Rows], reach: dict[str, float], times: int
-) -> dict[str, Any]:
-    """Measure steps that follow each other, as those of a prompt do, as one."""
-    given = [packed_step(rows, decoder.vocab) for rows in steps]
+def consecutive(program: Program, vocabulary: int, rows: Rows, times: int) -> tuple[float, Any]:
+    """Median seconds of a decode step that follows another, and its mean seconds by kind.
+
+    Each chooses its tokens, as when serving. They stay in one block of the cache, then begin again.
+    """
+    seconds: list[float] = []
+    spent = np.zeros_like(program.seconds)
+    while len(seconds) < times:
+        program.choose(*packed_step(rows, vocabulary))
+        before = program.seconds.copy()
+        for _ in range(min(BLOCK - 1, times - len(seconds))):
+            began = time.perf_counter()
+            chosen = program.go_on({})
+            seconds.append(time.perf_counter() - began)
+            assert chosen is not None, "the rows are the same"
+        spent += program.seconds - before
+    return statistics.median(seconds), spent / times
+
+
+def repeated(
+    program: Program, given: list[tuple[PackedRows, np.ndarray, np.ndarray]], times: int
+) -> tuple[float, Any]:
+    """Median seconds of these steps together, and their mean seconds by kind."""
 
     def run() -> None:
         for packed, ids, wanted in given:
@@ -134,7 +152,20 @@ def measure(
     times = max(1, min(times, int(ROW_SECONDS / median_of(run, 1))))
     before = program.seconds.copy()
     seconds = median_of(run, times)
-    spent = (program.seconds - before) / times
+    return seconds, (program.seconds - before) / times
+
+
+def measure(
+    program: Program, decoder: Decoder, steps: list[Rows], reach: dict[str, float], times: int
+) -> dict[str, Any]:
+    """Measure steps that follow each other, as those of a prompt do, as one."""
+    if all(count == 1 for _, count in steps[0]):
+        seconds, spent = consecutive(program, decoder.vocab, steps[0], times)
+        steps = [[(start + BLOCK // 2, 1) for start, _ in steps[0]]]
+        given = [packed_step(rows, decoder.vocab) for rows in steps]
+    else:
+        given = [packed_step(rows, decoder.vocab) for rows in steps]
+        seconds, spent = repeated(program, given, times)
     size = decoder.dtype.itemsize
     kept = program.weight_bytes / (program.weight_bytes + program.saved_bytes)
     num_bytes = operations = cached = attention = 0.0
