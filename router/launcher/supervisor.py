@@ -405,7 +405,7 @@ class Supervisor:
             await self._wait_for(children, self._patience(role, is_head))
 
     def _patience(self, role: str, is_head: bool) -> float:
-        """Seconds that processes of a role get to end: requests may still run for a part of it."""
+        """Seconds that processes of a role get to end, and their requests with them."""
         drains = role == "engine" and not is_head
         running = self._drain_timeout if drains else self._shutdown_timeout if role == "router" else 0.0
         return STOP_TIMEOUT + running

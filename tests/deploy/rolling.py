@@ -1,4 +1,4 @@
-"""A rolling update under load, every answer compared with that of the undisturbed mesh, token for token.
+"""A rolling update under load: every answer is compared with that of the undisturbed mesh.
 
     python -m tests.deploy.rolling --url http://127.0.0.1:8000 -- COMMAND...
 
