@@ -50,7 +50,10 @@ def is_loopback(address: str) -> bool:
 
 
 def is_ipv6(address: str) -> bool:
-    """Whether a host is an IPv6 address, or a name that resolves to nothing else."""
+    """Whether a host is an IPv6 address, or a name that resolves to nothing else.
+
+    A name that cannot be resolved yet counts as one on a host that has no other addresses itself.
+    """
     if ":" in address:
         return True
     with contextlib.suppress(ValueError):
@@ -58,8 +61,12 @@ def is_ipv6(address: str) -> bool:
         return False
     try:
         infos = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
+    except UnicodeError:
         return False
+    except (
+        OSError
+    ):  # as before a pod is ready: the socket that is made now keeps its kind when the name is known
+        return all(":" in each.address for each in interfaces() or [Interface("", "127.0.0.1")])
     return all(":" in str(info[4][0]) for info in infos)
 
 

@@ -200,6 +200,7 @@ def _run(config: ServeConfig, model: _Model, held: contextlib.ExitStack, keys: M
     supervisor = Supervisor(
         table,
         drain_timeout=config.engine.drain_timeout,
+        shutdown_timeout=config.http.shutdown_timeout,
         restart=config.restart,
         engine_spec=lambda rank, number: _one_more(config, rank, number),
         doors=sockets,

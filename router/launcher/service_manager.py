@@ -1,7 +1,7 @@
 """Notifications to a service manager such as systemd: ready, status, stopping, watchdog.
 
 The protocol is one datagram of ``NAME=value`` lines to the socket that ``NOTIFY_SOCKET`` names
-(sd_notify(3)). Without that variable nothing is sent.
+(sd_notify(3)). Without that variable nothing is sent. ``LOCKSTEP_PROGRESS_FILE`` names a file for probes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -59,6 +60,27 @@ def status_line(progress: Progress) -> str:
     )
 
 
+class ProgressFile:
+    """A file that is there while the mesh serves, and touched while it makes progress.
+
+    Probes that run commands, as those of Kubernetes, look at it where there is no endpoint to ask.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+
+    def __repr__(self) -> str:
+        return f"<ProgressFile {self._path}>"
+
+    def tell(self, progress: Progress) -> None:
+        """Make, touch or remove the file."""
+        with contextlib.suppress(OSError):  # a full disk, or no such directory: the probe then fails
+            if progress.stopping or not progress.ready:
+                self._path.unlink(missing_ok=True)
+            elif makes_progress(progress):
+                self._path.touch()
+
+
 class ServiceManager:
     """Keeps a service manager informed."""
 
@@ -68,13 +90,15 @@ class ServiceManager:
         self._address = f"\0{name[1:]}" if name.startswith("@") else name
         self._period = _watchdog_seconds(variables)
         self._said: list[str] = []
+        file = variables.get("LOCKSTEP_PROGRESS_FILE", "")
+        self._file = ProgressFile(file) if file else None
 
     def __repr__(self) -> str:
         return f"<ServiceManager at {self._address!r}, watchdog {self._period}>"
 
     async def keep(self, progress: Callable[[], Progress]) -> None:
         """Send what changes, and pings while there is progress, until cancelled."""
-        if not self._address:
+        if not self._address and self._file is None:
             return
         while True:
             self.tell(progress())
@@ -85,6 +109,8 @@ class ServiceManager:
 
     def tell(self, progress: Progress) -> None:
         """Send what has changed since the last call, and a ping if there is progress."""
+        if self._file is not None:
+            self._file.tell(progress)
         lines = [f"STATUS={status_line(progress)}"]
         if progress.ready:
             lines.append("READY=1")

@@ -49,17 +49,20 @@ class Supervisor:
         table: Sequence[ProcessSpec],
         *,
         drain_timeout: float = 0.0,
+        shutdown_timeout: float = 0.0,
         restart: bool = False,
         engine_spec: Callable[[int | None, int], ProcessSpec] | None = None,
         doors: Sequence[socket.socket] = (),
         fork_server: ForkServer | None = None,
     ) -> None:
         """``drain_timeout``: seconds that headless instances may take to finish what they have.
+        ``shutdown_timeout``: seconds that routers may take to finish requests.
         ``engine_spec`` makes the instance of a rank (None: of any), with a number among ours. ``doors`` are
         held open for routers to come, and closed at the end; so is ``fork_server``, which makes the
         instances, if there is one."""
         self._table = list(table)
         self._drain_timeout = drain_timeout
+        self._shutdown_timeout = shutdown_timeout
         self._restarts = Restarts(instances=restart)
         self._engine_spec = engine_spec
         self._doors = doors
@@ -399,8 +402,13 @@ class Supervisor:
             children = self._of_role(role)
             for child in children:
                 child.tell(signal.SIGTERM)
-            drains = role == "engine" and not is_head
-            await self._wait_for(children, STOP_TIMEOUT + (self._drain_timeout if drains else 0.0))
+            await self._wait_for(children, self._patience(role, is_head))
+
+    def _patience(self, role: str, is_head: bool) -> float:
+        """Seconds that processes of a role get to end, and their requests with them."""
+        drains = role == "engine" and not is_head
+        running = self._drain_timeout if drains else self._shutdown_timeout if role == "router" else 0.0
+        return STOP_TIMEOUT + running
 
     async def _wait_for(self, children: list[ChildProcess], patience: float) -> None:
         if not children:

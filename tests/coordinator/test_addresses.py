@@ -144,3 +144,23 @@ def test_who_is_reached_is_who_takes_a_connection_within_the_time() -> None:
         for each in waiting:
             each.close()
     assert asyncio.run(reached({})) == ()
+
+
+@pytest.mark.parametrize(
+    ("here", "is_v6"),
+    [
+        (TWO, False),
+        ([], False),
+        ([Interface("eth0", "fd00::7")], True),
+        ([*TWO, Interface("eth0", "fd00::7")], False),
+    ],
+)
+def test_an_unknown_name_is_of_ipv6_where_this_host_has_nothing_else(
+    here: list[Interface], is_v6: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_args: object, **_kwargs: object) -> list[object]:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(addresses, "interfaces", lambda: here)
+    assert is_ipv6("coordinator.mesh.svc") is is_v6

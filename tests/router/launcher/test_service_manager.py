@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,6 +104,24 @@ def test_a_name_of_the_abstract_namespace_begins_with_an_at_sign() -> None:
         bound.setblocking(False)
         ServiceManager({"NOTIFY_SOCKET": "@" + bound.getsockname()[1:].decode()}).tell(Progress(True, False))
         assert "READY=1" in received(bound)
+
+
+def test_progress_file_is_there_while_the_mesh_serves_and_touched_while_it_makes_progress(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "progress"
+    file.touch()  # of a process that was killed
+    manager = ServiceManager({"LOCKSTEP_PROGRESS_FILE": str(file)})
+    manager.tell(Progress(False, False))
+    assert not file.exists()
+    manager.tell(Progress(True, False, [member()]))
+    os.utime(file, (0, 0))
+    manager.tell(Progress(True, False, [STUCK]))
+    assert file.stat().st_mtime == 0
+    manager.tell(Progress(True, False, [member()]))
+    assert file.stat().st_mtime > 0
+    manager.tell(Progress(True, True, [member()]))
+    assert not file.exists()
 
 
 def test_without_a_service_manager_or_with_one_that_is_away_nothing_happens(tmp_path: Path) -> None:
