@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ from parallel.tensor_parallel import (
 )
 from parallel.topology import CannotCut, kv_heads_of
 
+JOINED_MLP = {"gate_up_proj": "colwise_gather_output", "down_proj": "rowwise_split_input"}
+"""Styles of an MLP whose gate and up are one layer."""
 QUERY_LIKE = {"q_proj", "q_b_proj", "kv_b_proj"}
 """Children of attention modules with outputs per query head.
 
@@ -164,6 +166,8 @@ class _Cutter:
         styles = {name: self.style(f"{path}.{name}") for name, _ in module.named_children()}
         if QUERY_LIKE & {name for name, style in styles.items() if style is not None}:
             self._cut_attention(path, module, styles)
+        elif {name: style for name, style in styles.items() if style is not None} == JOINED_MLP:
+            self._cut_joined_mlp(path, module)
         else:
             for name, style in styles.items():
                 if style is not None:
@@ -221,6 +225,23 @@ class _Cutter:
 
     def _note(self, name: str, dim: int, whole: torch.Tensor, start: int, stop: int) -> None:
         self._done.cuts[name] = Cut(dim, whole.shape[dim], ((start, stop),))
+
+    def _cut_joined_mlp(self, path: str, module: Any) -> None:
+        """Cut an MLP whose gate and up are one layer, gate first: the same columns of both.
+
+        So its middle need not be gathered, as its plan would.
+        """
+        joined, down = JOINED_MLP
+        self._applied |= {_pattern(f"{path}.{name}") for name in JOINED_MLP}
+        whole = getattr(module, joined)
+        width = whole.out_features // 2
+        start, stop = self._ranks.share(width, f"{path}.{joined}")
+        self._colwise(f"{path}.{joined}", module, joined, 2 * start, 2 * stop)
+        both = (start, stop), (width + start, width + stop)
+        for name in (f"{path}.{joined}.weight", f"{path}.{joined}.bias"):
+            if name in self._done.cuts:
+                self._done.cuts[name] = replace(self._done.cuts[name], ranges=both)
+        self._rowwise(f"{path}.{down}", module, down, start, stop, split_input=False)
 
     # ---- attention
 
