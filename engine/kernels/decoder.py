@@ -10,20 +10,24 @@ whose attention and MLPs give partial sums (:mod:`parallel.tensor_plan`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from engine.attention.base import LayerShape
+from engine.kernels import NotUsual
 from engine.kernels.packing import LANES, PACK
+from engine.kernels.routing import Routing, router_of, routing_of, weights_of
 from engine.model.shard import PassThrough
 from parallel.tensor_parallel import ParallelRMSNorm, RowParallelLinear, SummedExperts, VocabularyParallel
 
-
-class NotUsual(Exception):
-    """Refusal of a model that does something unknown to the kernels; the message names it."""
+MLPS = ("mlp", "block_sparse_moe", "feed_forward")
+"""Names of what stands behind attention in a layer."""
+SHARED = {"shared_expert", "shared_experts", "shared_mlp"}
+"""Names of an expert of all tokens in a mixture."""
+SHARED_GATE = "shared_expert_gate"
 
 
 @dataclass(frozen=True)
@@ -77,21 +81,39 @@ class Mlp:
     """As in :class:`Attention`."""
     width: int
 
+    @property
+    def num_sums(self) -> int:
+        """Sums over the tensor-parallel ranks."""
+        return int(self.is_partial)
+
 
 @dataclass(frozen=True)
 class Moe:
     """A router and its experts."""
 
     router: torch.Tensor
-    """[experts, hidden]"""
+    """[experts, hidden]; may be float32 in a model of another type."""
+    router_bias: torch.Tensor | None
+    routing: Routing
     experts: Any
     """The module with ``gate_up_proj`` [local experts, 2 * width, hidden] and ``down_proj``."""
     is_partial: bool
     """As in :class:`Attention`."""
     num_experts: int
-    top_k: int
-    normalised: bool
     width: int
+    shared: Mlp | None = None
+    """An expert of all tokens, whose result is added."""
+    shared_gate: torch.Tensor | None = None
+    """[1, hidden]: the sigmoid of its product is a factor on the shared expert's result."""
+
+    @property
+    def top_k(self) -> int:
+        return self.routing.top_k
+
+    @property
+    def num_sums(self) -> int:
+        """Sums over the tensor-parallel ranks."""
+        return self.is_partial + (self.shared is not None and self.shared.is_partial)
 
 
 @dataclass(frozen=True)
@@ -159,14 +181,21 @@ class Decoder:
         """Numbers of inputs, of all ranks, of products that the ranks add up."""
         attentions = [layer.attention for layer in self.layers if layer.attention.is_partial]
         here = {each.width for each in attentions}
-        here |= {layer.mlp.width for layer in self.layers if layer.mlp.is_partial}
+        here |= {mlp.width for layer in self.layers for mlp in _mlps(layer.mlp) if mlp.is_partial}
         return {inputs * ranks for inputs in here}
 
     @property
     def num_sums(self) -> int:
         """Sums over the tensor-parallel ranks in one step."""
-        partial = [part.is_partial for layer in self.layers for part in (layer.attention, layer.mlp)]
+        partial = [layer.attention.is_partial + layer.mlp.num_sums for layer in self.layers]
         return sum(partial) + (self.embedding is not None and self.embedding.is_partial)
+
+
+def _mlps(mlp: Mlp | Moe) -> Iterator[Mlp | Moe]:
+    """It and its shared expert."""
+    yield mlp
+    if isinstance(mlp, Moe) and mlp.shared is not None:
+        yield mlp.shared
 
 
 def recognise(module: Any, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Decoder:
@@ -186,7 +215,7 @@ def recognise(module: Any, shapes: Sequence[LayerShape], dtype: torch.dtype) -> 
     hidden = int(module.config.get_text_config().hidden_size)
     if hidden % 2 or len(parts) != len(shapes):
         raise NotUsual("an odd width")
-    layers = tuple(_layer(layer, shape, hidden) for layer, shape in zip(parts, shapes, strict=True))
+    layers = tuple(_layer(layer, shape, hidden, dtype) for layer, shape in zip(parts, shapes, strict=True))
     kinds = {(mlp.num_experts, mlp.top_k) for mlp in (layer.mlp for layer in layers) if isinstance(mlp, Moe)}
     if len(kinds) > 1:
         raise NotUsual("another number of experts in another layer")
@@ -212,13 +241,16 @@ def _output(norm: Any, head: Any, hidden: int) -> Output | None:
     return Output(*_norm(norm, hidden), head.weight, head.weight.shape[0], first or 0, first is not None)
 
 
-def _layer(layer: Any, shape: LayerShape, hidden: int) -> Layer:
-    _only(layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
+def _layer(layer: Any, shape: LayerShape, hidden: int, dtype: torch.dtype) -> Layer:
+    mlp = next((name for name in MLPS if hasattr(layer, name)), MLPS[0])
+    _only(layer, {"self_attn", mlp, "input_layernorm", "post_attention_layernorm"})
     norm, eps = _norm(layer.input_layernorm, hidden)
     second_norm, second_eps = _norm(layer.post_attention_layernorm, hidden)
     if eps != second_eps:
         raise NotUsual("norms of different precision")
-    return Layer(norm, eps, _attention(layer.self_attn, shape), second_norm, _mlp(layer.mlp, hidden))
+    block = getattr(layer, mlp)
+    computes = _mixture(block, hidden, dtype) if hasattr(block, "experts") else _mlp(block)
+    return Layer(norm, eps, _attention(layer.self_attn, shape), second_norm, computes)
 
 
 def _attention(module: Any, shape: LayerShape) -> Attention:
@@ -257,18 +289,26 @@ def _attention(module: Any, shape: LayerShape) -> Attention:
     )
 
 
-def _mlp(module: Any, hidden: int) -> Mlp | Moe:
+def _mlp(module: Any) -> Mlp:
     children = {name for name, _ in module.named_children()} - {"act_fn"}
-    if children == {"gate_proj", "up_proj", "down_proj"}:
-        _silu(module)
-        gate, gate_bias = _whole(module.gate_proj)
-        up, up_bias = _whole(module.up_proj)
-        down, down_bias, is_partial = _linear(module.down_proj)
-        if any(bias is not None for bias in (gate_bias, up_bias, down_bias)):
-            raise NotUsual("an MLP with biases")
-        return Mlp(gate, up, down, is_partial, gate.shape[0])
-    _only(module, {"gate", "experts"})
-    experts, gate = module.experts, module.gate
+    if children != {"gate_proj", "up_proj", "down_proj"}:
+        raise NotUsual(f"{type(module).__name__} has the parts {', '.join(sorted(children))}")
+    _silu(module)
+    gate, gate_bias = _whole(module.gate_proj)
+    up, up_bias = _whole(module.up_proj)
+    down, down_bias, is_partial = _linear(module.down_proj)
+    if any(bias is not None for bias in (gate_bias, up_bias, down_bias)):
+        raise NotUsual("an MLP with biases")
+    return Mlp(gate, up, down, is_partial, gate.shape[0])
+
+
+def _mixture(block: Any, hidden: int, dtype: torch.dtype) -> Moe:
+    """A block with a router, experts, and maybe one that all tokens share."""
+    children = {name for name, _ in block.named_children()} - {"experts", "gate", "router", "act_fn"}
+    shared = children & SHARED
+    if children - SHARED - {SHARED_GATE} or len(shared) > 1 or (SHARED_GATE in children and not shared):
+        raise NotUsual(f"{type(block).__name__} has the parts {', '.join(sorted(children))}")
+    experts = block.experts
     own = {name: tuple(weight.shape) for name, weight in experts.named_parameters()}
     if own.keys() != {"gate_up_proj", "down_proj"}:
         raise NotUsual(f"experts with {', '.join(sorted(own))}")
@@ -278,13 +318,18 @@ def _mlp(module: Any, hidden: int) -> Mlp | Moe:
         raise NotUsual("experts laid out the other way round")
     if width % 2:
         raise NotUsual("an odd width")
-    if {name for name, _ in gate.named_parameters()} != {"weight"} or list(gate.children()):
-        raise NotUsual("another kind of router")
-    top_k = getattr(gate, "top_k", None)
-    if not isinstance(top_k, int):
-        raise NotUsual("a router without top_k")
-    router, normalised = gate.weight, bool(getattr(gate, "norm_topk_prob", True))
-    return Moe(router, experts, isinstance(experts, SummedExperts), router.shape[0], top_k, normalised, width)
+    router, bias = weights_of(router_of(block))
+    return Moe(
+        router=router,
+        router_bias=None if bias is None else _copy(bias),
+        routing=routing_of(block, dtype),
+        experts=experts,
+        is_partial=isinstance(experts, SummedExperts),
+        num_experts=router.shape[0],
+        width=width,
+        shared=_mlp(getattr(block, shared.pop())) if shared else None,
+        shared_gate=_whole(getattr(block, SHARED_GATE))[0] if SHARED_GATE in children else None,
+    )
 
 
 def _copy(vector: torch.Tensor) -> torch.Tensor:

@@ -18,14 +18,14 @@ import torch
 
 from engine.kernels.buffers import Buffers
 from engine.kernels.cache import NativeCache
-from engine.kernels.decoder import Attention, Embedding, Mlp, Moe, Output
+from engine.kernels.decoder import Attention, Embedding, Moe, Output
 from engine.kernels.exchange import Alone, Exchange
 from engine.kernels.experts import NativeExperts
 from engine.kernels.linked import Linked
-from engine.kernels.operations import ADD, AS_FLOAT, SELECTED, TO_CHOOSE, OperationKind, Operations
+from engine.kernels.operations import ADD, AS_FLOAT, SELECTED, TO_CHOOSE, WIDE, OperationKind, Operations
 from engine.kernels.packing import Laid
 from engine.kernels.sums import Area, OwnSums, Sums, parts_here
-from engine.kernels.weights import PackedDecoder, PackedLayer
+from engine.kernels.weights import PackedDecoder, PackedLayer, PackedMlp, PackedMoe
 
 OPERATIONS_PER_LAYER = 30
 OTHER_OPERATIONS = 10
@@ -103,19 +103,20 @@ class Lowering:
             if number == len(self._packed.layers) - 1 and not cut and decoder.output is not None:
                 self._select()
             self._attention(number, packed, layer.attention)
-            if isinstance(layer.mlp, Mlp):
+            if isinstance(packed.mlp, PackedMlp):
                 self._norm(layer.second_norm, layer.eps, buffers.normed)
-                self._mlp(packed, layer.mlp)
+                self._mlp(packed.mlp, buffers.normed)
             elif cut:
                 self._norm(layer.second_norm, layer.eps, buffers.normed)
-                self._router(packed, layer.mlp, buffers.normed, buffers.ids)
-                self._cuts.append((len(self._list), layer.mlp))
+                self._router(packed.mlp, buffers.normed, buffers.ids)
+                self._shared(packed.mlp, buffers.normed)
+                self._cuts.append((len(self._list), packed.mlp.moe))
             else:
                 assert self._exchange is not None
                 own, layout = self._exchange.own, self._exchange.layout
                 self._norm(layer.second_norm, layer.eps, own + layout.rows_at)
-                self._router(packed, layer.mlp, own + layout.rows_at, own + layout.ids_at)
-                self._experts(packed, layer.mlp, self._exchange)
+                self._router(packed.mlp, own + layout.rows_at, own + layout.ids_at)
+                self._experts(packed.mlp, self._exchange)
         if self._num_sums == 1:
             self._meet(0, 0)  # or what was given for this step's sum could be gone before all have read it
         if decoder.output is not None:
@@ -234,18 +235,21 @@ class Lowering:
             buffers.attended, packed.out, attention.width, attention.out_bias, attention.is_partial
         )
 
-    def _mlp(self, packed: PackedLayer, mlp: Mlp) -> None:
-        buffers = self._buffers
+    def _mlp(
+        self, packed: PackedMlp, rows: torch.Tensor | int, row_factors: torch.Tensor | None = None
+    ) -> None:
+        """An MLP on some rows; ``row_factors``: see :meth:`_add_product`."""
+        buffers, mlp = self._buffers, packed.mlp
         self._list.add(
             OperationKind.GATED,
-            into=buffers.normed,
+            into=rows,
             out=buffers.middle,
             weights=packed.gate_up,
             n=mlp.width,
             k=self._hidden,
             flags=self._rows,
         )
-        self._add_product(buffers.middle, packed.down, mlp.width, None, mlp.is_partial)
+        self._add_product(buffers.middle, packed.down, mlp.width, None, mlp.is_partial, row_factors)
 
     def _add_product(
         self,
@@ -254,21 +258,28 @@ class Lowering:
         width: int,
         bias: torch.Tensor | None,
         is_partial: bool,
+        row_factors: torch.Tensor | None = None,
     ) -> None:
         """Multiply rows by weights and add the result to the stream.
 
-        If it is a partial sum, it is added over all ranks first.
+        If it is a partial sum, it is added over all ranks first. ``row_factors``: logits [rows] in float32,
+        whose sigmoids are factors on the result.
         """
         parts = parts_here(width, self._ranks if is_partial else 1)
         product = {"into": into, "weights": weights, "n": self._hidden, "k": width, "b": parts}
         if not is_partial:
             self._list.add(
-                OperationKind.LINEAR, out=self._stream, more=bias, flags=self._rows | ADD, **product
+                OperationKind.LINEAR,
+                out=self._stream,
+                more=bias,
+                factors=row_factors,
+                flags=self._rows | ADD,
+                **product,
             )
             return
         area = self._area()
         self._list.add(OperationKind.LINEAR, out=area.address, flags=self._rows | AS_FLOAT, **product)
-        self._sum(area, bias, flags=ADD)
+        self._sum(area, bias, ADD, row_factors)
 
     def _area(self) -> Area:
         """Area of the next sum."""
@@ -276,7 +287,9 @@ class Lowering:
         self._num_sums += 1
         return self._sums.area(self._num_sums - 1, self._packed.decoder.num_sums)
 
-    def _sum(self, area: Area, bias: torch.Tensor | None, flags: int) -> None:
+    def _sum(
+        self, area: Area, bias: torch.Tensor | None, flags: int, row_factors: torch.Tensor | None = None
+    ) -> None:
         """Add what all ranks have given to the stream."""
         record = self._meet_for(area, self._hidden)
         self._list.add(
@@ -284,6 +297,7 @@ class Lowering:
             out=self._stream,
             more=bias,
             extra=record,
+            factors=row_factors,
             n=self._hidden,
             a=area.begin,
             flags=self._rows | flags,
@@ -312,44 +326,65 @@ class Lowering:
             )
             self._list.add(OperationKind.MEET, extra=self._sums.record, flags=when)
 
-    def _router(
-        self,
-        packed: PackedLayer,
-        moe: Moe,
-        into: torch.Tensor | int,
-        ids: torch.Tensor | int,
-    ) -> None:
-        buffers = self._buffers
+    def _router(self, packed: PackedMoe, into: torch.Tensor | int, ids: torch.Tensor | int) -> None:
+        buffers, moe = self._buffers, packed.moe
+        wide = 0
+        if moe.router.dtype != self._packed.decoder.dtype:
+            self._list.add(
+                OperationKind.WIDEN, into=into, out=buffers.widened, k=self._hidden, flags=self._rows
+            )
+            into, wide = buffers.widened, WIDE
         self._list.add(
             OperationKind.LINEAR,
             into=into,
             out=buffers.router_logits,
             weights=packed.router,
+            more=moe.router_bias,
             n=moe.num_experts,
             k=self._hidden,
-            flags=self._rows | AS_FLOAT,
+            flags=self._rows | AS_FLOAT | wide,
         )
         self._list.add(
             OperationKind.ROUTE,
             into=buffers.router_logits,
             out=buffers.scores,
             extra=ids,
+            more=packed.routing,
             n=moe.num_experts,
             k=moe.top_k,
-            flags=self._rows | (ADD if moe.normalised else 0),
+            flags=self._rows,
         )
 
-    def _experts(self, packed: PackedLayer, moe: Moe, exchange: Exchange) -> None:
-        buffers, alone = self._buffers, isinstance(exchange, Alone)
-        area = self._area() if moe.is_partial else None
+    def _shared(self, packed: PackedMoe, rows: torch.Tensor | int) -> None:
+        """Add what the expert of all tokens gives, if there is one."""
+        if packed.shared is None:
+            return
+        logits = None
+        if packed.shared_gate is not None:
+            logits = self._buffers.shared_logits
+            self._list.add(
+                OperationKind.LINEAR,
+                into=rows,
+                out=logits,
+                weights=packed.shared_gate,
+                n=1,
+                k=self._hidden,
+                flags=self._rows | AS_FLOAT,
+            )
+        self._mlp(packed.shared, rows, logits)
+
+    def _experts(self, packed: PackedMoe, exchange: Exchange) -> None:
+        buffers, moe, alone = self._buffers, packed.moe, isinstance(exchange, Alone)
         if not alone:
             self._list.add(OperationKind.OFFER, extra=exchange.record, flags=self._rows)
+        self._shared(packed, exchange.own + exchange.layout.rows_at)  # while the others' rows come
+        area = self._area() if moe.is_partial else None
         if isinstance(exchange, Linked):  # what is here first, the others' rows when they have come
             self._list.add(OperationKind.LOOK, extra=exchange.record, flags=self._rows)
-            self._products_of(packed, moe, exchange, area, number=1)
+            self._products_of(packed, exchange, area, number=1)
         if not alone:
             self._list.add(OperationKind.MEET, extra=exchange.record)
-        self._products_of(packed, moe, exchange, area, number=2 if isinstance(exchange, Linked) else 0)
+        self._products_of(packed, exchange, area, number=2 if isinstance(exchange, Linked) else 0)
         if not alone:
             self._list.add(OperationKind.HOME, extra=exchange.record)
         self._list.add(
@@ -363,11 +398,10 @@ class Lowering:
             **({} if area is None else self._of_ranks(area, moe)),
         )
 
-    def _products_of(
-        self, packed: PackedLayer, moe: Moe, exchange: Exchange, area: Area | None, number: int
-    ) -> None:
+    def _products_of(self, packed: PackedMoe, exchange: Exchange, area: Area | None, number: int) -> None:
         """Results of the experts here; ``number``: see SORT."""
-        buffers, experts = self._buffers, packed.experts or self._products.packed(moe.experts)
+        buffers, moe = self._buffers, packed.moe
+        experts = packed.experts or self._products.packed(moe.experts)
         results = exchange.own + exchange.layout.results_at if area is None else area.address
         self._list.add(OperationKind.SORT, extra=exchange.record, a=number, flags=self._rows)
         self._list.add(OperationKind.GATHER, extra=exchange.record)

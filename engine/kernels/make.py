@@ -25,9 +25,9 @@ import torch
 from engine.attention.base import PLAN_KEYWORD, Int64s, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.host.memory import MARGIN, available_memory
-from engine.kernels import library
+from engine.kernels import NotUsual, library
 from engine.kernels.cache import NativeCache
-from engine.kernels.decoder import Decoder, NotUsual, recognise
+from engine.kernels.decoder import Decoder, recognise
 from engine.kernels.program import Program
 from engine.kernels.trial import judge
 from engine.kernels.weights import num_bytes

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from engine.kernels.decoder import Attention, Decoder, Layer, Mlp, Moe, recognise
+from engine.kernels.routing import CORRECTION
 from engine.model.expert_weights import expert_modules
 from engine.model.shard import PassThrough, StageInput
 from engine.model.weights import EXPERTS_IMPLEMENTATION, LoadedModel
@@ -129,6 +130,8 @@ def _with_whole_sums(decoder: Decoder) -> Decoder:
 
 def _with_whole_sum(layer: Layer) -> Layer:
     attention, mlp = replace(layer.attention, is_partial=False), replace(layer.mlp, is_partial=False)
+    if isinstance(mlp, Moe) and mlp.shared is not None:
+        mlp = replace(mlp, shared=replace(mlp.shared, is_partial=False))
     return replace(layer, attention=attention, mlp=mlp)
 
 
@@ -142,6 +145,8 @@ class _Made:
     """Columns that make up for loud inputs, so that these weigh as much as others."""
     power: int
     """Loud factors of such an input."""
+    is_float: bool
+    """Whether it stands for a weight in float32 of a model in another type."""
 
     def scale(self, factor: float) -> None:
         if self.loud_rows:
@@ -160,6 +165,7 @@ class _Weights:
         So a deep copy takes no more memory than a shallow one.
         """
         self._buffers: list[torch.Tensor] = []
+        self._model_dtype = model.dtype
         self.memo: dict[int, Any] = {}
         """Memo of ``deepcopy``."""
         for layer, part in zip(decoder.layers, _parts(model.module), strict=True):
@@ -178,8 +184,10 @@ class _Weights:
             made.scale(1 / LOUD)
 
     def convert(self, dtype: torch.dtype) -> None:
+        """Compute in another data type, but for weights that are float32 in any model."""
         for made in self._made.values():
-            made.weight.data = made.weight.data.to(dtype)
+            if not made.is_float:
+                made.weight.data = made.weight.data.to(dtype)
         for buffer in self._buffers:
             buffer.data = buffer.data.to(dtype)
 
@@ -209,6 +217,8 @@ class _Weights:
             self._put(mlp.up, (columns, hidden), "up", loud_rows=loud)
             self._put(mlp.down, (hidden, columns), quiet_columns=loud, power=2)
             return
+        if mlp.shared is not None:
+            self._mlp(mlp.shared)
         hidden, module = mlp.router.shape[1], mlp.experts
         both = [*loud, *(columns + index for index in loud)]
         self._put(module.gate_up_proj, (mlp.num_experts, 2 * columns, hidden), loud_rows=both)
@@ -224,8 +234,11 @@ class _Weights:
                 is_vector = weight.ndim == 1
                 size, mean = (0.2, 1.0) if is_vector else (None, 0.0)
                 self._put(weight, tuple(weight.shape), size=size, mean=mean)
-        for buffer in model.module.buffers():
-            if buffer.dtype == model.dtype:
+        for name, buffer in model.module.named_buffers():
+            if name.endswith(CORRECTION):
+                made = random_numbers(buffer.shape, zlib.crc32(b"correction")).mul_(0.2)
+                self.memo[id(buffer)] = made.to(torch.bfloat16).float()
+            elif buffer.dtype == model.dtype:
                 self.memo[id(buffer)] = buffer.to(torch.float32, copy=True)
                 self._buffers.append(self.memo[id(buffer)])
         for module in model.module.modules():
@@ -250,12 +263,14 @@ class _Weights:
 
         ``size``: of a number; by default such that a product keeps the size of its input.
         """
-        key = (shape, role, size, mean, tuple(loud_rows), tuple(quiet_columns))
+        is_float = stands_for.dtype != self._model_dtype
+        key = (shape, role, size, mean, tuple(loud_rows), tuple(quiet_columns), is_float)
         if key not in self._made:
             made = random_numbers(shape, zlib.crc32(repr(key).encode()))
             made = (
                 made.mul_(shape[-1] ** -0.5 if size is None else size).add_(mean).to(torch.bfloat16).float()
             )
-            self._made[key] = _Made(torch.nn.Parameter(made, requires_grad=False), key[4], key[5], power)
+            weight = torch.nn.Parameter(made, requires_grad=False)
+            self._made[key] = _Made(weight, key[4], key[5], power, is_float)
             self._made[key].scale(LOUD)
         self.memo[id(stands_for)] = self._made[key].weight

@@ -14,11 +14,11 @@ from engine.kernels.logits import DRAW, SHAPE
 
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}
 
-ADD, AS_FLOAT, SELECTED, COMPRESSED, TO_CHOOSE = 1, 2, 4, 8, 16
+ADD, AS_FLOAT, SELECTED, COMPRESSED, TO_CHOOSE, WIDE = 1, 2, 4, 8, 16, 128
 """Flags of operations.
 
 They add to what is there; write float32; compute the selected rows only; read compressed weights; run only if
-tokens are chosen.
+tokens are chosen; multiply float32 whatever the step's type.
 """
 
 _OPERATION = np.dtype(
@@ -42,6 +42,13 @@ EXCHANGE = np.dtype(
     )]
 )  # fmt: skip
 """See ``linked.hpp``, as for the next two."""
+ROUTING = np.dtype(
+    [(name, np.float64 if name in ("factor", "least", "near") else np.int64) for name in (
+        "is_sigmoid", "is_normalised", "is_exact", "groups", "kept", "best_of_group", "factor", "least",
+        "near", "correction"
+    )]
+)  # fmt: skip
+"""See ``experts.hpp``."""
 _LEARNED = "budget", "arrival", "products", "offered_at", "began_at", "first_pass", "next_look"
 LINKAGE = np.dtype(
     [(name, np.float64 if name in _LEARNED else np.int64) for name in (
@@ -84,6 +91,7 @@ class OperationKind(enum.IntEnum):
     SUM = 18
     BEST_OF_ALL = 19
     LOOK = 20
+    WIDEN = 22
 
 
 class StepArguments:
@@ -137,7 +145,7 @@ class Operations:
 
 def check(library: Library) -> None:
     """Check that the layouts here are those of the compiled source."""
-    layouts = _OPERATION, _STEP, EXCHANGE, LINKAGE, PEER, DRAW, SHAPE
+    layouts = _OPERATION, _STEP, EXCHANGE, LINKAGE, PEER, DRAW, SHAPE, ROUTING
     assert library.sizes == tuple(layout.itemsize for layout in layouts)
 
 

@@ -31,8 +31,9 @@ import torch
 
 from engine.attention.base import PLAN_KEYWORD, Int64s, LayerShape, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
+from engine.kernels import NotUsual
 from engine.kernels.cache import NativeCache
-from engine.kernels.decoder import Decoder, NotUsual
+from engine.kernels.decoder import Decoder
 from engine.kernels.library import Library
 from engine.kernels.narrow import NarrowCopy, random_numbers
 from engine.kernels.program import MIN_POSITIONS, Program

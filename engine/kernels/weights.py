@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.kernels.decoder import Decoder, Layer, Mlp
+from engine.kernels.decoder import Decoder, Layer, Mlp, Moe
 from engine.kernels.experts import PackedExperts
 from engine.kernels.packing import Packer
 
@@ -18,11 +18,37 @@ def num_bytes(decoder: Decoder) -> int:
     for layer in decoder.layers:
         mlp = layer.mlp
         weights += [*layer.attention.qkv, layer.attention.out]
-        weights += [mlp.gate, mlp.up, mlp.down] if isinstance(mlp, Mlp) else [mlp.router]
-        if not isinstance(mlp, Mlp):
-            weights += [mlp.experts.gate_up_proj, mlp.experts.down_proj]
-    total: int = sum(weight.numel() for weight in weights) * decoder.dtype.itemsize
+        for dense in (mlp if isinstance(mlp, Mlp) else mlp.shared,):
+            weights += [] if dense is None else [dense.gate, dense.up, dense.down]
+        if isinstance(mlp, Moe):
+            weights += [mlp.router, mlp.experts.gate_up_proj, mlp.experts.down_proj]
+    total: int = sum(weight.numel() * weight.itemsize for weight in weights)
     return total
+
+
+class PackedMlp:
+    """The weights of an MLP."""
+
+    def __init__(self, mlp: Mlp, packer: Packer) -> None:
+        self.mlp = mlp
+        self.gate_up = packer.gate_and_up(mlp.gate.data, mlp.up.data)
+        self.down = packer.panels(mlp.down.data, multiple=32)
+
+
+class PackedMoe:
+    """The weights of a mixture."""
+
+    def __init__(self, moe: Moe, packer: Packer, dtype: torch.dtype, *, spread: bool) -> None:
+        self.moe = moe
+        self.router = packer.panels(moe.router.data, multiple=32)
+        self.routing = moe.routing.record(dtype)
+        self.shared = None if moe.shared is None else PackedMlp(moe.shared, packer)
+        self.shared_gate = (
+            None if moe.shared_gate is None else packer.panels(moe.shared_gate.data, multiple=32)
+        )
+        self.experts: PackedExperts | None = None
+        if not spread:
+            self.experts = PackedExperts.of(moe.experts.gate_up_proj.data, moe.experts.down_proj.data, packer)
 
 
 class PackedLayer:
@@ -34,16 +60,11 @@ class PackedLayer:
         self.layer = layer
         self.qkv = packer.panels(*(weight.data for weight in attention.qkv), multiple=32)
         self.out = packer.panels(attention.out.data, multiple=32)
-        self.gate_up = self.down = self.router = None
-        self.experts: PackedExperts | None = None
+        self.mlp: PackedMlp | PackedMoe
         if isinstance(layer.mlp, Mlp):
-            self.gate_up = packer.gate_and_up(layer.mlp.gate.data, layer.mlp.up.data)
-            self.down = packer.panels(layer.mlp.down.data, multiple=32)
+            self.mlp = PackedMlp(layer.mlp, packer)
         else:
-            self.router = packer.panels(layer.mlp.router.data, multiple=32)
-            if not spread:
-                module = layer.mlp.experts
-                self.experts = PackedExperts.of(module.gate_up_proj.data, module.down_proj.data, packer)
+            self.mlp = PackedMoe(layer.mlp, packer, attention.out.dtype, spread=spread)
 
 
 class PackedDecoder:

@@ -15,6 +15,8 @@ CONTEXT = 4096
 ORIGINAL = 64
 """Context of the first training of models that were extended."""
 SMALL: dict[str, Any] = COMMON | {"max_position_embeddings": CONTEXT, "num_hidden_layers": 3}
+WIDER = SMALL | {"intermediate_size": 128}
+"""Two ranks have whole parts of its MLPs."""
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -38,6 +40,16 @@ LLAMA3 = extended("llama3", low_freq_factor=1.0, high_freq_factor=4.0)
 MINISTRAL3 = extended("yarn", beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)[
     "rope_parameters"
 ]
+
+
+GROUPED: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.7,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+}
+"""Experts beside a shared one, behind a dense layer."""
 
 
 def granite(**multipliers: float) -> Any:
@@ -77,9 +89,20 @@ NATIVE: dict[str, Callable[[], Any]] = {
     "qwen3_moe_not_normalised": lambda: transformers.Qwen3MoeConfig(
         **SMALL, **EXPERTS, head_dim=16, num_experts=8, norm_topk_prob=False, mlp_only_layers=[1]
     ),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **WIDER, **EXPERTS, shared_expert_intermediate_size=80, num_experts=8, mlp_only_layers=[1]
+    ),
+    "dots1": lambda: transformers.Dots1Config(
+        **WIDER, **EXPERTS, **GROUPED, n_group=4, topk_group=2, head_dim=16, sliding_window=None
+    ),
+    "ernie4_5_moe": lambda: transformers.Ernie4_5_MoeConfig(
+        **SMALL, moe_num_experts=8, moe_k=2, moe_intermediate_size=48, moe_layer_start_index=1
+    ),
     "smollm3_with_positions": lambda: transformers.SmolLM3Config(**SMALL, no_rope_layers=[1, 1, 1]),
 }
 """The kernels compute these, and have to go on doing so."""
+MIXTURES = ["qwen2_moe", "dots1"]
+"""Those that choose experts in other ways than Mixtral, or have a shared one."""
 
 ALIKE: dict[str, Callable[[], Any]] = {
     "ministral3": lambda: transformers.Ministral3Config(

@@ -16,11 +16,11 @@ from engine.attention.base import PLAN_KEYWORD, LayerShape, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.compute.runner import ModelRunner
 from engine.config import ModelConfig
+from engine.kernels import NotUsual, library, make
 from engine.kernels import cache as cache_module
-from engine.kernels import library, make
 from engine.kernels import program as program_module
 from engine.kernels.cache import NativeCache
-from engine.kernels.decoder import NotUsual, recognise
+from engine.kernels.decoder import recognise
 from engine.kernels.experts import NativeExperts
 from engine.kernels.going_on import GoingOn
 from engine.kernels.make import bytes_for_program, make_program
@@ -232,32 +232,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     directory = make_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
     info = read_model_info(directory)
     return load_model(info, ModelConfig(), dtype=torch.float32, device=torch.device("cpu"))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normalised", [False, True])
-@pytest.mark.parametrize(("experts", "top_k"), [(4, 1), (16, 4), (40, 20), (128, 8)])
-def test_routing(experts: int, top_k: int, normalised: bool, dtype: torch.dtype) -> None:
-    """As torch's softmax and topk.
-
-    The first of equals, and something also where there is no number.
-    """
-    logits = 3 * random(9, experts)
-    logits[1] = 1.5
-    logits[2, ::2] = logits[2, 1]
-    weights, ids = torch.empty(9, top_k), torch.empty(9, top_k, dtype=torch.int64)
-    flags = ADD if normalised else 0
-    run(OperationKind.ROUTE, 9, dtype, into=logits, out=weights, extra=ids, n=experts, k=top_k, flags=flags)
-    rounded = logits.to(dtype).float()
-    best = np.argsort(-rounded.numpy(), axis=1, kind="stable")[:, :top_k]
-    assert ids.tolist() == best.tolist()
-    expected = rounded.softmax(dim=-1).gather(1, ids)
-    if normalised:
-        expected = expected / expected.sum(dim=-1, keepdim=True)
-    torch.testing.assert_close(weights, expected.to(dtype).float(), atol=1e-6, rtol=TOLERANCE[dtype])
-    logits[:, 1] = float("nan")
-    run(OperationKind.ROUTE, 9, dtype, into=logits, out=weights, extra=ids, n=experts, k=top_k, flags=flags)
-    assert all(len(set(row)) == top_k and 0 <= min(row) <= max(row) < experts for row in ids.tolist())
 
 
 def program_of(
