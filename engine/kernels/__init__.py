@@ -4,7 +4,3 @@ torch's own operators are the fallback. ``library`` compiles and loads, ``packin
 ``decoder`` recognises a model whose layers are of the usual kind, ``program`` runs it, ``experts`` computes
 spread experts.
 """
-
-
-class NotUsual(Exception):
-    """Refusal of a model that does something unknown to the kernels; the message names it."""

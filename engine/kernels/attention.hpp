@@ -84,9 +84,9 @@ inline void add_products(Floats (&result)[ROWS * PANELS], int64_t segments, int6
 
 // The products of a pass with vectors.
 template <class T>
-class VectorPass : public Pass<T, MAX_ROWS> {
-    using Base = Pass<T, MAX_ROWS>;
-    using Base::blocks, Base::count, Base::factors, Base::first, Base::scores, Base::slab, Base::weights;
+class VectorPass : public Pass<T, MAX_ROWS, 512> {
+    using Base = Pass<T, MAX_ROWS, 512>;
+    using Base::blocks, Base::count, Base::factors, Base::first, Base::scores, Base::slab, Base::weights, Base::SCORE_PITCH, Base::WEIGHT_PITCH;
     const uint32_t *all_keys, *all_values;
     const int64_t* numbers = nullptr;  // of the blocks
     Wanted& wanted;
@@ -121,7 +121,7 @@ class VectorPass : public Pass<T, MAX_ROWS> {
                 sums[row * PANELS + panel] = is_there ? load(place(row, panel)) * filled(factors[row]) : filled(0.f);
             }
         add_products<T, ROWS, PANELS>(sums, blocks.size(), LANES / T::PACK, at, dim, reinterpret_cast<const char*>(weights),
-                                      WEIGHT_PITCH<T> * int64_t(sizeof(*weights)), wanted);
+                                      WEIGHT_PITCH * int64_t(sizeof(*weights)), wanted);
         for (int row = 0; row < ROWS; ++row)
             for (int panel = 0; panel < PANELS && column + panel * LANES < dim; ++panel)
                 store(place(row, panel), sums[row * PANELS + panel]);
@@ -165,9 +165,11 @@ class VectorPass : public Pass<T, MAX_ROWS> {
     }
     // How often wanted is asked at least, for so many rows and blocks.
     static int64_t asks(const AttentionShape& shape, int64_t rows, int64_t blocks) {
-        int64_t segments = (blocks + 3) / 4, columns = shape.value_dim / LANES / panels_beside(int(rows), shape.value_dim / LANES);
-        if (!asks_in_steps(int(rows))) return segments + blocks * columns;
-        return (segments * shape.dim + blocks * columns * LANES) / T::PACK;
+        int64_t passes = passes_of(rows), columns = shape.value_dim / LANES;
+        int some = int(rows_of_pass(rows, 0).size());
+        int64_t segments = (blocks + 3) / 4, others = blocks * (columns / panels_beside(some, columns));
+        if (!asks_in_steps(some)) return passes * (segments + others) + rows;
+        return passes * (segments * shape.dim + others * LANES) / T::PACK + rows;
     }
 
     void begin_tile(const AttentionTask&, Blocks) {}
@@ -202,6 +204,18 @@ class ReadAhead {
     }
 };
 
+// The tiles of keys of a task, in so many keys each.
+template <int64_t KEYS>
+struct KeyTiles {
+    const AttentionTask& task;
+
+    int64_t first() const { return task.begin * LANES / KEYS; }
+    int64_t last() const { return (task.end() * LANES - 1) / KEYS; }
+    Blocks blocks(int64_t tile) const {
+        return Blocks{tile * (KEYS / LANES), (tile + 1) * (KEYS / LANES)}.within({task.begin, task.end()});
+    }
+};
+
 // The rows of a task against all tiles of keys that they see. While a tile is computed, memory is asked for what is read next.
 template <class T, class AnyPass>
 void attend_to(const Operation& op, const Step& step, const AttentionTask& task, const AttentionTask& next, Wanted& wanted) {
@@ -209,18 +223,18 @@ void attend_to(const Operation& op, const Step& step, const AttentionTask& task,
     Slab<T> slab(shape);
     AnyPass pass(slab, op, wanted);
     ReadAhead<T> ahead(op, wanted);
+    KeyTiles<AnyPass::KEYS> tiles{task}, next_tiles{next};
     const int64_t rows = task.queries * shape.group;
     for (int64_t base = 0; base < rows; base += SLAB) {
         slab.begin(op, step, task, base);
         const int64_t passes = AnyPass::passes_of(slab.count);
-        for (int64_t tile = task.first_tile(); tile <= task.last_tile(); ++tile) {
-            Blocks blocks = blocks_of_tile(tile).within({task.begin, task.end()});
+        for (int64_t tile = tiles.first(); tile <= tiles.last(); ++tile) {
+            Blocks blocks = tiles.blocks(tile);
             wanted.clear();
-            if (tile < task.last_tile()) ahead.want(task, blocks_of_tile(tile + 1).within({task.begin, task.end()}));
-            else if (base + SLAB < rows) ahead.want(task, blocks_of_tile(task.first_tile()).within({task.begin, task.end()}));
-            else if (next.queries > 0 && !next.same_keys(task))
-                ahead.want(next, blocks_of_tile(next.first_tile()).within({next.begin, next.end()}));
-            wanted.spread(passes * AnyPass::asks(shape, AnyPass::rows_of_pass(slab.count, 0).size(), blocks.size()) + slab.count);
+            if (tile < tiles.last()) ahead.want(task, tiles.blocks(tile + 1));
+            else if (base + SLAB < rows) ahead.want(task, tiles.blocks(tiles.first()));
+            else if (next.queries > 0 && !next.same_keys(task)) ahead.want(next, next_tiles.blocks(next_tiles.first()));
+            wanted.spread(AnyPass::asks(shape, slab.count, blocks.size()));
             pass.begin_tile(task, blocks);
             for (int64_t number = 0; number < passes; ++number) pass.run(task, AnyPass::rows_of_pass(slab.count, number), blocks);
         }

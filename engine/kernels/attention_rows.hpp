@@ -1,6 +1,6 @@
 // Rows of queries against tiles of keys: what goes before and behind the products of attention.
 //
-// A row is the query of one head at one position. Its keys are looked at in tiles of KEYS, which begin at multiples of that, one after
+// A row is the query of one head at one position. Its keys are looked at in tiles, which begin at multiples of their size, one after
 // the other: scores, their weights relative to the greatest score so far, and the values' sum with these weights, which is
 // scaled down whenever a greater score comes. So what is added up in which order depends on the row's position alone: neither on the
 // rows that share a tile with it nor on the piece of a prompt in which it came. Keys that a row does not see have the weight 0.
@@ -16,7 +16,6 @@
 
 namespace {
 
-constexpr int64_t KEYS = 256;              // of a tile
 constexpr int64_t SLAB = 192;              // rows whose sums are kept while all tiles go by: whole passes of 12, and of 32
 constexpr float NO_PEAK = -1e30f;          // below all scores; a finite number, so that its distance from itself is 0
 constexpr float LOG2_E = 1.44269504f;
@@ -26,11 +25,6 @@ template <class T>
 using Input = std::conditional_t<WIDENS_INPUTS, Float, T>;
 template <class T>
 using InputElement = typename Input<T>::Element;
-
-// Lines of scores and of weights do not all begin in the same set of the first cache.
-constexpr int64_t SCORE_PITCH = KEYS + LANES;
-template <class T>
-constexpr int64_t WEIGHT_PITCH = KEYS + 2 * LANES;
 
 // Room that a thread keeps; grows.
 class Room {
@@ -65,11 +59,9 @@ struct AttentionTask {
     int64_t place = 0;                                      // row of the first one's result
     int64_t position = 0;                                   // of the first one
     int64_t begin = 0;                                      // the first block of keys that they look at
-    std::vector<int64_t> numbers;                           // of the blocks from there on, in the cache
+    std::vector<int64_t> numbers;                           // of the blocks from there on, in the cache; one at least
 
     int64_t end() const { return begin + int64_t(numbers.size()); }
-    int64_t first_tile() const { return begin * LANES / KEYS; }
-    int64_t last_tile() const { return (end() * LANES - 1) / KEYS; }
     bool same_keys(const AttentionTask& other) const { return row == other.row && kv_head == other.kv_head; }
 };
 
@@ -94,13 +86,12 @@ inline void look_up(const Operation& op, const Step& step, int64_t number, Atten
     }
 }
 
-// A part of the blocks of a task: those of a tile that some of its rows see.
+// Some blocks of keys of a row of the step, counted from its first one.
 struct Blocks {
     int64_t begin, end;
     int64_t size() const { return std::max<int64_t>(0, end - begin); }
     Blocks within(Blocks other) const { return {std::max(begin, other.begin), std::min(end, other.end)}; }
 };
-inline Blocks blocks_of_tile(int64_t tile) { return {tile * (KEYS / LANES), (tile + 1) * (KEYS / LANES)}; }
 
 // The blocks that rows from one position to another see.
 inline Blocks blocks_seen(int64_t first, int64_t last, int64_t window) {
@@ -162,12 +153,16 @@ struct Slab {
 };
 
 // Rows first ... first + count of a slab against the blocks of a tile that one of them sees.
-template <class T, int MOST>
+template <class T, int MOST, int64_t KEYS_OF_TILE>
 struct Pass {
+    static constexpr int64_t KEYS = KEYS_OF_TILE;
+    // Lines of scores do not all begin in the same set of the first cache. Their weights take their place, one line after the other.
+    static constexpr int64_t SCORE_PITCH = KEYS + LANES;
+    static constexpr int64_t WEIGHT_PITCH = SCORE_PITCH * int64_t(sizeof(float) / sizeof(InputElement<T>));
     static constexpr int FILLED = (MOST + LANES - 1) / LANES * LANES;
     Slab<T>& slab;
     float* scores;                  // [MOST, SCORE_PITCH]
-    InputElement<T>* weights;       // [MOST, WEIGHT_PITCH]
+    InputElement<T>* weights;       // [MOST, WEIGHT_PITCH], in the same place
     int64_t first = 0;
     int count = 0;
     Blocks blocks{};
@@ -175,9 +170,9 @@ struct Pass {
     alignas(64) float factors[FILLED];  // by which the greatest scores of this tile scale down what was added up before
 
     explicit Pass(Slab<T>& slab) : slab(slab) {
-        thread_local Room score_room, weight_room;
-        scores = score_room.of<float>(MOST * SCORE_PITCH);
-        weights = weight_room.of<InputElement<T>>(MOST * WEIGHT_PITCH<T>);
+        thread_local Room room;
+        scores = room.of<float>(MOST * SCORE_PITCH);
+        weights = reinterpret_cast<InputElement<T>*>(scores);
     }
 
     // Goes on with these rows, and the blocks of a tile that one of them sees; false if there are none.
@@ -226,14 +221,21 @@ struct Pass {
         }
         for (int row = 0; row < count; ++row) {
             const float* line = scores + row * SCORE_PITCH;
-            auto* to = weights + row * WEIGHT_PITCH<T>;
+            auto* to = weights + row * WEIGHT_PITCH;
             Floats scale = filled(scales[row]), peak = filled(slab.peaks[first + row]);
             float* totals = slab.totals + (first + row) * LANES;
             Floats total = load(totals) * filled(factors[row]);
-            for (int64_t key = 0; key < length; key += LANES) {
-                Floats weight = exp2_ps<T>(fmsub(load(line + key), scale, peak));
-                total = total + weight;
-                Input<T>::store(to + key, weight, Mask(0xffff));
+            auto weight = [&](int64_t key) { return exp2_ps<T>(fmsub(load(line + key), scale, peak)); };
+            int64_t key = 0;
+            for (; key + LANES < length; key += 2 * LANES) {
+                Floats one = weight(key), two = weight(key + LANES);
+                total = total + one + two;
+                Input<T>::store(to + key, one, two);
+            }
+            if (key < length) {
+                Floats one = weight(key);
+                total = total + one;
+                Input<T>::store(to + key, one, Mask(0xffff));
             }
             store(totals, total);
             between();

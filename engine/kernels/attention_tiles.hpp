@@ -16,7 +16,7 @@ namespace {
 // The products of a pass with tiles: two by two of them, each the sums of 16 rows with 16 keys, or with 16 columns of values. A block of
 // keys is a tile as it lies, for 32 of their numbers. Of values a tile has two blocks, which lie anywhere: those of a tile of keys are put
 // side by side once, for all passes. Which two blocks share a tile depends on their positions alone.
-class TilePass : public Pass<BFloat16, 2 * TILE> {
+class TilePass : public Pass<BFloat16, 2 * TILE, 256> {
     static constexpr int64_t PAIR = 2;                                   // blocks whose values a tile has
     static constexpr int64_t VALUES = TILE * LANES;                      // words of a tile
     const uint32_t *all_keys, *all_values;
@@ -41,7 +41,6 @@ class TilePass : public Pass<BFloat16, 2 * TILE> {
         for (int64_t block = blocks.begin; block < blocks.end; block += 2) {
             const uint32_t *one = keys(block), *two = keys(block + 1);
             float* to = scores + (block - blocks.begin) * LANES;
-            wanted.ask();
             _tile_zero(0);
             _tile_zero(1);
             if (ROW_TILES == 2) {
@@ -49,6 +48,7 @@ class TilePass : public Pass<BFloat16, 2 * TILE> {
                 _tile_zero(3);
             }
             for (int64_t word = 0; word < slab.shape.dim / 2; word += TILE) {
+                wanted.ask();
                 _tile_loadd(4, from + 2 * word, 2 * pitch);
                 _tile_loadd(6, one + word * LANES, 4 * LANES);
                 _tile_loadd(7, two + word * LANES, 4 * LANES);
@@ -72,7 +72,7 @@ class TilePass : public Pass<BFloat16, 2 * TILE> {
     template <int ROW_TILES>
     void weigh_rows() {
         const int64_t dim = slab.shape.value_dim, pitch = 4 * dim, second = TILE * dim;
-        constexpr int64_t WEIGHTS = WEIGHT_PITCH<BFloat16>;
+        constexpr int64_t WEIGHTS = WEIGHT_PITCH;
         float* sums = slab.sums + first * dim;
         for (int row = 0; row < count; ++row)
             if (factors[row] != 1.f)
@@ -122,14 +122,15 @@ class TilePass : public Pass<BFloat16, 2 * TILE> {
     static int64_t passes_of(int64_t rows) { return (rows + 2 * TILE - 1) / (2 * TILE); }
     // Full ones, and then what is left: tiles of two passes have no row in common.
     static Share rows_of_pass(int64_t rows, int64_t number) { return {number * 2 * TILE, std::min(rows, (number + 1) * 2 * TILE)}; }
-    static int64_t asks(const AttentionShape& shape, int64_t, int64_t blocks) {
-        return blocks / PAIR * (1 + shape.value_dim / (2 * LANES));
+    static int64_t asks(const AttentionShape& shape, int64_t rows, int64_t blocks) {
+        return blocks + passes_of(rows) * (blocks / PAIR * (shape.dim + shape.value_dim) / (2 * TILE) + rows);
     }
 
     // Puts the values of these blocks side by side, and zeros where a tile has room for one more.
     void begin_tile(const AttentionTask& task, Blocks some) {
         const int64_t dim = slab.shape.value_dim, words = block_words<BFloat16>(dim), half = VALUES / PAIR;
         for (int64_t block = some.begin / PAIR * PAIR; block < (some.end + PAIR - 1) / PAIR * PAIR; ++block) {
+            wanted.ask();
             bool is_there = block >= some.begin && block < some.end;
             const uint32_t* from = is_there ? all_values + task.numbers[size_t(block - task.begin)] * words : nullptr;
             for (int64_t column = 0; column < columns(); ++column) {

@@ -49,6 +49,8 @@ class Buffers:
         self.stream = rows(room.own, decoder.hidden)
         """[tokens, hidden]: what each part of a layer adds to."""
         self.normed = rows(room.own, decoder.hidden)
+        self.branch = rows(room.own, decoder.hidden)
+        """What a part of a layer gives, where a norm comes before it is added."""
         self.last = rows(room.selected, decoder.hidden)
         """The selected rows of the stream."""
         self.projected = rows(room.own, max(each.projected_width for each in attentions))

@@ -192,20 +192,18 @@ void for_weights(float* weights, int64_t k, Change change) {
 }
 
 // Each chosen one's share among those left that are near it, itself included.
-template <class T>
-void choose_near(Choices& choices, const Routing& how, int64_t* ids, float* weights, int64_t k) {
+inline void choose_near(Choices& choices, const Routing& how, int64_t* ids, float* weights, int64_t k) {
     for (int64_t place = 0; place < k; ++place) {
         float peak = choices.greatest();
-        Floats at = filled(peak), near = T::rounded(filled(float(how.near)));
+        Floats at = filled(peak), near = filled(float(how.near));
         float total = choices.sum([&](Floats value) {
             Floats size = maximum(maximum(value, filled(0.f) - value), at);
-            Mask far = is_greater(T::rounded(T::rounded(at - value) / size), near);
+            Mask far = is_greater((at - value) / size, near);
             return only(Mask(~far), exp_ps(value - at));
         });
         ids[place] = choices.choose(peak);
         weights[place] = 1.f / total;
     }
-    for_weights(weights, k, [&](Floats weight, Mask) { return T::rounded(weight); });
 }
 
 // in: logits as float [rows, n]; out: weights [rows, k] as float; extra: ids [rows, k] int64; more: a Routing.
@@ -223,7 +221,7 @@ void route(const Operation& op, const Step& step, Work& work) {
         const float* logits = static_cast<const float*>(op.in) + token * op.n;
         choices.begin(op.n);
         choices.change([&](Floats, int64_t first, Mask lanes) { return rounded(load(logits + first, lanes)); });
-        if (how.near > 0) return choose_near<T>(choices, how, ids, weights, op.k);
+        if (how.near > 0) return choose_near(choices, how, ids, weights, op.k);
         Floats peak = filled(0.f);
         float total = 1.f;
         if (how.is_sigmoid) {
@@ -349,13 +347,13 @@ void for_experts(const int64_t* begins, int64_t num_experts, int64_t parts, Work
 }
 
 // out [rows, n] = silu(gate) * up of in [rows, k], rows sorted by expert; weights by expert: gate's panels, then up's.
-// extra: first row of each expert; a: experts
+// extra: first row of each expert; a: experts, b: the activation, SILU if 0
 template <class T>
 void experts_up(const Operation& op, Work& work) {
     using E = typename T::Element;
     constexpr int64_t TOGETHER = 2;  // panels: 32 outputs are a line of the cache, which two threads must not write to at once
     int64_t panels = (op.n + LANES - 1) / LANES;
-    auto products = gated_products<T>(op.n);
+    auto products = gated_products<T>(op.n, op.b);
     Weights weights(op, op.k / T::PACK);
     auto gate_of = [&](const ExpertTask& task) { return task.expert * 2 * panels + TOGETHER * task.part; };
     auto panels_at = [&](int64_t gate) { return Panels{weights.panel(gate), weights.panel(gate + panels)}; };
@@ -412,7 +410,7 @@ void experts_down(const Operation& op, Work& work) {
 }
 
 // out [rows, n] += sum over its k pairs, in order, of in (weights, float) * results, wherever they are. extra: the exchange; more: that of
-// ranks which have a part of each result, float [pairs, n] from byte a of each arena, or none
+// ranks which have a part of each result, float [pairs, n] from byte a of each arena, or none; number: a factor on the sum
 template <class T>
 void combine(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
@@ -421,6 +419,7 @@ void combine(const Operation& op, const Step& step, Work& work) {
     auto* weights = static_cast<const float*>(op.in);
     auto* ids = reinterpret_cast<const int64_t*>(exchange.arenas[exchange.rank] + exchange.ids_at);
     int64_t before = exchange.firsts[exchange.rank], pitch = pitch_of<T>(op.n);
+    const Floats factor = factor_of(op.number);
     struct Result {
         const E* row;   // if it is not in parts
         int64_t place;
@@ -444,7 +443,7 @@ void combine(const Operation& op, const Step& step, Work& work) {
                 sum = fmadd(filled(weights[token * op.k + choice]), result, sum);
             }
             E* to = static_cast<E*>(op.out) + token * pitch + i;
-            T::store(to, sum + T::load(to, lanes), lanes);
+            T::store(to, fmadd(sum, factor, T::load(to, lanes)), lanes);
         }
     });
 }

@@ -1,4 +1,4 @@
-// Norms, rotation, and the KV cache: what comes before attention.
+// The KV cache, and what is stored there of a token.
 
 #pragma once
 
@@ -6,37 +6,9 @@
 
 #include "contract.hpp"
 #include "numbers.hpp"
+#include "turning.hpp"
 
 namespace {
-
-template <class T>
-void norm_row(const typename T::Element* in, typename T::Element* out, const float* weights, int64_t width, float eps) {
-    Floats squares = filled(0.f);
-    for (int64_t i = 0; i < width; i += LANES) {
-        Floats x = T::load(in + i, lanes_of(int(width - i)));
-        squares = fmadd(x, x, squares);
-    }
-    float scale = 1.f / std::sqrt(sum_of(squares) / float(width) + eps);
-    for (int64_t i = 0; i < width; i += LANES) {
-        Mask lanes = lanes_of(int(width - i));
-        Floats x = T::load(in + i, lanes) * filled(scale);
-        T::store(out + i, x * load(weights + i, lanes), lanes);
-    }
-}
-
-// Rotates one head by its position, after its norm if it has one.
-template <class T>
-void turn(typename T::Element* head, int64_t dim, const float* weights, float eps, const float* cosines, const float* sines) {
-    if (weights) norm_row<T>(head, head, weights, dim, eps);
-    int64_t half = dim / 2;
-    for (int64_t i = 0; i < half; i += LANES) {
-        Mask lanes = lanes_of(int(half - i));
-        Floats low = T::load(head + i, lanes), high = T::load(head + half + i, lanes);
-        Floats c = load(cosines + i, lanes), s = load(sines + i, lanes);
-        T::store(head + i, fmsub(low, c, high * s), lanes);
-        T::store(head + half + i, fmadd(high, c, low * s), lanes);
-    }
-}
 
 // The number, in the cache of a layer, of the block of 16 keys that holds a slot, for one KV head.
 inline int64_t block_number(int64_t slot, int64_t head, int64_t heads, int64_t block_size) {
@@ -70,32 +42,30 @@ void store_value(uint32_t* block, const typename T::Element* value, int64_t dim,
 }
 
 // What QKV is given: in [tokens, (heads + kv_heads) * dim + kv_heads * value_dim], a heads, b kv_heads, c dim, n value_dim; extra: keys,
-// out: values; more: norm weights of queries then keys, or none; number: what the norms add.
+// out: values; the rest: Turning.
 template <class T>
 class Projected {
     using E = typename T::Element;
     const Step& step;
     int64_t heads, kv_heads, dim, value_dim, pitch;
     E* rows;
-    const float* norms;
-    float eps;
+    Turning<T> turning;
     uint32_t *all_keys, *all_values;
 
    public:
     Projected(const Operation& op, const Step& step)
         : step(step), heads(op.a), kv_heads(op.b), dim(op.c), value_dim(op.n), pitch(pitch_of<T>(projected_width(op))),
-          rows(static_cast<E*>(const_cast<void*>(op.in))), norms(static_cast<const float*>(op.more)), eps(float(op.number)),
+          rows(static_cast<E*>(const_cast<void*>(op.in))), turning(op, step),
           all_keys(static_cast<uint32_t*>(const_cast<void*>(op.extra))), all_values(static_cast<uint32_t*>(op.out)) {}
 
     // Norms and rotates what a token has for a KV head, queries and key, and stores key and value.
     void keep(int64_t token, int64_t head) const {
-        int64_t half = dim / 2, group = heads / kv_heads;
+        int64_t group = heads / kv_heads, position = step.positions[token];
         E* row = rows + token * pitch;
-        const float *c = step.cosines + step.positions[token] * half, *s = step.sines + step.positions[token] * half;
-        for (int64_t query = head * group; query < (head + 1) * group; ++query) turn<T>(row + query * dim, dim, norms, eps, c, s);
+        for (int64_t query = head * group; query < (head + 1) * group; ++query) turning.turn(row + query * dim, query, position);
         E* key = row + (heads + head) * dim;
         const E* value = row + (heads + kv_heads) * dim + head * value_dim;
-        turn<T>(key, dim, norms ? norms + dim : nullptr, eps, c, s);
+        turning.turn(key, heads + head, position);
         int64_t slot = step.slots[token], lane = slot % LANES;
         int64_t block = block_number(slot, head, kv_heads, step.block_size);
         uint32_t* values_to = all_values + block * block_words<T>(value_dim);

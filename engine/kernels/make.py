@@ -25,9 +25,9 @@ import torch
 from engine.attention.base import PLAN_KEYWORD, Int64s, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.host.memory import MARGIN, available_memory
-from engine.kernels import NotUsual, library
+from engine.kernels import library
 from engine.kernels.cache import NativeCache
-from engine.kernels.decoder import Decoder, recognise
+from engine.kernels.decoder import Decoder, NotUsual, base_parts, recognise
 from engine.kernels.program import Program
 from engine.kernels.trial import judge
 from engine.kernels.weights import num_bytes
@@ -298,8 +298,9 @@ def _let_go(model: LoadedModel) -> None:
     """
     kept = {id(weight) for layer in model.expert_layers for weight in layer.parameters()}
     base = getattr(model.module, model.module.base_model_prefix)
-    embedding = getattr(base.embed_tokens, "weight", None)
-    for part in (base.layers, model.module.lm_head):
+    names = base_parts(base)
+    embedding = getattr(getattr(base, names["embedding"]), "weight", None)
+    for part in (getattr(base, names["layers"]), model.module.lm_head):
         for weight in part.parameters():
             if id(weight) not in kept and weight is not embedding:
                 weight.data = weight.data.new_empty(0)

@@ -14,11 +14,12 @@ from engine.kernels.logits import DRAW, SHAPE
 
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}
 
-ADD, AS_FLOAT, SELECTED, COMPRESSED, TO_CHOOSE, WIDE = 1, 2, 4, 8, 16, 128
+ADD, AS_FLOAT, SELECTED, COMPRESSED, TO_CHOOSE, CENTRED, NORM_LAST, WIDE = 1, 2, 4, 8, 16, 32, 64, 128
 """Flags of operations.
 
 They add to what is there; write float32; compute the selected rows only; read compressed weights; run only if
-tokens are chosen; multiply float32 whatever the step's type.
+tokens are chosen; have norms around the mean, or norms behind the rotation; multiply float32 whatever the
+step's type.
 """
 
 _OPERATION = np.dtype(
@@ -30,7 +31,7 @@ _OPERATION = np.dtype(
 _STEP = np.dtype(
     [(name, np.int64) for name in (
         "tokens", "selected", "num_tasks", "table_width", "block_size", "ids", "slots", "chosen", "positions",
-        "cosines", "sines", "starts", "counts", "offsets", "tables", "tasks", "seconds", "choose", "apart",
+        "angles", "starts", "counts", "offsets", "tables", "tasks", "seconds", "choose", "apart",
         "num_chosen_tasks", "chosen_tasks", "draws"
     )]
 )  # fmt: skip
@@ -91,6 +92,7 @@ class OperationKind(enum.IntEnum):
     SUM = 18
     BEST_OF_ALL = 19
     LOOK = 20
+    CAP = 21
     WIDEN = 22
 
 

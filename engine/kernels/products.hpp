@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "activations.hpp"
 #include "compressed.hpp"
 #include "numbers.hpp"
 #include "wanted.hpp"
@@ -438,18 +439,21 @@ uint32_t* room_for(const Weights& weights, int64_t k, int64_t rows, int64_t pair
     return weights.compressed() && rows > 2 * TILE ? scratch(pairs * 2 * k / T::PACK * LANES) : nullptr;
 }
 
-// Where 16 columns of rows of width n go, gated: silu(in x gate) * (in x up).
+// Where 16 columns of rows of width n go, gated: silu(in x gate) * (in x up), or with another activation.
 template <class T>
 struct GatedColumns {
     typename T::Element* out;
     Mask lanes;
+    const float *gate_bias = nullptr, *up_bias = nullptr;
 };
 
 template <class T>
-auto gated_products(int64_t n) {
+auto gated_products(int64_t n, int64_t activation) {
     auto place = [pitch = pitch_of<T>(n)](const GatedColumns<T>& to, int64_t row) { return to.out + row * pitch; };
-    return products_into<T, GatedColumns<T>>([place](const GatedColumns<T>& to, int64_t row, Floats gate, Floats up) {
-        T::store(place(to, row), silu_ps(gate) * up, to.lanes);
+    return products_into<T, GatedColumns<T>>([place, activation](const GatedColumns<T>& to, int64_t row, Floats gate, Floats up) {
+        if (to.gate_bias != nullptr) gate = gate + load(to.gate_bias, to.lanes), up = up + load(to.up_bias, to.lanes);
+        Floats open = activation <= SILU ? silu_ps(gate) : activated(activation, gate);
+        T::store(place(to, row), open * up, to.lanes);
     }, place);
 }
 

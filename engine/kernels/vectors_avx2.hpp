@@ -217,6 +217,10 @@ inline void store_bfloat16(uint16_t* to, Floats value, Mask lanes) {
     _mm256_store_si256(reinterpret_cast<__m256i*>(some), packed);
     for (unsigned left = lanes; left != 0; left &= left - 1) to[__builtin_ctz(left)] = some[__builtin_ctz(left)];
 }
+inline void store_bfloat16(uint16_t* to, Floats one, Floats two) {
+    store_bfloat16(to, one, EVERY_LANE);
+    store_bfloat16(to + 16, two, EVERY_LANE);
+}
 inline Floats rounded_to_bfloat16(Floats value) { return as_floats(shift_left<16>(bits_of_bfloat16(value))); }
 // Sixteen numbers into every other half of so many words, the lower ones or the upper ones; another thread may write the others.
 inline void store_halves(uint32_t* to, const uint16_t* from, bool upper) {

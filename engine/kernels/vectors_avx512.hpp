@@ -96,6 +96,9 @@ inline Floats load_bfloat16(const uint16_t* from, Mask lanes) {
 inline void store_bfloat16(uint16_t* to, Floats value, Mask lanes) {
     _mm256_mask_storeu_epi16(to, lanes, (__m256i)_mm512_cvtneps_pbh(value));
 }
+inline void store_bfloat16(uint16_t* to, Floats one, Floats two) {
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(two, one));
+}
 inline Floats rounded_to_bfloat16(Floats value) {  // to the nearest one, ties to even
     return as_floats(shift_left<16>(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(value))));
 }

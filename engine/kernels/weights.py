@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.kernels.decoder import Decoder, Layer, Mlp, Moe
+from engine.kernels.decoder import Attention, Decoder, Layer, Mlp, Moe
 from engine.kernels.experts import PackedExperts
 from engine.kernels.packing import Packer
 
@@ -19,7 +19,8 @@ def num_bytes(decoder: Decoder) -> int:
         mlp = layer.mlp
         weights += [*layer.attention.qkv, layer.attention.out]
         for dense in (mlp if isinstance(mlp, Mlp) else mlp.shared,):
-            weights += [] if dense is None else [dense.gate, dense.up, dense.down]
+            parts = () if dense is None else (dense.gate, dense.up, dense.down)
+            weights += [each for each in parts if each is not None]
         if isinstance(mlp, Moe):
             weights += [mlp.router, mlp.experts.gate_up_proj, mlp.experts.down_proj]
     total: int = sum(weight.numel() * weight.itemsize for weight in weights)
@@ -31,7 +32,12 @@ class PackedMlp:
 
     def __init__(self, mlp: Mlp, packer: Packer) -> None:
         self.mlp = mlp
-        self.gate_up = packer.gate_and_up(mlp.gate.data, mlp.up.data)
+        self.inward = (
+            packer.panels(mlp.up.data, multiple=32)
+            if mlp.gate is None
+            else packer.gate_and_up(mlp.gate.data, mlp.up.data)
+        )
+        """Gate and up, or up alone."""
         self.down = packer.panels(mlp.down.data, multiple=32)
 
 
@@ -58,13 +64,24 @@ class PackedLayer:
         """``spread``: its experts come and go, so they are packed when they are used."""
         attention = layer.attention
         self.layer = layer
-        self.qkv = packer.panels(*(weight.data for weight in attention.qkv), multiple=32)
+        self.qkv = packer.panels(*_projections(attention), multiple=32)
         self.out = packer.panels(attention.out.data, multiple=32)
         self.mlp: PackedMlp | PackedMoe
         if isinstance(layer.mlp, Mlp):
             self.mlp = PackedMlp(layer.mlp, packer)
         else:
             self.mlp = PackedMoe(layer.mlp, packer, attention.out.dtype, spread=spread)
+
+
+def _projections(attention: Attention) -> list[torch.Tensor]:
+    """Weights of queries, keys and values, their heads in the order of computation."""
+    query, key, value = (weight.data for weight in attention.qkv)
+    if attention.places is None:
+        return [query, key, value]
+    ordered = [
+        weight.unflatten(0, (-1, attention.dim))[:, attention.places].flatten(0, 1) for weight in (query, key)
+    ]
+    return [*ordered, value]
 
 
 class PackedDecoder:

@@ -2,7 +2,7 @@
 """Rates of the native kernels' attention alone: prompts in pieces, decode of many sequences.
 
     python examples/benchmarks/kernels/attention_rates.py
-    python examples/benchmarks/kernels/attention_rates.py --heads 16 --kv-heads 8 --dim 128 --lengths 2048 16384
+    python examples/benchmarks/kernels/attention_rates.py --heads 16 --kv-heads 8 --dim 128 --lengths 2048
 
 One layer's ATTEND operation runs on made-up queries, keys and values. Printed for each prompt length: the
 time of the whole prompt, which comes in pieces as a server would cut it, operations per second, and their
@@ -83,8 +83,7 @@ class Layer:
             block_size=BLOCK,
             slots=plan.slots,
             positions=packed.positions,
-            cosines=torch.ones(int(packed.positions.max()) + 1, heads.dim // 2),
-            sines=torch.zeros(int(packed.positions.max()) + 1, heads.dim // 2),
+            angles=np.zeros(0, dtype=np.int64),
             starts=packed.starts,
             counts=packed.counts,
             offsets=plan.offsets,

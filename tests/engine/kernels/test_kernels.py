@@ -16,11 +16,11 @@ from engine.attention.base import PLAN_KEYWORD, LayerShape, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.compute.runner import ModelRunner
 from engine.config import ModelConfig
-from engine.kernels import NotUsual, library, make
 from engine.kernels import cache as cache_module
+from engine.kernels import library, make
 from engine.kernels import program as program_module
 from engine.kernels.cache import NativeCache
-from engine.kernels.decoder import recognise
+from engine.kernels.decoder import NotUsual, recognise
 from engine.kernels.experts import NativeExperts
 from engine.kernels.going_on import GoingOn
 from engine.kernels.make import bytes_for_program, make_program
@@ -33,6 +33,7 @@ from engine.model.weights import LoadedModel, load_model
 from engine.sampling import SamplingParams
 from engine.step import Step
 from tests.engine.driver import Driver
+from tests.engine.native_families import make_family
 from tests.engine.tiny_models import make_tiny_model
 
 KERNELS = library.load()
@@ -130,8 +131,7 @@ def test_attention(dim: int, group: int, apart: bool, dtype: torch.dtype) -> Non
             block_size=BLOCK_SIZE,
             slots=plan.slots,
             positions=packed.positions,
-            cosines=torch.ones(100, dim // 2),
-            sines=torch.zeros(100, dim // 2),
+            angles=np.zeros(0, dtype=np.int64),
             starts=packed.starts,
             counts=packed.counts,
             offsets=plan.offsets,
@@ -464,9 +464,9 @@ def test_what_an_earlier_owner_left_in_a_block_is_not_seen(model: LoadedModel) -
 
 
 def test_a_model_of_another_kind_is_told_apart(tmp_path: Path) -> None:
-    info = read_model_info(make_tiny_model(tmp_path, "gemma2"))
+    info = read_model_info(make_family(tmp_path, "bitnet"))
     model = load_model(info, ModelConfig(), dtype=torch.float32, device=torch.device("cpu"))
-    with pytest.raises(NotUsual, match="Gemma2DecoderLayer has the parts"):
+    with pytest.raises(NotUsual, match="BitNetMLP has the parts"):
         recognise(model.module, model.layers, model.dtype)
 
 

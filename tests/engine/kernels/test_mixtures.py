@@ -35,6 +35,11 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C
 BLOCK_SIZE = 16
 NUM_REQUESTS = 12
 SHAPES = ["alone", "tp2", "pp2", "spread"]
+NOT_CUT = {"olmoe", "minimax_m2", "gpt_oss"}
+"""Families that torch computes on tensor-parallel ranks.
+
+Their norms are over the heads of all ranks, or their experts have biases.
+"""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -50,7 +55,7 @@ def quick_turns() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=MIXTURES)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_family(tmp_path_factory.mktemp(request.param), request.param)
+    return make_family(tmp_path_factory.mktemp("m") / request.param, request.param)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +93,8 @@ def test_greedy_tokens_are_those_of_generate(shape: str, directory: Path, genera
         budget=24,
         block_size=BLOCK_SIZE,
     )
-    assert all(program is not None for program in programs_of(executor)), "torch computes it"
+    is_native = shape != "tp2" or directory.name not in NOT_CUT
+    assert all((program is not None) == is_native for program in programs_of(executor))
     executor.close()
     assert found == generated
     assert counters.preemptions > 0, "the cache was not small enough to prove anything"
@@ -126,6 +132,8 @@ def test_bits_are_those_of_each_request_alone(shape: str, alone: Alone) -> None:
         assert all(exchange is not None for exchange in exchanges), "Python exchanges the rows"
         assert found == alone.answers
         return
+    if shape == "tp2" and alone.directory.name in NOT_CUT:
+        pytest.skip("torch computes it")
     if shape == "alone":
         instance = alone.instance
     else:

@@ -19,9 +19,10 @@ from transformers.models.minimax_m2 import modeling_minimax_m2 as minimax
 from transformers.models.phimoe import modeling_phimoe as phimoe
 from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2
 
-from engine.kernels import NotUsual, library
+from engine.kernels import library
 from engine.kernels.operations import OperationKind, Operations, StepArguments
-from engine.kernels.routing import Routing, router_of, routing_of, weights_of
+from engine.kernels.recognition.routing import Routing, router_of, routing_of, weights_of
+from engine.kernels.recognition.stand_ins import NotUsual
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
 
@@ -139,7 +140,7 @@ BLOCKS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", ["best", "avx2"])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_experts_and_weights_are_those_of_the_router(name: str, kind: str) -> None:
-    for dtype in DTYPES:
+    for dtype in DTYPES[: 1 if name == "each by itself" else 2]:  # which is computed in float32
         mixture = BLOCKS[name]().eval()
         kept = (
             "correction_bias",

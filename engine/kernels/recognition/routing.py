@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.kernels import NotUsual
 from engine.kernels.operations import ROUTING
+from engine.kernels.recognition.stand_ins import NotUsual
 
 LEAST = 1e-20
 """The least sum that weights are divided by."""
@@ -100,6 +100,7 @@ def routing_of(block: Any, dtype: torch.dtype) -> Routing:
         raise NotUsual("a router without top_k")
     correction, is_own = _correction(block, router)
     groups, kept = (_number(router, name) for name in ("num_group", "topk_group"))
+    near = 2.0 * float(getattr(router, "router_jitter_noise", 0.0))
     limits_groups = groups > 1 and getattr(router, "topk_method", "group_limited_greedy") != "greedy"
     if limits_groups and (len(weight) % groups or kept * (len(weight) // groups) < top_k):
         raise NotUsual(f"{groups} groups of experts, of which {kept} do not hold {top_k}")
@@ -109,11 +110,11 @@ def routing_of(block: Any, dtype: torch.dtype) -> Routing:
         normalised=bool(getattr(router, "norm_topk_prob", not hasattr(router, "topk_method"))),
         factor=float(getattr(router, "routed_scaling_factor", 1.0)),
         least=float(getattr(router, "norm_min", LEAST)),
-        is_exact=weight.dtype != dtype or hasattr(router, "num_group"),
+        is_exact=weight.dtype != dtype or hasattr(router, "num_group") or near > 0,
         groups=groups if limits_groups else 1,
         kept_groups=kept if limits_groups else 1,
         best_of_group=1 if correction is None else 2,
-        near=_near(router, dtype),
+        near=near,
         correction=correction,
     )
 
@@ -135,15 +136,6 @@ def _correction(block: Any, router: Any) -> tuple[torch.Tensor | None, bool]:
 def _flat(correction: torch.Tensor) -> torch.Tensor:
     """A copy, since the model's own tensor may be emptied."""
     return correction.detach().reshape(-1).to(torch.float32, copy=True)
-
-
-def _near(router: Any, dtype: torch.dtype) -> float:
-    """Twice the noise of a router that weighs each choice by itself.
-
-    As a number of the model's type.
-    """
-    noise = getattr(router, "router_jitter_noise", None)
-    return 0.0 if noise is None else float(torch.tensor(2.0 * noise, dtype=dtype))
 
 
 def _number(router: Any, name: str) -> int:
