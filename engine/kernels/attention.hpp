@@ -117,7 +117,7 @@ class VectorPass : public Pass<T, MAX_ROWS, 512> {
         auto place = [&](int row, int panel) { return lines + row * dim + panel * LANES; };
         for (int row = 0; row < ROWS; ++row)
             for (int panel = 0; panel < PANELS; ++panel) {
-                bool is_there = column + panel * LANES < dim;
+                bool is_there = !this->is_first && column + panel * LANES < dim;
                 sums[row * PANELS + panel] = is_there ? load(place(row, panel)) * filled(factors[row]) : filled(0.f);
             }
         add_products<T, ROWS, PANELS>(sums, blocks.size(), LANES / T::PACK, at, dim, reinterpret_cast<const char*>(weights),

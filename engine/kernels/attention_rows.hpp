@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <type_traits>
 #include <vector>
 
@@ -105,7 +106,7 @@ struct Slab {
     int64_t count = 0;
     int64_t query_pitch;          // numbers
     InputElement<T>* queries;     // [count, filled up to whole tiles, query_pitch]
-    float* sums;                  // [the same, value_dim] of values, with weights relative to the peak
+    float* sums;                  // [the same, value_dim] of values, with weights relative to the peak; from a pass's first tile on
     float* totals;                // [the same, 16] of weights
     float* peaks;                 // the greatest score so far, times log2(e)
     int64_t at[SLAB];             // positions
@@ -127,15 +128,16 @@ struct Slab {
         for (int64_t row = 0, query = base / shape.group, within = base % shape.group; row < count; ++row) {
             int64_t head = task.kv_head * shape.group + within;
             const E* from = static_cast<const E*>(op.in) + (token + query) * pitch + head * shape.dim;
-            for (int64_t i = 0; i < shape.dim; i += LANES)
-                Input<T>::store(queries + row * query_pitch + i, T::load(from + i, Mask(0xffff)), Mask(0xffff));
+            InputElement<T>* to = queries + row * query_pitch;
+            if constexpr (std::is_same_v<InputElement<T>, E>) std::memcpy(to, from, size_t(shape.dim) * sizeof(E));
+            else
+                for (int64_t i = 0; i < shape.dim; i += LANES) Input<T>::store(to + i, T::load(from + i, Mask(0xffff)), Mask(0xffff));
             at[row] = task.position + query;
             scales[row] = shape.factors == nullptr ? shape.scale : shape.scale * shape.factors[at[row]];
             store(totals + row * LANES, only(Mask(shape.sinks != nullptr), filled(1.f)));
             peaks[row] = shape.sinks == nullptr ? NO_PEAK : shape.sinks[head] * LOG2_E;
             if (++within == shape.group) within = 0, ++query;
         }
-        std::fill(sums, sums + count * shape.value_dim, 0.f);
     }
 
     // Leaves the results of all rows.
@@ -166,6 +168,7 @@ struct Pass {
     int64_t first = 0;
     int count = 0;
     Blocks blocks{};
+    bool is_first = false;          // of the tiles that the rows see
     int64_t line_begin = 0;         // the key with which a line of scores begins
     alignas(64) float factors[FILLED];  // by which the greatest scores of this tile scale down what was added up before
 
@@ -178,7 +181,9 @@ struct Pass {
     // Goes on with these rows, and the blocks of a tile that one of them sees; false if there are none.
     bool take(Share rows, Blocks tile) {
         first = rows.begin, count = int(rows.size());
-        blocks = tile.within(blocks_seen(slab.at[first], slab.at[first + count - 1], slab.shape.window));
+        Blocks seen = blocks_seen(slab.at[first], slab.at[first + count - 1], slab.shape.window);
+        blocks = tile.within(seen);
+        is_first = blocks.begin == seen.begin;
         line_begin = blocks.begin * LANES;
         return blocks.size() > 0;
     }

@@ -16,7 +16,7 @@ namespace {
 // The products of a pass with tiles: two by two of them, each the sums of 16 rows with 16 keys, or with 16 columns of values. A block of
 // keys is a tile as it lies, for 32 of their numbers. Of values a tile has two blocks, which lie anywhere: those of a tile of keys are put
 // side by side once, for all passes. Which two blocks share a tile depends on their positions alone.
-class TilePass : public Pass<BFloat16, 2 * TILE, 256> {
+class TilePass : public Pass<BFloat16, 2 * TILE, 128> {
     static constexpr int64_t PAIR = 2;                                   // blocks whose values a tile has
     static constexpr int64_t VALUES = TILE * LANES;                      // words of a tile
     const uint32_t *all_keys, *all_values;
@@ -74,17 +74,24 @@ class TilePass : public Pass<BFloat16, 2 * TILE, 256> {
         const int64_t dim = slab.shape.value_dim, pitch = 4 * dim, second = TILE * dim;
         constexpr int64_t WEIGHTS = WEIGHT_PITCH;
         float* sums = slab.sums + first * dim;
-        for (int row = 0; row < count; ++row)
+        for (int row = 0; row < count && !is_first; ++row)
             if (factors[row] != 1.f)
                 for (int64_t i = 0; i < dim; i += LANES) store(sums + row * dim + i, load(sums + row * dim + i) * filled(factors[row]));
         finish_stores();
         for (int64_t column = 0; column < columns(); column += 2) {
             float* to = sums + column * LANES;
-            _tile_loadd(0, to, pitch);
-            _tile_loadd(1, to + LANES, pitch);
-            if (ROW_TILES == 2) {
-                _tile_loadd(2, to + second, pitch);
-                _tile_loadd(3, to + second + LANES, pitch);
+            if (is_first) {
+                _tile_zero(0);
+                _tile_zero(1);
+                _tile_zero(2);
+                _tile_zero(3);
+            } else {
+                _tile_loadd(0, to, pitch);
+                _tile_loadd(1, to + LANES, pitch);
+                if (ROW_TILES == 2) {
+                    _tile_loadd(2, to + second, pitch);
+                    _tile_loadd(3, to + second + LANES, pitch);
+                }
             }
             const auto* from = weights;
             for (int64_t pair = blocks.begin / PAIR; pair < blocks.end / PAIR; ++pair, from += PAIR * LANES) {

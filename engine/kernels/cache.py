@@ -17,9 +17,10 @@ from engine.kernels.packing import LANES
 from engine.kernels.pages import Arena
 
 QUERIES_PER_TASK = 96, 48, 24, 12
-"""Tokens of a prompt whose attention one thread computes at a time, for one KV head.
+"""Sizes of the tasks of attention, in tokens of a prompt.
 
-Each task reads all keys before it, so the more the better, as long as threads end together.
+A task is these and one KV head. It reads all keys before it, so the more the better, as long as threads end
+together.
 """
 TASKS_PER_THREAD = 8
 """Tasks of this number keep the threads from waiting long for the last one."""

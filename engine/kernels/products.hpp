@@ -175,12 +175,6 @@ class TileUse {
     ~TileUse() { if (used) _tile_release(); }
 };
 
-// Within such a use, other ones.
-struct TileScope {
-    explicit TileScope(const TileShapes& shapes) { shape_tiles(shapes); }
-    ~TileScope() { shape_tiles(FULL); }
-};
-
 constexpr int64_t LEAD = 2;   // tiles that are widened before they are needed: what was just stored cannot be loaded yet
 
 // out: [parts][4] blocks of 16 x 16 sums, [ROW_TILES][2] of each part of the steps. next: whose weights are wanted after these. Calls aside() before the tiles of each

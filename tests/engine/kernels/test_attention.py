@@ -16,10 +16,13 @@ from engine.kernels.cache import NativeCache
 from engine.kernels.library import Library
 from engine.kernels.operations import OperationKind, Operations, StepArguments
 from engine.kernels.rows import SLACK, pitch_of
+from tests.engine.kernels.emulated_tiles import ABLE, emulated_tiles
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
 
 DTYPES = [torch.float32, torch.bfloat16]
+KINDS = [(kind, dtype) for kind in ("best", "avx2") for dtype in DTYPES]
+TILES = pytest.param("amx", torch.bfloat16, marks=pytest.mark.skipif(not ABLE, reason="no AVX-512 here"))
 BLOCK_SIZE = 16
 
 
@@ -82,10 +85,13 @@ def one_thread() -> Iterator[None]:
 
 @cache
 def kernels_of(kind: str) -> Library:
-    """Kernels of this CPU, or those for AVX2."""
-    found = library.load() if kind == "best" else library.Library(library.compiled(avx2=True))
-    assert found is not None
-    return found
+    """Kernels of this CPU, those for AVX2, or those for AMX, whose tiles are emulated."""
+    if kind == "amx":
+        with emulated_tiles() as found:
+            return found
+    kernels = library.load() if kind == "best" else library.Library(library.compiled(avx2=True))
+    assert kernels is not None
+    return kernels
 
 
 def tokens_of(layer: Layer, count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -216,8 +222,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("kind", ["best", "avx2"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "dtype"), [*KINDS, TILES])
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_results_are_those_of_the_plain_computation(layer: Layer, dtype: torch.dtype, kind: str) -> None:
     tokens = [tokens_of(layer, 600, dtype), tokens_of(layer, 31, dtype, seed=1)]
@@ -229,10 +234,11 @@ def test_results_are_those_of_the_plain_computation(layer: Layer, dtype: torch.d
         assert error(found, plainly(layer, given)) < (3e-6 if dtype == torch.float32 else 4e-3)
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [KINDS[1], KINDS[3], TILES])
 @pytest.mark.parametrize("layer", [PLAIN, Layer(group=3, dim=128, value_dim=128)], ids=str)
-def test_bfloat16_is_as_close_to_float32_as_torchs(layer: Layer) -> None:
-    tokens = tokens_of(layer, 700, torch.bfloat16)
-    sequences = Sequences(layer, [tokens])
+def test_bfloat16_is_as_close_to_float32_as_torchs(layer: Layer, kind: str, dtype: torch.dtype) -> None:
+    tokens = tokens_of(layer, 700, dtype)
+    sequences = Sequences(layer, [tokens], kind)
     sequences.step([700])
     query, key, value = (part[None] for part in split(layer, tokens))
     own = torch.nn.functional.scaled_dot_product_attention(
@@ -243,8 +249,7 @@ def test_bfloat16_is_as_close_to_float32_as_torchs(layer: Layer) -> None:
     assert error(sequences.results[0], expected) < 1.05 * theirs
 
 
-@pytest.mark.parametrize("kind", ["best", "avx2"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "dtype"), [*KINDS, TILES])
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_bits_do_not_depend_on_how_tokens_come(layer: Layer, dtype: torch.dtype, kind: str) -> None:
     """In one piece, in many, one by one, beside others: sums follow the position."""
@@ -263,11 +268,11 @@ def test_bits_do_not_depend_on_how_tokens_come(layer: Layer, dtype: torch.dtype,
         assert all(map(torch.equal, pieces.results[1:], other.results))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_keys_before_the_window_may_be_anybodys(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kind", "dtype"), [*KINDS, TILES])
+def test_keys_before_the_window_may_be_anybodys(kind: str, dtype: torch.dtype) -> None:
     layer = Layer(group=2, dim=64, value_dim=64, window=270)
     tokens = tokens_of(layer, 1400, dtype)
-    one, other = (Sequences(layer, [tokens]) for _ in range(2))
+    one, other = (Sequences(layer, [tokens], kind) for _ in range(2))
     for count in (700, 1, 60, 1, 600):
         start = len(one.results[0])
         one.forget(0, 0, max(0, start - layer.window + 1) // BLOCK_SIZE)
@@ -275,6 +280,24 @@ def test_keys_before_the_window_may_be_anybodys(dtype: torch.dtype) -> None:
             each.step([count])
     assert not one.results[0].isnan().any()
     assert torch.equal(one.results[0], other.results[0])
+
+
+@pytest.mark.parametrize(("kv_heads", "threads", "most"), [(1, 1, 48), (4, 1, 96), (4, 2, 96), (1, 8, 12)])
+def test_threads_share_a_prompt_in_tasks_that_get_shorter(kv_heads: int, threads: int, most: int) -> None:
+    torch.set_num_threads(threads)
+    cache = NativeCache(
+        [LayerShape(kv_heads, 64, 64, None)], num_blocks=64, block_size=BLOCK_SIZE, dtype=torch.bfloat16
+    )
+    starts, counts = np.array([700, 0, 50]), np.array([1, 500, 100])
+    positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
+    packed = PackedRows(starts, counts, np.zeros((3, 64), dtype=np.int32), positions, 1)
+    tasks = cache.plan(packed, np.arange(601)).tasks
+    rows, first, queries, place = tasks.T
+    assert queries.max() == most
+    work = queries * (starts[rows] + first + queries)
+    assert (np.diff(work) <= 0).all()
+    covered = np.concatenate([np.arange(at, at + some) for at, some in zip(place, queries, strict=True)])
+    assert sorted(covered.tolist()) == list(range(601))
 
 
 @pytest.mark.nightly
