@@ -21,6 +21,7 @@ from engine.attention.base import LayerShape
 from engine.kernels.packing import LANES, PACK
 from engine.kernels.recognition.activations import Activation, activation_of
 from engine.kernels.recognition.ends import embedding_factor, of_logits
+from engine.kernels.recognition.experts import ExpertForm, form_of
 from engine.kernels.recognition.norms import Norm, norm_of
 from engine.kernels.recognition.order import order_of
 from engine.kernels.recognition.projections import (
@@ -131,15 +132,19 @@ class Moe:
     router_bias: torch.Tensor | None
     routing: Routing
     experts: Any
-    """The module with ``gate_up_proj`` [local experts, 2 * width, hidden] and ``down_proj``."""
+    """The module with ``gate_up_proj`` and ``down_proj`` of the experts here."""
+    form: ExpertForm
     is_partial: bool
     """As in :class:`Attention`."""
     num_experts: int
-    width: int
     shared: Mlp | None = None
     """An expert of all tokens, whose result is added."""
     shared_gate: torch.Tensor | None = None
     """[1, hidden]: the sigmoid of its product is a factor on the shared expert's result."""
+
+    @property
+    def width(self) -> int:
+        return self.form.width
 
     @property
     def top_k(self) -> int:
@@ -491,24 +496,20 @@ def _mixture(block: Any, hidden: int, dtype: torch.dtype) -> Moe:
     if others or len(children & SHARED) > 1 or (SHARED_GATE in children and shared is None):
         raise NotUsual(f"{type(block).__name__} has the parts {', '.join(sorted(children))}")
     experts = block.experts
-    own = {name: tuple(weight.shape) for name, weight in experts.named_parameters()}
-    if own.keys() != {"gate_up_proj", "down_proj"}:
-        raise NotUsual(f"experts with {', '.join(sorted(own))}")
-    _silu(experts)
-    width = own["gate_up_proj"][1] // 2
-    if own["gate_up_proj"][2] != hidden or own["down_proj"][1:] != (hidden, width):
+    form, is_partial = form_of(experts), isinstance(experts, SummedExperts)
+    if form.hidden != hidden:
         raise NotUsual("experts laid out the other way round")
-    if width % 2:
-        raise NotUsual("an odd width")
     router, bias = weights_of(router_of(block))
+    if is_partial and (form.has_bias or len(experts.down_proj) != len(router)):
+        raise NotUsual("experts that tensor-parallel ranks have whole, or with biases")
     return Moe(
         router=router,
         router_bias=None if bias is None else _copy(bias),
         routing=routing_of(block, dtype),
         experts=experts,
-        is_partial=isinstance(experts, SummedExperts),
+        form=form,
+        is_partial=is_partial,
         num_experts=router.shape[0],
-        width=width,
         shared=_mlp(shared) if shared is not None else None,
         shared_gate=whole(getattr(block, SHARED_GATE)).weight if SHARED_GATE in children else None,
     )
@@ -536,12 +537,6 @@ def _dense(module: Any, projections: list[Any]) -> Mlp:
 def _copy(vector: torch.Tensor) -> torch.Tensor:
     """A copy in float32, since the model's own tensor is emptied."""
     return vector.detach().to(torch.float32, copy=True)
-
-
-def _silu(module: Any) -> None:
-    act = getattr(module, "act_fn", None)
-    if type(act).__name__ not in ("SiLU", "SiLUActivation"):
-        raise NotUsual(f"the activation {type(act).__name__}")
 
 
 def _only(module: Any, names: set[str], optional: frozenset[str] | set[str] = frozenset()) -> None:

@@ -347,13 +347,15 @@ void for_experts(const int64_t* begins, int64_t num_experts, int64_t parts, Work
 }
 
 // out [rows, n] = silu(gate) * up of in [rows, k], rows sorted by expert; weights by expert: gate's panels, then up's.
-// extra: first row of each expert; a: experts, b: the activation, SILU if 0
+// extra: first row of each expert; a: experts, b: the activation, SILU if 0, factors: its numbers; more: bias [experts, 2, n] or none
 template <class T>
 void experts_up(const Operation& op, Work& work) {
     using E = typename T::Element;
     constexpr int64_t TOGETHER = 2;  // panels: 32 outputs are a line of the cache, which two threads must not write to at once
     int64_t panels = (op.n + LANES - 1) / LANES;
-    auto products = gated_products<T>(op.n, op.b);
+    auto products = gated_products<T>(op.n, op.b, op.factors);
+    auto* biases = static_cast<const float*>(op.more);
+    auto bias_of = [&](int64_t row, int64_t column) { return biases == nullptr ? nullptr : biases + row * op.n + column; };
     Weights weights(op, op.k / T::PACK);
     auto gate_of = [&](const ExpertTask& task) { return task.expert * 2 * panels + TOGETHER * task.part; };
     auto panels_at = [&](int64_t gate) { return Panels{weights.panel(gate), weights.panel(gate + panels)}; };
@@ -366,15 +368,16 @@ void experts_up(const Operation& op, Work& work) {
             int64_t column = (TOGETHER * now.part + panel) * LANES;
             products.multiply(static_cast<const E*>(op.in) + now.first * pitch_of<T>(op.k), op.k, now.rows, panels_at(gate + panel),
                               panels_at(panel + 1 < count ? gate + panel + 1 : then), true,
-                              {static_cast<E*>(op.out) + now.first * pitch_of<T>(op.n) + column, lanes_of(int(op.n - column))},
+                              {static_cast<E*>(op.out) + now.first * pitch_of<T>(op.n) + column, lanes_of(int(op.n - column)),
+                               bias_of(2 * now.expert, column), bias_of(2 * now.expert + 1, column)},
                               room_for<T>(weights, op.k, now.rows, 1));
         }
     });
     products.finish();
 }
 
-// out [rows, n] = in [rows, k] x weights of its expert; b: parts of the inputs. With AS_FLOAT out is float [rows, n], for others to add
-// what they have of it.
+// out [rows, n] = in [rows, k] x weights of its expert (+ more: bias [experts, n]); b: parts of the inputs. With AS_FLOAT out is
+// float [rows, n], for others to add what they have of it, and there is no bias.
 template <class T>
 void experts_down(const Operation& op, Work& work) {
     using E = typename T::Element;
@@ -382,7 +385,10 @@ void experts_down(const Operation& op, Work& work) {
     struct Columns {
         int64_t first, column;  // of rows and columns
         Mask low, high;
+        const float* bias;      // of these columns, or none
     };
+    auto* biases = static_cast<const float*>(op.more);
+    auto with = [](const float* bias, Floats value, Mask lanes) { return bias == nullptr ? value : value + load(bias, lanes); };
     const bool as_float = op.flags & AS_FLOAT;
     const int64_t size = as_float ? sizeof(float) : sizeof(E), pitch = as_float ? op.n : pitch_of<T>(op.n);
     auto place = [&](const Columns& to, int64_t row) { return static_cast<char*>(op.out) + ((to.first + row) * pitch + to.column) * size; };
@@ -391,8 +397,8 @@ void experts_down(const Operation& op, Work& work) {
         else T::store(reinterpret_cast<E*>(out), value, lanes);
     };
     auto products = products_into<T, Columns>([&](const Columns& to, int64_t row, Floats one, Floats two) {
-        put(place(to, row), one, to.low);
-        put(place(to, row) + LANES * size, two, to.high);
+        put(place(to, row), with(to.bias, one, to.low), to.low);
+        put(place(to, row) + LANES * size, with(to.bias == nullptr ? nullptr : to.bias + LANES, two, to.high), to.high);
     }, place, std::max<int64_t>(1, op.b));
     Weights weights(op, op.k / T::PACK);
     auto panel_of = [&](const ExpertTask& task) { return (task.expert * pairs + task.part) * 2; };
@@ -403,7 +409,8 @@ void experts_down(const Operation& op, Work& work) {
         products.multiply(static_cast<const E*>(op.in) + now.first * pitch_of<T>(op.k), op.k, now.rows, panels_at(panel),
                           panels_at(then), true,
                           {now.first, column, lanes_of(int(op.n - column)),
-                           lanes_of(int(std::max<int64_t>(0, op.n - column - LANES)))},
+                           lanes_of(int(std::max<int64_t>(0, op.n - column - LANES))),
+                           biases == nullptr ? nullptr : biases + now.expert * op.n + column},
                           room_for<T>(weights, op.k, now.rows, 1));
     });
     products.finish();

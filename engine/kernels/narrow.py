@@ -191,7 +191,7 @@ class _Made:
     """Whether it stands for a weight in float32 of a model in another type."""
 
     def scale(self, factor: float) -> None:
-        data = self.weight.data.t() if self.is_turned else self.weight.data
+        data = self.weight.data.mT if self.is_turned else self.weight.data
         if self.loud_rows:
             data[..., list(self.loud_rows), :] *= factor
         if self.quiet_columns:
@@ -309,10 +309,13 @@ class _Weights:
             return
         if mlp.shared is not None:
             self._mlp(mlp.shared, projections)
-        hidden, module = mlp.router.shape[1], mlp.experts
-        both = [*loud, *(columns + index for index in loud)]
-        self._put(module.gate_up_proj, (mlp.num_experts, 2 * columns, hidden), loud_rows=both)
-        self._put(module.down_proj, (mlp.num_experts, hidden, columns), quiet_columns=loud, power=2)
+        hidden, module, count = mlp.router.shape[1], mlp.experts, mlp.num_experts
+        both, turned = mlp.form.joined(columns, list(loud)), mlp.form.is_transposed
+        self._put(module.gate_up_proj, (count, 2 * columns, hidden), loud_rows=both, is_turned=turned)
+        self._put(module.down_proj, (count, hidden, columns), quiet_columns=loud, power=2, is_turned=turned)
+        if mlp.form.has_bias:
+            self._put(module.gate_up_proj_bias, (count, 2 * columns), size=0.2)
+            self._put(module.down_proj_bias, (count, hidden), size=0.2)
 
     def _rest(self, model: LoadedModel) -> None:
         """Norms, routers and biases keep their shape.
@@ -363,7 +366,7 @@ class _Weights:
             made = (
                 made.mul_(shape[-1] ** -0.5 if size is None else size).add_(mean).to(torch.bfloat16).float()
             )
-            weight = torch.nn.Parameter(made.t() if is_turned else made, requires_grad=False)
+            weight = torch.nn.Parameter(made.mT.contiguous() if is_turned else made, requires_grad=False)
             self._made[key] = _Made(weight, key[4], key[5], power, is_turned, is_float)
             self._made[key].scale(LOUD)
         self.memo[id(stands_for)] = self._made[key].weight

@@ -54,7 +54,7 @@ class PackedMoe:
         )
         self.experts: PackedExperts | None = None
         if not spread:
-            self.experts = PackedExperts.of(moe.experts.gate_up_proj.data, moe.experts.down_proj.data, packer)
+            self.experts = PackedExperts.of(moe.experts, moe.form, packer)
 
 
 class PackedLayer:

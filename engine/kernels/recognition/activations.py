@@ -22,6 +22,8 @@ class ActivationKind(enum.IntEnum):
     RELU_SQUARED = 4
     XIELU = 5
     RELU = 6
+    CLIPPED = 7
+    """Of gates alone: ``(up + 1) * gate * sigmoid(a * gate)``, gate and up clipped to what is near 0."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Activation:
 
     kind: ActivationKind
     numbers: torch.Tensor | None = None
-    """float32, of XIELU: its factors above and below 0, and its slope there."""
+    """float32, of XIELU: its factors above and below 0, and its slope there; of CLIPPED: slope and limit."""
 
 
 SILU = Activation(ActivationKind.SILU)
