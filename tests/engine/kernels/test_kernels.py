@@ -11,6 +11,9 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from engine.attention.base import PLAN_KEYWORD, LayerShape, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
@@ -194,20 +197,42 @@ def test_the_best_is_what_numpy_finds(width: int) -> None:
     assert found.tolist() == logits.numpy().argmax(axis=1).tolist()
 
 
+def experts(count: int, hidden: int, width: int, dtype: torch.dtype, size: float = 1.0) -> Any:
+    """A module of experts with random weights."""
+    config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=width, num_experts=count)
+    module = Qwen3MoeExperts(config).requires_grad_(requires_grad=False)
+    module.gate_up_proj.data = random(count, 2 * width, hidden, dtype=dtype) * size
+    module.down_proj.data = random(count, hidden, width, dtype=dtype) * size
+    return module
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_with_biases_and_a_clipped_gate(dtype: torch.dtype) -> None:
+    """Whose weights lie the other way round, gate and up side by side."""
+    assert KERNELS is not None
+    torch.manual_seed(0)
+    config = GptOssConfig(hidden_size=64, intermediate_size=50, num_local_experts=5, swiglu_limit=2.0)
+    module = GptOssExperts(config).requires_grad_(requires_grad=False)
+    for weight in module.parameters():
+        weight.data = (torch.randn(weight.shape) * 0.5).to(dtype)
+    rows, counts = random(37, 64, dtype=dtype), [5, 0, 17, 14, 1]
+    found = NativeExperts(KERNELS).compute(module, rows, counts)
+    ids = torch.tensor([number for number, count in enumerate(counts) for _ in range(count)])
+    expected = module.float()(rows.float(), ids[:, None], torch.ones(37, 1))
+    close(found, expected, dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_experts_compute_each_row_with_its_own(dtype: torch.dtype) -> None:
     assert KERNELS is not None
 
-    class Module:
-        gate_up_proj = random(5, 2 * 48, 64, dtype=dtype)
-        down_proj = random(5, 64, 48, dtype=dtype)
-
+    module = experts(5, 64, 48, dtype)
     rows, counts = random(37, 64, dtype=dtype) * 0.1, [5, 0, 17, 14, 1]
     ids = [number for number, count in enumerate(counts) for _ in range(count)]
-    found = NativeExperts(KERNELS).compute(Module, rows, counts)
+    found = NativeExperts(KERNELS).compute(module, rows, counts)
     for row, number in enumerate(ids):
-        gate, up = (Module.gate_up_proj[number].float() @ rows[row].float()).chunk(2)
-        expected = Module.down_proj[number].float() @ (torch.nn.functional.silu(gate) * up)
+        gate, up = (module.gate_up_proj[number].float() @ rows[row].float()).chunk(2)
+        expected = module.down_proj[number].float() @ (torch.nn.functional.silu(gate) * up)
         close(found[row], expected, dtype)
 
 
