@@ -168,7 +168,8 @@ struct Operation {
     double cap;            // of scores, 0 for none
     const float* factors;  // of queries, by position, or none; of rows, by row
 };
-constexpr int64_t ADD = 1, AS_FLOAT = 2, SELECTED = 4, COMPRESSED = 8, TO_CHOOSE = 16, CENTRED = 32, NORM_LAST = 64, WIDE = 128;
+constexpr int64_t ADD = 1, AS_FLOAT = 2, SELECTED = 4, COMPRESSED = 8, TO_CHOOSE = 16, CENTRED = 32, NORM_LAST = 64,
+                  QUANTIZED = 128, WIDE = 256;
 
 // Of a kind of rotary embedding, [positions, half]: the first 2 * half numbers of a head are turned.
 struct Angles {

@@ -267,7 +267,7 @@ def recognise(module: Any, shapes: Sequence[LayerShape], dtype: torch.dtype) -> 
         NotUsual: the model has other parts.
     """
     if dtype not in PACK:
-        raise NotUsual(f"weights in {dtype}")
+        raise NotUsual(f"no kernels for {dtype}: --dtype bfloat16 and float32 have some")
     base: Any = getattr(module, module.base_model_prefix, None)
     _only(module, {module.base_model_prefix, "lm_head"})
     names = base_parts(base)

@@ -356,7 +356,7 @@ void experts_up(const Operation& op, Work& work) {
     auto products = gated_products<T>(op.n, op.b, op.factors);
     auto* biases = static_cast<const float*>(op.more);
     auto bias_of = [&](int64_t row, int64_t column) { return biases == nullptr ? nullptr : biases + row * op.n + column; };
-    Weights weights(op, op.k / T::PACK);
+    Weights weights(op, op.k / T::PACK, T::PACK);
     auto gate_of = [&](const ExpertTask& task) { return task.expert * 2 * panels + TOGETHER * task.part; };
     auto panels_at = [&](int64_t gate) { return Panels{weights.panel(gate), weights.panel(gate + panels)}; };
     for_experts(static_cast<const int64_t*>(op.extra), op.a, (panels + TOGETHER - 1) / TOGETHER, work,
@@ -400,7 +400,7 @@ void experts_down(const Operation& op, Work& work) {
         put(place(to, row), with(to.bias, one, to.low), to.low);
         put(place(to, row) + LANES * size, with(to.bias == nullptr ? nullptr : to.bias + LANES, two, to.high), to.high);
     }, place, std::max<int64_t>(1, op.b));
-    Weights weights(op, op.k / T::PACK);
+    Weights weights(op, op.k / T::PACK, T::PACK);
     auto panel_of = [&](const ExpertTask& task) { return (task.expert * pairs + task.part) * 2; };
     auto panels_at = [&](int64_t panel) { return Panels{weights.panel(panel), weights.panel(panel + 1)}; };
     for_experts(static_cast<const int64_t*>(op.extra), op.a, pairs, work, [&](const ExpertTask& now, const ExpertTask& next) {

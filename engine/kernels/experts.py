@@ -32,14 +32,12 @@ class PackedExperts:
     @classmethod
     def of(cls, module: Any, form: ExpertForm, packer: Packer) -> PackedExperts:
         """From the weights of a module of experts."""
-        gate, up, down = form.weights(module)
-        return cls(
-            packer.gate_and_up(gate, up),
-            packer.panels(down, multiple=32),
-            len(down),
-            form,
-            form.biases(module),
-        )
+        if form.is_interleaved or form.is_transposed:
+            gate, up, down = form.weights(module)
+            inward = packer.gate_and_up(gate, up)
+        else:
+            inward, down = packer.gate_up_stack(module.gate_up_proj), module.down_proj
+        return cls(inward, packer.panels(down, multiple=32), len(down), form, form.biases(module))
 
     def write(
         self, operations: Operations, rows: Any, middle: Any, out: Any, begins: Any, ranks: int = 1

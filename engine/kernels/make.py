@@ -116,6 +116,8 @@ def make_program(model: LoadedModel, block_size: int) -> Program | None:
     if saved := program.saved_bytes:
         share = saved / (program.weight_bytes + saved)
         tiles += f", weights compressed by {100 * share:.0f} %"
+    if codes := program.quantized_bytes:
+        tiles += f", {100 * codes / program.weight_bytes:.0f} % of the weights' bytes are codes"
     logger.info("native kernels: on%s (prepared in %.1f s)", tiles, time.monotonic() - began)
     return program
 

@@ -11,15 +11,17 @@ import torch
 from engine.kernels.compression import Compressed
 from engine.kernels.library import Library
 from engine.kernels.logits import DRAW, SHAPE
+from engine.kernels.quantized import QuantizedPanels
 
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}
 
-ADD, AS_FLOAT, SELECTED, COMPRESSED, TO_CHOOSE, CENTRED, NORM_LAST, WIDE = 1, 2, 4, 8, 16, 32, 64, 128
+ADD, AS_FLOAT, SELECTED, COMPRESSED, TO_CHOOSE, CENTRED, NORM_LAST = 1, 2, 4, 8, 16, 32, 64
+QUANTIZED, WIDE = 128, 256
 """Flags of operations.
 
 They add to what is there; write float32; compute the selected rows only; read compressed weights; run only if
-tokens are chosen; have norms around the mean, or norms behind the rotation; multiply float32 whatever the
-step's type.
+tokens are chosen; have norms around the mean, or norms behind the rotation; read codes of weights; multiply
+float32 whatever the step's type.
 """
 
 _OPERATION = np.dtype(
@@ -126,6 +128,8 @@ class Operations:
             self._kept.append(value)
         if isinstance(fields.get("weights"), Compressed):
             row["flags"] |= COMPRESSED
+        if isinstance(fields.get("weights"), QuantizedPanels):
+            row["flags"] |= QUANTIZED
         self._count += 1
 
     def run(
@@ -155,7 +159,7 @@ def _address(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         assert value.is_contiguous()
         return value.data_ptr()
-    if isinstance(value, Compressed):
+    if isinstance(value, Compressed | QuantizedPanels):
         value = value.record
     if isinstance(value, np.ndarray):
         assert value.flags.c_contiguous

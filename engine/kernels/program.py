@@ -71,6 +71,8 @@ class Program:
 
         Without spread experts.
         """
+        self.quantized_bytes = packer.quantized_bytes
+        """Bytes of the weights that are kept as codes."""
         self._angles: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Cosines and sines [positions, half] of each rotary embedding."""
         self._angle_table = np.zeros(0, dtype=np.int64)

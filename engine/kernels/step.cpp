@@ -147,7 +147,7 @@ void linear(const Operation& op, const Step& step, Work& work) {
         put(line(to, row), one, to.low, to.column, to.first + row);
         put(line(to, row), two, to.high, to.column + LANES, to.first + row);
     }, place, std::max<int64_t>(1, op.b));
-    Weights weights(op, op.k / T::PACK);
+    Weights weights(op, op.k / T::PACK, T::PACK);
     auto panels_of = [&](int64_t pair) { return Panels{weights.panel(2 * pair), weights.panel(2 * pair + 1)}; };
     work.share_out(pairs, CACHED_BYTES / (8 * panel), [&](Share now, Share next) {
         uint32_t* room = room_for<T>(weights, op.k, rows, now.size());
@@ -175,7 +175,7 @@ void gated(const Operation& op, const Step& step, Work& work) {
     int64_t words = op.k / T::PACK * LANES, panels = (op.n + LANES - 1) / LANES;
     auto products = gated_products<T>(op.n, op.a);
     auto* bias = static_cast<const float*>(op.more);
-    Weights weights(op, op.k / T::PACK);
+    Weights weights(op, op.k / T::PACK, T::PACK);
     auto panels_of = [&](int64_t panel) { return Panels{weights.panel(panel), weights.panel(panels + panel)}; };
     work.share_out(panels, CACHED_BYTES / (8 * words), [&](Share now, Share next) {
         uint32_t* room = room_for<T>(weights, op.k, rows, now.size());

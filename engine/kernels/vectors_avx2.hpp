@@ -110,6 +110,12 @@ inline Floats to_integers(Floats value) {  // the nearest, ties to even
     constexpr int NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     return {_mm256_round_ps(value.low, NEAREST), _mm256_round_ps(value.high, NEAREST)};
 }
+// Each number of the lower half twice, or of the upper one.
+inline Floats twice(Floats value, int upper) {
+    __m256 half = upper ? value.high : value.low;
+    return {_mm256_permutevar8x32_ps(half, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3)),
+            _mm256_permutevar8x32_ps(half, _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7))};
+}
 inline float greatest_of(__m256 value) {
     __m128 four = _mm_max_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
     __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));

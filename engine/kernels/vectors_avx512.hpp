@@ -96,8 +96,13 @@ inline Floats load_bfloat16(const uint16_t* from, Mask lanes) {
 inline void store_bfloat16(uint16_t* to, Floats value, Mask lanes) {
     _mm256_mask_storeu_epi16(to, lanes, (__m256i)_mm512_cvtneps_pbh(value));
 }
-inline void store_bfloat16(uint16_t* to, Floats one, Floats two) {
-    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(two, one));
+// 32 of them, the lower ones first.
+inline Words words_of_bfloat16(Floats one, Floats two) { return (__m512i)_mm512_cvtne2ps_pbh(two, one); }
+inline void store_bfloat16(uint16_t* to, Floats one, Floats two) { store(to, words_of_bfloat16(one, two)); }
+// Each number of the lower half twice, or of the upper one.
+inline Floats twice(Floats value, int upper) {
+    const __m512i numbers = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    return _mm512_permutexvar_ps(_mm512_add_epi32(numbers, _mm512_set1_epi32(8 * upper)), value);
 }
 inline Floats rounded_to_bfloat16(Floats value) {  // to the nearest one, ties to even
     return as_floats(shift_left<16>(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(value))));

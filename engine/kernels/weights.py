@@ -33,12 +33,10 @@ class PackedMlp:
     def __init__(self, mlp: Mlp, packer: Packer) -> None:
         self.mlp = mlp
         self.inward = (
-            packer.panels(mlp.up.data, multiple=32)
-            if mlp.gate is None
-            else packer.gate_and_up(mlp.gate.data, mlp.up.data)
+            packer.panels(mlp.up, multiple=32) if mlp.gate is None else packer.gate_and_up(mlp.gate, mlp.up)
         )
         """Gate and up, or up alone."""
-        self.down = packer.panels(mlp.down.data, multiple=32)
+        self.down = packer.panels(mlp.down, multiple=32)
 
 
 class PackedMoe:
@@ -46,12 +44,10 @@ class PackedMoe:
 
     def __init__(self, moe: Moe, packer: Packer, dtype: torch.dtype, *, spread: bool) -> None:
         self.moe = moe
-        self.router = packer.panels(moe.router.data, multiple=32)
+        self.router = packer.panels(moe.router, multiple=32)
         self.routing = moe.routing.record(dtype)
         self.shared = None if moe.shared is None else PackedMlp(moe.shared, packer)
-        self.shared_gate = (
-            None if moe.shared_gate is None else packer.panels(moe.shared_gate.data, multiple=32)
-        )
+        self.shared_gate = None if moe.shared_gate is None else packer.panels(moe.shared_gate, multiple=32)
         self.experts: PackedExperts | None = None
         if not spread:
             self.experts = PackedExperts.of(moe.experts, moe.form, packer)
@@ -65,7 +61,7 @@ class PackedLayer:
         attention = layer.attention
         self.layer = layer
         self.qkv = packer.panels(*_projections(attention), multiple=32)
-        self.out = packer.panels(attention.out.data, multiple=32)
+        self.out = packer.panels(attention.out, multiple=32)
         self.mlp: PackedMlp | PackedMoe
         if isinstance(layer.mlp, Mlp):
             self.mlp = PackedMlp(layer.mlp, packer)
@@ -75,11 +71,12 @@ class PackedLayer:
 
 def _projections(attention: Attention) -> list[torch.Tensor]:
     """Weights of queries, keys and values, their heads in the order of computation."""
-    query, key, value = (weight.data for weight in attention.qkv)
+    query, key, value = attention.qkv
     if attention.places is None:
         return [query, key, value]
     ordered = [
-        weight.unflatten(0, (-1, attention.dim))[:, attention.places].flatten(0, 1) for weight in (query, key)
+        weight.data.unflatten(0, (-1, attention.dim))[:, attention.places].flatten(0, 1)
+        for weight in (query, key)
     ]
     return [*ordered, value]
 
@@ -93,7 +90,7 @@ class PackedDecoder:
     def __init__(self, decoder: Decoder, packer: Packer, *, spread: bool) -> None:
         self.decoder = decoder
         self.layers = [PackedLayer(layer, packer, spread=spread) for layer in decoder.layers]
-        self.head = None if decoder.output is None else packer.panels(decoder.output.head.data, multiple=32)
+        self.head = None if decoder.output is None else packer.panels(decoder.output.head, multiple=32)
 
     def __repr__(self) -> str:
         return f"<PackedDecoder {len(self.layers)} layers, {self.decoder.dtype}>"

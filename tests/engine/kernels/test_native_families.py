@@ -1,4 +1,4 @@
-"""Families on the native kernels: tokens of transformers, and bits that do not depend on the batch.
+"""Families on the native kernels: transformers' tokens, and bits of each request alone.
 
 For each push some families run in some layouts, at night all.
 """
@@ -14,12 +14,14 @@ import pytest
 import torch
 import transformers
 
+from engine.config import DeviceConfig, EngineConfig, ModelConfig
 from engine.executor.uni import UniExecutor
 from engine.kernels import library
 from engine.kernels.make import make_program
 from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info
 from engine.model.weights import _fix_rope_scaling
+from engine.settings import resolve
 from tests.engine.compute.test_exactness import prompts
 from tests.engine.greedy import greedy_outputs
 from tests.engine.invariance.answers import ALONE, How
@@ -28,7 +30,7 @@ from tests.engine.invariance.mixed import requests
 from tests.engine.kernels.test_native_trial import load
 from tests.engine.model.test_sharding import LAYOUTS, NUM_IN_TABLE, greedy, run, settings, shards
 from tests.engine.native_families import CONTEXT, NATIVE, make_family
-from tests.engine.tiny_models import VOCAB
+from tests.engine.tiny_models import VOCAB, make_tiny_model
 from tests.router.tiny_tokenizer import byte_level
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
@@ -43,7 +45,10 @@ DENSE = [
 EACH_PUSH = ["gemma2", "gemma3", "phi3", "glm4", "olmo2", "cohere2", "granite", "gpt2"]
 """Families that have all operations between them."""
 UNCUT = {"phi3", "glm", "glm4", "phi", "olmo2", "olmo3", "cohere_head_norms"}
-"""Families without a plan, or whose plan gathers in the middle of a layer, or with norms over all heads."""
+"""Families that torch computes with tensor-parallel ranks.
+
+Their plan gathers in the middle of a layer, or they have none, or norms over all heads.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +120,27 @@ def test_bits_are_those_of_each_request_alone(family: str, directories: Callable
     found, counters = instance.answers(submits, How(cache=256, budget=64))
     assert found == alone
     assert counters.prefix_cache_hits > 0
+
+
+def test_a_checkpoint_in_float16_is_computed_in_float32(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which holds all its numbers; ``--dtype`` chooses another type."""
+    directory = make_tiny_model(tmp_path, "llama", dtype=torch.float16)
+    config = EngineConfig(model=ModelConfig(model=str(directory)), device=DeviceConfig(device="cpu"))
+    with caplog.at_level("INFO"):
+        info, resolved = resolve(config)
+    assert (info.dtype, resolved.dtype) == ("float16", "float32")
+    assert "a checkpoint in float16 is computed in float32 on this CPU" in caplog.text
+    executor = UniExecutor(config, info, 1)
+    executor.load(lambda _phase: None)
+    executor.allocate(8)
+    assert executor._program is not None
+    for asked in ("float16", "bfloat16"):
+        chosen = EngineConfig(
+            model=ModelConfig(model=str(directory), dtype=asked), device=DeviceConfig(device="cpu")
+        )
+        assert resolve(chosen)[1].dtype == asked
 
 
 def test_the_kernels_for_avx2_know_all_operations(

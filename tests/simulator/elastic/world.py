@@ -66,7 +66,7 @@ class Call(NamedTuple):
 
 
 EVENTS_OF_A_TICK = 4
-"""Events of a tick in a split that lasts, of five instances with the shortest deadlines."""
+"""Events of a tick in a split that lasts: five instances, shortest deadlines."""
 
 
 class World(Schedule[Call]):
