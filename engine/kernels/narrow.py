@@ -130,7 +130,7 @@ def _attention_of(layer: Any) -> Any:
 
 
 def _mlp_of(layer: Any) -> list[Any] | None:
-    """The projections of a layer's MLP, or of the expert of all tokens; None if it has neither."""
+    """The projections of a layer's MLP, or of its shared expert; None without either."""
     parts = [part for _, part in layer.named_children() if not hasattr(part, LAYER_ATTRIBUTE)]
     parts += [shared for shared in map(shared_of, parts) if shared is not None]
     return next((each for each in map(mlp_projections, parts) if each is not None), None)

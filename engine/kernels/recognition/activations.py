@@ -23,7 +23,10 @@ class ActivationKind(enum.IntEnum):
     XIELU = 5
     RELU = 6
     CLIPPED = 7
-    """Of gates alone: ``(up + 1) * gate * sigmoid(a * gate)``, gate and up clipped to what is near 0."""
+    """Gates alone have it: ``(up + 1) * gate * sigmoid(slope * gate)``.
+
+    The gate is clipped from above first, ``up`` on both sides.
+    """
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,10 @@ class Activation:
 
     kind: ActivationKind
     numbers: torch.Tensor | None = None
-    """float32, of XIELU: its factors above and below 0, and its slope there; of CLIPPED: slope and limit."""
+    """float32 numbers of a kind that has some.
+
+    XIELU: its factors above and below 0, and its slope there. CLIPPED: slope and limit.
+    """
 
 
 SILU = Activation(ActivationKind.SILU)

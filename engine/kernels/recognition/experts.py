@@ -1,4 +1,4 @@
-"""What the experts of a mixture do between their two products, and how their weights lie.
+"""What experts do between their two products, and how their weights lie.
 
 The module's own gate runs on made-up numbers.
 """
@@ -26,7 +26,7 @@ class ExpertForm:
     width: int
     activation: Activation
     is_interleaved: bool
-    """Whether each output of the gate has that of ``up`` beside it; the gate's come first otherwise."""
+    """Whether outputs of gate and up lie side by side; the gate's come first otherwise."""
     is_transposed: bool
     """Whether weights are [experts, inputs, outputs]."""
     has_bias: bool

@@ -26,9 +26,10 @@ from tests.engine.invariance.mixed import requests
 from tests.engine.invariance.spread import Members, in_shared_memory
 from tests.engine.model.test_sharding import LAYOUTS, greedy, run, shards
 from tests.engine.model.test_sharding import settings as in_float32
-from tests.engine.native_families import MIXTURES, make_family
+from tests.engine.native_families import MIXTURES, SOME_MIXTURES, make_family
 from tests.engine.shard_threads import ThreadedShards
 from tests.engine.tiny_models import VOCAB
+from tests.nightly import NIGHTLY
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
 
@@ -53,7 +54,7 @@ def quick_turns() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=MIXTURES)
+@pytest.fixture(scope="module", params=MIXTURES if NIGHTLY else SOME_MIXTURES)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_family(tmp_path_factory.mktemp("m") / request.param, request.param)
 

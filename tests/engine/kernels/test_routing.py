@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 HIDDEN, ROWS = 64, 33
+SMALL = {"intermediate_size": 16, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 
 
 @cache
@@ -83,6 +84,7 @@ def grouped(**changes: Any) -> dict[str, Any]:
         "n_group": 4,
         "topk_group": 2,
         "routed_scaling_factor": 2.5,
+        "moe_intermediate_size": 16,
     } | changes
 
 
@@ -97,18 +99,18 @@ def block(kind: Any, config: Any, **fields: Any) -> Any:
 
 
 BLOCKS: dict[str, Callable[[], Any]] = {
-    "softmax": lambda: block(qwen2.Qwen2MoeSparseMoeBlock, qwen2.Qwen2MoeConfig, num_experts=20),
+    "softmax": lambda: block(qwen2.Qwen2MoeSparseMoeBlock, qwen2.Qwen2MoeConfig, num_experts=20, **SMALL),
     "softmax of the chosen": lambda: block(
-        gpt_oss.GptOssMLP, gpt_oss.GptOssConfig, num_local_experts=20, num_experts_per_tok=3
+        gpt_oss.GptOssMLP, gpt_oss.GptOssConfig, num_local_experts=20, num_experts_per_tok=3, **SMALL
     ),
     "softmax of the chosen, in float32": lambda: block(
-        granite.GraniteMoeMoE, granite.GraniteMoeConfig, num_local_experts=20, num_experts_per_tok=3
+        granite.GraniteMoeMoE, granite.GraniteMoeConfig, num_local_experts=20, num_experts_per_tok=3, **SMALL
     ),
     "softmax by a linear layer": lambda: block(
         hunyuan.HunYuanMoEV1Moe, hunyuan.HunYuanMoEV1Config, num_experts=20, moe_topk=3, intermediate_size=16
     ),
     "softmax with a correction": lambda: block(
-        ernie.Ernie4_5_MoeSparseMoeBlock, ernie.Ernie4_5_MoeConfig, moe_num_experts=20, moe_k=3
+        ernie.Ernie4_5_MoeSparseMoeBlock, ernie.Ernie4_5_MoeConfig, moe_num_experts=20, moe_k=3, **SMALL
     ),
     "softmax with a factor": lambda: block(
         deepseek_v2.DeepseekV2Moe, deepseek_v2.DeepseekV2Config, **grouped(topk_method="greedy")
