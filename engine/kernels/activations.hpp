@@ -6,7 +6,7 @@
 
 namespace {
 
-enum Activation : int64_t { LINEAR_ONLY, SILU, GELU_TANH, GELU, RELU_SQUARED, XIELU, RELU };
+enum Activation : int64_t { LINEAR_ONLY, SILU, GELU_TANH, GELU, RELU_SQUARED, XIELU, RELU, CLIPPED };
 
 inline Floats negative(Floats x) { return filled(0.f) - x; }
 inline Floats sigmoid_ps(Floats x) { return filled(1.f) / (filled(1.f) + exp_ps(negative(x))); }
@@ -46,6 +46,14 @@ inline Floats activated(int64_t kind, Floats x, const float* with = nullptr) {
         }
         default: return x;
     }
+}
+
+// What a gate makes of its number and that of `up`. with: slope and limit, of CLIPPED.
+inline Floats gated(int64_t kind, Floats gate, Floats up, const float* with) {
+    if (kind != CLIPPED) return (kind <= SILU ? silu_ps(gate) : activated(kind, gate)) * up;
+    Floats most = filled(with[1]), open = minimum(gate, most);
+    up = maximum(minimum(up, most), negative(most)) + filled(1.f);
+    return up * open * sigmoid_ps(filled(with[0]) * open);
 }
 
 // A factor that an operation has, or none.

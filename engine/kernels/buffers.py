@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -14,8 +14,6 @@ from engine.kernels.rows import SLACK, pitch_of
 
 MIN_TOKENS = 64
 """Tokens that the first buffers have room for; the room doubles as steps grow."""
-
-_Mlp = TypeVar("_Mlp", Mlp, Moe)
 
 
 class Room(NamedTuple):
@@ -58,7 +56,10 @@ class Buffers:
         self.projected = rows(room.own, max(each.projected_width for each in attentions))
         """Queries, keys and values."""
         self.attended = rows(room.own, max(each.width for each in attentions))
-        self.middle = rows(room.own, max((mlp.width for mlp in _mlps(decoder, Mlp)), default=0))
+        sparse = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Moe)]
+        dense = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Mlp)]
+        dense += [moe.shared for moe in sparse if moe.shared is not None]
+        self.middle = rows(room.own, max((mlp.width for mlp in dense), default=0))
         self.logits = arena.zeros((room.selected, decoder.vocab), torch.float32)
         """[selected, tokens of this rank]; of no token before the last stage."""
         self.chosen: Int64s = arena.zeros((room.selected,), torch.int64).numpy()
@@ -74,9 +75,10 @@ class Buffers:
         """Numbers of a token's experts, token by token."""
         self.gathered = exchange.make_room(room.total)
         """Rows of all members that go through the experts here."""
-        widest = max(moe.width for moe in _mlps(decoder, Moe))
+        self.shared_logits = torch.empty(room.own)
+        """Logits of the gate of a shared expert, token by token."""
+        is_wide = any(moe.router.dtype != dtype for moe in sparse)
+        self.widened = torch.empty(room.own if is_wide else 0, pitch_of(decoder.hidden, torch.float32))
+        """[tokens, hidden] in float32, for routers in it."""
+        widest = max(moe.width for moe in sparse)
         self.expert_middle = rows(room.total * shape.top_k + SLACK, widest)
-
-
-def _mlps(decoder: Decoder, kind: type[_Mlp]) -> list[_Mlp]:
-    return [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, kind)]

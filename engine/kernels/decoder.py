@@ -11,7 +11,7 @@ whose attention and MLPs give partial sums (:mod:`parallel.tensor_plan`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from engine.attention.base import LayerShape
 from engine.kernels.packing import LANES, PACK
 from engine.kernels.recognition.activations import Activation, activation_of
 from engine.kernels.recognition.ends import embedding_factor, of_logits
+from engine.kernels.recognition.experts import ExpertForm, form_of
 from engine.kernels.recognition.norms import Norm, norm_of
 from engine.kernels.recognition.order import order_of
 from engine.kernels.recognition.projections import (
@@ -30,6 +31,7 @@ from engine.kernels.recognition.projections import (
     mlp_projections,
     whole,
 )
+from engine.kernels.recognition.routing import Routing, router_of, routing_of, weights_of
 from engine.kernels.recognition.stand_ins import NotUsual
 from engine.kernels.recognition.turning import (
     TOKENS,
@@ -42,6 +44,10 @@ from engine.kernels.recognition.turning import (
 )
 from engine.model.shard import PassThrough
 from parallel.tensor_parallel import SummedExperts, VocabularyParallel
+
+SHARED = {"shared_expert", "shared_experts", "shared_mlp"}
+"""Names of an expert of all tokens in a mixture."""
+SHARED_GATE = "shared_expert_gate"
 
 __all__ = ["Attention", "Decoder", "Embedding", "Layer", "Mlp", "Moe", "NotUsual", "Output", "recognise"]
 
@@ -111,21 +117,43 @@ class Mlp:
     """float32, of gate, then of up."""
     down_bias: torch.Tensor | None
 
+    @property
+    def num_sums(self) -> int:
+        """Sums over the tensor-parallel ranks."""
+        return int(self.is_partial)
+
 
 @dataclass(frozen=True)
 class Moe:
     """A router and its experts."""
 
     router: torch.Tensor
-    """[experts, hidden]"""
+    """[experts, hidden]; may be float32 in a model of another type."""
+    router_bias: torch.Tensor | None
+    routing: Routing
     experts: Any
-    """The module with ``gate_up_proj`` [local experts, 2 * width, hidden] and ``down_proj``."""
+    """The module with ``gate_up_proj`` and ``down_proj`` of the experts here."""
+    form: ExpertForm
     is_partial: bool
     """As in :class:`Attention`."""
     num_experts: int
-    top_k: int
-    normalised: bool
-    width: int
+    shared: Mlp | None = None
+    """An expert of all tokens, whose result is added."""
+    shared_gate: torch.Tensor | None = None
+    """[1, hidden]: the sigmoid of its product is a factor on the shared expert's result."""
+
+    @property
+    def width(self) -> int:
+        return self.form.width
+
+    @property
+    def top_k(self) -> int:
+        return self.routing.top_k
+
+    @property
+    def num_sums(self) -> int:
+        """Sums over the tensor-parallel ranks."""
+        return self.is_partial + (self.shared is not None and self.shared.is_partial)
 
 
 @dataclass(frozen=True)
@@ -213,14 +241,21 @@ class Decoder:
         """Numbers of inputs, of all ranks, of products that the ranks add up."""
         attentions = [layer.attention for layer in self.layers if layer.attention.is_partial]
         here = {each.width for each in attentions}
-        here |= {layer.mlp.width for layer in self.layers if layer.mlp.is_partial}
+        here |= {mlp.width for layer in self.layers for mlp in _mlps(layer.mlp) if mlp.is_partial}
         return {inputs * ranks for inputs in here}
 
     @property
     def num_sums(self) -> int:
         """Sums over the tensor-parallel ranks in one step."""
-        partial = [part.is_partial for layer in self.layers for part in (layer.attention, layer.mlp)]
+        partial = [layer.attention.is_partial + layer.mlp.num_sums for layer in self.layers]
         return sum(partial) + (self.embedding is not None and self.embedding.is_partial)
+
+
+def _mlps(mlp: Mlp | Moe) -> Iterator[Mlp | Moe]:
+    """It and its shared expert."""
+    yield mlp
+    if isinstance(mlp, Moe) and mlp.shared is not None:
+        yield mlp.shared
 
 
 def recognise(module: Any, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Decoder:
@@ -243,7 +278,8 @@ def recognise(module: Any, shapes: Sequence[LayerShape], dtype: torch.dtype) -> 
     rotaries: dict[tuple[str, ...], Rotary] = {}
     with torch.inference_mode():
         layers = tuple(
-            _layer(layer, shape, hidden, base, rotaries) for layer, shape in zip(parts, shapes, strict=True)
+            _layer(layer, shape, hidden, base, rotaries, dtype)
+            for layer, shape in zip(parts, shapes, strict=True)
         )
         embedding = _embedding(base, names, hidden, dtype)
         output = _output(module, getattr(base, names["norm"]), hidden)
@@ -306,14 +342,20 @@ def _output(module: Any, norm: Any, hidden: int) -> Output | None:
 
 
 def _layer(
-    layer: Any, shape: LayerShape, hidden: int, base: Any, rotaries: dict[tuple[str, ...], Rotary]
+    layer: Any,
+    shape: LayerShape,
+    hidden: int,
+    base: Any,
+    rotaries: dict[tuple[str, ...], Rotary],
+    dtype: torch.dtype,
 ) -> Layer:
     order = order_of(layer, hidden)
 
     def norm(name: str | None) -> Norm | None:
         return None if name is None else norm_of(getattr(layer, name), hidden)
 
-    mlp = _mlp(getattr(layer, order.mlp), hidden)
+    block = getattr(layer, order.mlp)
+    mlp = _mixture(block, hidden, dtype) if hasattr(block, "experts") else _mlp(block)
     if isinstance(mlp, Moe) and (
         order.behind_mlp is not None or order.before_mlp is None or order.is_parallel
     ):
@@ -445,28 +487,44 @@ def _joined_bias(projections: list[Linear]) -> torch.Tensor | None:
     )
 
 
-def _mlp(module: Any, hidden: int) -> Mlp | Moe:
+def _mlp(module: Any) -> Mlp:
     projections = mlp_projections(module)
-    if projections is not None:
-        return _dense(module, projections)
-    _only(module, {"gate", "experts"})
-    experts, gate = module.experts, module.gate
-    own = {name: tuple(weight.shape) for name, weight in experts.named_parameters()}
-    if own.keys() != {"gate_up_proj", "down_proj"}:
-        raise NotUsual(f"experts with {', '.join(sorted(own))}")
-    _silu(experts)
-    width = own["gate_up_proj"][1] // 2
-    if own["gate_up_proj"][2] != hidden or own["down_proj"][1:] != (hidden, width):
+    if projections is None:
+        children = {name for name, _ in module.named_children()}
+        raise NotUsual(f"{type(module).__name__} has the parts {', '.join(sorted(children))}")
+    return _dense(module, projections)
+
+
+def _mixture(block: Any, hidden: int, dtype: torch.dtype) -> Moe:
+    """A block with a router, experts, and maybe one that all tokens share."""
+    children = {name for name, _ in block.named_children()} - {"experts", "gate", "router", "act_fn"}
+    shared = shared_of(block)
+    others = children - SHARED - {SHARED_GATE}
+    if others or len(children & SHARED) > 1 or (SHARED_GATE in children and shared is None):
+        raise NotUsual(f"{type(block).__name__} has the parts {', '.join(sorted(children))}")
+    experts = block.experts
+    form, is_partial = form_of(experts), isinstance(experts, SummedExperts)
+    if form.hidden != hidden:
         raise NotUsual("experts laid out the other way round")
-    if width % 2:
-        raise NotUsual("an odd width")
-    if {name for name, _ in gate.named_parameters()} != {"weight"} or list(gate.children()):
-        raise NotUsual("another kind of router")
-    top_k = getattr(gate, "top_k", None)
-    if not isinstance(top_k, int):
-        raise NotUsual("a router without top_k")
-    router, normalised = gate.weight, bool(getattr(gate, "norm_topk_prob", True))
-    return Moe(router, experts, isinstance(experts, SummedExperts), router.shape[0], top_k, normalised, width)
+    router, bias = weights_of(router_of(block))
+    if is_partial and (form.has_bias or len(experts.down_proj) != len(router)):
+        raise NotUsual("experts that tensor-parallel ranks have whole, or with biases")
+    return Moe(
+        router=router,
+        router_bias=None if bias is None else _copy(bias),
+        routing=routing_of(block, dtype),
+        experts=experts,
+        form=form,
+        is_partial=is_partial,
+        num_experts=router.shape[0],
+        shared=_mlp(shared) if shared is not None else None,
+        shared_gate=whole(getattr(block, SHARED_GATE)).weight if SHARED_GATE in children else None,
+    )
+
+
+def shared_of(block: Any) -> Any:
+    """The module of a mixture's expert of all tokens; None if it has none."""
+    return next((part for name, part in block.named_children() if name in SHARED), None)
 
 
 def _dense(module: Any, projections: list[Any]) -> Mlp:
@@ -486,12 +544,6 @@ def _dense(module: Any, projections: list[Any]) -> Mlp:
 def _copy(vector: torch.Tensor) -> torch.Tensor:
     """A copy in float32, since the model's own tensor is emptied."""
     return vector.detach().to(torch.float32, copy=True)
-
-
-def _silu(module: Any) -> None:
-    act = getattr(module, "act_fn", None)
-    if type(act).__name__ not in ("SiLU", "SiLUActivation"):
-        raise NotUsual(f"the activation {type(act).__name__}")
 
 
 def _only(module: Any, names: set[str], optional: frozenset[str] | set[str] = frozenset()) -> None:

@@ -92,63 +92,165 @@ void give_back(const Operation& op) {
     if (op.a != 1) publish(op, RETURNED);
 }
 
-// in: logits as float [rows, n]; out: weights [rows, k] as float; extra: ids [rows, k] int64.
-// Softmax over all, the k largest in descending order (the first one of equals), divided by their sum if ADD.
-template <class T>
-void route(const Operation& op, const Step& step, Work& work) {
-    auto* ids = static_cast<int64_t*>(const_cast<void*>(op.extra));
-    thread_local std::vector<float> line;
-    thread_local std::vector<Mask> left;  // experts not chosen yet, 16 by 16
-    int64_t parts = (op.n + LANES - 1) / LANES;
-    line.resize(size_t(parts * LANES)), left.resize(size_t(parts));
-    auto values = [&](int64_t part) { return load(line.data() + part * LANES); };
-    auto greatest = [&] {
+// How the logits of a router become experts and their weights.
+struct Routing {
+    int64_t is_sigmoid;        // scores are sigmoids of the logits; softmax over all otherwise
+    int64_t is_normalised;     // weights are divided by their sum
+    int64_t is_exact;          // neither logits nor weights are rounded to the type of the step
+    int64_t groups, kept;      // experts lie in so many groups, and are chosen from so many of these; groups is 1 if they do not
+    int64_t best_of_group;     // a group's score is the sum of so many of its experts' greatest ones
+    double factor;             // of the weights
+    double least;              // the least sum that weights are divided by
+    double near;               // above 0: a weight is the share among the experts left that are this near, relative to their size
+    const float* correction;   // [n], added to the scores to choose by; null: none
+};
+
+// The experts that one token's router may still choose from.
+class Choices {
+    std::vector<float> keys;   // what they are chosen by, filled up to whole vectors
+    std::vector<Mask> left;    // 16 by 16
+    int64_t parts = 0;
+
+   public:
+    void begin(int64_t n) {
+        parts = (n + LANES - 1) / LANES;
+        keys.resize(size_t(parts * LANES)), left.resize(size_t(parts));
+        for (int64_t part = 0; part < parts; ++part) left[size_t(part)] = lanes_of(int(n - part * LANES));
+    }
+    float key(int64_t expert) const { return keys[size_t(expert)]; }
+    Floats values(int64_t part) const { return load(keys.data() + part * LANES); }
+
+    // Puts body(values, first, lanes) in the place of all values.
+    template <class Body>
+    void change(Body body) {
+        for (int64_t part = 0; part < parts; ++part) {
+            Mask lanes = lanes_in(part);
+            store(keys.data() + part * LANES, body(values(part), part * LANES, lanes));
+        }
+    }
+    float greatest() const {
         Floats most = filled(-INFINITY);
-        for (int64_t part = 0; part < parts; ++part) most = maximum(most, values(part), left[part]);
+        for (int64_t part = 0; part < parts; ++part) most = maximum(most, values(part), left[size_t(part)]);
         return greatest_of(most);
-    };
-    auto choose = [&](float value) {
+    }
+    // Sum of body(values, lanes) over those that are left.
+    template <class Body>
+    float sum(Body body) const {
+        Floats total = filled(0.f);
+        for (int64_t part = 0; part < parts; ++part) total = add(total, body(values(part)), left[size_t(part)]);
+        return sum_of(total);
+    }
+    // The first one of the greatest, which is not left then.
+    int64_t choose(float value) {
         for (bool any : {false, true})  // any: where nothing is equal, for it is no number
             for (int64_t part = 0; part < parts; ++part) {
-                auto found = any ? left[part] : Mask(left[part] & is_equal(values(part), filled(value)));
+                auto found = any ? lanes_in(part) : Mask(lanes_in(part) & is_equal(values(part), filled(value)));
                 if (found == 0) continue;
-                int lane = __builtin_ctz(found);
-                left[part] = Mask(left[part] & ~(1u << lane));
-                return part * LANES + lane;
+                int64_t expert = part * LANES + __builtin_ctz(found);
+                leave_out(expert, expert + 1);
+                return expert;
             }
-        return int64_t(0);
-    };
+        return 0;
+    }
+    void leave_out(int64_t begin, int64_t end) {
+        for (int64_t expert = begin; expert < end; ++expert) left[size_t(expert / LANES)] &= Mask(~(1u << expert % LANES));
+    }
+
+   private:
+    Mask lanes_in(int64_t part) const { return left[size_t(part)]; }
+};
+
+// Leaves those groups out whose experts are not among the best. Of equal groups the first one is better.
+inline void keep_groups(Choices& choices, const Routing& how, int64_t n) {
+    int64_t size = n / how.groups;
+    thread_local std::vector<float> scores;
+    scores.resize(size_t(how.groups));
+    for (int64_t group = 0; group < how.groups; ++group) {
+        float first = -INFINITY, second = -INFINITY;
+        for (int64_t expert = group * size; expert < (group + 1) * size; ++expert) {
+            float key = choices.key(expert);
+            if (key > first) second = first, first = key;
+            else if (key > second) second = key;
+        }
+        scores[size_t(group)] = how.best_of_group == 2 ? first + second : first;
+    }
+    for (int64_t group = 0; group < how.groups; ++group) {
+        int64_t better = 0;
+        for (int64_t other = 0; other < how.groups; ++other)
+            better += scores[size_t(other)] > scores[size_t(group)] || (scores[size_t(other)] == scores[size_t(group)] && other < group);
+        if (better >= how.kept) choices.leave_out(group * size, (group + 1) * size);
+    }
+}
+
+// Calls change(weights, lanes) for a token's k weights, 16 at a time, and stores what it gives.
+template <class Change>
+void for_weights(float* weights, int64_t k, Change change) {
+    for (int64_t place = 0; place < k; place += LANES) {
+        Mask lanes = lanes_of(int(k - place));
+        store(weights + place, change(load(weights + place, lanes), lanes), lanes);
+    }
+}
+
+// Each chosen one's share among those left that are near it, itself included.
+inline void choose_near(Choices& choices, const Routing& how, int64_t* ids, float* weights, int64_t k) {
+    for (int64_t place = 0; place < k; ++place) {
+        float peak = choices.greatest();
+        Floats at = filled(peak), near = filled(float(how.near));
+        float total = choices.sum([&](Floats value) {
+            Floats size = maximum(maximum(value, filled(0.f) - value), at);
+            Mask far = is_greater((at - value) / size, near);
+            return only(Mask(~far), exp_ps(value - at));
+        });
+        ids[place] = choices.choose(peak);
+        weights[place] = 1.f / total;
+    }
+}
+
+// in: logits as float [rows, n]; out: weights [rows, k] as float; extra: ids [rows, k] int64; more: a Routing.
+// The k with the greatest scores in descending order, the first one of equals.
+template <class T>
+void route(const Operation& op, const Step& step, Work& work) {
+    auto& how = *static_cast<const Routing*>(op.more);
+    thread_local Choices choices;
+    thread_local std::vector<float> scores;  // where experts are chosen by something else
+    const bool has_scores = how.correction != nullptr && how.is_sigmoid == 0;
+    auto rounded = [&](Floats value) { return how.is_exact ? value : T::rounded(value); };
     work.for_each(rows_of(op, step), [&](int64_t token) {
+        auto* ids = static_cast<int64_t*>(const_cast<void*>(op.extra)) + token * op.k;
         float* weights = static_cast<float*>(op.out) + token * op.k;
-        for (int64_t part = 0; part < parts; ++part) {
-            left[part] = lanes_of(int(op.n - part * LANES));
-            const float* logits = static_cast<const float*>(op.in) + token * op.n + part * LANES;
-            store(line.data() + part * LANES, T::rounded(load(logits, left[part])));
+        const float* logits = static_cast<const float*>(op.in) + token * op.n;
+        choices.begin(op.n);
+        choices.change([&](Floats, int64_t first, Mask lanes) { return rounded(load(logits + first, lanes)); });
+        if (how.near > 0) return choose_near(choices, how, ids, weights, op.k);
+        Floats peak = filled(0.f);
+        float total = 1.f;
+        if (how.is_sigmoid) {
+            choices.change([](Floats value, int64_t, Mask) { return sigmoid_ps(value); });
+        } else {
+            peak = filled(choices.greatest());
+            total = choices.sum([&](Floats value) { return exp_ps(value - peak); });
         }
-        Floats peak = filled(greatest()), sum = filled(0.f);
-        for (int64_t part = 0; part < parts; ++part)
-            sum = add(sum, exp_ps(values(part) - peak), left[part]);
-        float total = sum_of(sum);
+        if (has_scores) choices.change([&](Floats value, int64_t, Mask) { return exp_ps(value - peak) / filled(total); });
+        if (how.correction != nullptr) {
+            scores.resize(size_t((op.n + LANES - 1) / LANES * LANES));
+            choices.change([&](Floats value, int64_t first, Mask lanes) {
+                store(scores.data() + first, value);
+                return value + load(how.correction + first, lanes);
+            });
+        }
+        if (how.groups > 1) keep_groups(choices, how, op.n);
         for (int64_t place = 0; place < op.k; ++place) {
-            int64_t expert = choose(greatest());
-            ids[token * op.k + place] = expert;
-            weights[place] = line[size_t(expert)];
+            int64_t expert = ids[place] = choices.choose(choices.greatest());
+            weights[place] = how.correction != nullptr ? scores[size_t(expert)] : choices.key(expert);
         }
-        auto for_weights = [&](auto change) {
-            for (int64_t place = 0; place < op.k; place += LANES) {
-                Mask lanes = lanes_of(int(op.k - place));
-                Floats weight = load(weights + place, lanes);
-                store(weights + place, change(weight, lanes), lanes);
-            }
-        };
         float chosen = 0.f;
-        for_weights([&](Floats weight, Mask lanes) {
-            weight = exp_ps(weight - peak) / filled(total);
+        for_weights(weights, op.k, [&](Floats weight, Mask lanes) {
+            if (!how.is_sigmoid && !has_scores) weight = exp_ps(weight - peak) / filled(total);
             chosen += sum_of(weight, lanes);
             return weight;
         });
-        Floats by = filled(op.flags & ADD ? chosen : 1.f);
-        for_weights([&](Floats weight, Mask) { return T::rounded(weight / by); });
+        Floats by = filled(how.is_normalised ? std::max(chosen, float(how.least)) : 1.f), factor = filled(float(how.factor));
+        for_weights(weights, op.k, [&](Floats weight, Mask) { return rounded(weight / by * factor); });
     });
 }
 
@@ -245,13 +347,15 @@ void for_experts(const int64_t* begins, int64_t num_experts, int64_t parts, Work
 }
 
 // out [rows, n] = silu(gate) * up of in [rows, k], rows sorted by expert; weights by expert: gate's panels, then up's.
-// extra: first row of each expert; a: experts, b: the activation, SILU if 0
+// extra: first row of each expert; a: experts, b: the activation, SILU if 0, factors: its numbers; more: bias [experts, 2, n] or none
 template <class T>
 void experts_up(const Operation& op, Work& work) {
     using E = typename T::Element;
     constexpr int64_t TOGETHER = 2;  // panels: 32 outputs are a line of the cache, which two threads must not write to at once
     int64_t panels = (op.n + LANES - 1) / LANES;
-    auto products = gated_products<T>(op.n, op.b);
+    auto products = gated_products<T>(op.n, op.b, op.factors);
+    auto* biases = static_cast<const float*>(op.more);
+    auto bias_of = [&](int64_t row, int64_t column) { return biases == nullptr ? nullptr : biases + row * op.n + column; };
     Weights weights(op, op.k / T::PACK, T::PACK);
     auto gate_of = [&](const ExpertTask& task) { return task.expert * 2 * panels + TOGETHER * task.part; };
     auto panels_at = [&](int64_t gate) { return Panels{weights.panel(gate), weights.panel(gate + panels)}; };
@@ -264,15 +368,16 @@ void experts_up(const Operation& op, Work& work) {
             int64_t column = (TOGETHER * now.part + panel) * LANES;
             products.multiply(static_cast<const E*>(op.in) + now.first * pitch_of<T>(op.k), op.k, now.rows, panels_at(gate + panel),
                               panels_at(panel + 1 < count ? gate + panel + 1 : then), true,
-                              {static_cast<E*>(op.out) + now.first * pitch_of<T>(op.n) + column, lanes_of(int(op.n - column))},
+                              {static_cast<E*>(op.out) + now.first * pitch_of<T>(op.n) + column, lanes_of(int(op.n - column)),
+                               bias_of(2 * now.expert, column), bias_of(2 * now.expert + 1, column)},
                               room_for<T>(weights, op.k, now.rows, 1));
         }
     });
     products.finish();
 }
 
-// out [rows, n] = in [rows, k] x weights of its expert; b: parts of the inputs. With AS_FLOAT out is float [rows, n], for others to add
-// what they have of it.
+// out [rows, n] = in [rows, k] x weights of its expert (+ more: bias [experts, n]); b: parts of the inputs. With AS_FLOAT out is
+// float [rows, n], for others to add what they have of it, and there is no bias.
 template <class T>
 void experts_down(const Operation& op, Work& work) {
     using E = typename T::Element;
@@ -280,7 +385,10 @@ void experts_down(const Operation& op, Work& work) {
     struct Columns {
         int64_t first, column;  // of rows and columns
         Mask low, high;
+        const float* bias;      // of these columns, or none
     };
+    auto* biases = static_cast<const float*>(op.more);
+    auto with = [](const float* bias, Floats value, Mask lanes) { return bias == nullptr ? value : value + load(bias, lanes); };
     const bool as_float = op.flags & AS_FLOAT;
     const int64_t size = as_float ? sizeof(float) : sizeof(E), pitch = as_float ? op.n : pitch_of<T>(op.n);
     auto place = [&](const Columns& to, int64_t row) { return static_cast<char*>(op.out) + ((to.first + row) * pitch + to.column) * size; };
@@ -289,8 +397,8 @@ void experts_down(const Operation& op, Work& work) {
         else T::store(reinterpret_cast<E*>(out), value, lanes);
     };
     auto products = products_into<T, Columns>([&](const Columns& to, int64_t row, Floats one, Floats two) {
-        put(place(to, row), one, to.low);
-        put(place(to, row) + LANES * size, two, to.high);
+        put(place(to, row), with(to.bias, one, to.low), to.low);
+        put(place(to, row) + LANES * size, with(to.bias == nullptr ? nullptr : to.bias + LANES, two, to.high), to.high);
     }, place, std::max<int64_t>(1, op.b));
     Weights weights(op, op.k / T::PACK, T::PACK);
     auto panel_of = [&](const ExpertTask& task) { return (task.expert * pairs + task.part) * 2; };
@@ -301,7 +409,8 @@ void experts_down(const Operation& op, Work& work) {
         products.multiply(static_cast<const E*>(op.in) + now.first * pitch_of<T>(op.k), op.k, now.rows, panels_at(panel),
                           panels_at(then), true,
                           {now.first, column, lanes_of(int(op.n - column)),
-                           lanes_of(int(std::max<int64_t>(0, op.n - column - LANES)))},
+                           lanes_of(int(std::max<int64_t>(0, op.n - column - LANES))),
+                           biases == nullptr ? nullptr : biases + now.expert * op.n + column},
                           room_for<T>(weights, op.k, now.rows, 1));
     });
     products.finish();

@@ -13,6 +13,7 @@ import torch
 from engine.kernels.library import Library
 from engine.kernels.operations import AS_FLOAT, OperationKind, Operations, StepArguments
 from engine.kernels.packing import Laid, Packer
+from engine.kernels.recognition.experts import ExpertForm, form_of
 from engine.kernels.rows import SLACK, pitch_of, spaced
 from engine.kernels.sums import parts_here
 
@@ -24,15 +25,19 @@ class PackedExperts:
     up: Laid
     down: Laid
     count: int
-    hidden: int
-    width: int
+    form: ExpertForm
+    biases: tuple[torch.Tensor, torch.Tensor] | None
+    """See :meth:`~engine.kernels.recognition.experts.ExpertForm.biases`."""
 
     @classmethod
-    def of(cls, gate_up: torch.Tensor, down: torch.Tensor, packer: Packer) -> PackedExperts:
-        """From gate_up [experts, 2 * width, hidden] and down [experts, hidden, width]."""
-        count, hidden, width = down.shape
-        up = packer.gate_up_stack(gate_up)
-        return cls(up, packer.panels(down, multiple=32), count, hidden, width)
+    def of(cls, module: Any, form: ExpertForm, packer: Packer) -> PackedExperts:
+        """From the weights of a module of experts."""
+        if form.is_interleaved or form.is_transposed:
+            gate, up, down = form.weights(module)
+            inward = packer.gate_and_up(gate, up)
+        else:
+            inward, down = packer.gate_up_stack(module.gate_up_proj), module.down_proj
+        return cls(inward, packer.panels(down, multiple=32), len(down), form, form.biases(module))
 
     def write(
         self, operations: Operations, rows: Any, middle: Any, out: Any, begins: Any, ranks: int = 1
@@ -44,14 +49,19 @@ class PackedExperts:
         rows and middle can be read ``SLACK`` rows beyond. Where ``ranks`` have a part of each expert, out is
         float32 [n, hidden], side by side, to which theirs are to be added.
         """
-        shared = {"extra": begins, "a": self.count}
+        shared, form, activation = {"extra": begins, "a": self.count}, self.form, self.form.activation
+        up_bias, down_bias = self.biases or (None, None)
+        assert ranks == 1 or self.biases is None
         operations.add(
             OperationKind.EXPERTS_UP,
             into=rows,
             out=middle,
             weights=self.up,
-            n=self.width,
-            k=self.hidden,
+            more=up_bias,
+            factors=activation.numbers,
+            b=activation.kind,
+            n=form.width,
+            k=form.hidden,
             **shared,
         )
         operations.add(
@@ -59,9 +69,10 @@ class PackedExperts:
             into=middle,
             out=out,
             weights=self.down,
-            n=self.hidden,
-            k=self.width,
-            b=parts_here(self.width, ranks),
+            more=down_bias,
+            n=form.hidden,
+            k=form.width,
+            b=parts_here(form.width, ranks),
             flags=AS_FLOAT if ranks > 1 else 0,
             **shared,
         )
@@ -81,7 +92,7 @@ class NativeExperts:
         known = self._packed.get(id(module))
         if known is not None and known[0]() is weight:
             return known[1]
-        packed = PackedExperts.of(weight, module.down_proj, self._packer)
+        packed = PackedExperts.of(module, form_of(module), self._packer)
         self._packed[id(module)] = (weakref.ref(weight), packed)
         return packed
 
@@ -94,12 +105,12 @@ class NativeExperts:
         number = len(rows)
         begins = np.zeros(packed.count + 1, dtype=np.int64)
         np.cumsum(counts, out=begins[1:])
-        middle = rows.new_empty(number + SLACK, pitch_of(packed.width, rows.dtype))
-        result = rows.new_empty(number, pitch_of(packed.hidden, rows.dtype))
+        middle = rows.new_empty(number + SLACK, pitch_of(packed.form.width, rows.dtype))
+        result = rows.new_empty(number, pitch_of(packed.form.hidden, rows.dtype))
         operations = Operations(2)
         packed.write(operations, spaced(rows), middle, result, begins)
         operations.run(self._library, StepArguments(), rows.dtype)
-        return result[:, : packed.hidden].contiguous()
+        return result[:, : packed.form.hidden].contiguous()
 
 
 def combine(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ KIND_FLAGS: dict[Kind, set[str]] = {
 }
 """Features of the CPU that each kind of kernels needs, as Linux names them."""
 
-KINDS = ("operation", "step", "exchange", "linkage", "peer", "draw", "shape")
+KINDS = ("operation", "step", "exchange", "linkage", "peer", "draw", "shape", "routing")
 """Structures passed to the kernels, which know their sizes."""
 CALLS = (
     *("run", "has_arrived", "use_tiles", "survey", "compress", "draw", "shape", "logprobs", "contestants"),

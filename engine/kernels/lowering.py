@@ -19,7 +19,7 @@ import torch
 
 from engine.kernels.buffers import Buffers
 from engine.kernels.cache import NativeCache
-from engine.kernels.decoder import Attention, Embedding, Layer, Mlp, Moe, NotUsual, Output
+from engine.kernels.decoder import Attention, Embedding, Layer, Moe, NotUsual, Output
 from engine.kernels.exchange import Alone, Exchange
 from engine.kernels.experts import NativeExperts
 from engine.kernels.linked import Linked
@@ -30,6 +30,7 @@ from engine.kernels.operations import (
     NORM_LAST,
     SELECTED,
     TO_CHOOSE,
+    WIDE,
     OperationKind,
     Operations,
 )
@@ -37,7 +38,7 @@ from engine.kernels.packing import Laid
 from engine.kernels.recognition.norms import Norm
 from engine.kernels.recognition.turning import QueryFactors
 from engine.kernels.sums import Area, OwnSums, Sums, parts_here
-from engine.kernels.weights import PackedDecoder, PackedLayer
+from engine.kernels.weights import PackedDecoder, PackedLayer, PackedMlp, PackedMoe
 
 OPERATIONS_PER_LAYER = 30
 OTHER_OPERATIONS = 10
@@ -63,6 +64,8 @@ class _Product(NamedTuple):
     width: int
     bias: torch.Tensor | None
     is_partial: bool
+    row_factors: torch.Tensor | None = None
+    """Logits [rows] in float32, whose sigmoids are factors on the result."""
 
 
 def _factor(factor: float) -> float:
@@ -132,20 +135,21 @@ class Lowering:
                 self._select()
             seen = self._norm(layer.second_norm, buffers.normed) if layer.is_parallel else None
             self._attention(number, packed, layer)
-            if isinstance(layer.mlp, Mlp):
+            if isinstance(packed.mlp, PackedMlp):
                 if seen is None:
                     seen = self._norm(layer.second_norm, buffers.normed)
-                self._mlp(packed, layer, layer.mlp, seen)
+                self._mlp(packed.mlp, layer, seen)
             elif cut:
                 self._norm(layer.second_norm, buffers.normed)
-                self._router(packed, layer.mlp, buffers.normed, buffers.ids)
+                self._router(packed.mlp, buffers.normed, buffers.ids)
+                self._shared(packed.mlp, layer, buffers.normed)
                 self._cuts.append((len(self._list), layer))
             else:
                 assert self._exchange is not None
                 own, layout = self._exchange.own, self._exchange.layout
                 self._norm(layer.second_norm, own + layout.rows_at)
-                self._router(packed, layer.mlp, own + layout.rows_at, own + layout.ids_at)
-                self._experts(packed, layer.mlp, self._exchange, layer.factor)
+                self._router(packed.mlp, own + layout.rows_at, own + layout.ids_at)
+                self._experts(packed.mlp, layer, self._exchange)
         if self._num_sums == 1:
             self._meet(0, 0)  # or what was given for this step's sum could be gone before all have read it
         if decoder.output is not None:
@@ -295,23 +299,30 @@ class Lowering:
         )
         self._add_product(product, layer.last_norm, layer.factor)
 
-    def _mlp(self, packed: PackedLayer, layer: Layer, mlp: Mlp, into: torch.Tensor | int) -> None:
-        buffers, activation = self._buffers, mlp.activation
+    def _mlp(
+        self,
+        packed: PackedMlp,
+        layer: Layer,
+        into: torch.Tensor | int,
+        row_factors: torch.Tensor | None = None,
+    ) -> None:
+        """An MLP on some rows; ``row_factors``: see :class:`_Product`."""
+        buffers, mlp, activation = self._buffers, packed.mlp, packed.mlp.activation
         shape = {"into": into, "out": buffers.middle, "n": mlp.width, "k": self._hidden, "flags": self._rows}
         if mlp.gate is not None:
             self._list.add(
-                OperationKind.GATED, weights=packed.gate_up, more=mlp.bias, a=activation.kind, **shape
+                OperationKind.GATED, weights=packed.inward, more=mlp.bias, a=activation.kind, **shape
             )
         else:
             self._list.add(
                 OperationKind.LINEAR,
-                weights=packed.up,
+                weights=packed.inward,
                 more=mlp.bias,
                 extra=activation.numbers,
                 c=activation.kind,
                 **shape,
             )
-        product = _Product(buffers.middle, packed.down, mlp.width, mlp.down_bias, mlp.is_partial)
+        product = _Product(buffers.middle, packed.down, mlp.width, mlp.down_bias, mlp.is_partial, row_factors)
         self._add_product(product, layer.mlp_last_norm, layer.factor)
 
     def _add_product(self, product: _Product, norm: Norm | None, factor: float) -> None:
@@ -321,7 +332,7 @@ class Lowering:
         """
         parts = parts_here(product.width, self._ranks if product.is_partial else 1)
         fields = {"into": product.into, "weights": product.weights, "n": self._hidden, "k": product.width}
-        to: dict[str, Any] = {"out": self._stream, "number": _factor(factor)}
+        to: dict[str, Any] = {"out": self._stream, "number": _factor(factor), "factors": product.row_factors}
         flags = ADD
         if norm is not None:
             to, flags = {"out": self._buffers.branch}, 0
@@ -347,7 +358,13 @@ class Lowering:
         return self._sums.area(self._num_sums - 1, self._packed.decoder.num_sums)
 
     def _sum(
-        self, area: Area, bias: torch.Tensor | None, flags: int, out: torch.Tensor, number: float = 0.0
+        self,
+        area: Area,
+        bias: torch.Tensor | None,
+        flags: int,
+        out: torch.Tensor,
+        number: float = 0.0,
+        factors: torch.Tensor | None = None,
     ) -> None:
         """Write or add what all ranks have given."""
         record = self._meet_for(area, self._hidden)
@@ -356,6 +373,7 @@ class Lowering:
             out=out,
             more=bias,
             extra=record,
+            factors=factors,
             n=self._hidden,
             a=area.begin,
             number=number,
@@ -385,44 +403,65 @@ class Lowering:
             )
             self._list.add(OperationKind.MEET, extra=self._sums.record, flags=when)
 
-    def _router(
-        self,
-        packed: PackedLayer,
-        moe: Moe,
-        into: torch.Tensor | int,
-        ids: torch.Tensor | int,
-    ) -> None:
-        buffers = self._buffers
+    def _router(self, packed: PackedMoe, into: torch.Tensor | int, ids: torch.Tensor | int) -> None:
+        buffers, moe = self._buffers, packed.moe
+        wide = 0
+        if moe.router.dtype != self._packed.decoder.dtype:
+            self._list.add(
+                OperationKind.WIDEN, into=into, out=buffers.widened, k=self._hidden, flags=self._rows
+            )
+            into, wide = buffers.widened, WIDE
         self._list.add(
             OperationKind.LINEAR,
             into=into,
             out=buffers.router_logits,
             weights=packed.router,
+            more=moe.router_bias,
             n=moe.num_experts,
             k=self._hidden,
-            flags=self._rows | AS_FLOAT,
+            flags=self._rows | AS_FLOAT | wide,
         )
         self._list.add(
             OperationKind.ROUTE,
             into=buffers.router_logits,
             out=buffers.scores,
             extra=ids,
+            more=packed.routing,
             n=moe.num_experts,
             k=moe.top_k,
-            flags=self._rows | (ADD if moe.normalised else 0),
+            flags=self._rows,
         )
 
-    def _experts(self, packed: PackedLayer, moe: Moe, exchange: Exchange, factor: float) -> None:
-        buffers, alone = self._buffers, isinstance(exchange, Alone)
-        area = self._area() if moe.is_partial else None
+    def _shared(self, packed: PackedMoe, layer: Layer, rows: torch.Tensor | int) -> None:
+        """Add what the expert of all tokens gives, if there is one."""
+        if packed.shared is None:
+            return
+        logits = None
+        if packed.shared_gate is not None:
+            logits = self._buffers.shared_logits
+            self._list.add(
+                OperationKind.LINEAR,
+                into=rows,
+                out=logits,
+                weights=packed.shared_gate,
+                n=1,
+                k=self._hidden,
+                flags=self._rows | AS_FLOAT,
+            )
+        self._mlp(packed.shared, layer, rows, logits)
+
+    def _experts(self, packed: PackedMoe, layer: Layer, exchange: Exchange) -> None:
+        buffers, moe, alone = self._buffers, packed.moe, isinstance(exchange, Alone)
         if not alone:
             self._list.add(OperationKind.OFFER, extra=exchange.record, flags=self._rows)
+        self._shared(packed, layer, exchange.own + exchange.layout.rows_at)  # while the others' rows come
+        area = self._area() if moe.is_partial else None
         if isinstance(exchange, Linked):  # what is here first, the others' rows when they have come
             self._list.add(OperationKind.LOOK, extra=exchange.record, flags=self._rows)
-            self._products_of(packed, moe, exchange, area, number=1)
+            self._products_of(packed, exchange, area, number=1)
         if not alone:
             self._list.add(OperationKind.MEET, extra=exchange.record)
-        self._products_of(packed, moe, exchange, area, number=2 if isinstance(exchange, Linked) else 0)
+        self._products_of(packed, exchange, area, number=2 if isinstance(exchange, Linked) else 0)
         if not alone:
             self._list.add(OperationKind.HOME, extra=exchange.record)
         self._list.add(
@@ -432,16 +471,15 @@ class Lowering:
             extra=exchange.record,
             n=self._hidden,
             k=moe.top_k,
-            number=_factor(factor),
+            number=_factor(layer.factor),
             flags=self._rows,
             **({} if area is None else self._of_ranks(area, moe)),
         )
 
-    def _products_of(
-        self, packed: PackedLayer, moe: Moe, exchange: Exchange, area: Area | None, number: int
-    ) -> None:
+    def _products_of(self, packed: PackedMoe, exchange: Exchange, area: Area | None, number: int) -> None:
         """Results of the experts here; ``number``: see SORT."""
-        buffers, experts = self._buffers, packed.experts or self._products.packed(moe.experts)
+        buffers, moe = self._buffers, packed.moe
+        experts = packed.experts or self._products.packed(moe.experts)
         results = exchange.own + exchange.layout.results_at if area is None else area.address
         self._list.add(OperationKind.SORT, extra=exchange.record, a=number, flags=self._rows)
         self._list.add(OperationKind.GATHER, extra=exchange.record)

@@ -22,9 +22,10 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from engine.attention.base import LAYER_ATTRIBUTE
-from engine.kernels.decoder import Attention, Decoder, Layer, Mlp, Moe, base_parts, recognise
+from engine.kernels.decoder import Attention, Decoder, Layer, Mlp, Moe, base_parts, recognise, shared_of
 from engine.kernels.recognition.activations import ActivationKind
 from engine.kernels.recognition.projections import attention_projections, linear_of, mlp_projections
+from engine.kernels.recognition.routing import CORRECTION
 from engine.kernels.recognition.turning import NORMS
 from engine.model.expert_weights import expert_modules
 from engine.model.shard import PassThrough, StageInput
@@ -129,11 +130,10 @@ def _attention_of(layer: Any) -> Any:
 
 
 def _mlp_of(layer: Any) -> list[Any] | None:
-    """The projections of a layer's MLP; None if it has experts."""
-    found = (
-        mlp_projections(part) for _, part in layer.named_children() if not hasattr(part, LAYER_ATTRIBUTE)
-    )
-    return next((each for each in found if each is not None), None)
+    """The projections of a layer's MLP, or of its shared expert; None without either."""
+    parts = [part for _, part in layer.named_children() if not hasattr(part, LAYER_ATTRIBUTE)]
+    parts += [shared for shared in map(shared_of, parts) if shared is not None]
+    return next((each for each in map(mlp_projections, parts) if each is not None), None)
 
 
 HEADS = "num_attention_heads", "num_heads", "n_head"
@@ -171,6 +171,8 @@ def _with_whole_sums(decoder: Decoder) -> Decoder:
 
 def _with_whole_sum(layer: Layer) -> Layer:
     attention, mlp = replace(layer.attention, is_partial=False), replace(layer.mlp, is_partial=False)
+    if isinstance(mlp, Moe) and mlp.shared is not None:
+        mlp = replace(mlp, shared=replace(mlp.shared, is_partial=False))
     return replace(layer, attention=attention, mlp=mlp)
 
 
@@ -185,9 +187,11 @@ class _Made:
     power: int
     """Loud factors of such an input."""
     is_turned: bool
+    is_float: bool
+    """Whether it stands for a weight in float32 of a model in another type."""
 
     def scale(self, factor: float) -> None:
-        data = self.weight.data.t() if self.is_turned else self.weight.data
+        data = self.weight.data.mT if self.is_turned else self.weight.data
         if self.loud_rows:
             data[..., list(self.loud_rows), :] *= factor
         if self.quiet_columns:
@@ -204,6 +208,7 @@ class _Weights:
         So a deep copy takes no more memory than a shallow one.
         """
         self._buffers: list[torch.Tensor] = []
+        self._model_dtype = model.dtype
         self.memo: dict[int, Any] = {}
         """Memo of ``deepcopy``."""
         for layer, part in zip(decoder.layers, _parts(model.module), strict=True):
@@ -225,8 +230,10 @@ class _Weights:
             made.scale(1 / LOUD)
 
     def convert(self, dtype: torch.dtype) -> None:
+        """Compute in another data type, but for weights that are float32 in any model."""
         for made in self._made.values():
-            made.weight.data = made.weight.data.to(dtype)
+            if not made.is_float:
+                made.weight.data = made.weight.data.to(dtype)
         for buffer in self._buffers:
             buffer.data = buffer.data.to(dtype)
 
@@ -300,10 +307,15 @@ class _Weights:
                 power *= 2
             self._linear(down, hidden, columns, quiet_columns=loud, power=power)
             return
-        hidden, module = mlp.router.shape[1], mlp.experts
-        both = [*loud, *(columns + index for index in loud)]
-        self._put(module.gate_up_proj, (mlp.num_experts, 2 * columns, hidden), loud_rows=both)
-        self._put(module.down_proj, (mlp.num_experts, hidden, columns), quiet_columns=loud, power=2)
+        if mlp.shared is not None:
+            self._mlp(mlp.shared, projections)
+        hidden, module, count = mlp.router.shape[1], mlp.experts, mlp.num_experts
+        both, turned = mlp.form.joined(columns, list(loud)), mlp.form.is_transposed
+        self._put(module.gate_up_proj, (count, 2 * columns, hidden), loud_rows=both, is_turned=turned)
+        self._put(module.down_proj, (count, hidden, columns), quiet_columns=loud, power=2, is_turned=turned)
+        if mlp.form.has_bias:
+            self._put(module.gate_up_proj_bias, (count, 2 * columns), size=0.2)
+            self._put(module.down_proj_bias, (count, hidden), size=0.2)
 
     def _rest(self, model: LoadedModel) -> None:
         """Norms, routers and biases keep their shape.
@@ -316,8 +328,11 @@ class _Weights:
                 is_vector = weight.ndim == 1
                 size, mean = (0.2, float(id(weight) not in biases)) if is_vector else (None, 0.0)
                 self._put(weight, tuple(weight.shape), size=size, mean=mean)
-        for buffer in model.module.buffers():
-            if buffer.dtype == model.dtype:
+        for name, buffer in model.module.named_buffers():
+            if name.endswith(CORRECTION):
+                made = random_numbers(buffer.shape, zlib.crc32(b"correction")).mul_(0.2)
+                self.memo[id(buffer)] = made.to(torch.bfloat16).float()
+            elif buffer.dtype == model.dtype:
                 self.memo[id(buffer)] = buffer.to(torch.float32, copy=True)
                 self._buffers.append(self.memo[id(buffer)])
         for module in model.module.modules():
@@ -344,13 +359,14 @@ class _Weights:
         ``is_turned``: the module keeps the weight the other way round. ``size``: of a number; by default
         such that a product keeps the size of its input.
         """
-        key = (shape, role, size, mean, tuple(loud_rows), tuple(quiet_columns), is_turned)
+        is_float = stands_for.dtype != self._model_dtype
+        key = (shape, role, size, mean, tuple(loud_rows), tuple(quiet_columns), is_turned, is_float)
         if key not in self._made:
             made = random_numbers(shape, zlib.crc32(repr(key).encode()))
             made = (
                 made.mul_(shape[-1] ** -0.5 if size is None else size).add_(mean).to(torch.bfloat16).float()
             )
-            weight = torch.nn.Parameter(made.t() if is_turned else made, requires_grad=False)
-            self._made[key] = _Made(weight, key[4], key[5], power, is_turned)
+            weight = torch.nn.Parameter(made.mT.contiguous() if is_turned else made, requires_grad=False)
+            self._made[key] = _Made(weight, key[4], key[5], power, is_turned, is_float)
             self._made[key].scale(LOUD)
         self.memo[id(stands_for)] = self._made[key].weight

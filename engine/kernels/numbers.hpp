@@ -107,7 +107,6 @@ inline Floats tanh_ps(Floats x) {
     far = picked(is_less(x, filled(0.f)), filled(0.f) - far, far);
     return picked(is_less(size, filled(0.6f)), fmadd(p * z, x, x), far);
 }
-
 Floats silu_ps(Floats x) {
     Floats denominator = filled(1.f) + exp_ps(filled(0.f) - x);
     return x / denominator;

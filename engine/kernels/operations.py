@@ -15,11 +15,13 @@ from engine.kernels.quantized import QuantizedPanels
 
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}
 
-ADD, AS_FLOAT, SELECTED, COMPRESSED, TO_CHOOSE, CENTRED, NORM_LAST, QUANTIZED = 1, 2, 4, 8, 16, 32, 64, 128
+ADD, AS_FLOAT, SELECTED, COMPRESSED, TO_CHOOSE, CENTRED, NORM_LAST = 1, 2, 4, 8, 16, 32, 64
+QUANTIZED, WIDE = 128, 256
 """Flags of operations.
 
 They add to what is there; write float32; compute the selected rows only; read compressed weights; run only if
-tokens are chosen; have norms around the mean, or norms behind the rotation; read codes of weights.
+tokens are chosen; have norms around the mean, or norms behind the rotation; read codes of weights; multiply
+float32 whatever the step's type.
 """
 
 _OPERATION = np.dtype(
@@ -43,6 +45,13 @@ EXCHANGE = np.dtype(
     )]
 )  # fmt: skip
 """See ``linked.hpp``, as for the next two."""
+ROUTING = np.dtype(
+    [(name, np.float64 if name in ("factor", "least", "near") else np.int64) for name in (
+        "is_sigmoid", "is_normalised", "is_exact", "groups", "kept", "best_of_group", "factor", "least",
+        "near", "correction"
+    )]
+)  # fmt: skip
+"""See ``experts.hpp``."""
 _LEARNED = "budget", "arrival", "products", "offered_at", "began_at", "first_pass", "next_look"
 LINKAGE = np.dtype(
     [(name, np.float64 if name in _LEARNED else np.int64) for name in (
@@ -86,6 +95,7 @@ class OperationKind(enum.IntEnum):
     BEST_OF_ALL = 19
     LOOK = 20
     CAP = 21
+    WIDEN = 22
 
 
 class StepArguments:
@@ -141,7 +151,7 @@ class Operations:
 
 def check(library: Library) -> None:
     """Check that the layouts here are those of the compiled source."""
-    layouts = _OPERATION, _STEP, EXCHANGE, LINKAGE, PEER, DRAW, SHAPE
+    layouts = _OPERATION, _STEP, EXCHANGE, LINKAGE, PEER, DRAW, SHAPE, ROUTING
     assert library.sizes == tuple(layout.itemsize for layout in layouts)
 
 

@@ -551,12 +551,11 @@ struct GatedColumns {
 };
 
 template <class T>
-auto gated_products(int64_t n, int64_t activation) {
+auto gated_products(int64_t n, int64_t activation, const float* with = nullptr) {
     auto place = [pitch = pitch_of<T>(n)](const GatedColumns<T>& to, int64_t row) { return to.out + row * pitch; };
-    return products_into<T, GatedColumns<T>>([place, activation](const GatedColumns<T>& to, int64_t row, Floats gate, Floats up) {
+    return products_into<T, GatedColumns<T>>([place, activation, with](const GatedColumns<T>& to, int64_t row, Floats gate, Floats up) {
         if (to.gate_bias != nullptr) gate = gate + load(to.gate_bias, to.lanes), up = up + load(to.up_bias, to.lanes);
-        Floats open = activation <= SILU ? silu_ps(gate) : activated(activation, gate);
-        T::store(place(to, row), open * up, to.lanes);
+        T::store(place(to, row), gated(activation, gate, up, with), to.lanes);
     }, place);
 }
 

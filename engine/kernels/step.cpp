@@ -84,6 +84,19 @@ void norm(const Operation& op, const Step& step, Work& work) {
     });
 }
 
+// out [rows, k] float = in
+template <class T>
+void widen(const Operation& op, const Step& step, Work& work) {
+    using E = typename T::Element;
+    work.for_each(rows_of(op, step), [&](int64_t row) {
+        for (int64_t i = 0; i < op.k; i += LANES) {
+            Mask lanes = lanes_of(int(op.k - i));
+            store(static_cast<float*>(op.out) + row * pitch_of<Float>(op.k) + i,
+                  T::load(static_cast<const E*>(op.in) + row * pitch_of<T>(op.k) + i, lanes), lanes);
+        }
+    });
+}
+
 // out [selected, n] float: c * tanh(out / c), where c is the number
 void cap(const Operation& op, const Step& step, Work& work) {
     const Floats most = filled(float(op.number));
@@ -96,8 +109,15 @@ void cap(const Operation& op, const Step& step, Work& work) {
     });
 }
 
-// out [tokens, n] = in [tokens, k] x weights (+ bias), activated, times a factor (+ out). b: parts of the inputs, 0 for one; c: the
-// activation, extra: its numbers; number: the factor, 0 for none
+// What is there and a row's value, times the sigmoid of the row's logit if the operation has such factors.
+template <class T>
+inline Floats added_to(const typename T::Element* there, Floats value, Mask lanes, const Operation& op, int64_t row) {
+    Floats before = T::load(there, lanes);
+    return op.factors ? fmadd(value, sigmoid_ps(filled(op.factors[row])), before) : value + before;
+}
+
+// out [tokens, n] = in [tokens, k] x weights (+ bias), activated, times a factor (+ out: see added_to). b: parts of the inputs, 0 for
+// one; c: the activation, extra: its numbers; number: the factor, 0 for none
 template <class T>
 void linear(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
@@ -111,21 +131,21 @@ void linear(const Operation& op, const Step& step, Work& work) {
         int64_t first, column;  // of rows and columns
         Mask low, high;
     };
-    auto put = [&](void* out, Floats value, Mask lanes, int64_t column) {
+    auto put = [&](void* out, Floats value, Mask lanes, int64_t column, int64_t row) {
         if (bias) value = value + load(bias + column, lanes);
         if (op.c != LINEAR_ONLY) value = activated(op.c, value, static_cast<const float*>(op.extra));
         if (op.number != 0) value = value * factor;
         if (op.flags & AS_FLOAT) return store(static_cast<float*>(out) + column, value, lanes);
         E* to = static_cast<E*>(out) + column;
-        if (op.flags & ADD) value = value + T::load(to, lanes);
+        if (op.flags & ADD) value = added_to<T>(to, value, lanes, op, row);
         T::store(to, value, lanes);
     };
     const int64_t size = op.flags & AS_FLOAT ? sizeof(float) : sizeof(E);
     auto line = [&](const Columns& to, int64_t row) { return static_cast<char*>(op.out) + (to.first + row) * pitch * size; };
     auto place = [&](const Columns& to, int64_t row) { return line(to, row) + to.column * size; };
     auto products = products_into<T, Columns>([&](const Columns& to, int64_t row, Floats one, Floats two) {
-        put(line(to, row), one, to.low, to.column);
-        put(line(to, row), two, to.high, to.column + LANES);
+        put(line(to, row), one, to.low, to.column, to.first + row);
+        put(line(to, row), two, to.high, to.column + LANES, to.first + row);
     }, place, std::max<int64_t>(1, op.b));
     Weights weights(op, op.k / T::PACK, T::PACK);
     auto panels_of = [&](int64_t pair) { return Panels{weights.panel(2 * pair), weights.panel(2 * pair + 1)}; };
@@ -174,8 +194,8 @@ void gated(const Operation& op, const Step& step, Work& work) {
     products.finish();
 }
 
-// out [rows, n] = what all ranks gave, float [rows, n] from byte a of each arena, neighbours added first (+ bias), times a factor (+ out).
-// extra: an exchange; number: the factor, 0 for none
+// out [rows, n] = what all ranks gave, float [rows, n] from byte a of each arena, neighbours added first (+ bias), times a factor (+ out:
+// see added_to). extra: an exchange; number: the factor, 0 for none
 template <class T>
 void sum(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
@@ -189,7 +209,7 @@ void sum(const Operation& op, const Step& step, Work& work) {
             if (bias) total = total + load(bias + i, lanes);
             if (op.number != 0) total = total * factor;
             E* to = static_cast<E*>(op.out) + row * pitch_of<T>(op.n) + i;
-            if (op.flags & ADD) total = total + T::load(to, lanes);
+            if (op.flags & ADD) total = added_to<T>(to, total, lanes, op, row);
             T::store(to, total, lanes);
         }
     });
@@ -208,7 +228,7 @@ bool run(const Operation* operations, int64_t count, const Step& step, int threa
             switch (op.kind) {
                 case EMBED: embed<T>(op, step, work); break;
                 case NORM: norm<T>(op, step, work); break;
-                case LINEAR: linear<T>(op, step, work); break;
+                case LINEAR: op.flags & WIDE ? linear<Float>(op, step, work) : linear<T>(op, step, work); break;
                 case QKV: qkv<T>(op, step, work); break;
                 case ATTEND: attend<T>(op, operations[number - 1], step, work); break;  // behind its QKV
                 case GATED: gated<T>(op, step, work); break;
@@ -227,6 +247,7 @@ bool run(const Operation* operations, int64_t count, const Step& step, int threa
                 case CHOOSE: choose(op, step, work); break;
                 case SUM: sum<T>(op, step, work); break;
                 case BEST_OF_ALL: best_of_all(op, step, work); break;
+                case WIDEN: widen<T>(op, step, work); break;
                 case CAP: cap(op, step, work); break;
             }
             team.leave(number);
@@ -308,6 +329,7 @@ int64_t lockstep_step_bytes() { return sizeof(Step); }
 int64_t lockstep_exchange_bytes() { return sizeof(Exchange); }
 int64_t lockstep_linkage_bytes() { return sizeof(Linkage); }
 int64_t lockstep_peer_bytes() { return sizeof(Peer); }
+int64_t lockstep_routing_bytes() { return sizeof(Routing); }
 // 12 bits for each of these weights, laid out in panels of whole tiles: first what they need, then they themselves.
 int64_t lockstep_has_avx512() { return LOCKSTEP_AVX512; }
 int64_t lockstep_can_compress() { return CAN_COMPRESS; }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.kernels.decoder import Attention, Decoder, Layer, Mlp
+from engine.kernels.decoder import Attention, Decoder, Layer, Mlp, Moe
 from engine.kernels.experts import PackedExperts
 from engine.kernels.packing import Packer
 
@@ -18,14 +18,39 @@ def num_bytes(decoder: Decoder) -> int:
     for layer in decoder.layers:
         mlp = layer.mlp
         weights += [*layer.attention.qkv, layer.attention.out]
-        if isinstance(mlp, Mlp):
-            weights += [each for each in (mlp.gate, mlp.up, mlp.down) if each is not None]
-        else:
-            weights.append(mlp.router)
-        if not isinstance(mlp, Mlp):
-            weights += [mlp.experts.gate_up_proj, mlp.experts.down_proj]
-    total: int = sum(weight.numel() for weight in weights) * decoder.dtype.itemsize
+        for dense in (mlp if isinstance(mlp, Mlp) else mlp.shared,):
+            parts = () if dense is None else (dense.gate, dense.up, dense.down)
+            weights += [each for each in parts if each is not None]
+        if isinstance(mlp, Moe):
+            weights += [mlp.router, mlp.experts.gate_up_proj, mlp.experts.down_proj]
+    total: int = sum(weight.numel() * weight.itemsize for weight in weights)
     return total
+
+
+class PackedMlp:
+    """The weights of an MLP."""
+
+    def __init__(self, mlp: Mlp, packer: Packer) -> None:
+        self.mlp = mlp
+        self.inward = (
+            packer.panels(mlp.up, multiple=32) if mlp.gate is None else packer.gate_and_up(mlp.gate, mlp.up)
+        )
+        """Gate and up, or up alone."""
+        self.down = packer.panels(mlp.down, multiple=32)
+
+
+class PackedMoe:
+    """The weights of a mixture."""
+
+    def __init__(self, moe: Moe, packer: Packer, dtype: torch.dtype, *, spread: bool) -> None:
+        self.moe = moe
+        self.router = packer.panels(moe.router, multiple=32)
+        self.routing = moe.routing.record(dtype)
+        self.shared = None if moe.shared is None else PackedMlp(moe.shared, packer)
+        self.shared_gate = None if moe.shared_gate is None else packer.panels(moe.shared_gate, multiple=32)
+        self.experts: PackedExperts | None = None
+        if not spread:
+            self.experts = PackedExperts.of(moe.experts, moe.form, packer)
 
 
 class PackedLayer:
@@ -37,19 +62,11 @@ class PackedLayer:
         self.layer = layer
         self.qkv = packer.panels(*_projections(attention), multiple=32)
         self.out = packer.panels(attention.out, multiple=32)
-        self.gate_up = self.up = self.down = self.router = None
-        self.experts: PackedExperts | None = None
+        self.mlp: PackedMlp | PackedMoe
         if isinstance(layer.mlp, Mlp):
-            if layer.mlp.gate is None:
-                self.up = packer.panels(layer.mlp.up, multiple=32)
-            else:
-                self.gate_up = packer.gate_and_up(layer.mlp.gate, layer.mlp.up)
-            self.down = packer.panels(layer.mlp.down, multiple=32)
+            self.mlp = PackedMlp(layer.mlp, packer)
         else:
-            self.router = packer.panels(layer.mlp.router, multiple=32)
-            if not spread:
-                module = layer.mlp.experts
-                self.experts = PackedExperts.of(module.gate_up_proj, module.down_proj, packer)
+            self.mlp = PackedMoe(layer.mlp, packer, attention.out.dtype, spread=spread)
 
 
 def _projections(attention: Attention) -> list[torch.Tensor]:

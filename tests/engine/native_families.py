@@ -10,11 +10,14 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from tests.engine.tiny_models import COMMON, VOCAB, WINDOW, save, widen
+from tests.nightly import NIGHTLY
 
 CONTEXT = 4096
 ORIGINAL = 64
 """Context of the first training of models that were extended."""
 SMALL: dict[str, Any] = COMMON | {"max_position_embeddings": CONTEXT, "num_hidden_layers": 3}
+WIDER = SMALL | {"intermediate_size": 128}
+"""Two ranks have whole parts of its MLPs."""
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -43,6 +46,16 @@ BY_LAYER = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
 }
+
+
+GROUPED: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.7,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+}
+"""Experts beside a shared one, behind a dense layer."""
 
 
 def granite(**multipliers: float) -> Any:
@@ -144,6 +157,66 @@ NATIVE: dict[str, Callable[[], Any]] = {
     ),
 }
 """The kernels compute these, and have to go on doing so."""
+
+MIXTURES: dict[str, Callable[[], Any]] = {
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **WIDER, **EXPERTS, shared_expert_intermediate_size=80, num_experts=8, mlp_only_layers=[1]
+    ),
+    "dots1": lambda: transformers.Dots1Config(
+        **WIDER, **EXPERTS, **GROUPED, n_group=4, topk_group=2, head_dim=16, sliding_window=None
+    ),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(
+        **WIDER,
+        **EXPERTS,
+        **GROUPED,
+        n_group=1,
+        topk_group=1,
+        head_dim=32,
+        attention_bias=True,
+        use_qk_norm=True,
+    ),
+    "olmoe": lambda: transformers.OlmoeConfig(
+        **WIDER, num_experts=8, num_experts_per_tok=3, norm_topk_prob=False
+    ),
+    "granite_moe": lambda: transformers.GraniteMoeConfig(
+        **WIDER,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        embedding_multiplier=12.0,
+        attention_multiplier=0.25,
+        residual_multiplier=0.22,
+        logits_scaling=6.0,
+    ),
+    "ernie4_5_moe": lambda: transformers.Ernie4_5_MoeConfig(
+        **WIDER, moe_num_experts=8, moe_k=3, moe_intermediate_size=48, moe_layer_start_index=1
+    ),
+    "hunyuan_moe": lambda: transformers.HunYuanMoEV1Config(**WIDER, head_dim=16, num_experts=8, moe_topk=3),
+    "minimax_m2": lambda: transformers.MiniMaxM2Config(
+        **WIDER, head_dim=32, num_local_experts=8, num_experts_per_tok=3, rotary_dim=16
+    ),
+    "phimoe": lambda: transformers.PhimoeConfig(
+        **WIDER,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        router_jitter_noise=0.05,
+        lm_head_bias=True,
+        attention_bias=True,
+        sliding_window=None,
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **WIDER | rope("default"),
+        head_dim=16,
+        sliding_window=WINDOW,
+        layer_types=ALTERNATING,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+    ),
+}
+"""Mixtures that choose experts in other ways than Mixtral, or whose experts are others."""
+NATIVE.update(MIXTURES)
+SOME_MIXTURES = ["qwen2_moe", "glm4_moe", "gpt_oss"]
+"""Those of them that are tried for each push; at night all are."""
+TRIED = [family for family in NATIVE if NIGHTLY or family not in MIXTURES or family in SOME_MIXTURES]
 
 ALIKE: dict[str, Callable[[], Any]] = {
     "bitnet": lambda: transformers.BitNetConfig(**SMALL),

@@ -30,7 +30,7 @@ from engine.kernels.make import make_program
 from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info
 from engine.model.weights import _fix_rope_scaling, load_model
-from tests.engine.native_families import CONTEXT, NATIVE, make_family
+from tests.engine.native_families import CONTEXT, MIXTURES, NATIVE, make_family
 from tests.engine.tiny_models import VOCAB
 
 BLOCK_SIZE = 16
@@ -190,7 +190,7 @@ def check(family: str, dtype: torch.dtype, count: int, seed: int = 0) -> str | N
 
 
 def is_mixture(family: str) -> bool:
-    return "moe" in family or family == "mixtral"
+    return "moe" in family or family in ("mixtral", *MIXTURES)
 
 
 def main() -> None:

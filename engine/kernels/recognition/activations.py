@@ -22,6 +22,11 @@ class ActivationKind(enum.IntEnum):
     RELU_SQUARED = 4
     XIELU = 5
     RELU = 6
+    CLIPPED = 7
+    """Gates alone have it: ``(up + 1) * gate * sigmoid(slope * gate)``.
+
+    The gate is clipped from above first, ``up`` on both sides.
+    """
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,10 @@ class Activation:
 
     kind: ActivationKind
     numbers: torch.Tensor | None = None
-    """float32, of XIELU: its factors above and below 0, and its slope there."""
+    """float32 numbers of a kind that has some.
+
+    XIELU: its factors above and below 0, and its slope there. CLIPPED: slope and limit.
+    """
 
 
 SILU = Activation(ActivationKind.SILU)

@@ -44,12 +44,12 @@ class Rotary:
 def halved(angles: torch.Tensor) -> torch.Tensor:
     """One of each two equal numbers [..., half].
 
-    Equal ones lie side by side, or half of all apart.
+    Equal ones lie side by side, or half of all apart. Where none are equal, each is for a pair already.
     """
     half = angles.shape[-1] // 2
     if torch.equal(angles[..., :half], angles[..., half:]):
         return angles[..., :half]
-    return angles[..., ::2]
+    return angles[..., ::2] if torch.equal(angles[..., ::2], angles[..., 1::2]) else angles
 
 
 @dataclass(frozen=True)

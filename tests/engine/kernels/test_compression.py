@@ -23,7 +23,7 @@ from engine.kernels.packing import Packer, gate_and_up, panels
 from engine.kernels.pages import Arena
 from engine.kernels.rows import pitch_of, spaced
 from tests.engine.kernels.emulated_tiles import emulated_tiles
-from tests.engine.kernels.test_kernels import random
+from tests.engine.kernels.test_kernels import experts, random
 
 KERNELS = library.load()
 pytestmark = pytest.mark.skipif(
@@ -98,14 +98,11 @@ def test_gated_products_have_the_same_bits(kernels: library.Library, rows: int) 
 
 
 def test_experts_have_the_same_bits(kernels: library.Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Module:
-        gate_up_proj = random(5, 2 * 96, 64, dtype=torch.bfloat16) * 0.02
-        down_proj = random(5, 64, 96, dtype=torch.bfloat16) * 0.02
-
+    module = experts(5, 64, 96, torch.bfloat16, size=0.02)
     rows, counts = random(98, 64, dtype=torch.bfloat16), [5, 0, 78, 14, 1]
-    found = NativeExperts(kernels).compute(Module, rows, counts)
+    found = NativeExperts(kernels).compute(module, rows, counts)
     monkeypatch.setenv(OFF, "0")
-    assert same_bits(found, NativeExperts(kernels).compute(Module, rows, counts))
+    assert same_bits(found, NativeExperts(kernels).compute(module, rows, counts))
 
 
 def test_a_quarter_less(kernels: library.Library) -> None:

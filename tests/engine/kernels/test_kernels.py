@@ -11,6 +11,9 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from engine.attention.base import PLAN_KEYWORD, LayerShape, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
@@ -194,20 +197,42 @@ def test_the_best_is_what_numpy_finds(width: int) -> None:
     assert found.tolist() == logits.numpy().argmax(axis=1).tolist()
 
 
+def experts(count: int, hidden: int, width: int, dtype: torch.dtype, size: float = 1.0) -> Any:
+    """A module of experts with random weights."""
+    config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=width, num_experts=count)
+    module = Qwen3MoeExperts(config).requires_grad_(requires_grad=False)
+    module.gate_up_proj.data = random(count, 2 * width, hidden, dtype=dtype) * size
+    module.down_proj.data = random(count, hidden, width, dtype=dtype) * size
+    return module
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_with_biases_and_a_clipped_gate(dtype: torch.dtype) -> None:
+    """Whose weights lie the other way round, gate and up side by side."""
+    assert KERNELS is not None
+    torch.manual_seed(0)
+    config = GptOssConfig(hidden_size=64, intermediate_size=50, num_local_experts=5, swiglu_limit=2.0)
+    module = GptOssExperts(config).requires_grad_(requires_grad=False)
+    for weight in module.parameters():
+        weight.data = (torch.randn(weight.shape) * 0.5).to(dtype)
+    rows, counts = random(37, 64, dtype=dtype), [5, 0, 17, 14, 1]
+    found = NativeExperts(KERNELS).compute(module, rows, counts)
+    ids = torch.tensor([number for number, count in enumerate(counts) for _ in range(count)])
+    expected = module.float()(rows.float(), ids[:, None], torch.ones(37, 1))
+    close(found, expected, dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_experts_compute_each_row_with_its_own(dtype: torch.dtype) -> None:
     assert KERNELS is not None
 
-    class Module:
-        gate_up_proj = random(5, 2 * 48, 64, dtype=dtype)
-        down_proj = random(5, 64, 48, dtype=dtype)
-
+    module = experts(5, 64, 48, dtype)
     rows, counts = random(37, 64, dtype=dtype) * 0.1, [5, 0, 17, 14, 1]
     ids = [number for number, count in enumerate(counts) for _ in range(count)]
-    found = NativeExperts(KERNELS).compute(Module, rows, counts)
+    found = NativeExperts(KERNELS).compute(module, rows, counts)
     for row, number in enumerate(ids):
-        gate, up = (Module.gate_up_proj[number].float() @ rows[row].float()).chunk(2)
-        expected = Module.down_proj[number].float() @ (torch.nn.functional.silu(gate) * up)
+        gate, up = (module.gate_up_proj[number].float() @ rows[row].float()).chunk(2)
+        expected = module.down_proj[number].float() @ (torch.nn.functional.silu(gate) * up)
         close(found[row], expected, dtype)
 
 
@@ -232,32 +257,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     directory = make_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
     info = read_model_info(directory)
     return load_model(info, ModelConfig(), dtype=torch.float32, device=torch.device("cpu"))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normalised", [False, True])
-@pytest.mark.parametrize(("experts", "top_k"), [(4, 1), (16, 4), (40, 20), (128, 8)])
-def test_routing(experts: int, top_k: int, normalised: bool, dtype: torch.dtype) -> None:
-    """As torch's softmax and topk.
-
-    The first of equals, and something also where there is no number.
-    """
-    logits = 3 * random(9, experts)
-    logits[1] = 1.5
-    logits[2, ::2] = logits[2, 1]
-    weights, ids = torch.empty(9, top_k), torch.empty(9, top_k, dtype=torch.int64)
-    flags = ADD if normalised else 0
-    run(OperationKind.ROUTE, 9, dtype, into=logits, out=weights, extra=ids, n=experts, k=top_k, flags=flags)
-    rounded = logits.to(dtype).float()
-    best = np.argsort(-rounded.numpy(), axis=1, kind="stable")[:, :top_k]
-    assert ids.tolist() == best.tolist()
-    expected = rounded.softmax(dim=-1).gather(1, ids)
-    if normalised:
-        expected = expected / expected.sum(dim=-1, keepdim=True)
-    torch.testing.assert_close(weights, expected.to(dtype).float(), atol=1e-6, rtol=TOLERANCE[dtype])
-    logits[:, 1] = float("nan")
-    run(OperationKind.ROUTE, 9, dtype, into=logits, out=weights, extra=ids, n=experts, k=top_k, flags=flags)
-    assert all(len(set(row)) == top_k and 0 <= min(row) <= max(row) < experts for row in ids.tolist())
 
 
 def program_of(

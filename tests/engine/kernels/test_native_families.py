@@ -29,7 +29,7 @@ from tests.engine.invariance.answers import load as load_instance
 from tests.engine.invariance.mixed import requests
 from tests.engine.kernels.test_native_trial import load
 from tests.engine.model.test_sharding import LAYOUTS, NUM_IN_TABLE, greedy, run, settings, shards
-from tests.engine.native_families import CONTEXT, NATIVE, make_family
+from tests.engine.native_families import CONTEXT, MIXTURES, NATIVE, make_family
 from tests.engine.tiny_models import VOCAB, make_tiny_model
 from tests.router.tiny_tokenizer import byte_level
 
@@ -40,7 +40,8 @@ BLOCK_SIZE = 16
 DENSE = [
     family
     for family in NATIVE
-    if "moe" not in family and family not in ("mixtral", "llama_dynamic")  # generate scales it by lengths
+    if "moe" not in family
+    and family not in ("mixtral", "llama_dynamic", *MIXTURES)  # generate scales it by lengths
 ]
 EACH_PUSH = ["gemma2", "gemma3", "phi3", "glm4", "olmo2", "cohere2", "granite", "gpt2"]
 """Families that have all operations between them."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.kernels import library
-from tests.engine.native_families import NATIVE
+from tests.engine.native_families import TRIED
 from tests.engine.native_positions import Deviations, check
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C
 POSITIONS = 400
 
 
-@pytest.mark.parametrize("family", NATIVE)
+@pytest.mark.parametrize("family", TRIED)
 def test_results_are_those_of_transformers_at_random_positions(family: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert check(family, dtype, POSITIONS) is None, dtype

@@ -23,7 +23,7 @@ from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
 from parallel.placement import assign_experts
 from tests.engine.model.test_sharding import LAYOUTS, shards
 from tests.engine.model.test_weights import make_larger
-from tests.engine.native_families import ALIKE, CONTEXT, NATIVE, ORIGINAL, make_family
+from tests.engine.native_families import ALIKE, CONTEXT, NATIVE, ORIGINAL, TRIED, make_family
 
 KERNELS = library.load()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="no AVX2, or no C++ compiler, here")
@@ -36,7 +36,7 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
     return load_model(read_model_info(directory), ModelConfig(), dtype=dtype, device=torch.device("cpu"))
 
 
-@pytest.mark.parametrize("family", NATIVE)
+@pytest.mark.parametrize("family", TRIED)
 def test_families_that_the_kernels_know_are_computed_by_them(family: str, tmp_path: Path) -> None:
     directory = make_family(tmp_path, family)
     for dtype in DTYPES:
