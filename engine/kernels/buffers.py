@@ -36,12 +36,26 @@ class Room(NamedTuple):
         return Room(*map(max, powers, self))
 
 
+def num_bytes(decoder: Decoder, wanted: Room) -> int:
+    """Bytes that :class:`Buffers` take for this, with what experts exchange."""
+    room, itemsize = Room().grown(wanted), decoder.dtype.itemsize
+    own = sum(pitch_of(width, decoder.dtype) for width in (decoder.hidden, decoder.hidden, *_widths(decoder)))
+    total: int = itemsize * (own * room.own + pitch_of(decoder.hidden, decoder.dtype) * room.selected)
+    total += (4 * decoder.vocab + 8) * room.selected
+    for moe in _mlps(decoder, Moe)[:1]:
+        widest = max(each.width for each in _mlps(decoder, Moe))
+        # rows, results and gathered rows, then what lies between two products
+        pitches = 3 * pitch_of(decoder.hidden, decoder.dtype) + pitch_of(widest, decoder.dtype)
+        total += itemsize * pitches * (room.total * moe.top_k + SLACK) + 4 * room.own * moe.num_experts
+    return total
+
+
 class Buffers:
     """Buffers for one :class:`Room`. Written lists of operations point to them."""
 
     def __init__(self, decoder: Decoder, room: Room, exchange: Exchange | None) -> None:
         """``exchange``: of the expert layers, if there are any; its scratch is made here, too."""
-        attentions = [layer.attention for layer in decoder.layers]
+        projected, attended, middle = _widths(decoder)
         dtype, arena = decoder.dtype, Arena()
 
         def rows(number: int, width: int) -> torch.Tensor:
@@ -53,12 +67,10 @@ class Buffers:
         self.normed = rows(room.own, decoder.hidden)
         self.last = rows(room.selected, decoder.hidden)
         """The selected rows of the stream."""
-        self.projected = rows(
-            room.own, max((each.heads + 2 * each.kv_heads) * each.dim for each in attentions)
-        )
+        self.projected = rows(room.own, projected)
         """Queries, keys and values."""
-        self.attended = rows(room.own, max(each.heads * each.dim for each in attentions))
-        self.middle = rows(room.own, max((mlp.width for mlp in _mlps(decoder, Mlp)), default=0))
+        self.attended = rows(room.own, attended)
+        self.middle = rows(room.own, middle)
         self.logits = arena.zeros((room.selected, decoder.vocab), torch.float32)
         """[selected, tokens of this rank]; of no token before the last stage."""
         self.chosen: Int64s = arena.zeros((room.selected,), torch.int64).numpy()
@@ -76,6 +88,16 @@ class Buffers:
         """Rows of all members that go through the experts here."""
         widest = max(moe.width for moe in _mlps(decoder, Moe))
         self.expert_middle = rows(room.total * shape.top_k + SLACK, widest)
+
+
+def _widths(decoder: Decoder) -> tuple[int, int, int]:
+    """Widest rows of queries with keys and values, of attention's results, and between products."""
+    attentions = [layer.attention for layer in decoder.layers]
+    return (
+        max((each.heads + 2 * each.kv_heads) * each.dim for each in attentions),
+        max(each.heads * each.dim for each in attentions),
+        max((mlp.width for mlp in _mlps(decoder, Mlp)), default=0),
+    )
 
 
 def _mlps(decoder: Decoder, kind: type[_Mlp]) -> list[_Mlp]:
