@@ -39,7 +39,7 @@ class Room(NamedTuple):
 def num_bytes(decoder: Decoder, wanted: Room) -> int:
     """Bytes that :class:`Buffers` take for this, with what experts exchange."""
     room, itemsize = Room().grown(wanted), decoder.dtype.itemsize
-    own = sum(pitch_of(width, decoder.dtype) for width in (decoder.hidden, decoder.hidden, *_widths(decoder)))
+    own = sum(pitch_of(width, decoder.dtype) for width in (*3 * [decoder.hidden], *_widths(decoder)))
     total: int = itemsize * (own * room.own + pitch_of(decoder.hidden, decoder.dtype) * room.selected)
     total += (4 * decoder.vocab + 8) * room.selected
     for moe in _mlps(decoder, Moe)[:1]:
@@ -65,6 +65,8 @@ class Buffers:
         self.stream = rows(room.own, decoder.hidden)
         """[tokens, hidden]: what each part of a layer adds to."""
         self.normed = rows(room.own, decoder.hidden)
+        self.branch = rows(room.own, decoder.hidden)
+        """What a part of a layer gives, where a norm comes before it is added."""
         self.last = rows(room.selected, decoder.hidden)
         """The selected rows of the stream."""
         self.projected = rows(room.own, projected)
@@ -94,8 +96,8 @@ def _widths(decoder: Decoder) -> tuple[int, int, int]:
     """Widest rows of queries with keys and values, of attention's results, and between products."""
     attentions = [layer.attention for layer in decoder.layers]
     return (
-        max((each.heads + 2 * each.kv_heads) * each.dim for each in attentions),
-        max(each.heads * each.dim for each in attentions),
+        max(each.projected_width for each in attentions),
+        max(each.width for each in attentions),
         max((mlp.width for mlp in _mlps(decoder, Mlp)), default=0),
     )
 

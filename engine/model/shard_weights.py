@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
 
-from engine.model.checkpoint import INDEX_FILE, CheckpointError, weight_files
+from engine.model.checkpoint import CheckpointError
 from engine.model.expert_weights import ExpertReader, expert_modules, expert_parameters
 from engine.model.shard import ShardedClass
 
@@ -29,44 +26,27 @@ LAYOUT_KEEPING = {"MergeModulelist", "Concatenate"}
 """Conversions that commute with cutting."""
 
 
-@contextmanager
-def all_tensors(directory: Path) -> Iterator[dict[str, Any]]:
-    """All tensors of a checkpoint by name, as slices that read nothing yet.
+def all_tensors(files: Sequence[Any]) -> dict[str, Any]:
+    """All tensors of opened files by name, as slices that read nothing yet.
 
-    They are for files that transformers does not find by itself.
-
-    Raises:
-        CheckpointError: two files have a tensor of the same name.
+    They are for files that transformers does not find by itself, or cannot read.
     """
-    tensors: dict[str, Any] = {}
-    homes: dict[str, Path] = {}
-    with ExitStack() as opened:
-        for path in weight_files(directory):
-            file = opened.enter_context(safe_open(path, framework="pt"))
-            for name in file.keys():  # noqa: SIM118 (safe_open is no dict)
-                if name in homes:
-                    raise CheckpointError(
-                        f"{directory} has {name} in both {homes[name].name} and {path.name}: leave the files "
-                        f"of one model there, or add a {INDEX_FILE}"
-                    )
-                tensors[name], homes[name] = file.get_slice(name), path
-        yield tensors
+    return {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
 
 
 def read_shard(
-    sharded: ShardedClass, directory: Path, key_mapping: dict[str, str] | None
+    sharded: ShardedClass, files: Sequence[Any], key_mapping: dict[str, str] | None
 ) -> dict[str, torch.Tensor]:
-    """All tensors that the shard needs, under the names that transformers expects on disk.
+    """All tensors of opened files that the shard needs, by their names on disk.
 
     Raises:
         CheckpointError: the checkpoint's layout cannot be cut.
     """
     reader = _Reader(sharded, key_mapping)
     tensors: dict[str, torch.Tensor] = {}
-    for file in weight_files(directory):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (safe_open is no dict)
-                reader.take(opened, name, tensors)
+    for opened in files:
+        for name in opened.keys():  # noqa: SIM118 (safe_open is no dict)
+            reader.take(opened, name, tensors)
     return tensors
 
 
