@@ -1,4 +1,4 @@
-"""Who may take a larger prefill chunk in lockstep: random arrivals over several instances, and planted bugs."""
+"""Larger prefill chunks in lockstep under random arrivals, and planted bugs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SMALL, LARGE = 5, 20
 
 
 class Broken(Exception):
-    """Two instances take a larger chunk at once, or one does beside somebody it could know of."""
+    """Raised where two chunks of a step are larger, or one beside known work."""
 
 
 def walk(seed: int, rule: Rule, size: int = 3, steps: int = 60) -> int:
-    """Steps of a group with prompts that arrive at random; returns how many chunks were larger."""
+    """Steps of a group whose prompts arrive at random; returns the number of larger chunks."""
     chance, left, believes = random.Random(seed), [0] * size, [False] * size
     known = [0] * size
     """What each rank had at the last step's headers, as others know it."""
