@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -62,6 +62,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """
     max_num_batched_tokens: int
     max_num_seqs: int
+    performance_mode: Literal["balanced", "interactivity", "throughput"] = "balanced"
 
 
 class State(enum.StrEnum):

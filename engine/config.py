@@ -12,6 +12,7 @@ from coordinator.addresses import check_not_wildcard, check_written, is_loopback
 from coordinator.config import LogLevel, MeshConfig
 from coordinator.settings.flags import Bytes, Count, Natural, Port, Size, flag
 from engine.speculation_config import SpeculativeConfig, read_config
+from engine.step import CRUMBS, most_tokens
 from parallel.pipeline_parallel import parse_split
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "half", "float"]
@@ -88,6 +89,21 @@ CPU_TOKENS, GPU_TOKENS = 512, 2048
 """Default token budget of a step, on CPUs and on GPUs."""
 CPU_TOKENS_BESIDE_DECODES = 128
 """Smallest limit of prompt tokens in a step with decode rows on CPUs."""
+LARGEST_LONE_STEP = 2048
+"""Most tokens of a step on a CPU while there is one request only."""
+SECONDS_BESIDE_DECODES = 0.15
+"""Seconds that prompts may add to a step with decode rows, with the default budget."""
+LONE_CHUNK_SECONDS = 0.5
+"""Seconds that a step beyond the usual budget may take.
+
+A request that arrives meanwhile waits for its rest.
+"""
+INTERACTIVE_SECONDS = 0.05
+"""Both with ``--performance-mode interactivity``."""
+CPU_THROUGHPUT_TOKENS, GPU_THROUGHPUT_TOKENS = 2048, 4096
+"""Default token budget of a step with ``--performance-mode throughput``."""
+REQUESTS, THROUGHPUT_REQUESTS = 128, 256
+"""Default number of requests that run at once, and with ``--performance-mode throughput``."""
 MOST_SEQUENCES = 65536
 """Most requests in a step.
 
@@ -102,10 +118,22 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Size | None,
         flag(
             help="Token budget of a step, a sixteenth more where that completes a prompt; unset: 512 on a "
-            "CPU, 2048 on a GPU, at least --max-num-seqs."
+            "CPU, 2048 on a GPU, more with --performance-mode throughput, at least --max-num-seqs."
         ),
     ] = None
-    max_num_seqs: Annotated[int, Meta(ge=1, le=MOST_SEQUENCES), flag(help="Requests that run at once.")] = 128
+    max_num_seqs: Annotated[
+        Annotated[int, Meta(ge=1, le=MOST_SEQUENCES)] | None,
+        flag(help="Requests that run at once; unset: 128, with --performance-mode throughput 256."),
+    ] = None
+    performance_mode: Annotated[
+        Literal["balanced", "interactivity", "throughput"],
+        flag(
+            help="throughput: more tokens and requests in a step where --max-num-batched-tokens and "
+            "--max-num-seqs are unset, and prompts are not held back for requests that decode; "
+            "interactivity: prompts add at most 0.05 s to a step on a CPU where 0.15 s is the default, and "
+            "on a GPU decode steps of 1 to 32 requests are captured each."
+        ),
+    ] = "balanced"
     enable_chunked_prefill: Annotated[
         bool, flag(help="Split long prompts over steps; without it a prompt must fit the token budget.")
     ] = True
@@ -142,10 +170,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             return
         if self.max_num_batched_tokens < 1:
             raise ValueError("--max-num-batched-tokens must be at least 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens < self.most_requests():
             raise ValueError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least "
-                f"--max-num-seqs {self.max_num_seqs}: each running request needs a token per step"
+                f"--max-num-seqs {self.most_requests()}: each running request needs a token per step"
             )
 
     @property
@@ -153,20 +181,36 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """``speculative_config``, read; None: nothing is drafted."""
         return None if self.speculative_config is None else read_config(self.speculative_config)
 
+    @property
+    def goes_for_throughput(self) -> bool:
+        return self.performance_mode == "throughput"
+
+    def most_requests(self) -> int:
+        """Requests that run at once."""
+        if self.max_num_seqs is not None:
+            return self.max_num_seqs
+        if not self.goes_for_throughput:
+            return REQUESTS
+        return max(REQUESTS, min(THROUGHPUT_REQUESTS, self.max_num_batched_tokens or THROUGHPUT_REQUESTS))
+
     def most_sampled(self) -> int:
         """Tokens that a step samples at most: one of each request, and those of drafts."""
         each = 1 if self.speculative is None else 1 + self.speculative.num_speculative_tokens
-        return min(self.max_num_seqs * each, self.token_budget())
+        return min(self.most_requests() * each, self.token_budget())
 
     def token_budget(self, has_gpu: bool = False) -> int:
         """Token budget of one step.
 
-        From a few hundred tokens on a CPU computes prompts no faster, and more would only make the first of
-        many prompts wait for the last.
+        From a few hundred tokens on a CPU computes prompts little faster, and more would only make the first
+        of many prompts wait for the last.
         """
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
-        return max(GPU_TOKENS if has_gpu else CPU_TOKENS, self.max_num_seqs)
+        if self.goes_for_throughput:
+            default = GPU_THROUGHPUT_TOKENS if has_gpu else CPU_THROUGHPUT_TOKENS
+        else:
+            default = GPU_TOKENS if has_gpu else CPU_TOKENS
+        return max(default, self.most_requests())
 
     def prompt_tokens_beside_decodes(self, has_gpu: bool = False) -> int | None:
         """Most prompt tokens in a step with decode rows; None: no limit.
@@ -174,11 +218,32 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         On a CPU so many are computed as fast as more are. On a GPU, where each step with prompts has to be
         launched anew, they are not.
         """
-        return None if has_gpu else max(CPU_TOKENS_BESIDE_DECODES, self.token_budget() // 4)
+        if has_gpu or self.goes_for_throughput:
+            return None
+        return max(CPU_TOKENS_BESIDE_DECODES, self.token_budget() // 4)
 
-    def fewer_where_slow(self, has_gpu: bool = False) -> bool:
-        """Whether the limit shrinks where prefill is slow: unless the user has set it."""
-        return not has_gpu and self.max_num_batched_tokens is None
+    def prompt_seconds_beside_decodes(self, has_gpu: bool = False) -> float | None:
+        """Seconds that these tokens may take; None: no limit, as where the budget is given."""
+        if has_gpu or self.goes_for_throughput or self.max_num_batched_tokens is not None:
+            return None
+        return INTERACTIVE_SECONDS if self.performance_mode == "interactivity" else SECONDS_BESIDE_DECODES
+
+    def largest_lone_chunk(self, has_gpu: bool = False) -> int:
+        """Most tokens of a prefill chunk of the only request; 0: the usual budget.
+
+        With what may complete a prompt beyond it, a step has :data:`LARGEST_LONE_STEP` tokens at most.
+        """
+        if has_gpu or self.max_num_batched_tokens is not None or self.goes_for_throughput:
+            return 0
+        return LARGEST_LONE_STEP - self.token_budget() // CRUMBS
+
+    def lone_chunk_seconds(self) -> float:
+        """Seconds that such a chunk may take."""
+        return INTERACTIVE_SECONDS if self.performance_mode == "interactivity" else LONE_CHUNK_SECONDS
+
+    def largest_step(self) -> int:
+        """Most tokens of a step on a CPU."""
+        return max(most_tokens(self.token_budget()), LARGEST_LONE_STEP if self.largest_lone_chunk() else 0)
 
 
 MOST_THREADS = 1024

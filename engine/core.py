@@ -64,8 +64,12 @@ class EngineCore:
         at_once: float | None = None,
         speculation: Speculation | None = None,
         has_gpu: bool = False,
+        is_native: bool = False,
     ) -> None:
-        """``speculation``: None makes what the settings ask for. ``has_gpu``: whether the model is on one."""
+        """``speculation``: None makes what the settings ask for. ``has_gpu``: whether the model is on one.
+
+        ``is_native``: whether native kernels compute it: for them memory is left for larger prefill chunks.
+        """
         if speculation is None and config.scheduler.speculative is not None:
             speculation = Speculation(config.scheduler.speculative)
         self._config = config
@@ -81,13 +85,15 @@ class EngineCore:
         )
         self.scheduler = Scheduler(
             SchedulerRules(
-                max_num_seqs=config.scheduler.max_num_seqs,
+                max_num_seqs=config.scheduler.most_requests(),
                 max_num_batched_tokens=config.scheduler.token_budget(),
                 block_size=config.cache.block_size,
                 enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
                 long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
                 prompt_tokens_beside_decodes=config.scheduler.prompt_tokens_beside_decodes(has_gpu),
-                fewer_where_slow=config.scheduler.fewer_where_slow(has_gpu),
+                prompt_seconds_beside_decodes=config.scheduler.prompt_seconds_beside_decodes(has_gpu),
+                largest_lone_chunk=config.scheduler.largest_lone_chunk(has_gpu) if is_native else 0,
+                lone_chunk_seconds=config.scheduler.lone_chunk_seconds(),
                 micro_batches=executor.in_flight,
                 tells_tokens=executor.needs_tokens,
             ),
@@ -99,6 +105,8 @@ class EngineCore:
         self._tracing = tracing
         self._others_ran: deque[bool] = deque(maxlen=executor.in_flight)
         """Whether other instances had rows in each of the last ``in_flight`` steps."""
+        self._only_instance = False
+        """Whether no other instance in lockstep had rows or a queue last."""
         self._under_way: deque[tuple[Step, Agreement]] = deque()
         """Steps that have begun, oldest first."""
         self._unfinished: deque[Step] = deque()
@@ -212,6 +220,7 @@ class EngineCore:
 
     def _restart(self) -> None:
         self._under_way.clear()
+        self._only_instance = False
         self._unfinished = deque(map(self._masked, self.scheduler.restart()))
 
     def _keep(self, outgoing: dict[Peer, OutgoingTokens]) -> None:
@@ -253,6 +262,7 @@ class EngineCore:
         )
         self._others_ran.append(sum(agreement.sizes) > step.num_tokens)
         self.scheduler.others_run = any(self._others_ran)
+        self._only_instance = agreement.is_only_one
         return agreement
 
     def _finish_oldest(self) -> dict[Peer, OutgoingTokens]:
@@ -266,6 +276,7 @@ class EngineCore:
         return outgoing_tokens_of(self.scheduler.update(step, result), self._tracing)
 
     def _schedule(self) -> Step | None:
+        self.scheduler.only_instance = self._only_instance or isinstance(self.stepping, Alone)
         step = self.scheduler.schedule()
         if step is None:
             return None
@@ -327,7 +338,7 @@ class EngineCore:
         return Capacity(
             block_size=self._config.cache.block_size,
             num_blocks=self._pool.num_blocks,
-            max_num_seqs=limits.max_num_seqs,
+            max_num_seqs=limits.most_requests(),
             max_num_batched_tokens=limits.token_budget(),
             max_num_queued_reqs=limits.max_num_queued_reqs,
             max_num_queued_tokens=limits.max_num_queued_tokens,

@@ -20,6 +20,7 @@ from coordinator.addresses import interfaces, is_loopback, own, toward
 from coordinator.config import endpoint
 from coordinator.member_connection import MemberConnection, RegistrationRefused, StartupTimeout
 from coordinator.messages import Load, Register, Settings, State
+from coordinator.numerics import TORCH
 from coordinator.process import process
 from coordinator.process.tracing import Tracing, TracingMissing
 from coordinator.rpc.keys import MeshKeys
@@ -201,6 +202,7 @@ class Instance:
                 tracing=tracing,
                 at_once=instances_at_once(self._config),
                 has_gpu=facts.device != "cpu",
+                is_native=all(each.kernels != TORCH for each in executor.arithmetic()),
             )
             if (drafts := self._config.scheduler.speculative) is not None:
                 logger.info(

@@ -53,7 +53,8 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
         pipeline_parallel_size=config.device.pipeline_parallel_size,
         **_expert_settings(config, info, size or 1),
         max_num_batched_tokens=config.scheduler.token_budget(has_gpu(config.device)),
-        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_seqs=config.scheduler.most_requests(),
+        performance_mode=config.scheduler.performance_mode,
     )
     scheduler = config.scheduler
     if not scheduler.enable_chunked_prefill and settings.max_num_batched_tokens < settings.max_model_len:
@@ -112,10 +113,6 @@ def adopt(config: EngineConfig, settings: Settings) -> EngineConfig:
 
 
 def _adopted(config: EngineConfig, settings: Settings) -> EngineConfig:
-    budget, most_requests = settings.max_num_batched_tokens, settings.max_num_seqs
-    if config.model.model is not None:  # it has settings of its own, and these need not agree
-        budget = config.scheduler.token_budget(has_gpu(config.device))
-        most_requests = config.scheduler.max_num_seqs
     return msgspec.structs.replace(
         config,
         model=msgspec.structs.replace(
@@ -127,9 +124,7 @@ def _adopted(config: EngineConfig, settings: Settings) -> EngineConfig:
             max_model_len=settings.max_model_len,
         ),
         cache=msgspec.structs.replace(config.cache, block_size=settings.block_size),
-        scheduler=msgspec.structs.replace(
-            config.scheduler, max_num_batched_tokens=budget, max_num_seqs=most_requests
-        ),
+        scheduler=_scheduler(config, settings),
         device=msgspec.structs.replace(
             config.device,
             tensor_parallel_size=settings.tensor_parallel_size,
@@ -143,6 +138,28 @@ def _adopted(config: EngineConfig, settings: Settings) -> EngineConfig:
     )
 
 
+def _scheduler(config: EngineConfig, settings: Settings) -> SchedulerConfig:
+    """Limits of an instance: its own if it names a model, else the mesh's.
+
+    They need not agree over instances. A budget that is the default on a CPU stays unset, since some limits
+    of time hold for that one only.
+    """
+    scheduler, on_gpu = config.scheduler, has_gpu(config.device)
+    if config.model.model is None:
+        scheduler = msgspec.structs.replace(
+            scheduler,
+            max_num_batched_tokens=None,
+            max_num_seqs=settings.max_num_seqs,
+            performance_mode=settings.performance_mode,
+        )
+        budget = settings.max_num_batched_tokens
+    else:
+        budget = scheduler.token_budget(on_gpu)
+    if scheduler.max_num_batched_tokens is None and (on_gpu or budget != scheduler.token_budget()):
+        scheduler = msgspec.structs.replace(scheduler, max_num_batched_tokens=budget)
+    return scheduler
+
+
 def ignored_when_joining(config: EngineConfig) -> list[str]:
     """Flags without effect on an instance that takes its model from the mesh."""
     given = {
@@ -151,6 +168,7 @@ def ignored_when_joining(config: EngineConfig) -> list[str]:
         "--served-model-name": bool(config.model.served_model_name),
         "--block-size": config.cache.block_size != CacheConfig().block_size,
         "--max-num-seqs": config.scheduler.max_num_seqs != SchedulerConfig().max_num_seqs,
+        "--performance-mode": config.scheduler.performance_mode != SchedulerConfig().performance_mode,
         "--max-num-batched-tokens": config.scheduler.max_num_batched_tokens is not None,
         "-tp": config.device.tensor_parallel_size != DeviceConfig().tensor_parallel_size,
         "-ep": config.device.enable_expert_parallel is not None,

@@ -108,6 +108,19 @@ def decide(headers: Sequence[Header]) -> Decision:
     return Sleep()
 
 
+def is_only_one(headers: Sequence[Header], rank: int) -> bool:
+    """Whether by these headers this rank has tokens, and no other has any or waits.
+
+    It holds for one rank at most. So in the next step no other rank believes to be the only one.
+    """
+    own = headers[rank].num_tokens > 0
+    return own and not any(
+        each.num_tokens or each.queued_prefill or each.in_flight
+        for other, each in enumerate(headers)
+        if other != rank
+    )
+
+
 class Lockstep:
     """One instance's state in the agreement.
 

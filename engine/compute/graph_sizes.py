@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 SMALL = (1, 2, 4, 8)
 STRIDE = 8
+MOST_SMALL = 32
+"""Rows up to which each number is captured for low latency, as in vLLM."""
 MOST_ROWS = 512
 """Largest size that is captured by default.
 
@@ -15,16 +17,18 @@ kernels one by one costs little.
 """
 
 
-def capture_sizes(wanted: Sequence[int], max_num_seqs: int) -> tuple[int, ...]:
+def capture_sizes(wanted: Sequence[int], max_num_seqs: int, *, each_small: bool = False) -> tuple[int, ...]:
     """Sizes to capture, rising.
 
     They are those of ``wanted`` (--cudagraph-capture-sizes) that can occur. By default they are a few small
-    ones and then every eighth, so that at most 7 rows of a larger step compute for no request.
+    ones and then every eighth, so that at most 7 rows of a larger step compute for no request. With
+    ``each_small`` (--performance-mode interactivity) all up to :data:`MOST_SMALL` are captured.
     """
     if wanted:
         return tuple(sorted({size for size in wanted if size <= max_num_seqs}))
     most = min(max_num_seqs, MOST_ROWS)
-    sizes = {*SMALL, *range(2 * STRIDE, most + 1, STRIDE), most}
+    small = range(1, MOST_SMALL + 1) if each_small else SMALL
+    sizes = {*small, *range(2 * STRIDE, most + 1, STRIDE), most}
     return tuple(sorted(size for size in sizes if size <= most))
 
 

@@ -29,6 +29,7 @@ from engine.host import memory
 from engine.host.cache_size import share_of_device
 from engine.host.cores import has_gpu
 from engine.kernels import library
+from engine.kernels.buffers import Room
 from engine.kernels.cache import NativeCache
 from engine.kernels.make import bytes_for_program, make_program
 from engine.kernels.program import Program
@@ -47,8 +48,11 @@ from parallel.placement import Placement, assign_experts, owned_by_rank
 
 logger = logging.getLogger(__name__)
 
-CPU_KV_LIMIT = 4 << 30
-"""Most bytes of the KV cache on a CPU, where no flag sets its size."""
+CPU_KV_LIMIT, CPU_THROUGHPUT_KV_LIMIT = 4 << 30, 8 << 30
+"""Most bytes of the KV cache on a CPU, where no flag sets its size.
+
+The second is for --performance-mode throughput.
+"""
 CPU_KV_SHARE = 0.4
 """Share of free memory that the cache gets on CPU, up to the limit."""
 
@@ -200,7 +204,9 @@ class UniExecutor:
         assert self._model is not None, "load() comes first"
         if self._model.device.type == "cpu":
             free = memory.available_memory() - self._bytes_for_program()
-            return min(CPU_KV_LIMIT, max(0, int(free * CPU_KV_SHARE)))
+            more = self._config.scheduler.goes_for_throughput
+            limit = CPU_THROUGHPUT_KV_LIMIT if more else CPU_KV_LIMIT
+            return min(limit, max(0, int(free * CPU_KV_SHARE)))
         self._run_largest_step()
         device = self._model.device
         free, total = torch.cuda.mem_get_info(device)
@@ -252,11 +258,19 @@ class UniExecutor:
         torch.cuda.synchronize(model.device)
 
     def _bytes_for_program(self) -> int:
-        """What the native kernels will take, unless they have it already, or are not used."""
+        """What the native kernels will take, unless they have it already, or are not used.
+
+        In lockstep one member at most takes a step beyond the usual budget.
+        """
         if self._program is not None or self._on_torch:
             return 0
         assert self._model is not None
-        return bytes_for_program(self._model, self._config.cache.block_size) * self._shard.neighbours
+        scheduler, members = self._config.scheduler, 1 if self._place is None else self._place[1]
+        largest = scheduler.largest_step()
+        total = largest + (members - 1) * most_tokens(scheduler.token_budget())
+        room = Room(largest, scheduler.most_sampled(), total)
+        num_bytes = bytes_for_program(self._model, self._config.cache.block_size, room)
+        return num_bytes * self._shard.neighbours
 
     def allocate(self, num_blocks: int) -> None:
         """See :class:`.Executor`."""
@@ -357,7 +371,11 @@ class UniExecutor:
         return make_graphs(
             model,
             cast(CapturableAttention, cache),
-            capture_sizes(settings.cudagraph_capture_sizes, self._config.scheduler.max_num_seqs),
+            capture_sizes(
+                settings.cudagraph_capture_sizes,
+                self._config.scheduler.most_requests(),
+                each_small=self._config.scheduler.performance_mode == "interactivity",
+            ),
             num_blocks=num_blocks,
             block_size=block_size,
             max_tokens=min(longest, self._info.context_length, num_blocks * block_size),

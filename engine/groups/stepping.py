@@ -22,7 +22,7 @@ from engine.groups.recovery import StepOn as MayStep
 from engine.groups.recovery import Turn
 from engine.groups.recovery_times import RecoveryTimes
 from parallel.links.counts import LinkCount
-from parallel.lockstep import Decision, Header, Lockstep, RunStep, Sleep, Switch, Wake
+from parallel.lockstep import Decision, Header, Lockstep, RunStep, Sleep, Switch, Wake, is_only_one
 
 if TYPE_CHECKING:
     from parallel.communicators.base import CollectiveError, Communicator
@@ -55,6 +55,8 @@ class Agreement(msgspec.Struct, frozen=True):
     """No step follows for now: all sleep, or enter another group."""
     waits_for_change: bool = False
     """No instance has tokens or sleeps: a change of the group is pending."""
+    is_only_one: bool = False
+    """This instance has rows, and no other has any, or a request that waits."""
 
 
 class Stepping(Protocol):
@@ -205,7 +207,13 @@ class InLockstep:
         match decision:
             case RunStep(sizes):
                 pending = not any(sizes) and not any(each.in_flight for each in headers)
-                return Agreement(any(sizes), sizes, waited, waits_for_change=pending)
+                return Agreement(
+                    any(sizes),
+                    sizes,
+                    waited,
+                    waits_for_change=pending,
+                    is_only_one=is_only_one(headers, self.group.rank),
+                )
             case Sleep():
                 return Agreement(runs=False, waited=waited, pauses=True)
             case Switch(switches_to):

@@ -39,7 +39,7 @@ def size_cache(
     else:
         sharers = neighbours if facts.device == "cpu" else 1
         memory = cache.kv_cache_memory_bytes or free_memory() // sharers
-        useful = -(-asked_len // cache.block_size) * config.scheduler.max_num_seqs
+        useful = -(-asked_len // cache.block_size) * config.scheduler.most_requests()
         num_blocks = min(memory // block_bytes, useful)
         if num_blocks < 1:
             utilization = "" if facts.device == "cpu" else " or --gpu-memory-utilization"

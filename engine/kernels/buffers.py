@@ -34,12 +34,27 @@ class Room(NamedTuple):
         return Room(*map(max, powers, self))
 
 
+def num_bytes(decoder: Decoder, wanted: Room) -> int:
+    """Bytes that :class:`Buffers` take for this, with what experts exchange."""
+    room, itemsize = Room().grown(wanted), decoder.dtype.itemsize
+    own = sum(pitch_of(width, decoder.dtype) for width in (*3 * [decoder.hidden], *_widths(decoder)))
+    total: int = itemsize * (own * room.own + pitch_of(decoder.hidden, decoder.dtype) * room.selected)
+    total += (4 * decoder.vocab + 8) * room.selected
+    for moe in _mlps(decoder, Moe)[:1]:
+        widest = max(each.width for each in _mlps(decoder, Moe))
+        # rows, results and gathered rows, then what lies between two products
+        pitches = 3 * pitch_of(decoder.hidden, decoder.dtype) + pitch_of(widest, decoder.dtype)
+        total += itemsize * pitches * (room.total * moe.top_k + SLACK) + 4 * room.own * moe.num_experts
+        total += 4 * room.own * (1 + _widened_pitch(decoder))
+    return total
+
+
 class Buffers:
     """Buffers for one :class:`Room`. Written lists of operations point to them."""
 
     def __init__(self, decoder: Decoder, room: Room, exchange: Exchange | None) -> None:
         """``exchange``: of the expert layers, if there are any; its scratch is made here, too."""
-        attentions = [layer.attention for layer in decoder.layers]
+        projected, attended, middle = _widths(decoder)
         dtype, arena = decoder.dtype, Arena()
 
         def rows(number: int, width: int) -> torch.Tensor:
@@ -53,13 +68,10 @@ class Buffers:
         """What a part of a layer gives, where a norm comes before it is added."""
         self.last = rows(room.selected, decoder.hidden)
         """The selected rows of the stream."""
-        self.projected = rows(room.own, max(each.projected_width for each in attentions))
+        self.projected = rows(room.own, projected)
         """Queries, keys and values."""
-        self.attended = rows(room.own, max(each.width for each in attentions))
-        sparse = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Moe)]
-        dense = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Mlp)]
-        dense += [moe.shared for moe in sparse if moe.shared is not None]
-        self.middle = rows(room.own, max((mlp.width for mlp in dense), default=0))
+        self.attended = rows(room.own, attended)
+        self.middle = rows(room.own, middle)
         self.logits = arena.zeros((room.selected, decoder.vocab), torch.float32)
         """[selected, tokens of this rank]; of no token before the last stage."""
         self.chosen: Int64s = arena.zeros((room.selected,), torch.int64).numpy()
@@ -77,8 +89,28 @@ class Buffers:
         """Rows of all members that go through the experts here."""
         self.shared_logits = torch.empty(room.own)
         """Logits of the gate of a shared expert, token by token."""
-        is_wide = any(moe.router.dtype != dtype for moe in sparse)
-        self.widened = torch.empty(room.own if is_wide else 0, pitch_of(decoder.hidden, torch.float32))
+        self.widened = torch.empty(room.own, _widened_pitch(decoder))
         """[tokens, hidden] in float32, for routers in it."""
-        widest = max(moe.width for moe in sparse)
+        widest = max(moe.width for moe in _mlps(decoder, Moe))
         self.expert_middle = rows(room.total * shape.top_k + SLACK, widest)
+
+
+def _widths(decoder: Decoder) -> tuple[int, int, int]:
+    """Widest rows of queries with keys and values, of attention's results, and between products."""
+    attentions = [layer.attention for layer in decoder.layers]
+    dense = _mlps(decoder, Mlp) + [moe.shared for moe in _mlps(decoder, Moe) if moe.shared is not None]
+    return (
+        max(each.projected_width for each in attentions),
+        max(each.width for each in attentions),
+        max((mlp.width for mlp in dense), default=0),
+    )
+
+
+def _widened_pitch(decoder: Decoder) -> int:
+    """Numbers of a row in float32 for routers of that type; 0 where there are none."""
+    is_wide = any(moe.router.dtype != decoder.dtype for moe in _mlps(decoder, Moe))
+    return pitch_of(decoder.hidden, torch.float32) if is_wide else 0
+
+
+def _mlps(decoder: Decoder, kind: type[_Mlp]) -> list[_Mlp]:
+    return [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, kind)]

@@ -25,7 +25,7 @@ import torch
 from engine.attention.base import PLAN_KEYWORD, Int64s, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.host.memory import MARGIN, available_memory
-from engine.kernels import library
+from engine.kernels import buffers, library
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import Decoder, NotUsual, base_parts, recognise
 from engine.kernels.program import Program
@@ -61,15 +61,16 @@ class _Off(Exception):
     """Reason why torch computes this model, logged as "native kernels: off"."""
 
 
-def bytes_for_program(model: LoadedModel, block_size: int) -> int:
-    """Bytes that :func:`make_program` takes beside the model.
+def bytes_for_program(model: LoadedModel, block_size: int, largest: buffers.Room | None = None) -> int:
+    """Bytes that :func:`make_program` takes beside the model, and its ``largest`` step.
 
     0 where torch computes, also for want of room.
     """
     if model.device.type != "cpu" or library.load() is None:
         return 0
     try:
-        return num_bytes(_decoder_of(model, block_size))
+        decoder = _decoder_of(model, block_size)
+        return num_bytes(decoder) + (0 if largest is None else buffers.num_bytes(decoder, largest))
     except _Off:
         return 0
 

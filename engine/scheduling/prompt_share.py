@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class PromptShare:
-    """Bound on prompt tokens such that prefill adds about ``SECONDS`` to a step.
+    """Bound on prompt tokens such that prefill adds about so many seconds to a step.
 
     It follows from how long steps with prompts took. From a few dozen on, products take nearly the same time
     for each token of a step. So smaller prefill chunks cost little, and with a large model everybody's next
@@ -12,7 +12,6 @@ class PromptShare:
     by hand.
     """
 
-    SECONDS = 0.15
     LEAST, MULTIPLE = 32, 16
     """Least tokens, and the number of which all are multiples.
 
@@ -24,10 +23,10 @@ class PromptShare:
     The reason why one step was slow, such as a neighbour or first touched memory, does not last.
     """
 
-    def __init__(self, most: int, *, is_bound: bool = True) -> None:
-        """``most``: tokens, however fast they are. ``is_bound``: whether time limits them, too."""
+    def __init__(self, most: int, seconds: float | None) -> None:
+        """``most``: tokens, however fast they are. ``seconds``: of all; None: however slow they are."""
         self._most = self.tokens = most
-        self._is_bound = is_bound
+        self._seconds = seconds
         self._each = 0.0
 
     def __repr__(self) -> str:
@@ -35,10 +34,10 @@ class PromptShare:
 
     def took(self, tokens: int, seconds: float) -> None:
         """Take in a step with some prompt tokens, of ``tokens`` in all."""
-        if not self._is_bound or tokens < self.LEAST:
+        if self._seconds is None or tokens < self.LEAST:
             return
         each = seconds / tokens
         change = each - self._each
         self._each = self._each + change * (self.UP if change > 0 else self.DOWN) if self._each else each
-        wanted = int(self.SECONDS / self._each) // self.MULTIPLE * self.MULTIPLE if self._each else self._most
-        self.tokens = min(self._most, max(self.LEAST, wanted))
+        fits = int(self._seconds / self._each) if self._each else self._most
+        self.tokens = min(self._most, max(self.LEAST, fits // self.MULTIPLE * self.MULTIPLE))

@@ -18,6 +18,7 @@ import msgspec
 from engine.messages import Counters, FinishReason, TokenLogprobs
 from engine.scheduling.blocks import BlockPool
 from engine.scheduling.expected_prefix_blocks import ExpectedPrefixBlocks
+from engine.scheduling.lone_chunk import LoneChunk
 from engine.scheduling.prompt_share import PromptShare
 from engine.scheduling.request import Request, RequestKey, Status
 from engine.scheduling.speculation import Speculation
@@ -53,11 +54,18 @@ class SchedulerRules(msgspec.Struct, frozen=True, kw_only=True):
 
     Requests that decode wait for no more tokens of others' prompts. None: as many as the budget has.
     """
-    fewer_where_slow: bool = False
-    """Reduce ``prompt_tokens_beside_decodes`` so that prefill does not take long.
+    prompt_seconds_beside_decodes: float | None = None
+    """Seconds that those prompt tokens may take; None: no limit.
 
-    See :class:`.PromptShare` for the time.
+    Where they take longer, there are fewer.
     """
+    largest_lone_chunk: int = 0
+    """Most tokens of a step while there is one request only (in lockstep, anywhere).
+
+    0: ``max_num_batched_tokens``, as always.
+    """
+    lone_chunk_seconds: float = 0.5
+    """Seconds that such a step may take beyond ``max_num_batched_tokens``: who arrives waits for its rest."""
     micro_batches: int = 1
     """Steps of different requests that are in flight at once.
 
@@ -96,13 +104,21 @@ class Scheduler:
         self._num_grammars = 0
         self.others_run = False
         """Whether other instances in lockstep have rows, which wait for those here."""
+        self.only_instance = True
+        """Whether no other instance in lockstep had rows or waiting requests in the newest step.
+
+        At most one instance may believe it in any step.
+        """
         self._blocks_for_drafts = 0
         """Blocks that drafts of the step in the making may take."""
         self._expected_blocks = ExpectedPrefixBlocks(pool, rules.block_size)
         self._totals = Totals()
         self._prompt_share = PromptShare(
             rules.prompt_tokens_beside_decodes or rules.max_num_batched_tokens,
-            is_bound=rules.fewer_where_slow,
+            rules.prompt_seconds_beside_decodes,
+        )
+        self._lone_chunk = LoneChunk(
+            rules.max_num_batched_tokens, rules.largest_lone_chunk, rules.lone_chunk_seconds
         )
 
     def __repr__(self) -> str:
@@ -310,6 +326,8 @@ class Scheduler:
             return
         if not _only_decodes(step):
             self._prompt_share.took(step.num_tokens, seconds)
+            if len(step.slots) == 1 and not step.drafts:
+                self._lone_chunk.took(step.starts[0], step.num_tokens, seconds)
         elif self._speculation is not None:
             self._speculation.took(step.num_tokens, bool(step.drafts), seconds)
 
@@ -334,7 +352,24 @@ class Scheduler:
         prompts = budget = rules.max_num_batched_tokens
         if (somebody_decodes or self.others_run) and rules.enable_chunked_prefill:
             prompts = self._prompt_share.tokens
+        elif (start := self._start_of_lone_prompt()) is not None:
+            prompts = budget = self._lone_chunk.tokens(start)
         return StepRows(budget, prompts, PROMPT_LOGPROBS_CHUNK)
+
+    def _start_of_lone_prompt(self) -> int | None:
+        """Where the next chunk of the only request anywhere begins; None if others are there.
+
+        In a pipeline, stages compute different chunks of a prompt at the same time; larger ones would hinder
+        that.
+        """
+        rules = self._rules
+        is_lone = len(self._requests) == 1 and self.only_instance and rules.micro_batches == 1
+        if not is_lone or not rules.largest_lone_chunk or not rules.enable_chunked_prefill:
+            return None
+        request = next(iter(self._requests.values()))
+        if request.status is Status.RUNNING:
+            return request.num_computed
+        return len(self._pool.find_prefix(request.prefix_hashes(rules.block_size))) * rules.block_size
 
     def _decodes_then_prefills(self) -> list[Request]:
         """Running requests, those that need one token before partly computed prompts.

@@ -96,7 +96,7 @@ _IGNORED_VALUES = {
     ),
     _KERNELS: (
         "moe-backend", "linear-backend", "kernel-config", "attention-config", "ir-op-priority",
-        "gdn-prefill-backend", "numa-bind-nodes", "numa-bind-cpus", "performance-mode", "grammar-backend",
+        "gdn-prefill-backend", "numa-bind-nodes", "numa-bind-cpus", "grammar-backend",
         "sparse-indexer-topk-backend", "kda-prefill-backend", "kda-decode-backend", "engram-config",
     ),
     _GRAPHS: ("compilation-config", "optimization-level", "max-seq-len-to-capture"),

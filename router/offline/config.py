@@ -63,6 +63,7 @@ def llm_config(arguments: dict[str, Any]) -> ServeConfig:
         logger.warning("%s", _as_arguments(line))
     if not given.get("headless"):
         given.setdefault("data_parallel_size", 1)
+        given.setdefault("performance_mode", "throughput")
     try:
         config = from_flat(ServeConfig, given)
     except FlagError as error:

@@ -298,7 +298,7 @@ class LLM:
         Other nodes fill theirs. It is far below what the queues of instances hold.
         """
         scheduler = self._config.engine.scheduler
-        of_one = min(QUEUED_PER_RUNNING * scheduler.max_num_seqs, max(1, scheduler.max_num_queued_reqs))
+        of_one = min(QUEUED_PER_RUNNING * scheduler.most_requests(), max(1, scheduler.max_num_queued_reqs))
         return of_one * max(1, self._config.mesh.local_size)
 
     def _close(self, *, waits_for_others: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -19,9 +19,11 @@ from engine.groups.stepping import Agreement
 from engine.messages import Capacity, Counters, FinishReason, Submit
 from engine.model.checkpoint import ModelInfo
 from engine.sampling import SamplingParams
+from engine.scheduling.scheduler import Scheduler
 from engine.step import Step, StepResult
 from parallel.communicators.base import CollectiveError
 from parallel.links.counts import LinkCount
+from parallel.lockstep import Header, is_only_one
 from tests.engine.oracle import Oracle
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, expected_output
 from tests.nightly import examples
@@ -243,6 +245,55 @@ def test_no_step_of_a_lockstep_on_cpus_is_long_while_somebody_decodes(rows: int,
         found.append(core.scheduler.counters().scheduled_tokens - before)
         before += found[-1]
     assert [*found, core.scheduler.counters().scheduled_tokens - before] == sizes
+
+
+class BesideOthers(Beside):
+    """Stepping in lockstep with another instance, by the headers of each step."""
+
+    def __init__(self, others: list[Header]) -> None:
+        super().__init__(0)
+        self._others = iter(others)
+
+    def agree(self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0) -> Agreement:
+        headers = [Header(1, 0, num_tokens, queued_prefill, longest, 1, in_flight), next(self._others)]
+        sizes = tuple(each.num_tokens for each in headers)
+        return Agreement(runs=True, sizes=sizes, is_only_one=is_only_one(headers, 0))
+
+
+def chunks_of(length: int, stepping: Beside | None, **scheduler: Any) -> list[int]:
+    """Tokens of each step of the only request here; each takes 0.1 ms."""
+    executor = SimulatedExecutor(block_size=16, budget=2048, max_rows=128)
+    executor.expert_times = lambda: None  # type: ignore[attr-defined]
+    config = EngineConfig(scheduler=SchedulerConfig(**scheduler))
+    core = EngineCore(
+        config,
+        msgspec.structs.replace(INFO, context_length=16384),
+        executor,  # type: ignore[arg-type]
+        stepping,  # type: ignore[arg-type]
+        num_blocks=1000,
+        max_model_len=16384,
+        is_native=True,
+    )
+    core.scheduler.timed = lambda step, _: Scheduler.timed(core.scheduler, step, step.num_tokens * 1e-4)  # type: ignore[method-assign]
+    core.submit(PEER, submit(prompt_ids=[number % VOCAB for number in range(length)]))
+    found: list[int] = []
+    while not core.step().get(PEER):
+        found.append(core.scheduler.counters().scheduled_tokens - sum(found))
+    return [*found, core.scheduler.counters().scheduled_tokens - sum(found)]
+
+
+def test_a_prompt_that_is_alone_has_larger_chunks() -> None:
+    assert chunks_of(8000, None) == [512, 1024, 2016, 2016, 2016, 416]
+    assert chunks_of(2000, None, max_num_batched_tokens=512) == [512, 512, 512, 464], "somebody chose it"
+
+
+def test_in_lockstep_a_chunk_is_larger_once_nobody_else_has_anything() -> None:
+    idle, queues, runs = Header(1, 0, 0), Header(1, 0, 0, queued_prefill=9), Header(1, 0, 1)
+    piped = Header(1, 0, 0, in_flight=1)
+    assert chunks_of(4000, BesideOthers([idle] * 9)) == [512, 1024, 2016, 448]
+    for other in (queues, piped):
+        assert chunks_of(3000, BesideOthers([idle, other, idle, idle, idle])) == [512, 1024, 512, 952]
+    assert chunks_of(3000, BesideOthers([idle, runs] + [idle] * 9)) == [512, 1024, 128, 1336]
 
 
 class LosesThird(Troubled):

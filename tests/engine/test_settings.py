@@ -19,6 +19,7 @@ from engine.config import (
 )
 from engine.model.checkpoint import CheckpointError
 from engine.settings import adopt, ignored_when_joining, resolve
+from engine.step import CRUMBS
 
 TP, PP = "tensor_parallel_size", "pipeline_parallel_size"
 
@@ -101,7 +102,9 @@ def test_what_the_mesh_overrules_was_given_in_vain() -> None:
     given = EngineConfig(
         model=ModelConfig(dtype="float16", max_model_len=100, served_model_name=("a",)),
         cache=CacheConfig(block_size=8),
-        scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=77),
+        scheduler=SchedulerConfig(
+            max_num_seqs=3, max_num_batched_tokens=77, performance_mode="interactivity"
+        ),
         device=DeviceConfig(
             tensor_parallel_size=2,
             pipeline_parallel_size=2,
@@ -117,7 +120,7 @@ def test_what_the_mesh_overrules_was_given_in_vain() -> None:
         {field.long_name, *field.names} for field, value in changed(given) if (field, value) not in kept
     ]
     ignored = ignored_when_joining(given)
-    assert len(ignored) == len(overruled) == 12
+    assert len(ignored) == len(overruled) == 13
     assert all(names & set(ignored) for names in overruled)
 
 
@@ -157,6 +160,49 @@ def test_what_fits_a_machine_an_instance_with_a_model_decides_for_itself(
         scheduler=SchedulerConfig(**own),
     )
     scheduler = adopt(config, settings).scheduler
-    assert (scheduler.token_budget(), scheduler.max_num_seqs) == (tokens, requests)
+    assert (scheduler.token_budget(), scheduler.most_requests()) == (tokens, requests)
     scheduler = adopt(EngineConfig(device=DeviceConfig(device=device)), settings).scheduler
-    assert (scheduler.token_budget(), scheduler.max_num_seqs) == (900, 30)
+    assert (scheduler.token_budget(), scheduler.most_requests()) == (900, 30)
+
+
+@pytest.mark.parametrize("model", [None, SHIPPED_MODEL])
+@pytest.mark.parametrize(
+    ("own", "seconds"),
+    [
+        ({}, 0.15),
+        ({"performance_mode": "interactivity"}, 0.05),
+        ({"performance_mode": "throughput"}, None),
+        ({"max_num_batched_tokens": 600}, None),
+    ],
+)
+def test_prompts_beside_decodes_are_limited_in_time_unless_somebody_set_the_budget(
+    model: str | None, own: dict[str, Any], seconds: float | None
+) -> None:
+    """Also on an instance that has its settings from the mesh."""
+    config = EngineConfig(scheduler=SchedulerConfig(**own), device=DeviceConfig(device="cpu"))
+    _, settings = resolve(config)
+    joins = config if model else EngineConfig(device=DeviceConfig(device="cpu"))
+    joins = msgspec.structs.replace(joins, model=ModelConfig(model=model))
+    scheduler = adopt(joins, settings).scheduler
+    assert scheduler.prompt_seconds_beside_decodes() == seconds
+    assert scheduler.token_budget() == settings.max_num_batched_tokens
+    assert (scheduler.largest_lone_chunk() == 0) == (seconds is None)
+
+
+def test_throughput_has_larger_defaults_and_leaves_what_was_given() -> None:
+    mode: dict[str, Any] = {"performance_mode": "throughput"}
+    default = SchedulerConfig(**mode)
+    assert (default.token_budget(), default.most_requests()) == (2048, 256)
+    assert default.token_budget(has_gpu=True) == 4096
+    assert default.prompt_tokens_beside_decodes() is None
+    given = SchedulerConfig(max_num_seqs=128, **mode)
+    assert (given.token_budget(), given.most_requests()) == (2048, 128)
+    given = SchedulerConfig(max_num_batched_tokens=200, **mode)
+    assert (given.token_budget(), given.most_requests()) == (200, 200)
+
+
+@pytest.mark.parametrize("requests", [128, 500, 900, 1900, 3000])
+def test_no_step_on_a_cpu_is_longer_than_memory_was_left_for(requests: int) -> None:
+    scheduler = SchedulerConfig(max_num_seqs=requests)
+    budget, most = scheduler.token_budget(), scheduler.largest_lone_chunk()
+    assert max(budget, most) + budget // CRUMBS <= scheduler.largest_step()

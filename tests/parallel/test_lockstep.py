@@ -15,6 +15,7 @@ from parallel.lockstep import (
     Switch,
     Wake,
     decide,
+    is_only_one,
 )
 
 
@@ -298,3 +299,25 @@ def test_nobody_sleeps_while_an_epoch_is_pending() -> None:
     assert advance(lockstep, 0, 0, ready=(2, 1)) == RunStep((0, 0))
     assert lockstep.awake
     assert advance(lockstep, 0, 0, ready=(2, 2)) == Switch(2)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "queued", "in_flight", "only"),
+    [
+        ((5, 0, 0), (9, 0, 0), (0, 0, 0), 0),
+        ((0, 0, 1), (0, 0, 0), (0, 0, 1), 2),
+        ((5, 1, 0), (0, 0, 0), (0, 0, 0), None),
+        ((5, 0, 0), (0, 0, 3), (0, 0, 0), None),
+        ((5, 0, 0), (0, 0, 0), (0, 1, 0), None),
+        ((0, 0, 0), (8, 0, 0), (0, 0, 0), None),
+        ((0, 0, 0), (0, 0, 0), (0, 0, 0), None),
+    ],
+)
+def test_one_rank_is_the_only_one_if_no_other_has_anything(
+    num_tokens: tuple[int, ...], queued: tuple[int, ...], in_flight: tuple[int, ...], only: int | None
+) -> None:
+    headers = [
+        Header(1, 7, tokens, queued_prefill=waiting, ready_epoch=1, in_flight=under_way)
+        for tokens, waiting, under_way in zip(num_tokens, queued, in_flight, strict=True)
+    ]
+    assert [rank for rank in range(3) if is_only_one(headers, rank)] == ([] if only is None else [only])

@@ -37,6 +37,7 @@ def test_sizes() -> None:
     assert capture_sizes((500,), 100) == ()
     assert capture_sizes((), 4096) == capture_sizes((), 512) == (1, 2, 4, *range(8, 513, 8))
     assert capture_sizes((1, 4096), 4096) == (1, 4096)
+    assert capture_sizes((), 50, each_small=True) == (*range(1, 33), 40, 48, 50)
     sizes = capture_sizes((), 50)
     for rows in range(1, 51):
         size = size_for(rows, sizes)

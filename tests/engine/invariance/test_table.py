@@ -174,6 +174,25 @@ def test_the_size_of_prefill_chunks_changes_nothing(budget: int, column: str, mo
     model.check(column, How(budget=budget, long_prefill=33 if budget == 64 else 0))
 
 
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_the_size_of_chunks_of_a_long_prompt_changes_nothing(
+    family: str, models: Callable[[str], Model]
+) -> None:
+    """Also those behind a part of it that is cached."""
+    chance, instance = random.Random(family), models(family).instance
+    ids = [chance.randrange(VOCAB) for _ in range(1900)]
+    params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=3)
+    whole, part = (Submit(0, "long", ids[:count], params, 0) for count in (1900, 700))
+    expected = instance.answers([whole], How(budget=2048, caching=False))[0]
+    for budget in (64, 512):
+        assert instance.answers([whole], How(budget=budget))[0] == expected
+    for budget in (512, 2048):
+        core = instance.core(How(budget=budget))
+        run(core, [part])
+        assert run(core, [whole]) == expected
+        assert core.scheduler.counters().prefix_cache_hits
+
+
 @columns
 @some_families
 def test_the_number_of_threads_changes_nothing(column: str, model: Model) -> None:

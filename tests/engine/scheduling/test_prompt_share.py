@@ -17,7 +17,7 @@ from tests.engine.scheduling.test_scheduler import Bench, tokens
 def test_others_wait_a_seventh_of_a_second_or_for_the_least_that_pays(
     milliseconds: float, wanted: int
 ) -> None:
-    share = PromptShare(128)
+    share = PromptShare(128, 0.15)
     assert share.tokens == 128, "until it is known how long they take"
     rng = random.Random(1)
     for _ in range(40):
@@ -27,7 +27,7 @@ def test_others_wait_a_seventh_of_a_second_or_for_the_least_that_pays(
 
 
 def test_what_was_slow_once_is_soon_forgotten() -> None:
-    share = PromptShare(128)
+    share = PromptShare(128, 0.15)
     share.took(128, 6.0)  # memory that nobody had touched
     assert share.tokens == 32
     for _ in range(10):
@@ -41,7 +41,7 @@ def test_what_was_slow_once_is_soon_forgotten() -> None:
 
 
 def test_a_machine_that_stays_slow_is_believed() -> None:
-    share = PromptShare(128)
+    share = PromptShare(128, 0.15)
     share.took(128, 0.128)
     counts = []
     for _ in range(60):
@@ -53,22 +53,26 @@ def test_a_machine_that_stays_slow_is_believed() -> None:
 
 
 def test_steps_of_few_tokens_say_nothing() -> None:
-    share = PromptShare(128)
+    share = PromptShare(128, 0.15)
     share.took(31, 3.0)
     assert share.tokens == 128
 
 
 def test_a_number_that_somebody_chose_is_kept() -> None:
-    share = PromptShare(512, is_bound=False)
+    share = PromptShare(512, None)
     share.took(512, 100.0)
     assert share.tokens == 512
-    assert SchedulerConfig().fewer_where_slow()
-    assert not SchedulerConfig(max_num_batched_tokens=2048).fewer_where_slow()
-    assert not SchedulerConfig().fewer_where_slow(has_gpu=True)
+    assert SchedulerConfig().prompt_seconds_beside_decodes() == 0.15
+    assert SchedulerConfig(performance_mode="interactivity").prompt_seconds_beside_decodes() == 0.05
+    assert SchedulerConfig(max_num_batched_tokens=2048).prompt_seconds_beside_decodes() is None
+    assert SchedulerConfig(performance_mode="throughput").prompt_seconds_beside_decodes() is None
+    assert SchedulerConfig().prompt_seconds_beside_decodes(has_gpu=True) is None
 
 
 def test_the_scheduler_cuts_prompts_by_the_time_of_its_steps() -> None:
-    bench = Bench(budget=256, num_blocks=200, prompt_tokens_beside_decodes=128, fewer_where_slow=True)
+    bench = Bench(
+        budget=256, num_blocks=200, prompt_tokens_beside_decodes=128, prompt_seconds_beside_decodes=0.15
+    )
     bench.add(tokens(1, 4), max_tokens=50)
     bench.step()
     bench.add(tokens(2, 400))

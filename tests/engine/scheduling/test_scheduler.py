@@ -41,6 +41,7 @@ class Bench:
         budget: int = 32,
         micro_batches: int = 1,
         speculation: Speculation | None = None,
+        most_tokens: int | None = None,
         **rules: object,
     ) -> None:
         self.pool = BlockPool(num_blocks)
@@ -57,7 +58,7 @@ class Bench:
             speculation,
         )
         self.executor = SimulatedExecutor(
-            block_size=block_size, budget=budget, max_rows=max_seqs, in_flight=micro_batches
+            block_size=block_size, budget=most_tokens or budget, max_rows=max_seqs, in_flight=micro_batches
         )
         self.under_way: deque[Step] = deque()
         self.requests: dict[int, Request] = {}

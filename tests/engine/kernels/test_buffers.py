@@ -1,0 +1,46 @@
+"""Memory of a step's buffers, as it is planned for before they are made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config import ModelConfig
+from engine.kernels.buffers import Buffers, Room, num_bytes
+from engine.kernels.decoder import Decoder, Moe, recognise
+from engine.kernels.exchange import Alone, Exchange, Shape
+from engine.model.checkpoint import read_model_info
+from engine.model.weights import load_model
+from tests.engine.tiny_models import make_tiny_model
+
+
+def exchange_of(decoder: Decoder, rows: int) -> Exchange | None:
+    for layer in decoder.layers:
+        if isinstance(moe := layer.mlp, Moe):
+            return Alone(Shape(decoder.hidden, moe.top_k, moe.num_experts, decoder.dtype), rows)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("family", "tokens", "settings"),
+    [("qwen3", 300, {"head_dim": 16}), ("mixtral", 2048, {"intermediate_size": 128})],
+)
+def test_memory_for_the_largest_step_is_planned_for(
+    family: str, tokens: int, settings: dict[str, int], tmp_path: Path
+) -> None:
+    directory = make_tiny_model(tmp_path, family, dtype=torch.bfloat16, **settings)
+    model = load_model(
+        read_model_info(directory), ModelConfig(), dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    decoder = recognise(model.module, model.layers, model.dtype)
+    room = Room().grown(Room(tokens, 100, tokens))
+    exchange = exchange_of(decoder, room.own)
+    buffers = Buffers(decoder, room, exchange)
+    taken = sum(each.nbytes for each in vars(buffers).values() if isinstance(each, torch.Tensor | np.ndarray))
+    taken += 0 if exchange is None else exchange.layout.num_bytes
+    planned = num_bytes(decoder, Room(tokens, 100, tokens))
+    assert taken <= planned * 1.1 + 65536
+    assert planned <= taken * 1.2 + 65536
