@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -14,6 +14,9 @@ from engine.kernels.rows import SLACK, pitch_of
 
 MIN_TOKENS = 64
 """Tokens that the first buffers have room for; the room doubles as steps grow."""
+
+
+_Mlp = TypeVar("_Mlp", Mlp, Moe)
 
 
 class Room(NamedTuple):
