@@ -43,6 +43,7 @@ WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "vocab_siz
 """385 tokens do not divide: the ranks have parts of the vocabulary of different size."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": WIDE,  # biases
+    "gemma2": WIDE | {"head_dim": 32},  # norms behind parts, factors, caps
     "qwen3_moe": WIDE | {"head_dim": 32, "moe_intermediate_size": 128, "num_experts_per_tok": 3},
 }
 DTYPES = [torch.float32, torch.bfloat16]
