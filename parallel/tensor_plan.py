@@ -227,7 +227,7 @@ class _Cutter:
         self._done.cuts[name] = Cut(dim, whole.shape[dim], ((start, stop),))
 
     def _cut_joined_mlp(self, path: str, module: Any) -> None:
-        """Cut an MLP whose gate and up are one layer, gate first: the same columns of both.
+        """Cut an MLP whose gate and up are one layer: the same columns of both.
 
         So its middle need not be gathered, as its plan would.
         """
