@@ -42,6 +42,7 @@ IMPORTED = {
     "transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS",
     "transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING",
     "transformers.models.auto.modeling_auto.MODEL_MAPPING",
+    "transformers.pytorch_utils.Conv1D",
     "uvicorn.protocols.http.httptools_impl.HttpToolsProtocol",
     "uvicorn.protocols.http.httptools_impl.RequestResponseCycle",
 }

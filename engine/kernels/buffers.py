@@ -110,7 +110,7 @@ def _widths(decoder: Decoder) -> tuple[int, int, int]:
 
 
 def _widened_pitch(decoder: Decoder) -> int:
-    """Numbers of a row in float32 for routers of that type; 0 where there are none."""
+    """Numbers of a row in float32 for routers of that type, if there are any."""
     is_wide = any(moe.router.dtype != decoder.dtype for moe in _mlps(decoder, Moe))
     return pitch_of(decoder.hidden, torch.float32) if is_wide else 0
 

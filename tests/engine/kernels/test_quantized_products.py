@@ -19,7 +19,7 @@ from engine.model.quantization.attached import ATTRIBUTE
 from engine.model.quantization.matrices import Codes
 from tests.engine.kernels.emulated_tiles import ABLE, emulated_tiles
 from tests.engine.kernels.test_compression import run, same_bits
-from tests.engine.kernels.test_kernels import random
+from tests.engine.kernels.test_kernels import experts, random
 from tests.engine.model.quantization.writers import write_quantized
 from tests.engine.model.test_weights import load
 from tests.engine.tiny_models import make_tiny_model
@@ -116,18 +116,15 @@ def test_gated_products_have_the_same_bits(kernels: library.Library, rows: int) 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_experts_have_the_same_bits(kernels: library.Library, bits: int) -> None:
-    class Module:
-        gate_up_proj = quantised(5, 2 * 96, 64, bits=bits, group=32)
-        down_proj = quantised(5, 64, 96, bits=bits, group=32)
-
-    class Widened:
-        gate_up_proj, down_proj = Module.gate_up_proj.data, Module.down_proj.data
-
+    module, widened = (experts(5, 64, 96, torch.bfloat16) for _ in range(2))
+    for name, shape in (("gate_up_proj", (5, 2 * 96, 64)), ("down_proj", (5, 64, 96))):
+        setattr(module, name, quantised(*shape, bits=bits, group=32))
+        getattr(widened, name).data = getattr(module, name).data
     rows, counts = random(98, 64, dtype=torch.bfloat16), [5, 0, 78, 14, 1]
     native = NativeExperts(kernels)
-    found = native.compute(Module, rows, counts)
-    assert isinstance(native.packed(Module).up, QuantizedPanels)
-    assert same_bits(found, NativeExperts(kernels).compute(Widened, rows, counts))
+    found = native.compute(module, rows, counts)
+    assert isinstance(native.packed(module).up, QuantizedPanels)
+    assert same_bits(found, NativeExperts(kernels).compute(widened, rows, counts))
 
 
 def test_codes_that_do_not_give_the_weights_are_not_used(kernels: library.Library) -> None:
