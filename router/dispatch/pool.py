@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from coordinator.messages import Member, State, View
+from coordinator.views import ViewNews
 from engine.messages import Capacity, Counters, InstanceReport
 from router.dispatch.circuit_breaker import CircuitBreaker
 from router.dispatch.policy import Candidate
@@ -235,6 +236,7 @@ class Pool:
         """By rank, also for ranks that are away."""
         self._size = 0
         """Instances that the mesh starts with, as far as is known."""
+        self._is_complete = False
 
     def __repr__(self) -> str:
         return f"<Pool {' '.join(f'{i.rank}:{i.member.state}' for i in self)}>"
@@ -286,7 +288,7 @@ class Pool:
         started and may not know of it yet. A rank that another instance has by now is lost to its old holder
         in any case.
         """
-        self._size = view.size or 0
+        self._size, self._is_complete = view.size or 0, view.complete
         members = {member.instance: member for member in view.members if member.address}
         taken = {member.rank: member.instance for member in view.members}
         missing = [
@@ -294,19 +296,37 @@ class Pool:
             for name, instance in self._instances.items()
             if name not in members and (view.complete or taken.get(instance.rank, name) != name)
         ]
+        return self._change(missing, members, now)
+
+    def can_follow(self, news: ViewNews, head: View) -> bool:
+        """Whether news are the whole difference between two complete views."""
+        return not news.whole and head.complete and self._is_complete and head.size == (self._size or None)
+
+    def follow(self, news: ViewNews, now: float) -> Changes:
+        """Bring the pool up to the next view by what has changed in it."""
+        gone = [*news.left, *(member.instance for member in news.members if not member.address)]
+        members = {member.instance: member for member in news.members if member.address}
+        missing = [name for name in dict.fromkeys(gone) if name in self._instances]
+        return self._change(missing, members, now)
+
+    def _change(self, missing: Sequence[str], members: Mapping[str, Member], now: float) -> Changes:
         removed = [self._instances.pop(name) for name in missing]
         added, reclassed = [], []
         for name, member in members.items():
-            if name in self._instances:
-                if self._instances[name].sees(member, now, complete=view.complete):
-                    reclassed.append(self._instances[name])
-            else:
+            instance = self._instances.get(name)
+            if instance is None:
                 breaker = self._breakers.setdefault(member.rank, CircuitBreaker())
-                self._instances[name] = Instance(member, breaker=breaker, seen_at=now)
-                self._instances[name].sees(member, now)
-                added.append(self._instances[name])
+                instance = self._instances[name] = Instance(member, breaker=breaker, seen_at=now)
+                instance.sees(member, now)
+                added.append(instance)
+            elif instance.sees(member, now, complete=self._is_complete):
+                reclassed.append(instance)
+        if len(self._breakers) > len(self._instances):
+            self._forget_breakers(now)
+        return Changes(added, removed, reclassed)
+
+    def _forget_breakers(self, now: float) -> None:
         here = {instance.rank for instance in self}
         for rank in [rank for rank in self._breakers if rank not in here]:
             if self._breakers[rank].is_forgotten(now):
                 del self._breakers[rank]
-        return Changes(added, removed, reclassed)
