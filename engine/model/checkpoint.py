@@ -23,9 +23,9 @@ from engine.model.model_sources import (
     config_defaults,
     has_experts_interface,
     language_config,
-    quantisation_of,
     why_not_served,
 )
+from engine.model.quantization.formats import MXFP4, Format, Refused, format_of, method_of
 from engine.model.tokenizer_files import OTHER_FORMS, TOKENIZER, TokenizerFilesError, tokenizer_directory
 
 MODELS_DIRECTORY = Path(__file__).parents[1] / "models"
@@ -255,8 +255,8 @@ def why_experts_stay_whole(info: ModelInfo) -> str:
     transformers' own code says whether a family's experts go through its experts interface.
     """
     config = _read_json(Path(info.directory) / "config.json", required=True)
-    if quantisation_of(config) is not None:
-        return "its weights are quantised"
+    if method_of(config) == MXFP4:
+        return "its weights are quantised by mxfp4"
     text_type = str(language_config(config).get("model_type", ""))
     if has_experts_interface(text_type):
         return ""
@@ -265,7 +265,19 @@ def why_experts_stay_whole(info: ModelInfo) -> str:
 
 def weight_format(directory: str) -> str:
     """Quantisation method of a checkpoint's weights; ``plain`` for weights of the model's data type."""
-    return quantisation_of(_read_json(Path(directory) / "config.json", required=True)) or "plain"
+    return method_of(_read_json(Path(directory) / "config.json", required=True)) or "plain"
+
+
+def format_of_weights(directory: Path) -> Format | None:
+    """How quantised weights are stored; None where they are read as they are.
+
+    Raises:
+        CheckpointError: it is a format that is not read.
+    """
+    try:
+        return format_of(_read_json(directory / "config.json", required=True))
+    except Refused as refused:
+        raise CheckpointError(f"{directory} {refused}") from refused
 
 
 def angles_follow_length(directory: str) -> bool:

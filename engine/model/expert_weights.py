@@ -18,12 +18,12 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors import safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
-from engine.model.checkpoint import CheckpointError, ReadingStopped, weight_files
+from engine.model.checkpoint import CheckpointError, ReadingStopped
 from engine.model.text_parts import NAMES, OTHER_MODALITIES
+from engine.model.weight_files import open_weights
 from parallel.placement import Placement
 
 ONE_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
@@ -94,7 +94,7 @@ def read_experts(
     """
     layers = expert_modules(model)
     wanted = [f"{path}.{name}" for path, module in layers.items() for name, _ in expert_parameters(module)]
-    found = ExpertReader(model, layers, experts).read_experts(directory, should_stop)
+    found = ExpertReader(model, layers, experts).read_experts(directory, model.dtype, should_stop)
     for name in wanted:
         if name not in found or found[name].shape[0] != len(experts):
             raise CheckpointError(f"{directory} lacks experts of {name}: has it changed since the start?")
@@ -103,7 +103,7 @@ def read_experts(
 
 @contextmanager
 def only_experts_of(
-    model_class: Any, config: Any, share: ExpertShare, directory: Path
+    model_class: Any, config: Any, share: ExpertShare, directory: Path, dtype: torch.dtype
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Context in which models of this class are made with the share's experts only.
 
@@ -120,7 +120,7 @@ def only_experts_of(
     try:
         for kind in kinds:
             kind.__init__ = _smaller(originals[kind], share)
-        yield ExpertReader(whole, layers, share.experts).read(directory)
+        yield ExpertReader(whole, layers, share.experts).read(directory, dtype)
     finally:
         for kind, original in originals.items():
             kind.__init__ = original
@@ -167,14 +167,14 @@ class ExpertReader:
         }
         self._local = {expert: number for number, expert in enumerate(experts)}
 
-    def read(self, directory: Path) -> dict[str, torch.Tensor]:
+    def read(self, directory: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Read the experts and all that is no expert.
 
         Names are those that transformers expects on disk.
         """
         tensors: dict[str, torch.Tensor] = {}
-        for file in weight_files(directory):
-            with safe_open(file, framework="pt") as opened:
+        with open_weights(directory, dtype) as files:
+            for opened in files:
                 for name in opened.keys():  # noqa: SIM118 (safe_open is no dict)
                     target = self._target(name)[0]
                     if target in self._expert_parameters:
@@ -183,11 +183,13 @@ class ExpertReader:
                         tensors[name] = opened.get_tensor(name)
         return tensors
 
-    def read_experts(self, directory: Path, should_stop: Callable[[], bool]) -> dict[str, torch.Tensor]:
+    def read_experts(
+        self, directory: Path, dtype: torch.dtype, should_stop: Callable[[], bool]
+    ) -> dict[str, torch.Tensor]:
         """The experts alone, converted: parameter -> [experts, ...]."""
         tensors: dict[str, torch.Tensor] = {}
-        for file in weight_files(directory):
-            with safe_open(file, framework="pt") as opened:
+        with open_weights(directory, dtype) as files:
+            for opened in files:
                 for name in opened.keys():  # noqa: SIM118 (safe_open is no dict)
                     if should_stop():
                         raise ReadingStopped

@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from engine.model.quantization.formats import why_refused
+
 EXPERTS_INTERFACE = "use_experts_implementation"
 """In modelling code, the mark of experts that can be spread."""
 STATEFUL = "_is_stateful = True"
@@ -26,14 +28,6 @@ OTHER_LAYER_TYPES = frozenset({"chunked_attention", "indexed_attention"})
 """Types without a recurrent state that are not built."""
 LAYER_TYPES = ("layer_types", "layers_block_type")
 """Fields of a config.json that list the type of each layer."""
-READ_QUANTISATION = "mxfp4"
-"""The one quantisation that is read, into the chosen data type.
-
-GPT-OSS is published in no other form.
-"""
-QUANTISATION = ("quantization_config", "compression_config", "quantization")
-"""Fields of a config.json that say how weights are quantised; the last one is MLX's."""
-
 PLAIN_HEADS = frozenset(
     {
         "qwen2_vl_text",
@@ -73,16 +67,6 @@ def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**text, "model_type": RENAMED.get(model_type, model_type)}
 
 
-def quantisation_of(config: Mapping[str, Any]) -> str | None:
-    """The quantisation method that a config.json names for any part of the model."""
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
-        for name in QUANTISATION:
-            if isinstance(found := part.get(name), dict) and found:
-                return str(found.get("quant_method") or ("mlx" if "bits" in found else None))
-    return None
-
-
 def why_not_served(config: Mapping[str, Any], *, trust_remote_code: bool = False) -> str:
     """The reason for which config.json alone rules a model out, as a sentence's end.
 
@@ -90,7 +74,7 @@ def why_not_served(config: Mapping[str, Any], *, trust_remote_code: bool = False
     """
     text = language_config(config)
     model_type, text_type = str(config.get("model_type", "")), str(text["model_type"])
-    if problem := why_quantised(quantisation_of(config)):
+    if problem := why_refused(config):
         return problem
     if not is_known(model_type):
         own_code = trust_remote_code and "AutoConfig" in (config.get("auto_map") or ())
@@ -139,16 +123,6 @@ def why_another_head(architecture: str, language_model: str) -> str:
     return (
         f"is not a causal language model: transformers would load this model type as {language_model}, whose "
         "output layer the checkpoint does not have"
-    )
-
-
-def why_quantised(method: str | None) -> str:
-    """Words for weights quantised in a way that is not read; else empty."""
-    if method is None or method == READ_QUANTISATION:
-        return ""
-    return (
-        f"has weights quantised by {method}, which are not built: use a checkpoint in bfloat16, "
-        "float16 or float32"
     )
 
 

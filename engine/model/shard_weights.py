@@ -10,18 +10,18 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
 
-from engine.model.checkpoint import INDEX_FILE, CheckpointError, weight_files
+from engine.model.checkpoint import CheckpointError
 from engine.model.expert_weights import ExpertReader, expert_modules, expert_parameters
 from engine.model.shard import ShardedClass
+from engine.model.weight_files import open_weights
 
 PACKED_SUFFIX = re.compile(r"_(blocks|scales)$")
 """MXFP4 stores a matrix as two tensors of these names."""
@@ -30,31 +30,24 @@ LAYOUT_KEEPING = {"MergeModulelist", "Concatenate"}
 
 
 @contextmanager
-def all_tensors(directory: Path) -> Iterator[dict[str, Any]]:
+def all_tensors(directory: Path, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     """All tensors of a checkpoint by name, as slices that read nothing yet.
 
-    They are for files that transformers does not find by itself.
+    They are for files that transformers does not find by itself, or cannot read.
 
     Raises:
         CheckpointError: two files have a tensor of the same name.
     """
     tensors: dict[str, Any] = {}
-    homes: dict[str, Path] = {}
-    with ExitStack() as opened:
-        for path in weight_files(directory):
-            file = opened.enter_context(safe_open(path, framework="pt"))
+    with open_weights(directory, dtype) as files:
+        for file in files:
             for name in file.keys():  # noqa: SIM118 (safe_open is no dict)
-                if name in homes:
-                    raise CheckpointError(
-                        f"{directory} has {name} in both {homes[name].name} and {path.name}: leave the files "
-                        f"of one model there, or add a {INDEX_FILE}"
-                    )
-                tensors[name], homes[name] = file.get_slice(name), path
+                tensors[name] = file.get_slice(name)
         yield tensors
 
 
 def read_shard(
-    sharded: ShardedClass, directory: Path, key_mapping: dict[str, str] | None
+    sharded: ShardedClass, directory: Path, key_mapping: dict[str, str] | None, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """All tensors that the shard needs, under the names that transformers expects on disk.
 
@@ -63,8 +56,8 @@ def read_shard(
     """
     reader = _Reader(sharded, key_mapping)
     tensors: dict[str, torch.Tensor] = {}
-    for file in weight_files(directory):
-        with safe_open(file, framework="pt") as opened:
+    with open_weights(directory, dtype) as files:
+        for opened in files:
             for name in opened.keys():  # noqa: SIM118 (safe_open is no dict)
                 reader.take(opened, name, tensors)
     return tensors

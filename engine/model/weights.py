@@ -25,20 +25,19 @@ from transformers.utils import logging as transformers_logging
 from engine.attention.base import IMPLEMENTATION, LayerShape, paged_attention
 from engine.config import ModelConfig
 from engine.host.deferred import run_deferred
-from engine.model.checkpoint import CheckpointError, ModelInfo, is_laid_out_as_usual
+from engine.model.checkpoint import CheckpointError, ModelInfo, format_of_weights, is_laid_out_as_usual
 from engine.model.cut_check import check, share_run
 from engine.model.expert_weights import ExpertShare, expert_modules, only_experts_of
 from engine.model.model_sources import (
     ENCODER,
     LAYER_TYPES,
-    READ_QUANTISATION,
     is_known,
     why_another_head,
     why_layers_unsupported,
     why_no_language_model,
-    why_quantised,
 )
 from engine.model.probe import NOT_THROUGH_INTERFACE, probe_layers, verify
+from engine.model.quantization.view import log_format
 from engine.model.shard import WHOLE, Shard, ShardedClass, Stage, sharded_class
 from engine.model.shard_weights import all_tensors, random_shard, read_shard
 from engine.model.text_parts import NAMES, OTHER_MODALITIES, class_with_head
@@ -188,6 +187,7 @@ def _read_model(
     config = _read_config(info, settings)
     model_class, config, is_part = _model_class(info, config, settings.trust_remote_code)
     _check_supported(info, config, model_class)
+    _take_quantization_out(info, config)
     dummy = settings.load_format == "dummy"
     if dummy and share is not None:
         raise CheckpointError("--load-format dummy with -ep is not built: random experts would not be shared")
@@ -380,17 +380,19 @@ def _check_supported(info: ModelInfo, config: Any, model_class: Any) -> None:
         raise CheckpointError(f"{name} {ENCODER}")
     types = {each for field in LAYER_TYPES for each in getattr(config, field, None) or ()}
     is_stateful = getattr(model_class, "_is_stateful", False)
-    if problem := why_layers_unsupported(types, is_stateful) or why_quantised(_quantization_method(config)):
+    if problem := why_layers_unsupported(types, is_stateful):
         raise CheckpointError(f"{name} {problem}")
 
 
-def _quantization_method(config: Any) -> str | None:
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is None:
-        return None
-    if isinstance(quantization, dict):
-        return str(quantization.get("quant_method"))
-    return str(quantization.quant_method)
+def _take_quantization_out(info: ModelInfo, config: Any) -> None:
+    """Let transformers see plain weights, where quantised ones are widened while they are read."""
+    form = format_of_weights(Path(info.directory))
+    if form is None:
+        return
+    log_format(form)
+    for part in (config, config.get_text_config(decoder=True)):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
 
 
 def _make_dummy(model_class: Any, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
@@ -419,15 +421,16 @@ def _read_weights(
 ) -> Any:
     options = _load_options(model_class, config, dtype, is_part) | {"output_loading_info": True}
     directory = Path(info.directory)
+    is_plain = format_of_weights(directory) is None
     if share is not None:
-        with only_experts_of(model_class, config, share, directory) as tensors:
+        with only_experts_of(model_class, config, share, directory, dtype) as tensors:
             module, report = model_class.from_pretrained(None, state_dict=tensors, **options)
-    elif is_laid_out_as_usual(directory) or model_class is AutoModelForCausalLM:
+    elif is_plain and (is_laid_out_as_usual(directory) or model_class is AutoModelForCausalLM):
         module, report = model_class.from_pretrained(
             info.directory, use_safetensors=True, local_files_only=True, **options
         )
     else:
-        with all_tensors(directory) as tensors:
+        with all_tensors(directory, dtype) as tensors:
             module, report = model_class.from_pretrained(None, state_dict=tensors, **options)
     _check_report(info, report, is_part)
     return module
@@ -445,7 +448,7 @@ def _read_shard(
     if settings.load_format == "dummy":
         module, _ = sharded.model_class.from_pretrained(None, state_dict=random_shard(sharded), **options)
         return module
-    tensors = read_shard(sharded, Path(info.directory), NAMES if is_part else None)
+    tensors = read_shard(sharded, Path(info.directory), NAMES if is_part else None, dtype)
     module, report = sharded.model_class.from_pretrained(None, state_dict=tensors, **options)
     _check_report(info, report, is_part)
     return module
@@ -455,7 +458,7 @@ def _load_options(model_class: Any, config: Any, dtype: torch.dtype, is_part: bo
     options: dict[str, Any] = {"trust_remote_code": True} if model_class is AutoModelForCausalLM else {}
     if is_part:
         options["key_mapping"] = NAMES
-    if _quantization_method(config) == READ_QUANTISATION:
+    if getattr(config, "quantization_config", None) is not None:  # MXFP4: others were taken out
         options["quantization_config"] = Mxfp4Config(dequantize=True)
     options["ignore_mismatched_sizes"] = True  # _check_report names them; transformers would not
     return options | {"config": config, "dtype": dtype, "attn_implementation": IMPLEMENTATION}

@@ -1,54 +1,37 @@
-"""Whether a group is still whole, as one member sees it, and how it leaves.
+"""Health of a group as one member sees it, and the call under way.
+
+The base of both kinds: over links, and in shared memory.
 
 This module loads no torch.
-
-Each member has a state word that the others can read. Waits are in vain when the process of a member has
-ended, when somebody has given up, when this end was aborted or closed, and when the time of the call is over.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NoReturn
 
 from parallel.communicators.base import CollectiveError, Evidence
-from parallel.communicators.segments import Watch
 from parallel.links.last_words import Blame
-
-_OPEN, _CLOSED, _ABORTED = 0, 1, 2  # values of a state word; above: aborted because of rank value - 3
 
 
 class GroupHealth:
-    """Health of a group as one member sees it.
+    """Why a group is broken, and how its calls fail."""
 
-    Only :meth:`abort` may be called from another thread than that of the calls.
-    """
+    def __init__(self, rank: int, timeout: float, should_stop: Callable[[], bool] | None) -> None:
+        """``rank`` is the one that errors name. ``timeout`` (seconds) is that of each call.
 
-    def __init__(
-        self,
-        rank: int,
-        timeout: float,
-        should_stop: Callable[[], bool] | None,
-        names: Sequence[int] | None = None,
-    ) -> None:
-        """``timeout`` (seconds) is that of each call. ``should_stop`` is asked until :meth:`formed`.
-
-        ``names`` are the members' ranks in a larger group, by rank here: errors and state words name them.
+        ``should_stop`` is asked until :meth:`formed`.
         """
-        self._names = names
-        self.rank = self.name(rank)
-        self.watch = Watch()
+        self.rank = rank
         self.reason: str | None = None
         """Why the group is broken."""
-        self._blamed: int | None = None
-        self._evidence: Evidence = "aborted"
-        self._lock = threading.RLock()  # abort may come from a signal handler
         self.timeout = timeout
         """Seconds that a call may take."""
         self.grace = 0.0
         """Seconds that it may take longer, since it waits for members who wait for others."""
+        self._blamed: int | None = None
+        self._evidence: Evidence = "aborted"
         self._should_stop = should_stop
         self._call = "forming the group"
         self._deadline: float | None = None
@@ -56,7 +39,7 @@ class GroupHealth:
 
         It is computed when the call first waits for long, since most do not.
         """
-        self._states: dict[int, memoryview] = {}
+        self._lock = threading.RLock()  # abort may come from a signal handler
 
     @property
     def blame(self) -> Blame | None:
@@ -65,11 +48,7 @@ class GroupHealth:
 
     def name(self, rank: int) -> int:
         """The rank by which errors name a member."""
-        return rank if self._names is None else self._names[rank]
-
-    def know(self, rank: int, state: memoryview) -> None:
-        """Add the state word of a member."""
-        self._states[self.name(rank)] = state
+        return rank
 
     def formed(self) -> None:
         """Note that all members have come, and drop the wait for them."""
@@ -85,46 +64,9 @@ class GroupHealth:
             raise self._error(call)
         self._call, self._deadline = call, None
 
-    def check(self, rank: int, has_arrived: Callable[[], bool]) -> None:
-        """Check a wait for member ``rank``; called every few milliseconds.
-
-        Raises:
-            CollectiveError: the wait can no longer end well; from now on all calls fail, here and at the
-                others.
-        """
-        blame = self._hopeless(self.name(rank))
-        if blame is not None and not has_arrived():  # it may have come before it went
-            self.fail(*blame)
-
-    def _hopeless(self, rank: int) -> Blame | None:
-        """Why a wait for the member of this name is in vain."""
-        if self.reason is not None:
-            return self.blame
-        if self._should_stop is not None and self._should_stop():
-            return "it was stopped from outside", None, "aborted"
-        dead = self.watch.dead()
-        # After the dead: a last word counts.
-        states = {peer: state[0] for peer, state in self._states.items()}
-        for peer in dead:
-            if states[peer] == _OPEN:
-                return f"rank {peer} has died", peer, "exited"
-        for peer, state in states.items():
-            if state == _ABORTED:
-                return f"rank {peer} has aborted", None, "closed"
-            if state > _ABORTED:
-                blamed = state - _ABORTED - 1
-                return f"rank {peer} has given up because of rank {blamed}", blamed, "closed"
-        if states[rank] == _CLOSED:
-            return f"rank {rank} has closed its end", rank, "closed"
-        if self._deadline is None:
-            self._deadline = time.monotonic() + self.timeout + self.grace
-        elif time.monotonic() > self._deadline:
-            return f"rank {rank} did not come within {self.timeout:g} s", rank, "deadline"
-        return None
-
     def give_up(self, reason: str, rank: int | None, evidence: Evidence) -> None:
         """Break the group because of the member of this name, if it is known."""
-        self._leave(_ABORTED if rank is None else _ABORTED + 1 + rank, reason, rank, evidence)
+        raise NotImplementedError
 
     def fail(self, reason: str, rank: int | None, evidence: Evidence) -> NoReturn:
         """The call has failed, because of the member of this name, if it is known."""
@@ -136,24 +78,5 @@ class GroupHealth:
         name = self.name(rank)
         self.fail(f"rank {name} sends {sent} bytes where {expected} are expected", name, "closed")
 
-    def abort(self) -> None:
-        """Make all calls fail from now on, here and soon at the others."""
-        self._leave(_ABORTED, "it was aborted")
-
-    def close(self) -> None:
-        """Forget the words of the members; no call comes any more."""
-        self._leave(_CLOSED, "it was closed")
-        self._states = {}
-        self.watch.close()
-
     def _error(self, call: str) -> CollectiveError:
         return CollectiveError(f"{call} on rank {self.rank}: {self.reason}", self._blamed, self._evidence)
-
-    def _leave(
-        self, state: int, reason: str, rank: int | None = None, evidence: Evidence = "aborted"
-    ) -> None:
-        with self._lock:
-            if self.reason is None:
-                self.reason, self._blamed, self._evidence = reason, rank, evidence
-                if self.rank in self._states:
-                    self._states[self.rank][0] = state

@@ -42,10 +42,10 @@ from parallel.communicators.messages import Incoming, Messages
 from parallel.communicators.native_links import NativeLinks
 from parallel.communicators.native_network_rounds import NativeNetworkRounds
 from parallel.communicators.network import NetworkCommunicator
-from parallel.communicators.network_health import NetworkHealth
 from parallel.communicators.network_rounds import note_of, what_is
 from parallel.communicators.segments import this_host
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
+from parallel.communicators.shared_memory_health import SharedMemoryHealth
 from parallel.communicators.slots import Span, span_of, spans_of
 from parallel.links.counts import LinkCount
 from parallel.links.last_words import Blame
@@ -66,7 +66,7 @@ Hosts add up one while others are sent.
 """
 
 
-class HostHealth(GroupHealth):
+class HostHealth(SharedMemoryHealth):
     """Health of the members on one host: broken as soon as the whole group is."""
 
     def __init__(
@@ -94,7 +94,7 @@ class HostHealth(GroupHealth):
 class _Failing:
     """Context of a call: what breaks one part of the group breaks the others."""
 
-    def __init__(self, *parts: GroupHealth | NetworkHealth) -> None:
+    def __init__(self, *parts: GroupHealth) -> None:
         self._parts = parts
 
     def __enter__(self) -> None:

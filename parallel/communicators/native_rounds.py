@@ -22,9 +22,9 @@ import torch
 
 from parallel import compiler
 from parallel.communicators.arithmetic import even_sizes
-from parallel.communicators.group_health import GroupHealth
 from parallel.communicators.native_links import OFF
 from parallel.communicators.rounds import TWO_STEP_BYTES, Rounds
+from parallel.communicators.shared_memory_health import SharedMemoryHealth
 from parallel.communicators.slots import Layout, Slots
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def make_rounds(
     rank: int,
     layout: Layout,
     members: Sequence[Slots],
-    health: GroupHealth,
+    health: SharedMemoryHealth,
     crowded: bool,
 ) -> Rounds:
     """One member's part, native if there is a library."""
@@ -151,7 +151,7 @@ class NativeRounds(Rounds):
         rank: int,
         layout: Layout,
         members: Sequence[Slots],
-        health: GroupHealth,
+        health: SharedMemoryHealth,
         *,
         crowded: bool,
     ) -> None:
@@ -256,7 +256,7 @@ class NativeRounds(Rounds):
         self._health.fail_on_bytes(group.culprit, group.found, group.expected)
 
 
-def _checking(health: GroupHealth, errors: list[BaseException]) -> Any:
+def _checking(health: SharedMemoryHealth, errors: list[BaseException]) -> Any:
     """A check that collectives call now and then while they wait for a member's word.
 
     The wait ends when the word is ``target``; a returned 1 means: give up. The check must not know the

@@ -240,25 +240,10 @@ class NetworkCommunicator:
     def _start(
         self, call: str, tensor: torch.Tensor, sizes: Sequence[int] = (), receive_sizes: Sequence[int] = ()
     ) -> tuple[_Plans, Plan, torch.Tensor]:
-        """A call begins: its plan, and the tensor as the transport wants it.
-
-        Written for speed: this is most of what a small tensor takes.
-        """
+        """A call begins: its plan, and the tensor as the transport wants it."""
         self.health.begin(call)
-        plans = self._plans
-        assert plans is not None, "closed without a reason"
-        plan = plans.last.get(call)
-        if (
-            plan is None
-            or sizes != plan.sizes
-            or receive_sizes != plan.receive_sizes
-            or tensor.shape != plan.shape
-            or tensor.dtype is not plan.dtype
-        ):
-            plan = plans.find(call, tensor, sizes, receive_sizes)
-        if not (tensor.is_contiguous() and tensor.is_cpu) or tensor.requires_grad:
-            tensor = plain(tensor)
-        return plans, plan, tensor
+        assert self._plans is not None, "closed without a reason"
+        return self._plans, *self._plans.start(call, tensor, sizes, receive_sizes)
 
     def _begin(self, call: str) -> Rounds:
         """Start the call's deadline."""

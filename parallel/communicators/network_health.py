@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from parallel.communicators.base import CollectiveError, Evidence
+from parallel.communicators.group_health import GroupHealth
 from parallel.links.last_words import CLOSED, WORD_BYTES, Blame, LastWords, encoded, word_for
 
 _DEATH_SECONDS = 0.02  # from a closed socket to the end of its process
@@ -27,7 +28,7 @@ _WORD_SECONDS = 0.05  # from a broken link to what explains it
 _LOOK_SECONDS = 0.001
 
 
-class NetworkHealth:
+class NetworkHealth(GroupHealth):
     """Health of a group as one member sees it.
 
     Calls come from one thread, but for :meth:`abort`, which may come from any, and from signal handlers.
@@ -49,21 +50,9 @@ class NetworkHealth:
         Raises:
             OSError: there are no file descriptors left.
         """
-        self.rank = rank
-        self.reason: str | None = None
-        """Why the group is broken."""
-        self.timeout = timeout
-        """Seconds that a call may take."""
-        self.grace = 0.0
-        """Seconds that it may take longer, since it waits for members who wait for others."""
+        super().__init__(rank, timeout, should_stop)
         self.on_broken: Callable[[CollectiveError], None] | None = None
-        self._blamed: int | None = None
-        self._evidence: Evidence = "aborted"
-        self._call = "forming the group"
-        self._deadline: float | None = None
-        self._should_stop = should_stop
         self._abort_links = abort_links
-        self._lock = threading.RLock()  # abort may come from a signal handler
         ends = {peer: addresses_of(connection) for peer, connection in control.items()}
         self._words = LastWords(size, {peer: words for peer, words in ends.items() if words})
         self._control = dict(control)
@@ -76,15 +65,6 @@ class NetworkHealth:
             self._thread = threading.Thread(target=self._watch, name=f"links-watch-{rank}", daemon=True)
             self._thread.start()
 
-    @property
-    def blame(self) -> Blame | None:
-        """Why the group is broken; None while it is not."""
-        return None if self.reason is None else (self.reason, self._blamed, self._evidence)
-
-    def name(self, rank: int) -> int:
-        """The rank by which errors name a member."""
-        return rank
-
     def watch_process(self, rank: int, pid: int) -> None:
         """Notice the end of a member's process on this host.
 
@@ -96,20 +76,6 @@ class NetworkHealth:
         except ProcessLookupError:  # it has ended: the connections tell
             return
         os.eventfd_write(self._wake, 1)
-
-    def formed(self) -> None:
-        """Note that all members have come, and drop the wait for them."""
-        self._should_stop = None
-
-    def begin(self, call: str) -> None:
-        """Begin a call, whose deadline counts from now.
-
-        Raises:
-            CollectiveError: the group is broken.
-        """
-        if self.reason is not None:
-            raise self._error(call)
-        self._call, self._deadline = call, None
 
     def check(self, rank: int, has_arrived: Callable[[], bool]) -> None:
         """Check a wait for member ``rank``; called every few milliseconds.
@@ -134,15 +100,6 @@ class NetworkHealth:
     def give_up(self, reason: str, rank: int | None, evidence: Evidence) -> None:
         """Break the group because of a member, if it is known."""
         self._leave(word_for(rank), reason, rank, evidence)
-
-    def fail(self, reason: str, rank: int | None, evidence: Evidence) -> NoReturn:
-        """The call has failed, because of member ``rank``, if it is known."""
-        self.give_up(reason, rank, evidence)
-        raise self._error(self._call)
-
-    def fail_on_bytes(self, rank: int, sent: int, expected: int) -> NoReturn:
-        """Member ``rank`` sends another number of bytes than is expected here."""
-        self.fail(f"rank {rank} sends {sent} bytes where {expected} are expected", rank, "closed")
 
     def fail_on_links(self, peer: int | None, error: int) -> NoReturn:
         """A link is broken, or all were aborted (no peer).
@@ -179,9 +136,6 @@ class NetworkHealth:
             connection.close()
         for descriptor in (*self._processes.values(), self._wake):
             os.close(descriptor)
-
-    def _error(self, call: str) -> CollectiveError:
-        return CollectiveError(f"{call} on rank {self.rank}: {self.reason}", self._blamed, self._evidence)
 
     def _leave(self, word: int, reason: str, rank: int | None, evidence: Evidence) -> bool:
         """Leave the group, if this member has not left it; returns whether."""

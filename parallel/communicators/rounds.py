@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from parallel.communicators.arithmetic import even_sizes, sum_in_rank_order
-from parallel.communicators.group_health import GroupHealth
+from parallel.communicators.shared_memory_health import SharedMemoryHealth
 from parallel.communicators.slots import VIEWS, Layout, Slots, span_of, spans_of
 from parallel.communicators.waiting import Patience
 
@@ -41,7 +41,13 @@ class Rounds:
     is_native = False
 
     def __init__(
-        self, rank: int, layout: Layout, members: Sequence[Slots], health: GroupHealth, *, crowded: bool
+        self,
+        rank: int,
+        layout: Layout,
+        members: Sequence[Slots],
+        health: SharedMemoryHealth,
+        *,
+        crowded: bool,
     ) -> None:
         self.rank, self.size = rank, layout.size
         self._slot_bytes = layout.slot_bytes

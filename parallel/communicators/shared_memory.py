@@ -18,8 +18,8 @@ Send and receive have two slots of their own (letters), since only two members t
 
 The rounds are in ``native_rounds`` (one call into C++ for a whole collective) and, where nothing can be
 compiled, in ``rounds``; both do the same with the same memory, so members of a group need not agree. What
-can be known before a call is in ``plans``. See ``waiting`` for how a member waits, ``group_health`` for when
-it gives up, ``segments`` for the memory and ``slots`` for how it is cut.
+can be known before a call is in ``plans``. See ``waiting`` for how a member waits,
+``shared_memory_health`` for when it gives up, ``segments`` for the memory and ``slots`` for how it is cut.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ import torch
 
 from parallel.communicators.arithmetic import plain
 from parallel.communicators.base import CollectiveError
-from parallel.communicators.group_health import GroupHealth
 from parallel.communicators.native_rounds import load, make_rounds
 from parallel.communicators.plans import Plan, Plans
 from parallel.communicators.segments import Address, OwnSegment, Segment, open_segment
+from parallel.communicators.shared_memory_health import SharedMemoryHealth
 from parallel.communicators.slots import VIEWS, Layout, Slots
 from parallel.links.meeting_contract import Meeting
 from parallel.links.rendezvous import exchange
@@ -72,7 +72,7 @@ class SharedMemoryCommunicator:
         view_bytes: int = VIEW_BYTES,
         arena_bytes: int = ARENA_BYTES,
         native: bool = True,
-        health: GroupHealth | None = None,
+        health: SharedMemoryHealth | None = None,
     ) -> None:
         """Without ``native`` this member keeps to Python, whatever the others do.
 
@@ -87,7 +87,7 @@ class SharedMemoryCommunicator:
         """Size of the memory at each of :attr:`arenas`."""
         self.processes: dict[int, int] = {}
         self.on_broken: Callable[[CollectiveError], None] | None = None  # deaths are seen by who waits
-        self._health = health or GroupHealth(rank, timeout, should_stop)
+        self._health = health or SharedMemoryHealth(rank, timeout, should_stop)
         self._members: list[Slots] = []
         self._plans: Plans | None = None
         library = load() if native else None  # compiled before others wait for this member
@@ -235,24 +235,11 @@ class SharedMemoryCommunicator:
     def _start(
         self, call: str, tensor: torch.Tensor, sizes: Sequence[int] = (), receive_sizes: Sequence[int] = ()
     ) -> tuple[Plans, Plan, torch.Tensor]:
-        """A call begins: its plan, and the tensor as the transport wants it.
-
-        Written for speed: this is most of what a small tensor takes.
-        """
+        """A call begins: its plan, and the tensor as the transport wants it."""
         plans = self._plans or self._closed(call)
-        plan = plans.last.get(call)
-        if (
-            plan is None
-            or sizes != plan.sizes
-            or receive_sizes != plan.receive_sizes
-            or tensor.shape != plan.shape
-            or tensor.dtype is not plan.dtype
-        ):
-            plan = plans.find(call, tensor, sizes, receive_sizes)
-        if not (tensor.is_contiguous() and tensor.is_cpu) or tensor.requires_grad:
-            tensor = plain(tensor)
+        plan, given = plans.start(call, tensor, sizes, receive_sizes)
         self._health.begin(call)
-        return plans, plan, tensor
+        return plans, plan, given
 
     def _begin(self, call: str) -> Plans:
         """Start the call's deadline; return the plans.

@@ -104,7 +104,7 @@ class Slots:
         self.notes = words(layout.notes, 2)
         """Note by slot: which call it belongs to."""
         self.state = words(layout.state, 1)
-        """State of the member: see :mod:`parallel.communicators.group_health`."""
+        """State of the member: see :mod:`parallel.communicators.shared_memory_health`."""
         line = _lines(1 + size) * LINE_BYTES
         self.announced = [words(layout.announced + slot * line, 1 + size) for slot in (0, 1)]
         """Rounds that follow and bytes for each member, by slot."""

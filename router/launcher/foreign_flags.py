@@ -14,8 +14,8 @@ from coordinator.settings.foreign import Foreign
 _MERGE = "there is no LoRA: merge the adapter into the weights and serve the result"
 _TEXT = "only text is served: leave it out"
 _WEIGHTS = (
-    "weights are served as the checkpoint has them (GPT-OSS's MXFP4 is read): serve one in bfloat16, float16 "
-    "or float32"
+    "how a checkpoint is quantised is seen in it, and plain weights are not quantised at start: leave it "
+    "out, and give a checkpoint in the format that you want (docs/use/quantization.md)"
 )
 _NO_CODE = "no code of others runs in the server: leave it out"
 _NO_CODE_CHECKPOINT = "other files of a model are read from a directory only: download them and give that"
@@ -82,7 +82,9 @@ _IGNORED_SWITCHES = {
         "disable-chunked-mm-input", "enable-shm-tensor-arena", "mm-device-do-normalize",
     ),
     "instances do not sleep": ("sleep-mode-offload-cudagraph", "enable-nccl-comm-suspend"),
-    "quantised weights are refused, deprecated or not": ("allow-deprecated-quantization",),
+    "quantised weights are read by what the checkpoint says, deprecated or not": (
+        "allow-deprecated-quantization",
+    ),
     _HEADS: ("dcp-q-replicate",),
     "/cohere/v2/chat is not served": ("cohere-is-reasoning-model",),
 }  # fmt: skip

@@ -409,7 +409,7 @@ def test_who_leaves_waits_until_its_routers_have_read_all(
         patch.setattr("engine.server.time.sleep", sleep)
         began = time.monotonic()
         router.server.await_readers(patience=30.0 if hangs_up else 0.2)
-    assert looks > 3
+    assert looks >= 3  # of one that hangs up the end may be seen at once
     assert time.monotonic() - began < 20.0
     router.close()
 

@@ -16,16 +16,16 @@ import torch
 
 from parallel.communicators.arithmetic import even_sizes, sum_in_rank_order
 from parallel.communicators.base import CollectiveError
-from parallel.communicators.group_health import GroupHealth
 from parallel.communicators.native_links import NativeLinks
 from parallel.communicators.native_network_rounds import Library, NativeNetworkRounds, load
+from parallel.communicators.shared_memory_health import SharedMemoryHealth
 from tests.parallel.link_pairs import linked
 
 SECONDS = 10.0
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int8)
 
 
-class Health(GroupHealth):
+class Health(SharedMemoryHealth):
     """Health of a member without words of the others: a deadline, and broken links."""
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:

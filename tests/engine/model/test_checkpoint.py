@@ -349,7 +349,7 @@ def test_experts_are_spread_by_default_where_they_can_be(
     assert why_experts_stay_whole(info) == ""
     for changes, reason in (
         ({"model_type": "llama4"}, "the experts of llama4 do not go through transformers' experts interface"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "its weights are quantised"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "its weights are quantised by mxfp4"),
     ):
         change(tmp_path / "copy", **changes)
         changed = msgspec.structs.replace(info, model_type=str(changes.get("model_type", info.model_type)))
@@ -476,23 +476,23 @@ def write_config(directory: Path, model_type: str, **fields: Any) -> Path:
 
 RULED_OUT: dict[str, tuple[dict[str, Any], str]] = {
     "quantised": (
-        {"model_type": "llama", "quantization_config": {"quant_method": "awq"}},
-        "SomeForCausalLM has weights quantised by awq, which are not built",
+        {"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes"}},
+        "SomeForCausalLM has weights quantised by bitsandbytes, which are not built",
     ),
     "quantised as a part": (
         {
             "model_type": "mistral3",
-            "text_config": {"model_type": "mistral", "quantization_config": {"quant_method": "fp8"}},
+            "text_config": {"model_type": "mistral", "quantization_config": {"quant_method": "torchao"}},
         },
-        "weights quantised by fp8",
+        "weights quantised by torchao",
     ),
     "a quantised whole": (
         {
             "model_type": "mistral3",
             "text_config": {"model_type": "mistral"},
-            "quantization_config": {"quant_method": "fp8"},
+            "quantization_config": {"quant_method": "torchao"},
         },
-        "weights quantised by fp8",
+        "weights quantised by torchao",
     ),
     "quantised by MLX": (
         {"model_type": "llama", "quantization": {"bits": 4, "group_size": 64}},

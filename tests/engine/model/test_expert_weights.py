@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from engine.model.expert_weights import (
     only_experts_of,
     read_experts,
 )
+from engine.model.weight_files import open_weights
 from engine.model.weights import load_model
 from parallel.placement import assign_experts
 from tests.engine.model.test_weights import make_larger
@@ -41,7 +44,7 @@ def whole(directory: Path) -> Any:
 def load(directory: Path, share: ExpertShare) -> Any:
     config = transformers.AutoConfig.from_pretrained(directory)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    with only_experts_of(model_class, config, share, directory) as tensors:
+    with only_experts_of(model_class, config, share, directory, torch.float32) as tensors:
         model, report = model_class.from_pretrained(
             None, config=config, state_dict=tensors, output_loading_info=True, dtype=torch.float32
         )
@@ -75,17 +78,10 @@ def load_whole(directory: Path) -> Any:
 
 
 class _Counting:
-    """A safetensors file that adds up the expert bytes that are taken out of it."""
+    """An open file that notes how many bytes of experts are taken out of it."""
 
-    def __init__(self, opened: Any, counted: list[int]) -> None:
-        self._opened, self._counted = opened, counted
-
-    def __enter__(self) -> _Counting:
-        self._file = self._opened.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._opened.__exit__(*error)
+    def __init__(self, file: Any, counted: list[int]) -> None:
+        self._file, self._counted = file, counted
 
     def keys(self) -> Any:
         return self._file.keys()
@@ -114,10 +110,13 @@ class _Counting:
 def counting(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[int]:
     """Bytes of experts that a module takes out of files from now on, by piece."""
     taken: list[int] = []
-    original = module.safe_open
-    monkeypatch.setattr(
-        module, "safe_open", lambda *args, **kwargs: _Counting(original(*args, **kwargs), taken)
-    )
+
+    @contextmanager
+    def open_counted(directory: Path, dtype: torch.dtype) -> Iterator[list[Any]]:
+        with open_weights(directory, dtype) as files:
+            yield [_Counting(file, taken) for file in files]
+
+    monkeypatch.setattr(module, "open_weights", open_counted)
     return taken
 
 
@@ -153,7 +152,11 @@ def test_a_dense_model_has_nothing_to_spread(tmp_path: Path) -> None:
     with (
         pytest.raises(CheckpointError, match="--no-enable-expert-parallel"),
         only_experts_of(
-            MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, ExpertShare(assign_experts(2, 2), 0), directory
+            MODEL_FOR_CAUSAL_LM_MAPPING[type(config)],
+            config,
+            ExpertShare(assign_experts(2, 2), 0),
+            directory,
+            torch.float32,
         ),
     ):
         pass

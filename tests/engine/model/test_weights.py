@@ -94,7 +94,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"architectures": ["LlamaForSequenceClassification"]},
         "is not a causal language model",
     ),
-    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantised by fp8, which are not built"),
+    "quantised": (
+        {"quantization_config": {"quant_method": "quark"}},
+        "quantised by quark, which are not built",
+    ),
     "no number": (
         {"hidden_size": "big"},
         "cannot read its config.json.*'hidden_size' expected int, got str",

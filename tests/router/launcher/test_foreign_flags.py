@@ -122,7 +122,7 @@ def test_what_changes_nothing_is_ignored_and_takes_no_other_word(argv: list[str]
     ("argv", "said"),
     [
         (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 is not possible: KV blocks have the data type"),
-        (["-q", "fp8"], "--quantization fp8 is not possible: weights are served as the checkpoint has them"),
+        (["-q", "fp8"], "--quantization fp8 is not possible: how a checkpoint is quantised is seen in it"),
         (["--enable-lora"], "--enable-lora is not possible: there is no LoRA: merge the adapter"),
         (["--lora-modules", "a=b", "c=d"], "--lora-modules a=b c=d is not possible: there is no LoRA"),
         (["-dph"], "--data-parallel-hybrid-lb is not possible: one endpoint serves all instances"),

@@ -1,0 +1,29 @@
+"""Small whole numbers out of 32-bit words, as the formats pack them."""
+
+from __future__ import annotations
+
+import torch
+
+WORD_BITS = 32
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Which nibble of a word holds a column, by the column's place among its eight.
+
+AWQ packs eight columns so that its kernels get even and odd ones apart (AutoAWQ, ``gemm`` layout).
+"""
+
+
+def unpacked(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Numbers of ``bits`` bits of each word in the last dimension, as int32.
+
+    Lowest bits come first. ``order`` gives the place in a word of each number. ``bits`` divides 32.
+    """
+    places = torch.tensor(order or range(WORD_BITS // bits), dtype=torch.int32)
+    numbers = (words.to(torch.int32).unsqueeze(-1) >> (places * bits)) & ((1 << bits) - 1)
+    return numbers.flatten(-2)
+
+
+def word_range(numbers: slice, bits: int) -> tuple[slice, slice]:
+    """The words that hold a range of numbers, and its place in these."""
+    each = WORD_BITS // bits
+    first, last = numbers.start // each, -(-numbers.stop // each)
+    return slice(first, last), slice(numbers.start - first * each, numbers.stop - first * each)

@@ -1,0 +1,369 @@
+"""Quantised matrices, read a part at a time in the data type of the model.
+
+A matrix of [outputs, inputs] is stored as codes, scales and sometimes zero points; a weight is
+``(code - zero) * scale``, computed in float32 and rounded once. Each class reads the parts of one layout.
+They look like the slices of safetensors, so that a worker reads its own rows or columns only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from engine.model.checkpoint import CheckpointError
+from engine.model.quantization.codes import AWQ_ORDER, WORD_BITS, unpacked, word_range
+from engine.model.quantization.formats import Format, Layout
+
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_CODE_DTYPES = ("I8", "F8_E4M3")
+
+
+class Stored(Protocol):
+    """A tensor of a file, read when it is indexed, as safetensors gives it."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
+
+    def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+class QuantizedMatrix:
+    """A matrix of [outputs, inputs] in parts; a subclass for each layout."""
+
+    LAYOUT: Layout
+    CODES: str
+    """The part that every matrix of this layout has."""
+    SCALES: str
+    NEEDS: tuple[str, ...] = ()
+    """Further parts without which it cannot be read."""
+
+    def __init__(self, name: str, parts: Mapping[str, Stored], form: Format, dtype: torch.dtype) -> None:
+        """``parts`` by their last names, such as ``weight_scale``; ``name`` is for errors.
+
+        Raises:
+            CheckpointError: a part is missing, or of a shape that does not fit.
+        """
+        self._name, self._parts, self._dtype, self._form = name, parts, dtype, form
+        for part in (self.SCALES, *self.NEEDS):
+            if part not in parts:
+                raise CheckpointError(
+                    f"{name} is quantised and lacks {part}: the checkpoint is not whole, download it again"
+                )
+        self.shape = self._find_shape()
+        """Outputs and inputs."""
+        self._check()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._name} {list(self.shape)}>"
+
+    def get_shape(self) -> list[int]:
+        """Outputs and inputs."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """The data type of the numbers that are given, as safetensors names it."""
+        return _DTYPE_NAMES[self._dtype]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Weights of a range of outputs and inputs.
+
+        Raises:
+            CheckpointError: a scale is no number.
+        """
+        rows, columns = _ranges(index, self.shape)
+        weights = self._codes(rows, columns).float()
+        zeros = self._zeros(rows, columns)
+        if zeros is not None:
+            weights -= zeros
+        weights *= self._scales(rows, columns)
+        return weights.to(self._dtype)
+
+    def _find_shape(self) -> tuple[int, int]:
+        raise NotImplementedError
+
+    def _check(self) -> None:
+        raise NotImplementedError
+
+    def _codes(self, rows: slice, columns: slice) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _scales(self, rows: slice, columns: slice) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _zeros(self, rows: slice, columns: slice) -> torch.Tensor | None:
+        raise NotImplementedError
+
+    # ---- for all layouts
+
+    def _refuse(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self._name}: {problem}")
+
+    def _shape_of(self, part: str, dimensions: int) -> list[int]:
+        shape = list(self._parts[part].get_shape())
+        if len(shape) != dimensions:
+            raise self._refuse(f"{part} has the shape {shape}, {dimensions} dimension(s) are expected")
+        return shape
+
+    def _checked_scales(self, scales: torch.Tensor) -> torch.Tensor:
+        scales = scales.float()
+        if not bool(torch.isfinite(scales).all()):
+            raise self._refuse(f"{self.SCALES} has a scale that is no number: the checkpoint is broken")
+        return scales
+
+    def _group_of(self, columns: slice, size: int) -> torch.Tensor:
+        """The group of each input, with groups of neighbours."""
+        return torch.arange(columns.start, columns.stop) // size
+
+    def _check_groups(self, groups: int, inputs: int) -> int:
+        """Inputs of a group."""
+        if groups < 1 or inputs % groups:
+            raise self._refuse(f"{inputs} inputs are not {groups} groups of one size")
+        return inputs // groups
+
+
+class _WithGrid(QuantizedMatrix):
+    """A matrix with one scale for a range of outputs and a range of inputs."""
+
+    def _check(self) -> None:
+        outputs, inputs = self.shape
+        grid = self._grid()
+        if self._form.block is not None and 1 not in (len(self._parts[self.SCALES].get_shape()), grid[1]):
+            self._rows_each, self._columns_each = self._form.block
+            if grid != (-(-outputs // self._rows_each), -(-inputs // self._columns_each)):
+                raise self._refuse(
+                    f"{self.SCALES} has the shape {list(grid)}, which does not fit {outputs} x {inputs} in "
+                    f"blocks of {self._rows_each} x {self._columns_each}"
+                )
+            return
+        if grid[0] not in (1, outputs):
+            raise self._refuse(f"{self.SCALES} has the shape {list(grid)} for {outputs} outputs")
+        self._rows_each = outputs if grid[0] == 1 else 1
+        self._columns_each = self._check_groups(grid[1], inputs)
+
+    def _grid(self) -> tuple[int, int]:
+        shape = list(self._parts[self.SCALES].get_shape())
+        if len(shape) > 2:
+            raise self._refuse(f"{self.SCALES} has the shape {shape}: two dimensions at most are expected")
+        first, second = (*shape, 1, 1)[:2]
+        return first, second
+
+    def _scales(self, rows: slice, columns: slice) -> torch.Tensor:
+        return self._checked_scales(self._spread(self.SCALES, rows, columns))
+
+    def _spread(self, part: str, rows: slice, columns: slice) -> torch.Tensor:
+        """Values of a part that has one for each range, for each of these weights."""
+        stored = self._parts[part]
+        values = stored[...] if len(stored.get_shape()) < 2 else None
+        if values is not None:
+            values = values.reshape(-1, 1)
+            low, left = 0, 0
+        else:
+            low, left = rows.start // self._rows_each, columns.start // self._columns_each
+            high, right = -(-rows.stop // self._rows_each), -(-columns.stop // self._columns_each)
+            values = stored[low:high, left:right]
+        return self._expand(values, rows, columns, low, left)
+
+    def _expand(self, values: torch.Tensor, rows: slice, columns: slice, low: int, left: int) -> torch.Tensor:
+        of_rows = torch.arange(rows.start, rows.stop) // self._rows_each - low
+        of_columns = self._column_groups(columns) - left
+        return values[of_rows][:, of_columns]
+
+    def _column_groups(self, columns: slice) -> torch.Tensor:
+        return self._group_of(columns, self._columns_each)
+
+
+class ScaledMatrix(_WithGrid):
+    """Numbers of int8 or float8 beside their scales."""
+
+    LAYOUT: Layout = "scaled"
+    CODES = "weight"
+    SCALES = "weight_scale"
+
+    def _find_shape(self) -> tuple[int, int]:
+        outputs, inputs = self._shape_of(self.CODES, 2)
+        return outputs, inputs
+
+    def _codes(self, rows: slice, columns: slice) -> torch.Tensor:
+        return self._parts[self.CODES][rows, columns]
+
+    def _zeros(self, rows: slice, columns: slice) -> torch.Tensor | None:
+        if "weight_zero_point" not in self._parts:
+            return None
+        return self._spread("weight_zero_point", rows, columns).float()
+
+
+class PackedMatrix(_WithGrid):
+    """Words of compressed-tensors' ``pack-quantized``: numbers side by side along the inputs."""
+
+    LAYOUT: Layout = "packed"
+    CODES = "weight_packed"
+    SCALES = "weight_scale"
+    NEEDS = ("weight_shape",)
+
+    def _find_shape(self) -> tuple[int, int]:
+        said = [int(each) for each in self._parts["weight_shape"][...].flatten()]
+        rows, words = self._shape_of(self.CODES, 2)
+        if len(said) != 2 or said[0] != rows or said[1] < 1:
+            raise self._refuse(f"weight_shape says {said}, and weight_packed has {rows} outputs")
+        fitting = [bits for bits in (4, 8) if -(-said[1] * bits // WORD_BITS) == words]
+        if not fitting:
+            raise self._refuse(f"{said[1]} inputs in {words} words: only 4 and 8 bits a number are read")
+        self._bits = fitting[0]
+        return said[0], said[1]
+
+    def _check(self) -> None:
+        super()._check()
+        self._has_order = False
+        if "weight_g_idx" in self._parts:
+            if self._shape_of("weight_g_idx", 1) != [self.shape[1]]:
+                raise self._refuse("weight_g_idx has not one group for each input")
+            self._has_order = int(self._parts["weight_g_idx"][:1]) >= 0  # -1: in no other order
+
+    def _codes(self, rows: slice, columns: slice) -> torch.Tensor:
+        words, among = word_range(columns, self._bits)
+        return unpacked(self._parts[self.CODES][rows, words], self._bits)[:, among] - (1 << (self._bits - 1))
+
+    def _zeros(self, rows: slice, columns: slice) -> torch.Tensor | None:
+        if "weight_zero_point" not in self._parts:
+            return None
+        # Packed along the outputs: a word holds those of some neighbours.
+        low = rows.start // self._rows_each
+        high = -(-rows.stop // self._rows_each)
+        words, among = word_range(slice(low, high), self._bits)
+        stored = self._parts["weight_zero_point"][words, :]
+        zeros = unpacked(stored.T, self._bits)[:, among].T - (1 << (self._bits - 1))
+        return self._expand(zeros.float(), rows, columns, low, 0)
+
+    def _spread(self, part: str, rows: slice, columns: slice) -> torch.Tensor:
+        if not self._has_order:
+            return super()._spread(part, rows, columns)
+        low, high = rows.start // self._rows_each, -(-rows.stop // self._rows_each)
+        return self._expand(self._parts[part][low:high, :], rows, columns, low, 0)
+
+    def _column_groups(self, columns: slice) -> torch.Tensor:
+        if self._has_order:
+            return self._parts["weight_g_idx"][columns].long()
+        return super()._column_groups(columns)
+
+
+class _Transposed(QuantizedMatrix):
+    """Stored with inputs first: scales [groups, outputs], zero points in words along the outputs."""
+
+    CODES = "qweight"
+    SCALES = "scales"
+    NEEDS = ("qzeros",)
+    ORDER: tuple[int, ...] | None = None
+
+    def _check(self) -> None:
+        outputs, inputs = self.shape
+        each = WORD_BITS // self._form.bits
+        groups, width = self._shape_of(self.SCALES, 2)
+        if width != outputs or self._shape_of("qzeros", 2) != [groups, -(-outputs // each)]:
+            raise self._refuse(f"scales and qzeros do not fit {outputs} outputs in {groups} groups")
+        self._num_groups = groups
+        if "g_idx" in self._parts:
+            if self._shape_of("g_idx", 1) != [inputs]:
+                raise self._refuse("g_idx has not one group for each input")
+        else:
+            self._size = self._check_groups(groups, inputs)
+
+    def _groups(self, columns: slice) -> torch.Tensor:
+        if "g_idx" not in self._parts:
+            return self._group_of(columns, self._size)
+        groups = self._parts["g_idx"][columns].long()
+        if groups.numel() and not 0 <= int(groups.min()) <= int(groups.max()) < self._num_groups:
+            raise self._refuse(f"g_idx names a group that none of its {self._num_groups} is")
+        return groups
+
+    def _scales(self, rows: slice, columns: slice) -> torch.Tensor:
+        return self._checked_scales(self._parts[self.SCALES][:, rows])[self._groups(columns)].T
+
+    def _zeros(self, rows: slice, columns: slice) -> torch.Tensor | None:
+        words, among = word_range(rows, self._form.bits)
+        zeros = unpacked(self._parts["qzeros"][:, words], self._form.bits, self.ORDER)[:, among]
+        return (zeros + self._form.zero_offset).float()[self._groups(columns)].T
+
+
+class GptqMatrix(_Transposed):
+    """GPTQ's words, along the inputs."""
+
+    LAYOUT: Layout = "gptq"
+
+    def _find_shape(self) -> tuple[int, int]:
+        words, outputs = self._shape_of(self.CODES, 2)
+        return outputs, words * WORD_BITS // self._form.bits
+
+    def _codes(self, rows: slice, columns: slice) -> torch.Tensor:
+        words, among = word_range(columns, self._form.bits)
+        return unpacked(self._parts[self.CODES][words, rows].T, self._form.bits)[:, among]
+
+
+class AwqMatrix(_Transposed):
+    """AWQ's words, along the outputs, in its own order."""
+
+    LAYOUT: Layout = "awq"
+    ORDER = AWQ_ORDER
+
+    def _find_shape(self) -> tuple[int, int]:
+        inputs, words = self._shape_of(self.CODES, 2)
+        return words * WORD_BITS // self._form.bits, inputs
+
+    def _codes(self, rows: slice, columns: slice) -> torch.Tensor:
+        words, among = word_range(rows, self._form.bits)
+        return unpacked(self._parts[self.CODES][columns, words], self._form.bits, AWQ_ORDER)[:, among].T
+
+
+class InverseScaledMatrix(ScaledMatrix):
+    """DeepSeek's fp8, whose scales have another name: what weights are multiplied by."""
+
+    SCALES = "weight_scale_inv"
+
+
+KINDS: tuple[type[QuantizedMatrix], ...] = (
+    InverseScaledMatrix,
+    ScaledMatrix,
+    PackedMatrix,
+    GptqMatrix,
+    AwqMatrix,
+)
+FURTHER_PARTS = frozenset(
+    {
+        "weight_zero_point",
+        "weight_shape",
+        "weight_g_idx",
+        "qzeros",
+        "g_idx",
+        "weight_scale_inv",
+        "weight_scale",
+    }
+)
+"""Last names of tensors that belong to a quantised matrix, beside its codes and scales."""
+
+
+def is_code(stored: Stored) -> bool:
+    """Whether a tensor called ``weight`` holds codes, not weights."""
+    return stored.get_dtype() in _CODE_DTYPES
+
+
+def _ranges(index: Any, shape: tuple[int, int]) -> tuple[slice, slice]:
+    """The ranges of outputs and inputs that an index means.
+
+    Raises:
+        TypeError: it is another index than ranges.
+    """
+    given = index if isinstance(index, tuple) else (index,)
+    if Ellipsis in given:
+        at = given.index(Ellipsis)
+        given = (*given[:at], *(slice(None),) * (3 - len(given)), *given[at + 1 :])
+    ranges = []
+    for each, size in zip((*given, slice(None), slice(None))[:2], shape, strict=True):
+        if not isinstance(each, slice):
+            raise TypeError(f"a quantised matrix is read by ranges, not by {each!r}")
+        start, stop, step = each.indices(size)
+        if step != 1:
+            raise TypeError("a quantised matrix is read without gaps")
+        ranges.append(slice(start, max(start, stop)))
+    return ranges[0], ranges[1]

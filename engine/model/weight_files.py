@@ -1,0 +1,38 @@
+"""The opened files of a checkpoint, whatever its weights are quantised by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from engine.model.checkpoint import INDEX_FILE, CheckpointError, format_of_weights, weight_files
+from engine.model.quantization.view import QuantizedFiles
+
+
+@contextmanager
+def open_weights(directory: Path, dtype: torch.dtype) -> Iterator[list[Any]]:
+    """The open files of a checkpoint: objects as safetensors' ``safe_open`` gives them.
+
+    Quantised matrices are in ``dtype``; all files are one then.
+
+    Raises:
+        CheckpointError: files are missing, two have a tensor of one name, or a quantised matrix is not whole.
+    """
+    form, homes = format_of_weights(directory), dict[str, Path]()
+    with ExitStack() as opened:
+        files: list[Any] = []
+        for path in weight_files(directory):
+            files.append(opened.enter_context(safe_open(path, framework="pt")))
+            for name in files[-1].keys():  # noqa: SIM118 (safe_open is no dict)
+                if name in homes:
+                    raise CheckpointError(
+                        f"{directory} has {name} in both {homes[name].name} and {path.name}: leave the files "
+                        f"of one model there, or add a {INDEX_FILE}"
+                    )
+                homes[name] = path
+        yield files if form is None else [QuantizedFiles(files, form, dtype)]
