@@ -152,7 +152,8 @@ class MeshClient:
 
     @property
     def healthy(self) -> bool:
-        return bool(eligible(self._chooser.candidates(time.monotonic())))
+        now = time.monotonic()
+        return any(eligible([instance.candidate(now)]) for instance in self._pool)
 
     @property
     def num_ready(self) -> int:

@@ -79,8 +79,16 @@ class Instance:
     """Dispatches that the last report does not include."""
     sent: Sent = NOTHING_SENT
     """Sum of these."""
-    _crowd: float = 0.0
-    _crowd_at: float = 0.0
+    crowd_before: float = 0.0
+    """The average that :meth:`crowd` had at ``crowd_at``."""
+    crowd_at: float = 0.0
+    touched: set[str] | None = field(default=None, repr=False, compare=False)
+    """Names of instances that have changed; this one is added with each change."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        if (touched := getattr(self, "touched", None)) is not None:
+            touched.add(self.member.instance)
 
     @property
     def name(self) -> str:
@@ -132,7 +140,7 @@ class Instance:
         It has ``tokens`` to compute, of which the prefix cache has ``cached``.
         """
         self.breaker.dispatched(now)
-        self._crowd, self._crowd_at = self.crowd(now), now
+        self.crowd_before, self.crowd_at = self.crowd(now), now
         self.last_dispatch += 1
         blocks = -(-tokens // self.capacity.block_size) if self.capacity else 0
         sent = Sent(self.last_dispatch, tokens, tokens - cached, blocks)
@@ -148,17 +156,17 @@ class Instance:
     def crowd(self, now: float) -> float:
         """Average of these until now, in which older values weigh less."""
         waiting = self.waiting
-        if waiting == self._crowd:  # most often none
+        if waiting == self.crowd_before:  # most often none
             return waiting
-        kept = math.exp((self._crowd_at - now) / CROWD_TIME)
-        return kept * self._crowd + (1.0 - kept) * waiting
+        kept = math.exp((self.crowd_at - now) / CROWD_TIME)
+        return kept * self.crowd_before + (1.0 - kept) * waiting
 
     def take_report(self, report: InstanceReport, now: float) -> None:
         """Take over a report, which includes every dispatch up to its ``last_dispatch``.
 
         Only later dispatches remain to be added to it.
         """
-        self._crowd, self._crowd_at = self.crowd(now), now
+        self.crowd_before, self.crowd_at = self.crowd(now), now
         before, self.report = self.report, report
         if before is not None and report.counters.steps > before.counters.steps:
             self.moved = True
@@ -232,6 +240,7 @@ class Pool:
     def __init__(self) -> None:
         self._instances: dict[str, Instance] = {}
         self.index = PrefixIndex()
+        self._touched: set[str] = set()
         self._breakers: dict[int, CircuitBreaker] = {}
         """By rank, also for ranks that are away."""
         self._size = 0
@@ -253,6 +262,13 @@ class Pool:
     def expects(self, rank: int) -> bool:
         """Whether an absent rank is one that the mesh starts with, or was lost lately."""
         return rank < self._size or rank in self._breakers
+
+    def take_touched(self) -> set[str]:
+        """Names of the instances that have come, gone or changed since the last call."""
+        touched = self._touched | self.index.touched
+        self._touched.clear()
+        self.index.touched.clear()
+        return touched
 
     def candidate(self, instance: Instance, now: float, cached_tokens: int = 0) -> Candidate:
         """An instance for the policy, with its cache.
@@ -311,12 +327,14 @@ class Pool:
 
     def _change(self, missing: Sequence[str], members: Mapping[str, Member], now: float) -> Changes:
         removed = [self._instances.pop(name) for name in missing]
+        self._touched.update(missing)
         added, reclassed = [], []
         for name, member in members.items():
             instance = self._instances.get(name)
             if instance is None:
                 breaker = self._breakers.setdefault(member.rank, CircuitBreaker())
-                instance = self._instances[name] = Instance(member, breaker=breaker, seen_at=now)
+                instance = Instance(member, breaker=breaker, seen_at=now, touched=self._touched)
+                self._instances[name] = instance
                 instance.sees(member, now)
                 added.append(instance)
             elif instance.sees(member, now, complete=self._is_complete):
