@@ -123,6 +123,7 @@ joins: $(STAMP)  ## two instances join and two leave under 32 streams: pauses, a
 nightly: $(STAMP)  ## all tests at full size (LOCKSTEP_NIGHTLY=1), then fuzz, 50,000 schedules, native positions, all families
 	LOCKSTEP_NIGHTLY=1 $(MAKE) test
 	LOCKSTEP_NIGHTLY=1 LOCKSTEP_NATIVE_KERNELS=avx2 $(MAKE) test ARGS=tests/engine/invariance
+	LOCKSTEP_NIGHTLY=1 CXX="$$($(BIN)/python -m tests.engine.kernels.emulated_tiles)" $(MAKE) test ARGS='tests/engine/kernels tests/engine/invariance tests/engine/compute/test_bfloat16.py'
 	$(MAKE) fuzz
 	$(MAKE) simulate
 	$(BIN)/python -m tests.engine.native_positions --positions 20000

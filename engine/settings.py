@@ -45,7 +45,7 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
         revision=model.revision,
         served_model_name=model.served_model_name or (model.model or SHIPPED_MODEL,),
         fingerprint=fingerprint(directory, weights=model.reads_weights),
-        dtype=chosen_dtype(model.dtype, info),
+        dtype=_dtype(config, info),
         max_model_len=_context_length(model.max_model_len, info),
         block_size=config.cache.block_size,
         vocab_size=info.vocab_size,
@@ -62,6 +62,17 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
             f"{settings.max_model_len}, lower --max-model-len, or leave chunked prefill on"
         )
     return info, settings
+
+
+def _dtype(config: EngineConfig, info: ModelInfo) -> str:
+    chosen = chosen_dtype(config.model.dtype, info, on_cpu=not has_gpu(config.device))
+    if chosen != info.dtype and config.model.dtype == "auto":
+        logger.info(
+            "a checkpoint in %s is computed in %s on this CPU; --dtype bfloat16 takes half the memory",
+            info.dtype,
+            chosen,
+        )
+    return chosen
 
 
 def _find(config: EngineConfig) -> ModelInfo:

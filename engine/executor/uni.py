@@ -27,6 +27,7 @@ from engine.config import EngineConfig
 from engine.executor_contract import ExpertTimes, Progress
 from engine.host import memory
 from engine.host.cache_size import share_of_device
+from engine.host.cores import has_gpu
 from engine.kernels import library
 from engine.kernels.cache import NativeCache
 from engine.kernels.make import bytes_for_program, make_program
@@ -328,7 +329,7 @@ class UniExecutor:
 
     @property
     def _model_dtype(self) -> str:
-        return chosen_dtype(self._config.model.dtype, self._info)
+        return chosen_dtype(self._config.model.dtype, self._info, on_cpu=not has_gpu(self._config.device))
 
     def _make_cache(self, num_blocks: int) -> PagedAttention:
         model = self._model

@@ -51,13 +51,13 @@ class Buffers:
         self.stream = rows(room.own, decoder.hidden)
         """[tokens, hidden]: what each part of a layer adds to."""
         self.normed = rows(room.own, decoder.hidden)
+        self.branch = rows(room.own, decoder.hidden)
+        """What a part of a layer gives, where a norm comes before it is added."""
         self.last = rows(room.selected, decoder.hidden)
         """The selected rows of the stream."""
-        self.projected = rows(
-            room.own, max((each.heads + 2 * each.kv_heads) * each.dim for each in attentions)
-        )
+        self.projected = rows(room.own, max(each.projected_width for each in attentions))
         """Queries, keys and values."""
-        self.attended = rows(room.own, max(each.heads * each.dim for each in attentions))
+        self.attended = rows(room.own, max(each.width for each in attentions))
         self.middle = rows(room.own, max((mlp.width for mlp in _mlps(decoder, Mlp)), default=0))
         self.logits = arena.zeros((room.selected, decoder.vocab), torch.float32)
         """[selected, tokens of this rank]; of no token before the last stage."""

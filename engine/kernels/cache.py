@@ -16,8 +16,14 @@ from engine.attention.base import Int32s, Int64s, LayerShape, PackedRows
 from engine.kernels.packing import LANES
 from engine.kernels.pages import Arena
 
-QUERIES_PER_TASK = 16
-"""Tokens of a prompt whose attention one thread computes at a time."""
+QUERIES_PER_TASK = 96, 48, 24, 12
+"""Sizes of the tasks of attention, in tokens of a prompt.
+
+A task is these and one KV head. It reads all keys before it, so the more the better, as long as threads end
+together.
+"""
+TASKS_PER_THREAD = 8
+"""Tasks of this number keep the threads from waiting long for the last one."""
 SPARE_BLOCKS = 16
 """Spare columns in the tables of a decode step, for consecutive steps."""
 
@@ -46,11 +52,11 @@ class NativeCache:
     ) -> None:
         """``block_size`` is a multiple of 16."""
         self.block_size = block_size
+        self._kv_heads = min((layer.kv_heads for layer in layers), default=1)
         self.num_blocks = num_blocks
-        shapes = [(num_blocks * block_size, layer.kv_heads * layer.key_dim) for layer in layers]
-        arena = Arena()
-        self.keys = [arena.zeros(shape, dtype) for shape in shapes]
-        self.values = [arena.zeros(shape, dtype) for shape in shapes]
+        arena, positions = Arena(), num_blocks * block_size
+        self.keys = [arena.zeros((positions, layer.kv_heads * layer.key_dim), dtype) for layer in layers]
+        self.values = [arena.zeros((positions, layer.kv_heads * layer.value_dim), dtype) for layer in layers]
         self._numbers = np.zeros(0, dtype=np.int64)
         self._single_tasks = np.zeros((0, 4), dtype=np.int32)
         """Tasks of so many rows of one token."""
@@ -73,12 +79,14 @@ class NativeCache:
         blocks = rows.block_tables[row_of_token, rows.positions // self.block_size].astype(np.int64)
         slots = blocks * self.block_size + rows.positions % self.block_size
         offsets = np.cumsum(rows.counts) - rows.counts
-        tasks = _tasks(np.arange(len(slots)), row_of_token, offsets)
+        queries = _queries_per_task(len(slots) * self._kv_heads, torch.get_num_threads())
+        tasks = _tasks(np.arange(len(slots)), row_of_token, offsets, queries)
+        pairs = tasks[:, 2] * (rows.starts[tasks[:, 0]] + tasks[:, 1] + tasks[:, 2])
         return NativePlan(
             slots,
             offsets,
-            np.ascontiguousarray(tasks[::-1]),  # the long ones, which come last, are begun first
-            _tasks(wanted, row_of_token[wanted], offsets),
+            np.ascontiguousarray(tasks[np.argsort(-pairs, kind="stable")]),  # long ones are begun first
+            _tasks(wanted, row_of_token[wanted], offsets, queries),
             np.ascontiguousarray(rows.block_tables),
         )
 
@@ -97,20 +105,26 @@ class NativeCache:
         tables = np.zeros((number, width + SPARE_BLOCKS), dtype=np.int32)
         tables[:, :width] = rows.block_tables
         tasks = self._single_tasks[:number]
-        chosen = tasks if np.array_equal(wanted, every) else _tasks(wanted, wanted, every)
+        chosen = tasks if np.array_equal(wanted, every) else _tasks(wanted, wanted, every, 1)
         return NativePlan(slots, every, tasks, chosen, tables)
 
 
-def _tasks(tokens: Int64s, rows: Int64s, offsets: Int64s) -> Int32s:
+def _queries_per_task(queries: int, threads: int) -> int:
+    """Size of tasks, for so many queries of all KV heads together."""
+    enough = threads * TASKS_PER_THREAD
+    return next((size for size in QUERIES_PER_TASK if queries >= size * enough), QUERIES_PER_TASK[-1])
+
+
+def _tasks(tokens: Int64s, rows: Int64s, offsets: Int64s, most: int) -> Int32s:
     """Tasks [tasks, 4] for tokens of a step, some of each of its ``rows``.
 
-    Rows begin at ``offsets``; neighbours share a task. Results lie in the order of the tokens.
+    Rows begin at ``offsets``; up to ``most`` neighbours share a task. Results lie in the order of the tokens.
     """
     numbers = np.arange(len(tokens))
     follows = np.zeros(len(tokens), dtype=bool)
     follows[1:] = (np.diff(tokens) == 1) & (np.diff(rows) == 0)
     since = numbers - np.maximum.accumulate(np.where(follows, 0, numbers))
-    begins = np.flatnonzero(since % QUERIES_PER_TASK == 0)
+    begins = np.flatnonzero(since % most == 0)
     queries = np.diff(begins, append=len(tokens))
     row = rows[begins]
     return np.stack([row, tokens[begins] - offsets[row], queries, begins], axis=1).astype(np.int32)

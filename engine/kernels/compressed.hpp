@@ -167,36 +167,6 @@ void compress(const uint16_t*, int64_t, const uint8_t*, const uint32_t*, uint32_
 
 #endif
 
-// A panel of weights: its words, or where its tiles begin among the compressed ones.
-struct Panel {
-    const uint32_t* words;
-    const Compressed* compressed = nullptr;
-    int64_t tile = 0;
-
-    int64_t tile_bytes() const { return compressed != nullptr ? TILE_BYTES : 4 * TILE_WORDS; }
-    const char* bytes(int64_t number) const {  // of one of its tiles
-        auto* all = compressed != nullptr ? reinterpret_cast<const char*>(compressed->tiles) : reinterpret_cast<const char*>(words);
-        return all + (tile + number) * tile_bytes();
-    }
-};
-
-struct Panels { Panel a, b; };
-
-// The weights of an operation, `steps` words along the inputs.
-class Weights {
-    const Operation& op;
-    int64_t steps;
-
-   public:
-    Weights(const Operation& of, int64_t along) : op(of), steps(along) {}
-    bool compressed() const { return op.flags & COMPRESSED; }
-    Panel panel(int64_t number) const {
-        if (!compressed()) return {op.weights + number * steps * TILE};
-        return {nullptr, reinterpret_cast<const Compressed*>(op.weights), number * (steps / TILE)};
-    }
-    int64_t panel_bytes() const { return compressed() ? steps / TILE * TILE_BYTES : 4 * steps * TILE; }
-};
-
 // Memory of this thread for so many words, until it asks again.
 uint32_t* scratch(int64_t words) {
     struct Free {

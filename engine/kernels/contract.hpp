@@ -147,7 +147,7 @@ class Team {
 
 enum Kind : int64_t {
     EMBED, NORM, LINEAR, QKV, ATTEND, GATED, ROUTE, SORT, EXPERTS_UP, EXPERTS_DOWN, COMBINE, SELECT,
-    OFFER, MEET, RETURN, HOME, CHOOSE, GATHER, SUM, BEST_OF_ALL, LOOK
+    OFFER, MEET, RETURN, HOME, CHOOSE, GATHER, SUM, BEST_OF_ALL, LOOK, CAP
 };
 // Of the thread that the caller called in: it may call back.
 constexpr bool is_callers(int64_t kind) {
@@ -165,8 +165,17 @@ struct Operation {
     int64_t flags;
     double number;
     int64_t a, b, c, d;
+    double cap;            // of scores, 0 for none
+    const float* factors;  // of queries, by position, or none
 };
-constexpr int64_t ADD = 1, AS_FLOAT = 2, SELECTED = 4, COMPRESSED = 8, TO_CHOOSE = 16;
+constexpr int64_t ADD = 1, AS_FLOAT = 2, SELECTED = 4, COMPRESSED = 8, TO_CHOOSE = 16, CENTRED = 32, NORM_LAST = 64,
+                  QUANTIZED = 128;
+
+// Of a kind of rotary embedding, [positions, half]: the first 2 * half numbers of a head are turned.
+struct Angles {
+    const float *cosines, *sines;
+    int64_t half;
+};
 
 struct Step {
     int64_t tokens, selected, num_tasks, table_width, block_size;
@@ -174,8 +183,7 @@ struct Step {
     const int64_t* slots;        // [tokens] where each token's key and value go
     const int64_t* chosen;       // [selected] tokens whose logits are wanted
     const int64_t* positions;    // [tokens]
-    const float* cosines;        // [positions, half]
-    const float* sines;
+    const Angles* angles;        // [kinds]
     const int64_t* starts;       // [rows] position of a row's first token
     const int64_t* counts;       // [rows]
     const int64_t* offsets;      // [rows] index of a row's first token in the step

@@ -1,7 +1,8 @@
 """Recognises a transformers model whose layers are of the usual kind, and finds its weights.
 
-Usual: norm, attention with rotary positions, norm, gated MLP or mixture of experts, each added to the
-residual stream. Only the parts are looked at. What the model's code does with them is tried by running both
+Usual: attention, then an MLP or a mixture of experts, each added to the residual stream, with norms before or
+behind them. Which of the known operations the model's code makes of its parts is seen in what that code gives
+for made-up inputs (:mod:`engine.kernels.recognition`). Whether that is all it does is tried by running both
 (:mod:`engine.kernels.trial`). So a family that differs in a detail is computed by torch, not served wrong.
 
 A model may be a shard: a stage without the embedding or the output layer, or a tensor-parallel rank's part,
@@ -18,12 +19,31 @@ import torch
 
 from engine.attention.base import LayerShape
 from engine.kernels.packing import LANES, PACK
+from engine.kernels.recognition.activations import Activation, activation_of
+from engine.kernels.recognition.ends import embedding_factor, of_logits
+from engine.kernels.recognition.norms import Norm, norm_of
+from engine.kernels.recognition.order import order_of
+from engine.kernels.recognition.projections import (
+    Linear,
+    attention_projections,
+    linear_of,
+    mlp_projections,
+    whole,
+)
+from engine.kernels.recognition.stand_ins import NotUsual
+from engine.kernels.recognition.turning import (
+    TOKENS,
+    Noted,
+    QueryFactors,
+    Rotary,
+    noted,
+    order_of_pairs,
+    rotary_of,
+)
 from engine.model.shard import PassThrough
-from parallel.tensor_parallel import ParallelRMSNorm, RowParallelLinear, SummedExperts, VocabularyParallel
+from parallel.tensor_parallel import SummedExperts, VocabularyParallel
 
-
-class NotUsual(Exception):
-    """Refusal of a model that does something unknown to the kernels; the message names it."""
+__all__ = ["Attention", "Decoder", "Embedding", "Layer", "Mlp", "Moe", "NotUsual", "Output", "recognise"]
 
 
 @dataclass(frozen=True)
@@ -37,27 +57,59 @@ class Attention:
     out_bias: torch.Tensor | None
     is_partial: bool
     """Whether its result, without the bias, is a sum over the tensor-parallel ranks."""
-    head_norms: torch.Tensor | None
-    """[2, dim], of queries and keys."""
-    head_eps: float
+    head_norms: Norm | None
+    """Norm of each head: weights [heads + kv_heads, dim] of queries, then of keys."""
+    wide_norms: tuple[Norm, Norm] | None
+    """Norms of all queries together, and of all keys."""
+    is_norm_last: bool
+    """Whether the norms of heads come behind the rotation."""
+    rotary: int | None
+    """Which of the decoder's rotary embeddings turns queries and keys; None: none does."""
+    places: torch.Tensor | None
+    """[dim]: order in which the numbers of a head are computed; None: as they are.
+
+    It puts those of a pair half a head apart.
+    """
     heads: int
     kv_heads: int
     dim: int
+    """Numbers of a query, and of a key."""
     scale: float
     window: int
+    value_dim: int
+    cap: float = 0.0
+    """Scores are ``cap * tanh(score / cap)``; 0 for none."""
+    sinks: torch.Tensor | None = None
+    """[heads] float32: a logit of each query head that joins the sum of its softmax."""
+    factors: QueryFactors | None = None
+    """What the queries of a position are multiplied by."""
+
+    @property
+    def projected_width(self) -> int:
+        """Numbers of a token's queries, keys and values."""
+        return (self.heads + self.kv_heads) * self.dim + self.kv_heads * self.value_dim
+
+    @property
+    def width(self) -> int:
+        """Numbers that attention gives for a token."""
+        return self.heads * self.value_dim
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """A gated MLP."""
+    """An MLP, gated or not."""
 
-    gate: torch.Tensor
+    gate: torch.Tensor | None
     """[width, hidden], like ``up``"""
     up: torch.Tensor
     down: torch.Tensor
     is_partial: bool
     """As in :class:`Attention`."""
     width: int
+    activation: Activation
+    bias: torch.Tensor | None
+    """float32, of gate, then of up."""
+    down_bias: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -78,11 +130,22 @@ class Moe:
 
 @dataclass(frozen=True)
 class Layer:
-    norm: torch.Tensor
-    eps: float
+    """Two parts, each of which adds to the stream."""
+
+    norm: Norm | None
+    """Before attention."""
     attention: Attention
-    second_norm: torch.Tensor
+    last_norm: Norm | None
+    """Norm of what attention gives."""
+    second_norm: Norm | None
+    """Before the MLP."""
     mlp: Mlp | Moe
+    mlp_last_norm: Norm | None
+    """Norm of what the MLP gives."""
+    is_parallel: bool
+    """Whether the MLP sees the stream as attention does, without what that adds."""
+    factor: float
+    """Factor on what both add."""
 
 
 @dataclass(frozen=True)
@@ -93,22 +156,30 @@ class Embedding:
     """Number of the first token here."""
     is_partial: bool
     """Whether other ranks have other tokens."""
+    factor: float
+    positions: torch.Tensor | None
+    """[positions, hidden]: learned vectors that are added."""
 
 
 @dataclass(frozen=True)
 class Output:
     """The last norm, and the output layer."""
 
-    norm: torch.Tensor
-    eps: float
+    norm: Norm
     head: torch.Tensor
     """[tokens here, hidden]"""
+    bias: torch.Tensor | None
+    """[tokens here] float32"""
     vocab: int
     """Tokens here."""
     first: int
     """Number of the first of them."""
     is_partial: bool
     """Whether other ranks have other tokens."""
+    factor: float
+    """Factor on the logits."""
+    cap: float
+    """Cap of the logits: they become cap * tanh(logits / cap); 0 for none."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +192,8 @@ class Decoder:
     output: Output | None
     """None where a later stage has it."""
     hidden: int
-    rotary: Any
+    rotaries: tuple[Rotary, ...]
+    """Rotary embeddings by kind of layer."""
     dtype: torch.dtype
 
     @property
@@ -140,7 +212,7 @@ class Decoder:
     def inputs_of_sums(self, ranks: int) -> set[int]:
         """Numbers of inputs, of all ranks, of products that the ranks add up."""
         attentions = [layer.attention for layer in self.layers if layer.attention.is_partial]
-        here = {each.heads * each.dim for each in attentions}
+        here = {each.width for each in attentions}
         here |= {layer.mlp.width for layer in self.layers if layer.mlp.is_partial}
         return {inputs * ranks for inputs in here}
 
@@ -160,93 +232,216 @@ def recognise(module: Any, shapes: Sequence[LayerShape], dtype: torch.dtype) -> 
         NotUsual: the model has other parts.
     """
     if dtype not in PACK:
-        raise NotUsual(f"weights in {dtype}")
+        raise NotUsual(f"no kernels for {dtype}: --dtype bfloat16 and float32 have some")
     base: Any = getattr(module, module.base_model_prefix, None)
     _only(module, {module.base_model_prefix, "lm_head"})
-    _only(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
-    parts = [layer for layer in base.layers if not isinstance(layer, PassThrough)]
+    names = base_parts(base)
+    parts = [layer for layer in getattr(base, names["layers"]) if not isinstance(layer, PassThrough)]
     hidden = int(module.config.get_text_config().hidden_size)
     if hidden % 2 or len(parts) != len(shapes):
         raise NotUsual("an odd width")
-    layers = tuple(_layer(layer, shape, hidden) for layer, shape in zip(parts, shapes, strict=True))
+    rotaries: dict[tuple[str, ...], Rotary] = {}
+    with torch.inference_mode():
+        layers = tuple(
+            _layer(layer, shape, hidden, base, rotaries) for layer, shape in zip(parts, shapes, strict=True)
+        )
+        embedding = _embedding(base, names, hidden, dtype)
+        output = _output(module, getattr(base, names["norm"]), hidden)
     kinds = {(mlp.num_experts, mlp.top_k) for mlp in (layer.mlp for layer in layers) if isinstance(mlp, Moe)}
     if len(kinds) > 1:
         raise NotUsual("another number of experts in another layer")
-    embedding, output = _embedding(base.embed_tokens, hidden), _output(base.norm, module.lm_head, hidden)
-    return Decoder(embedding, layers, output, hidden, base.rotary_emb, dtype)
+    return Decoder(embedding, layers, output, hidden, tuple(rotaries.values()), dtype)
 
 
-def _embedding(module: Any, hidden: int) -> Embedding | None:
+BASE = {
+    "embedding": ("embed_tokens", "wte"),
+    "layers": ("layers", "h"),
+    "norm": ("norm", "ln_f", "final_layernorm"),
+    "rotary": ("rotary_emb",),
+    "positions": ("wpe",),
+}
+"""Names of the parts of a base model, by role."""
+
+
+def base_parts(base: Any) -> dict[str, str]:
+    """Names of the parts of a base model, by role."""
+    if base is None:
+        raise NotUsual("another structure")
+    found = [name for name, part in base.named_children() if not isinstance(part, torch.nn.Dropout)]
+    names = {role: name for role, each in BASE.items() for name in each if name in found}
+    is_known = len(names) == len(found) and names.keys() >= {"embedding", "layers", "norm"}
+    if not is_known or any(True for _ in base.named_parameters(recurse=False)):
+        raise NotUsual(f"{type(base).__name__} has the parts {', '.join(sorted(found))}")
+    return names
+
+
+def _embedding(base: Any, names: dict[str, str], hidden: int, dtype: torch.dtype) -> Embedding | None:
+    module = getattr(base, names["embedding"])
     if isinstance(module, PassThrough):
         return None
     if module.weight.shape[1] != hidden:
         raise NotUsual("an embedding of another width")
     is_partial = isinstance(module, VocabularyParallel)
-    return Embedding(module.weight, module.first if is_partial else 0, is_partial)
+    positions = getattr(base, names["positions"]).weight if "positions" in names else None
+    if is_partial and positions is not None:
+        raise NotUsual("an embedding of positions that is not cut as that of tokens")
+    factor = embedding_factor(base, names, hidden, dtype)
+    return Embedding(module.weight, module.first if is_partial else 0, is_partial, factor, positions)
 
 
-def _output(norm: Any, head: Any, hidden: int) -> Output | None:
+def _output(module: Any, norm: Any, hidden: int) -> Output | None:
+    head = module.lm_head
     if isinstance(head, PassThrough):
         return None
-    if head.bias is not None:
-        raise NotUsual("an output layer with a bias")
     first = getattr(head, "first", None)
-    return Output(*_norm(norm, hidden), head.weight, head.weight.shape[0], first or 0, first is not None)
+    return Output(
+        norm_of(norm, hidden),
+        head.weight,
+        None if head.bias is None else _copy(head.bias),
+        head.weight.shape[0],
+        first or 0,
+        first is not None,
+        *of_logits(module, hidden),
+    )
 
 
-def _layer(layer: Any, shape: LayerShape, hidden: int) -> Layer:
-    _only(layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
-    norm, eps = _norm(layer.input_layernorm, hidden)
-    second_norm, second_eps = _norm(layer.post_attention_layernorm, hidden)
-    if eps != second_eps:
-        raise NotUsual("norms of different precision")
-    return Layer(norm, eps, _attention(layer.self_attn, shape), second_norm, _mlp(layer.mlp, hidden))
+def _layer(
+    layer: Any, shape: LayerShape, hidden: int, base: Any, rotaries: dict[tuple[str, ...], Rotary]
+) -> Layer:
+    order = order_of(layer, hidden)
+
+    def norm(name: str | None) -> Norm | None:
+        return None if name is None else norm_of(getattr(layer, name), hidden)
+
+    mlp = _mlp(getattr(layer, order.mlp), hidden)
+    if isinstance(mlp, Moe) and (
+        order.behind_mlp is not None or order.before_mlp is None or order.is_parallel
+    ):
+        raise NotUsual("experts with norms in another place")
+    return Layer(
+        norm=norm(order.before_attention),
+        attention=_attention(getattr(layer, order.attention), shape, base, rotaries),
+        last_norm=norm(order.behind_attention),
+        second_norm=norm(order.before_mlp),
+        mlp=mlp,
+        mlp_last_norm=norm(order.behind_mlp),
+        is_parallel=order.is_parallel,
+        factor=order.factor,
+    )
 
 
-def _attention(module: Any, shape: LayerShape) -> Attention:
-    _only(module, {"q_proj", "k_proj", "v_proj", "o_proj"}, optional={"q_norm", "k_norm"})
-    dim, kv_heads = shape.key_dim, shape.kv_heads
-    if shape.value_dim != dim or dim % LANES:
-        raise NotUsual(f"heads of {dim} and {shape.value_dim}")
-    projections = [_whole(getattr(module, name)) for name in ("q_proj", "k_proj", "v_proj")]
-    heads = projections[0][0].shape[0] // dim
-    for (weight, _), count in zip(projections, (heads, kv_heads, kv_heads), strict=True):
-        if weight.shape[0] != count * dim:
-            raise NotUsual("projections of another size than its heads")
-    biases = [bias for _, bias in projections if bias is not None]
-    if len(biases) not in (0, 3):
-        raise NotUsual("a bias in some projections only")
-    norms, head_eps = None, 0.0
-    if hasattr(module, "q_norm"):
-        (query, head_eps), (key, _) = _norm(module.q_norm, dim), _norm(module.k_norm, dim)
-        norms = torch.cat([query, key])
-    out, out_bias, is_partial = _linear(module.o_proj)
+def _attention(
+    module: Any, shape: LayerShape, base: Any, rotaries: dict[tuple[str, ...], Rotary]
+) -> Attention:
+    dim, value_dim, kv_heads = shape.key_dim, shape.value_dim, shape.kv_heads
+    if dim % LANES or value_dim % LANES:
+        raise NotUsual(f"heads of {dim} and {value_dim}")
+    inward, out_name = attention_projections(module)
+    projections = [whole(each) for each in inward.values()]
+    heads = (sum(each.outputs for each in projections) - kv_heads * (dim + value_dim)) // dim
+    sizes = heads * dim, kv_heads * dim, kv_heads * value_dim
+    if len(projections) > 1 and tuple(each.outputs for each in projections) != sizes:
+        raise NotUsual("projections of another size than its heads")
+    weights = [each.weight for each in projections]
+    if len(weights) == 1:
+        weights = list(weights[0].split(sizes))
+    rotary = rotary_of(base, module)
+    seen = noted(module, rotary, shape, heads, _telling(module.config))
+    turning, out = seen.turning, linear_of(getattr(module, out_name))
+    number, places = _rotary_number(seen, rotary, rotaries, dim)
+    norms, qkv_bias = turning.norms, _joined_bias(projections)
+    if places is not None:
+        everywhere = _everywhere(places, heads + kv_heads, dim)
+        if norms is not None:
+            norms = Norm(norms.weights[everywhere], norms.eps, norms.is_centred)
+        if turning.wide_norms is not None:
+            raise NotUsual("a norm over all heads whose numbers are turned in neighbouring pairs")
+        if qkv_bias is not None:
+            qkv_bias[: len(everywhere)] = qkv_bias[everywhere]
     return Attention(
-        qkv=tuple(weight for weight, _ in projections),
-        qkv_bias=_copy(torch.cat(biases)) if biases else None,
-        out=out,
-        out_bias=None if out_bias is None else _copy(out_bias),
-        is_partial=is_partial,
+        qkv=tuple(weights),
+        qkv_bias=qkv_bias,
+        out=out.weight,
+        out_bias=None if out.bias is None else _copy(out.bias),
+        is_partial=out.is_partial,
         head_norms=norms,
-        head_eps=head_eps,
+        wide_norms=turning.wide_norms,
+        is_norm_last=turning.is_norm_last,
+        rotary=number,
+        places=places,
         heads=heads,
         kv_heads=kv_heads,
         dim=dim,
-        scale=float(module.scaling),
+        scale=seen.scale,
         window=shape.window or 0,
+        value_dim=value_dim,
+        cap=seen.cap,
+        sinks=None if seen.sinks is None else _copy(seen.sinks),
+        factors=_factors(module.config, seen.factors),
+    )
+
+
+SAME = 1e-4
+"""Difference of factors that are the same."""
+
+
+def _telling(config: Any) -> torch.Tensor:
+    """Positions [TOKENS] at which a factor on queries would show."""
+    near = int(_rope(config).get("original_max_position_embeddings") or 0)
+    last = int(getattr(config, "max_position_embeddings", 1 << 12)) - 1
+    near = near or last // 2
+    return torch.tensor([0, 1, near - 1, near, near + 1, max(last, 3 * near)])[:TOKENS]
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or {}
+
+
+def _factors(config: Any, seen: torch.Tensor) -> QueryFactors | None:
+    """What queries are multiplied by, from what was seen at some positions; None for nothing."""
+    if float((seen - 1).abs().max()) < SAME:
+        return None
+    rope = _rope(config)
+    growth, original = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    if growth and original:
+        factors = QueryFactors(float(growth), int(original))
+        if float((seen - factors.table(_telling(config))).abs().max()) < SAME:
+            return factors
+    raise NotUsual("queries with a factor that depends on the position")
+
+
+def _rotary_number(
+    seen: Noted, rotary: Rotary | None, rotaries: dict[tuple[str, ...], Rotary], dim: int
+) -> tuple[int | None, torch.Tensor | None]:
+    """The number of the rotary embedding, and :attr:`Attention.places`."""
+    if rotary is None or seen.turning.angles is None:
+        return None, None
+    number = list(rotaries | {rotary.kind: rotary}).index(rotary.kind)
+    rotaries.setdefault(rotary.kind, rotary)
+    if seen.turning.angles == "halves":
+        return number, None
+    width = int(rotary(torch.zeros(1, 1, dtype=torch.int64))[0].shape[-1])
+    return number, torch.cat([order_of_pairs(width, seen.turning.angles), torch.arange(width, dim)])
+
+
+def _everywhere(places: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
+    """The same order in each head, one behind the other."""
+    return (torch.arange(heads)[:, None] * dim + places).flatten()
+
+
+def _joined_bias(projections: list[Linear]) -> torch.Tensor | None:
+    """Biases in a row; zeros for projections that have none."""
+    if all(each.bias is None for each in projections):
+        return None
+    return torch.cat(
+        [torch.zeros(each.outputs) if each.bias is None else _copy(each.bias) for each in projections]
     )
 
 
 def _mlp(module: Any, hidden: int) -> Mlp | Moe:
-    children = {name for name, _ in module.named_children()} - {"act_fn"}
-    if children == {"gate_proj", "up_proj", "down_proj"}:
-        _silu(module)
-        gate, gate_bias = _whole(module.gate_proj)
-        up, up_bias = _whole(module.up_proj)
-        down, down_bias, is_partial = _linear(module.down_proj)
-        if any(bias is not None for bias in (gate_bias, up_bias, down_bias)):
-            raise NotUsual("an MLP with biases")
-        return Mlp(gate, up, down, is_partial, gate.shape[0])
+    projections = mlp_projections(module)
+    if projections is not None:
+        return _dense(module, projections)
     _only(module, {"gate", "experts"})
     experts, gate = module.experts, module.gate
     own = {name: tuple(weight.shape) for name, weight in experts.named_parameters()}
@@ -267,6 +462,20 @@ def _mlp(module: Any, hidden: int) -> Mlp | Moe:
     return Moe(router, experts, isinstance(experts, SummedExperts), router.shape[0], top_k, normalised, width)
 
 
+def _dense(module: Any, projections: list[Any]) -> Mlp:
+    *inward, down = [*map(whole, projections[:-1]), linear_of(projections[-1])]
+    width = down.weight.shape[1]
+    gate, up = (inward[0].weight, inward[-1].weight) if len(inward) == 2 else (None, inward[0].weight)
+    if up.shape[0] == 2 * width:
+        gate, up = up.chunk(2)
+    if up.shape[0] != width:
+        raise NotUsual("an MLP whose parts have different widths")
+    down_bias = None if down.bias is None else _copy(down.bias)
+    return Mlp(
+        gate, up, down.weight, down.is_partial, width, activation_of(module), _joined_bias(inward), down_bias
+    )
+
+
 def _copy(vector: torch.Tensor) -> torch.Tensor:
     """A copy in float32, since the model's own tensor is emptied."""
     return vector.detach().to(torch.float32, copy=True)
@@ -276,34 +485,6 @@ def _silu(module: Any) -> None:
     act = getattr(module, "act_fn", None)
     if type(act).__name__ not in ("SiLU", "SiLUActivation"):
         raise NotUsual(f"the activation {type(act).__name__}")
-
-
-def _whole(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias of a linear layer that has all of its inputs."""
-    weight, bias, is_partial = _linear(module)
-    if is_partial:
-        raise NotUsual("partial sums in the middle of a layer")
-    return weight, bias
-
-
-def _linear(module: Any) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
-    """Weight, bias, and whether other ranks have other inputs."""
-    is_partial = type(module) is RowParallelLinear
-    if module.splits_input if is_partial else type(module) is not torch.nn.Linear:
-        raise NotUsual(f"a projection of type {type(module).__name__}")
-    if module.weight.shape[1] % 2:
-        raise NotUsual("an odd width")
-    return module.weight, module.bias, is_partial
-
-
-def _norm(module: Any, width: int) -> tuple[torch.Tensor, float]:
-    if isinstance(module, ParallelRMSNorm):
-        raise NotUsual("a norm over the heads of all ranks")
-    parameters = dict(module.named_parameters())
-    eps = getattr(module, "variance_epsilon", None)
-    if parameters.keys() != {"weight"} or parameters["weight"].shape != (width,) or eps is None:
-        raise NotUsual(f"a norm of type {type(module).__name__}")
-    return _copy(parameters["weight"]), float(eps)
 
 
 def _only(module: Any, names: set[str], optional: frozenset[str] | set[str] = frozenset()) -> None:

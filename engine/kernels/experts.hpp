@@ -245,14 +245,14 @@ void for_experts(const int64_t* begins, int64_t num_experts, int64_t parts, Work
 }
 
 // out [rows, n] = silu(gate) * up of in [rows, k], rows sorted by expert; weights by expert: gate's panels, then up's.
-// extra: first row of each expert; a: experts
+// extra: first row of each expert; a: experts, b: the activation, SILU if 0
 template <class T>
 void experts_up(const Operation& op, Work& work) {
     using E = typename T::Element;
     constexpr int64_t TOGETHER = 2;  // panels: 32 outputs are a line of the cache, which two threads must not write to at once
     int64_t panels = (op.n + LANES - 1) / LANES;
-    auto products = gated_products<T>(op.n);
-    Weights weights(op, op.k / T::PACK);
+    auto products = gated_products<T>(op.n, op.b);
+    Weights weights(op, op.k / T::PACK, T::PACK);
     auto gate_of = [&](const ExpertTask& task) { return task.expert * 2 * panels + TOGETHER * task.part; };
     auto panels_at = [&](int64_t gate) { return Panels{weights.panel(gate), weights.panel(gate + panels)}; };
     for_experts(static_cast<const int64_t*>(op.extra), op.a, (panels + TOGETHER - 1) / TOGETHER, work,
@@ -292,7 +292,7 @@ void experts_down(const Operation& op, Work& work) {
         put(place(to, row), one, to.low);
         put(place(to, row) + LANES * size, two, to.high);
     }, place, std::max<int64_t>(1, op.b));
-    Weights weights(op, op.k / T::PACK);
+    Weights weights(op, op.k / T::PACK, T::PACK);
     auto panel_of = [&](const ExpertTask& task) { return (task.expert * pairs + task.part) * 2; };
     auto panels_at = [&](int64_t panel) { return Panels{weights.panel(panel), weights.panel(panel + 1)}; };
     for_experts(static_cast<const int64_t*>(op.extra), op.a, pairs, work, [&](const ExpertTask& now, const ExpertTask& next) {
@@ -308,7 +308,7 @@ void experts_down(const Operation& op, Work& work) {
 }
 
 // out [rows, n] += sum over its k pairs, in order, of in (weights, float) * results, wherever they are. extra: the exchange; more: that of
-// ranks which have a part of each result, float [pairs, n] from byte a of each arena, or none
+// ranks which have a part of each result, float [pairs, n] from byte a of each arena, or none; number: a factor on the sum
 template <class T>
 void combine(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
@@ -317,6 +317,7 @@ void combine(const Operation& op, const Step& step, Work& work) {
     auto* weights = static_cast<const float*>(op.in);
     auto* ids = reinterpret_cast<const int64_t*>(exchange.arenas[exchange.rank] + exchange.ids_at);
     int64_t before = exchange.firsts[exchange.rank], pitch = pitch_of<T>(op.n);
+    const Floats factor = factor_of(op.number);
     struct Result {
         const E* row;   // if it is not in parts
         int64_t place;
@@ -340,7 +341,7 @@ void combine(const Operation& op, const Step& step, Work& work) {
                 sum = fmadd(filled(weights[token * op.k + choice]), result, sum);
             }
             E* to = static_cast<E*>(op.out) + token * pitch + i;
-            T::store(to, sum + T::load(to, lanes), lanes);
+            T::store(to, fmadd(sum, factor, T::load(to, lanes)), lanes);
         }
     });
 }

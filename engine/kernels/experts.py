@@ -31,7 +31,7 @@ class PackedExperts:
     def of(cls, gate_up: torch.Tensor, down: torch.Tensor, packer: Packer) -> PackedExperts:
         """From gate_up [experts, 2 * width, hidden] and down [experts, hidden, width]."""
         count, hidden, width = down.shape
-        up = packer.gate_and_up(*gate_up.chunk(2, dim=-2))
+        up = packer.gate_up_stack(gate_up)
         return cls(up, packer.panels(down, multiple=32), count, hidden, width)
 
     def write(
@@ -81,7 +81,7 @@ class NativeExperts:
         known = self._packed.get(id(module))
         if known is not None and known[0]() is weight:
             return known[1]
-        packed = PackedExperts.of(weight.data, module.down_proj.data, self._packer)
+        packed = PackedExperts.of(weight, module.down_proj, self._packer)
         self._packed[id(module)] = (weakref.ref(weight), packed)
         return packed
 

@@ -10,6 +10,7 @@ of all tokens are in the cache, that layer goes on with those alone whose logits
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,12 +19,23 @@ import torch
 
 from engine.kernels.buffers import Buffers
 from engine.kernels.cache import NativeCache
-from engine.kernels.decoder import Attention, Embedding, Mlp, Moe, Output
+from engine.kernels.decoder import Attention, Embedding, Layer, Mlp, Moe, NotUsual, Output
 from engine.kernels.exchange import Alone, Exchange
 from engine.kernels.experts import NativeExperts
 from engine.kernels.linked import Linked
-from engine.kernels.operations import ADD, AS_FLOAT, SELECTED, TO_CHOOSE, OperationKind, Operations
+from engine.kernels.operations import (
+    ADD,
+    AS_FLOAT,
+    CENTRED,
+    NORM_LAST,
+    SELECTED,
+    TO_CHOOSE,
+    OperationKind,
+    Operations,
+)
 from engine.kernels.packing import Laid
+from engine.kernels.recognition.norms import Norm
+from engine.kernels.recognition.turning import QueryFactors
 from engine.kernels.sums import Area, OwnSums, Sums, parts_here
 from engine.kernels.weights import PackedDecoder, PackedLayer
 
@@ -43,15 +55,30 @@ class PartialSums(NamedTuple):
     """Numbers of a row."""
 
 
+class _Product(NamedTuple):
+    """A product of rows and weights that is added to the stream."""
+
+    into: torch.Tensor
+    weights: Laid | None
+    width: int
+    bias: torch.Tensor | None
+    is_partial: bool
+
+
+def _factor(factor: float) -> float:
+    """A factor as operations have it: 0 for none."""
+    return 0.0 if factor == 1.0 else factor
+
+
 @dataclass
 class StepList:
     """The operations of a step, and where they are cut for an exchange through Python."""
 
     operations: Operations
-    cuts: list[tuple[int, Moe | PartialSums | None]]
+    cuts: list[tuple[int, Layer | PartialSums | None]]
     """Ends of pieces, rising, and what comes after each.
 
-    That is the experts of a layer, a sum over ranks, or, at the end of the list, nothing.
+    That is a layer with its experts, a sum over ranks, or, at the end of the list, nothing.
     """
 
 
@@ -70,8 +97,9 @@ class Lowering:
         exchange: Exchange | None,
         sums: Sums | None,
         ranks: int,
+        factors: Mapping[QueryFactors, torch.Tensor],
     ) -> None:
-        """``products``: of expert layers that the packed decoder leaves out.
+        """``products``: of expert layers that the packed decoder leaves out. ``factors``: on queries.
 
         ``exchange``: None if there are no expert layers. ``sums``: over tensor-parallel ranks, None if there
         is one. ``ranks``: how many there are.
@@ -82,10 +110,10 @@ class Lowering:
         self._cache = cache
         self._buffers = buffers
         self._exchange = exchange
-        self._sums, self._ranks = sums, ranks
+        self._sums, self._ranks, self._factors = sums, ranks, factors
         self._num_sums = 0
         """Sums written so far."""
-        self._cuts: list[tuple[int, Moe | PartialSums | None]] = []
+        self._cuts: list[tuple[int, Layer | PartialSums | None]] = []
         self._list = Operations(OPERATIONS_PER_LAYER * len(packed.layers) + OTHER_OPERATIONS)
         self._stream, self._rows = buffers.stream, 0
         """What the layers add to, and the flag that says which rows it has."""
@@ -98,24 +126,26 @@ class Lowering:
         for number, packed in enumerate(self._packed.layers):
             layer = packed.layer
             cut = isinstance(layer.mlp, Moe) and not exchanges
-            self._norm(layer.norm, layer.eps, buffers.normed)
-            self._project(packed, layer.attention)
+            into = self._norm(layer.norm, buffers.normed)
+            self._project(packed, layer.attention, into)
             if number == len(self._packed.layers) - 1 and not cut and decoder.output is not None:
                 self._select()
-            self._attention(number, packed, layer.attention)
+            seen = self._norm(layer.second_norm, buffers.normed) if layer.is_parallel else None
+            self._attention(number, packed, layer)
             if isinstance(layer.mlp, Mlp):
-                self._norm(layer.second_norm, layer.eps, buffers.normed)
-                self._mlp(packed, layer.mlp)
+                if seen is None:
+                    seen = self._norm(layer.second_norm, buffers.normed)
+                self._mlp(packed, layer, layer.mlp, seen)
             elif cut:
-                self._norm(layer.second_norm, layer.eps, buffers.normed)
+                self._norm(layer.second_norm, buffers.normed)
                 self._router(packed, layer.mlp, buffers.normed, buffers.ids)
-                self._cuts.append((len(self._list), layer.mlp))
+                self._cuts.append((len(self._list), layer))
             else:
                 assert self._exchange is not None
                 own, layout = self._exchange.own, self._exchange.layout
-                self._norm(layer.second_norm, layer.eps, own + layout.rows_at)
+                self._norm(layer.second_norm, own + layout.rows_at)
                 self._router(packed, layer.mlp, own + layout.rows_at, own + layout.ids_at)
-                self._experts(packed, layer.mlp, self._exchange)
+                self._experts(packed, layer.mlp, self._exchange, layer.factor)
         if self._num_sums == 1:
             self._meet(0, 0)  # or what was given for this step's sum could be gone before all have read it
         if decoder.output is not None:
@@ -124,8 +154,10 @@ class Lowering:
 
     def _embed(self, embedding: Embedding) -> None:
         weights = {"into": embedding.weight.data, "k": self._hidden}
+        weights["number"] = _factor(embedding.factor)
         if not embedding.is_partial:
-            self._list.add(OperationKind.EMBED, out=self._buffers.stream, **weights)
+            positions = None if embedding.positions is None else embedding.positions.data
+            self._list.add(OperationKind.EMBED, out=self._buffers.stream, more=positions, **weights)
             return
         area = self._area()
         self._list.add(
@@ -136,23 +168,27 @@ class Lowering:
             flags=AS_FLOAT,
             **weights,
         )
-        self._sum(area, None, flags=0)
+        self._sum(area, None, 0, self._buffers.stream)
 
     def _choose(self, output: Output) -> None:
         """Logits of the selected rows, and the tokens that have the greatest."""
         buffers = self._buffers
         if not self._rows:
             self._select()
-        self._norm(output.norm, output.eps, buffers.last)
+        self._norm(output.norm, buffers.last)
         self._list.add(
             OperationKind.LINEAR,
             into=buffers.last,
             out=buffers.logits,
             weights=self._packed.head,
+            more=output.bias,
             n=output.vocab,
             k=self._hidden,
+            number=_factor(output.factor),
             flags=SELECTED | AS_FLOAT,
         )
+        if output.cap:
+            self._list.add(OperationKind.CAP, out=buffers.logits, n=output.vocab, number=output.cap)
         if not output.is_partial:
             self._list.add(OperationKind.CHOOSE, into=buffers.logits, out=buffers.chosen, n=output.vocab)
         elif self._sums is not None and not isinstance(self._sums, OwnSums):
@@ -175,40 +211,66 @@ class Lowering:
         self._list.add(OperationKind.SELECT, into=self._stream, out=self._buffers.last, k=self._hidden)
         self._stream, self._rows = self._buffers.last, SELECTED
 
-    def _norm(self, weight: torch.Tensor, eps: float, out: torch.Tensor | int) -> None:
+    def _norm(self, norm: Norm | None, out: torch.Tensor | int) -> torch.Tensor | int:
+        """Where the rows are that a part reads: ``out``, behind a norm, or the stream."""
+        if norm is None:
+            return self._stream
+        self._normalise(norm, self._stream, out, self._hidden)
+        return out
+
+    def _normalise(
+        self, norm: Norm, into: torch.Tensor | int, out: torch.Tensor | int, width: int, **more: int
+    ) -> None:
+        flags = self._rows | (CENTRED if norm.is_centred else 0) | more.pop("flags", 0)
         self._list.add(
             OperationKind.NORM,
-            into=self._stream,
+            into=into,
             out=out,
-            more=weight,
-            k=self._hidden,
-            number=eps,
-            flags=self._rows,
+            more=norm.weights,
+            k=width,
+            number=norm.eps,
+            flags=flags,
+            **more,
         )
 
-    def _project(self, packed: PackedLayer, attention: Attention) -> None:
+    def _project(self, packed: PackedLayer, attention: Attention, into: torch.Tensor | int) -> None:
         """Queries, keys and values."""
+        projected = self._buffers.projected
         self._list.add(
             OperationKind.LINEAR,
-            into=self._buffers.normed,
-            out=self._buffers.projected,
+            into=into,
+            out=projected,
             weights=packed.qkv,
             more=attention.qkv_bias,
-            n=(attention.heads + 2 * attention.kv_heads) * attention.dim,
+            n=attention.projected_width,
             k=self._hidden,
         )
+        if attention.wide_norms is not None:
+            begin = projected.data_ptr()
+            for norm, heads in zip(attention.wide_norms, (attention.heads, attention.kv_heads), strict=True):
+                self._normalise(norm, begin, begin, heads * attention.dim, n=attention.projected_width)
+                begin += heads * attention.dim * projected.element_size()
 
-    def _attention(self, number: int, packed: PackedLayer, attention: Attention) -> None:
-        buffers = self._buffers
+    def _attention(self, number: int, packed: PackedLayer, layer: Layer) -> None:
+        buffers, attention, norms = self._buffers, layer.attention, layer.attention.head_norms
         keys, values = self._cache.keys[number], self._cache.values[number]
-        shape = {"a": attention.heads, "b": attention.kv_heads, "c": attention.dim, "d": attention.window}
+        shape = {
+            "a": attention.heads,
+            "b": attention.kv_heads,
+            "c": attention.dim,
+            "d": attention.window,
+            "n": attention.value_dim,
+        }
+        centred = CENTRED if norms is not None and norms.is_centred else 0
         self._list.add(
             OperationKind.QKV,
             into=buffers.projected,
             out=values,
             extra=keys,
-            more=attention.head_norms,
-            number=attention.head_eps,
+            more=None if norms is None else norms.weights,
+            number=0.0 if norms is None else norms.eps,
+            k=0 if attention.rotary is None else attention.rotary + 1,
+            flags=centred | (NORM_LAST if attention.is_norm_last else 0),
             **shape,
         )
         self._list.add(
@@ -217,48 +279,66 @@ class Lowering:
             out=buffers.attended,
             weights=values,
             extra=keys,
+            more=attention.sinks,
             number=attention.scale,
+            cap=attention.cap,
+            factors=None if attention.factors is None else self._factors[attention.factors],
             flags=self._rows,
             **shape,
         )
-        width = attention.heads * attention.dim
-        self._add_product(buffers.attended, packed.out, width, attention.out_bias, attention.is_partial)
-
-    def _mlp(self, packed: PackedLayer, mlp: Mlp) -> None:
-        buffers = self._buffers
-        self._list.add(
-            OperationKind.GATED,
-            into=buffers.normed,
-            out=buffers.middle,
-            weights=packed.gate_up,
-            n=mlp.width,
-            k=self._hidden,
-            flags=self._rows,
+        product = _Product(
+            buffers.attended,
+            packed.out,
+            attention.width,
+            attention.out_bias,
+            attention.is_partial,
         )
-        self._add_product(buffers.middle, packed.down, mlp.width, None, mlp.is_partial)
+        self._add_product(product, layer.last_norm, layer.factor)
 
-    def _add_product(
-        self,
-        into: torch.Tensor,
-        weights: Laid | None,
-        width: int,
-        bias: torch.Tensor | None,
-        is_partial: bool,
-    ) -> None:
-        """Multiply rows by weights and add the result to the stream.
+    def _mlp(self, packed: PackedLayer, layer: Layer, mlp: Mlp, into: torch.Tensor | int) -> None:
+        buffers, activation = self._buffers, mlp.activation
+        shape = {"into": into, "out": buffers.middle, "n": mlp.width, "k": self._hidden, "flags": self._rows}
+        if mlp.gate is not None:
+            self._list.add(
+                OperationKind.GATED, weights=packed.gate_up, more=mlp.bias, a=activation.kind, **shape
+            )
+        else:
+            self._list.add(
+                OperationKind.LINEAR,
+                weights=packed.up,
+                more=mlp.bias,
+                extra=activation.numbers,
+                c=activation.kind,
+                **shape,
+            )
+        product = _Product(buffers.middle, packed.down, mlp.width, mlp.down_bias, mlp.is_partial)
+        self._add_product(product, layer.mlp_last_norm, layer.factor)
+
+    def _add_product(self, product: _Product, norm: Norm | None, factor: float) -> None:
+        """Multiply rows by weights and add the result, behind its norm, to the stream.
 
         If it is a partial sum, it is added over all ranks first.
         """
-        parts = parts_here(width, self._ranks if is_partial else 1)
-        product = {"into": into, "weights": weights, "n": self._hidden, "k": width, "b": parts}
-        if not is_partial:
+        parts = parts_here(product.width, self._ranks if product.is_partial else 1)
+        fields = {"into": product.into, "weights": product.weights, "n": self._hidden, "k": product.width}
+        to: dict[str, Any] = {"out": self._stream, "number": _factor(factor)}
+        flags = ADD
+        if norm is not None:
+            to, flags = {"out": self._buffers.branch}, 0
+        if product.is_partial:
+            area = self._area()
             self._list.add(
-                OperationKind.LINEAR, out=self._stream, more=bias, flags=self._rows | ADD, **product
+                OperationKind.LINEAR, out=area.address, flags=self._rows | AS_FLOAT, b=parts, **fields
             )
-            return
-        area = self._area()
-        self._list.add(OperationKind.LINEAR, out=area.address, flags=self._rows | AS_FLOAT, **product)
-        self._sum(area, bias, flags=ADD)
+            self._sum(area, product.bias, flags, **to)
+        else:
+            self._list.add(
+                OperationKind.LINEAR, more=product.bias, flags=self._rows | flags, b=parts, **fields, **to
+            )
+        if norm is not None:
+            if factor != 1.0:
+                raise NotUsual("a factor on what a norm gives")
+            self._normalise(norm, self._buffers.branch, self._stream, self._hidden, flags=ADD)
 
     def _area(self) -> Area:
         """Area of the next sum."""
@@ -266,16 +346,19 @@ class Lowering:
         self._num_sums += 1
         return self._sums.area(self._num_sums - 1, self._packed.decoder.num_sums)
 
-    def _sum(self, area: Area, bias: torch.Tensor | None, flags: int) -> None:
-        """Add what all ranks have given to the stream."""
+    def _sum(
+        self, area: Area, bias: torch.Tensor | None, flags: int, out: torch.Tensor, number: float = 0.0
+    ) -> None:
+        """Write or add what all ranks have given."""
         record = self._meet_for(area, self._hidden)
         self._list.add(
             OperationKind.SUM,
-            out=self._stream,
+            out=out,
             more=bias,
             extra=record,
             n=self._hidden,
             a=area.begin,
+            number=number,
             flags=self._rows | flags,
         )
 
@@ -329,7 +412,7 @@ class Lowering:
             flags=self._rows | (ADD if moe.normalised else 0),
         )
 
-    def _experts(self, packed: PackedLayer, moe: Moe, exchange: Exchange) -> None:
+    def _experts(self, packed: PackedLayer, moe: Moe, exchange: Exchange, factor: float) -> None:
         buffers, alone = self._buffers, isinstance(exchange, Alone)
         area = self._area() if moe.is_partial else None
         if not alone:
@@ -349,6 +432,7 @@ class Lowering:
             extra=exchange.record,
             n=self._hidden,
             k=moe.top_k,
+            number=_factor(factor),
             flags=self._rows,
             **({} if area is None else self._of_ranks(area, moe)),
         )

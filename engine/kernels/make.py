@@ -27,7 +27,7 @@ from engine.attention.torch_paged import TorchPagedAttention
 from engine.host.memory import MARGIN, available_memory
 from engine.kernels import library
 from engine.kernels.cache import NativeCache
-from engine.kernels.decoder import Decoder, NotUsual, recognise
+from engine.kernels.decoder import Decoder, NotUsual, base_parts, recognise
 from engine.kernels.program import Program
 from engine.kernels.trial import judge
 from engine.kernels.weights import num_bytes
@@ -116,6 +116,8 @@ def make_program(model: LoadedModel, block_size: int) -> Program | None:
     if saved := program.saved_bytes:
         share = saved / (program.weight_bytes + saved)
         tiles += f", weights compressed by {100 * share:.0f} %"
+    if codes := program.quantized_bytes:
+        tiles += f", {100 * codes / program.weight_bytes:.0f} % of the weights' bytes are codes"
     logger.info("native kernels: on%s (prepared in %.1f s)", tiles, time.monotonic() - began)
     return program
 
@@ -298,8 +300,9 @@ def _let_go(model: LoadedModel) -> None:
     """
     kept = {id(weight) for layer in model.expert_layers for weight in layer.parameters()}
     base = getattr(model.module, model.module.base_model_prefix)
-    embedding = getattr(base.embed_tokens, "weight", None)
-    for part in (base.layers, model.module.lm_head):
+    names = base_parts(base)
+    embedding = getattr(getattr(base, names["embedding"]), "weight", None)
+    for part in (getattr(base, names["layers"]), model.module.lm_head):
         for weight in part.parameters():
             if id(weight) not in kept and weight is not embedding:
                 weight.data = weight.data.new_empty(0)

@@ -19,8 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.pytorch_utils import Conv1D
 
-from engine.kernels.decoder import Attention, Decoder, Layer, Mlp, Moe, recognise
+from engine.attention.base import LAYER_ATTRIBUTE
+from engine.kernels.decoder import Attention, Decoder, Layer, Mlp, Moe, base_parts, recognise
+from engine.kernels.recognition.activations import ActivationKind
+from engine.kernels.recognition.projections import attention_projections, linear_of, mlp_projections
+from engine.kernels.recognition.turning import NORMS
 from engine.model.expert_weights import expert_modules
 from engine.model.shard import PassThrough, StageInput
 from engine.model.weights import EXPERTS_IMPLEMENTATION, LoadedModel
@@ -41,6 +46,7 @@ LOUD = 32.0
 
 A power of two, so that it can be taken back.
 """
+SQUARED = ActivationKind.RELU_SQUARED, ActivationKind.XIELU
 
 
 def random_numbers(shape: Sequence[int], seed: int) -> torch.Tensor:
@@ -68,6 +74,12 @@ class NarrowCopy:
         for part in self.module.modules():
             if isinstance(part, StageInput):
                 part.received = None
+            elif isinstance(part, Conv1D):
+                part.nf = part.weight.shape[1]
+        for layer, part in zip(decoder.layers, _parts(self.module), strict=True):
+            module = _attention_of(part)
+            if len(attention_projections(module)[0]) == 1:
+                _tell_heads(module, *_heads(layer.attention), layer.attention.dim)
         experts = {layer.mlp.num_experts for layer in decoder.layers if isinstance(layer.mlp, Moe)}
         for part in expert_modules(self.module).values():
             part.num_experts = max(experts, default=part.num_experts)
@@ -107,7 +119,37 @@ class NarrowCopy:
 
 def _parts(module: Any) -> list[Any]:
     base = getattr(module, module.base_model_prefix)
-    return [layer for layer in base.layers if not isinstance(layer, PassThrough)]
+    layers = getattr(base, base_parts(base)["layers"])
+    return [layer for layer in layers if not isinstance(layer, PassThrough)]
+
+
+def _attention_of(layer: Any) -> Any:
+    """The attention of a layer."""
+    return next(part for _, part in layer.named_children() if hasattr(part, LAYER_ATTRIBUTE))
+
+
+def _mlp_of(layer: Any) -> list[Any] | None:
+    """The projections of a layer's MLP; None if it has experts."""
+    found = (
+        mlp_projections(part) for _, part in layer.named_children() if not hasattr(part, LAYER_ATTRIBUTE)
+    )
+    return next((each for each in found if each is not None), None)
+
+
+HEADS = "num_attention_heads", "num_heads", "n_head"
+KV_HEADS = "num_key_value_heads", "num_kv_heads"
+
+
+def _tell_heads(module: Any, heads: int, kv_heads: int, dim: int) -> None:
+    """Set the numbers that a forward pass splits joined projections by."""
+    config = module.config
+    for owner in (module, config):
+        for names, number in ((HEADS, heads), (KV_HEADS, kv_heads)):
+            for name in names:
+                if hasattr(owner, name):
+                    setattr(owner, name, number)
+    if hasattr(module, "split_size"):
+        module.split_size = heads * dim
 
 
 def _heads(attention: Attention) -> tuple[int, int]:
@@ -142,12 +184,14 @@ class _Made:
     """Columns that make up for loud inputs, so that these weigh as much as others."""
     power: int
     """Loud factors of such an input."""
+    is_turned: bool
 
     def scale(self, factor: float) -> None:
+        data = self.weight.data.t() if self.is_turned else self.weight.data
         if self.loud_rows:
-            self.weight.data[..., list(self.loud_rows), :] *= factor
+            data[..., list(self.loud_rows), :] *= factor
         if self.quiet_columns:
-            self.weight.data[..., list(self.quiet_columns)] /= factor**self.power
+            data[..., list(self.quiet_columns)] /= factor**self.power
 
 
 class _Weights:
@@ -163,14 +207,17 @@ class _Weights:
         self.memo: dict[int, Any] = {}
         """Memo of ``deepcopy``."""
         for layer, part in zip(decoder.layers, _parts(model.module), strict=True):
-            self._attention(layer.attention, part.self_attn)
-            self._mlp(layer.mlp)
+            self._attention(layer.attention, _attention_of(part))
+            self._mlp(layer.mlp, _mlp_of(part))
         if decoder.embedding is not None:
             weight = decoder.embedding.weight
             self._put(weight, (min(len(weight), MOST_TOKENS), decoder.hidden), size=1.0)
         if decoder.output is not None:
             rows = min(len(decoder.output.head), MOST_TOKENS)
             self._put(decoder.output.head, (rows, decoder.hidden), loud_rows=range(rows // 2, rows))
+            bias = getattr(model.module.lm_head, "bias", None)
+            if bias is not None:
+                self._put(bias, (rows,), size=0.2)
         self._rest(model)
 
     def quieten(self) -> None:
@@ -185,27 +232,73 @@ class _Weights:
 
     def _attention(self, attention: Attention, module: Any) -> None:
         (heads, kv_heads), dim, hidden = _heads(attention), attention.dim, attention.out.shape[0]
-        loud_query = range(dim * (heads // 2), dim * heads)
-        loud_value = [index for index in range(kv_heads * dim) if index % dim >= dim // 2]
-        loud_out = [index for index in range(heads * dim) if index % dim >= dim // 2]
-        for projection, rows, loud in (
-            (module.q_proj, heads * dim, loud_query),
-            (module.k_proj, kv_heads * dim, ()),
-            (module.v_proj, kv_heads * dim, loud_value),
-        ):
-            self._put(projection.weight, (rows, hidden), loud_rows=loud)
-            if projection.bias is not None:
-                self._put(projection.bias, (rows,), size=0.2)
-        self._put(module.o_proj.weight, (hidden, heads * dim), quiet_columns=loud_out)
+        loud_query, value_dim = range(dim * (heads // 2), dim * heads), attention.value_dim
+        loud_value, loud_out = (
+            [index for index in range(number * value_dim) if index % value_dim >= value_dim // 2]
+            for number in (kv_heads, heads)
+        )
+        sizes = heads * dim, kv_heads * dim, kv_heads * value_dim
+        inward, out = attention_projections(module)
+        if len(inward) == 1:
+            before = sizes[0] + sizes[1]
+            loud = [*loud_query, *(before + index for index in loud_value)]
+            self._linear(next(iter(inward.values())), sum(sizes), hidden, loud_rows=loud)
+        else:
+            for each, rows, loud_rows in zip(
+                inward.values(), sizes, (loud_query, (), loud_value), strict=True
+            ):
+                self._linear(each, rows, hidden, loud_rows=loud_rows)
+        self._linear(getattr(module, out), hidden, heads * value_dim, quiet_columns=loud_out)
+        for weight in module.parameters(recurse=False):
+            if weight.shape == (attention.heads,):  # sinks
+                self._put(weight, (heads,), size=1.0)
+        for names in NORMS:
+            for name, number in zip(names, (heads, kv_heads), strict=True):
+                weight = getattr(getattr(module, name, None), "weight", None)
+                if weight is not None and weight.numel() != dim:
+                    shape = (number, dim) if weight.ndim == 2 else (number * dim,)
+                    self._put(weight, shape, size=0.2, mean=1.0)
 
-    def _mlp(self, mlp: Mlp | Moe) -> None:
+    def _linear(
+        self,
+        module: Any,
+        rows: int,
+        columns: int,
+        role: str = "",
+        *,
+        loud_rows: Sequence[int] = (),
+        quiet_columns: Sequence[int] = (),
+        power: int = 1,
+    ) -> None:
+        """Weight and bias of a linear layer. Biases are as loud as their rows."""
+        linear = linear_of(module)
+        self._put(
+            module.weight,
+            (rows, columns),
+            role,
+            loud_rows=loud_rows,
+            quiet_columns=quiet_columns,
+            power=power,
+            is_turned=linear.is_turned,
+        )
+        if module.bias is not None:
+            self._put(module.bias, (rows,), role, size=0.2)
+
+    def _mlp(self, mlp: Mlp | Moe, projections: list[Any] | None) -> None:
         columns = min(mlp.width, MOST_COLUMNS)
         loud = range(columns // 2, columns)
         if isinstance(mlp, Mlp):
-            hidden = mlp.down.shape[0]
-            self._put(mlp.gate, (columns, hidden), "gate", loud_rows=loud)
-            self._put(mlp.up, (columns, hidden), "up", loud_rows=loud)
-            self._put(mlp.down, (hidden, columns), quiet_columns=loud, power=2)
+            assert projections is not None
+            hidden, (*inward, down) = mlp.down.shape[0], projections
+            both, power = [*loud, *(columns + index for index in loud)], 1 if mlp.gate is None else 2
+            if len(inward) == 1 and mlp.gate is not None:
+                self._linear(inward[0], 2 * columns, hidden, "gate and up", loud_rows=both)
+            else:
+                for each, role in zip(inward, ("gate", "up"), strict=False):
+                    self._linear(each, columns, hidden, role, loud_rows=loud)
+            if mlp.activation.kind in SQUARED:
+                power *= 2
+            self._linear(down, hidden, columns, quiet_columns=loud, power=power)
             return
         hidden, module = mlp.router.shape[1], mlp.experts
         both = [*loud, *(columns + index for index in loud)]
@@ -217,10 +310,11 @@ class _Weights:
 
         Objects that a mesh's workers share are left out.
         """
+        biases = {id(weight) for name, weight in model.module.named_parameters() if name.endswith("bias")}
         for weight in model.module.parameters():
             if id(weight) not in self.memo:
                 is_vector = weight.ndim == 1
-                size, mean = (0.2, 1.0) if is_vector else (None, 0.0)
+                size, mean = (0.2, float(id(weight) not in biases)) if is_vector else (None, 0.0)
                 self._put(weight, tuple(weight.shape), size=size, mean=mean)
         for buffer in model.module.buffers():
             if buffer.dtype == model.dtype:
@@ -243,17 +337,20 @@ class _Weights:
         loud_rows: Sequence[int] = (),
         quiet_columns: Sequence[int] = (),
         power: int = 1,
+        is_turned: bool = False,
     ) -> None:
         """``role``: distinguishes weights of one shape.
 
-        ``size``: of a number; by default such that a product keeps the size of its input.
+        ``is_turned``: the module keeps the weight the other way round. ``size``: of a number; by default
+        such that a product keeps the size of its input.
         """
-        key = (shape, role, size, mean, tuple(loud_rows), tuple(quiet_columns))
+        key = (shape, role, size, mean, tuple(loud_rows), tuple(quiet_columns), is_turned)
         if key not in self._made:
             made = random_numbers(shape, zlib.crc32(repr(key).encode()))
             made = (
                 made.mul_(shape[-1] ** -0.5 if size is None else size).add_(mean).to(torch.bfloat16).float()
             )
-            self._made[key] = _Made(torch.nn.Parameter(made, requires_grad=False), key[4], key[5], power)
+            weight = torch.nn.Parameter(made.t() if is_turned else made, requires_grad=False)
+            self._made[key] = _Made(weight, key[4], key[5], power, is_turned)
             self._made[key].scale(LOUD)
         self.memo[id(stands_for)] = self._made[key].weight

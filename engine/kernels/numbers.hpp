@@ -18,6 +18,7 @@ struct Float : FloatParts {
     static constexpr int PACK = 1;
     static Floats load(const float* from, Mask lanes) { return ::load(from, lanes); }
     static void store(float* to, Floats value, Mask lanes) { ::store(to, value, lanes); }
+    static void store(float* to, Floats one, Floats two) { ::store(to, one), ::store(to + LANES, two); }
     static float one(float value) { return value; }
     static Floats rounded(Floats value) { return value; }
 };
@@ -27,6 +28,7 @@ struct BFloat16 : BFloat16Parts {
     static constexpr int PACK = 2;
     static Floats load(const uint16_t* from, Mask lanes) { return load_bfloat16(from, lanes); }
     static void store(uint16_t* to, Floats value, Mask lanes) { store_bfloat16(to, value, lanes); }
+    static void store(uint16_t* to, Floats one, Floats two) { store_bfloat16(to, one, two); }
     static float one(uint16_t value) {
         uint32_t bits = uint32_t(value) << 16;
         float result;
@@ -80,6 +82,30 @@ Floats exp_ps(Floats x) {  // 2^n * 2^f with |f| <= 1/2; the series of 2^f ends 
     for (float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.f})
         p = fmadd(p, f, filled(c));
     return times_power_of_2(p, n);
+}
+
+// 2^x: the whole number below x, times a polynomial that is 1 at 0. Of weights in bfloat16 two digits are left, and four are right.
+template <class T>
+inline Floats exp2_ps(Floats x) {
+    Floats power, f = above_integer(x, power), p;
+    if constexpr (T::PACK == 1) {
+        p = filled(2.16129163e-4f);
+        for (float c : {1.24678458e-3f, 9.67545155e-3f, 5.54852821e-2f, 2.40229309e-1f, 6.93147063e-1f, 1.f}) p = fmadd(p, f, filled(c));
+    } else {
+        p = filled(7.70670548e-2f);
+        for (float c : {2.2764498e-1f, 6.95116818e-1f, 1.f}) p = fmadd(p, f, filled(c));
+    }
+    return times_power_of_2(p, power);
+}
+
+// Near 0, where 1 and exp(-2x) are close to each other, an odd polynomial.
+inline Floats tanh_ps(Floats x) {
+    Floats z = x * x, p = filled(-5.70498593e-3f);
+    for (float c : {2.06390861e-2f, -5.37397154e-2f, 1.33314416e-1f, -3.33332807e-1f}) p = fmadd(p, z, filled(c));
+    Floats size = maximum(x, filled(0.f) - x), e = exp2_ps<Float>(size * filled(-2.88539008f));
+    Floats far = (filled(1.f) - e) / (filled(1.f) + e);
+    far = picked(is_less(x, filled(0.f)), filled(0.f) - far, far);
+    return picked(is_less(size, filled(0.6f)), fmadd(p * z, x, x), far);
 }
 
 Floats silu_ps(Floats x) {

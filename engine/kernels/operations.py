@@ -11,25 +11,27 @@ import torch
 from engine.kernels.compression import Compressed
 from engine.kernels.library import Library
 from engine.kernels.logits import DRAW, SHAPE
+from engine.kernels.quantized import QuantizedPanels
 
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}
 
-ADD, AS_FLOAT, SELECTED, COMPRESSED, TO_CHOOSE = 1, 2, 4, 8, 16
+ADD, AS_FLOAT, SELECTED, COMPRESSED, TO_CHOOSE, CENTRED, NORM_LAST, QUANTIZED = 1, 2, 4, 8, 16, 32, 64, 128
 """Flags of operations.
 
 They add to what is there; write float32; compute the selected rows only; read compressed weights; run only if
-tokens are chosen.
+tokens are chosen; have norms around the mean, or norms behind the rotation; read codes of weights.
 """
 
 _OPERATION = np.dtype(
-    [(name, np.float64 if name == "number" else np.int64) for name in (
-        "kind", "into", "out", "weights", "more", "extra", "n", "k", "flags", "number", "a", "b", "c", "d"
+    [(name, np.float64 if name in ("number", "cap") else np.int64) for name in (
+        "kind", "into", "out", "weights", "more", "extra", "n", "k", "flags", "number", "a", "b", "c", "d",
+        "cap", "factors"
     )]
 )  # fmt: skip
 _STEP = np.dtype(
     [(name, np.int64) for name in (
         "tokens", "selected", "num_tasks", "table_width", "block_size", "ids", "slots", "chosen", "positions",
-        "cosines", "sines", "starts", "counts", "offsets", "tables", "tasks", "seconds", "choose", "apart",
+        "angles", "starts", "counts", "offsets", "tables", "tasks", "seconds", "choose", "apart",
         "num_chosen_tasks", "chosen_tasks", "draws"
     )]
 )  # fmt: skip
@@ -83,6 +85,7 @@ class OperationKind(enum.IntEnum):
     SUM = 18
     BEST_OF_ALL = 19
     LOOK = 20
+    CAP = 21
 
 
 class StepArguments:
@@ -115,6 +118,8 @@ class Operations:
             self._kept.append(value)
         if isinstance(fields.get("weights"), Compressed):
             row["flags"] |= COMPRESSED
+        if isinstance(fields.get("weights"), QuantizedPanels):
+            row["flags"] |= QUANTIZED
         self._count += 1
 
     def run(
@@ -144,7 +149,7 @@ def _address(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         assert value.is_contiguous()
         return value.data_ptr()
-    if isinstance(value, Compressed):
+    if isinstance(value, Compressed | QuantizedPanels):
         value = value.record
     if isinstance(value, np.ndarray):
         assert value.flags.c_contiguous

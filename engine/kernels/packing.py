@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from engine.kernels.compression import Compressed, can_compress, compressed
 from engine.kernels.library import Library
 from engine.kernels.pages import Arena
+from engine.kernels.quantized import QuantizedPanels, quantized
 
-Laid: TypeAlias = "torch.Tensor | Compressed"
+Laid: TypeAlias = "torch.Tensor | Compressed | QuantizedPanels"
 LANES = 16
 PACK = {torch.float32: 1, torch.bfloat16: 2}
 """Numbers per word."""
@@ -45,17 +46,39 @@ class Packer:
         """Bytes of all that was laid out."""
         self.saved_bytes = 0
         """Bytes that compression saves of them."""
+        self.quantized_bytes = 0
+        """Bytes of weights that are kept as codes."""
 
     def panels(self, *weights: torch.Tensor, multiple: int = LANES) -> Laid:
         """See the function of this name, for several weights in a row.
 
-        The outputs of all but the last one must fill whole panels.
+        The outputs of all but the last one must fill whole panels. A parameter that knows its codes is kept
+        as these.
         """
-        return self._lay(_stacked(weights, multiple))
+        return self._keep(quantized([weights], multiple, self._arena)) or self._lay(
+            _stacked([weight.data for weight in weights], multiple)
+        )
 
     def gate_and_up(self, gate: torch.Tensor, up: torch.Tensor) -> Laid:
         """[..., width, inputs] of both -> gate's panels, then up's."""
+        return self._keep(quantized([[gate], [up]], LANES, self._arena)) or self._lay(
+            [_turned(gate.data), _turned(up.data)]
+        )
+
+    def gate_up_stack(self, gate_up: torch.Tensor) -> Laid:
+        """[experts, 2 * width, inputs], gate first -> of each expert gate's panels, then up's."""
+        if gate_up.shape[-2] % (2 * LANES) == 0:
+            laid = self._keep(quantized([[gate_up]], LANES, self._arena))
+            if laid is not None:
+                return laid
+        gate, up = gate_up.data.chunk(2, dim=-2)
         return self._lay([_turned(gate), _turned(up)])
+
+    def _keep(self, laid: QuantizedPanels | None) -> QuantizedPanels | None:
+        if laid is not None:
+            self.num_bytes += laid.num_bytes
+            self.quantized_bytes += laid.num_bytes
+        return laid
 
     def _lay(self, parts: Sequence[torch.Tensor]) -> Laid:
         shape, dtype = _shape(parts), parts[0].dtype

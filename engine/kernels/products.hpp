@@ -17,8 +17,9 @@
 #include <utility>
 #include <vector>
 
-#include "compressed.hpp"
+#include "activations.hpp"
 #include "numbers.hpp"
+#include "quantized.hpp"
 #include "wanted.hpp"
 
 namespace {
@@ -122,6 +123,79 @@ void multiply(Floats (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32_t* b, 
 
 #endif
 
+#if LOCKSTEP_AVX512
+
+constexpr int MOST_CODED_ROWS = 8;  // that are multiplied while codes are widened: sums, scales and codes fill the registers
+
+// The products of rows with `steps` words of two panels of codes, from word `begin` on; each line of words goes from the codes
+// right into the products. Asks for the same lines of the panels that come next.
+template <class Codes, bool HAS_ZEROS, int ROWS>
+void multiply_codes(Floats (&sum)[MAX_ROWS][2], const Panel& a, const Panel& b, int64_t begin, int64_t steps, int64_t whole,
+                    const char* in, int64_t pitch, const char* ahead_a, const char* ahead_b) {
+    constexpr int LINES = std::is_same_v<Codes, FourBits> ? 4 : 2;  // of words, in one of codes
+    const Codes codes;
+    const Quantized& from = *a.quantized;
+    const int64_t in_panel = whole / LINES, in_group = in_panel / from.groups, first = begin / LINES, last = first + steps / LINES;
+    Floats sums[2 * ROWS];
+#pragma GCC unroll 16
+    for (auto& each : sums) each = filled(0.f);
+    for (int64_t line = first; line < last;) {
+        const int64_t group = line / in_group, stop = std::min(last, (group + 1) * in_group);
+        const int64_t at_a = (a.number * from.groups + group) * LANES, at_b = (b.number * from.groups + group) * LANES;
+        Floats scales[2][2], zeros[2][2];
+        for (int half = 0; half < 2; ++half) {
+            scales[0][half] = twice(load(from.scales + at_a), half), scales[1][half] = twice(load(from.scales + at_b), half);
+            zeros[0][half] = HAS_ZEROS ? twice(load(from.zeros + at_a), half) : filled(0.f);
+            zeros[1][half] = HAS_ZEROS ? twice(load(from.zeros + at_b), half) : filled(0.f);
+        }
+        const uint32_t *codes_a = from.codes + a.number * in_panel * LANES, *codes_b = from.codes + b.number * in_panel * LANES;
+        for (; line < stop; ++line) {
+            const Words coded[2] = {load_words(codes_a + line * LANES), load_words(codes_b + line * LANES)};
+            _mm_prefetch(ahead_a + 64 * line, _MM_HINT_T0);
+            _mm_prefetch(ahead_b + 64 * line, _MM_HINT_T0);
+            const char* inputs = in + 4 * line * LINES;
+            auto multiply_line = [&](auto number) {
+                constexpr int ONE = 2 * number, TWO = ONE + 1;
+                auto widened = [&](int panel) {
+                    Floats one = codes.template of<ONE>(coded[panel]), two = codes.template of<TWO>(coded[panel]);
+                    if (HAS_ZEROS) one = one - zeros[panel][0], two = two - zeros[panel][1];
+                    return words_of_bfloat16(one * scales[panel][0], two * scales[panel][1]);
+                };
+                const Words wa = widened(0), wb = widened(1);
+#pragma GCC unroll 8
+                for (int row = 0; row < ROWS; ++row) {
+                    Words input = filled_words(*reinterpret_cast<const int*>(inputs + row * pitch + 4 * number));
+                    sums[2 * row] = BFloat16::madd(sums[2 * row], wa, input);
+                    sums[2 * row + 1] = BFloat16::madd(sums[2 * row + 1], wb, input);
+                }
+            };
+            multiply_line(std::integral_constant<int, 0>());
+            multiply_line(std::integral_constant<int, 1>());
+            if constexpr (LINES == 4) {
+                multiply_line(std::integral_constant<int, 2>());
+                multiply_line(std::integral_constant<int, 3>());
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < ROWS; ++row) sum[row][0] = sums[2 * row], sum[row][1] = sums[2 * row + 1];
+}
+
+template <class Codes, bool HAS_ZEROS, int... BEFORE>
+constexpr auto multiply_codes_of(std::integer_sequence<int, BEFORE...>) {
+    return std::array{&multiply_codes<Codes, HAS_ZEROS, BEFORE + 1>...};
+}
+
+// The function for so many rows of these codes.
+inline auto multiply_codes_for(const Quantized& codes, int64_t rows) {
+    constexpr auto COUNTS = std::make_integer_sequence<int, MOST_CODED_ROWS>();
+    static constexpr std::array OF{multiply_codes_of<FourBits, false>(COUNTS), multiply_codes_of<FourBits, true>(COUNTS),
+                                   multiply_codes_of<EightBits, false>(COUNTS), multiply_codes_of<EightBits, true>(COUNTS)};
+    return OF[(codes.bits == 4 ? 0 : 2) + (codes.zeros != nullptr ? 1 : 0)][size_t(rows) - 1];
+}
+
+#endif
+
 // The function for each number of rows, from one on.
 template <class T, int ASKS, int... BEFORE>
 constexpr auto multiply_of(std::integer_sequence<int, BEFORE...>) {
@@ -172,12 +246,6 @@ class TileUse {
    public:
     explicit TileUse(bool use) : used(use) { if (used) shape_tiles(FULL); }
     ~TileUse() { if (used) _tile_release(); }
-};
-
-// Within such a use, other ones.
-struct TileScope {
-    explicit TileScope(const TileShapes& shapes) { shape_tiles(shapes); }
-    ~TileScope() { shape_tiles(FULL); }
 };
 
 constexpr int64_t LEAD = 2;   // tiles that are widened before they are needed: what was just stored cannot be loaded yet
@@ -332,6 +400,24 @@ class Products {
         }
     }
 
+#if LOCKSTEP_AVX512
+    // A few rows with panels of codes.
+    void multiply_few(const E* in, int64_t k, int rows, Panels now, Panels then, const Tag& tag) {
+        const int64_t steps = k / T::PACK, some = steps / parts;
+        Floats sum[MOST_PARTS][MAX_ROWS][2];
+        const auto multiply = multiply_codes_for(*now.a.quantized, rows);
+        for (int64_t part = 0; part < parts; ++part)
+            multiply(sum[part], now.a, now.b, part * some, some, steps, reinterpret_cast<const char*>(in),
+                     pitch_of<T>(k) * int64_t(sizeof(E)), then.a.bytes(0), then.b.bytes(0));
+        for (int row = 0; row < rows; ++row) {
+            auto total = [&](int panel) {
+                return sum_of_neighbours(parts, [&](int64_t part) { return sum[part][row][panel]; });
+            };
+            body(tag, row, total(0), total(1));
+        }
+    }
+#endif
+
    public:
     // of_parts: the inputs are these many equal parts, a power of two; each is added up by itself, then neighbours are added.
     Products(Body with, Place at, int64_t of_parts) : body(with), place(at), parts(of_parts) {}
@@ -342,6 +428,24 @@ class Products {
     void multiply(const E* in, int64_t k, int64_t rows, Panels now, Panels then, bool cold, Tag tag, uint32_t* keep) {
         int64_t steps = k / T::PACK;
         auto& [a, b] = now;
+#if LOCKSTEP_AVX512
+        if constexpr (T::PACK == 2) {
+            // Each part begins with a line of codes.
+            const bool is_whole = steps % (parts * 4) == 0;
+            if (a.quantized != nullptr && rows <= MOST_CODED_ROWS && is_whole && keep == nullptr && !use_tiles<T>())
+                return multiply_few(in, k, int(rows), now, then, tag);
+        }
+#endif
+        if (a.quantized != nullptr) {
+            uint32_t* words = keep != nullptr ? keep : scratch(2 * steps * LANES);
+            if (cold || keep == nullptr) {
+                widen<T>(*a.quantized, a.number, steps, words, then.a.bytes(0));
+                widen<T>(*b.quantized, b.number, steps, words + steps * LANES, then.b.bytes(0));
+                asm volatile("" ::: "memory");  // loads of tiles are not known to read this
+            }
+            a = {words}, b = {words + steps * LANES};
+            then = now, cold = false;  // the next codes were asked for
+        }
         if (use_tiles<T>() && steps % TILE == 0) {
             if (keep != nullptr) a.words = keep, b.words = keep + steps * LANES;  // for those after the first
             for (int64_t begin = 0; begin < rows; begin += 2 * TILE) {
@@ -435,21 +539,24 @@ inline void row_blocks(int64_t k, int64_t rows, Body body) {
 // Room for what `pairs` pairs of panels are widened to, if more rows than one pass takes will see them.
 template <class T>
 uint32_t* room_for(const Weights& weights, int64_t k, int64_t rows, int64_t pairs) {
-    return weights.compressed() && rows > 2 * TILE ? scratch(pairs * 2 * k / T::PACK * LANES) : nullptr;
+    return (weights.compressed() || weights.quantized()) && rows > 2 * TILE ? scratch(pairs * 2 * k / T::PACK * LANES) : nullptr;
 }
 
-// Where 16 columns of rows of width n go, gated: silu(in x gate) * (in x up).
+// Where 16 columns of rows of width n go, gated: silu(in x gate) * (in x up), or with another activation.
 template <class T>
 struct GatedColumns {
     typename T::Element* out;
     Mask lanes;
+    const float *gate_bias = nullptr, *up_bias = nullptr;
 };
 
 template <class T>
-auto gated_products(int64_t n) {
+auto gated_products(int64_t n, int64_t activation) {
     auto place = [pitch = pitch_of<T>(n)](const GatedColumns<T>& to, int64_t row) { return to.out + row * pitch; };
-    return products_into<T, GatedColumns<T>>([place](const GatedColumns<T>& to, int64_t row, Floats gate, Floats up) {
-        T::store(place(to, row), silu_ps(gate) * up, to.lanes);
+    return products_into<T, GatedColumns<T>>([place, activation](const GatedColumns<T>& to, int64_t row, Floats gate, Floats up) {
+        if (to.gate_bias != nullptr) gate = gate + load(to.gate_bias, to.lanes), up = up + load(to.up_bias, to.lanes);
+        Floats open = activation <= SILU ? silu_ps(gate) : activated(activation, gate);
+        T::store(place(to, row), open * up, to.lanes);
     }, place);
 }
 

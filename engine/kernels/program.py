@@ -18,7 +18,7 @@ from engine.attention.base import AttentionUse, Int64s, PackedRows
 from engine.kernels import operations
 from engine.kernels.buffers import Buffers, Room
 from engine.kernels.cache import NativeCache, NativePlan
-from engine.kernels.decoder import Decoder, Moe
+from engine.kernels.decoder import Decoder, Layer, Moe
 from engine.kernels.exchange import Alone, Exchange, Joined, Shape
 from engine.kernels.experts import NativeExperts, combine
 from engine.kernels.going_on import GoingOn
@@ -28,6 +28,7 @@ from engine.kernels.logits import NO_DRAWS, Draws, can_contest
 from engine.kernels.lowering import Lowering, PartialSums, StepList
 from engine.kernels.operations import OperationKind, StepArguments
 from engine.kernels.packing import Packer
+from engine.kernels.recognition.turning import QueryFactors
 from engine.kernels.sums import OwnSums, SharedSums, Sums, is_order_fixed
 from engine.kernels.weights import PackedDecoder
 from parallel.communicators.base import Communicator
@@ -70,7 +71,16 @@ class Program:
 
         Without spread experts.
         """
-        self._cosines = self._sines = torch.empty(0, 0)
+        self.quantized_bytes = packer.quantized_bytes
+        """Bytes of the weights that are kept as codes."""
+        self._angles: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Cosines and sines [positions, half] of each rotary embedding."""
+        self._angle_table = np.zeros(0, dtype=np.int64)
+        """Their addresses and widths, as a step reads them."""
+        self._factors: dict[QueryFactors, torch.Tensor] = {}
+        """Factors on queries, by position."""
+        self._num_positions = 0
+        """Positions that there are angles and factors for."""
         self._cache: NativeCache | None = None
         self._room = Room()
         sparse = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Moe)]
@@ -209,7 +219,7 @@ class Program:
         must be packed again: not all of them got a chosen token, or room is lacking.
         """
         last, self.going_on = self.going_on, None
-        if last is None or not last.fits(len(self._cosines)):
+        if last is None or not last.fits(self._num_positions):
             return None
         last.advance(new_blocks)
         size = last.size
@@ -262,7 +272,14 @@ class Program:
             assert self._cache is not None
             assert self._buffers is not None
             lowering = Lowering(
-                self._packed, self._products, self._cache, self._buffers, self._exchange, sums, self._size
+                self._packed,
+                self._products,
+                self._cache,
+                self._buffers,
+                self._exchange,
+                sums,
+                self._size,
+                self._factors,
             )
             written = self._lists[how] = lowering.write(exchanges=native)
         if native:
@@ -275,7 +292,7 @@ class Program:
         for end, then in written.cuts:
             if not written.operations.run(self._library, step, self._decoder.dtype, begin, end):
                 raise self._failure()
-            if isinstance(then, Moe):
+            if isinstance(then, Layer):
                 self._exchange_through_python(then, tokens)
             elif isinstance(then, PartialSums):
                 assert self._own_sums is not None
@@ -365,8 +382,7 @@ class Program:
             slots=plan.slots,
             chosen=wanted,
             positions=packed.positions,
-            cosines=self._cosines,
-            sines=self._sines,
+            angles=self._angle_table,
             starts=packed.starts,
             counts=packed.counts,
             offsets=plan.offsets,
@@ -380,30 +396,38 @@ class Program:
         )
 
     def _make_angles(self, length: int) -> None:
-        """Compute cosines and sines [positions, dim / 2] of at least ``length`` positions.
+        """Compute the angles of at least ``length`` positions, by the model's own rotary embeddings."""
+        if length > self._num_positions:
+            self._num_positions = max(MIN_POSITIONS, 1 << (length - 1).bit_length())
+            ids = torch.arange(self._num_positions)
+            self._angles = [rotary.halves(ids) for rotary in self._decoder.rotaries]
+            found = (layer.attention.factors for layer in self._decoder.layers)
+            kinds = {each for each in found if each is not None}
+            if kinds:
+                self._lists.clear()  # which point to those of before
+            self._factors = {kind: kind.table(ids) for kind in kinds}
+            self._angle_table = np.array(
+                [
+                    (cosines.data_ptr(), sines.data_ptr(), cosines.shape[-1])
+                    for cosines, sines in self._angles
+                ],
+                dtype=np.int64,
+            )
 
-        They come from the model's own rotary embedding.
-        """
-        if length > len(self._cosines):
-            ids = torch.arange(max(MIN_POSITIONS, 1 << (length - 1).bit_length())).unsqueeze(0)
-            cosines, sines = self._decoder.rotary(torch.zeros(1), ids)
-            half = cosines.shape[-1] // 2
-            self._cosines = cosines[0, :, :half].float().contiguous()
-            self._sines = sines[0, :, :half].float().contiguous()
-
-    def _exchange_through_python(self, layer: Moe, tokens: int) -> None:
+    def _exchange_through_python(self, layer: Layer, tokens: int) -> None:
         """Compute the experts of a layer, wherever they are."""
         assert self._experts is not None
         assert self._buffers is not None
-        buffers, pairs = self._buffers, tokens * layer.top_k
-        ids = buffers.ids[:pairs].view(tokens, layer.top_k)
-        weights = buffers.scores[:pairs].view(tokens, layer.top_k)
+        moe = layer.mlp
+        assert isinstance(moe, Moe)
+        buffers, pairs = self._buffers, tokens * moe.top_k
+        ids = buffers.ids[:pairs].view(tokens, moe.top_k)
+        weights = buffers.scores[:pairs].view(tokens, moe.top_k)
         hidden = self._decoder.hidden
         with torch.inference_mode():
             rows = buffers.normed[:tokens, :hidden].contiguous()
-            buffers.stream[:tokens, :hidden] += self._experts.forward(
-                layer.experts, rows, ids, weights, combine
-            )
+            given = self._experts.forward(moe.experts, rows, ids, weights, combine)
+            buffers.stream[:tokens, :hidden] += given if layer.factor == 1.0 else given * layer.factor
 
     def _make_room(self, wanted: Room) -> None:
         """Make buffers for so many tokens; written lists of others are dropped."""

@@ -18,15 +18,18 @@
 #include "logprobs.hpp"
 #include "products.hpp"
 #include "shaping.hpp"
+#include "turning.hpp"
 
 namespace {
 
 // ---- operations; each is called by all threads that take part, and returns when all of it is taken
 
-// With AS_FLOAT out is float [tokens, k], of the n tokens from number a on; 0 for others, which another rank has.
+// number: a factor; more: rows of positions that are added, or none. With AS_FLOAT out is float [tokens, k], of the n tokens from
+// number a on; 0 for others, which another rank has.
 template <class T>
 void embed(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
+    const Floats factor = factor_of(op.number);
     if (op.flags & AS_FLOAT) {
         work.for_each(step.tokens, [&](int64_t token) {
             int64_t number = step.ids[token] - op.a;
@@ -34,15 +37,23 @@ void embed(const Operation& op, const Step& step, Work& work) {
             const E* from = static_cast<const E*>(op.in) + (is_here ? number * op.k : 0);
             for (int64_t i = 0; i < op.k; i += LANES) {
                 Mask lanes = lanes_of(int(op.k - i));
-                Floats value = is_here ? T::load(from + i, lanes) : filled(0.f);
+                Floats value = is_here ? T::load(from + i, lanes) * factor : filled(0.f);
                 store(static_cast<float*>(op.out) + token * op.k + i, value, lanes);
             }
         });
         return;
     }
     work.for_each(step.tokens, [&](int64_t token) {
-        std::memcpy(static_cast<E*>(op.out) + token * pitch_of<T>(op.k), static_cast<const E*>(op.in) + step.ids[token] * op.k,
-                    op.k * sizeof(E));
+        E* to = static_cast<E*>(op.out) + token * pitch_of<T>(op.k);
+        const E* from = static_cast<const E*>(op.in) + step.ids[token] * op.k;
+        auto* placed = static_cast<const E*>(op.more);
+        if (op.number == 0 && placed == nullptr) return void(std::memcpy(to, from, op.k * sizeof(E)));
+        for (int64_t i = 0; i < op.k; i += LANES) {
+            Mask lanes = lanes_of(int(op.k - i));
+            Floats value = T::load(from + i, lanes) * factor;
+            if (placed != nullptr) value = value + T::load(placed + step.positions[token] * op.k + i, lanes);
+            T::store(to + i, value, lanes);
+        }
     });
 }
 
@@ -56,17 +67,37 @@ void select(const Operation& op, const Step& step, Work& work) {
     });
 }
 
+// out [rows, k] = the norm of in (+ out), of rows which are part of wider ones, of n numbers, if n is not 0. more: weights [k], with
+// CENTRED the bias [k] behind them; number: what is added to the mean square.
 template <class T>
 void norm(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
-    int64_t pitch = pitch_of<T>(op.k);
+    int64_t pitch = pitch_of<T>(op.n != 0 ? op.n : op.k);
+    bool is_centred = op.flags & CENTRED;
+    auto* weights = static_cast<const float*>(op.more);
+    const Norm norm{weights, is_centred ? weights + op.k : nullptr, float(op.number), is_centred};
     work.for_each(rows_of(op, step), [&](int64_t row) {
-        norm_row<T>(static_cast<const E*>(op.in) + row * pitch, static_cast<E*>(op.out) + row * pitch,
-                    static_cast<const float*>(op.more), op.k, float(op.number));
+        const E* from = static_cast<const E*>(op.in) + row * pitch;
+        E* to = static_cast<E*>(op.out) + row * pitch;
+        if (op.flags & ADD) norm_row<T, true>(from, to, norm, op.k);
+        else norm_row<T>(from, to, norm, op.k);
     });
 }
 
-// out [tokens, n] = in [tokens, k] x weights (+ bias) (+ out); b: parts of the inputs, 0 for one
+// out [selected, n] float: c * tanh(out / c), where c is the number
+void cap(const Operation& op, const Step& step, Work& work) {
+    const Floats most = filled(float(op.number));
+    work.for_each(step.selected, [&](int64_t row) {
+        for (int64_t i = 0; i < op.n; i += LANES) {
+            Mask lanes = lanes_of(int(op.n - i));
+            float* at = static_cast<float*>(op.out) + row * op.n + i;
+            store(at, most * tanh_of(load(at, lanes) / most), lanes);
+        }
+    });
+}
+
+// out [tokens, n] = in [tokens, k] x weights (+ bias), activated, times a factor (+ out). b: parts of the inputs, 0 for one; c: the
+// activation, extra: its numbers; number: the factor, 0 for none
 template <class T>
 void linear(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
@@ -75,12 +106,15 @@ void linear(const Operation& op, const Step& step, Work& work) {
     int64_t panel = op.k / T::PACK * LANES, pairs = (op.n + 2 * LANES - 1) / (2 * LANES);
     int64_t pitch = op.flags & AS_FLOAT ? op.n : pitch_of<T>(op.n);
     auto* bias = static_cast<const float*>(op.more);
+    const Floats factor = factor_of(op.number);
     struct Columns {
         int64_t first, column;  // of rows and columns
         Mask low, high;
     };
     auto put = [&](void* out, Floats value, Mask lanes, int64_t column) {
         if (bias) value = value + load(bias + column, lanes);
+        if (op.c != LINEAR_ONLY) value = activated(op.c, value, static_cast<const float*>(op.extra));
+        if (op.number != 0) value = value * factor;
         if (op.flags & AS_FLOAT) return store(static_cast<float*>(out) + column, value, lanes);
         E* to = static_cast<E*>(out) + column;
         if (op.flags & ADD) value = value + T::load(to, lanes);
@@ -93,7 +127,7 @@ void linear(const Operation& op, const Step& step, Work& work) {
         put(line(to, row), one, to.low, to.column);
         put(line(to, row), two, to.high, to.column + LANES);
     }, place, std::max<int64_t>(1, op.b));
-    Weights weights(op, op.k / T::PACK);
+    Weights weights(op, op.k / T::PACK, T::PACK);
     auto panels_of = [&](int64_t pair) { return Panels{weights.panel(2 * pair), weights.panel(2 * pair + 1)}; };
     work.share_out(pairs, CACHED_BYTES / (8 * panel), [&](Share now, Share next) {
         uint32_t* room = room_for<T>(weights, op.k, rows, now.size());
@@ -112,15 +146,16 @@ void linear(const Operation& op, const Step& step, Work& work) {
     products.finish();
 }
 
-// out [tokens, n] = silu(in x gate) * (in x up); gate's panels come first, then up's
+// out [tokens, n] = silu(in x gate) * (in x up); gate's panels come first, then up's. a: the activation, SILU if 0; more: bias [2, n]
 template <class T>
 void gated(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
     int64_t rows = rows_of(op, step);
     if (rows == 0) return;
     int64_t words = op.k / T::PACK * LANES, panels = (op.n + LANES - 1) / LANES;
-    auto products = gated_products<T>(op.n);
-    Weights weights(op, op.k / T::PACK);
+    auto products = gated_products<T>(op.n, op.a);
+    auto* bias = static_cast<const float*>(op.more);
+    Weights weights(op, op.k / T::PACK, T::PACK);
     auto panels_of = [&](int64_t panel) { return Panels{weights.panel(panel), weights.panel(panels + panel)}; };
     work.share_out(panels, CACHED_BYTES / (8 * words), [&](Share now, Share next) {
         uint32_t* room = room_for<T>(weights, op.k, rows, now.size());
@@ -130,7 +165,8 @@ void gated(const Operation& op, const Step& step, Work& work) {
                 int64_t column = panel * LANES, then = behind_in(panel, now, next);
                 products.multiply(static_cast<const E*>(op.in) + first * pitch_of<T>(op.k), op.k, count, panels_of(panel),
                                   panels_of(then), first == 0,
-                                  {static_cast<E*>(op.out) + first * pitch_of<T>(op.n) + column, lanes_of(int(op.n - column))},
+                                  {static_cast<E*>(op.out) + first * pitch_of<T>(op.n) + column, lanes_of(int(op.n - column)),
+                                   bias ? bias + column : nullptr, bias ? bias + op.n + column : nullptr},
                                   room == nullptr ? nullptr : room + (panel - now.begin) * 2 * words);
             }
         });
@@ -138,18 +174,20 @@ void gated(const Operation& op, const Step& step, Work& work) {
     products.finish();
 }
 
-// out [rows, n] = what all ranks gave, float [rows, n] from byte a of each arena, neighbours added first (+ bias) (+ out).
-// extra: an exchange
+// out [rows, n] = what all ranks gave, float [rows, n] from byte a of each arena, neighbours added first (+ bias), times a factor (+ out).
+// extra: an exchange; number: the factor, 0 for none
 template <class T>
 void sum(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
     auto& exchange = *static_cast<const Exchange*>(op.extra);
     auto* bias = static_cast<const float*>(op.more);
+    const Floats factor = factor_of(op.number);
     work.for_each(rows_of(op, step), [&](int64_t row) {
         for (int64_t i = 0; i < op.n; i += LANES) {
             Mask lanes = lanes_of(int(op.n - i));
             Floats total = sum_over_ranks(exchange, op.a, row * op.n + i, lanes);
             if (bias) total = total + load(bias + i, lanes);
+            if (op.number != 0) total = total * factor;
             E* to = static_cast<E*>(op.out) + row * pitch_of<T>(op.n) + i;
             if (op.flags & ADD) total = total + T::load(to, lanes);
             T::store(to, total, lanes);
@@ -189,6 +227,7 @@ bool run(const Operation* operations, int64_t count, const Step& step, int threa
                 case CHOOSE: choose(op, step, work); break;
                 case SUM: sum<T>(op, step, work); break;
                 case BEST_OF_ALL: best_of_all(op, step, work); break;
+                case CAP: cap(op, step, work); break;
             }
             team.leave(number);
         }

@@ -23,7 +23,7 @@ that the kernels round no worse than torch: both are measured by their distance 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,10 +32,11 @@ import torch
 from engine.attention.base import PLAN_KEYWORD, Int64s, LayerShape, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.kernels.cache import NativeCache
-from engine.kernels.decoder import Decoder, NotUsual
+from engine.kernels.decoder import Decoder, NotUsual, base_parts
 from engine.kernels.library import Library
 from engine.kernels.narrow import NarrowCopy, random_numbers
-from engine.kernels.program import MIN_POSITIONS, Program
+from engine.kernels.program import Program
+from engine.kernels.recognition.turning import QueryFactors, Rotary
 from engine.model.weights import LoadedModel
 
 LAYER_TOLERANCE = 2e-4
@@ -137,7 +138,7 @@ def _deviations(
     The output is a last layer.
     """
     run = _run(copy, positions, draw)
-    decoder = replace(copy.decoder, embedding=None, rotary=_Placed(copy.decoder.rotary, positions))
+    decoder = _placed(copy.decoder, positions)
     programs: dict[tuple[Any, ...], Program] = {}
     for number, layer in enumerate(decoder.layers):
         given, expected = run.states[number], run.states[number + 1]
@@ -164,12 +165,21 @@ def _fields(part: Any) -> Iterator[Any]:
         value = getattr(part, entry.name)
         if is_dataclass(value):
             yield from _fields(value)
+        elif isinstance(value, tuple) and any(map(is_dataclass, value)):
+            for each in value:
+                yield from _fields(each)
         elif isinstance(value, torch.nn.Module):
             yield tuple(id(weight) for weight in value.parameters())
         elif isinstance(value, torch.Tensor):
-            yield id(value) if isinstance(value, torch.nn.Parameter) else value.numpy().tobytes()
+            is_small = value.ndim == 1 and not isinstance(value, torch.nn.Parameter)
+            yield value.numpy().tobytes() if is_small else _identity(value)
         else:
-            yield tuple(map(id, value)) if isinstance(value, tuple) else value
+            yield tuple(map(_identity, value)) if isinstance(value, tuple) else value
+
+
+def _identity(value: Any) -> Any:
+    """What equal things have in common, and others not: of a tensor, its memory."""
+    return (value.data_ptr(), value.shape) if isinstance(value, torch.Tensor) else id(value)
 
 
 def _halves(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,7 +203,7 @@ def _compare_rounding(kernels: Library, copy: NarrowCopy, positions: Int64s, dty
     exact = _run(copy, positions).result
     copy.convert(dtype)
     rounded = _run(copy, positions)
-    decoder = replace(copy.decoder, embedding=None, rotary=_Placed(copy.decoder.rotary, positions))
+    decoder = _placed(copy.decoder, positions)
     found = _compute(_program(kernels, decoder, copy.layers, len(positions)), rounded.states[0])
     size = (exact - exact.mean(dim=-1, keepdim=True)).norm(dim=-1)
     by_torch, by_kernels = (
@@ -223,7 +233,7 @@ class _Run(NamedTuple):
 def _run(copy: NarrowCopy, positions: Int64s, draw: int = 0) -> _Run:
     """Run the copy's own code on a prompt whose tokens are at these positions."""
     decoder, count = copy.decoder, len(positions)
-    given, embedded = _prompt(decoder, count, draw)
+    given, embedded = _prompt(decoder, positions, draw)
     states: list[torch.Tensor] = []
     cache = TorchPagedAttention(
         copy.layers,
@@ -234,7 +244,7 @@ def _run(copy: NarrowCopy, positions: Int64s, draw: int = 0) -> _Run:
     )
     hooks = [
         part.register_forward_pre_hook(lambda _part, hidden: states.append(hidden[0][0].clone()))
-        for part in (*copy.parts, copy.base.norm)
+        for part in (*copy.parts, getattr(copy.base, base_parts(copy.base)["norm"]))
     ]
     whole = copy.module if decoder.output is not None else copy.base
     try:
@@ -254,18 +264,22 @@ def _run(copy: NarrowCopy, positions: Int64s, draw: int = 0) -> _Run:
     return _Run(states, None if decoder.output is None else outputs.logits[0])
 
 
-def _prompt(decoder: Decoder, count: int, draw: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Arguments of a model for so many tokens, and the hidden [tokens, hidden].
+def _prompt(decoder: Decoder, positions: Int64s, draw: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Arguments of a model for tokens at these positions, and the hidden [tokens, hidden].
 
     The kernels compute from the latter. A later stage gets its own; what the model makes of it before the
     first layer was done on the first stage.
     """
+    count = len(positions)
     if decoder.embedding is None:
         embedded = random_numbers((count, decoder.hidden), draw).to(decoder.dtype)
         return {"inputs_embeds": embedded.unsqueeze(0)}, embedded
     weight, first = decoder.embedding.weight, decoder.embedding.first
     ids = (torch.arange(count) * 7919 + 13 * draw) % len(weight)
-    return {"input_ids": (ids + first).unsqueeze(0)}, weight[ids]
+    embedded = weight[ids] if decoder.embedding.factor == 1.0 else weight[ids] * decoder.embedding.factor
+    if decoder.embedding.positions is not None:
+        embedded = embedded + decoder.embedding.positions[torch.from_numpy(positions)]
+    return {"input_ids": (ids + first).unsqueeze(0)}, embedded
 
 
 def _program(kernels: Library, decoder: Decoder, layers: tuple[LayerShape, ...], count: int) -> Program:
@@ -296,12 +310,48 @@ def _packed(count: int) -> PackedRows:
     return PackedRows(np.array([0]), np.array([count]), table, np.arange(count), int(count == 1))
 
 
-class _Placed:
+def _placed(decoder: Decoder, positions: Int64s) -> Decoder:
+    """The layers of a decoder, where token number i is taken for one at ``positions[i]``."""
+    rotaries = tuple(_Placed(rotary, positions) for rotary in decoder.rotaries)
+    layers = tuple(
+        replace(layer, attention=replace(layer.attention, factors=_at(layer.attention.factors, positions)))
+        for layer in decoder.layers
+    )
+    return replace(decoder, embedding=None, layers=layers, rotaries=rotaries)
+
+
+def _at(factors: QueryFactors | None, positions: Int64s) -> QueryFactors | None:
+    return (
+        None
+        if factors is None
+        else _PlacedFactors(factors.growth, factors.original, tuple(positions.tolist()))
+    )
+
+
+def _padded(table: torch.Tensor, length: int) -> torch.Tensor:
+    """So many rows of a table, from the first one on, with zeros behind it."""
+    padded = table.new_zeros(length, *table.shape[1:])
+    padded[: len(table)] = table[:length]
+    return padded
+
+
+@dataclass(frozen=True)
+class _PlacedFactors(QueryFactors):
+    """Factors that take token number i for one at ``positions[i]``."""
+
+    positions: tuple[int, ...]
+
+    def table(self, positions: torch.Tensor) -> torch.Tensor:
+        return _padded(super().table(torch.tensor(self.positions)), len(positions))
+
+
+class _Placed(Rotary):
     """A rotary embedding that takes token number i for one at ``positions[i]``."""
 
-    def __init__(self, rotary: Any, positions: Int64s) -> None:
-        cosines, sines = rotary(torch.zeros(1), torch.from_numpy(positions).unsqueeze(0))
-        self._angles = [torch.nn.functional.pad(each, (0, 0, 0, MIN_POSITIONS)) for each in (cosines, sines)]
+    def __init__(self, rotary: Rotary, positions: Int64s) -> None:
+        super().__init__(rotary.module, *rotary.kind)
+        self._positions = torch.from_numpy(positions)
 
-    def __call__(self, _hidden: torch.Tensor, ids: torch.Tensor) -> list[torch.Tensor]:
-        return [each[:, : ids.shape[1]] for each in self._angles]
+    def halves(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cosines, sines = super().halves(self._positions)
+        return _padded(cosines, len(ids)), _padded(sines, len(ids))

@@ -110,6 +110,12 @@ inline Floats to_integers(Floats value) {  // the nearest, ties to even
     constexpr int NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     return {_mm256_round_ps(value.low, NEAREST), _mm256_round_ps(value.high, NEAREST)};
 }
+// Each number of the lower half twice, or of the upper one.
+inline Floats twice(Floats value, int upper) {
+    __m256 half = upper ? value.high : value.low;
+    return {_mm256_permutevar8x32_ps(half, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3)),
+            _mm256_permutevar8x32_ps(half, _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7))};
+}
 inline float greatest_of(__m256 value) {
     __m128 four = _mm_max_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
     __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
@@ -169,6 +175,12 @@ inline Floats times_power_of_2(Floats value, Floats power) {
     auto power_of_2 = [](Words exponent) { return as_floats(shift_left<23>(add_words(exponent, filled_words(127)))); };
     return value * power_of_2(half) * power_of_2(subtract_words(n, half));
 }
+// How much a value is above a whole number, at least 0 and below 1; `power` is that, for times_power_of_2(). Below -200: 0.
+inline Floats above_integer(Floats value, Floats& power) {
+    value = maximum(value, filled(-200.f));
+    power = {_mm256_floor_ps(value.low), _mm256_floor_ps(value.high)};
+    return value - power;
+}
 // log2 of normal numbers above 0, rounded down.
 inline Floats exponents(Floats value) { return converted(subtract_words(shift_right<23>(as_words(value)), filled_words(127))); }
 
@@ -210,6 +222,10 @@ inline void store_bfloat16(uint16_t* to, Floats value, Mask lanes) {
     alignas(32) uint16_t some[16];
     _mm256_store_si256(reinterpret_cast<__m256i*>(some), packed);
     for (unsigned left = lanes; left != 0; left &= left - 1) to[__builtin_ctz(left)] = some[__builtin_ctz(left)];
+}
+inline void store_bfloat16(uint16_t* to, Floats one, Floats two) {
+    store_bfloat16(to, one, EVERY_LANE);
+    store_bfloat16(to + 16, two, EVERY_LANE);
 }
 inline Floats rounded_to_bfloat16(Floats value) { return as_floats(shift_left<16>(bits_of_bfloat16(value))); }
 // Sixteen numbers into every other half of so many words, the lower ones or the upper ones; another thread may write the others.

@@ -47,6 +47,11 @@ inline Floats only(Mask lanes, Floats value) { return _mm512_maskz_mov_ps(lanes,
 inline Floats picked(Mask lanes, Floats yes, Floats no) { return _mm512_mask_mov_ps(no, lanes, yes); }
 inline Floats to_integers(Floats value) { return _mm512_roundscale_ps(value, 0); }                    // the nearest, ties to even
 inline Floats times_power_of_2(Floats value, Floats power) { return _mm512_scalef_ps(value, power); }
+// How much a value is above a whole number, at least 0 and below 1; `power` is for times_power_of_2() with that whole number.
+inline Floats above_integer(Floats value, Floats& power) {
+    power = value;  // which is rounded down there
+    return _mm512_reduce_ps(value, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+}
 inline Floats exponents(Floats value) { return _mm512_getexp_ps(value); }                             // log2, rounded down
 inline float greatest_of(Floats value) { return _mm512_reduce_max_ps(value); }
 inline float sum_of(Floats value) { return _mm512_reduce_add_ps(value); }
@@ -90,6 +95,14 @@ inline Floats load_bfloat16(const uint16_t* from, Mask lanes) {
 }
 inline void store_bfloat16(uint16_t* to, Floats value, Mask lanes) {
     _mm256_mask_storeu_epi16(to, lanes, (__m256i)_mm512_cvtneps_pbh(value));
+}
+// 32 of them, the lower ones first.
+inline Words words_of_bfloat16(Floats one, Floats two) { return (__m512i)_mm512_cvtne2ps_pbh(two, one); }
+inline void store_bfloat16(uint16_t* to, Floats one, Floats two) { store(to, words_of_bfloat16(one, two)); }
+// Each number of the lower half twice, or of the upper one.
+inline Floats twice(Floats value, int upper) {
+    const __m512i numbers = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    return _mm512_permutexvar_ps(_mm512_add_epi32(numbers, _mm512_set1_epi32(8 * upper)), value);
 }
 inline Floats rounded_to_bfloat16(Floats value) {  // to the nearest one, ties to even
     return as_floats(shift_left<16>(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(value))));

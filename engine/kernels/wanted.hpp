@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -34,9 +35,11 @@ class Wanted {
     // All of it is asked for within so many calls of ask().
     void spread(int64_t times) { each = times > 0 ? (lines + times - 1) / times : 0; }
     void ask() {
-        for (int64_t left = each; left > 0 && piece < pieces.size(); --left) {
-            _mm_prefetch(pieces[piece].at, _MM_HINT_T1);
-            if ((pieces[piece].at += LINE) >= pieces[piece].end) ++piece;
+        for (int64_t left = each; left > 0 && piece < pieces.size();) {
+            auto& [at, end] = pieces[piece];
+            const char* stop = std::min(end, at + left * LINE);  // most of the time within one piece
+            for (; at < stop; at += LINE, --left) _mm_prefetch(at, _MM_HINT_T1);
+            if (at >= end) ++piece;
         }
     }
 };

@@ -242,9 +242,14 @@ def read_model_info(directory: Path, *, weights: bool = True) -> ModelInfo:
     )
 
 
-def chosen_dtype(asked: str, info: ModelInfo) -> str:
-    """The data type that ``--dtype`` means for a model."""
-    return info.dtype if asked == "auto" else DTYPE_NAMES[asked]
+def chosen_dtype(asked: str, info: ModelInfo, *, on_cpu: bool) -> str:
+    """The data type that ``--dtype`` means for a model.
+
+    CPUs without arithmetic of float16 compute such checkpoints in float32, which holds all their numbers.
+    """
+    if asked != "auto":
+        return DTYPE_NAMES[asked]
+    return "float32" if on_cpu and info.dtype == "float16" else info.dtype
 
 
 def why_experts_stay_whole(info: ModelInfo) -> str:

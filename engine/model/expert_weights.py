@@ -103,7 +103,7 @@ def read_experts(
 
 @contextmanager
 def only_experts_of(
-    model_class: Any, config: Any, share: ExpertShare, directory: Path, dtype: torch.dtype
+    model_class: Any, config: Any, share: ExpertShare, files: Sequence[Any]
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Context in which models of this class are made with the share's experts only.
 
@@ -120,7 +120,7 @@ def only_experts_of(
     try:
         for kind in kinds:
             kind.__init__ = _smaller(originals[kind], share)
-        yield ExpertReader(whole, layers, share.experts).read(directory, dtype)
+        yield ExpertReader(whole, layers, share.experts).read(files)
     finally:
         for kind, original in originals.items():
             kind.__init__ = original
@@ -167,20 +167,19 @@ class ExpertReader:
         }
         self._local = {expert: number for number, expert in enumerate(experts)}
 
-    def read(self, directory: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def read(self, files: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Read the experts and all that is no expert.
 
         Names are those that transformers expects on disk.
         """
         tensors: dict[str, torch.Tensor] = {}
-        with open_weights(directory, dtype) as files:
-            for opened in files:
-                for name in opened.keys():  # noqa: SIM118 (safe_open is no dict)
-                    target = self._target(name)[0]
-                    if target in self._expert_parameters:
-                        self.take(opened, name, tensors)
-                    elif target in self._known or not OTHER_MODALITIES.search(name):
-                        tensors[name] = opened.get_tensor(name)
+        for opened in files:
+            for name in opened.keys():  # noqa: SIM118 (safe_open is no dict)
+                target = self._target(name)[0]
+                if target in self._expert_parameters:
+                    self.take(opened, name, tensors)
+                elif target in self._known or not OTHER_MODALITIES.search(name):
+                    tensors[name] = opened.get_tensor(name)
         return tensors
 
     def read_experts(

@@ -46,6 +46,7 @@ _MLP = {
 GAPS: dict[str, dict[str, str]] = {
     "granitemoe": _ATTENTION,
     "qwen3_vl_text": _ATTENTION | _MLP,
+    "hunyuan_v1_dense": _ATTENTION | _MLP,
     "deepseek_v3": _LATENT_ATTENTION,
     "gpt_oss": _ATTENTION | {"layers.*.self_attn.sinks": "heads", "layers.*.mlp.experts": "whole_experts"},
     "qwen2_moe": {

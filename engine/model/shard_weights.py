@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +19,6 @@ from transformers.core_model_loading import WeightConverter, rename_source_key
 from engine.model.checkpoint import CheckpointError
 from engine.model.expert_weights import ExpertReader, expert_modules, expert_parameters
 from engine.model.shard import ShardedClass
-from engine.model.weight_files import open_weights
 
 PACKED_SUFFIX = re.compile(r"_(blocks|scales)$")
 """MXFP4 stores a matrix as two tensors of these names."""
@@ -29,37 +26,27 @@ LAYOUT_KEEPING = {"MergeModulelist", "Concatenate"}
 """Conversions that commute with cutting."""
 
 
-@contextmanager
-def all_tensors(directory: Path, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    """All tensors of a checkpoint by name, as slices that read nothing yet.
+def all_tensors(files: Sequence[Any]) -> dict[str, Any]:
+    """All tensors of opened files by name, as slices that read nothing yet.
 
     They are for files that transformers does not find by itself, or cannot read.
-
-    Raises:
-        CheckpointError: two files have a tensor of the same name.
     """
-    tensors: dict[str, Any] = {}
-    with open_weights(directory, dtype) as files:
-        for file in files:
-            for name in file.keys():  # noqa: SIM118 (safe_open is no dict)
-                tensors[name] = file.get_slice(name)
-        yield tensors
+    return {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
 
 
 def read_shard(
-    sharded: ShardedClass, directory: Path, key_mapping: dict[str, str] | None, dtype: torch.dtype
+    sharded: ShardedClass, files: Sequence[Any], key_mapping: dict[str, str] | None
 ) -> dict[str, torch.Tensor]:
-    """All tensors that the shard needs, under the names that transformers expects on disk.
+    """All tensors of opened files that the shard needs, by their names on disk.
 
     Raises:
         CheckpointError: the checkpoint's layout cannot be cut.
     """
     reader = _Reader(sharded, key_mapping)
     tensors: dict[str, torch.Tensor] = {}
-    with open_weights(directory, dtype) as files:
-        for opened in files:
-            for name in opened.keys():  # noqa: SIM118 (safe_open is no dict)
-                reader.take(opened, name, tensors)
+    for opened in files:
+        for name in opened.keys():  # noqa: SIM118 (safe_open is no dict)
+            reader.take(opened, name, tensors)
     return tensors
 
 

@@ -37,11 +37,13 @@ from engine.model.model_sources import (
     why_no_language_model,
 )
 from engine.model.probe import NOT_THROUGH_INTERFACE, probe_layers, verify
+from engine.model.quantization.attached import attach_codes
 from engine.model.quantization.view import log_format
 from engine.model.shard import WHOLE, Shard, ShardedClass, Stage, sharded_class
 from engine.model.shard_weights import all_tensors, random_shard, read_shard
 from engine.model.text_parts import NAMES, OTHER_MODALITIES, class_with_head
 from engine.model.uncut import UncutRun, uncut_run
+from engine.model.weight_files import open_weights
 from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
 from parallel.expert_parallel import Dispatch, ExpertParallel, expert_forward
 from parallel.placement import assign_experts
@@ -422,17 +424,21 @@ def _read_weights(
     options = _load_options(model_class, config, dtype, is_part) | {"output_loading_info": True}
     directory = Path(info.directory)
     is_plain = format_of_weights(directory) is None
-    if share is not None:
-        with only_experts_of(model_class, config, share, directory, dtype) as tensors:
-            module, report = model_class.from_pretrained(None, state_dict=tensors, **options)
-    elif is_plain and (is_laid_out_as_usual(directory) or model_class is AutoModelForCausalLM):
+    finds_files = is_laid_out_as_usual(directory) or model_class is AutoModelForCausalLM
+    if share is None and is_plain and finds_files:
         module, report = model_class.from_pretrained(
             info.directory, use_safetensors=True, local_files_only=True, **options
         )
-    else:
-        with all_tensors(directory, dtype) as tensors:
-            module, report = model_class.from_pretrained(None, state_dict=tensors, **options)
+        _check_report(info, report, is_part)
+        return module
+    with open_weights(directory, dtype) as files:
+        if share is not None:
+            with only_experts_of(model_class, config, share, files) as tensors:
+                module, report = model_class.from_pretrained(None, state_dict=tensors, **options)
+        else:
+            module, report = model_class.from_pretrained(None, state_dict=all_tensors(files), **options)
     _check_report(info, report, is_part)
+    attach_codes(module, files, options.get("key_mapping"))
     return module
 
 
@@ -448,9 +454,11 @@ def _read_shard(
     if settings.load_format == "dummy":
         module, _ = sharded.model_class.from_pretrained(None, state_dict=random_shard(sharded), **options)
         return module
-    tensors = read_shard(sharded, Path(info.directory), NAMES if is_part else None, dtype)
+    with open_weights(Path(info.directory), dtype) as files:
+        tensors = read_shard(sharded, files, options.get("key_mapping"))
     module, report = sharded.model_class.from_pretrained(None, state_dict=tensors, **options)
     _check_report(info, report, is_part)
+    attach_codes(module, files, options.get("key_mapping"))
     return module
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import transformers
 from transformers import AutoModelForCausalLM
 
-from tests.engine.tiny_models import COMMON, WINDOW, save, widen
+from tests.engine.tiny_models import COMMON, VOCAB, WINDOW, save, widen
 
 CONTEXT = 4096
 ORIGINAL = 64
@@ -38,6 +38,11 @@ LLAMA3 = extended("llama3", low_freq_factor=1.0, high_freq_factor=4.0)
 MINISTRAL3 = extended("yarn", beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)[
     "rope_parameters"
 ]
+
+BY_LAYER = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+}
 
 
 def granite(**multipliers: float) -> Any:
@@ -78,10 +83,7 @@ NATIVE: dict[str, Callable[[], Any]] = {
         **SMALL, **EXPERTS, head_dim=16, num_experts=8, norm_topk_prob=False, mlp_only_layers=[1]
     ),
     "smollm3_with_positions": lambda: transformers.SmolLM3Config(**SMALL, no_rope_layers=[1, 1, 1]),
-}
-"""The kernels compute these, and have to go on doing so."""
-
-ALIKE: dict[str, Callable[[], Any]] = {
+    "smollm3": lambda: transformers.SmolLM3Config(**SMALL, no_rope_layers=[1, 1, 0]),
     "ministral3": lambda: transformers.Ministral3Config(
         **SMALL,
         sliding_window=None,
@@ -95,16 +97,65 @@ ALIKE: dict[str, Callable[[], Any]] = {
         rope_parameters=MINISTRAL3
         | {"llama_4_scaling_beta": 0.01, "original_max_position_embeddings": CONTEXT - 2},
     ),
-    "smollm3": lambda: transformers.SmolLM3Config(**SMALL, no_rope_layers=[1, 1, 0]),
-    "mellum": lambda: transformers.MellumConfig(**SMALL, **EXPERTS, head_dim=16, num_experts=8),
     "granite": lambda: granite(embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=8.0),
-    "granite_residual": lambda: granite(residual_multiplier=0.999),
-    "granite_logits": lambda: granite(logits_scaling=1.001),
-    "granite_embedding": lambda: granite(embedding_multiplier=1.01),
     "helium": lambda: transformers.HeliumConfig(**SMALL, head_dim=16),
     "ernie4_5": lambda: transformers.Ernie4_5Config(**SMALL, head_dim=16),
+    "gemma": lambda: transformers.GemmaConfig(**SMALL, head_dim=32),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SMALL,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        sliding_window=WINDOW,
+        layer_types=ALTERNATING,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=20.0,
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **SMALL,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=WINDOW,
+        layer_types=ALTERNATING,
+        rope_parameters=BY_LAYER,
+    ),
+    "phi3": lambda: transformers.Phi3Config(**SMALL, sliding_window=WINDOW),
+    "phi": lambda: transformers.PhiConfig(
+        **SMALL, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    ),
+    "glm": lambda: transformers.GlmConfig(**SMALL, head_dim=32, attention_bias=True),
+    "glm4": lambda: transformers.Glm4Config(**SMALL, head_dim=32),
+    "olmo": lambda: transformers.OlmoConfig(**SMALL),
+    "olmo2": lambda: transformers.Olmo2Config(**SMALL),
+    "olmo3": lambda: transformers.Olmo3Config(**SMALL, sliding_window=WINDOW, layer_types=ALTERNATING),
+    "cohere": lambda: transformers.CohereConfig(**SMALL, logit_scale=0.5),
+    "cohere_head_norms": lambda: transformers.CohereConfig(**SMALL, use_qk_norm=True),
+    "cohere2": lambda: transformers.Cohere2Config(**SMALL, sliding_window=WINDOW, layer_types=ALTERNATING),
+    "exaone4": lambda: transformers.Exaone4Config(
+        **SMALL, head_dim=16, sliding_window=WINDOW, sliding_window_pattern=2, layer_types=ALTERNATING
+    ),
+    "hunyuan": lambda: transformers.HunYuanDenseV1Config(**SMALL, head_dim=16),
+    "starcoder2": lambda: transformers.Starcoder2Config(**SMALL, sliding_window=None),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB, n_positions=CONTEXT, n_embd=64, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=1
+    ),
+    "arcee": lambda: transformers.ArceeConfig(**SMALL, head_dim=16),
+    "apertus": lambda: transformers.ApertusConfig(
+        **SMALL, hidden_act="xielu", rope_parameters=LLAMA3["rope_parameters"]
+    ),
 }
-"""Families with the same parts that compute something else."""
+"""The kernels compute these, and have to go on doing so."""
+
+ALIKE: dict[str, Callable[[], Any]] = {
+    "bitnet": lambda: transformers.BitNetConfig(**SMALL),
+    "gemma3n": lambda: transformers.Gemma3nTextConfig(
+        **SMALL,
+        head_dim=16,
+        vocab_size_per_layer_input=VOCAB,
+        layer_types=["full_attention"] * 3,
+        num_kv_shared_layers=0,
+    ),
+}
+"""Families with nearly the same parts, which compute something else."""
 
 
 def make_family(directory: Path, family: str, seed: int = 0) -> Path:

@@ -21,6 +21,7 @@ from engine.sampling import SamplingParams
 from engine.settings import resolve
 from engine.step import Admit, Step
 from parallel import compiler
+from tests.engine.kernels.emulated_tiles import ABLE, emulated_tiles
 from tests.engine.native_families import make_family
 from tests.engine.tiny_models import make_tiny_model
 
@@ -164,7 +165,25 @@ def test_amx_multiplies_bfloat16_only(directory: Path) -> None:
     assert found.kernels == "avx512"
 
 
-@pytest.mark.skipif("amx" not in HERE, reason="no AMX here")
+@pytest.fixture
+def amx() -> Iterator[None]:
+    """AMX, emulated where the CPU has none."""
+    if "amx" in HERE:
+        yield
+    elif not ABLE:
+        pytest.skip("no AVX-512 here")
+    else:
+        with emulated_tiles():
+            yield
+
+
+@pytest.mark.usefixtures("amx")
+def test_amx_computes_where_it_is_asked_for(directory: Path) -> None:
+    (found,) = loaded(engine(directory, numerics="amx")).arithmetic()
+    assert (found.kernels, found.attention) == ("amx", "native")
+
+
+@pytest.mark.usefixtures("amx")
 def test_kernels_that_do_not_compute_the_data_type_are_refused(directory: Path) -> None:
     with pytest.raises(CheckpointError, match="--numerics amx: avx512 kernels compute"):
         loaded(engine(directory, "float32", numerics="amx"))

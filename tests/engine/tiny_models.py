@@ -178,6 +178,8 @@ def widen(model: Any, seed: int) -> None:
             noise = torch.randn(weight.shape, generator=generator)
             if "norm" in name:  # near what the initialisation put there: 1, or 0 where 1 is added
                 weight.add_(0.1 * noise)
+            elif weight.ndim == 0 or "alpha" in name:  # numbers of an activation
+                continue
             elif weight.ndim == 1 or name.endswith("bias") or "sinks" in name:
                 weight.copy_(0.2 * noise)
             elif "embed_tokens" in name and not tied:

@@ -130,6 +130,7 @@ class Schedule(Generic[Event]):
         self.rng = random.Random(seed)
         self.now = 0
         self.num_events = 0
+        self.most_events = self.MAX_EVENTS
         self.is_over = False
         self.trace: list[tuple[int, object, object]] = []
         """Entries (time, subject, event), sent messages and decisions included.
@@ -170,7 +171,7 @@ class Schedule(Generic[Event]):
             while self._queue and not self.is_over:
                 self.now, _, _, event = heapq.heappop(self._queue)
                 self.happen(event)
-                if self.num_events > self.MAX_EVENTS:
+                if self.num_events > self.most_events:
                     self.checker.endless(self.num_events)
                     return
             self.checker.end()

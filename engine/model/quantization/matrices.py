@@ -8,6 +8,7 @@ They look like the slices of safetensors, so that a worker reads its own rows or
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,26 @@ class Stored(Protocol):
     def get_dtype(self) -> str: ...
 
     def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A matrix, or a stack of them; a weight is ``(code - zero) * scale``."""
+
+    codes: torch.Tensor
+    """int8 [..., outputs, inputs], from ``-2 ** (bits - 1)`` on."""
+    scales: torch.Tensor
+    """float32 [..., outputs, groups]; groups are of inputs that follow one another."""
+    zeros: torch.Tensor | None
+    """float32 like the scales; None: all are 0."""
+    bits: int
+
+    def widened(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weights."""
+        groups = self.codes.unflatten(-1, (self.scales.shape[-1], -1)).float()
+        if self.zeros is not None:
+            groups = groups - self.zeros[..., None]
+        return (groups * self.scales[..., None]).flatten(-2).to(dtype)
 
 
 class QuantizedMatrix:
@@ -55,6 +76,8 @@ class QuantizedMatrix:
         self.shape = self._find_shape()
         """Outputs and inputs."""
         self._check()
+        self.taken: list[tuple[slice, slice]] = []
+        """Ranges of outputs and inputs that were read, in this order."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name} {list(self.shape)}>"
@@ -74,12 +97,45 @@ class QuantizedMatrix:
             CheckpointError: a scale is no number.
         """
         rows, columns = _ranges(index, self.shape)
+        self.taken.append((rows, columns))
         weights = self._codes(rows, columns).float()
         zeros = self._zeros(rows, columns)
         if zeros is not None:
             weights -= zeros
         weights *= self._scales(rows, columns)
         return weights.to(self._dtype)
+
+    def read_codes(self, rows: slice, columns: slice) -> Codes | None:
+        """A part of the matrix as codes.
+
+        None where it has none of 4 or 8 bits, or where a group is cut, or not of neighbours.
+        """
+        bits, size = self._code_bits(), self._group_size()
+        if not bits or not size:
+            return None
+        if columns.start % size or columns.stop % size:
+            if columns.start // size != (columns.stop - 1) // size:
+                return None
+            size = columns.stop - columns.start
+        middle = self._middle(bits)
+        codes = (self._codes(rows, columns) - middle).to(torch.int8)
+        zeros = self._zeros(rows, columns)
+        if zeros is not None:
+            zeros = zeros[:, ::size] - middle
+            zeros = zeros.contiguous() if bool(zeros.any()) else None
+        return Codes(codes, self._scales(rows, columns)[:, ::size].contiguous(), zeros, bits)
+
+    def _code_bits(self) -> int:
+        """Bits of a code; 0 where codes are no whole numbers."""
+        raise NotImplementedError
+
+    def _group_size(self) -> int:
+        """Inputs of a group; 0 where groups are not of neighbours."""
+        raise NotImplementedError
+
+    def _middle(self, bits: int) -> int:
+        """What is taken from codes that are never negative."""
+        return 0
 
     def _find_shape(self) -> tuple[int, int]:
         raise NotImplementedError
@@ -174,6 +230,9 @@ class _WithGrid(QuantizedMatrix):
     def _column_groups(self, columns: slice) -> torch.Tensor:
         return self._group_of(columns, self._columns_each)
 
+    def _group_size(self) -> int:
+        return self._columns_each
+
 
 class ScaledMatrix(_WithGrid):
     """Numbers of int8 or float8 beside their scales."""
@@ -188,6 +247,9 @@ class ScaledMatrix(_WithGrid):
 
     def _codes(self, rows: slice, columns: slice) -> torch.Tensor:
         return self._parts[self.CODES][rows, columns]
+
+    def _code_bits(self) -> int:
+        return 8 if self._parts[self.CODES].get_dtype() == "I8" else 0
 
     def _zeros(self, rows: slice, columns: slice) -> torch.Tensor | None:
         if "weight_zero_point" not in self._parts:
@@ -243,6 +305,12 @@ class PackedMatrix(_WithGrid):
         low, high = rows.start // self._rows_each, -(-rows.stop // self._rows_each)
         return self._expand(self._parts[part][low:high, :], rows, columns, low, 0)
 
+    def _code_bits(self) -> int:
+        return self._bits
+
+    def _group_size(self) -> int:
+        return 0 if self._has_order else self._columns_each
+
     def _column_groups(self, columns: slice) -> torch.Tensor:
         if self._has_order:
             return self._parts["weight_g_idx"][columns].long()
@@ -269,6 +337,20 @@ class _Transposed(QuantizedMatrix):
                 raise self._refuse("g_idx has not one group for each input")
         else:
             self._size = self._check_groups(groups, inputs)
+
+    def _code_bits(self) -> int:
+        return self._form.bits
+
+    def _middle(self, bits: int) -> int:
+        return 1 << (bits - 1)
+
+    def _group_size(self) -> int:
+        inputs = self.shape[1]
+        if inputs % self._num_groups:
+            return 0
+        size = inputs // self._num_groups
+        every = slice(0, inputs)
+        return size if torch.equal(self._groups(every), self._group_of(every, size)) else 0
 
     def _groups(self, columns: slice) -> torch.Tensor:
         if "g_idx" not in self._parts:

@@ -38,17 +38,18 @@ class QuantizedFiles:
         """
         self._homes: dict[str, Any] = {name: file for file in files for name in file.keys()}  # noqa: SIM118
         self._form, self._dtype = form, dtype
-        self._matrices = dict(self._find())
+        self.matrices = dict(self._find())
+        """Quantised matrices by the name of their weights."""
         parts = {name for name in self._homes if self._is_part(name)}
         self._names = [name for name in self._homes if name not in parts and not NOT_READ.search(name)]
-        self._names += self._matrices
-        if not self._matrices:
+        self._names += self.matrices
+        if not self.matrices:
             raise CheckpointError(
                 f"config.json says that weights are quantised by {form.method}, and no tensor is"
             )
 
     def __repr__(self) -> str:
-        return f"<QuantizedFiles with {len(self._matrices)} matrices of {self._form.method}>"
+        return f"<QuantizedFiles with {len(self.matrices)} matrices of {self._form.method}>"
 
     def keys(self) -> list[str]:
         """Names of all tensors, those of matrices ending in ``weight``."""
@@ -56,15 +57,15 @@ class QuantizedFiles:
 
     def get_slice(self, name: str) -> Stored:
         """A tensor that is read when it is indexed."""
-        if name in self._matrices:
-            return self._matrices[name]
+        if name in self.matrices:
+            return self.matrices[name]
         stored: Stored = self._homes[name].get_slice(name)
         return stored
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """A whole tensor."""
-        if name in self._matrices:
-            return self._matrices[name][...]
+        if name in self.matrices:
+            return self.matrices[name][...]
         tensor: torch.Tensor = self._homes[name].get_tensor(name)
         return tensor
 
@@ -96,7 +97,7 @@ class QuantizedFiles:
 
     def _is_part(self, name: str) -> bool:
         owner, _, last = name.rpartition(".")
-        return f"{owner}.{WEIGHT}" in self._matrices and (last in _PARTS or last in _CODES or last == WEIGHT)
+        return f"{owner}.{WEIGHT}" in self.matrices and (last in _PARTS or last in _CODES or last == WEIGHT)
 
 
 def log_format(form: Format) -> None:

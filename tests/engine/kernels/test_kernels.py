@@ -33,6 +33,7 @@ from engine.model.weights import LoadedModel, load_model
 from engine.sampling import SamplingParams
 from engine.step import Step
 from tests.engine.driver import Driver
+from tests.engine.native_families import make_family
 from tests.engine.tiny_models import make_tiny_model
 
 KERNELS = library.load()
@@ -105,7 +106,7 @@ def test_attention(dim: int, group: int, apart: bool, dtype: torch.dtype) -> Non
     cache = NativeCache(
         [LayerShape(kv_heads, dim, dim, None)], num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype
     )
-    shape = {"a": heads, "b": kv_heads, "c": dim}
+    shape = {"a": heads, "b": kv_heads, "c": dim, "n": dim}
     history = [torch.empty(0, width, dtype=dtype) for _ in counts]
     for number, (rows, wanted) in enumerate(
         [
@@ -130,8 +131,7 @@ def test_attention(dim: int, group: int, apart: bool, dtype: torch.dtype) -> Non
             block_size=BLOCK_SIZE,
             slots=plan.slots,
             positions=packed.positions,
-            cosines=torch.ones(100, dim // 2),
-            sines=torch.zeros(100, dim // 2),
+            angles=np.zeros(0, dtype=np.int64),
             starts=packed.starts,
             counts=packed.counts,
             offsets=plan.offsets,
@@ -490,9 +490,9 @@ def test_what_an_earlier_owner_left_in_a_block_is_not_seen(model: LoadedModel) -
 
 
 def test_a_model_of_another_kind_is_told_apart(tmp_path: Path) -> None:
-    info = read_model_info(make_tiny_model(tmp_path, "gemma2"))
+    info = read_model_info(make_family(tmp_path, "bitnet"))
     model = load_model(info, ModelConfig(), dtype=torch.float32, device=torch.device("cpu"))
-    with pytest.raises(NotUsual, match="Gemma2DecoderLayer has the parts"):
+    with pytest.raises(NotUsual, match="BitNetMLP has the parts"):
         recognise(model.module, model.layers, model.dtype)
 
 

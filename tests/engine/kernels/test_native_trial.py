@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,10 +182,14 @@ def test_rounding_is_far_below_what_is_allowed(family: str, tmp_path: Path) -> N
 # ---- shards
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "tp2_pp2"])
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "ministral3", "smollm3"])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        *itertools.product(["llama", "qwen3_moe", "ministral3"], ["tp2", "pp2", "tp2_pp2"]),
+        ("bitnet", "pp2"),
+    ],
+)
 def test_workers_of_one_model_agree(family: str, layout: str, tmp_path: Path) -> None:
-    """Also where only one stage has a layer that the kernels do not know."""
     executor = shards(make_family(tmp_path, family), LAYOUTS[layout], BLOCK_SIZE)
     try:
         executor.allocate(20)

@@ -44,7 +44,10 @@ def whole(directory: Path) -> Any:
 def load(directory: Path, share: ExpertShare) -> Any:
     config = transformers.AutoConfig.from_pretrained(directory)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    with only_experts_of(model_class, config, share, directory, torch.float32) as tensors:
+    with (
+        open_weights(directory, torch.float32) as files,
+        only_experts_of(model_class, config, share, files) as tensors,
+    ):
         model, report = model_class.from_pretrained(
             None, config=config, state_dict=tensors, output_loading_info=True, dtype=torch.float32
         )
@@ -152,11 +155,7 @@ def test_a_dense_model_has_nothing_to_spread(tmp_path: Path) -> None:
     with (
         pytest.raises(CheckpointError, match="--no-enable-expert-parallel"),
         only_experts_of(
-            MODEL_FOR_CAUSAL_LM_MAPPING[type(config)],
-            config,
-            ExpertShare(assign_experts(2, 2), 0),
-            directory,
-            torch.float32,
+            MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, ExpertShare(assign_experts(2, 2), 0), []
         ),
     ):
         pass

@@ -65,6 +65,10 @@ class Call(NamedTuple):
         return max(self.who.frozen_until, self.who.hung_until if self.in_step else -1)
 
 
+EVENTS_OF_A_TICK = 4
+"""Events of a tick in a split that lasts: five instances, shortest deadlines."""
+
+
 class World(Schedule[Call]):
     """The mesh of one schedule: its coordinator, instances, groups and requests."""
 
@@ -79,6 +83,8 @@ class World(Schedule[Call]):
         super().__init__(seed)
         self.settings = Settings.draw(self.rng)
         self._bound = self.settings.bound
+        if self.settings.splits:  # those who are left out are looked at as long as it lasts
+            self.most_events += EVENTS_OF_A_TICK * self.settings.split
         self.checker = Checker(has_faults=self.settings.has_faults, num_experts=self.settings.num_experts)
         self.mesh_settings = msgspec.structs.replace(
             MESH_SETTINGS, data_parallel_size=self.settings.size, num_experts=self.settings.num_experts

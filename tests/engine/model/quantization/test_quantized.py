@@ -138,8 +138,10 @@ def test_ranks_read_their_part_of_a_quantised_matrix(kind: str, plain: Path, tmp
     config = transformers.AutoConfig.from_pretrained(tmp_path / "wide")
     for rank in range(2):
         sharded = sharded_class(transformers.LlamaForCausalLM, config, Shard(rank=rank, size=2))
-        found = read_shard(sharded, tmp_path / "quantized", None, torch.float32)
-        expected = read_shard(sharded, tmp_path / "wide", None, torch.float32)
+        with open_weights(tmp_path / "quantized", torch.float32) as files:
+            found = read_shard(sharded, files, None)
+        with open_weights(tmp_path / "wide", torch.float32) as files:
+            expected = read_shard(sharded, files, None)
         assert found.keys() == expected.keys()
         for name, part in expected.items():
             assert torch.equal(found[name], part), name
@@ -153,8 +155,10 @@ def test_instances_read_their_share_of_quantised_experts(family: str, kind: str,
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     share = ExpertShare(assign_experts(8, 2), 1)
     with (
-        only_experts_of(model_class, config, share, tmp_path / "quantized", torch.float32) as found,
-        only_experts_of(model_class, config, share, tmp_path / "wide", torch.float32) as expected,
+        open_weights(tmp_path / "quantized", torch.float32) as quantized,
+        open_weights(tmp_path / "wide", torch.float32) as wide,
+        only_experts_of(model_class, config, share, quantized) as found,
+        only_experts_of(model_class, config, share, wide) as expected,
     ):
         assert found.keys() == expected.keys()
         assert any(".experts.3." in name for name in found)

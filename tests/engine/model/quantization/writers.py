@@ -138,7 +138,7 @@ def gptq(
         groups = np.arange(inputs) // group
         if ordered:
             groups = np.random.default_rng(inputs).permutation(groups)
-        codes, scales, zeros = _grouped(weight.numpy(), groups, bits)
+        codes, scales, zeros = _grouped(weight.float().numpy(), groups, bits)
         stored = zeros - (version == "gptq")
         parts = {
             "qweight": _words(codes.T.reshape(-1, each, outputs).transpose(0, 2, 1), bits),
@@ -162,7 +162,7 @@ def awq(group: int) -> tuple[dict[str, Any], Quantize]:
     def quantize(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         inputs = weight.shape[1]
         groups = np.arange(inputs) // group
-        codes, scales, zeros = _grouped(weight.numpy(), groups, 4)
+        codes, scales, zeros = _grouped(weight.float().numpy(), groups, 4)
         parts = {
             "qweight": _words(codes.T.reshape(inputs, -1, 8)[:, :, order], 4),
             "qzeros": _words(zeros.reshape(len(zeros), -1, 8)[:, :, order], 4),

@@ -1,0 +1,118 @@
+// The KV cache, and what is stored there of a token.
+
+#pragma once
+
+#include <algorithm>
+
+#include "contract.hpp"
+#include "numbers.hpp"
+#include "turning.hpp"
+
+namespace {
+
+// The number, in the cache of a layer, of the block of 16 keys that holds a slot, for one KV head.
+inline int64_t block_number(int64_t slot, int64_t head, int64_t heads, int64_t block_size) {
+    int64_t sub = block_size / LANES;
+    int64_t block = slot / block_size, within = slot % block_size / LANES;
+    return (block * heads + head) * sub + within;
+}
+
+// Words of 32 bits of 16 keys or values of so many numbers each.
+template <class T>
+int64_t block_words(int64_t dim) { return LANES * dim / T::PACK; }
+
+// Numbers of a row of queries, keys and values.
+inline int64_t projected_width(const Operation& op) { return (op.a + op.b) * op.c + op.b * op.n; }
+
+// One key or value of a head into lane `lane` of its block.
+template <class T>
+void store_key(uint32_t* block, const typename T::Element* key, int64_t dim, int64_t lane) {
+    for (int64_t word = 0; word < dim / T::PACK; ++word)
+        std::memcpy(block + word * LANES + lane, key + word * T::PACK, sizeof(uint32_t));
+}
+
+template <class T>
+void store_value(uint32_t* block, const typename T::Element* value, int64_t dim, int64_t lane) {
+    uint32_t* to = block + lane / T::PACK * dim;
+    if constexpr (T::PACK == 1) {
+        std::memcpy(to, value, size_t(dim) * sizeof(*value));
+    } else {  // one half of each word; dim is a multiple of 16
+        for (int64_t i = 0; i < dim; i += LANES) store_halves(to + i, value + i, lane % 2 != 0);
+    }
+}
+
+// What QKV is given: in [tokens, (heads + kv_heads) * dim + kv_heads * value_dim], a heads, b kv_heads, c dim, n value_dim; extra: keys,
+// out: values; the rest: Turning.
+template <class T>
+class Projected {
+    using E = typename T::Element;
+    const Step& step;
+    int64_t heads, kv_heads, dim, value_dim, pitch;
+    E* rows;
+    Turning<T> turning;
+    uint32_t *all_keys, *all_values;
+
+   public:
+    Projected(const Operation& op, const Step& step)
+        : step(step), heads(op.a), kv_heads(op.b), dim(op.c), value_dim(op.n), pitch(pitch_of<T>(projected_width(op))),
+          rows(static_cast<E*>(const_cast<void*>(op.in))), turning(op, step),
+          all_keys(static_cast<uint32_t*>(const_cast<void*>(op.extra))), all_values(static_cast<uint32_t*>(op.out)) {}
+
+    // Norms and rotates what a token has for a KV head, queries and key, and stores key and value.
+    void keep(int64_t token, int64_t head) const {
+        int64_t group = heads / kv_heads, position = step.positions[token];
+        E* row = rows + token * pitch;
+        for (int64_t query = head * group; query < (head + 1) * group; ++query) turning.turn(row + query * dim, query, position);
+        E* key = row + (heads + head) * dim;
+        const E* value = row + (heads + kv_heads) * dim + head * value_dim;
+        turning.turn(key, heads + head, position);
+        int64_t slot = step.slots[token], lane = slot % LANES;
+        int64_t block = block_number(slot, head, kv_heads, step.block_size);
+        uint32_t* values_to = all_values + block * block_words<T>(value_dim);
+        // Weights of keys not written yet are 0, but 0 times what an earlier owner left may not be. The
+        // first key of a block comes first, except among the tokens of this step, which other threads store.
+        if (lane == 0) {
+            auto* values = reinterpret_cast<E*>(values_to);
+            int64_t written = 1;
+            while (written < LANES && token + written < step.tokens && step.slots[token + written] == slot + written) ++written;
+            for (int64_t later = written; later < LANES; ++later)
+                for (int64_t i = 0; i < value_dim; ++i) values[(later / T::PACK * value_dim + i) * T::PACK + later % T::PACK] = E(0);
+        }
+        store_key<T>(all_keys + block * block_words<T>(dim), key, dim, lane);
+        store_value<T>(values_to, value, value_dim, lane);
+    }
+
+    // Asks for the lines that keep() stores to.
+    void fetch_places(int64_t token) const {
+        int64_t slot = step.slots[token];
+        for (int64_t head = 0; head < kv_heads; ++head) {
+            int64_t block = block_number(slot, head, kv_heads, step.block_size);
+            const uint32_t* keys = all_keys + block * block_words<T>(dim);
+            const uint32_t* values = all_values + block * block_words<T>(value_dim) + slot % LANES / T::PACK * value_dim;
+            for (int64_t word = 0; word < dim / T::PACK; ++word) __builtin_prefetch(keys + word * LANES, 1);
+            for (int64_t word = 0; word < value_dim; word += LANES) __builtin_prefetch(values + word, 1);
+        }
+    }
+};
+
+// Queries, keys and values of all tokens. Where no row reads what another one of this step stores, ATTEND does it: what a thread
+// has stored it reads from its own cache.
+template <class T>
+void qkv(const Operation& op, const Step& step, Work& work) {
+    if (step.apart) return;
+    Projected<T> projected(op, step);
+    // Where a token goes is known long before it does, and in decode nothing has touched those lines since the last
+    // step: asked for one token ahead, they come while this one is turned.
+    auto is_near = [&](int64_t token) {  // in the block of the one before it
+        return step.slots[token] % LANES != 0 && step.slots[token - 1] == step.slots[token] - 1;
+    };
+    work.share_out(step.tokens, step.tokens, [&](Share now, Share) {
+        projected.fetch_places(now.begin);
+        for (int64_t token = now.begin; token < now.end; ++token) {
+            if (token + 1 < now.end && !is_near(token + 1)) projected.fetch_places(token + 1);
+            for (int64_t head = 0; head < op.b; ++head) projected.keep(token, head);
+        }
+    });
+}
+
+}  // namespace

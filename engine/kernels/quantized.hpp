@@ -1,0 +1,144 @@
+// Weights as codes of 4 or 8 bits and scales, widened to what they stand for just before they are multiplied.
+//
+// A weight is (code - zero) * scale, computed in float and rounded once to the type of the model: what it would be if it
+// were widened while the model is read. So products have the same bits either way, for any number of rows and with any kernels. A
+// step of few rows takes as long as its weights take to come from memory, and these are a half or a quarter.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "compressed.hpp"
+#include "numbers.hpp"
+
+namespace {
+
+// What Operation::weights points to, if they are quantised. A panel is chunks of 16 numbers, in the order of its memory. A
+// line of codes is 16 words, in which number i of each word is of chunk i.
+struct Quantized {
+    const uint32_t* codes;   // [panels, lines of codes, 16]; of 4 bits each is 8 too large, so that none is negative
+    const float* scales;     // [panels, groups, 16]: an output each
+    const float* zeros;      // the same; null: all are 0
+    int64_t bits;            // 4 or 8
+    int64_t groups;          // that follow one another along the inputs, each with as many
+};
+
+constexpr int64_t code_lines(int64_t words, int64_t pack, int64_t bits) { return words * pack * bits / 32; }
+
+#if LOCKSTEP_AVX512
+
+// Codes of 4 bits as floats: a table of sixteen, of which a lane's lowest bits say which.
+struct FourBits {
+    const Floats table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    template <int NUMBER>
+    Floats of(Words codes) const { return _mm512_permutexvar_ps(shift_right<4 * NUMBER>(codes), table); }
+};
+
+#else
+
+struct FourBits {
+    template <int NUMBER>
+    Floats of(Words codes) const {
+        return converted(subtract_words(and_words(shift_right<4 * NUMBER>(codes), filled_words(15)), filled_words(8)));
+    }
+};
+
+#endif
+
+struct EightBits {
+    template <int NUMBER>
+    Floats of(Words codes) const { return converted(shift_right_signed<24>(shift_left<24 - 8 * NUMBER>(codes))); }
+};
+
+// Numbers of 16 outputs, as those of a chunk: each once for a word of one number, else those of half the outputs twice.
+template <class T>
+Floats of_chunk(const float* outputs, int part) {
+    return T::PACK == 1 ? load(outputs) : twice(load(outputs), part);
+}
+
+// Codes of one line, from NUMBER on.
+template <class T, class Codes, bool HAS_ZEROS, int NUMBER = 0>
+inline void widen_line(const Codes& codes, Words line, const Floats* scales, const Floats* zeros, typename T::Element* out) {
+    constexpr int EACH = std::is_same_v<Codes, FourBits> ? 8 : 4;
+    if constexpr (NUMBER < EACH) {
+        constexpr int ONE = NUMBER % T::PACK, TWO = (NUMBER + 1) % T::PACK;
+        Floats one = codes.template of<NUMBER>(line), two = codes.template of<NUMBER + 1>(line);
+        if (HAS_ZEROS) one = one - zeros[ONE], two = two - zeros[TWO];
+        T::store(out + NUMBER * LANES, one * scales[ONE], two * scales[TWO]);
+        widen_line<T, Codes, HAS_ZEROS, NUMBER + 2>(codes, line, scales, zeros, out);
+    }
+}
+
+template <class T, class Codes, bool HAS_ZEROS>
+void widen_panel(const Quantized& from, int64_t panel, int64_t words, typename T::Element* out, const char* ahead) {
+    constexpr int64_t EACH = std::is_same_v<Codes, FourBits> ? 8 : 4;
+    const Codes codes;
+    const int64_t lines = code_lines(words, T::PACK, from.bits), each = lines / from.groups;
+    const uint32_t* line = from.codes + panel * lines * LANES;
+    for (int64_t group = panel * from.groups; group < (panel + 1) * from.groups; ++group) {
+        Floats scales[T::PACK], zeros[T::PACK];
+        for (int part = 0; part < T::PACK; ++part) {
+            scales[part] = of_chunk<T>(from.scales + group * LANES, part);
+            zeros[part] = HAS_ZEROS ? of_chunk<T>(from.zeros + group * LANES, part) : filled(0.f);
+        }
+        for (int64_t left = each; left > 0; --left, line += LANES, ahead += 64, out += EACH * LANES) {
+            _mm_prefetch(ahead, _MM_HINT_T0);
+            widen_line<T, Codes, HAS_ZEROS>(codes, load_words(line), scales, zeros, out);
+        }
+    }
+}
+
+// The words of a panel, so many along the inputs. Asks for the codes of a panel that is wanted next, `ahead`.
+template <class T>
+void widen(const Quantized& from, int64_t panel, int64_t words, uint32_t* to, const char* ahead) {
+    auto* out = reinterpret_cast<typename T::Element*>(to);
+    if (from.bits == 4 && from.zeros != nullptr) widen_panel<T, FourBits, true>(from, panel, words, out, ahead);
+    else if (from.bits == 4) widen_panel<T, FourBits, false>(from, panel, words, out, ahead);
+    else if (from.zeros != nullptr) widen_panel<T, EightBits, true>(from, panel, words, out, ahead);
+    else widen_panel<T, EightBits, false>(from, panel, words, out, ahead);
+}
+
+// A panel of weights: its words, or where it is among compressed or quantised ones.
+struct Panel {
+    const uint32_t* words;
+    const Compressed* compressed = nullptr;
+    int64_t tile = 0;
+    const Quantized* quantized = nullptr;
+    int64_t number = 0;       // among the quantised ones
+    int64_t num_bytes = 0;    // of its codes
+
+    int64_t tile_bytes() const { return compressed != nullptr ? TILE_BYTES : 4 * TILE_WORDS; }
+    const char* bytes(int64_t of_tile) const {
+        if (quantized != nullptr) return reinterpret_cast<const char*>(quantized->codes) + number * num_bytes;
+        auto* all = compressed != nullptr ? reinterpret_cast<const char*>(compressed->tiles) : reinterpret_cast<const char*>(words);
+        return all + (tile + of_tile) * tile_bytes();
+    }
+};
+
+struct Panels { Panel a, b; };
+
+// The weights of an operation, `steps` words of `pack` numbers along the inputs.
+class Weights {
+    const Operation& op;
+    int64_t steps, pack;
+
+    const Quantized& codes() const { return *reinterpret_cast<const Quantized*>(op.weights); }
+
+   public:
+    Weights(const Operation& of, int64_t along, int64_t each) : op(of), steps(along), pack(each) {}
+    bool compressed() const { return op.flags & COMPRESSED; }
+    bool quantized() const { return op.flags & QUANTIZED; }
+    Panel panel(int64_t number) const {
+        if (quantized()) return {nullptr, nullptr, 0, &codes(), number, panel_bytes()};
+        if (!compressed()) return {op.weights + number * steps * TILE};
+        return {nullptr, reinterpret_cast<const Compressed*>(op.weights), number * (steps / TILE)};
+    }
+    int64_t panel_bytes() const {
+        if (quantized()) return code_lines(steps, pack, codes().bits) * 4 * LANES;
+        return compressed() ? steps / TILE * TILE_BYTES : 4 * steps * TILE;
+    }
+};
+
+}  // namespace

@@ -1,0 +1,119 @@
+"""Weights as codes of 4 or 8 bits in panels, as ``quantized.hpp`` reads them.
+
+A product has the bits that it would have with the widened weights, so nothing depends on which weights of a
+model are kept as codes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from engine.kernels.pages import Arena
+from engine.model.quantization.attached import codes_of
+from engine.model.quantization.matrices import Codes
+
+logger = logging.getLogger(__name__)
+
+LANES = 16
+WORD_BITS = 32
+
+
+class QuantizedPanels:
+    """The panels of a matrix, or of some matrices, as codes."""
+
+    def __init__(
+        self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int
+    ) -> None:
+        """``codes``: int32 [panels, lines, 16]; scales and zeros: float32 [panels, groups, 16]."""
+        self._kept = codes, scales, zeros
+        self.num_bytes = sum(each.nbytes for each in self._kept if each is not None)
+        """Bytes that a product reads."""
+        self.record = np.array(
+            [*(0 if each is None else each.data_ptr() for each in self._kept), bits, scales.shape[1]],
+            dtype=np.int64,
+        )
+        """What the kernels get."""
+
+    def __repr__(self) -> str:
+        return f"<QuantizedPanels {len(self._kept[0])} panels, {self.num_bytes} bytes>"
+
+
+def quantized(rows: Sequence[Sequence[torch.Tensor]], multiple: int, arena: Arena) -> QuantizedPanels | None:
+    """Panels of weights [..., outputs, inputs] that have codes.
+
+    ``rows``: weights whose outputs are beside each other in panels; one row of panels after the other. The
+    outputs of each are filled up to a multiple of ``multiple``. None where some have no codes, codes of
+    several kinds, or codes that do not give their weights.
+    """
+    parts: list[Codes] = []
+    for row in rows:
+        codes = [codes_of(weight) for weight in row]
+        if any(each is None for each in codes):
+            return None
+        parts.append(_beside([each for each in codes if each is not None]))
+    weights = [weight for row in rows for weight in row]
+    dtype = weights[0].dtype
+    kinds = {(each.bits, each.scales.shape[-1]) for each in parts}
+    inputs = weights[0].shape[-1]
+    groups = parts[0].scales.shape[-1]
+    each = WORD_BITS // parts[0].bits
+    if len(kinds) > 1 or inputs % groups or inputs // groups % each:
+        return None
+    for row, part in zip(rows, parts, strict=True):
+        if not torch.equal(part.widened(dtype), torch.cat([weight.data for weight in row], dim=-2)):
+            logger.warning("codes of a quantised matrix do not give its weights: they stay widened")
+            return None
+    has_zeros = any(part.zeros is not None for part in parts)
+    panels = [_panels(part, multiple, has_zeros, 2 if dtype == torch.bfloat16 else 1) for part in parts]
+    laid = []
+    for pieces in zip(*panels, strict=True):
+        whole = torch.cat(list(pieces), dim=-3)
+        home = arena.zeros(tuple(whole.shape), whole.dtype)
+        home.copy_(whole)
+        laid.append(home.flatten(0, -3))
+    zeros = laid[2] if has_zeros else None
+    return QuantizedPanels(laid[0], laid[1], zeros, parts[0].bits)
+
+
+def _beside(parts: Sequence[Codes]) -> Codes:
+    """Outputs in a row."""
+    if len(parts) == 1:
+        return parts[0]
+    zeros = None
+    if any(part.zeros is not None for part in parts):
+        zeros = torch.cat([torch.zeros_like(p.scales) if p.zeros is None else p.zeros for p in parts], dim=-2)
+    return Codes(
+        torch.cat([part.codes for part in parts], dim=-2),
+        torch.cat([part.scales for part in parts], dim=-2),
+        zeros,
+        parts[0].bits,
+    )
+
+
+def _panels(part: Codes, multiple: int, has_zeros: bool, pack: int) -> list[torch.Tensor]:
+    """Words of codes [..., panels, lines, 16], scales [..., panels, groups, 16], zeros if wanted."""
+    each = WORD_BITS // part.bits
+    missing = -part.codes.shape[-2] % multiple
+    offset = 8 if part.bits == 4 else 0
+    codes = F.pad(part.codes, (0, 0, 0, missing)).to(torch.int32) + offset
+    # Numbers in the order of a panel's memory: 16 outputs, each with `pack` inputs that are neighbours.
+    lines = codes.unflatten(-1, (-1, pack)).unflatten(-3, (-1, LANES)).transpose(-3, -2)
+    chunks = lines.flatten(-3).unflatten(-1, (-1, each, LANES))
+    places = torch.arange(each, dtype=torch.int32) * part.bits
+    numbers = (chunks & ((1 << part.bits) - 1)) << places[:, None]
+    words = torch.zeros_like(numbers[..., 0, :])
+    for number in range(each):
+        words |= numbers[..., number, :]
+    wanted = [part.scales]
+    if has_zeros:
+        wanted.append(torch.zeros_like(part.scales) if part.zeros is None else part.zeros)
+    by_output = [
+        F.pad(value, (0, 0, 0, missing)).unflatten(-2, (-1, LANES)).transpose(-2, -1).contiguous()
+        for value in wanted
+    ]
+    return [words, *by_output]

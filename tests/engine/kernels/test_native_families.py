@@ -1,0 +1,155 @@
+"""Families on the native kernels: transformers' tokens, and bits of each request alone.
+
+For each push some families run in some layouts, at night all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from engine.config import DeviceConfig, EngineConfig, ModelConfig
+from engine.executor.uni import UniExecutor
+from engine.kernels import library
+from engine.kernels.make import make_program
+from engine.kernels.program import Program
+from engine.model.checkpoint import read_model_info
+from engine.model.weights import _fix_rope_scaling
+from engine.settings import resolve
+from tests.engine.compute.test_exactness import prompts
+from tests.engine.greedy import greedy_outputs
+from tests.engine.invariance.answers import ALONE, How
+from tests.engine.invariance.answers import load as load_instance
+from tests.engine.invariance.mixed import requests
+from tests.engine.kernels.test_native_trial import load
+from tests.engine.model.test_sharding import LAYOUTS, NUM_IN_TABLE, greedy, run, settings, shards
+from tests.engine.native_families import CONTEXT, NATIVE, make_family
+from tests.engine.tiny_models import VOCAB, make_tiny_model
+from tests.router.tiny_tokenizer import byte_level
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
+
+NIGHTLY = bool(os.environ.get("LOCKSTEP_NIGHTLY"))
+BLOCK_SIZE = 16
+DENSE = [
+    family
+    for family in NATIVE
+    if "moe" not in family and family not in ("mixtral", "llama_dynamic")  # generate scales it by lengths
+]
+EACH_PUSH = ["gemma2", "gemma3", "phi3", "glm4", "olmo2", "cohere2", "granite", "gpt2"]
+"""Families that have all operations between them."""
+UNCUT = {"phi3", "glm", "glm4", "phi", "olmo2", "olmo3", "cohere_head_norms"}
+"""Families that torch computes with tensor-parallel ranks.
+
+Their plan gathers in the middle of a layer, or they have none, or norms over all heads.
+"""
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A family's tiny model."""
+    return cache(lambda family: make_family(tmp_path_factory.mktemp(family), family))
+
+
+@pytest.fixture(scope="module")
+def references(directories: Callable[[str], Path]) -> Callable[[str], list[list[int]]]:
+    """The tokens that transformers generates for each prompt alone."""
+
+    def made(family: str) -> list[list[int]]:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            directories(family), dtype=torch.float32, attn_implementation="eager"
+        )
+        _fix_rope_scaling(model, CONTEXT)  # an instance has one scaling for all lengths
+        lengths = [int(params.max_tokens or 0) for params in greedy()[:NUM_IN_TABLE]]
+        return greedy_outputs(model, prompts()[:NUM_IN_TABLE], lengths)
+
+    return cache(made)
+
+
+@pytest.mark.parametrize("family", DENSE if NIGHTLY else EACH_PUSH)
+def test_tokens_are_those_of_transformers(
+    family: str, directories: Callable[[str], Path], references: Callable[[str], list[list[int]]]
+) -> None:
+    """With so little room that prompts are cut, requests preempted and prefixes found."""
+    directory = directories(family)
+    alone = UniExecutor(settings(directory, block_size=BLOCK_SIZE), read_model_info(directory), 1)
+    alone.load(lambda _phase: None)
+    params = greedy()[:NUM_IN_TABLE]
+    outputs, counters = run(alone, directory, params, num_blocks=9, budget=24, block_size=BLOCK_SIZE)
+    assert alone._program is not None
+    assert outputs == references(family)
+    assert counters.preemptions > 0
+    assert counters.prefix_cache_hits > 0
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("family", DENSE if NIGHTLY else ["gemma3", "cohere2"])
+def test_shards_compute_the_same(
+    family: str,
+    layout: str,
+    directories: Callable[[str], Path],
+    references: Callable[[str], list[list[int]]],
+) -> None:
+    if (family in UNCUT and layout == "tp2") or family in ("gpt2", "phi"):
+        pytest.skip("torch computes it, or it cannot be cut")
+    directory = directories(family)
+    executor = shards(directory, LAYOUTS[layout], BLOCK_SIZE)
+    try:
+        params = greedy()[:NUM_IN_TABLE]
+        outputs, _ = run(executor, directory, params, num_blocks=9, budget=24, block_size=BLOCK_SIZE)
+        assert outputs == references(family)
+        assert all(worker.executor._program is not None for worker in executor.workers)
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize("family", DENSE if NIGHTLY else EACH_PUSH)
+def test_bits_are_those_of_each_request_alone(family: str, directories: Callable[[str], Path]) -> None:
+    """In bfloat16, whatever runs beside a request and however it is cut."""
+    directory = directories(family)
+    byte_level().save(str(directory / "tokenizer.json"))
+    instance = load_instance(directory)
+    submits = requests(5, vocab_size=VOCAB, greedy=False, count=48 if NIGHTLY else 10, longest=90, most=8)
+    alone, _ = instance.answers(submits, ALONE)
+    found, counters = instance.answers(submits, How(cache=256, budget=64))
+    assert found == alone
+    assert counters.prefix_cache_hits > 0
+
+
+def test_a_checkpoint_in_float16_is_computed_in_float32(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which holds all its numbers; ``--dtype`` chooses another type."""
+    directory = make_tiny_model(tmp_path, "llama", dtype=torch.float16)
+    config = EngineConfig(model=ModelConfig(model=str(directory)), device=DeviceConfig(device="cpu"))
+    with caplog.at_level("INFO"):
+        info, resolved = resolve(config)
+    assert (info.dtype, resolved.dtype) == ("float16", "float32")
+    assert "a checkpoint in float16 is computed in float32 on this CPU" in caplog.text
+    executor = UniExecutor(config, info, 1)
+    executor.load(lambda _phase: None)
+    executor.allocate(8)
+    assert executor._program is not None
+    for asked in ("float16", "bfloat16"):
+        chosen = EngineConfig(
+            model=ModelConfig(model=str(directory), dtype=asked), device=DeviceConfig(device="cpu")
+        )
+        assert resolve(chosen)[1].dtype == asked
+
+
+def test_the_kernels_for_avx2_know_all_operations(
+    directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrow = library.Library(library.compiled(avx2=True))
+    monkeypatch.setattr(library, "load", lambda: narrow)
+    for family in DENSE if NIGHTLY else [*EACH_PUSH, "starcoder2", "arcee", "apertus"]:
+        for dtype in (torch.float32, torch.bfloat16):
+            program = make_program(load(directories(family), dtype), BLOCK_SIZE)
+            assert isinstance(program, Program), family
+            assert program.kind == "avx2"

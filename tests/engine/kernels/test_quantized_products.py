@@ -1,0 +1,157 @@
+"""Weights kept as codes: products have the same bits as with the widened weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.kernels import library
+from engine.kernels.experts import NativeExperts
+from engine.kernels.make import make_program
+from engine.kernels.operations import ADD, AS_FLOAT, OperationKind
+from engine.kernels.packing import Packer
+from engine.kernels.quantized import QuantizedPanels
+from engine.kernels.rows import pitch_of, spaced
+from engine.model.quantization.attached import ATTRIBUTE
+from engine.model.quantization.matrices import Codes
+from tests.engine.kernels.emulated_tiles import ABLE, emulated_tiles
+from tests.engine.kernels.test_compression import run, same_bits
+from tests.engine.kernels.test_kernels import random
+from tests.engine.model.quantization.writers import write_quantized
+from tests.engine.model.test_weights import load
+from tests.engine.tiny_models import make_tiny_model
+
+KERNELS = library.load()
+pytestmark = pytest.mark.skipif(KERNELS is None, reason="no AVX2, or no C++ compiler, here")
+
+
+@pytest.fixture(params=["tiles", "vectors"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[library.Library]:
+    """With AMX, emulated where the CPU has none, and without."""
+    assert KERNELS is not None
+    had = KERNELS.has_tiles
+    if request.param == "tiles" and not had:
+        if not ABLE:
+            pytest.skip("no AVX-512 here, by which AMX is emulated")
+        with emulated_tiles() as emulated:
+            yield emulated
+        return
+    KERNELS.use_tiles(request.param == "tiles")
+    yield KERNELS
+    KERNELS.use_tiles(had)
+
+
+class Known:
+    """Reader of codes that are there."""
+
+    def __init__(self, codes: Codes) -> None:
+        self.codes = codes
+
+    def read(self) -> Codes:
+        return self.codes
+
+
+def quantised(
+    *shape: int, bits: int, group: int, zeros: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> torch.nn.Parameter:
+    """Random weights [..., outputs, inputs] that know their codes."""
+    generator = torch.Generator().manual_seed(sum(shape) + bits)
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
+    codes = torch.randint(low, high, shape, generator=generator).to(torch.int8)
+    grid = (*shape[:-1], shape[-1] // group)
+    scales = torch.rand(grid, generator=generator) * 0.02
+    points = torch.randint(low, high, grid, generator=generator).float() if zeros else None
+    known = Codes(codes, scales, points, bits)
+    weight = torch.nn.Parameter(known.widened(dtype), requires_grad=False)
+    setattr(weight, ATTRIBUTE, Known(known))
+    return weight
+
+
+FORMS = {
+    "int4": {"bits": 4, "group": 32},
+    "int4 with zeros": {"bits": 4, "group": 16, "zeros": True},
+    "int8 per channel": {"bits": 8, "group": 192},
+    "int8 with zeros": {"bits": 8, "group": 64, "zeros": True},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [1, 5, 9, 33, 230])
+@pytest.mark.parametrize("outputs", [64, 250])
+def test_products_have_the_same_bits(
+    kernels: library.Library, rows: int, outputs: int, form: str, dtype: torch.dtype
+) -> None:
+    weight = quantised(outputs, 192, **FORMS[form], dtype=dtype)  # type: ignore[arg-type]
+    packer = Packer(kernels)
+    codes, plain = packer.panels(weight, multiple=32), packer.panels(weight.data, multiple=32)
+    assert isinstance(codes, QuantizedPanels)
+    assert codes.num_bytes < 0.75 * outputs * 192 * dtype.itemsize + 20_000
+    x, before = random(rows, 192, dtype=dtype), random(rows, outputs, dtype=dtype)
+    wide = [torch.empty(rows, outputs) for _ in range(2)]
+    added = [spaced(before) for _ in range(2)]
+    for number, laid in enumerate((codes, plain)):
+        shape = {"weights": laid, "n": outputs, "k": 192}
+        run(kernels, OperationKind.LINEAR, x, wide[number], flags=AS_FLOAT, **shape)
+        run(kernels, OperationKind.LINEAR, x, added[number], flags=ADD, **shape)
+    assert same_bits(*wide)
+    assert same_bits(*added)
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_gated_products_have_the_same_bits(kernels: library.Library, rows: int) -> None:
+    x = random(rows, 128, dtype=torch.bfloat16)
+    gate, up = quantised(176, 128, bits=4, group=32), quantised(176, 128, bits=4, group=32, zeros=True)
+    packer = Packer(kernels)
+    forms = packer.gate_and_up(gate, up), packer.gate_and_up(gate.data, up.data)
+    assert isinstance(forms[0], QuantizedPanels)
+    outs = [torch.zeros(rows, pitch_of(176, torch.bfloat16), dtype=torch.bfloat16) for _ in range(2)]
+    for out, form in zip(outs, forms, strict=True):
+        run(kernels, OperationKind.GATED, x, out, weights=form, n=176, k=128)
+    assert same_bits(*outs)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_experts_have_the_same_bits(kernels: library.Library, bits: int) -> None:
+    class Module:
+        gate_up_proj = quantised(5, 2 * 96, 64, bits=bits, group=32)
+        down_proj = quantised(5, 64, 96, bits=bits, group=32)
+
+    class Widened:
+        gate_up_proj, down_proj = Module.gate_up_proj.data, Module.down_proj.data
+
+    rows, counts = random(98, 64, dtype=torch.bfloat16), [5, 0, 78, 14, 1]
+    native = NativeExperts(kernels)
+    found = native.compute(Module, rows, counts)
+    assert isinstance(native.packed(Module).up, QuantizedPanels)
+    assert same_bits(found, NativeExperts(kernels).compute(Widened, rows, counts))
+
+
+def test_codes_that_do_not_give_the_weights_are_not_used(kernels: library.Library) -> None:
+    weight = quantised(64, 64, bits=4, group=32)
+    weight.data[3, 3] += 1
+    assert not isinstance(Packer(kernels).panels(weight), QuantizedPanels)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("llama", "w4a16 groups"),
+        ("llama", "w4a16 asymmetric"),
+        ("llama", "w8a8 per channel"),
+        ("llama", "gptq"),
+        ("llama", "awq"),
+        ("qwen3_moe", "w4a16 groups"),
+    ],
+)
+def test_a_quantised_model_keeps_its_codes(family: str, kind: str, tmp_path: Path) -> None:
+    source = make_tiny_model(tmp_path / "plain", family, dtype=torch.bfloat16)
+    write_quantized(source, kind, tmp_path / "quantized", tmp_path / "wide")
+    programs = [make_program(load(tmp_path / each), 16) for each in ("quantized", "wide")]
+    assert programs[0] is not None
+    assert programs[1] is not None
+    assert programs[0].quantized_bytes > 0
+    assert programs[0].weight_bytes < 0.75 * programs[1].weight_bytes
