@@ -20,7 +20,7 @@ MESH_TESTS = $(MESH_LONG) $(filter-out $(MESH_LONG) $(MESH_SHORT),$(MESH_FILES))
 # One more than cores: a fifth of the time of these tests is waiting for something.
 PLAIN_PROCESSES ?= 3
 
-.PHONY: serve test check docs format bench bench-collectives bench-growth bench-hosts bench-kv-room bench-lockstep bench-overhead bench-router bench-scale bench-serving bench-startup bench-wake bench-structured structured soak chaos kills joins nightly fuzz crowd clients screenshots simulate model clean
+.PHONY: serve test check docs format bench bench-collectives bench-growth bench-hosts bench-kv-room bench-lockstep bench-offline bench-overhead bench-prompts bench-router bench-scale bench-serving bench-startup bench-wake bench-structured structured soak chaos kills joins nightly fuzz crowd clients screenshots simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -71,8 +71,15 @@ bench-kv-room: $(STAMP)  ## what -tp and -pp do to the room for the KV cache, an
 bench-lockstep: $(STAMP)  ## experts spread over two instances against not: throughput, step times (about a quarter of an hour)
 	$(BIN)/python examples/benchmarks/bench_lockstep.py --output-json build/bench-lockstep.json $(ARGS)
 
+bench-offline: $(STAMP)  ## 256 prompts through the class LLM, ours and vLLM's (examples/benchmarks/install_peers.sh first): ten minutes
+	$(BIN)/python examples/benchmarks/prompts/bench_offline.py --output-json build/bench-offline.json $(ARGS)
+
 bench-overhead: $(STAMP)  ## CPU time of a step beside the model
 	$(BIN)/python examples/benchmarks/bench_overhead.py --output-json build/bench-overhead.json $(ARGS)
+
+bench-prompts: $(STAMP)  ## first tokens by length of prompt beside vLLM and llama.cpp (install_peers.sh first): half an hour
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python examples/benchmarks/prompts/bench_prompts.py --output-json build/bench-prompts.json --plots build/plots $(ARGS)
 
 bench-router: $(STAMP)  ## CPU of a front end per token and per request, beside sglang-router's and vLLM's where installed
 	$(BIN)/python examples/benchmarks/bench_router.py --output-json build/bench-router.json $(ARGS)

@@ -1,6 +1,7 @@
 """Compiles C++ files of Lockstep at first use and caches the results.
 
-This module loads no torch.
+This module loads no torch. Where there is no compiler, shared objects that were compiled before are taken
+from a directory (:mod:`parallel.built_kernels`).
 
 Nothing that is compiled is needed to serve: each caller has another way, and logs why it is taken.
 """
@@ -20,15 +21,18 @@ import shutil
 import signal
 import struct
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+from parallel import built_kernels
+from parallel.built_kernels import DIRECTORY_VARIABLE, Target
 from parallel.caches import is_trusted, own_directory
 
 logger = logging.getLogger(__name__)
 
-COMPILE = ("-O3", "-std=c++17", "-fPIC", "-shared", "-march=native")
+COMPILE = ("-O3", "-std=c++17", "-fPIC", "-shared")
+NATIVE = "-march=native"
 ELF_HEADER = 64
 """Bytes of an ELF header."""
 TIMEOUT = 120.0
@@ -42,6 +46,7 @@ def compiled(
 ) -> Path:
     """The shared object of a source file on this kind of CPU.
 
+    One that was compiled before is taken first (:mod:`parallel.built_kernels`); else the one in the cache.
     ``headers`` are all that it includes from here. One in the cache is made anew if others can write to it,
     or if it lacks one of ``symbols``. It is also made anew if it cannot be loaded (a full disk or a crash cut
     it short).
@@ -50,8 +55,12 @@ def compiled(
         OSError: there is no compiler, or no room for the result, or the cache is not this user's own.
         subprocess.SubprocessError: the compiler fails, or takes more than :data:`TIMEOUT`.
     """
+    if _ahead is not None:
+        return _build_ahead(*_ahead, source, headers, flags)
+    if (built := _built_before(source, headers, flags, symbols)) is not None:
+        return built
     compiler = _compiler()
-    options = [*COMPILE, *flags]
+    options = [*COMPILE, NATIVE, *flags]
     what = [*(each.read_text() for each in (source, *headers)), *compiler, *options, *sorted(cpu_flags())]
     key = hashlib.sha256("\0".join(what).encode())
     directory = own_directory("kernels")
@@ -77,6 +86,55 @@ def compiled(
             finally:
                 fresh.unlink(missing_ok=True)
     return path
+
+
+_ahead: tuple[Path, Target] | None = None
+"""Directory and target that :func:`ahead` was called with."""
+
+
+@contextlib.contextmanager
+def ahead(directory: Path, target: Target) -> Iterator[None]:
+    """Meanwhile :func:`compiled` compiles for another kind of CPU, into a directory."""
+    global _ahead
+    _ahead = (directory, target)
+    try:
+        yield
+    finally:
+        _ahead = None
+
+
+def _build_ahead(
+    directory: Path, target: Target, source: Path, headers: Sequence[Path], flags: Sequence[str]
+) -> Path:
+    """The shared object for a target, compiled now.
+
+    It is not loaded, since it may not run on this CPU.
+    """
+    path = directory / built_kernels.file_name(target, source, headers, flags)
+    fresh = path.with_suffix(f".{os.getpid()}")
+    options = [*COMPILE, *target.options, *built_kernels.split_flags(flags)[0], f"-I{INCLUDE}"]
+    try:
+        _run([*_compiler(), *options, str(source), "-o", str(fresh)], directory)
+        fresh.chmod(0o755)
+        fresh.rename(path)
+    finally:
+        fresh.unlink(missing_ok=True)
+    return path
+
+
+def _built_before(
+    source: Path, headers: Sequence[Path], flags: Sequence[str], symbols: Sequence[str]
+) -> Path | None:
+    """The shared object for this CPU in the directory of the environment, if any."""
+    named = os.environ.get(DIRECTORY_VARIABLE)
+    target = built_kernels.target_for(cpu_flags(), flags) if named else None
+    if not named or target is None:
+        return None
+    path = Path(named) / built_kernels.file_name(target, source, headers, flags)
+    if _can_be_loaded(path, symbols):
+        return path
+    logger.warning("%s=%s has no %s: %s is compiled", DIRECTORY_VARIABLE, named, path.name, source.name)
+    return None
 
 
 def _run(command: list[str], directory: Path) -> None:

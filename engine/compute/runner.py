@@ -66,6 +66,13 @@ class _Slot:
             self.token_ids = np.concatenate([self.token_ids, np.zeros_like(self.token_ids)])
         self.token_ids[position:end] = token_ids
 
+    def put_one(self, position: int, token_id: int) -> None:
+        """As :meth:`put` of one token: what most steps bring each row."""
+        if position < len(self.token_ids):
+            self.token_ids[position] = token_id
+        else:
+            self.put(position, token_id)
+
 
 class _BlockTables:
     """Block tables of all slots, one row each; grows as slots and contexts do."""
@@ -169,10 +176,11 @@ class ModelRunner:
         for index, draft in step.drafts.items():
             self._slots[step.slots[index]].put(step.starts[index] + 1, *draft)
         with torch.inference_mode():
-            packed, input_ids = self._pack(step)
+            ends = step.ends
+            packed, input_ids = self._pack(step, ends)
             hidden = self._receive(len(input_ids))
             began = time.monotonic()
-            wanted = self._wanted(step, packed)
+            wanted = self._wanted(step, packed, ends)
             program = self._program
             draws = self._draws(step, wanted) if program is not None and self._is_plain(step) else None
             if program is not None and draws is not None and program.can_choose(len(input_ids), draws):
@@ -227,31 +235,38 @@ class ModelRunner:
             return NO_DRAWS
         return draws([self._slots[step.slots[row]].draw for row in wanted.sampled])
 
-    def _pack(self, step: Step) -> tuple[PackedRows, Int64s]:
+    def _pack(self, step: Step, ends: list[int]) -> tuple[PackedRows, Int64s]:
+        """The rows of a step and their token ids; ``ends`` are those of the step."""
         slots = np.array(step.slots, dtype=np.int64)
         starts = np.array(step.starts, dtype=np.int64)
         counts = np.array(step.counts, dtype=np.int64)
         self._tables.extend(step)
-        longer = counts != 1
-        num_single = int(longer.argmax()) if longer.any() else len(counts)
+        tables = self._tables.blocks[slots, : (max(ends) - 1) // self._block_size + 1]
+        if step.counts.count(1) == len(slots):
+            token_ids = [
+                self._slots[slot].token_ids.item(start)
+                for slot, start in zip(step.slots, step.starts, strict=True)
+            ]
+            return PackedRows(starts, counts, tables, starts.copy(), len(slots)), np.array(token_ids)
         input_ids = np.concatenate(
             [
                 self._slots[slot].token_ids[start:end]
-                for slot, start, end in zip(step.slots, step.starts, step.ends, strict=True)
+                for slot, start, end in zip(step.slots, step.starts, ends, strict=True)
             ]
         )
         offsets = np.cumsum(counts) - counts
         positions = np.arange(len(input_ids)) + np.repeat(starts - offsets, counts)
-        width = int((starts + counts - 1).max()) // self._block_size + 1
-        tables = self._tables.blocks[slots, :width]
-        return PackedRows(starts, counts, tables, positions, num_single), input_ids
+        return PackedRows(starts, counts, tables, positions, int((counts != 1).argmax())), input_ids
 
-    def _wanted(self, step: Step, packed: PackedRows) -> _Wanted:
+    def _wanted(self, step: Step, packed: PackedRows, row_ends: list[int]) -> _Wanted:
+        """``row_ends``: position behind the last token of each row."""
+        if packed.num_single == len(row_ends) and not step.partial:
+            return _Wanted(np.arange(len(row_ends)), range(len(row_ends)), row_ends, [])
         ends = np.cumsum(packed.counts)
         sampled: Sequence[int] = range(len(step.slots))
         if step.partial:
             sampled = [index for index in sampled if index not in step.partial]
-        positions = step.ends if len(sampled) == len(step.slots) else [step.ends[i] for i in sampled]
+        positions = row_ends if len(sampled) == len(step.slots) else [row_ends[i] for i in sampled]
         last = ends[sampled] - 1
         if step.drafts:
             lengths = [len(step.drafts.get(index, ())) for index in sampled]
@@ -260,18 +275,23 @@ class ModelRunner:
             last = np.repeat(last, copies) - before
             positions = (np.repeat(positions, copies) - before).tolist()
             sampled = np.repeat(sampled, copies).tolist()
-        prompt_rows = []
-        for index, (slot, start, end) in enumerate(zip(step.slots, step.starts, step.ends, strict=True)):
-            admit = self._slots[slot].admit
-            if admit.params.prompt_logprobs is not None:
-                count = min(end, admit.num_prompt - 1) - start
-                if count > 0:
-                    prompt_rows.append((index, start + 1, count))
-        tokens = [last]
+        tokens, prompt_rows = [last], self._prompt_rows(step, packed.num_single, row_ends)
         for index, _, count in prompt_rows:
             first = ends[index] - packed.counts[index]
             tokens.append(np.arange(first, first + count))
         return _Wanted(np.concatenate(tokens), sampled, positions, prompt_rows)
+
+    def _prompt_rows(self, step: Step, num_single: int, row_ends: list[int]) -> list[tuple[int, int, int]]:
+        """See :class:`_Wanted`. A row of one token that samples is behind its prompt."""
+        found = []
+        single = [index for index in step.partial if index < num_single]
+        for index in (*single, *range(num_single, len(row_ends))):
+            admit, start = self._slots[step.slots[index]].admit, step.starts[index]
+            if admit.params.prompt_logprobs is not None:
+                count = min(row_ends[index], admit.num_prompt - 1) - start
+                if count > 0:
+                    found.append((index, start + 1, count))
+        return found
 
     def _forward(
         self, packed: PackedRows, input_ids: Int64s, wanted: Int64s, hidden: torch.Tensor | None
@@ -390,7 +410,7 @@ class ModelRunner:
             return self._result_with_drafts(step, wanted, tokens, logprobs, prompt_logprobs, by_row)
         for index, end, token in zip(wanted.sampled, wanted.ends, tokens, strict=True):
             by_row[index] = token
-            self._slots[step.slots[index]].put(end, token)
+            self._slots[step.slots[index]].put_one(end, token)
         row_logprobs = {wanted.sampled[index]: each for index, each in logprobs.items()}
         return StepResult(by_row, row_logprobs, prompt_logprobs)
 

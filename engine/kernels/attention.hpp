@@ -15,6 +15,7 @@ namespace {
 // A few rows are through with their keys as fast as these come from memory: what is wanted next is asked for all the time. Many rows
 // take long for a block.
 constexpr bool asks_in_steps(int rows) { return rows <= 6; }
+constexpr int64_t STEPS_PER_ASK = 4;  // each costs as much as a few products
 
 // Adds products of rows, which lie `pitch` bytes apart, with PANELS panels in so many segments of `steps` lines: at(segment, panel) is
 // where each begins. Lines lie `next` words apart.
@@ -35,7 +36,7 @@ inline void add_products(Floats (&result)[ROWS * PANELS], int64_t segments, int6
         for (int panel = 0; panel < PANELS; ++panel) panels[panel] = at(segment, panel);
         if (!asks_in_steps(ROWS)) wanted.ask();
         for (int64_t step = 0; step < steps; ++step) {
-            if (asks_in_steps(ROWS)) wanted.ask();
+            if (asks_in_steps(ROWS) && step % STEPS_PER_ASK == 0) wanted.ask();
 #pragma GCC unroll 2
             for (int part = 0; part < T::PARTS; ++part) {
                 auto line = [&](int panel) {
@@ -91,19 +92,27 @@ class VectorPass : public Pass<T, MAX_ROWS, 512> {
     const int64_t* numbers = nullptr;  // of the blocks
     Wanted& wanted;
 
+    // Scores of BESIDE blocks from one on, or of those that there are.
+    template <int ROWS, int BESIDE>
+    void score_blocks(int64_t block) {
+        const int64_t words = block_words<T>(slab.shape.dim), all = blocks.size(), pitch = slab.query_pitch * int64_t(sizeof(InputElement<T>));
+        auto* from = reinterpret_cast<const char*>(slab.queries + first * slab.query_pitch);
+        auto at = [&](int64_t, int panel) { return all_keys + numbers[std::min(block + panel, all - 1)] * words; };
+        Floats sums[ROWS * BESIDE] = {};
+        add_products<T, ROWS, BESIDE>(sums, 1, slab.shape.dim / T::PACK, at, LANES, from, pitch, wanted);
+        for (int row = 0; row < ROWS; ++row)
+            for (int i = 0; i < BESIDE && block + i < all; ++i)
+                store(scores + row * SCORE_PITCH + (block + i) * LANES, sums[row * BESIDE + i]);
+    }
+
     template <int ROWS>
     void score_rows() {
         constexpr int BESIDE = std::min(4, panels_beside(ROWS, 8));
-        const int64_t words = block_words<T>(slab.shape.dim), all = blocks.size(), pitch = slab.query_pitch * int64_t(sizeof(InputElement<T>));
-        auto* from = reinterpret_cast<const char*>(slab.queries + first * slab.query_pitch);
-        for (int64_t block = 0; block < all; block += BESIDE) {
-            auto at = [&](int64_t, int panel) { return all_keys + numbers[std::min(block + panel, all - 1)] * words; };
-            Floats sums[ROWS * BESIDE] = {};
-            add_products<T, ROWS, BESIDE>(sums, 1, slab.shape.dim / T::PACK, at, LANES, from, pitch, wanted);
-            for (int row = 0; row < ROWS; ++row)
-                for (int i = 0; i < BESIDE && block + i < all; ++i)
-                    store(scores + row * SCORE_PITCH + (block + i) * LANES, sums[row * BESIDE + i]);
-        }
+        constexpr int LAST = BESIDE == 2 ? 1 : BESIDE;  // two sums of few rows would wait for themselves
+        const int64_t all = blocks.size();
+        int64_t block = 0;
+        for (; block + BESIDE <= all; block += BESIDE) score_blocks<ROWS, BESIDE>(block);
+        if (block < all) score_blocks<ROWS, LAST>(block);
     }
 
     // Columns from `column` on of the values' sums, as many as PANELS have.
@@ -169,7 +178,7 @@ class VectorPass : public Pass<T, MAX_ROWS, 512> {
         int some = int(rows_of_pass(rows, 0).size());
         int64_t segments = (blocks + 3) / 4, others = blocks * (columns / panels_beside(some, columns));
         if (!asks_in_steps(some)) return passes * (segments + others) + rows;
-        return passes * (segments * shape.dim + others * LANES) / T::PACK + rows;
+        return passes * (segments * shape.dim + others * LANES) / (STEPS_PER_ASK * T::PACK) + rows;
     }
 
     void begin_tile(const AttentionTask&, Blocks) {}

@@ -372,7 +372,7 @@ def _attention(
         heads=heads,
         kv_heads=kv_heads,
         dim=dim,
-        scale=seen.scale,
+        scale=seen.scale * _constant(seen.factors),
         window=shape.window or 0,
         value_dim=value_dim,
         cap=seen.cap,
@@ -397,9 +397,16 @@ def _rope(config: Any) -> dict[str, Any]:
     return getattr(config, "rope_parameters", None) or {}
 
 
+def _constant(seen: torch.Tensor) -> float:
+    """The factor on queries at all positions; 1 if it depends on them."""
+    mean = float(seen.double().mean())
+    is_one = float(seen.max() - seen.min()) >= SAME or abs(mean - 1) < SAME
+    return 1.0 if is_one else mean
+
+
 def _factors(config: Any, seen: torch.Tensor) -> QueryFactors | None:
     """What queries are multiplied by, from what was seen at some positions; None for nothing."""
-    if float((seen - 1).abs().max()) < SAME:
+    if float(seen.max() - seen.min()) < SAME:
         return None
     rope = _rope(config)
     growth, original = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")

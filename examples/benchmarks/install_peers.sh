@@ -1,5 +1,5 @@
 #!/bin/sh
-# Install what bench_peers.py and bench_router.py compare with, each in an environment of its own under build/peers (about 4 GB).
+# Install what benchmarks compare with, each in an environment of its own under build/peers, or $PEERS (about 4 GB).
 #
 #     examples/benchmarks/install_peers.sh              # vLLM's CPU build, with transformers beside it: 3 minutes
 #     examples/benchmarks/install_peers.sh llama.cpp    # with node-llama-cpp, compiled for all kinds of x86-64: half a minute

@@ -1,6 +1,6 @@
 // llama.cpp's single stream behind HTTP, started by llama_cpp_server.py:
 //
-//     node llama_cpp_server.mjs build/peers/llama.cpp/node_modules MODEL.gguf PORT THREADS
+//     node llama_cpp_server.mjs build/peers/llama.cpp/node_modules MODEL.gguf PORT THREADS CONTEXT
 //
 // Answers streamed /v1/completions with token ids as prompts, greedily, one after the other. Tokens that a prompt has
 // in common with the sequence before it are not computed again. All computing is llama.cpp's, as node-llama-cpp
@@ -10,14 +10,15 @@ import http from "node:http";
 import path from "node:path";
 import {pathToFileURL} from "node:url";
 
-const [modules, modelPath, port, threads] = process.argv.slice(2);
+const [modules, modelPath, port, threads, tokens] = process.argv.slice(2);
 const {getLlama} = await import(pathToFileURL(path.join(modules, "node-llama-cpp", "dist", "index.js")));
-const CONTEXT = 2048;
+const CONTEXT = Number(tokens);
+const BATCH = Math.min(CONTEXT, 2048); // as in llama.cpp itself
 
 const llama = await getLlama({gpu: false, build: "never", progressLogs: false, maxThreads: Number(threads)});
 const model = await llama.loadModel({modelPath});
 const context = await model.createContext({
-    contextSize: CONTEXT, batchSize: CONTEXT, sequences: 1, threads: {ideal: Number(threads), min: Number(threads)},
+    contextSize: CONTEXT, batchSize: BATCH, sequences: 1, threads: {ideal: Number(threads), min: Number(threads)},
 });
 const sequence = context.getSequence();
 

@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a directory")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--context", type=int, default=2048, help="tokens (default: %(default)s)")
     args = parser.parse_args()
     path = args.model.parent / f"{args.model.name}.gguf"
     if not path.exists():
@@ -116,7 +117,8 @@ def main() -> None:
         partly.rename(path)
     server = Path(__file__).with_suffix(".mjs")
     modules = Path(sys.prefix) / "node_modules"
-    os.execvp("node", ["node", str(server), str(modules), str(path), str(args.port), str(args.threads)])
+    numbers = [str(number) for number in (args.port, args.threads, args.context)]
+    os.execvp("node", ["node", str(server), str(modules), str(path), *numbers])
 
 
 if __name__ == "__main__":

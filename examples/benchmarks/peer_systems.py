@@ -1,4 +1,4 @@
-"""Serving systems that ``bench_peers.py`` compares: how each starts and ends."""
+"""Serving systems that benchmarks compare: how each starts and ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ PEERS = Path(os.environ.get("PEERS", ROOT / "build" / "peers"))
 CORES = os.cpu_count() or 1
 START_SECONDS = 600.0
 STOP_SECONDS = 30.0
-KV_GIB = 1
 
 
 class NotReady(Exception):
@@ -30,11 +29,24 @@ class NotReady(Exception):
 
 
 @dataclass(frozen=True)
+class Room:
+    """What a server has room for."""
+
+    context: int = 2048
+    """Tokens of one request, with its answer."""
+    kv_gib: int = 1
+    """GiB of the KV cache."""
+
+
+USUAL_ROOM = Room()
+
+
+@dataclass(frozen=True)
 class System:
     """A server and its command.
 
     ``{model}``, ``{dtype}``, ``{port}``, ``{rpc_port}``, ``{drafts}``, ``{examples}`` and ``{python}`` of the
-    command are filled in.
+    command are filled in, and the fields of :class:`Room` in command and environment.
     """
 
     command: str
@@ -63,9 +75,9 @@ class System:
             return f"is not set up for {model_type} here"
         return ""
 
-    def words(self, **values: object) -> list[str]:
+    def words(self, room: Room = USUAL_ROOM, **values: object) -> list[str]:
         """Words of its command with these values and those common to all systems."""
-        values |= {"python": sys.executable, "examples": Path(__file__).parent, "drafts": DRAFTS}
+        values |= vars(room) | {"python": sys.executable, "examples": Path(__file__).parent, "drafts": DRAFTS}
         quoted = {name: shlex.quote(str(value)) for name, value in values.items()}
         words = shlex.split(self.command.format_map(quoted))
         if self.peer:
@@ -78,13 +90,15 @@ DRAFTS = json.dumps(
 )
 OURS = "{python} -P -m router.launcher.serve {model} --served-model-name bench --dtype {dtype} --port {port}"
 OURS += " --data-parallel-rpc-port {rpc_port}"
-OURS += f" --max-model-len 2048 --disable-access-log --kv-cache-memory-bytes {KV_GIB}G"
+OURS += " --max-model-len {context} --disable-access-log --kv-cache-memory-bytes {kv_gib}G"
 VLLM = "vllm serve {model} --served-model-name bench --dtype {dtype} --host 127.0.0.1 --port {port}"
-VLLM += " --max-model-len 2048"
+VLLM += " --max-model-len {context}"
 HF = "transformers serve {model} --host 127.0.0.1 --port {port} --device cpu --dtype {dtype}"
 HF += " --continuous-batching --cb-num-blocks 64"
-LLAMA = "python {examples}/llama_cpp_server.py {model} --port {port} --threads " + str(CORES)
-KV = {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB)}
+LLAMA = "python {examples}/llama_cpp_server.py {model} --port {port} --context {context} --threads " + str(
+    CORES
+)
+KV = {"VLLM_CPU_KVCACHE_SPACE": "{kv_gib}"}
 SYSTEMS = {
     "lockstep": System(OURS + " -dp 2 --no-enable-expert-parallel"),
     "lockstep-dp1": System(OURS + " -dp 1"),
@@ -114,7 +128,9 @@ SYSTEMS = {
 
 
 @contextlib.contextmanager
-def started(name: str, model: Path, dtype: str) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
+def started(
+    name: str, model: Path, dtype: str, room: Room = USUAL_ROOM
+) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
     """Start a server as a child: its address and its log.
 
     Ended with the block, and its children with it.
@@ -122,25 +138,39 @@ def started(name: str, model: Path, dtype: str) -> Iterator[tuple[subprocess.Pop
     system = SYSTEMS[name]
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         port, rpc_port = one.getsockname()[1], other.getsockname()[1]
-    words = system.words(model=model, dtype=dtype, port=port, rpc_port=rpc_port)
+    words = system.words(room, model=model, dtype=dtype, port=port, rpc_port=rpc_port)
+    with tempfile.NamedTemporaryFile("w+", prefix=f"bench-{name}-", suffix=".log") as log:
+        print(f"starting {name} (log: {log.name})", file=sys.stderr, flush=True)
+        environment = environment_of(system, room)
+        child = subprocess.Popen(words, stdout=log, stderr=log, env=environment, start_new_session=True)
+        with ended(child):
+            yield child, f"http://127.0.0.1:{port}", Path(log.name)
+
+
+def environment_of(system: System, room: Room) -> dict[str, str]:
+    """This process's environment with what a system sets, and without what misleads it."""
     environment = {**os.environ, "LOCKSTEP_PARENT_PID": str(os.getpid()), "HF_HUB_OFFLINE": "1"}
-    environment |= {"VLLM_NO_USAGE_STATS": "1"} | system.environment
+    environment["VLLM_NO_USAGE_STATS"] = "1"
+    environment |= {key: value.format_map(vars(room)) for key, value in system.environment.items()}
     for variable in {"OMP_NUM_THREADS"} - system.environment.keys():
         environment.pop(variable, None)  # each chooses its own
     if system.peer:
         environment.pop("PYTHONPATH", None)
-    with tempfile.NamedTemporaryFile("w+", prefix=f"bench-{name}-", suffix=".log") as log:
-        print(f"starting {name} (log: {log.name})", file=sys.stderr, flush=True)
-        child = subprocess.Popen(words, stdout=log, stderr=log, env=environment, start_new_session=True)
-        try:
-            yield child, f"http://127.0.0.1:{port}", Path(log.name)
-        finally:
-            child.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(STOP_SECONDS)
-            with contextlib.suppress(ProcessLookupError):  # whatever it left behind
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+    return environment
+
+
+@contextlib.contextmanager
+def ended(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """End a child with the block, and all of the session that it leads."""
+    try:
+        yield
+    finally:
+        child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(STOP_SECONDS)
+        with contextlib.suppress(ProcessLookupError):  # whatever it left behind
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 def until_ready(child: subprocess.Popen[bytes], url: str, log: Path) -> float:

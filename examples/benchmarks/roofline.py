@@ -5,7 +5,8 @@
     python examples/benchmarks/roofline.py build/models/dense-0.5b --threads 2 --batches 1 8 32
 
 Loads a model into this process and runs its steps with the native kernels, without any server: decode of
-so many sequences with 160 tokens of context each, prompts, and decode with a piece of a prompt beside it.
+so many sequences with 160 tokens of context each, prompts (whole, or in steps of --piece tokens), and decode
+with a piece of a prompt beside it.
 Printed for each step:
 
     ms          median of the steps' wall time
@@ -13,6 +14,7 @@ Printed for each step:
                 laid out, compressed or not (LOCKSTEP_COMPRESS_WEIGHTS=0)
     limit ms    the longer of bytes / measured memory bandwidth and operations / measured matrix rate
     share       limit / ms
+    attention   GFLOP/s of attention's two products, and its share of what memory and products allow it
     then        ms by kind of operation, by the kernels' own account
 
 The limits are measured first, on the same threads: reading a GiB, and reading a block of the model's size
@@ -50,6 +52,10 @@ from router.tools.bench.report import machine
 
 CONTEXT = 160
 BLOCK = 16
+BATCHES = [1, 8, 32, 64, 128, 256]
+PROMPTS = [128, 512, 2048, 4096, 8192, 16_384]
+ROW_SECONDS = 5.0
+"""Seconds of measuring a kind of step, unless one alone takes longer."""
 Rows = list[tuple[int, int]]
 """(start, count) of each sequence's tokens in a step."""
 
@@ -106,35 +112,93 @@ def packed_step(rows: Rows, vocabulary: int) -> tuple[PackedRows, np.ndarray, np
     return PackedRows(starts, counts, tables, positions, int((counts == 1).sum())), ids, np.cumsum(counts) - 1
 
 
-def measure(
-    program: Program, decoder: Decoder, rows: Rows, reach: dict[str, float], times: int
-) -> dict[str, Any]:
-    """Measure one kind of step."""
-    packed, ids, wanted = packed_step(rows, decoder.vocab)
-    program.forward(packed, ids, wanted)
-    before = program.seconds.copy()
-    seconds = median_of(lambda: program.forward(packed, ids, wanted), times)
-    spent = (program.seconds - before) / times
-    size, tokens = decoder.dtype.itemsize, len(ids)
-    read, products = weight_numbers(decoder, tokens, len(wanted))
+def attention_work(decoder: Decoder, rows: Rows, size: int) -> tuple[float, float]:
+    """Bytes of keys and values that attention reads, and operations of its products."""
     keys = sum(start + count for start, count in rows)
     pairs = sum(count * (start + (count + 1) / 2) for start, count in rows)
     cached = sum(2 * layer.attention.kv_heads * layer.attention.dim for layer in decoder.layers)
     *widths, last = (layer.attention.heads * layer.attention.dim for layer in decoder.layers)
-    operations = 2 * products + 4 * sum(widths) * pairs + 4 * last * keys
+    return cached * keys * size, 4 * sum(widths) * pairs + 4 * last * keys
+
+
+def measure(
+    program: Program, decoder: Decoder, steps: list[Rows], reach: dict[str, float], times: int
+) -> dict[str, Any]:
+    """Measure steps that follow each other, as those of a prompt do, as one."""
+    given = [packed_step(rows, decoder.vocab) for rows in steps]
+
+    def run() -> None:
+        for packed, ids, wanted in given:
+            program.forward(packed, ids, wanted)
+
+    times = max(1, min(times, int(ROW_SECONDS / median_of(run, 1))))
+    before = program.seconds.copy()
+    seconds = median_of(run, times)
+    spent = (program.seconds - before) / times
+    size = decoder.dtype.itemsize
     kept = program.weight_bytes / (program.weight_bytes + program.saved_bytes)
-    num_bytes = (kept * read + cached * keys) * size
+    num_bytes = operations = cached = attention = 0.0
+    for rows, (_, ids, wanted) in zip(steps, given, strict=True):
+        read, products = weight_numbers(decoder, len(ids), len(wanted))
+        step_cached, step_attention = attention_work(decoder, rows, size)
+        num_bytes, operations = num_bytes + kept * read * size, operations + 2 * products
+        cached, attention = cached + step_cached, attention + step_attention
+    num_bytes, operations = num_bytes + cached, operations + attention
     limit = max(num_bytes / reach["memory"], operations / reach["matrix"])
+    attended = max(float(spent[OperationKind.ATTEND]), 1e-9)
     return {
         "ms": 1000 * seconds,
         "mb": num_bytes / 1e6,
         "gflop": operations / 1e9,
         "limit_ms": 1000 * limit,
         "share": limit / seconds,
+        "attention_gflop_per_s": attention / attended / 1e9,
+        "attention_share": max(cached / reach["memory"], attention / reach["matrix"]) / attended,
         "parts_ms": {
             kind.name.lower(): 1000 * float(spent[kind]) for kind in OperationKind if spent[kind] > 0
         },
     }
+
+
+def pieces(length: int, piece: int | None) -> list[Rows]:
+    """The steps of a prompt."""
+    size = piece or length
+    return [[(start, min(size, length - start))] for start in range(0, length, size)]
+
+
+def steps_of(args: argparse.Namespace) -> dict[str, list[Rows]]:
+    """Steps by the title of their row."""
+    in_pieces = f" by {args.piece}" if args.piece else ""
+    found: dict[str, list[Rows]] = {
+        f"decode, batch {batch}": [[(CONTEXT, 1)] * batch] for batch in args.batches
+    }
+    found |= {f"prompt of {length}{in_pieces}": pieces(length, args.piece) for length in args.prompts}
+    return found | {
+        f"decode of {rows}, {tokens} of a prompt": [[(CONTEXT, 1)] * rows + [(tokens, tokens)]]
+        for rows, tokens in args.beside
+    }
+
+
+def print_results(results: dict[str, dict[str, Any]]) -> None:
+    kinds = [kind.name.lower() for kind in OperationKind]
+    shown = [
+        k for k in kinds if any(one["parts_ms"].get(k, 0) > 0.02 * one["ms"] for one in results.values())
+    ]
+    titles = ["step", "ms", "MB", "GFLOP", "limit ms", "share", "attention GFLOP/s", "its share"]
+    print_table(
+        [*titles, *shown],
+        [
+            [
+                title,
+                *(f"{one[key]:.2f}" for key in ("ms", "mb", "gflop", "limit_ms")),
+                f"{100 * one['share']:.0f}%",
+                f"{one['attention_gflop_per_s']:.0f}",
+                f"{100 * one['attention_share']:.0f}%",
+            ]
+            + [f"{one['parts_ms'].get(kind, 0):.2f}" for kind in shown]
+            for title, one in results.items()
+        ],
+    )
 
 
 def beside(text: str) -> tuple[int, int]:
@@ -149,11 +213,12 @@ def main() -> None:
     add("model", type=Path, help="a directory")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="(default: %(default)s)")
     add("--threads", type=int, default=1, help="(default: %(default)s)")
-    add("--batches", type=int, nargs="+", default=[1, 8, 32, 128], help="of decode (default: %(default)s)")
-    add("--prompts", type=int, nargs="+", default=[128, 512, 2048], help="lengths (default: %(default)s)")
+    add("--batches", type=int, nargs="*", default=BATCHES, help="of decode (default: %(default)s)")
+    add("--prompts", type=int, nargs="*", default=PROMPTS, help="lengths (default: %(default)s)")
+    add("--piece", type=int, metavar="TOKENS", help="of a prompt in a step (default: all of it)")
     add("--beside", type=beside, nargs="*", default=[(31, 64)], metavar="ROWS:TOKENS",
         help="decode of so many, with so many tokens of a prompt (default: 31:64)")  # fmt: skip
-    add("--times", type=int, default=20, help="of each step (default: %(default)s)")
+    add("--times", type=int, default=20, help=f"of each step, in {ROW_SECONDS:.0f} s (default: %(default)s)")
     add("--output-json", type=Path, metavar="FILE", help="write all numbers into this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -164,14 +229,11 @@ def main() -> None:
     model = load_model(read_model_info(args.model), ModelConfig(), dtype=dtype, device=torch.device("cpu"))
     decoder = recognise(model.module, model.layers, dtype)
     program = Program(kernels, decoder)
-    steps: dict[str, Rows] = {f"decode, batch {batch}": [(CONTEXT, 1)] * batch for batch in args.batches}
-    steps |= {f"prompt of {length}": [(0, length)] for length in args.prompts}
-    steps |= {
-        f"decode of {rows}, {tokens} of a prompt": [(CONTEXT, 1)] * rows + [(tokens, tokens)]
-        for rows, tokens in args.beside
-    }
+    steps = steps_of(args)
     blocks = max(
-        sum((start + count) // BLOCK + 1 for start, count in rows) + len(rows) for rows in steps.values()
+        sum((start + count) // BLOCK + 1 for start, count in rows) + len(rows)
+        for row in steps.values()
+        for rows in row
     )
     cache = NativeCache(model.layers, num_blocks=blocks, block_size=BLOCK, dtype=dtype)
     for stored in (*cache.keys, *cache.values):
@@ -187,24 +249,9 @@ def main() -> None:
     print(f"products {matrix:.0f} GFLOP/s\n")
     results = {}
     with torch.inference_mode():
-        for title, rows in steps.items():
-            results[title] = measure(program, decoder, rows, reach, args.times)
-    kinds = [kind.name.lower() for kind in OperationKind]
-    shown = [
-        k for k in kinds if any(one["parts_ms"].get(k, 0) > 0.02 * one["ms"] for one in results.values())
-    ]
-    print_table(
-        ["step", "ms", "MB", "GFLOP", "limit ms", "share", *shown],
-        [
-            [
-                title,
-                *(f"{one[key]:.2f}" for key in ("ms", "mb", "gflop", "limit_ms")),
-                f"{100 * one['share']:.0f}%",
-            ]
-            + [f"{one['parts_ms'].get(kind, 0):.2f}" for kind in shown]
-            for title, one in results.items()
-        ],
-    )
+        for title, row in steps.items():
+            results[title] = measure(program, decoder, row, reach, args.times)
+    print_results(results)
     if args.output_json is not None:
         page = {"model": args.model.name, "dtype": args.dtype, "threads": args.threads, "machine": machine()}
         args.output_json.parent.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from parallel import compiler
@@ -180,6 +181,11 @@ class Library:
         self.free.restype, self.free.argtypes = None, (_Int,)
 
 
+def compiled() -> Path:
+    """The shared object of :data:`SOURCE`; raises as :func:`parallel.compiler.compiled` does."""
+    return compiler.compiled(SOURCE, [compiler.INCLUDE / "links.hpp"], symbols=_SYMBOLS)
+
+
 @cache
 def load() -> Library | None:
     """The compiled links, built first if need be; None where that fails.
@@ -190,8 +196,7 @@ def load() -> Library | None:
         logger.info("native links: off (%s=0)", OFF)
         return None
     try:
-        path = compiler.compiled(SOURCE, [compiler.INCLUDE / "links.hpp"], symbols=_SYMBOLS)
-        return Library(ctypes.CDLL(str(path), use_errno=True))
+        return Library(ctypes.CDLL(str(compiled()), use_errno=True))
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         logger.warning("native links: off, %s; Python does the same, slower", compiler.reason(error))
         return None

@@ -19,6 +19,7 @@ import struct
 import subprocess
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -122,6 +123,12 @@ class Library:
         """Numbers of the tensor types that the compiled collectives add up."""
 
 
+def compiled() -> Path:
+    """The shared object of :data:`SOURCE`; raises as :func:`parallel.compiler.compiled` does."""
+    symbols = [f"lockstep_network_{name}" for name in (*_SIZES, "sums", *_ARGUMENTS)]
+    return compiler.compiled(SOURCE, sorted(compiler.INCLUDE.glob("*.hpp")), FLAGS, symbols)
+
+
 @cache
 def load() -> Library | None:
     """The compiled collectives, built first if need be; None where that fails.
@@ -132,9 +139,7 @@ def load() -> Library | None:
         logger.info("native collectives over the network: off (%s=0)", OFF)
         return None
     try:
-        symbols = [f"lockstep_network_{name}" for name in (*_SIZES, "sums", *_ARGUMENTS)]
-        path = compiler.compiled(SOURCE, sorted(compiler.INCLUDE.glob("*.hpp")), FLAGS, symbols)
-        return Library(ctypes.CDLL(str(path)))
+        return Library(ctypes.CDLL(str(compiled())))
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         logger.warning(
             "native collectives over the network: off, %s; Python does the same, slower",

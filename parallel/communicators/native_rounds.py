@@ -16,6 +16,7 @@ import struct
 import subprocess
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -105,6 +106,12 @@ class Library:
         """Numbers of the tensor types that the compiled collectives add up."""
 
 
+def compiled() -> Path:
+    """The shared object of :data:`SOURCE`; raises as :func:`parallel.compiler.compiled` does."""
+    symbols = ["lockstep_group_bytes", "lockstep_sums", *(f"lockstep_{name}" for name in _ARGUMENTS)]
+    return compiler.compiled(SOURCE, sorted(compiler.INCLUDE.glob("*.hpp")), FLAGS, symbols)
+
+
 @cache
 def load() -> Library | None:
     """The compiled collectives, built first if need be; None where that fails.
@@ -115,9 +122,7 @@ def load() -> Library | None:
         logger.info("native collectives: off (%s=0)", OFF)
         return None
     try:
-        symbols = ["lockstep_group_bytes", "lockstep_sums", *(f"lockstep_{name}" for name in _ARGUMENTS)]
-        path = compiler.compiled(SOURCE, sorted(compiler.INCLUDE.glob("*.hpp")), FLAGS, symbols)
-        return Library(ctypes.CDLL(str(path)))
+        return Library(ctypes.CDLL(str(compiled())))
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         logger.warning("native collectives: off, %s; Python does the same, slower", compiler.reason(error))
         return None

@@ -50,6 +50,7 @@ from router.launcher.preflight import (
     text_problem,
 )
 from router.launcher.scaling import shared_devices
+from router.launcher.service_manager import Progress, ServiceManager
 from router.launcher.supervisor import Supervisor
 from router.metrics.shared_counts import SharedCounts, Snapshot
 
@@ -292,6 +293,7 @@ async def _supervise(
 ) -> int:
     overseer = Overseer(config.mesh.coordinator_endpoint, mesh_name, supervisor, machine_of(config), keys)
     beside = [asyncio.create_task(overseer.run())]
+    beside.append(asyncio.create_task(ServiceManager(os.environ).keep(lambda: _progress(supervisor))))
     if doors is not None and doors.counts_directory is not None:
         counts = SharedCounts(Path(doors.counts_directory), "launcher")
         beside.append(
@@ -310,6 +312,10 @@ async def _supervise(
     finally:
         for task in beside:
             task.cancel()
+
+
+def _progress(supervisor: Supervisor) -> Progress:
+    return Progress(supervisor.ready, supervisor.stopping, supervisor.local_members)
 
 
 async def wait_for_instances(config: ServeConfig, supervisor: Supervisor, overseer: Overseer) -> View:
@@ -431,6 +437,10 @@ COMMANDS: dict[str, tuple[Command, str]] = {
         "compute saved answers again, from their capsules, and compare them to the bit",
     ),
     "keygen": (_of("router.tools.keygen"), "make the key of a mesh over several hosts"),
+    "kernels": (
+        _of("router.tools.build_kernels"),
+        "compile the native kernels ahead, for machines without a compiler",
+    ),
     "doctor": (
         _of("router.tools.doctor.command"),
         "check an installation, its host and the network, and say what to fix",

@@ -16,7 +16,7 @@ from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
-from coordinator.messages import State, View
+from coordinator.messages import Member, State, View
 from coordinator.process import process
 from coordinator.rpc.handshakes import KeyRefused
 from engine.host.forked import Forked, ForkServer, Unforked
@@ -115,6 +115,17 @@ class Supervisor:
     def pids(self) -> list[int]:
         """Process ids of all processes that run."""
         return [child.process.pid for child in self._children.values()]
+
+    @property
+    def stopping(self) -> bool:
+        """Whether all processes are being ended."""
+        return self._stopping
+
+    @property
+    def local_members(self) -> list[Member]:
+        """Our instances in the newest view."""
+        members = self._view.members if self._view else []
+        return [member for member in members if member.instance in self._names]
 
     def started(self, instance: str) -> bool:
         """Whether the instance of this name is ours."""

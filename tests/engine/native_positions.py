@@ -74,8 +74,15 @@ class Deviations:
         return None
 
 
-def deviations(directory: Path, dtype: torch.dtype, count: int, seed: int) -> Deviations:
-    """Deviations at ``count`` positions or more of a model on disk."""
+@dataclass(frozen=True)
+class Both:
+    """A model on disk, as the kernels compute it and as transformers does."""
+
+    program: Program
+    theirs: Any
+
+
+def load_both(directory: Path, dtype: torch.dtype) -> Both:
     model = load_model(read_model_info(directory), ModelConfig(), dtype=dtype, device=torch.device("cpu"))
     program = make_program(model, BLOCK_SIZE)
     assert program is not None, "the kernels do not compute this model"
@@ -85,14 +92,26 @@ def deviations(directory: Path, dtype: torch.dtype, count: int, seed: int) -> De
         directory, dtype=dtype, attn_implementation="eager"
     ).eval()
     _fix_rope_scaling(theirs, model.context_length)  # an instance has one scaling for all lengths
-    exact = theirs if dtype == torch.float32 else deepcopy(theirs).float()
-    numbers, found, done = Random(seed), [], 0
+    return Both(program, theirs)
+
+
+def deviations(both: Both, texts: Iterator[list[list[int]]], numbers: Random) -> Deviations:
+    """Deviations at the positions of texts; those of a group are computed side by side."""
+    theirs, found = both.theirs, []
+    exact = theirs if theirs.dtype == torch.float32 else deepcopy(theirs).float()
+    for group in texts:
+        for text, ours in zip(group, compute(both.program, group, numbers), strict=True):
+            found.append(_compare(text, ours, theirs, exact))
+    return Deviations(*(torch.cat(column) for column in zip(*found, strict=True)))
+
+
+def draw_groups(numbers: Random, count: int) -> Iterator[list[list[int]]]:
+    """Groups of random texts with ``count`` positions or more together."""
+    done = 0
     while done < count:
         texts = draw_texts(numbers, count - done)
-        for text, ours in zip(texts, compute(program, texts, numbers), strict=True):
-            found.append(_compare(text, ours, theirs, exact))
+        yield texts
         done += sum(map(len, texts))
-    return Deviations(*(torch.cat(column) for column in zip(*found, strict=True)))
 
 
 def _compare(text: list[int], ours: torch.Tensor, theirs: Any, exact: Any) -> tuple[torch.Tensor, ...]:
@@ -163,9 +182,15 @@ def _packed(rows: list[Row], tables: np.ndarray[Any, Any]) -> tuple[PackedRows, 
 
 def check(family: str, dtype: torch.dtype, count: int, seed: int = 0) -> str | None:
     """Description of what is wrong with a family; None if nothing is."""
+    numbers = Random(seed)
     with tempfile.TemporaryDirectory() as directory:
-        found = deviations(make_family(Path(directory), family, seed), dtype, count, seed)
-    return found.problem(dtype, is_mixture="moe" in family or family == "mixtral")
+        both = load_both(make_family(Path(directory), family, seed), dtype)
+        found = deviations(both, draw_groups(numbers, count), numbers)
+    return found.problem(dtype, is_mixture=is_mixture(family))
+
+
+def is_mixture(family: str) -> bool:
+    return "moe" in family or family == "mixtral"
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ KNOWN: dict[ActivationKind, Callable[[torch.Tensor], torch.Tensor]] = {
     ActivationKind.RELU_SQUARED: lambda x: F.relu(x).square(),
     ActivationKind.RELU: F.relu,
 }
-NAMES = "act_fn", "activation_fn", "act"
+NAMES = "act_fn", "activation_fn", "act", "activation"
 """Names of an MLP's activation."""
 CLOSE = 1e-5
 """Distance of two ways to compute the same."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from engine.kernels.recognition.activations import NAMES as ACTIVATIONS
 from engine.kernels.recognition.stand_ins import NotUsual
 from parallel.tensor_parallel import RowParallelLinear
 
@@ -54,8 +55,8 @@ SEPARATE = "q_proj", "k_proj", "v_proj"
 JOINED = "qkv_proj", "c_attn"
 OUT = "o_proj", "out_proj", "dense", "c_proj"
 GATED = "gate_proj", "up_proj", "down_proj"
-JOINED_GATE = "gate_up_proj", "down_proj"
-PLAIN = ("up_proj", "down_proj"), ("c_fc", "c_proj"), ("fc1", "fc2")
+JOINED_GATE = ("gate_up_proj", "down_proj"), ("input_linear", "output_linear")
+PLAIN = ("up_proj", "down_proj"), ("c_fc", "c_proj"), ("fc1", "fc2"), ("dense_h_to_4h", "dense_4h_to_h")
 
 
 def attention_projections(module: Any) -> tuple[dict[str, Any], str]:
@@ -78,8 +79,8 @@ def mlp_projections(module: Any) -> list[Any] | None:
     They are gate, up and down; gate and up joined, and down; or up and down.
     """
     names = {name for name, part in module.named_children() if next(part.parameters(), None) is not None}
-    names -= {"act_fn", "activation_fn", "act"}
-    for kind in (GATED, JOINED_GATE, *PLAIN):
+    names -= set(ACTIVATIONS)
+    for kind in (GATED, *JOINED_GATE, *PLAIN):
         if names == set(kind):
             return [getattr(module, name) for name in kind]
     return None

@@ -177,7 +177,8 @@ def _ways(
     if norms is None:
         yield from (Turning(angles=pair) for pair in pairs)
         return
-    wide = norms[0].weight.ndim == 1 and norms[0].weight.numel() == heads * dim and heads > 1
+    weight = getattr(norms[0], "weight", None)
+    wide = weight is not None and weight.ndim == 1 and weight.numel() == heads * dim and heads > 1
     if wide:
         each = norm_of(norms[0], heads * dim), norm_of(norms[1], kv_heads * dim)
         yield from (Turning(wide_norms=each, angles=pair) for pair in pairs)
@@ -195,7 +196,7 @@ def _of_heads(module: Any, norms: tuple[Any, Any], dim: int, heads: int, kv_head
     """
     found = []
     for norm, number in zip(norms, (heads, kv_heads), strict=True):
-        if norm.weight.numel() == dim:
+        if getattr(norm, "weight", None) is None or norm.weight.numel() == dim:
             one = norm_of(norm, dim)
             weights = one.weights[:dim].repeat(number)
         else:

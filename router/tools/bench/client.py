@@ -147,10 +147,18 @@ async def session(
         yield found
 
 
-async def send(http: aiohttp.ClientSession, target: Target, ask: Ask, said: Sequence[str] = ()) -> Outcome:
+async def send(
+    http: aiohttp.ClientSession,
+    target: Target,
+    ask: Ask,
+    said: Sequence[str] = (),
+    *,
+    on_token: Callable[[float], None] = lambda _now: None,
+) -> Outcome:
     """Stream one answer and time its chunks.
 
-    ``said``: what a conversation held before it, in turns.
+    ``said``: what a conversation held before it, in turns. ``on_token`` is called with the time of each chunk
+    with a token (``time.perf_counter``).
     """
     outcome = Outcome(input_len=len(ask.prompt))
     began = latest = time.perf_counter()
@@ -178,6 +186,7 @@ async def send(http: aiohttp.ClientSession, target: Target, ask: Ask, said: Sequ
                     else:
                         outcome.ttft = now - began
                     num_chunks, latest = num_chunks + 1, now
+                    on_token(now)
     except (aiohttp.ClientError, msgspec.MsgspecError, TimeoutError, OSError, ValueError) as error:
         outcome.error = f"{type(error).__name__}: {error}"
     outcome.latency = latest - began

@@ -1,113 +1,121 @@
-"""Long prompts in native kernels: the ids of ``generate``, and bits that no piece changes."""
+"""Prompts of 3,000 tokens through the native kernels, for each family that they compute.
+
+For each push two of them are tried, at night all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from engine.attention.base import PackedRows
-from engine.config import ModelConfig
 from engine.kernels import library
-from engine.kernels.cache import NativeCache
-from engine.kernels.decoder import recognise
 from engine.kernels.program import Program
-from engine.model.checkpoint import read_model_info
-from engine.model.weights import LoadedModel, load_model
 from tests.engine.greedy import greedy_outputs
 from tests.engine.native_families import NATIVE, make_family
+from tests.engine.native_positions import TABLE, Both, deviations, is_mixture, load_both
 from tests.engine.tiny_models import VOCAB
 
-KERNELS = library.load()
-pytestmark = pytest.mark.skipif(KERNELS is None, reason="no AVX2, or no C++ compiler, here")
+pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
 
-BLOCK_SIZE = 16
-OUTPUTS = 12
-LIKE_GENERATE = sorted(NATIVE.keys() - {"llama_dynamic"})
-"""Families without angles that depend on the longest sequence so far.
-
-An instance fixes those once, for the longest that it serves.
-"""
-
-
-class OneSequence:
-    """A sequence whose tokens come in pieces."""
-
-    def __init__(self, model: LoadedModel, length: int) -> None:
-        assert KERNELS is not None
-        blocks = length // BLOCK_SIZE + 1
-        self._program = Program(KERNELS, recognise(model.module, model.layers, model.dtype))
-        self._program.use(
-            NativeCache(model.layers, num_blocks=blocks, block_size=BLOCK_SIZE, dtype=model.dtype)
-        )
-        self._table = np.random.default_rng(1).permutation(blocks).astype(np.int32)[None]
-        self._done = 0
-
-    def logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """Logits [ids, vocabulary] of the next tokens."""
-        start, count = self._done, len(ids)
-        positions = np.arange(start, start + count)
-        packed = PackedRows(np.array([start]), np.array([count]), self._table, positions, int(count == 1))
-        self._done += count
-        return self._program.forward(packed, np.array(ids), np.arange(count)).clone()
-
-    def in_pieces(self, ids: Sequence[int], piece: int) -> torch.Tensor:
-        starts = range(0, len(ids), piece)
-        return torch.cat([self.logits(ids[start : start + piece]) for start in starts])
+LENGTH = 3000
+ANSWER = 12
+EACH_PUSH = ("llama", "mistral")
+"""Families with full attention and with a window."""
+FAMILIES = [
+    family if family in EACH_PUSH else pytest.param(family, marks=pytest.mark.nightly) for family in NATIVE
+]
+WAYS = {
+    "whole": [LENGTH],
+    "pieces of 64": [64] * 47,
+    "pieces of 512": [512] * 6,
+    "pieces of 2048": [2048] * 2,
+}
+WAYS |= {"after a prefix of 1040": [1040, LENGTH], "the last token alone": [LENGTH - 1, 1]}
+"""Tokens of each step of a prompt; the last step has those that are left."""
 
 
-def loaded(directory: Path, dtype: torch.dtype) -> LoadedModel:
-    return load_model(read_model_info(directory), ModelConfig(), dtype=dtype, device=torch.device("cpu"))
+def prompt_of(seed: int) -> list[int]:
+    numbers = Random(seed)
+    return [numbers.randrange(3, VOCAB) for _ in range(LENGTH)]
 
 
-def prompt_of(length: int) -> list[int]:
-    numbers = Random(length)
-    return [numbers.randrange(3, VOCAB) for _ in range(length)]
+def step(program: Program, table: np.ndarray, tokens: Sequence[int], start: int) -> torch.Tensor:
+    """Logits behind the last of these tokens of one text."""
+    count = len(tokens)
+    packed = PackedRows(
+        np.array([start]), np.array([count]), table, np.arange(start, start + count), int(count == 1)
+    )
+    with torch.inference_mode():
+        return program.forward(packed, np.array(tokens), np.array([count - 1]))[0].clone()
 
 
-def check_ids(directory: Path, family: str, length: int, piece: int) -> None:
-    """Greedy ids in float32 are those of ``generate``."""
-    make_family(directory, family)
-    prompt = prompt_of(length)
-    own = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    (expected,) = greedy_outputs(own, [prompt], [OUTPUTS])
-    sequence = OneSequence(loaded(directory, torch.float32), length + OUTPUTS)
-    found = [int(sequence.in_pieces(prompt, piece)[-1].argmax())]
-    while len(found) < OUTPUTS:
-        found.append(int(sequence.logits(found[-1:])[0].argmax()))
-    assert found == expected
+def prompt_logits(program: Program, prompt: Sequence[int], sizes: Sequence[int], seed: int) -> torch.Tensor:
+    """Logits behind a prompt that is computed in steps of these sizes."""
+    table = shuffled(seed)
+    start = 0
+    for size in sizes:
+        logits = step(program, table, prompt[start : start + size], start)
+        start += size
+    assert start >= len(prompt)
+    return logits
 
 
-@pytest.mark.parametrize("family", ["llama", "ministral"])
-def test_ids_of_a_long_prompt_are_those_of_generate(tmp_path: Path, family: str) -> None:
-    check_ids(tmp_path, family, 1100, 512)
+def shuffled(seed: int) -> np.ndarray:
+    order = list(range(TABLE))
+    Random(seed).shuffle(order)
+    return np.array([order], dtype=np.int32)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("family", LIKE_GENERATE)
-def test_ids_of_each_family_with_3000_tokens_are_those_of_generate(tmp_path: Path, family: str) -> None:
-    check_ids(tmp_path, family, 3000, 2048)
+def greedy(program: Program, prompt: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """The answer to a prompt that is computed in steps of these sizes."""
+    tokens = [int(prompt_logits(program, prompt, sizes, seed=1).argmax())]
+    while len(tokens) < ANSWER:
+        logits = step(program, shuffled(1), tokens[-1:], len(prompt) + len(tokens) - 1)
+        tokens.append(int(logits.argmax()))
+    return tokens
 
 
-def check_bits(directory: Path, family: str, length: int, pieces: Sequence[int]) -> None:
-    """Logits at all positions are the same bits in pieces of any size."""
-    model, prompt = loaded(make_family(directory, family), torch.bfloat16), prompt_of(length)
-    whole = OneSequence(model, length).logits(prompt)
-    for piece in pieces:
-        assert torch.equal(OneSequence(model, length).in_pieces(prompt, piece), whole), piece
+@functools.cache
+def loaded(family: str, dtype: torch.dtype) -> Both:
+    with tempfile.TemporaryDirectory() as directory:
+        return load_both(make_family(Path(directory), family), dtype)
 
 
-@pytest.mark.parametrize("family", ["ministral", "qwen3_moe"])
-def test_bits_of_a_prompt_are_the_same_in_any_pieces(tmp_path: Path, family: str) -> None:
-    check_bits(tmp_path, family, 700, (64, 512))
+@pytest.fixture(autouse=True, scope="module")
+def freed() -> Iterator[None]:
+    yield
+    loaded.cache_clear()
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("family", sorted(NATIVE))
-def test_bits_of_long_prompts_are_the_same_in_any_pieces(tmp_path: Path, family: str) -> None:
-    check_bits(tmp_path, family, 3000, (1, 64, 512, 2048))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_token_ids_behind_a_long_prompt_are_those_of_generate(family: str) -> None:
+    both = loaded(family, torch.float32)
+    prompt = prompt_of(seed=5)
+    (wanted,) = greedy_outputs(both.theirs, [prompt], [ANSWER])
+    assert greedy(both.program, prompt, WAYS["pieces of 512"]) == wanted
+    assert greedy(both.program, prompt, WAYS["whole"]) == wanted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_long_prompt_in_bfloat16_is_as_close_to_float32_as_with_torch(family: str) -> None:
+    found = deviations(loaded(family, torch.bfloat16), iter([[prompt_of(seed=6)]]), Random(6))
+    assert len(found.positions) == LENGTH
+    assert found.problem(torch.bfloat16, is_mixture=is_mixture(family)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bits_behind_a_long_prompt_are_the_same_in_any_pieces(family: str, dtype: torch.dtype) -> None:
+    program, prompt = loaded(family, dtype).program, prompt_of(seed=7)
+    found = {
+        way: prompt_logits(program, prompt, sizes, number) for number, (way, sizes) in enumerate(WAYS.items())
+    }
+    assert [way for way, logits in found.items() if not torch.equal(logits, found["whole"])] == []

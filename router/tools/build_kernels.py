@@ -1,0 +1,93 @@
+"""``lockstep kernels``: compiles the native kernels for other machines, as for a container image."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from coordinator.process import process
+from coordinator.settings.flags import flag, parse
+from parallel import compiler
+from parallel.built_kernels import DIRECTORY_VARIABLE, TARGETS
+
+TARGET_NAMES = tuple(target.name for target in TARGETS)
+
+
+class BuildKernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Kernels."""
+
+    directory: Annotated[
+        str, flag(positional=True, path=True, help="Directory to fill, made if it is not there.")
+    ] = "kernels"
+    target: Annotated[
+        tuple[str, ...], flag(help="Kinds of CPUs to compile for: amx, avx512vbmi, avx512, avx2.")
+    ] = TARGET_NAMES
+    jobs: Annotated[int, Meta(ge=1), flag(help="Compilers that run at once.")] = 2
+
+
+def main(argv: list[str] | None = None) -> int:
+    config = parse(
+        BuildKernelsConfig,
+        sys.argv[1:] if argv is None else argv,
+        prog="lockstep kernels",
+        description="Compile the native kernels ahead, for machines without a compiler; they find them with "
+        f"{DIRECTORY_VARIABLE}=DIRECTORY.",
+    )
+    problem = _problem(config)
+    if problem is None:
+        try:
+            _build(config)
+        except (OSError, subprocess.SubprocessError) as error:
+            problem = compiler.reason(error)
+    if problem is not None:
+        print(f"lockstep kernels: error: {problem}", file=sys.stderr)
+        return process.EXIT_FAILED
+    print(f"Kernels for {', '.join(config.target)}; set {DIRECTORY_VARIABLE}={config.directory}")
+    return 0
+
+
+def _problem(config: BuildKernelsConfig) -> str | None:
+    """Why these settings cannot work; None if they can."""
+    if not compiler.is_x86():
+        return "there are kernels for x86-64 only; torch computes on other CPUs"
+    unknown = [name for name in config.target if name not in TARGET_NAMES]
+    return (
+        f"--target {' '.join(unknown)} is not known: there are {', '.join(TARGET_NAMES)}" if unknown else None
+    )
+
+
+def _build(config: BuildKernelsConfig) -> None:
+    """Compile every source for every target.
+
+    Raises:
+        OSError: there is no compiler, or no room for the result.
+        subprocess.SubprocessError: the compiler fails, or takes too long.
+    """
+    directory = Path(config.directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(config.jobs) as pool:
+        for target in TARGETS:
+            if target.name not in config.target:
+                continue
+            with compiler.ahead(directory, target):
+                for path in pool.map(lambda compiled: compiled(), _sources()):
+                    print(path, flush=True)
+
+
+def _sources() -> list[Callable[[], Path]]:
+    """Functions that compile one source each; their modules load torch, so they come late."""
+    from engine.kernels import library
+    from parallel.communicators import native_links, native_network_rounds, native_rounds
+
+    return [library.compiled, native_rounds.compiled, native_network_rounds.compiled, native_links.compiled]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
