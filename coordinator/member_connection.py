@@ -31,6 +31,8 @@ from coordinator.messages import (
     ToCoordinator,
     Unknown,
     View,
+    ViewChange,
+    ViewCurrent,
     Watch,
     Welcome,
 )
@@ -39,6 +41,7 @@ from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.handshakes import KeyRefused
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import AsyncConnection
+from coordinator.views import ViewCopy, ViewNews
 
 logger = logging.getLogger(__name__)
 
@@ -319,22 +322,34 @@ class Watcher:
         self._message = Watch(name, launcher)
         self._on_scale = on_scale
         self._heard_at: float | None = None
-        self.view: View | None = None
+        self._copy = ViewCopy()
+
+    @property
+    def view(self) -> View | None:
+        """The newest view; None before the first one."""
+        return self._copy.view
+
+    @property
+    def head(self) -> View | None:
+        """The newest view without its members, which costs nothing."""
+        return self._copy.head
 
     @property
     def silent_for(self) -> float | None:
         """Seconds since the coordinator was heard; None if it never was."""
         return None if self._heard_at is None else time.monotonic() - self._heard_at
 
-    async def run(self, on_view: Callable[[View], None]) -> None:
-        """Call ``on_view`` with each view until cancelled. Serving goes on while the coordinator is away.
+    async def run(self, on_news: Callable[[ViewNews], None]) -> None:
+        """Call ``on_news`` after each change of :attr:`view`, until cancelled.
+
+        Serving goes on while the coordinator is away.
 
         Raises:
             OtherProtocol: the coordinator is of another version.
             KeyRefused: it has another mesh key, or one of the two has none.
         """
         tasks = [
-            asyncio.create_task(each) for each in (self._ask(), self._watch_key(), self._receive(on_view))
+            asyncio.create_task(each) for each in (self._ask(), self._watch_key(), self._receive(on_news))
         ]
         try:
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -345,17 +360,26 @@ class Watcher:
                 task.cancel()
             self._connection.close(linger_ms=0)
 
-    async def _receive(self, on_view: Callable[[View], None]) -> None:
+    async def _receive(self, on_news: Callable[[ViewNews], None]) -> None:
         while True:
             message = await self._connection.receive()
             if self._heard_at is None or time.monotonic() - self._heard_at > SILENCE:
                 logger.debug("the coordinator answers")
             self._heard_at = time.monotonic()
-            if isinstance(message, View):
-                self.view = message
-                on_view(message)
+            if isinstance(message, View | ViewChange | ViewCurrent):
+                news = self.take(message)
+                if news is not None:
+                    on_news(news)
             elif isinstance(message, Scale) and self._on_scale is not None:
                 self._connection.send(await self._on_scale(message))
+
+    def take(self, message: View | ViewChange | ViewCurrent) -> ViewNews | None:
+        """Apply a message to the view; asks for the whole if a change was missed."""
+        missed = self._copy.misses_some
+        news = self._copy.take(message)
+        if self._copy.misses_some and not missed:
+            self._connection.send(self._watch())
+        return news
 
     async def _watch_key(self) -> None:
         """A coordinator that answered once was the right one.
@@ -371,7 +395,11 @@ class Watcher:
     def tell_odd(self, odd: dict[str, int]) -> None:
         """Have the coordinator know the verdicts of shadow checks, by instance."""
         self._message = msgspec.structs.replace(self._message, odd=odd)
-        self._connection.send(self._message)
+        self._connection.send(self._watch())
+
+    def _watch(self) -> Watch:
+        series, number = self._copy.known
+        return msgspec.structs.replace(self._message, series=series, number=number)
 
     def send(self, message: ToCoordinator) -> bool:
         """Tell the coordinator something else; False if there is no connection now."""
@@ -380,7 +408,7 @@ class Watcher:
     async def _ask(self) -> None:
         complained_at = time.monotonic()
         while True:
-            sent = self._connection.send(self._message)
+            sent = self._connection.send(self._watch())
             await asyncio.sleep(WATCH_INTERVAL if sent else RECONNECT_INTERVAL)
             now = time.monotonic()
             silent = now - (self._heard_at or complained_at)
@@ -400,9 +428,9 @@ async def fetch_view(endpoint: str, timeout: float, keys: MeshKeys | None = None
     watcher = Watcher(endpoint, "status", context, keys)
     arrived: asyncio.Future[View] = asyncio.get_running_loop().create_future()
 
-    def first(view: View) -> None:
-        if not arrived.done():
-            arrived.set_result(view)
+    def first(_: ViewNews) -> None:
+        if not arrived.done() and watcher.view is not None:
+            arrived.set_result(watcher.view)
 
     def ended(watching: asyncio.Task[None]) -> None:
         error = None if watching.cancelled() else watching.exception()

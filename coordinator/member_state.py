@@ -27,6 +27,8 @@ from coordinator.messages import (
     ToCoordinator,
     Unknown,
     View,
+    ViewChange,
+    ViewCurrent,
     Welcome,
 )
 from coordinator.numerics import Numerics
@@ -117,8 +119,8 @@ class MemberState:
                 return True
             case Unknown():
                 return self._register_again()
-            case Reach() | View():
-                pass  # one takes connections to answer, the other is for watchers
+            case Reach() | View() | ViewChange() | ViewCurrent():
+                pass  # one takes connections to answer, the others are for watchers
         return False
 
     def _welcomed(self, message: Welcome) -> None:

@@ -2,7 +2,7 @@
 
 The coordinator binds the socket, so it owns the words. Instances register, then send heartbeats that
 carry all that is known of them: a restarted coordinator learns the world from those. Watchers (routers,
-``lockstep status``, the launcher) ask for the view and get it again whenever it changes.
+``lockstep status``, the launcher) ask for the view once, and get what changes in it from then on.
 """
 
 from __future__ import annotations
@@ -207,10 +207,11 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
     how: str
 
 
-class Watch(msgspec.Struct, frozen=True, tag="watch"):
-    """Answer with the view now, and push it when it changes.
+class Watch(msgspec.Struct, frozen=True, tag="watch", omit_defaults=True):
+    """Push changes of the view from now on.
 
-    Repeated as a sign of life.
+    Repeated as a sign of life. Answered by :class:`ViewCurrent`, or by the whole view if the watcher has none
+    of this coordinator's.
     """
 
     watcher: str
@@ -218,6 +219,10 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
     """Name of the mesh whose coordinator this ``serve`` runs; scale commands go to it."""
     odd: Annotated[dict[str, int], Meta(max_length=MAX_ODD)] = {}
     """Shadow checks of this router that name an instance, by instance."""
+    series: str = ""
+    """Series of the view that the watcher has."""
+    number: Epoch = 0
+    """Number of that view; 0: it has none, or missed a change."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain", kw_only=True):
@@ -404,8 +409,87 @@ class View(msgspec.Struct, frozen=True, tag="view", kw_only=True):
     complete: bool = True
     """False at first: instances that serve may not have noticed this coordinator yet.
 
-    Who is missing in such a view need not be gone.
+    An instance that is missing in such a view need not be gone.
     """
+    series: str = ""
+    """Random name of the coordinator process, which numbers its views."""
+    number: int = 0
+    """Number of the view in its series."""
+
+
+class LoadChange(msgspec.Struct, frozen=True, array_like=True):
+    """A :class:`Load` that changed, in few bytes: one of each instance is sent every second."""
+
+    rank: int
+    running: int
+    waiting: int
+    blocks_used: int
+    blocks_total: int
+    tokens_per_second: float
+    steps: int
+    stalled_for: float
+    refused_peers: int
+
+    @classmethod
+    def of(cls, rank: int, load: Load) -> LoadChange:
+        """The message for an instance's load."""
+        return cls(
+            rank,
+            load.running,
+            load.waiting,
+            load.blocks_used,
+            load.blocks_total,
+            load.tokens_per_second,
+            load.steps,
+            load.stalled_for,
+            load.refused_peers,
+        )
+
+    def load(self) -> Load:
+        """The load of this message."""
+        return Load(
+            self.running,
+            self.waiting,
+            self.blocks_used,
+            self.blocks_total,
+            self.tokens_per_second,
+            self.steps,
+            self.stalled_for,
+            self.refused_peers,
+        )
+
+
+class ViewChange(msgspec.Struct, frozen=True, tag="change", kw_only=True, omit_defaults=True):
+    """What makes the view of one number from that of the number before.
+
+    A watcher without that one asks for the whole view. First the instances of ``left`` are removed, then
+    ``members`` are added or replaced: an instance that was taken out and came back at once is in both.
+    """
+
+    series: str
+    number: int
+    """Number of the view after this change."""
+    epoch: int
+    size: int | None
+    waiting_for: str
+    refused_peers: int = 0
+    complete: bool = True
+    settings: Settings | None = None
+    """None: as before."""
+    left: list[str] = []
+    members: list[Member] = []
+    loads: list[LoadChange] = []
+    """Loads of other members that have changed."""
+
+
+class ViewCurrent(msgspec.Struct, frozen=True, tag="current"):
+    """Answer to a watcher: the newest view has this number.
+
+    It comes after all changes up to that one.
+    """
+
+    series: str
+    number: int
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
@@ -425,6 +509,8 @@ FromCoordinator = (
     | Reach
     | Unknown
     | View
+    | ViewChange
+    | ViewCurrent
     | Beat
     | Drain
     | Scale

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Collection, ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
-from coordinator.messages import FromCoordinator, Heartbeat, Load, Member, Settings, State
+from coordinator.messages import (
+    FromCoordinator,
+    Heartbeat,
+    Load,
+    Member,
+    Settings,
+    State,
+    View,
+    ViewChange,
+)
 from coordinator.messages import Peer as GroupPeer
 from coordinator.numerics import Numerics
+
+T = TypeVar("T")
 
 Peer = bytes
 """The listener's name for a connection."""
@@ -87,7 +99,14 @@ class Note(msgspec.Struct, frozen=True):
     warning: bool = False
 
 
-Instruction = Send | Note
+class Publish(msgspec.Struct, frozen=True):
+    """Instruction: send this message to all of these watchers."""
+
+    peers: tuple[Peer, ...]
+    message: View | ViewChange
+
+
+Instruction = Send | Publish | Note
 
 
 @dataclass
@@ -164,12 +183,18 @@ class Records(Mapping[int, Record]):
         self._by_rank: dict[int, Record] = {}
         self._by_name: dict[str, Record] = {}
         self._on_host: Counter[str] = Counter()
+        self._classes: Counter[Numerics] = Counter()
+        self._lowest = 0
+        """No rank below this one is free."""
 
     def __repr__(self) -> str:
         return f"<Records of ranks {sorted(self)}>"
 
     def __getitem__(self, rank: int) -> Record:
         return self._by_rank[rank]
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._by_rank  # without this, asking for one that is away raises an exception inside
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._by_rank)
@@ -194,9 +219,38 @@ class Records(Mapping[int, Record]):
         assert record.instance not in self._by_name
         self._by_rank[record.rank] = self._by_name[record.instance] = record
         self._on_host[record.host] += 1
+        self.count_class(record, None)
 
     def remove(self, record: Record) -> None:
         del self._by_rank[record.rank], self._by_name[record.instance]
-        self._on_host[record.host] -= 1
-        if not self._on_host[record.host]:
-            del self._on_host[record.host]
+        _take(self._on_host, record.host)
+        if record.numerics is not None:
+            _take(self._classes, record.numerics)
+        self._lowest = min(self._lowest, record.rank)
+
+    def free_rank(self, reserved: Collection[int]) -> int:
+        """The lowest rank that nobody has, and that is not reserved."""
+        while self._lowest in self._by_rank:
+            self._lowest += 1
+        rank = self._lowest
+        while rank in self._by_rank or rank in reserved:
+            rank += 1
+        return rank
+
+    def count_class(self, record: Record, before: Numerics | None) -> None:
+        """Note that a record has another numerics class than ``before``."""
+        if before is not None:
+            _take(self._classes, before)
+        if record.numerics is not None:
+            self._classes[record.numerics] += 1
+
+    def classes(self, but: Record | None = None) -> frozenset[Numerics]:
+        """Numerics classes of all instances ``but`` one."""
+        own = but.numerics if but is not None else None
+        return frozenset(each for each, count in self._classes.items() if count > (each == own))
+
+
+def _take(counts: Counter[T], key: T) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]

@@ -12,7 +12,9 @@ who is in the next group and when it is formed. :mod:`coordinator.suspicion` dec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+from collections.abc import Collection, Iterator
+from operator import attrgetter
 
 import msgspec
 
@@ -45,11 +47,14 @@ from coordinator.messages import (
 from coordinator.numerics import Numerics, combined
 from coordinator.operations import Operations
 from coordinator.reach import Asked, Reachability
-from coordinator.records import Instruction, Note, Peer, Record, Records, Rules, Send
+from coordinator.records import Instruction, Note, Peer, Publish, Record, Records, Rules, Send
 from coordinator.suspicion import Suspicions
+from coordinator.views import ViewLog
 
 MAX_WATCHERS = 10_000
 """Peers that get each change of the view; any more get only answers."""
+MAX_NAMED = 8
+"""Instances that are named as missing; of more, the number is given."""
 ALIVE_INTERVALS = 1.2
 """An instance is alive if its last heartbeat is at most this many intervals old."""
 
@@ -64,6 +69,11 @@ class Registry:
         self._reserved = set(rules.reserved)
         self._records = Records()
         self._watchers: dict[Peer, float] = {}
+        self._newcomers: set[Peer] = set()
+        """Watchers that need the whole view."""
+        self._log = ViewLog(rules.token)
+        self.refused_peers = 0
+        """Connections that the listener refused, for the view."""
         self._reach = Reachability(rules, self._records)
         self._epochs = Epochs(rules, self._records, self._reach)
         self._suspicions = Suspicions(rules)
@@ -78,6 +88,10 @@ class Registry:
 
     def handle(self, peer: Peer, message: ToCoordinator, now: float) -> list[Instruction]:
         """React to one message."""
+        instructions = self._react(peer, message, now)
+        return [*instructions, *self._push(now)] if self._log.is_due(now) else instructions
+
+    def _react(self, peer: Peer, message: ToCoordinator, now: float) -> list[Instruction]:
         match message:
             case Register():
                 instructions = list(self._register(peer, message, now))
@@ -106,41 +120,70 @@ class Registry:
         return [*instructions, *self._go_on(now)]
 
     def tick(self, now: float) -> list[Instruction]:
-        """Remove instances that were silent for too long."""
+        """Remove instances that were silent for too long; send what has changed."""
         instructions: list[Instruction] = []
         if not self._complete and self._knows_all(self._epochs.age(now)):
             self._complete = True
-            instructions += self._publish()
-        for record in list(self._records.values()):
+            self._log.touch_head()
+        instructions += self._remove_silent(now)
+        instructions += self._go_on(now)
+        if self._log.is_due(now) or self._log.has_old_loads(now):
+            instructions += self._push(now)
+        return instructions
+
+    def push_due(self) -> float | None:
+        """When :meth:`push` should be called for what has changed; None if nothing has."""
+        return self._log.due_at()
+
+    def push(self, now: float) -> list[Instruction]:
+        """Send what has changed to the watchers."""
+        return list(self._push(now)) if self._log.is_due(now) else []
+
+    def _remove_silent(self, now: float) -> Iterator[Instruction]:
+        limit = now - min(self._rules.member_timeout, self._rules.loading_timeout)
+        for record in [each for each in self._records.values() if each.heard_at < limit]:
             timeout = (
                 self._rules.loading_timeout if record.state is State.LOADING else self._rules.member_timeout
             )
             silence = now - record.heard_at
             if silence > timeout:
-                instructions.append(
-                    Note(f"instance {record.rank} taken out: silent for {silence:.1f} s", warning=True)
-                )
-                instructions += self._remove(record)
+                yield Note(f"instance {record.rank} taken out: silent for {silence:.1f} s", warning=True)
+                self._remove(record)
         for peer, heard_at in list(self._watchers.items()):
             if now - heard_at > self._rules.watcher_timeout:
                 del self._watchers[peer]
-        return [*instructions, *self._go_on(now)]
 
     def view(self) -> View:
-        """The world, for watchers."""
-        shortage = self._reach.problem or self._epochs.starved(self._settings) if self._spreads else ""
-        shared = self._class_of_group() if self._spreads else None
+        """The world as it is now; watchers have that of the last change."""
+        return msgspec.structs.replace(self._head(), members=list(self._shown(None)))
+
+    def _head(self) -> View:
         return View(
             mesh=self._rules.name,
             epoch=self._epochs.number,
             size=self._size,
             settings=self._settings,
-            members=[
-                self._shown_member(record, shortage, shared) for _, record in sorted(self._records.items())
-            ],
-            waiting_for=shortage or self._waiting_for(),
+            members=[],
+            waiting_for=self._shortage() or self._waiting_for(),
+            refused_peers=self.refused_peers,
             complete=self._complete,
         )
+
+    def _shortage(self) -> str:
+        return self._reach.problem or self._epochs.starved(self._settings) if self._spreads else ""
+
+    def _shown(self, names: Collection[str] | None) -> Iterator[Member]:
+        """The named instances that are here, or all by rank, as watchers see them.
+
+        In a group that may depend on any other instance, so all are returned.
+        """
+        shortage = self._shortage()
+        shared = self._class_of_group() if self._spreads else None
+        if names is None or self._spreads:
+            found = [record for _, record in sorted(self._records.items())]
+        else:
+            found = [record for record in map(self._records.named, names) if record is not None]
+        return (self._shown_member(record, shortage, shared) for record in found)
 
     # ---- registration
 
@@ -151,7 +194,9 @@ class Registry:
             yield Send(peer, self._welcome(known, message))
             return
         problem = problem_with(message, self._size, self._settings, self._records)
-        remark = other_class(message.numerics, self._classes()) if message.numerics is not None else None
+        remark = (
+            other_class(message.numerics, self._records.classes()) if message.numerics is not None else None
+        )
         if problem is None and remark is not None and self._rules.require_same_numerics:
             if self._may_all_be_dead(message.numerics, now):
                 yield Send(peer, AdmissionWait(f"{remark}; are they alive?"))
@@ -176,7 +221,7 @@ class Registry:
         if wanted is not None and wanted in self._records:
             yield from self._contest(peer, message, self._records[wanted], now)
             return
-        rank = self._free_rank() if wanted is None else wanted
+        rank = self._records.free_rank(self._reserved) if wanted is None else wanted
         self._settings = self._settings or message.settings
         self._size = self._size or message.size
         self._epochs.learn(message.epoch, message.group, now)
@@ -189,7 +234,7 @@ class Registry:
         if remark is not None:
             yield Note(_of_another_class(record, remark), warning=True)
         yield Send(peer, self._welcome(record, message))
-        yield from self._publish()
+        self._log.touch(record.instance)
 
     def _turn_away(self, peer: Peer, message: Register, crowd: str, now: float) -> Iterator[Instruction]:
         """One instance more than there are experts for.
@@ -243,12 +288,6 @@ class Registry:
                 peer, AdmissionWait(f"rank {rank} is held by {holder.host} (pid {holder.pid}); is it alive?")
             )
 
-    def _free_rank(self) -> int:
-        rank = 0
-        while rank in self._records or rank in self._reserved:
-            rank += 1
-        return rank
-
     def _welcome(self, record: Record, message: Register) -> Welcome:
         assert self._settings is not None
         return Welcome(
@@ -268,6 +307,8 @@ class Registry:
             return
         was_ready, numerics = record.state is State.READY, record.numerics
         changed = record.hear(peer, message, now)
+        if record.numerics != numerics:
+            self._records.count_class(record, numerics)
         remark = self._class_remark(record) if changed else None
         if remark is not None and self._rules.require_same_numerics:
             yield from self._refuse_class(peer, record, remark, now)
@@ -289,7 +330,7 @@ class Registry:
             yield Send(peer, wish)
         yield Send(peer, Beat(self._epochs.number, self._records.num_on_host(record.host)))
         if changed:
-            yield from self._publish()
+            self._log.touch(record.instance)
 
     def _refuse_class(self, peer: Peer, record: Record, remark: str, now: float) -> Iterator[Instruction]:
         """Take out an instance of another class.
@@ -302,7 +343,7 @@ class Registry:
         else:
             yield Note(f"refused instance {record.rank}: {remark}", warning=True)
             yield Send(peer, AdmissionRefused(remark))
-        yield from self._remove(record)
+        self._remove(record)
 
     def _leave(self, message: Leave) -> Iterator[Instruction]:
         record = self._records.named(message.instance)
@@ -310,24 +351,24 @@ class Registry:
             yield Note(f"instance {record.rank} left")
             if record.state not in (State.LOADING, State.LOADED):
                 self._left.add(record.rank)
-            yield from self._remove(record)
+            self._remove(record)
 
     def _exited(self, message: Exited) -> Iterator[Instruction]:
         record = self._records.named(message.instance)
         if record is not None:
             yield Note(f"instance {record.rank} taken out: its process {message.how}", warning=True)
-            yield from self._remove(record)
+            self._remove(record)
 
-    def _remove(self, record: Record) -> Iterator[Instruction]:
+    def _remove(self, record: Record) -> None:
         self._reach.forget(record.instance)
-        yield from self._take_out(record)
+        self._take_out(record)
 
-    def _take_out(self, record: Record) -> Iterator[Instruction]:
+    def _take_out(self, record: Record) -> None:
         self._records.remove(record)
         self._suspicions.forget(record.instance)
         if record.state is State.READY and not self._spreads:
             self._epochs.number += 1
-        yield from self._publish()
+        self._log.remove(record.instance)
 
     # ---- groups
 
@@ -374,12 +415,12 @@ class Registry:
             record = self._records.named(instance)
             if record is not None:
                 yield Note(f"instance {record.rank} taken out: {why}", warning=True)
-                yield from self._remove(record)
+                self._remove(record)
         if self._epochs.begins(now):
             self._suspicions.all_is_well()
             self._reach.has_begun()
             yield Note(f"epoch {self._epochs.number} has begun")
-            yield from self._publish()
+            self._log.touch_head()
         if self._suspicions:
             return
         yield from self._look_at_ways(self._settings, now)
@@ -396,7 +437,7 @@ class Registry:
         for record in self._records.values():
             if self._epochs.awaits(record) is not None:
                 yield Send(record.peer, form)
-        yield from self._publish()
+        self._log.touch_head()
 
     def _look_at_ways(self, settings: Settings, now: float) -> Iterator[Instruction]:
         """Leave instances that others do not reach out of groups, and let them back."""
@@ -405,11 +446,11 @@ class Registry:
             yield from self._send_questions(self._reach.failed(*failure, self._epochs.others(), now))
         for record, why in self._reach.choose(lambda stay: self._epochs.fits(settings, stay), now):
             yield Note(f"instance {record.rank} is left out: {why}", warning=True)
-            yield from self._take_out(record)  # it registers again, and gives up its group and its requests
+            self._take_out(record)  # it registers again, and gives up its group and its requests
         yield from self._send_questions(self._reach.look_again(self._epochs.members, now))
         for record in self._reach.let_back(now):
             yield Note(f"instance {record.rank} is let back: all reach it, and it them")
-            yield from self._publish()
+            self._log.touch_head()
 
     def _send_questions(self, asked: list[Asked]) -> Iterator[Instruction]:
         for record, question in asked:
@@ -420,25 +461,33 @@ class Registry:
             self._operations.on_launcher(peer, now)
         if peer in self._watchers or len(self._watchers) < MAX_WATCHERS:
             self._watchers[peer] = now
-        has_news = False
         for instance, count in message.odd.items():
             record = self._records.named(instance)
-            has_news |= record is not None and record.hear_odd(message.watcher, count)
-        if has_news:
-            yield from self._publish()
-        yield Send(peer, self.view())
+            if record is not None and record.hear_odd(message.watcher, count):
+                self._log.touch(instance)
+        if self._log.has(message.series, message.number):
+            yield Send(peer, self._log.current())
+        elif len(self._newcomers) < MAX_WATCHERS:  # else it asks again
+            self._newcomers.add(peer)
+            self._log.touch_head()
 
-    def _publish(self) -> Iterator[Instruction]:
-        view = self.view()
-        for peer in self._watchers:
-            yield Send(peer, view)
+    def _push(self, now: float) -> Iterator[Instruction]:
+        change = self._log.change(self._head(), self._shown, now)
+        followers = tuple(peer for peer in self._watchers if peer not in self._newcomers)
+        if change is not None and followers:
+            yield Publish(followers, change)
+        if self._newcomers:
+            yield Publish(tuple(self._newcomers), self._log.whole())
+            self._newcomers.clear()
 
     def _drain(self, peer: Peer, message: Drain) -> Iterator[Instruction]:
         by = "a router, after a shadow check," if message.instance else "an operator"
         yield Note(f"{by} asks instance {message.rank} to drain")
         for sent in self._operations.drain(peer, message, self._records):
             yield Send(*sent)
-        yield from self._publish()
+        record = self._records.get(message.rank)
+        if record is not None:
+            self._log.touch(record.instance)
 
     # ---- questions
 
@@ -488,19 +537,11 @@ class Registry:
         }
         return combined(classes) if len(classes) > 1 else None
 
-    def _classes(self, but: Record | None = None) -> frozenset[Numerics]:
-        """Numerics classes of all instances ``but`` one."""
-        return frozenset(
-            record.numerics
-            for record in self._records.values()
-            if record is not but and record.numerics is not None
-        )
-
     def _class_remark(self, record: Record) -> str | None:
         """Why an instance that has its weights is of another numerics class than the others."""
         if record.numerics is None and record.state not in (State.LOADED, State.READY):
             return None
-        return other_class(record.numerics, self._classes(but=record))
+        return other_class(record.numerics, self._records.classes(but=record))
 
     def _state_of(self, message: Heartbeat) -> tuple[State, int, int] | None:
         """What may lead to another group when it changes."""
@@ -512,15 +553,19 @@ class Registry:
             return "" if self._records else "the first instance to register"
         if self._num_ready() >= self._size:
             return ""
-        parts = [
-            f"rank {rank} ({self._reach.why(record.instance) or record.phase})"
-            for rank, record in sorted(self._records.items())
-            if record.state in (State.LOADING, State.LOADED)
+        starting = [
+            record for record in self._records.values() if record.state in (State.LOADING, State.LOADED)
         ]
+        first = heapq.nsmallest(MAX_NAMED, starting, key=attrgetter("rank"))
+        parts = [
+            f"rank {record.rank} ({self._reach.why(record.instance) or record.phase})" for record in first
+        ]
+        if len(starting) > MAX_NAMED:
+            parts.append(f"{len(starting) - MAX_NAMED} more that start")
         absent = [rank for rank in range(self._size) if rank not in self._records and rank not in self._left]
         if absent:
-            more = f" and {len(absent) - 8} more" if len(absent) > 8 else ""
-            ranks = ", ".join(map(str, absent[:8]))
+            more = f" and {len(absent) - MAX_NAMED} more" if len(absent) > MAX_NAMED else ""
+            ranks = ", ".join(map(str, absent[:MAX_NAMED]))
             parts.append(f"rank{'s' * (len(absent) > 1)} {ranks}{more} to register")
         return "; ".join(parts)
 

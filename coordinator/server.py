@@ -11,9 +11,9 @@ from collections.abc import Iterable
 import msgspec
 import zmq.asyncio
 
-from coordinator.messages import AdmissionRefused, FromCoordinator, ToCoordinator, View
+from coordinator.messages import AdmissionRefused, FromCoordinator, ToCoordinator
 from coordinator.process.own_time import OwnTime
-from coordinator.records import Instruction, Note, Rules, Send
+from coordinator.records import Instruction, Note, Peer, Publish, Rules, Send
 from coordinator.registry import Registry
 from coordinator.rpc.codec import PROTOCOL, OtherProtocol
 from coordinator.rpc.keys import MeshKeys
@@ -47,8 +47,9 @@ class Coordinator:
             keys=keys,
             listen_fd=listen_fd,
         )
-        self._membership = Registry(msgspec.structs.replace(rules, token=uuid.uuid4().hex[:8]))
+        self._registry = Registry(msgspec.structs.replace(rules, token=uuid.uuid4().hex[:8]))
         self._time = OwnTime()
+        self._pushing: asyncio.TimerHandle | None = None
 
     @property
     def endpoint(self) -> str:
@@ -62,30 +63,44 @@ class Coordinator:
                 tasks.create_task(self._serve())
                 tasks.create_task(self._watch_the_clock())
         finally:
+            if self._pushing is not None:
+                self._pushing.cancel()
             self._listener.close()
             self._context.term()
 
     async def _serve(self) -> None:
-        while True:
-            peer, message = await self._listener.receive()
-            if isinstance(message, OtherProtocol):
-                reason = f"this instance speaks protocol {message.version}, the coordinator {PROTOCOL}"
-                self._listener.send(peer, AdmissionRefused(reason + ": install the same version everywhere"))
-            else:
-                self._carry_out(self._membership.handle(peer, message, self._time.at(time.monotonic())))
+        await self._listener.receive_all(self._take)
+
+    def _take(self, peer: Peer, message: ToCoordinator | OtherProtocol) -> None:
+        if isinstance(message, OtherProtocol):
+            reason = f"this instance speaks protocol {message.version}, the coordinator {PROTOCOL}"
+            self._listener.send(peer, AdmissionRefused(reason + ": install the same version everywhere"))
+        else:
+            self._carry_out(self._registry.handle(peer, message, self._now()))
 
     async def _watch_the_clock(self) -> None:
         while True:
             await asyncio.sleep(TICK)
-            self._carry_out(self._membership.tick(self._time.at(time.monotonic())))
+            self._registry.refused_peers = self._listener.refused_peers
+            self._carry_out(self._registry.tick(self._now()))
+
+    def _push(self) -> None:
+        self._pushing = None
+        self._carry_out(self._registry.push(self._now()))
+
+    def _now(self) -> float:
+        return self._time.at(time.monotonic())
 
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case Send(peer, View() as view):
-                    refused = self._listener.refused_peers
-                    self._listener.send(peer, msgspec.structs.replace(view, refused_peers=refused))
                 case Send(peer, message):
                     self._listener.send(peer, message)
+                case Publish(peers, message):
+                    self._listener.send_all(peers, message)
                 case Note(text, warning):
                     logger.log(logging.WARNING if warning else logging.INFO, "%s", text)
+        due = self._registry.push_due()
+        if due is not None and self._pushing is None:
+            delay = max(0.0, due - self._now())
+            self._pushing = asyncio.get_running_loop().call_later(delay, self._push)

@@ -20,7 +20,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
@@ -142,12 +142,6 @@ def _bind(socket: zmq.Socket[Any], endpoint: str) -> str:
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
-def _at_once(sent: Awaitable[Any]) -> None:
-    """The outcome of a non-blocking send, whose future is done when it is returned."""
-    assert isinstance(sent, asyncio.Future)
-    sent.result()
-
-
 class _Bound(Generic[In]):
     """Base of both listeners: a bound ROUTER socket, its limits, its guard, and decoding.
 
@@ -199,6 +193,16 @@ class _Bound(Generic[In]):
         if len(frames) != 2:
             raise Malformed(f"{len(frames)} frames instead of 2")
         return frames[0].bytes, self._decoder.decode(frames[1].buffer)
+
+    def _send_frame(self, peer: Peer, frame: bytes) -> bool:
+        try:
+            self._socket.send(peer, _MORE)  # what send_multipart does beside takes twice as long as both
+            self._socket.send(frame, _NOBLOCK)
+        except zmq.ZMQError as error:
+            if not _is_unreachable(error):
+                raise
+            return False
+        return True
 
     def _cut_floods(self) -> None:
         """When nothing waits to be received."""
@@ -280,14 +284,7 @@ class Listener(_Bound[In], Generic[In, Out]):
         frame = encode(message)
         if len(frame) > MAX_MESSAGE_BYTES:
             raise TooLarge(f"{len(frame)} bytes in one message")
-        try:
-            self._socket.send(peer, _MORE)  # what send_multipart does beside takes twice as long as both
-            self._socket.send(frame, _NOBLOCK)
-        except zmq.ZMQError as error:
-            if not _is_unreachable(error):
-                raise
-            return False
-        return True
+        return self._send_frame(peer, frame)
 
 
 class Sender(Generic[Out]):
@@ -314,40 +311,99 @@ class Sender(Generic[Out]):
 class AsyncListener(_Bound[In], Generic[In, Out]):
     """The bound end for asyncio; its context is a :class:`zmq.asyncio.Context`."""
 
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        endpoint: str,
+        receives: Any,
+        *,
+        name: str,
+        max_bytes: int = MAX_MESSAGE_BYTES,
+        keys: MeshKeys | None = None,
+        listen_fd: int | None = None,
+    ) -> None:
+        plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
+        super().__init__(
+            plain, endpoint, receives, name=name, max_bytes=max_bytes, keys=keys, listen_fd=listen_fd
+        )
+        self._context = context  # a context that nothing refers to ends, and waits for its sockets
+        self._arrivals = Arrivals(self._socket)
+
     async def receive(self) -> tuple[Peer, In | OtherProtocol]:
         """The next message.
 
         One of another protocol version is handed out as such, to be answered.
         """
         while True:
-            frames = await self._receive_frames()
-            try:
-                return self._read(frames)
-            except OtherProtocol as error:
-                self._complaints.add(error)
-                return frames[0].bytes, error
-            except Malformed as error:
-                self._complaints.add(error)
-
-    async def _receive_frames(self) -> list[zmq.Frame]:
-        receiving = asyncio.ensure_future(self._socket.recv_multipart(copy=False))
-        try:
-            while not receiving.done():
+            if not self._arrivals.are_there():
                 self._cut_floods()
-                await asyncio.wait([receiving], timeout=INTERVAL)
-            return list(receiving.result())
+            try:
+                async with asyncio.timeout(INTERVAL):
+                    await self._arrivals.wait()
+            except TimeoutError:
+                continue
+            if (found := self._next()) is not None:
+                return found
+
+    async def receive_all(self, take: Callable[[Peer, In | OtherProtocol], None]) -> None:
+        """Give each message to ``take`` at once, until cancelled; in place of :meth:`receive`.
+
+        Raises:
+            Exception: what ``take`` raises.
+        """
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def receive() -> bool:
+            if ended.done() or not self._arrivals.are_there():
+                return False
+            try:
+                if (found := self._next()) is not None:
+                    take(*found)
+            except Exception as error:  # noqa: BLE001 (is raised below)
+                if not ended.done():
+                    ended.set_exception(error)
+            return True
+
+        self._arrivals.watch(receive)
+        try:
+            while not ended.done():
+                await asyncio.wait([ended], timeout=INTERVAL)
+                if not self._arrivals.are_there():
+                    self._cut_floods()
+            ended.result()
         finally:
-            receiving.cancel()  # with this task; harmless when it is done
+            self._arrivals.close()
+
+    def _next(self) -> tuple[Peer, In | OtherProtocol] | None:
+        """The message that waits; None if it is none."""
+        frames = self._socket.recv_multipart(_NOBLOCK, copy=False)
+        try:
+            return self._read(frames)
+        except OtherProtocol as error:
+            self._complaints.add(error)
+            return frames[0].bytes, error
+        except Malformed as error:
+            self._complaints.add(error)
+            return None
 
     def send(self, peer: Peer, message: Out) -> bool:
         """Queue a message; False if the peer is gone or does not keep up."""
-        try:
-            _at_once(self._socket.send_multipart((peer, encode(message)), zmq.NOBLOCK))
-        except zmq.ZMQError as error:
-            if not _is_unreachable(error):
-                raise
-            return False
-        return True
+        sent = self._send_frame(peer, encode(message))
+        self._arrivals.check()
+        return sent
+
+    def send_all(self, peers: Iterable[Peer], message: Out) -> None:
+        """Queue a message for some peers, encoded once.
+
+        Peers that are gone or do not keep up miss it."""
+        frame = encode(message)
+        for peer in peers:
+            self._send_frame(peer, frame)
+        self._arrivals.check()
+
+    def close(self) -> None:
+        self._arrivals.close()
+        super().close()
 
 
 class AsyncConnection(Generic[In, Out]):

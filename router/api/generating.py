@@ -19,6 +19,7 @@ from starlette.responses import Response
 from coordinator.process.process import REQUEST
 from coordinator.process.tracing import Attributes, Tracing
 from engine.sampling import SamplingParams
+from router.api import token_generation
 from router.api.answers import Answer, encode, json_response
 from router.api.anthropic_messages import request as messages_request
 from router.api.anthropic_messages.answer import MessageAnswer
@@ -44,6 +45,7 @@ from router.api.responses import request as responses_request
 from router.api.responses.answer import ResponsesAnswer
 from router.api.responses.wire import InputTokens, ResponsesRequest
 from router.api.streaming import Call, EventStream, whole_answer
+from router.api.token_generation import GenerateRequest, TokensAnswer
 from router.api.tracing import RequestTrace
 from router.api.validation import check_chat, check_completion, keep_allowed_tools
 from router.config import HttpConfig
@@ -77,6 +79,7 @@ class Invocation(msgspec.Struct):
 _read_invocation = decoder(Invocation)
 _read_completion = decoder(CompletionRequest)
 _read_chat = decoder(ChatRequest)
+_read_generate = decoder(GenerateRequest)
 _read_responses = decoder(ResponsesRequest)
 _read_messages = decoder(MessagesRequest)
 _read_count_tokens = decoder(CountTokensRequest)
@@ -147,8 +150,28 @@ class Generating:
             refuse("/invocations needs messages, for a chat, or prompt, for a completion.", "messages")
         return await (self._complete if given.messages == NULL else self._chat)(request, body)
 
+    async def tokens(self, request: Request) -> Response:
+        """``/inference/v1/generate``: token ids in and out."""
+        body = await read_body(request, self._config)
+        self._check_room(request)
+        asked = _read_generate(body)
+
+        def shape(common: dict[str, Any]) -> Answer:
+            return TokensAnswer(asked, wanted, **common)
+
+        model = await self._models.get(asked.model)
+        with in_terms_of(token_generation.NAMES):
+            wanted = token_generation.as_completion(asked, model.served.max_model_len)
+            return await self._completion(request, wanted, "generate-tokens-", shape, len(body))
+
     async def _complete(self, request: Request, body: bytes) -> Response:
         wanted = _read_completion(body)
+        return await self._completion(request, wanted, "cmpl-", None, len(body))
+
+    async def _completion(
+        self, request: Request, wanted: CompletionRequest, prefix: str, shape: Shape | None, size: int
+    ) -> Response:
+        """The answer to a completion; ``shape`` is that of /v1/completions if None."""
         check_completion(wanted)
         model = await self._models.get(wanted.model)
         form = form_of(wanted, self._config.structured_outputs)
@@ -157,12 +180,13 @@ class Generating:
         if form is not None:
             grammar = text_of({ANSWER: form.body})
             params, not_enforced = await self._with_grammar(params, grammar, form.param, {ANSWER: form.param})
-        prompts = await run_sized(lambda: completion_prompts(wanted, model), len(body))
+        prompts = await run_sized(lambda: completion_prompts(wanted, model), size)
 
-        def shape(common: dict[str, Any]) -> Answer:
+        def completion(common: dict[str, Any]) -> Answer:
             return CompletionAnswer(wanted, model.tokenizer, **common)
 
-        return await self._generate(request, "cmpl-", wanted, params, prompts, model, shape, not_enforced)
+        shape = shape or completion
+        return await self._generate(request, prefix, wanted, params, prompts, model, shape, not_enforced)
 
     async def _chat(self, request: Request, body: bytes) -> Response:
         chat = await self._understand(_read_chat(body), len(body))

@@ -35,6 +35,8 @@ from router.http.body import decoder, read_body
 BODY_LIMITS = HttpConfig(max_request_bytes=10_000, request_timeout=10.0)
 """Limits of a command's body: bytes and seconds."""
 RETRY_AFTER = "1"
+ELASTIC = "/scale_elastic_ep"
+"""vLLM's path for a wish to scale; here it needs what the admin API needs."""
 MAX_REQUESTS = 1000
 """Most requests in an answer."""
 
@@ -72,6 +74,18 @@ class DrainRequest(msgspec.Struct, forbid_unknown_fields=True):
 class ScaleRequest(msgspec.Struct, forbid_unknown_fields=True):
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_INSTANCES)]
     force: bool = False
+
+
+class ElasticRequest(msgspec.Struct):
+    """vLLM's form of a wish to scale."""
+
+    new_data_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_INSTANCES)]
+    drain_timeout: float | None = None
+    """Refused: each instance has its own --drain-timeout."""
+
+
+class ElasticAnswer(msgspec.Struct, frozen=True):
+    message: str
 
 
 class InstanceAnswer(msgspec.Struct, frozen=True):
@@ -126,6 +140,7 @@ class FaultsAnswer(msgspec.Struct, frozen=True):
 
 _read_drain = decoder(DrainRequest)
 _read_scale = decoder(ScaleRequest)
+_read_elastic = decoder(ElasticRequest)
 
 
 def make_admin_app(
@@ -164,14 +179,24 @@ def make_admin_app(
         wanted = _read_scale(await read_body(request, BODY_LIMITS))
         return await carry_out(Scale(command=_name(), size=wanted.n, force=wanted.force))
 
+    async def scale_elastic_ep(request: Request) -> Response:
+        wanted = _read_elastic(await read_body(request, BODY_LIMITS))
+        if wanted.drain_timeout is not None:
+            raise ApiError(400, "drain_timeout is not supported: start instances with --drain-timeout.")
+        text = await obtain(Scale(command=_name(), size=wanted.new_data_parallel_size))
+        return _json(ElasticAnswer(text))
+
     async def carry_out(wish: Drain | Scale) -> Response:
+        return _json(CommandAnswer(True, await obtain(wish)), ACCEPTED)
+
+    async def obtain(wish: Drain | Scale) -> str:
         try:
             answer = await command(wish)
         except TimeoutError as error:
             text = "no answer yet, though it may have been done or begun: ask /admin/world, or once more"
             raise _unavailable(text) from error
         if answer.status == ACCEPTED:
-            return _json(CommandAnswer(True, answer.text), ACCEPTED)
+            return answer.text
         headers = {"retry-after": RETRY_AFTER} if answer.status == 503 else None
         raise ApiError(answer.status, answer.text, headers=headers)
 
@@ -182,6 +207,7 @@ def make_admin_app(
             Route("/admin/faults", told_faults, methods=["GET"]),
             Route("/admin/drain", drain, methods=["POST"]),
             Route("/admin/scale", scale, methods=["POST"]),
+            Route(ELASTIC, scale_elastic_ep, methods=["POST"]),
         ],
         middleware=[Middleware(RequestIds)],
         exception_handlers=exception_handlers(),
@@ -213,7 +239,7 @@ class AdminGate:
         if scope["type"] != "http":
             return self._endpoint
         path: str = scope["path"]
-        is_admin = path == "/admin" or path.startswith("/admin/")
+        is_admin = path in ("/admin", ELASTIC) or path.startswith("/admin/")
         on_admin_port = self._port is not None and (scope.get("server") or ("", 0))[1] == self._port
         if not is_admin:
             if on_admin_port and path not in OPEN_PATHS:

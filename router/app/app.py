@@ -29,7 +29,7 @@ from router.app.middleware import error_response, middleware
 from router.app.openapi import document
 from router.app.paths import not_there
 from router.app.refusals import Refusals
-from router.app.server_info import Sleeping, server_info, version_of
+from router.app.server_info import Sleeping, is_scaling, server_info, version_of
 from router.config import HttpConfig
 from router.errors import ApiError, ClientGone, from_mesh, short_of, unexpected
 from router.http.quotas import Quotas
@@ -83,6 +83,9 @@ def make_app(
     async def is_sleeping(request: Request) -> Response:
         return json_response(msgspec.json.encode(Sleeping()))
 
+    async def scales(request: Request) -> Response:
+        return json_response(msgspec.json.encode(is_scaling(mesh.instances_by_state())))
+
     async def openapi(request: Request) -> Response:
         return json_response(document(version_of("lockstep"), with_keys=bool(config.keys), prefix=prefix))
 
@@ -104,6 +107,7 @@ def make_app(
         Route("/v1/responses/{id}/input_items", not_kept, methods=["GET"]),
         Route("/v1/messages", generating.messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", generating.count_tokens, methods=["POST"]),
+        Route("/inference/v1/generate", generating.tokens, methods=["POST"]),
         Route("/v1/replay", replaying.replay, methods=["POST"]),
         Route("/v1/loads", endpoints.loads, methods=["GET"]),
         Route("/v1/models", endpoints.models, methods=["GET"]),
@@ -119,6 +123,7 @@ def make_app(
         Route("/version", version, methods=["GET"]),
         Route("/server_info", info, methods=["GET"]),
         Route("/is_sleeping", is_sleeping, methods=["GET"]),
+        Route("/is_scaling_elastic_ep", scales, methods=["POST"]),
         Route("/openapi.json", openapi, methods=["GET"]),
         Route("/metrics", exposition, methods=["GET"]),
         *(dashboard.routes() if dashboard is not None else ()),

@@ -9,7 +9,8 @@ import msgspec
 
 from router.api.anthropic_messages import wire as messages
 from router.api.responses.wire import InputTokens, ResponseObject, ResponsesRequest
-from router.app.server_info import ServerInfo, Sleeping
+from router.api.token_generation import Generated, GenerateRequest
+from router.app.server_info import IsScaling, ServerInfo, Sleeping
 from router.capsule import ReplayAnswer, ReplayRequest
 from router.errors import ErrorBody
 from router.metrics.loads import Loads, OlderLoad, ServerLoad
@@ -67,6 +68,9 @@ OPERATIONS = [
         "post", "/v1/messages/count_tokens", "Tokens of a conversation",
         messages.CountTokensRequest, messages.TokenCount,
     ),
+    Operation(
+        "post", "/inference/v1/generate", "Token ids to token ids", GenerateRequest, Generated, True
+    ),
     Operation("post", "/v1/replay", "A sample of a capsule, computed again", ReplayRequest, ReplayAnswer),
     Operation("get", "/v1/models", "The model, by each of its names", None, ModelList),
     Operation("get", "/v1/models/{name}", "One of them", None, ModelCard),
@@ -83,6 +87,7 @@ OPERATIONS = [
     Operation("get", "/version", "The version of Lockstep", is_open=True),
     Operation("get", "/server_info", "Model, versions and flags", None, ServerInfo),
     Operation("get", "/is_sleeping", "Never", None, Sleeping, is_open=True),
+    Operation("post", "/is_scaling_elastic_ep", "Whether instances start or leave", None, IsScaling),
     Operation("get", "/metrics", "For Prometheus", is_open=True),
     Operation("get", "/openapi.json", "This document", is_open=True),
 ]  # fmt: skip

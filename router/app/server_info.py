@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from coordinator.distribution import DISTRIBUTION, NOT_INSTALLED, installed_version
-from coordinator.messages import Settings
+from coordinator.messages import Settings, State
 from coordinator.numerics import Numerics
 from coordinator.settings import flags
 from router.config import HttpConfig
@@ -87,3 +87,14 @@ def server_info(
         settings=settings,
         flags={field.key: value for field, value in flags.changed(config) if not field.secret},
     )
+
+
+class IsScaling(msgspec.Struct, frozen=True):
+    """Answer of vLLM's /is_scaling_elastic_ep."""
+
+    is_scaling_elastic_ep: bool
+
+
+def is_scaling(by_state: Mapping[str, int]) -> IsScaling:
+    """Whether instances start or leave now."""
+    return IsScaling(any(count for state, count in by_state.items() if state != State.READY))

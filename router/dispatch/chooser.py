@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from engine.scheduling.blocks import prefix_names
 from router.dispatch import policy
@@ -15,11 +16,16 @@ from router.dispatch.policy import Candidate, Policy, Wish
 from router.dispatch.pool import Instance, Pool
 from router.mesh import MeshError, Prompt
 
+if TYPE_CHECKING:
+    from router.dispatch.many import Many
+
 MAX_NAMED_TOKENS = 262_144
 """Tokens of a prompt that are looked up in the prefix index.
 
 Naming their blocks takes about 15 ms.
 """
+MANY = 32
+"""Instances from which on the choice is made in columns."""
 RETRY_AFTER = 1
 """Seconds in Retry-After when no instance can take a request."""
 
@@ -35,6 +41,7 @@ class Chooser:
         self._ledger = ledger
         self._policy = kind
         self._turn = 0
+        self._many: Many | None = None
         self.counts: Counter[str] = Counter()
         """Dispatches to instances that had some of the prompt (``affinity_hits``) or none
         (``affinity_misses``), and requests refused for full queues (``queue_full``)."""
@@ -73,8 +80,14 @@ class Chooser:
             MeshError: no instance, or not the one of the rank that it names, can take it now (503). That rank
                 does not exist, or the request asks for more tokens than any instance holds (400).
         """
+        blocks, wish = self._blocks_of(entry), self._wish(entry)
+        if len(self._pool) >= MANY and entry.prompt.rank is None:
+            chosen = self._columns().choose(self._policy, entry, blocks, wish, now)
+            if chosen is not None:
+                self._turn += 1
+                return chosen
         instances = self._instances_for(entry)
-        lengths = self._pool.index.prefix_lengths(self._blocks_of(entry))
+        lengths = self._pool.index.prefix_lengths(blocks)
         found = [
             self._pool.candidate(instance, now, self._cached(instance, lengths)) for instance in instances
         ]
@@ -97,16 +110,25 @@ class Chooser:
         if not free:
             self.counts["queue_full"] += 1
             raise full(len(able))
-        wish = Wish(
+        self._turn += 1
+        rank = policy.pick(self._policy, policy.of_class(free, wish), wish).rank
+        return next(instance for instance in instances if instance.rank == rank)
+
+    def _wish(self, entry: Entry) -> Wish:
+        return Wish(
             tokens=entry.work,
             key=entry.prompt.session,
             request_id=entry.prompt.request_id,
             turn=self._turn,
             numerics=entry.newest_class if entry.has_begun and entry.prompt.repeatable else None,
         )
-        self._turn += 1
-        rank = policy.pick(self._policy, policy.of_class(free, wish), wish).rank
-        return next(instance for instance in instances if instance.rank == rank)
+
+    def _columns(self) -> Many:
+        if self._many is None:
+            from router.dispatch.many import Many  # loads numpy, which small meshes do without
+
+            self._many = Many(self._pool)
+        return self._many
 
     def may_soon_choose(self, entry: Entry, now: float) -> bool:
         """Whether an instance that could take the request will have answered in a moment."""
@@ -116,8 +138,8 @@ class Chooser:
         """Book the next try of a request at an instance; returns its number there."""
         self.settle(entry)
         blocks = self._blocks_of(entry)
-        lengths = self._pool.index.prefix_lengths(blocks)
-        cached = self._cached(instance, lengths)
+        length = self._pool.index.prefix_length(instance.name, blocks)
+        cached = length * instance.capacity.block_size if instance.capacity is not None else 0
         entry.uncached = entry.work - cached
         if not entry.prompt.background:
             self.counts["affinity_hits" if cached else "affinity_misses"] += 1
@@ -125,7 +147,7 @@ class Chooser:
         self._ledger.place(entry, instance.name, number)
         entry.is_computed_in(instance.fingerprint)
         if instance.capacity is not None and instance.capacity.caches_prefixes:
-            self._pool.index.expect(instance.name, number, blocks[lengths.get(instance.name, 0) :])
+            self._pool.index.expect(instance.name, number, blocks[length:])
         return number
 
     def settle(self, entry: Entry) -> None:

@@ -26,6 +26,7 @@ from coordinator.numerics import Numerics
 from coordinator.rpc.complaints import Complaints
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import with_room
+from coordinator.views import ViewNews
 from engine.messages import InstanceReport
 from engine.model.checkpoint import CheckpointError, find_model
 from router.dispatch.chooser import Chooser
@@ -105,7 +106,7 @@ class MeshClient:
 
     async def run(self) -> None:
         """Follow the coordinator's view until cancelled, or until an error ends the following."""
-        working = [self._watcher.run(self._on_view), self._look_again()]
+        working = [self._watcher.run(self._on_news), self._look_again()]
         if self._shadowing is not None:
             working.append(self._shadowing.run())
         parts = [asyncio.create_task(each) for each in working]
@@ -151,7 +152,8 @@ class MeshClient:
 
     @property
     def healthy(self) -> bool:
-        return bool(eligible(self._chooser.candidates(time.monotonic())))
+        now = time.monotonic()
+        return any(eligible([instance.candidate(now)]) for instance in self._pool)
 
     @property
     def num_ready(self) -> int:
@@ -194,11 +196,12 @@ class MeshClient:
 
     def epoch(self) -> int | None:
         """Epoch of the newest view."""
-        return self.view.epoch if self.view else None
+        return self._watcher.head.epoch if self._watcher.head else None
 
     def block_size(self) -> int | None:
         """Tokens of a KV block."""
-        return self.view.settings.block_size if self.view and self.view.settings else None
+        head = self._watcher.head
+        return head.settings.block_size if head and head.settings else None
 
     def instances_by_state(self) -> Mapping[str, int]:
         """Number of instances in each state."""
@@ -245,11 +248,17 @@ class MeshClient:
 
     # ---- the world
 
-    def _on_view(self, view: View) -> None:
-        self._mover.waiting_for = view.waiting_for
-        if self._model is None and view.settings is not None:
-            self._model = self._learn_model(view.settings)
-        changes = self._pool.apply(view, time.monotonic())
+    def _on_news(self, news: ViewNews) -> None:
+        head = self._watcher.head
+        assert head is not None
+        self._mover.waiting_for = head.waiting_for
+        if self._model is None and head.settings is not None:
+            self._model = self._learn_model(head.settings)
+        if self._pool.can_follow(news, head):
+            changes = self._pool.follow(news, time.monotonic())
+        else:
+            assert self.view is not None
+            changes = self._pool.apply(self.view, time.monotonic())
         for instance in changes.added:
             logger.info("instance %d at %s", instance.rank, instance.member.address)
             self._connect(instance)
@@ -258,8 +267,8 @@ class MeshClient:
         for instance in changes.reclassed:
             self._mover.follow_class(instance)
         self._mover.dispatch_orphans()
-        if self._shadowing is not None:
-            self._shadowing.on_view(view)
+        if self._shadowing is not None and self.view is not None:
+            self._shadowing.on_view(self.view)
 
     async def _drain(self, wish: Drain) -> Answer:
         return await ask(self._coordinator, wish, DRAIN_TIMEOUT, self._keys)

@@ -286,7 +286,7 @@ def _round_robin(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
 
 def _power_of_two(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
     """The better of two, drawn by the request's id."""
-    drawn = sorted(candidates, key=lambda each: _affinity(wish.request_id, each.rank))[:2]
+    drawn = sorted(candidates, key=lambda each: affinity(wish.request_id, each.rank))[:2]
     return _least_loaded(drawn, wish)
 
 
@@ -309,8 +309,9 @@ def _home(candidates: Sequence[Candidate], key: str) -> Candidate:
 
     When an instance comes or goes, only its own sessions move.
     """
-    return min(candidates, key=lambda each: (_affinity(key, each.rank), each.rank))
+    return min(candidates, key=lambda each: (affinity(key, each.rank), each.rank))
 
 
-def _affinity(key: str, rank: int) -> bytes:
+def affinity(key: str, rank: int) -> bytes:
+    """Where a rank stands among the homes of a key: the lowest is its home."""
     return hashlib.blake2b(f"{rank}|{key}".encode(), digest_size=8).digest()

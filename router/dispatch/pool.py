@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from coordinator.messages import Member, State, View
+from coordinator.views import ViewNews
 from engine.messages import Capacity, Counters, InstanceReport
 from router.dispatch.circuit_breaker import CircuitBreaker
 from router.dispatch.policy import Candidate
@@ -78,8 +79,16 @@ class Instance:
     """Dispatches that the last report does not include."""
     sent: Sent = NOTHING_SENT
     """Sum of these."""
-    _crowd: float = 0.0
-    _crowd_at: float = 0.0
+    crowd_before: float = 0.0
+    """The average that :meth:`crowd` had at ``crowd_at``."""
+    crowd_at: float = 0.0
+    touched: set[str] | None = field(default=None, repr=False, compare=False)
+    """Names of instances that have changed; this one is added with each change."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        if (touched := getattr(self, "touched", None)) is not None:
+            touched.add(self.member.instance)
 
     @property
     def name(self) -> str:
@@ -131,7 +140,7 @@ class Instance:
         It has ``tokens`` to compute, of which the prefix cache has ``cached``.
         """
         self.breaker.dispatched(now)
-        self._crowd, self._crowd_at = self.crowd(now), now
+        self.crowd_before, self.crowd_at = self.crowd(now), now
         self.last_dispatch += 1
         blocks = -(-tokens // self.capacity.block_size) if self.capacity else 0
         sent = Sent(self.last_dispatch, tokens, tokens - cached, blocks)
@@ -147,17 +156,17 @@ class Instance:
     def crowd(self, now: float) -> float:
         """Average of these until now, in which older values weigh less."""
         waiting = self.waiting
-        if waiting == self._crowd:  # most often none
+        if waiting == self.crowd_before:  # most often none
             return waiting
-        kept = math.exp((self._crowd_at - now) / CROWD_TIME)
-        return kept * self._crowd + (1.0 - kept) * waiting
+        kept = math.exp((self.crowd_at - now) / CROWD_TIME)
+        return kept * self.crowd_before + (1.0 - kept) * waiting
 
     def take_report(self, report: InstanceReport, now: float) -> None:
         """Take over a report, which includes every dispatch up to its ``last_dispatch``.
 
         Only later dispatches remain to be added to it.
         """
-        self._crowd, self._crowd_at = self.crowd(now), now
+        self.crowd_before, self.crowd_at = self.crowd(now), now
         before, self.report = self.report, report
         if before is not None and report.counters.steps > before.counters.steps:
             self.moved = True
@@ -231,10 +240,12 @@ class Pool:
     def __init__(self) -> None:
         self._instances: dict[str, Instance] = {}
         self.index = PrefixIndex()
+        self._touched: set[str] = set()
         self._breakers: dict[int, CircuitBreaker] = {}
         """By rank, also for ranks that are away."""
         self._size = 0
         """Instances that the mesh starts with, as far as is known."""
+        self._is_complete = False
 
     def __repr__(self) -> str:
         return f"<Pool {' '.join(f'{i.rank}:{i.member.state}' for i in self)}>"
@@ -251,6 +262,13 @@ class Pool:
     def expects(self, rank: int) -> bool:
         """Whether an absent rank is one that the mesh starts with, or was lost lately."""
         return rank < self._size or rank in self._breakers
+
+    def take_touched(self) -> set[str]:
+        """Names of the instances that have come, gone or changed since the last call."""
+        touched = self._touched | self.index.touched
+        self._touched.clear()
+        self.index.touched.clear()
+        return touched
 
     def candidate(self, instance: Instance, now: float, cached_tokens: int = 0) -> Candidate:
         """An instance for the policy, with its cache.
@@ -286,7 +304,7 @@ class Pool:
         started and may not know of it yet. A rank that another instance has by now is lost to its old holder
         in any case.
         """
-        self._size = view.size or 0
+        self._size, self._is_complete = view.size or 0, view.complete
         members = {member.instance: member for member in view.members if member.address}
         taken = {member.rank: member.instance for member in view.members}
         missing = [
@@ -294,19 +312,39 @@ class Pool:
             for name, instance in self._instances.items()
             if name not in members and (view.complete or taken.get(instance.rank, name) != name)
         ]
+        return self._change(missing, members, now)
+
+    def can_follow(self, news: ViewNews, head: View) -> bool:
+        """Whether news are the whole difference between two complete views."""
+        return not news.whole and head.complete and self._is_complete and head.size == (self._size or None)
+
+    def follow(self, news: ViewNews, now: float) -> Changes:
+        """Bring the pool up to the next view by what has changed in it."""
+        gone = [*news.left, *(member.instance for member in news.members if not member.address)]
+        members = {member.instance: member for member in news.members if member.address}
+        missing = [name for name in dict.fromkeys(gone) if name in self._instances]
+        return self._change(missing, members, now)
+
+    def _change(self, missing: Sequence[str], members: Mapping[str, Member], now: float) -> Changes:
         removed = [self._instances.pop(name) for name in missing]
+        self._touched.update(missing)
         added, reclassed = [], []
         for name, member in members.items():
-            if name in self._instances:
-                if self._instances[name].sees(member, now, complete=view.complete):
-                    reclassed.append(self._instances[name])
-            else:
+            instance = self._instances.get(name)
+            if instance is None:
                 breaker = self._breakers.setdefault(member.rank, CircuitBreaker())
-                self._instances[name] = Instance(member, breaker=breaker, seen_at=now)
-                self._instances[name].sees(member, now)
-                added.append(self._instances[name])
+                instance = Instance(member, breaker=breaker, seen_at=now, touched=self._touched)
+                self._instances[name] = instance
+                instance.sees(member, now)
+                added.append(instance)
+            elif instance.sees(member, now, complete=self._is_complete):
+                reclassed.append(instance)
+        if len(self._breakers) > len(self._instances):
+            self._forget_breakers(now)
+        return Changes(added, removed, reclassed)
+
+    def _forget_breakers(self, now: float) -> None:
         here = {instance.rank for instance in self}
         for rank in [rank for rank in self._breakers if rank not in here]:
             if self._breakers[rank].is_forgotten(now):
                 del self._breakers[rank]
-        return Changes(added, removed, reclassed)

@@ -40,6 +40,10 @@ class PrefixIndex:
         """Block -> the bits of its holders."""
         self._expected: dict[int, int] = {}
         self._holders: dict[str, _Holder] = {}
+        self.names: list[str] = []
+        """Instances by the number of their bit; another list with each change of them."""
+        self.touched: set[str] = set()
+        """Instances whose numbers of blocks may have changed."""
         self.evictions = Evictions()
 
     def __repr__(self) -> str:
@@ -64,6 +68,7 @@ class PrefixIndex:
         Returns False if earlier events were missed: then the instance must send all of its blocks.
         """
         holder = self._holder(name)
+        self.touched.add(name)
         if events.reset:
             self._clear(holder)
             holder.has_gap = False
@@ -83,6 +88,8 @@ class PrefixIndex:
         holder = self._holders.pop(name, None)
         if holder is None:
             return
+        self.touched.add(name)
+        self.names = ["" if each == name else each for each in self.names]
         self._clear(holder)
         for block in holder.expected:
             _take_bit(self._expected, block, holder.bit)
@@ -94,6 +101,7 @@ class PrefixIndex:
         if not blocks:
             return
         holder = self._holder(name)
+        self.touched.add(name)
         holder.expectations[number] = blocks
         for block in blocks:
             holder.expected[block] += 1
@@ -105,6 +113,7 @@ class PrefixIndex:
         blocks = holder.expectations.pop(number, None) if holder else None
         if holder is None or blocks is None:
             return
+        self.touched.add(name)
         for block in blocks:
             holder.expected[block] -= 1
             if not holder.expected[block]:
@@ -118,6 +127,30 @@ class PrefixIndex:
 
         Instances that have none are left out.
         """
+        return {
+            name: length
+            for bits, length in self.prefix_groups(blocks).items()
+            for number, name in enumerate(self.names)
+            if bits >> number & 1
+        }
+
+    def prefix_length(self, name: str, blocks: Sequence[int]) -> int:
+        """The same for one instance."""
+        holder = self._holders.get(name)
+        if holder is None:
+            return 0
+        stored, expected, bit = self._stored, self._expected, holder.bit
+        return next(
+            (
+                length
+                for length, block in enumerate(blocks)
+                if not (stored.get(block, 0) | expected.get(block, 0)) & bit
+            ),
+            len(blocks),
+        )
+
+    def prefix_groups(self, blocks: Sequence[int]) -> dict[int, int]:
+        """The same by the bits of those that have equally many, as in :attr:`names`."""
         lengths: dict[int, int] = {}
         left = -1
         length = 0
@@ -131,22 +164,16 @@ class PrefixIndex:
             length += 1
         if left > 0:
             lengths[left] = length
-        return {
-            name: length
-            for name, holder in self._holders.items()
-            for bits, length in lengths.items()
-            if bits & holder.bit
-        }
+        return lengths
 
     # ---- helpers
 
     def _holder(self, name: str) -> _Holder:
         holder = self._holders.get(name)
         if holder is None:
-            taken = 0
-            for other in self._holders.values():
-                taken |= other.bit
-            holder = self._holders[name] = _Holder(~taken & (taken + 1))
+            number = self.names.index("") if "" in self.names else len(self.names)
+            self.names = [*self.names[:number], name, *self.names[number + 1 :]]
+            holder = self._holders[name] = _Holder(1 << number)
         return holder
 
     def _store(self, holder: _Holder, block: int, *, is_news: bool) -> None:

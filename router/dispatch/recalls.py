@@ -17,7 +17,11 @@ from router.dispatch.policy import Candidate
 from router.dispatch.pool import Instance, Pool
 
 INTERVAL = 0.02
-"""Least seconds between two looks at the queues."""
+"""Least seconds between two looks at the queues of at most ``MANY`` instances.
+
+A look takes some microseconds per instance, so it is rarer in proportion where there are more.
+"""
+MANY = 64
 MAX_MOVES = 16
 """Most requests recalled at once."""
 MOST_TRIES = 4
@@ -39,7 +43,7 @@ class Recaller:
 
     def recalls(self, now: float) -> dict[str, list[int]]:
         """Dispatch numbers to recall, by instance; called whenever an instance has reported."""
-        if now - self._looked_at < INTERVAL:
+        if now - self._looked_at < INTERVAL * max(1.0, len(self._pool) / MANY):
             return {}
         self._looked_at = now
         crowded = [each for each in self._pool if each.report is not None and each.report.queued]

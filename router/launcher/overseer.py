@@ -16,6 +16,7 @@ from coordinator.operations import ACCEPTED, CONFLICT, UNAVAILABLE
 from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.handshakes import KeyRefused
 from coordinator.rpc.keys import MeshKeys
+from coordinator.views import ViewNews
 from router.faults import FaultEvent
 from router.launcher.scaling import Machine, ScalingRefused, plan
 from router.launcher.supervisor import Supervisor
@@ -60,13 +61,13 @@ class Overseer:
 
         Another mesh may hold the port, and then our coordinator says so.
         """
-        view = self._watcher.view
-        return view if view is not None and self._is_ours(view) else None
+        head = self._watcher.head
+        return self._watcher.view if head is not None and self._is_ours(head) else None
 
     async def run(self) -> None:
         """Until cancelled."""
         try:
-            await self._watcher.run(self._on_view)
+            await self._watcher.run(self._on_news)
         except OtherProtocol as error:
             logger.error("the coordinator is of another version: %s", error)
         except KeyRefused as error:
@@ -83,9 +84,10 @@ class Overseer:
     def _is_ours(self, view: View) -> bool:
         return not self._mesh_name or view.mesh == self._mesh_name
 
-    def _on_view(self, view: View) -> None:
+    def _on_news(self, _: ViewNews) -> None:
         self.changed.set()
-        if not self._is_ours(view):
+        view = self.view
+        if view is None:
             return
         members = {member.instance: member for member in view.members}
         for name, member in self._members.items():

@@ -448,6 +448,10 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     ),
     "drain": (_of("router.tools.operate", "main_drain"), "have an instance finish what it has and leave"),
     "scale": (_of("router.tools.operate", "main_scale"), "bring a mesh to a number of instances"),
+    "autoscale": (
+        _of("router.tools.autoscale.command"),
+        "follow the load of a mesh, and start or drain instances",
+    ),
 }
 
 

@@ -8,6 +8,7 @@ from coordinator.messages import (
     Beat,
     Evidence,
     View,
+    ViewChange,
     Watch,
     Welcome,
 )
@@ -87,9 +88,9 @@ def test_the_view_of_a_coordinator_that_just_began_is_not_complete(mesh: Mesh) -
     assert (view.members, view.complete) == ([], False)
     mesh.registry.tick(mesh.now)
     assert to(b"w", mesh.registry.tick(mesh.now + 4.9)) == []
-    (view,) = to(b"w", mesh.registry.tick(mesh.now + 5.0))
-    assert isinstance(view, View)
-    assert view.complete
+    (change,) = to(b"w", mesh.registry.tick(mesh.now + 5.0))
+    assert isinstance(change, ViewChange)
+    assert change.complete
 
 
 def test_the_view_is_complete_earlier_once_all_serve(mesh: Mesh) -> None:

@@ -18,7 +18,6 @@ from coordinator.messages import (
     Register,
     State,
     Unknown,
-    Watch,
     Welcome,
     ranks_by_class,
 )
@@ -26,7 +25,7 @@ from coordinator.numerics import Arithmetic, Facts, Numerics, class_of, combined
 from coordinator.records import Instruction, Note, Rules
 from coordinator.registry import Registry
 from tests.coordinator.group_mesh import Mesh
-from tests.coordinator.test_registry import heartbeat, joined, register, to
+from tests.coordinator.test_registry import Follower, heartbeat, joined, register, to
 
 AMX = Arithmetic("amx", "1", "native", (0, 4))
 AVX2 = msgspec.structs.replace(AMX, kernels="avx2")
@@ -238,9 +237,10 @@ def test_none_is_refused_for_the_class_of_an_instance_that_is_dead(returns: bool
 
 def test_watchers_hear_of_a_class_as_soon_as_it_is_known() -> None:
     registry = mesh(required=False)
-    registry.handle(b"w", Watch("w"), 1.2)
-    (view,) = to(b"w", registry.handle(b"b", beat("b", named("amx"), State.LOADING), 1.3))
-    assert getattr(view, "members", [])[1].numerics == named("amx")
+    follower = Follower(registry, b"w", 1.2)
+    view = follower.sees(1.3, registry.handle(b"b", beat("b", named("amx"), State.LOADING), 1.3))
+    assert view is not None
+    assert view.members[1].numerics == named("amx")
 
 
 def test_an_instance_repeats_its_class_to_a_coordinator_that_forgot_it() -> None:

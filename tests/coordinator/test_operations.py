@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import msgspec
 
-from coordinator.messages import Answer, Drain, Exited, FromCoordinator, Leave, Scale, State, View, Watch
+from coordinator.messages import Answer, Drain, Exited, FromCoordinator, Leave, Scale, State, Watch
 from coordinator.operations import LAUNCHER_TIMEOUT, MAX_PENDING
 from coordinator.records import Instruction, Note, Rules, Send
 from coordinator.registry import Registry
-from tests.coordinator.test_registry import heartbeat, joined, to
+from tests.coordinator.test_registry import Follower, heartbeat, joined, to
 
 
 def mesh(*instances: str) -> Registry:
@@ -43,9 +43,9 @@ def test_a_wish_is_passed_on_to_its_instance() -> None:
 def test_who_was_told_to_drain_is_shown_so_before_it_says_so() -> None:
     """A wish to scale may follow at once, and must not count it."""
     registry = mesh("a", "b")
-    registry.handle(b"l", Watch("serve", launcher="m"), 1.0)
-    (view,) = to(b"l", registry.handle(b"o", drain(1), 1.0))
-    assert isinstance(view, View)
+    follower = Follower(registry, b"l", 1.0)
+    view = follower.sees(1.0, registry.handle(b"o", drain(1), 1.0))
+    assert view is not None
     assert [member.state for member in view.members] == [State.READY, State.DRAINING]
     registry.handle(b"b", heartbeat("b"), 1.1)
     assert registry.view().members == view.members
@@ -82,9 +82,9 @@ def test_a_rank_that_left_as_told_is_not_waited_for() -> None:
 
 def test_a_dead_process_is_out_at_once_and_waited_for() -> None:
     registry = mesh("a", "b")
-    registry.handle(b"w", Watch("w"), 1.0)
-    (view,) = to(b"w", registry.handle(b"l", Exited("b", "was killed by signal 9"), 1.0))
-    assert isinstance(view, View)
+    follower = Follower(registry, b"w", 1.0)
+    view = follower.sees(1.0, registry.handle(b"l", Exited("b", "was killed by signal 9"), 1.0))
+    assert view is not None
     assert [member.rank for member in view.members] == [0]
     assert "rank 1 to register" in view.waiting_for
     assert joined(registry, "b2", 1) == 1, "its rank is free at once"
@@ -99,6 +99,7 @@ def test_scaling_asks_the_launcher_of_this_mesh() -> None:
     assert status(registry.handle(b"o", wish, 1.0)) == 503
     registry.handle(b"l", Watch("serve", launcher="m"), 1.0)
     assert wishes(registry.handle(b"o", wish, 1.0), b"l") == [wish]
+    registry.push(1.1)
     answer = Answer(command="s", status=202, text="starting instance 1, 2")
     assert registry.handle(b"l", answer, 1.2) == [Send(b"o", answer)]
     assert registry.handle(b"l", answer, 1.3) == [], "answered"
@@ -140,19 +141,17 @@ def test_a_drain_of_another_instance_than_the_one_that_has_the_rank_is_refused()
 
 def test_shadow_checks_of_all_routers_are_counted_for_the_instance_that_they_name() -> None:
     registry = mesh("a", "b")
-    registry.handle(b"w", Watch("status"), 1.0)
+    follower = Follower(registry, b"w", 1.0)
 
-    def told(router: str, odd: dict[str, int]) -> list[View]:
-        done = registry.handle(router.encode(), Watch(router, odd=odd), 1.0)
-        return [each for each in to(b"w", done) if isinstance(each, View)]
+    def seen(router: str, odd: dict[str, int]) -> list[int] | None:
+        watch = Watch(router, odd=odd, number=1)
+        view = follower.sees(1.0, registry.handle(router.encode(), watch, 1.0))
+        return None if view is None else [member.odd for member in view.members]
 
-    assert told("r1", {}) == []
-    (seen,) = told("r1", {"b": 1, "gone": 3})
-    assert [member.odd for member in seen.members] == [0, 1]
-    assert told("r1", {"b": 1, "gone": 3}) == [], "a sign of life brings nothing new"
-    (seen,) = told("r2", {"b": 2})
-    assert [member.odd for member in seen.members] == [0, 3]
-    (seen,) = told("r1", {"b": 2})
-    assert [member.odd for member in seen.members] == [0, 4]
+    assert seen("r1", {}) is None
+    assert seen("r1", {"b": 1, "gone": 3}) == [0, 1]
+    assert seen("r1", {"b": 1, "gone": 3}) is None, "a sign of life brings nothing new"
+    assert seen("r2", {"b": 2}) == [0, 3]
+    assert seen("r1", {"b": 2}) == [0, 4]
     registry.handle(b"b", heartbeat("b"), 2.0)
     assert registry.view().members[1].odd == 4

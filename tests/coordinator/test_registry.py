@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
@@ -22,11 +22,14 @@ from coordinator.messages import (
     State,
     Unknown,
     View,
+    ViewChange,
+    ViewCurrent,
     Watch,
     Welcome,
 )
-from coordinator.records import Instruction, Note, Rules, Send
+from coordinator.records import Instruction, Note, Publish, Rules, Send
 from coordinator.registry import Registry
+from coordinator.views import ViewCopy
 
 SETTINGS = Settings(
     model="m",
@@ -67,7 +70,30 @@ def heartbeat(instance: str, state: State = State.READY, address: str = "tcp://a
 
 
 def to(peer: bytes, instructions: list[Instruction]) -> list[FromCoordinator]:
-    return [item.message for item in instructions if isinstance(item, Send) and item.peer == peer]
+    return [
+        item.message
+        for item in instructions
+        if (isinstance(item, Send) and item.peer == peer)
+        or (isinstance(item, Publish) and peer in item.peers)
+    ]
+
+
+class Follower:
+    """A watcher of a registry, which it asks at once."""
+
+    def __init__(self, registry: Registry, peer: bytes, now: float) -> None:
+        self._registry = registry
+        self._peer = peer
+        self._copy = ViewCopy()
+        assert self.sees(now, registry.handle(peer, Watch("w"), now)) is not None
+
+    def sees(self, now: float, done: Sequence[Instruction] = ()) -> View | None:
+        """The view once all changes are sent; None if nothing has changed."""
+        due = self._registry.push_due()
+        sent = to(self._peer, [*done, *self._registry.push(now if due is None else max(now, due))])
+        news = [self._copy.take(each) for each in sent if isinstance(each, View | ViewChange | ViewCurrent)]
+        assert not self._copy.misses_some
+        return self._copy.view if any(news) else None
 
 
 def joined(registry: Registry, instance: str, rank: int | None = None, now: float = 0.0) -> int:
@@ -132,20 +158,79 @@ def test_a_sign_of_life_costs_the_same_in_any_mesh() -> None:
     assert lines(200) == lines(5)
 
 
-def test_watchers_get_the_view_at_once_and_on_every_change() -> None:
-    registry = Registry(Rules(size=1))
+def test_watchers_get_the_view_at_once_and_each_change() -> None:
+    registry = Registry(Rules(size=1, token="t"))
     (view,) = to(b"w", registry.handle(b"w", Watch("router"), 0.0))
     assert isinstance(view, View)
-    assert view.waiting_for == "rank 0 to register"
-    (view,) = to(b"w", registry.handle(b"a", register("a", 0), 0.0))
-    assert isinstance(view, View)
-    assert view.waiting_for == "rank 0 (starting)"
-    (view,) = to(b"w", registry.handle(b"a", heartbeat("a"), 1.0))
-    assert isinstance(view, View)
-    assert (view.waiting_for, view.members[0].address, view.epoch) == ("", "tcp://a:1", 1)
+    assert (view.waiting_for, view.series, view.number) == ("rank 0 to register", "t", 1)
+    (change,) = to(b"w", registry.handle(b"a", register("a", 0), 0.1))
+    assert isinstance(change, ViewChange)
+    assert (change.waiting_for, change.number) == ("rank 0 (starting)", 2)
+    (change,) = to(b"w", registry.handle(b"a", heartbeat("a"), 1.0))
+    assert isinstance(change, ViewChange)
+    assert (change.waiting_for, change.members[0].address, change.epoch) == ("", "tcp://a:1", 1)
     assert to(b"w", registry.handle(b"a", heartbeat("a"), 2.0)) == [], "nothing new, nothing pushed"
+    assert to(b"w", registry.handle(b"w", Watch("router", series="t", number=3), 2.0)) == [
+        ViewCurrent("t", 3)
+    ]
     registry.tick(20.0)
     assert to(b"w", registry.handle(b"b", register("b", 1), 21.0)) == [], "a silent watcher is forgotten"
+
+
+def test_changes_are_coalesced_to_twenty_a_second() -> None:
+    registry = Registry(Rules(size=100, token="t"))
+    follower = Follower(registry, b"w", 0.0)
+    assert registry.push_due() is None
+    sent: list[FromCoordinator] = []
+    for rank in range(100):
+        sent += to(b"w", registry.handle(b"a", register(f"i{rank}", rank), 1.0 + rank / 100))
+    due = registry.push_due()
+    assert due is not None
+    sent += to(b"w", registry.push(due))
+    assert 15 <= len(sent) <= 21
+    assert sum(len(each.members) for each in sent if isinstance(each, ViewChange)) == 100
+    view = follower.sees(2.1, [Publish((b"w",), each) for each in sent if isinstance(each, ViewChange)])
+    assert view is not None
+    assert view.members == registry.view().members
+
+
+def test_loads_are_sent_once_a_second_and_alone() -> None:
+    registry = Registry(Rules(size=2, token="t"))
+    registry.tick(0.0)
+    for name in "ab":
+        joined(registry, name)
+        registry.handle(name.encode(), heartbeat(name), 0.1)
+    registry.tick(2.0)
+    follower = Follower(registry, b"w", 2.1)
+    loaded = msgspec.structs.replace(heartbeat("a"), load=Load(3, 4, 5, 6, 7.5, 8, 9.5, 10))
+    assert to(b"w", registry.handle(b"a", loaded, 2.4)) == []
+    assert to(b"w", registry.tick(2.9)) == []
+    done = registry.tick(3.1)
+    (change,) = to(b"w", done)
+    assert isinstance(change, ViewChange)
+    assert (change.members, len(change.loads)) == ([], 1)
+    view = follower.sees(3.1, done)
+    assert view is not None
+    assert [member.load for member in view.members] == [loaded.load, Load()]
+
+
+def test_a_watcher_that_missed_a_change_gets_the_whole_view() -> None:
+    registry = Registry(Rules(size=2, token="t"))
+    copy = ViewCopy()
+    (view,) = to(b"w", registry.handle(b"w", Watch("w"), 0.0))
+    assert isinstance(view, View)
+    copy.take(view)
+    registry.handle(b"a", register("a"), 0.1)
+    (change,) = to(b"w", registry.handle(b"b", register("b"), 0.2))
+    assert isinstance(change, ViewChange)
+    assert copy.take(change) is None
+    assert copy.known == ("t", 0)
+    (whole,) = to(b"w", registry.handle(b"w", Watch("w", series="t"), 0.3))
+    assert isinstance(whole, View)
+    news = copy.take(whole)
+    assert news is not None
+    assert news.whole
+    assert copy.view == whole
 
 
 def test_a_silent_instance_is_taken_out_and_told_when_it_comes_back() -> None:

@@ -122,6 +122,20 @@ def test_commands_are_passed_on() -> None:
     assert drain.command != scale.command
 
 
+def test_a_wish_to_scale_in_the_form_of_vllm_needs_what_the_admin_api_needs() -> None:
+    world = World(None)
+    url = ADMIN + "/scale_elastic_ep"
+    done = ask(gate(world), "POST", url, json={"new_data_parallel_size": 3})
+    assert (done.status_code, done.json()) == (200, {"message": "done"})
+    (scale,) = world.wishes
+    assert isinstance(scale, Scale)
+    assert scale.size == 3
+    for body in ({}, {"new_data_parallel_size": 0}, {"new_data_parallel_size": 2, "drain_timeout": 5}):
+        assert ask(gate(world), "POST", url, json=body).status_code == 400
+    assert ask(gate(world, "secret"), "POST", url, json={"new_data_parallel_size": 3}).status_code == 401
+    assert len(world.wishes) == 1
+
+
 @pytest.mark.parametrize("status", [404, 409, 503])
 def test_what_is_in_the_way_is_told(status: int) -> None:
     world = World(None)

@@ -34,7 +34,7 @@ from router.dispatch.instance_connection import InstanceConnection
 from router.dispatch.pool import Instance
 from router.faults import FaultEvent
 from router.mesh import Prompt
-from tests.router.dispatch.test_mesh_parts import member, view
+from tests.router.dispatch.test_mesh_parts import member, show, view
 from tests.waiting import until_async
 
 CAPACITY = Capacity(16, 10, 4, 64, 100)
@@ -136,11 +136,11 @@ def test_an_instance_that_cannot_be_connected_to_is_none_of_the_others_concern(
         async with listening("b") as listener, routing() as mesh:
             nowhere = member("a", 0, address="tcp://no address")
             world = view(nowhere, member("b", 1, address=listener.endpoint))
-            mesh._on_view(world)
+            show(mesh, world)
             assert "instance 0 at tcp://no address: " in caplog.text
             await answer(listener, "b")
             await until_async(lambda: mesh.num_ready == 1)
-            mesh._on_view(view(world.members[1]))
+            show(mesh, view(world.members[1]))
             assert list(mesh._connections) == ["b"]
 
     asyncio.run(serve())
@@ -157,7 +157,7 @@ def test_an_instance_is_connected_to_as_soon_as_there_are_sockets_again(
             assert room == mesh._context.get(zmq.SOCKET_LIMIT), "of 1023 sockets, 340 instances take all"
             with monkeypatch.context() as patch:
                 patch.setattr(client, "InstanceConnection", _none_left)
-                mesh._on_view(view(member("a", 0, address=listener.endpoint)))
+                show(mesh, view(member("a", 0, address=listener.endpoint)))
                 assert not mesh._connections
             await answer(listener, "a")
             await until_async(lambda: mesh.num_ready == 1)
@@ -183,9 +183,7 @@ def test_a_link_that_an_error_of_ours_ended_is_made_anew_and_what_it_had_moves(
 
     async def serve() -> None:
         async with listening("a") as first, listening("b") as second, routing() as mesh:
-            mesh._on_view(
-                view(member("a", 0, address=first.endpoint), member("b", 1, address=second.endpoint))
-            )
+            show(mesh, view(member("a", 0, address=first.endpoint), member("b", 1, address=second.endpoint)))
             peer = await answer(first, "a")
             await answer(second, "b")
             await until_async(lambda: mesh.num_ready == 2)
@@ -212,7 +210,7 @@ def test_a_router_that_does_not_look_after_those_who_wait_ends(monkeypatch: pyte
 
     async def serve() -> None:
         mesh = MeshClient("tcp://127.0.0.1:1")
-        mesh._on_view(view(member("a", 0, address="tcp://127.0.0.1:1")))
+        show(mesh, view(member("a", 0, address="tcp://127.0.0.1:1")))
         streams = [mesh.generate(Prompt("r", [1, 2], SamplingParams(), 0)) for _ in range(3)]
         monkeypatch.setattr(mesh._chooser, "choose", _fail)
         with pytest.raises(RuntimeError, match="ours"):
@@ -234,7 +232,7 @@ def test_the_last_tokens_of_an_instance_come_before_the_news_that_it_has_left() 
     async def serve() -> None:
         async with listening("a") as first, listening("b") as second, routing() as mesh:
             world = view(member("a", 0, address=first.endpoint), member("b", 1, address=second.endpoint))
-            mesh._on_view(world)
+            show(mesh, world)
             peer = await answer(first, "a")
             await answer(second, "b")
             await until_async(lambda: mesh.num_ready == 2)
@@ -246,7 +244,7 @@ def test_the_last_tokens_of_an_instance_come_before_the_news_that_it_has_left() 
                 if is_readable(socket):
                     break
                 time.sleep(0.001)  # noqa: ASYNC251 (nobody gets a turn)
-            mesh._on_view(view(world.members[1]))
+            show(mesh, view(world.members[1]))
             async with asyncio.timeout(10):
                 assert [delta.token_ids async for delta in stream] == [[7]]
             assert not mesh.faults.counts.get(FaultEvent.RESUME), "it was not moved"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 import pytest
 
-from coordinator.messages import Load, Member, State, View
+from coordinator.messages import Load, Member, State, View, ViewChange
 from coordinator.numerics import Numerics
+from coordinator.views import ViewCopy
 from engine.messages import Capacity, Counters, Delta, FinishReason, InstanceReport
 from engine.sampling import SamplingParams
 from router.dispatch import policy
 from router.dispatch.chooser import Chooser
+from router.dispatch.client import MeshClient
 from router.dispatch.ledger import Entry, Ledger, Loss
 from router.dispatch.policy import Candidate
 from router.dispatch.pool import ANSWER_TIMEOUT, Instance, Pool
@@ -25,6 +29,13 @@ def member(name: str, rank: int, state: State = State.READY, address: str = "tcp
 
 def view(*members: Member) -> View:
     return View(epoch=1, size=2, settings=None, members=list(members), waiting_for="")
+
+
+def show(mesh: MeshClient, world: View) -> None:
+    """Have a router see a view, as if the coordinator had sent it."""
+    news = mesh._watcher.take(world)
+    assert news is not None
+    mesh._on_news(news)
 
 
 def report(last_dispatch: int, running: int = 0, waiting: int = 0, waiting_tokens: int = 0) -> InstanceReport:
@@ -342,3 +353,41 @@ def test_a_request_keeps_the_numerics_class_of_its_first_token() -> None:
     assert entry.fingerprint == "fp_b"
     chooser.dispatch(entry, third, 4.0)
     assert entry.fingerprint == "fp_b"
+
+
+def test_a_pool_follows_changes_as_it_takes_whole_views() -> None:
+    """Whatever changes, it ends as one that was shown each whole view."""
+    rng = random.Random(3)
+    for _ in range(30):
+        copy, follows, whole = ViewCopy(), Pool(), Pool()
+        members = {name: member(name, rank) for rank, name in enumerate("abcd")}
+        world = msgspec.structs.replace(view(*members.values()), series="s", number=1)
+        for number in range(1, 40):
+            if number == 1:
+                news = copy.take(world)
+            else:
+                left = [name for name in members if rng.random() < 0.1]
+                for name in left:
+                    del members[name]
+                changed = {
+                    name: member(name, rank, address=rng.choice(("", "tcp://a:1")))
+                    for rank, name in enumerate("abcdefgh")
+                    if (name in members and rng.random() < 0.2)
+                    or (name not in members and rng.random() < 0.2)
+                }
+                members |= changed
+                news = copy.take(
+                    ViewChange(
+                        series="s", number=number, epoch=1, size=2, waiting_for="", left=left,
+                        members=list(changed.values()), complete=rng.random() < 0.9,
+                    )
+                )  # fmt: skip
+            assert news is not None
+            assert copy.head is not None
+            assert copy.view is not None
+            if follows.can_follow(news, copy.head):
+                follows.follow(news, 1.0)
+            else:
+                follows.apply(copy.view, 1.0)
+            whole.apply(copy.view, 1.0)
+            assert {each.name: each.member for each in follows} == {each.name: each.member for each in whole}

@@ -35,7 +35,7 @@ from router.dispatch.stream import Stream
 from router.faults import FaultEvent
 from router.mesh import MeshError, Prompt, ShadowResult
 from tests.coordinator.test_registry import SETTINGS
-from tests.router.dispatch.test_mesh_parts import member, report, view
+from tests.router.dispatch.test_mesh_parts import member, report, show, view
 from tests.waiting import until_async
 
 CAPACITY = Capacity(16, 100, 8, 64, 100)
@@ -424,7 +424,7 @@ def test_a_class_that_changes_meanwhile_is_not_checked(comes_back: bool) -> None
             for numerics in classes:
                 changed = msgspec.structs.replace(mesh.instance(name).member, numerics=numerics)
                 members = [changed if each.rank == changed.rank else each for each in mesh.members]
-                mesh.client._on_view(view(*members))
+                show(mesh.client, view(*members))
             mesh.answer(name, submit, [8, 9])
             await read(stream)
             await mesh.ends_with(ShadowResult.SKIPPED)

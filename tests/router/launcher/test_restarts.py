@@ -309,7 +309,7 @@ def test_asked_twice_for_fewer_as_many_go_as_once() -> None:
         world = msgspec.structs.replace(world, mesh="m")
         overseer = Overseer("tcp://127.0.0.1:1", "m", supervisor, Machine(devices=None, cores=4))
         supervisor.learn(world)
-        overseer._watcher.view = world
+        overseer._watcher.take(world)
         texts = [(await overseer._on_scale(Scale(command=name, size=2))).text for name in ("a", "b")]
         assert texts == ["draining instance 2", "there is nothing to do"]
         assert (supervisor.ranks, supervisor.leaving) == ([0, 1], [f"name-{pids[2]}"])

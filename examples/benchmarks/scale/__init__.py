@@ -1,0 +1,1 @@
+"""Benchmark of a coordinator and routers with thousands of simulated instances."""

@@ -1,0 +1,187 @@
+"""A process with many simulated instances: their membership is real, nothing is computed.
+
+Each has a connection of its own to the coordinator, registers and sends heartbeats as an instance does
+(:class:`coordinator.member_state.MemberState`). All listen at one socket, which answers routers. Commands
+come as lines of standard input, and each is answered by a line:
+
+    join COUNT     so many instances register; answered when all are welcome
+    ready          all become ready
+    churn RATE     from now on so many instances in all leave each second, and as many others join
+    stop
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import random
+import sys
+import uuid
+from pathlib import Path
+
+import zmq.asyncio
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from coordinator.member_state import MemberState
+from coordinator.messages import FromCoordinator, Leave, Load, Register, Settings, State, ToCoordinator
+from coordinator.rpc.keys import MeshKeys, load
+from coordinator.rpc.rpc import AsyncConnection, AsyncListener, with_room
+from engine.messages import Attach, Attached, Capacity, ToInstance, ToRouter
+
+ASK_INTERVAL = 0.3
+BLOCKS = 10_000
+CAPACITY = Capacity(
+    block_size=16, num_blocks=BLOCKS, max_num_seqs=64, max_num_batched_tokens=2048, max_num_queued_reqs=1024
+)
+LOADING_TIME = 0.2
+"""Seconds that an instance which joins during churn takes to load."""
+INSTANCES_PER_HOST = 8
+
+
+def settings(model: str, instances: int) -> Settings:
+    """The settings of a dense model that all instances bring."""
+    return Settings(
+        model=model, revision=None, served_model_name=("m",), fingerprint="f", dtype="bfloat16",
+        max_model_len=2048, block_size=16, vocab_size=1000, tensor_parallel_size=1, pipeline_parallel_size=1,
+        enable_expert_parallel=False, expert_placement_strategy="linear", all2all_backend="auto",
+        data_parallel_size=instances, max_num_batched_tokens=2048, max_num_seqs=64,
+    )  # fmt: skip
+
+
+class SimulatedInstance:
+    """An instance's membership, without the instance."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        endpoint: str,
+        register: Register,
+        address: str,
+        keys: MeshKeys | None,
+    ) -> None:
+        self.state = MemberState(register)
+        self.state.address, self.state.phase = address, "weights"
+        self.welcomed = asyncio.Event()
+        self.changed = asyncio.Event()
+        self._rng = random.Random(register.instance)
+        self._connection: AsyncConnection[FromCoordinator, ToCoordinator] = AsyncConnection(
+            context, endpoint, FromCoordinator, name="coordinator", keys=keys
+        )
+        self._tasks = [asyncio.create_task(self._send()), asyncio.create_task(self._receive())]
+
+    def become_ready(self) -> None:
+        self.state.state, self.state.phase = State.READY, "serving"
+        self.changed.set()
+
+    def leave(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._connection.send(Leave(self.state.register.instance))
+        self._connection.close()
+
+    async def _send(self) -> None:
+        await asyncio.sleep(self._rng.random() * 0.5)  # instances of a mesh do not send at the same moment
+        while True:
+            self.changed.clear()
+            for message in self.state.outgoing(self._load()):
+                self._connection.send(message)
+            welcome = self.state.welcome
+            interval = welcome.heartbeat_interval if welcome else ASK_INTERVAL
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.changed.wait(), interval)
+
+    async def _receive(self) -> None:
+        await self._connection.receive_all(self._take)
+
+    def _take(self, message: FromCoordinator) -> None:
+        if self.state.take(message):
+            self.changed.set()
+        if self.state.welcome is not None:
+            self.welcomed.set()
+
+    def _load(self) -> Load:
+        """As of an instance that has work: no two in a row are equal."""
+        if self.state.state is not State.READY:
+            return Load(blocks_total=BLOCKS)
+        running = self._rng.randrange(64)
+        return Load(
+            running, self._rng.randrange(4), running * 20, BLOCKS, running * 31.7, self._rng.randrange(10**6)
+        )
+
+
+class Crowd:
+    """All simulated instances of this process."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._keys = load(Path(args.key)) if args.key else None
+        self._context = with_room(zmq.asyncio.Context())
+        listening = zmq.asyncio.Context()
+        self._listener: AsyncListener[ToInstance, ToRouter] = AsyncListener(
+            listening, "tcp://127.0.0.1:*", ToInstance, name="instances", keys=self._keys
+        )
+        self._settings = settings(args.model, args.of)
+        self._instances: list[SimulatedInstance] = []
+        self._numbers = itertools.count()
+        self._answering = asyncio.create_task(self._answer_routers())
+        self._churning: asyncio.Task[None] | None = None
+
+    def _add(self) -> SimulatedInstance:
+        number = next(self._numbers)
+        register = Register(
+            instance=f"{self._args.name}-{number}-{uuid.uuid4().hex[:8]}", rank=None, size=self._args.of,
+            settings=self._settings, host=f"{self._args.name}-{number // INSTANCES_PER_HOST}", pid=number,
+        )  # fmt: skip
+        made = SimulatedInstance(
+            self._context, self._args.coordinator, register, self._listener.endpoint, self._keys
+        )
+        self._instances.append(made)
+        return made
+
+    async def obey(self, command: str, *arguments: str) -> None:
+        match command:
+            case "join":
+                joined = [self._add() for _ in range(int(arguments[0]))]
+                await asyncio.gather(*(each.welcomed.wait() for each in joined))
+            case "ready":
+                for each in self._instances:
+                    each.become_ready()
+            case "churn":
+                if self._churning is not None:
+                    self._churning.cancel()
+                if float(arguments[0]):
+                    self._churning = asyncio.create_task(self._churn(float(arguments[0])))
+
+    async def _churn(self, rate: float) -> None:
+        while True:
+            await asyncio.sleep(1 / rate)
+            self._instances.pop(0).leave()
+            joined = self._add()
+            asyncio.get_running_loop().call_later(LOADING_TIME, joined.become_ready)
+
+    async def _answer_routers(self) -> None:
+        while True:
+            peer, message = await self._listener.receive()
+            if isinstance(message, Attach) and message.unanswered:
+                self._listener.send(peer, Attached("simulated", CAPACITY))
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description="Many simulated instances.")
+    parser.add_argument("--coordinator", required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--key")
+    parser.add_argument("--of", type=int, required=True, help="instances of the whole mesh")
+    crowd = Crowd(parser.parse_args())
+    loop = asyncio.get_running_loop()
+    while (line := await loop.run_in_executor(None, sys.stdin.readline)).split()[:1] not in ([], ["stop"]):
+        await crowd.obey(*line.split())
+        print("done", flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
