@@ -29,7 +29,7 @@ from tests.engine.invariance.answers import load as load_instance
 from tests.engine.invariance.mixed import requests
 from tests.engine.kernels.test_native_trial import load
 from tests.engine.model.test_sharding import LAYOUTS, NUM_IN_TABLE, greedy, run, settings, shards
-from tests.engine.native_families import CONTEXT, MIXTURES, NATIVE, make_family
+from tests.engine.native_families import MIXTURES, NATIVE, make_family
 from tests.engine.tiny_models import VOCAB, make_tiny_model
 from tests.router.tiny_tokenizer import byte_level
 
@@ -37,12 +37,7 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C
 
 NIGHTLY = bool(os.environ.get("LOCKSTEP_NIGHTLY"))
 BLOCK_SIZE = 16
-DENSE = [
-    family
-    for family in NATIVE
-    if "moe" not in family
-    and family not in ("mixtral", "llama_dynamic", *MIXTURES)  # generate scales it by lengths
-]
+DENSE = [family for family in NATIVE if "moe" not in family and family not in ("mixtral", *MIXTURES)]
 EACH_PUSH = ["gemma2", "gemma3", "phi3", "glm4", "olmo2", "cohere2", "granite", "gpt2"]
 """Families that have all operations between them."""
 UNCUT = {"phi3", "phi", "olmo2", "olmo3", "cohere_head_norms"}
@@ -66,7 +61,8 @@ def references(directories: Callable[[str], Path]) -> Callable[[str], list[list[
         model = transformers.AutoModelForCausalLM.from_pretrained(
             directories(family), dtype=torch.float32, attn_implementation="eager"
         )
-        _fix_rope_scaling(model, CONTEXT)  # an instance has one scaling for all lengths
+        # An instance has one scaling of rotary angles for all lengths.
+        _fix_rope_scaling(model, read_model_info(directories(family)).context_length)
         lengths = [int(params.max_tokens or 0) for params in greedy()[:NUM_IN_TABLE]]
         return greedy_outputs(model, prompts()[:NUM_IN_TABLE], lengths)
 
