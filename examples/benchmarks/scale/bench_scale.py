@@ -255,7 +255,7 @@ def missed(phases: dict[str, Any], instances: int) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Scale of a coordinator.", epilog="Needs `ss` of iproute2.")
-    parser.add_argument("--instances", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--instances", type=int, nargs="+", default=[1024])
     parser.add_argument("--watchers", type=int, default=7, help="beside the router")
     parser.add_argument("--seconds", type=float, default=10.0, help="of the steady phase, and of churn")
     parser.add_argument("--churn", type=float, default=0.01, help="share of instances that leave each second")
