@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,6 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.config import ModelConfig
-from engine.model import expert_weights
 from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.model.expert_weights import (
     ExpertShare,
@@ -125,7 +125,7 @@ def counting(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[int]:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    return counting(monkeypatch, expert_weights)
+    return counting(monkeypatch, sys.modules[__name__])
 
 
 def test_expert_bytes_are_one_share_in_memory_and_from_disk(
