@@ -113,10 +113,11 @@ class _Counting:
 def counting(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[int]:
     """Bytes of experts that a module takes out of files from now on, by piece."""
     taken: list[int] = []
+    opens = open_weights  # not the name, which may be patched
 
     @contextmanager
     def open_counted(directory: Path, dtype: torch.dtype) -> Iterator[list[Any]]:
-        with open_weights(directory, dtype) as files:
+        with opens(directory, dtype) as files:
             yield [_Counting(file, taken) for file in files]
 
     monkeypatch.setattr(module, "open_weights", open_counted)
