@@ -94,7 +94,9 @@ def test_an_instance_that_is_killed_or_stopped_or_hangs_costs_no_token(tmp_path:
     ports = Ports()
     flags = ["--dtype", "float32", "--num-gpu-blocks-override", "1000", "--max-num-seqs", "32"]
     flags += ["--execute-model-timeout", str(STEP_TIMEOUT)]
-    with serve(tmp_path / "log", "-dp", "3", "--no-enable-expert-parallel", *ports.head(), *flags) as command:
+    flags += ["-dp", "3", "--no-enable-expert-parallel"]
+    slow = {"LOCKSTEP_NATIVE_KERNELS": "0"}  # so that streams last longer than a look at who works
+    with serve(tmp_path / "log", *flags, *ports.head(), env=slow) as command:
         command.wait_for("3 instances ready")
         undisturbed = asyncio.run(crowd(ports))
         assert all(len(ids) == NUM_TOKENS for ids in undisturbed)
