@@ -165,14 +165,23 @@ class Epochs:
         return _shortage(settings, self._candidates())
 
     def stragglers(self, now: float) -> list[Record]:
-        """Newcomers that have held the forming of a group up for too long."""
+        """Newcomers that have held the forming of a group up for too long.
+
+        One that was taken out and is back did not hold this group up: the next one may have it.
+        """
         form = self.form
         if form is None or self._begun or now - self._formed_at < self._rules.forming_timeout:
             return []
         if self._adopted_at is not None:
             return []
         members = [record for record in self._records.values() if record.instance in self._names]
-        late = [record for record in members if record.epoch == 0 and record.ready_epoch < form.epoch]
+        late = [
+            record
+            for record in members
+            if record.epoch == 0
+            and record.ready_epoch < form.epoch
+            and record.registered_at <= self._formed_at
+        ]
         return late if len(late) < len(members) else []
 
     def failure(self, now: float) -> tuple[GroupPlan, float] | None:

@@ -132,6 +132,7 @@ class Record:
     numerics: Numerics | None = None
     odd: dict[str, int] = field(default_factory=dict)
     """Shadow checks that name it, by router."""
+    registered_at: float = 0.0
     contested_at: float | None = None
     """When another instance, perhaps gone since, asked for this rank; None once settled."""
 

@@ -226,6 +226,7 @@ class Registry:
         self._size = self._size or message.size
         self._epochs.learn(message.epoch, message.group, now)
         record = Record(message.instance, rank, peer, message.host, message.pid, heard_at=now)
+        record.registered_at = now
         record.numerics = message.numerics
         self._records.add(record)
         self._left.discard(rank)
