@@ -338,6 +338,24 @@ def test_a_newcomer_that_is_never_ready_is_taken_out(mesh: Mesh) -> None:
     assert {members(form) for _, form in mesh.new_forms()} >= {"abc"}
 
 
+def test_a_newcomer_that_was_taken_out_may_be_back_before_the_next_group(mesh: Mesh) -> None:
+    """Else it would be taken out as often as it registers, until a suspicion is settled."""
+    mesh.register("d")
+    mesh.says("d")
+    mesh.wait(59.75, alive="abcd")
+    mesh.lost("a", 1, "b")
+    mesh.wait(0.25, alive="ac")
+    assert mesh.ranks() == [0, 1, 2], "and b is under suspicion: there is no other group yet"
+    for _ in range(3):
+        assert isinstance(mesh.register("d"), Welcome)
+        mesh.says("d")
+    assert mesh.ranks() == [0, 1, 2, 3]
+    assert sum("did not prepare epoch 2 in time" in note for note in mesh.notes) == 1
+    mesh.answer("b")
+    mesh.wait(1.0, alive="abcd")
+    assert "abcd" in {members(form) for _, form in mesh.new_forms()}
+
+
 # ---- instances of several tensor-parallel ranks
 
 

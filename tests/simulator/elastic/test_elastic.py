@@ -67,6 +67,12 @@ def test_the_schedules_reach_what_they_are_for() -> None:
     assert {name: counts[name] for name in expected if counts[name] < expected[name]} == {}
 
 
+@pytest.mark.parametrize("seed", [10681, 20377])
+def test_schedules_that_did_not_end_once(seed: int) -> None:
+    """One needs many events; in the other one a newcomer was taken out again and again."""
+    simulate(seed)
+
+
 def test_a_seed_is_a_schedule() -> None:
     for seed in range(20):
         assert list(map(str, simulate(seed).trace)) == list(map(str, simulate(seed).trace))
