@@ -8,6 +8,7 @@ This module loads no torch.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -15,7 +16,7 @@ from parallel.communicators.base import CollectiveError, Evidence
 from parallel.links.last_words import Blame
 
 
-class GroupHealth:
+class GroupHealth(ABC):
     """Why a group is broken, and how its calls fail."""
 
     def __init__(self, rank: int, timeout: float, should_stop: Callable[[], bool] | None) -> None:
@@ -64,9 +65,9 @@ class GroupHealth:
             raise self._error(call)
         self._call, self._deadline = call, None
 
+    @abstractmethod
     def give_up(self, reason: str, rank: int | None, evidence: Evidence) -> None:
         """Break the group because of the member of this name, if it is known."""
-        raise NotImplementedError
 
     def fail(self, reason: str, rank: int | None, evidence: Evidence) -> NoReturn:
         """The call has failed, because of the member of this name, if it is known."""

@@ -8,6 +8,7 @@ result, the arguments of the native call, tensors that show the buffers for view
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,7 +66,7 @@ class Plan:
         """
 
 
-class PlanCache:
+class PlanCache(ABC):
     """One member's plans, kept by what they depend on."""
 
     def __init__(self) -> None:
@@ -115,8 +116,9 @@ class PlanCache:
             tensor = plain(tensor)
         return plan, tensor
 
+    @abstractmethod
     def _make(self, key: Key, tensor: torch.Tensor) -> Plan:
-        raise NotImplementedError
+        """The plan of a call that there is none of yet."""
 
 
 class Plans(PlanCache):

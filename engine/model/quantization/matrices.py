@@ -7,6 +7,7 @@ They look like the slices of safetensors, so that a worker reads its own rows or
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -51,7 +52,7 @@ class Codes:
         return (groups * self.scales[..., None]).flatten(-2).to(dtype)
 
 
-class QuantizedMatrix:
+class QuantizedMatrix(ABC):
     """A matrix of [outputs, inputs] in parts; a subclass for each layout."""
 
     LAYOUT: Layout
@@ -125,32 +126,32 @@ class QuantizedMatrix:
             zeros = zeros.contiguous() if bool(zeros.any()) else None
         return Codes(codes, self._scales(rows, columns)[:, ::size].contiguous(), zeros, bits)
 
+    @abstractmethod
     def _code_bits(self) -> int:
         """Bits of a code; 0 where codes are no whole numbers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _group_size(self) -> int:
         """Inputs of a group; 0 where groups are not of neighbours."""
-        raise NotImplementedError
 
     def _middle(self, bits: int) -> int:
         """What is taken from codes that are never negative."""
         return 0
 
-    def _find_shape(self) -> tuple[int, int]:
-        raise NotImplementedError
+    @abstractmethod
+    def _find_shape(self) -> tuple[int, int]: ...
 
-    def _check(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _check(self) -> None: ...
 
-    def _codes(self, rows: slice, columns: slice) -> torch.Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _codes(self, rows: slice, columns: slice) -> torch.Tensor: ...
 
-    def _scales(self, rows: slice, columns: slice) -> torch.Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _scales(self, rows: slice, columns: slice) -> torch.Tensor: ...
 
-    def _zeros(self, rows: slice, columns: slice) -> torch.Tensor | None:
-        raise NotImplementedError
+    @abstractmethod
+    def _zeros(self, rows: slice, columns: slice) -> torch.Tensor | None: ...
 
     # ---- for all layouts
 
@@ -248,6 +249,12 @@ class ScaledMatrix(_WithGrid):
     def _codes(self, rows: slice, columns: slice) -> torch.Tensor:
         return self._parts[self.CODES][rows, columns]
 
+    def _check(self) -> None:
+        super()._check()
+        zeros = self._parts.get("weight_zero_point")
+        if zeros is not None and list(zeros.get_shape()) != list(self._parts[self.SCALES].get_shape()):
+            raise self._refuse(f"weight_zero_point has not the shape of {self.SCALES}")
+
     def _code_bits(self) -> int:
         return 8 if self._parts[self.CODES].get_dtype() == "I8" else 0
 
@@ -282,7 +289,15 @@ class PackedMatrix(_WithGrid):
         if "weight_g_idx" in self._parts:
             if self._shape_of("weight_g_idx", 1) != [self.shape[1]]:
                 raise self._refuse("weight_g_idx has not one group for each input")
-            self._has_order = int(self._parts["weight_g_idx"][:1]) >= 0  # -1: in no other order
+            groups = self._parts["weight_g_idx"][...]
+            self._has_order = int(groups[0]) >= 0  # -1: in no other order
+            if self._has_order and not 0 <= int(groups.min()) <= int(groups.max()) < self._grid()[1]:
+                raise self._refuse(f"weight_g_idx names a group that none of its {self._grid()[1]} is")
+        if "weight_zero_point" in self._parts:
+            outputs, groups_each = self._grid()
+            packed = [-(-outputs * self._bits // WORD_BITS), groups_each]
+            if self._shape_of("weight_zero_point", 2) != packed:
+                raise self._refuse(f"weight_zero_point does not fit scales of {outputs} x {groups_each}")
 
     def _codes(self, rows: slice, columns: slice) -> torch.Tensor:
         words, among = word_range(columns, self._bits)

@@ -79,6 +79,9 @@ K_PROJ = "model.layers.1.self_attn.k_proj"
         ("deepseek's fp8", lambda t: t.update({f"{K_PROJ}.weight_scale_inv": torch.ones(1, 4)}), "does not fit 32 x 64"),
         ("w4a16 groups", lambda t: t.update({f"{K_PROJ}.weight_scale": torch.ones(32, 5)}), "64 inputs are not 5 groups"),
         ("w4a16 groups", lambda t: t[f"{K_PROJ}.weight_shape"].fill_(100), "weight_shape says"),
+        ("w4a16 in another order", lambda t: t[f"{K_PROJ}.weight_g_idx"].fill_(9), "weight_g_idx names a group that none of its 4 is"),
+        ("w4a16 asymmetric", lambda t: t.update({f"{K_PROJ}.weight_zero_point": torch.zeros(1, 1, dtype=torch.int32)}), "weight_zero_point does not fit scales of 32 x 4"),
+        ("w8 asymmetric", lambda t: t.update({f"{K_PROJ}.weight_zero_point": torch.zeros(3, 1, dtype=torch.int8)}), "weight_zero_point has not the shape of weight_scale"),
         ("w8a8 per channel", lambda t: t.update({f"{K_PROJ}.weight_scale": torch.ones(31, 1)}), "for 32 outputs"),
     ],
 )  # fmt: skip
