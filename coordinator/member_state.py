@@ -61,6 +61,8 @@ class MemberState:
         """The newest one."""
         self.on_form: Callable[[GroupPlan], None] | None = None
         self.on_fenced: Callable[[], None] | None = None
+        self._fenced_up_to = 0
+        """Epoch up to which the others go on without this instance: plans that come late are void."""
         self._group: GroupPlan | None = None
         self._lost: Lost | None = None
         self._answers = 0
@@ -132,6 +134,8 @@ class MemberState:
             settings=message.settings,
             size=None,
         )
+        if message.fenced:
+            self._fenced_up_to = message.epoch
         if message.fenced and (self._group is not None or self.form is not None):
             self._group = self.form = self._lost = None
             self.ready_epoch = 0
@@ -141,7 +145,7 @@ class MemberState:
 
     def _take_form(self, form: GroupPlan) -> None:
         newest = self.form.epoch if self.form is not None else 0
-        if form.epoch < newest:
+        if form.epoch < newest or form.epoch <= self._fenced_up_to:
             return
         self.form, self.epoch = form, max(self.epoch, form.epoch)
         if self._lost is not None and form.epoch > max(self._lost.epoch, newest):
