@@ -210,7 +210,7 @@ class Epochs:
 
     def others(self) -> list[Record]:
         """Instances with weights outside the newest group: new ones, and those left out."""
-        return [record for record in self._loaded() if record.instance not in self._names]
+        return [record for record in self.loaded() if record.instance not in self._names]
 
     # ---- the next group
 
@@ -333,9 +333,9 @@ class Epochs:
 
     def _candidates(self) -> list[Record]:
         """The instances that would be in a group formed now, by rank."""
-        return [record for record in self._loaded() if not self._reach.leaves_out(record.instance)]
+        return [record for record in self.loaded() if not self._reach.leaves_out(record.instance)]
 
-    def _loaded(self) -> list[Record]:
+    def loaded(self) -> list[Record]:
         """The instances that have their weights and are not leaving, by rank."""
         return [
             record

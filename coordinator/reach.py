@@ -95,6 +95,8 @@ class Reachability:
         """The instances that the question goes to, by rank."""
         self._reported_often: set[Pair] = set()
         """Pairs that the failed group's members reported in each of its tries."""
+        self._reconsider_at = 0.0
+        """When those who lack room are looked at again at the earliest."""
         self._numbers = 0
         self._out: dict[str, _LeftOut] = {}
         self._times_out: dict[str, int] = {}
@@ -127,9 +129,22 @@ class Reachability:
         if tries.count < self._rules.reach_tries or len(names) < 2:
             return []
         self.problem = f"a group that holds (epoch {form.epoch} was try {tries.count} of the same members)"
-        asked = names.union(other.instance for other in others)
         self._reported_often = tries.pairs
-        self._members = [record for _, record in sorted(self._records.items()) if record.instance in asked]
+        return self._ask_all(names.union(other.instance for other in others), now)
+
+    def reconsider(self, instances: Collection[Record], now: float) -> list[Asked]:
+        """Experts do not fit on those who are not left out: some who are may reach each other, and do.
+
+        Returns the questions to send to all these ``instances``, at intervals.
+        """
+        if not self._out or self._question is not None or now < self._reconsider_at:
+            return []
+        self._reconsider_at = now + self._rules.reach_interval
+        return self._ask_all({record.instance for record in instances}, now)
+
+    def _ask_all(self, names: Collection[str], now: float) -> list[Asked]:
+        """Ask these instances which of the others each of them reaches."""
+        self._members = [record for _, record in sorted(self._records.items()) if record.instance in names]
         self._question = self._ask({member.instance: self._members for member in self._members}, now)
         return self._to_send(self._question)
 

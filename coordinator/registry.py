@@ -445,6 +445,8 @@ class Registry:
         failure = self._epochs.failure(now)
         if failure is not None:
             yield from self._send_questions(self._reach.failed(*failure, self._epochs.others(), now))
+        if self._epochs.starved(settings):
+            yield from self._send_questions(self._reach.reconsider(self._epochs.loaded(), now))
         for record, why in self._reach.choose(lambda stay: self._epochs.fits(settings, stay), now):
             yield Note(f"instance {record.rank} is left out: {why}", warning=True)
             self._take_out(record)  # it registers again, and gives up its group and its requests

@@ -120,6 +120,23 @@ def test_of_two_halves_one_serves_on_at_once() -> None:
     assert mesh.registry.view().epoch == mesh.forms["a"].epoch
 
 
+def test_those_who_were_left_out_serve_when_the_others_lack_room() -> None:
+    """Of four, two of which hold all experts, a and b go on, until b is gone."""
+    mesh = Mesh(size=4, room=4)
+    mesh.begin("abcd")
+    mesh.split("ab", "cd")
+    fails_often(mesh, 3, "abcd")
+    mesh.all_enter("ab")
+    for name in "cd":
+        joins_again(mesh, name)
+    mesh.wait(6.0, "abcd")
+    assert members(mesh.forms["a"]) == "ab"
+    mesh.leave("b")
+    mesh.wait(6.0, "acd")
+    assert members(mesh.forms["c"]) == "cd"
+    assert "instance 0 is left out: no connection to instances 2, 3 (a to c, d)" in mesh.notes
+
+
 def test_before_the_first_group_it_is_the_same() -> None:
     mesh = Mesh(size=2)
     for name in "ab":
