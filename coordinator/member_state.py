@@ -62,7 +62,9 @@ class MemberState:
         self.on_form: Callable[[GroupPlan], None] | None = None
         self.on_fenced: Callable[[], None] | None = None
         self._fenced_up_to = 0
-        """Epoch up to which the others go on without this instance: plans that come late are void."""
+        """Epoch up to which the others go on without this instance.
+
+        Plans up to it that come late are void."""
         self._group: GroupPlan | None = None
         self._lost: Lost | None = None
         self._answers = 0

@@ -385,7 +385,9 @@ class Registry:
         news = self._epochs.lost(message.epoch, message.suspects, entered=entered)
         self._suspicions.waits(record.instance)
         if self._epochs.form is not None and message.epoch == self._epochs.form.epoch:
-            self._reach.reported(record.instance, message.suspects, message.evidence, entered=entered)
+            # One that has not entered is late, or hangs: that is no evidence about the way to it.
+            missed = [name for name in message.suspects if not entered or self._steps_in(name, message.epoch)]
+            self._reach.reported(record.instance, missed, message.evidence, entered=entered)
         for other in list(self._records.values()):
             if other is record or not self._epochs.is_member(other.instance):
                 continue
@@ -393,6 +395,11 @@ class Registry:
                 yield from self._accuse(other, record.instance, message.evidence, now)
             elif news:
                 yield from self._probe(other, self._suspicions.ask(other.instance, now))
+
+    def _steps_in(self, instance: str, epoch: int) -> bool:
+        """Whether an instance is known to have entered the group of this epoch."""
+        record = self._records.named(instance)
+        return record is not None and record.epoch >= epoch
 
     def _accuse(self, record: Record, accuser: str, evidence: Evidence, now: float) -> Iterator[Instruction]:
         yield from self._probe(record, self._suspicions.accuse(record.instance, accuser, evidence, now))

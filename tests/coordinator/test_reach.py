@@ -219,6 +219,19 @@ def test_connections_that_are_made_and_carry_nothing_are_taken_for_cut_when_nobo
     assert members(pair.forms["a"]) == "a", "each time it is left out for twice as long"
 
 
+def test_one_that_comes_late_to_each_group_is_not_taken_for_unreachable(pair: Mesh) -> None:
+    """It enters each group late, and answers."""
+    for _ in range(5):
+        pair.enters("a")
+        pair.wait(20.0, "ab")
+        pair.lost("a", pair.forms["a"].epoch, "b", Evidence.DEADLINE)
+        pair.enters("b")
+        pair.answer("b")
+        pair.wait(6.0, "ab")
+    assert pair.ranks() == [0, 1]
+    assert members(pair.forms["a"]) == "ab"
+
+
 def test_who_gives_a_group_up_is_not_taken_for_unreachable(pair: Mesh) -> None:
     for _ in range(6):
         pair.all_enter("ab")
