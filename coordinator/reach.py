@@ -217,8 +217,8 @@ class Reachability:
         stay = next(filter(fits, stays), None)
         left = members if stay is None else stay
         out = [(member, _why(member, members, cut)) for member in members if member not in left]
-        if stay is None:
-            worst = next(member for member in members if member not in stays[0])
+        worst = next((member for member in members if member not in stays[0]), None)
+        if stay is None and worst is not None:
             why = _why(worst, members, cut)
             self.problem = f"a way to rank {worst.rank}, without which the experts do not fit: it has {why}"
         for member in stay or []:

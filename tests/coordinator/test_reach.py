@@ -137,6 +137,27 @@ def test_those_who_were_left_out_serve_when_the_others_lack_room() -> None:
     assert "instance 0 is left out: no connection to instances 2, 3 (a to c, d)" in mesh.notes
 
 
+def test_where_all_reach_each_other_and_lack_room_nobody_is_blamed() -> None:
+    """Four hold all experts; one was left out, and is reached again when two are gone."""
+    mesh = Mesh(size=5, room=2)
+    mesh.begin("abcde")
+    mesh.split("e", "abcd")
+    fails_often(mesh, 3, "abcde")
+    mesh.all_enter("abcd")
+    joins_again(mesh, "e")
+    for name in "ab":
+        mesh.leave(name)
+    mesh.wait(1.0, "cde")
+    assert "it has no connection to instances 1, 2, 3" in mesh.registry.view().waiting_for
+    mesh.cut.clear()
+    mesh.wait(10.0, "cde")
+    assert mesh.ranks() == [2, 3, 4]
+    mesh.register("f")
+    mesh.says("f")
+    mesh.wait(10.0, "cdef")
+    assert members(mesh.forms["c"]) == "cdef"
+
+
 def test_before_the_first_group_it_is_the_same() -> None:
     mesh = Mesh(size=2)
     for name in "ab":
