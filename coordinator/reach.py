@@ -133,7 +133,7 @@ class Reachability:
         return self._ask_all(names.union(other.instance for other in others), now)
 
     def reconsider(self, instances: Collection[Record], now: float) -> list[Asked]:
-        """Look again at those who were left out, since the others lack room for the experts.
+        """Look again at those who were left out: the others lack room.
 
         Returns the questions to send to all these ``instances``, at intervals.
         """

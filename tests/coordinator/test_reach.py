@@ -121,7 +121,7 @@ def test_of_two_halves_one_serves_on_at_once() -> None:
 
 
 def test_those_who_were_left_out_serve_when_the_others_lack_room() -> None:
-    """Of four, two of which hold all experts, a and b go on, until b is gone."""
+    """Two hold all experts: a and b go on, until b is gone."""
     mesh = Mesh(size=4, room=4)
     mesh.begin("abcd")
     mesh.split("ab", "cd")
@@ -138,7 +138,7 @@ def test_those_who_were_left_out_serve_when_the_others_lack_room() -> None:
 
 
 def test_where_all_reach_each_other_and_lack_room_nobody_is_blamed() -> None:
-    """Four hold all experts; one was left out, and is reached again when two are gone."""
+    """Four hold all experts. One was left out, and is reached when two are gone."""
     mesh = Mesh(size=5, room=2)
     mesh.begin("abcde")
     mesh.split("e", "abcd")

@@ -339,7 +339,7 @@ def test_a_newcomer_that_is_never_ready_is_taken_out(mesh: Mesh) -> None:
 
 
 def test_a_newcomer_that_was_taken_out_may_be_back_before_the_next_group(mesh: Mesh) -> None:
-    """Else it would be taken out as often as it registers, until a suspicion is settled."""
+    """Else it would be taken out as often as it registers."""
     mesh.register("d")
     mesh.says("d")
     mesh.wait(59.75, alive="abcd")

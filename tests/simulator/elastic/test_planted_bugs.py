@@ -13,8 +13,9 @@ import pytest
 from coordinator.epochs import Epochs
 from coordinator.member_state import MemberState
 from coordinator.messages import Evidence, GroupPlan, Settings, State, ToCoordinator
-from coordinator.reach import Reachability
+from coordinator.reach import Asked, Reachability
 from coordinator.records import Record
+from coordinator.registry import Registry
 from coordinator.suspicion import Suspicions
 from engine.groups.recovery import Instruction, Recovery, Turn
 from parallel.lockstep import Decision, Header, Lockstep, Switch
@@ -144,7 +145,7 @@ class LetsBackWhoIsNotReached(Reachability):
 
 class TriesWhoIsLeftOut(Epochs):
     def _candidates(self) -> list[Record]:
-        return self._loaded()
+        return self.loaded()
 
 
 class TakesAStaleForm(Recovery):
@@ -210,7 +211,10 @@ PLANTED: dict[type[Any], tuple[str, set[Rule]]] = {
     NeverLetsALeaverGo: ("coordinator.registry.Epochs", {Rule.LEFT}),
     FencesNobody: ("coordinator.registry.Epochs", {Rule.FENCED}),
     LeavesNobodyOut: ("coordinator.registry.Reachability", {Rule.SERVES}),
-    LeavesOutWhomMostReach: ("coordinator.registry.Reachability", {Rule.SERVES, Rule.STORM}),
+    LeavesOutWhomMostReach: (
+        "coordinator.registry.Reachability",
+        {Rule.SERVES, Rule.STORM, Rule.RECOVERS},
+    ),
     BelievesOneReport: ("coordinator.registry.Reachability", {Rule.REACHED}),
     NeverLetsBack: ("coordinator.registry.Reachability", {Rule.RECOVERS}),
     LetsBackWhoIsNotReached: ("coordinator.registry.Reachability", {Rule.SERVES}),
@@ -256,11 +260,15 @@ def schedules(bug: type[Any]) -> Iterator[int]:
 
 def plant(bug: type[Any], patch: pytest.MonkeyPatch) -> Collection[Rule]:
     where, rules = PLANTED[bug]
+    plant_at(where, bug, patch)
+    return rules
+
+
+def plant_at(where: str, bug: type[Any], patch: pytest.MonkeyPatch) -> None:
     if where.startswith("World."):
         patch.setattr(World, where.removeprefix("World."), bug)
     else:
         patch.setattr(where, bug)
-    return rules
 
 
 @pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.__name__)
@@ -269,3 +277,47 @@ def test_planted_bug_is_caught(bug: type[Any], monkeypatch: pytest.MonkeyPatch) 
     violation = first_violation(simulate, itertools.islice(schedules(bug), WITHIN))
     assert violation is not None, f"{WITHIN} schedules, and nothing noticed {bug.__name__}"
     assert violation.rule in rules, violation
+
+
+class TakesOutWhoIsBack(Epochs):
+    """A newcomer that was taken out for being late is late again at once."""
+
+    def stragglers(self, now: float) -> list[Record]:
+        for record in self._records.values():
+            record.registered_at = 0.0
+        return super().stragglers(now)
+
+
+class TakesAPlanBehindAFence(MemberState):
+    def _take_form(self, form: GroupPlan) -> None:
+        self._fenced_up_to = 0
+        super()._take_form(form)
+
+
+class NeverReconsiders(Reachability):
+    def reconsider(self, instances: Collection[Record], now: float) -> list[Asked]:
+        return []
+
+
+class BlamesTheWayToWhoIsLate(Registry):
+    def _steps_in(self, instance: str, epoch: int) -> bool:
+        return True
+
+
+FOUND_ONCE: dict[type[Any], tuple[str, Rule, int]] = {
+    TakesOutWhoIsBack: ("coordinator.registry.Epochs", Rule.STORM, 20377),
+    TakesAPlanBehindAFence: ("tests.simulator.elastic.instance.MemberState", Rule.FENCED, 21200),
+    NeverReconsiders: ("coordinator.registry.Reachability", Rule.SERVES, 39012),
+    BlamesTheWayToWhoIsLate: ("World.registry_class", Rule.REACHED, 30685),
+}
+"""Bugs that one of ten thousand schedules finds: where, the rule, and such a schedule."""
+
+
+@pytest.mark.parametrize("bug", FOUND_ONCE, ids=lambda bug: bug.__name__)
+def test_a_rare_bug_is_caught(bug: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    where, rule, seed = FOUND_ONCE[bug]
+    simulate(seed)
+    plant_at(where, bug, monkeypatch)
+    violation = first_violation(simulate, [seed])
+    assert violation is not None
+    assert violation.rule is rule
