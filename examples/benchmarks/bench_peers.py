@@ -290,11 +290,12 @@ def parse_args() -> Args:
     return args
 
 
-def main() -> int:
-    args = parse_args()
-    if args.show is not None:
-        show(json.loads(args.show.read_text()), args.plots)
-        return 0
+def bench_all(
+    args: argparse.Namespace,
+    bench: Callable[[str, argparse.Namespace, Page, Callable[[], None]], None],
+    show: Callable[[Page, Path | None], None],
+) -> int:
+    """Measure all models of ``args``, save after each run, and show the page; returns an exit code."""
     page: Page = {
         "command": shlex.join(["python", *sys.argv]),
         "machine": machine(),
@@ -313,13 +314,21 @@ def main() -> int:
     try:
         for name in args.models:
             page["models"].append({})
-            bench_model(name, args, page["models"][-1], save)
+            bench(name, args, page["models"][-1], save)
     finally:
         show(page, args.plots)
     failed = sum(run["failed"] for model in page["models"] for cell in model["cells"] for run in cell["runs"])
     if failed:
-        tell(f"{failed} requests failed")
+        tell(f"{failed:g} requests failed")
     return 1 if failed else 0
+
+
+def main() -> int:
+    args = parse_args()
+    if args.show is not None:
+        show(json.loads(args.show.read_text()), args.plots)
+        return 0
+    return bench_all(args, bench_model, show)
 
 
 if __name__ == "__main__":

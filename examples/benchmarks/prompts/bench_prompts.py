@@ -27,7 +27,6 @@ import argparse
 import contextlib
 import json
 import shlex
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -38,13 +37,12 @@ sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installe
 
 import uvloop
 
-from examples.benchmarks.bench_peers import come_to_rest, find, leave_out, tell
+from examples.benchmarks.bench_peers import bench_all, come_to_rest, find, leave_out, tell
 from examples.benchmarks.machine_limits import calibrate
 from examples.benchmarks.peer_systems import SYSTEMS, NotReady, Room, System, started, until_ready
 from examples.benchmarks.prompts import prompt_load as load
 from examples.benchmarks.prompts.prompt_tables import plot, print_model
 from router.tools.bench.client import Target
-from router.tools.bench.report import machine
 
 Args = argparse.Namespace
 Page = dict[str, Any]
@@ -238,31 +236,7 @@ def main() -> int:
         show(json.loads(args.show.read_text()), args.plots)
         return 0
     set_up(args)
-    page: Page = {
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": machine(),
-        "systems": {name: system.command for name, system in SYSTEMS.items()},
-        "models": [],
-    }
-
-    def save() -> None:
-        if args.output_json is not None:
-            args.output_json.parent.mkdir(parents=True, exist_ok=True)
-            partly = args.output_json.with_suffix(".partly")
-            partly.write_text(json.dumps(page, indent=1) + "\n")
-            partly.replace(args.output_json)
-
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are ended
-    try:
-        for name in args.models:
-            page["models"].append({})
-            bench_model(name, args, page["models"][-1], save)
-    finally:
-        show(page, args.plots)
-    failed = sum(run["failed"] for model in page["models"] for cell in model["cells"] for run in cell["runs"])
-    if failed:
-        tell(f"{failed:g} requests failed")
-    return 1 if failed else 0
+    return bench_all(args, bench_model, show)
 
 
 if __name__ == "__main__":
