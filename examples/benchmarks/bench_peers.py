@@ -295,7 +295,7 @@ def bench_all(
     bench: Callable[[str, argparse.Namespace, Page, Callable[[], None]], None],
     show: Callable[[Page, Path | None], None],
 ) -> int:
-    """Measure all models of ``args``, save after each run, and show the page; returns an exit code."""
+    """Measure all models of ``args``, saving after each run; returns an exit code."""
     page: Page = {
         "command": shlex.join(["python", *sys.argv]),
         "machine": machine(),
