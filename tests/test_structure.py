@@ -41,6 +41,7 @@ ROOMS = {
         "launcher",
         "tools",
         "api",
+        "epp",
         "offline",
         "app",
     ],
