@@ -8,7 +8,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,6 +32,7 @@ def program(name: str) -> str | None:
     return found or next((str(path) for path in beside if path.exists()), None)
 
 
+NONE: Mapping[str, str] = {}
 COMMANDS = {
     "nginx": ("nginx.conf", ["-g", "daemon off;", "-c"]),
     "haproxy": ("haproxy.cfg", ["-f"]),
@@ -60,11 +61,20 @@ def with_ports(file: str, folder: Path, ports: dict[str, int]) -> Path:
 
 
 @contextmanager
-def gateway(name: str, folder: Path, ports: dict[str, int], file: str | None = None) -> Iterator[str]:
-    """URL of a running gateway, with this or its own file; it is ended afterwards."""
+def gateway(
+    name: str, folder: Path, ports: dict[str, int], file: str | None = None, changes: Mapping[str, str] = NONE
+) -> Iterator[str]:
+    """URL of a running gateway, with this or its own file; it is ended afterwards.
+
+    ``changes``: more texts of the file to replace.
+    """
     own_file, arguments = COMMANDS[name]
     listens = free_port()
     path = with_ports(file or own_file, folder, {LISTENS: listens, **ports})
+    for old, new in changes.items():
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
     log = (folder / f"{name}.log").open("w+b")
     found = program(name)
     assert found is not None

@@ -24,8 +24,19 @@ REQUESTS = "vllm:request_success_total"
 HITS, QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
 
 
+IN_PIECES = {
+    "request_body_mode: BUFFERED": "request_body_mode: FULL_DUPLEX_STREAMED",
+    "request_trailer_mode: SKIP": "request_trailer_mode: SEND",
+    "response_body_mode: NONE": "response_body_mode: FULL_DUPLEX_STREAMED",
+    "response_trailer_mode: SKIP": "response_trailer_mode: SEND",
+}
+"""What makes the gateway send bodies in pieces, those of answers, too."""
+
+
 @contextmanager
-def picked(mesh: TwoRouters, folder: Path, *flags: str) -> Iterator[tuple[str, Command]]:
+def picked(
+    mesh: TwoRouters, folder: Path, *flags: str, changes: dict[str, str] | None = None
+) -> Iterator[tuple[str, Command]]:
     """URL of an Envoy with a picker of this mesh, and the picker."""
     if program("envoy") is None:
         pytest.skip("envoy is not installed: examples/benchmarks/install_peers.sh envoy")
@@ -37,7 +48,7 @@ def picked(mesh: TwoRouters, folder: Path, *flags: str) -> Iterator[tuple[str, C
     folder.mkdir(exist_ok=True)
     with Command(folder / "epp.log", "router.epp.command", *arguments, *mesh.join(), *flags) as picker:
         picker.wait_for("endpoint picker at")
-        with gateway("envoy", folder, {**mesh.ports, "9002": port}, FILE) as url:
+        with gateway("envoy", folder, {**mesh.ports, "9002": port}, FILE, changes or {}) as url:
             yield url, picker
 
 
@@ -69,11 +80,15 @@ def served(mesh: TwoRouters, name: str) -> dict[str, float]:
     return found
 
 
-def test_prefixes_stay_together_and_the_load_spreads(mesh: TwoRouters, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, IN_PIECES], ids=["whole", "in pieces"])
+def test_prefixes_stay_together_and_the_load_spreads(
+    mesh: TwoRouters, changes: dict[str, str], tmp_path: Path
+) -> None:
     prefixes = [
-        [(7 * number + place * (number + 3)) % 3900 + 5 for place in range(320)] for number in range(6)
+        [(7 * number + place * (number + 3 + len(changes))) % 3900 + 5 for place in range(320)]
+        for number in range(6)
     ]
-    with picked(mesh, tmp_path) as (url, _):
+    with picked(mesh, tmp_path, changes=changes) as (url, _):
         before, hits = served(mesh, REQUESTS), by_engine(mesh.url, HITS)
         requests_before = [sum(metric(each, REQUESTS).values()) for each in mesh.urls]
         queries = by_engine(mesh.url, QUERIES)

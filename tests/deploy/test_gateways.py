@@ -94,12 +94,12 @@ def times_of_stream(url: str, tokens: int) -> tuple[float, list[float]]:
 @pytest.mark.nightly
 class TestBeforeAMesh:
     def test_tokens_come_as_they_are_made(self, url: str) -> None:
-        asked, times = times_of_stream(url, 60)
-        assert len(times) >= 60
+        asked, times = times_of_stream(url, 300)
+        assert len(times) >= 250
         whole = times[-1] - asked
-        assert times[2] - asked < whole / 2, "the beginning is not held back"
+        assert times[20] - asked < whole / 2, "the beginning is not held back"
         distinct = sum(later - earlier > whole / 1000 for earlier, later in itertools.pairwise(times))
-        assert distinct > 20, "tokens come one after another"
+        assert distinct > 60, "tokens come one after another"
 
     def test_answers_are_those_of_the_mesh(self, mesh: TwoRouters, url: str) -> None:
         bodies = [body_of(number, longest=300, most_tokens=40) for number in range(8)]
