@@ -14,6 +14,7 @@ AGREED = {
     "dtype": "--dtype",
     "max_model_len": "--max-model-len",
     "block_size": "--block-size",
+    "kv_cache_dtype": "--kv-cache-dtype",
     "vocab_size": "vocabulary",
     "tensor_parallel_size": "-tp",
     "pipeline_parallel_size": "-pp",

@@ -16,6 +16,7 @@ from engine.step import CRUMBS, most_tokens
 from parallel.pipeline_parallel import parse_split
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "half", "float"]
+KVCacheDType = Literal["auto", "int8", "int8_per_token_head", "fp8", "fp8_e4m3", "fp8_per_token_head"]
 
 SHIPPED_MODEL = "lockstep-moe"
 FORMING_TIMEOUT = 60.0
@@ -82,7 +83,21 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_gpu_blocks_override: Annotated[
         Count | None, flag(help="Number of KV blocks, whatever the memory (any device).")
     ] = None
+    kv_cache_dtype: Annotated[
+        KVCacheDType,
+        flag(
+            help="What keys and values are kept as; auto: the data type of the model; int8, fp8 (e4m3): a "
+            "byte each, with a scale for each token and KV head, so that nearly twice as many blocks fit."
+        ),
+    ] = "auto"
     enable_prefix_caching: Annotated[bool, flag(help="Reuse KV blocks of equal prefixes.")] = True
+
+    @property
+    def kv_codes(self) -> Literal["int8", "fp8"] | None:
+        """What keys and values are kept as; None: numbers of the model's data type."""
+        if self.kv_cache_dtype == "auto":
+            return None
+        return "int8" if self.kv_cache_dtype.startswith("int8") else "fp8"
 
 
 CPU_TOKENS, GPU_TOKENS = 512, 2048
@@ -506,6 +521,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         device, nnodes = self.device, self.nodes.nnodes
+        if self.cache.kv_codes is not None and device.attention_backend == "TRITON_ATTN":
+            raise ValueError(
+                f"--attention-backend TRITON_ATTN reads no {self.cache.kv_codes} KV cache: drop it, or "
+                "--kv-cache-dtype"
+            )
         if nnodes > 1 and device.distributed_executor_backend == "ray":
             raise ValueError(
                 "--nnodes with --distributed-executor-backend ray: Ray knows its nodes, drop --nnodes"

@@ -48,6 +48,7 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
         dtype=_dtype(config, info),
         max_model_len=_context_length(model.max_model_len, info),
         block_size=config.cache.block_size,
+        kv_cache_dtype=config.cache.kv_codes or "auto",
         vocab_size=info.vocab_size,
         tensor_parallel_size=config.device.tensor_parallel_size,
         pipeline_parallel_size=config.device.pipeline_parallel_size,
@@ -123,7 +124,9 @@ def _adopted(config: EngineConfig, settings: Settings) -> EngineConfig:
             dtype=settings.dtype,
             max_model_len=settings.max_model_len,
         ),
-        cache=msgspec.structs.replace(config.cache, block_size=settings.block_size),
+        cache=msgspec.structs.replace(
+            config.cache, block_size=settings.block_size, kv_cache_dtype=settings.kv_cache_dtype
+        ),
         scheduler=_scheduler(config, settings),
         device=msgspec.structs.replace(
             config.device,
@@ -167,6 +170,7 @@ def ignored_when_joining(config: EngineConfig) -> list[str]:
         "--max-model-len": config.model.max_model_len is not None,
         "--served-model-name": bool(config.model.served_model_name),
         "--block-size": config.cache.block_size != CacheConfig().block_size,
+        "--kv-cache-dtype": config.cache.kv_cache_dtype != CacheConfig().kv_cache_dtype,
         "--max-num-seqs": config.scheduler.max_num_seqs != SchedulerConfig().max_num_seqs,
         "--performance-mode": config.scheduler.performance_mode != SchedulerConfig().performance_mode,
         "--max-num-batched-tokens": config.scheduler.max_num_batched_tokens is not None,

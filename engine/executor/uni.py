@@ -130,7 +130,7 @@ class UniExecutor:
         )
         self._model = model
         wanted_backend = self._config.device.attention_backend
-        self._backend = choose_backend(wanted_backend, model, self._config.cache.block_size)
+        self._backend = choose_backend(wanted_backend, model, self._config.cache)
         if share is not None:
             limit = self._config.device.expert_memory_bytes
             self._held = HeldExperts(model.module, Path(self._info.directory), share.experts, limit)
@@ -144,8 +144,12 @@ class UniExecutor:
             vocab_size=model.vocab_size,
             dtype=str(dtype).removeprefix("torch."),
             device=str(device),
-            kv=KVSpec(num_layers=len(model.layers), bytes_per_token=model.kv_bytes_per_token),
+            kv=KVSpec(num_layers=len(model.layers), bytes_per_token=self._kv_bytes(model)),
         )
+
+    def _kv_bytes(self, model: LoadedModel) -> int:
+        """Bytes of a token in the KV cache."""
+        return model.kv_bytes_per_token(self._config.cache.kv_codes)
 
     def _when_read(self) -> None:
         """Compile the kernels of a shard now: later its groups' deadlines would include it."""
@@ -278,7 +282,7 @@ class UniExecutor:
         assert model is not None, "load() comes first"
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
-        self._untouched = memory.Untouched(num_blocks, block_size * model.kv_bytes_per_token)
+        self._untouched = memory.Untouched(num_blocks, block_size * self._kv_bytes(model))
         if self._program is None and not self._on_torch:
             self._program = make_program(model, block_size)
             self._on_torch = self._program is None
@@ -287,7 +291,13 @@ class UniExecutor:
             self._fix_blocks(model)
         if self._program is not None:
             self._program.use(
-                NativeCache(model.layers, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype)
+                NativeCache(
+                    model.layers,
+                    num_blocks=num_blocks,
+                    block_size=block_size,
+                    dtype=model.dtype,
+                    codes=self._config.cache.kv_codes,
+                )
             )
             self._runner = ModelRunner(model, None, block_size, self._program)
             self._attention = self._program.attention
@@ -355,6 +365,7 @@ class UniExecutor:
             dtype=model.dtype,
             device=model.device,
             backend=self._backend,
+            codes=self._config.cache.kv_codes,
         )
 
     def _make_graphs(self, cache: PagedAttention, num_blocks: int) -> DecodeGraphs | None:

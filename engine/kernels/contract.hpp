@@ -167,6 +167,8 @@ struct Operation {
     int64_t a, b, c, d;
     double cap;            // of scores, 0 for none
     const float* factors;  // of queries, by position, or none; of rows, by row
+    void* scales;          // of keys and values, where these are kept as codes
+    int64_t codes;         // which: see kv_cache.hpp
 };
 constexpr int64_t ADD = 1, AS_FLOAT = 2, SELECTED = 4, COMPRESSED = 8, TO_CHOOSE = 16, CENTRED = 32, NORM_LAST = 64,
                   QUANTIZED = 128, WIDE = 256;

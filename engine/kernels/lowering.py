@@ -264,6 +264,8 @@ class Lowering:
             "c": attention.dim,
             "d": attention.window,
             "n": attention.value_dim,
+            "scales": self._cache.scales[number],
+            "codes": self._cache.codes,
         }
         centred = CENTRED if norms is not None and norms.is_centred else 0
         self._list.add(

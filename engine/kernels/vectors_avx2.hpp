@@ -234,6 +234,18 @@ inline void store_halves(uint32_t* to, const uint16_t* from, bool upper) {
     for (int i = 0; i < 16; ++i) std::memcpy(halves + 4 * i, from + i, 2);
 }
 
+// ---- codes of eight bits: whole numbers, or bits of another number, as words
+inline Words load_int8(const int8_t* from) {
+    auto half = [&](int at) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + at))); };
+    return {half(0), half(8)};
+}
+inline Words rounded_words(Floats value) { return {_mm256_cvtps_epi32(value.low), _mm256_cvtps_epi32(value.high)}; }  // to the nearest one, ties to even
+inline void store_int8(int8_t* to, Words value) {  // the lowest bits of each
+    alignas(32) int32_t all[16];
+    store(all, value);
+    for (int i = 0; i < 16; ++i) to[i] = int8_t(all[i]);
+}
+
 // ---- the multiply-add of everything: a word of weights and one of inputs are PARTS products of lanes, one after the other
 struct FloatParts {
     static constexpr int PARTS = 1;

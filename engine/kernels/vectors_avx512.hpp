@@ -113,6 +113,11 @@ inline void store_halves(uint32_t* to, const uint16_t* from, bool upper) {
     _mm512_mask_storeu_epi16(to, upper ? 0xaaaaaaaau : 0x55555555u, _mm512_slli_epi32(wide, upper ? 16 : 0));
 }
 
+// ---- codes of eight bits: whole numbers, or bits of another number, as words
+inline Words load_int8(const int8_t* from) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))); }
+inline Words rounded_words(Floats value) { return _mm512_cvtps_epi32(value); }  // to the nearest one, ties to even
+inline void store_int8(int8_t* to, Words value) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(value)); }
+
 // ---- the multiply-add of everything: a word of weights and one of inputs are PARTS products of lanes, one after the other
 struct FloatParts {
     static constexpr int PARTS = 1;

@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from engine.attention.base import IMPLEMENTATION, LayerShape, paged_attention
+from engine.attention.kv_codes import KVCodes
 from engine.config import ModelConfig
 from engine.host.deferred import run_deferred
 from engine.model.checkpoint import CheckpointError, ModelInfo, format_of_weights, is_laid_out_as_usual
@@ -111,9 +112,9 @@ class LoadedModel:
     def weight_bytes(self) -> int:
         return sum(parameter.numel() * parameter.element_size() for parameter in self.module.parameters())
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return sum(layer.bytes_per_token(self.dtype) for layer in self.layers)
+    def kv_bytes_per_token(self, codes: KVCodes | None = None) -> int:
+        """Bytes of a token in the KV cache, with numbers or with codes."""
+        return sum(layer.bytes_per_token(self.dtype, codes) for layer in self.layers)
 
 
 def load_model(

@@ -161,7 +161,7 @@ _REFUSED_SWITCHES = {
     _BALANCED: (
         "data-parallel-hybrid-lb", "data-parallel-external-lb", "data-parallel-multi-port-external-lb",
     ),
-    "KV blocks have the data type of the model, without scales: leave it out": ("calculate-kv-scales",),
+    "with --kv-cache-dtype each token has scales of its own: leave it out": ("calculate-kv-scales",),
     _NO_SLEEP: ("enable-sleep-mode",),
     _NO_RETURN: ("enable-return-routed-experts", "return-sampling-mask"),
     "the model chooses its tokens: leave it out": ("enable-trace-replay",),
@@ -181,8 +181,7 @@ _REFUSED_SWITCHES = {
 
 _REFUSED_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     _WEIGHTS: {"quantization": ("none",), "quantization-config": (), "torchao-config": ("",)},
-    "KV blocks have the data type of the model (--dtype): leave it out, and lower --max-model-len or "
-    "--max-num-seqs if they do not fit": {"kv-cache-dtype": ("auto",), "kv-cache-dtype-skip-layers": ()},
+    "--kv-cache-dtype is for all layers: leave it out": {"kv-cache-dtype-skip-layers": ()},
     _MERGE: {"lora-modules": (), "default-mm-loras": (), "lora-paths": (), "lora-target-modules": ()},
     _NO_OFFLOAD: {"cpu-offload-gb": ("0",), "offload-backend": ("auto",), "offload-group-size": ("0",),
         "offload-params": (), "cpu-offload-params": ()},

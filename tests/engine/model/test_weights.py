@@ -58,7 +58,8 @@ def test_layer_shapes(tmp_path: Path) -> None:
     model = load(make_tiny_model(tmp_path, "gemma2"))
     sliding, full = LayerShape(2, 16, 16, WINDOW), LayerShape(2, 16, 16, None)
     assert model.layers == (sliding, full, sliding, full)
-    assert model.kv_bytes_per_token == 4 * 2 * (16 + 16) * 4
+    assert model.kv_bytes_per_token() == 4 * 2 * (16 + 16) * 4
+    assert model.kv_bytes_per_token("int8") == 4 * 2 * (16 + 16 + 2 + 2)
     assert model.vocab_size == COMMON["vocab_size"]
     assert model.weight_bytes == 4 * model.num_parameters
     latent = load(make_tiny_model(tmp_path / "latent", "deepseek_v3"))
