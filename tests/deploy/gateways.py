@@ -75,18 +75,26 @@ def gateway(
         text = path.read_text()
         assert old in text
         path.write_text(text.replace(old, new))
-    log = (folder / f"{name}.log").open("w+b")
     found = program(name)
     assert found is not None
-    child = subprocess.Popen([found, *arguments, str(path)], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{listens}"
+    with (folder / f"{name}.log").open("w+b") as log:
+        child = subprocess.Popen(
+            [found, *arguments, str(path)], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+        )
+        with until_answered(child, f"http://127.0.0.1:{listens}", Path(log.name)) as url:
+            yield url
+
+
+@contextmanager
+def until_answered(child: subprocess.Popen[bytes], url: str, log: Path) -> Iterator[str]:
+    """The URL of a process before a mesh once it answers; the process is ended afterwards."""
     try:
 
         def is_up() -> bool:
-            assert child.poll() is None, Path(log.name).read_text()
+            assert child.poll() is None, log.read_text(errors="replace")
             return status(f"{url}/v1/models") == 200
 
-        wait_until(is_up, 20, f"{name} answers")
+        wait_until(is_up, 30, f"{url} answers")
         yield url
     finally:
         child.terminate()
@@ -94,7 +102,6 @@ def gateway(
             child.wait(10)
         except subprocess.TimeoutExpired:
             child.kill()
-        log.close()
 
 
 def status(url: str, body: bytes | None = None) -> int:
