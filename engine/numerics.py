@@ -41,7 +41,7 @@ def numerics_of(
     return class_of(
         Facts(
             model=settings.fingerprint,
-            weights=weight_format(directory) if model.reads_weights else "dummy",
+            weights=(model.online or weight_format(directory)) if model.reads_weights else "dummy",
             dtype=settings.dtype,
             tensor_parallel_size=settings.tensor_parallel_size,
             has_whole_experts=settings.tensor_parallel_size > 1 and settings.enable_expert_parallel,
