@@ -12,6 +12,7 @@ AGREED = {
     "fingerprint": "model",
     "served_model_name": "--served-model-name",
     "dtype": "--dtype",
+    "quantization": "--quantization",
     "max_model_len": "--max-model-len",
     "block_size": "--block-size",
     "kv_cache_dtype": "--kv-cache-dtype",

@@ -64,6 +64,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     max_num_seqs: int
     performance_mode: Literal["balanced", "interactivity", "throughput"] = "balanced"
+    quantization: str = ""
+    """How plain weights are quantised while they are read; empty: not at all."""
 
 
 class State(enum.StrEnum):

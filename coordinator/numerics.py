@@ -58,7 +58,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """Hash of the checkpoint's content."""
     weights: str
-    """Quantisation method of the checkpoint, ``plain`` without one, ``dummy`` for random weights."""
+    """Quantisation method of the checkpoint, or of ``--quantization``.
+
+    ``plain`` without one, ``dummy`` for random weights.
+    """
     dtype: str
     kv_cache_dtype: str = "auto"
     """What keys and values are kept as; ``auto``: numbers of this data type."""

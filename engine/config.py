@@ -11,6 +11,7 @@ from msgspec import Meta
 from coordinator.addresses import check_not_wildcard, check_written, is_loopback
 from coordinator.config import LogLevel, MeshConfig
 from coordinator.settings.flags import Bytes, Count, Natural, Port, Size, flag
+from engine.quantization_config import ONLINE, OnlineName, QuantizationName
 from engine.speculation_config import SpeculativeConfig, read_config
 from engine.step import CRUMBS, most_tokens
 from parallel.pipeline_parallel import parse_split
@@ -58,6 +59,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         flag(help="How weights are read; dummy makes random ones, for measurements."),
     ] = "auto"
 
+    quantization: Annotated[
+        QuantizationName | None,
+        flag(
+            "-q",
+            help="Quantise plain weights while they are read: int8 (activations in 8 bits, too), "
+            "int8_per_channel_weight_only, int4, fp8_per_channel or fp8_per_block. Other names say what a "
+            "checkpoint must be quantised by; unset: as it is.",
+        ),
+    ] = None
+
     def __post_init__(self) -> None:
         if not all(name.strip() for name in self.served_model_name):
             raise ValueError(
@@ -67,6 +78,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def reads_weights(self) -> bool:
         return self.load_format != "dummy"
+
+    @property
+    def online(self) -> OnlineName | None:
+        """How plain weights are quantised while they are read."""
+        return next((name for name in ONLINE if name == self.quantization), None)
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -41,7 +41,7 @@ def numerics_of(
     return class_of(
         Facts(
             model=settings.fingerprint,
-            weights=weight_format(directory) if model.reads_weights else "dummy",
+            weights=(model.online or weight_format(directory)) if model.reads_weights else "dummy",
             dtype=settings.dtype,
             kv_cache_dtype=settings.kv_cache_dtype,
             tensor_parallel_size=settings.tensor_parallel_size,

@@ -14,6 +14,7 @@ from engine.host.cores import has_gpu
 from engine.model.checkpoint import (
     CheckpointError,
     ModelInfo,
+    check_quantization,
     check_servable,
     check_weights,
     chosen_dtype,
@@ -56,6 +57,7 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
         max_num_batched_tokens=config.scheduler.token_budget(has_gpu(config.device)),
         max_num_seqs=config.scheduler.most_requests(),
         performance_mode=config.scheduler.performance_mode,
+        quantization=config.model.online or "",
     )
     scheduler = config.scheduler
     if not scheduler.enable_chunked_prefill and settings.max_num_batched_tokens < settings.max_model_len:
@@ -90,6 +92,7 @@ def _find(config: EngineConfig) -> ModelInfo:
 
     def check(directory: Path) -> None:
         check_servable(directory, trust_remote_code=model.trust_remote_code)
+        check_quantization(directory, model.quantization, reads_weights=model.reads_weights)
         info = read_model_info(directory, weights=False)
         _check_sharding(config.device, info)
         _context_length(model.max_model_len, info)
@@ -123,6 +126,7 @@ def _adopted(config: EngineConfig, settings: Settings) -> EngineConfig:
             served_model_name=settings.served_model_name,
             dtype=settings.dtype,
             max_model_len=settings.max_model_len,
+            quantization=settings.quantization or None,
         ),
         cache=msgspec.structs.replace(
             config.cache, block_size=settings.block_size, kv_cache_dtype=settings.kv_cache_dtype
@@ -167,6 +171,7 @@ def ignored_when_joining(config: EngineConfig) -> list[str]:
     """Flags without effect on an instance that takes its model from the mesh."""
     given = {
         "--dtype": config.model.dtype != ModelConfig().dtype,
+        "--quantization": config.model.quantization is not None,
         "--max-model-len": config.model.max_model_len is not None,
         "--served-model-name": bool(config.model.served_model_name),
         "--block-size": config.cache.block_size != CacheConfig().block_size,

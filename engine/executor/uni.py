@@ -133,7 +133,13 @@ class UniExecutor:
         self._backend = choose_backend(wanted_backend, model, self._config.cache)
         if share is not None:
             limit = self._config.device.expert_memory_bytes
-            self._held = HeldExperts(model.module, Path(self._info.directory), share.experts, limit)
+            self._held = HeldExperts(
+                model.module,
+                Path(self._info.directory),
+                share.experts,
+                limit,
+                self._config.model.online,
+            )
             self._held.check_limit()
             self._held.rehearse()
         progress(f"loaded {model.weight_bytes / 2**20:.0f} MiB in {time.monotonic() - began:.1f} s")

@@ -21,7 +21,7 @@ from engine.kernels.buffers import Buffers
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import Attention, Embedding, Layer, Moe, NotUsual, Output
 from engine.kernels.exchange import Alone, Exchange
-from engine.kernels.experts import NativeExperts
+from engine.kernels.experts import NativeExperts, add_rounding
 from engine.kernels.linked import Linked
 from engine.kernels.operations import (
     ADD,
@@ -37,10 +37,11 @@ from engine.kernels.operations import (
 from engine.kernels.packing import Laid
 from engine.kernels.recognition.norms import Norm
 from engine.kernels.recognition.turning import QueryFactors
-from engine.kernels.sums import Area, OwnSums, Sums, parts_here
+from engine.kernels.sums import Area, OwnSums, Sums
 from engine.kernels.weights import PackedDecoder, PackedLayer, PackedMlp, PackedMoe
+from parallel.parts import parts_here
 
-OPERATIONS_PER_LAYER = 30
+OPERATIONS_PER_LAYER = 40
 OTHER_OPERATIONS = 10
 BEST_BYTES = 16
 """Bytes of what a rank finds for a row (``Best`` in ``choosing.hpp``)."""
@@ -182,7 +183,7 @@ class Lowering:
         self._norm(output.norm, buffers.last)
         self._list.add(
             OperationKind.LINEAR,
-            into=buffers.last,
+            into=self._rounded(buffers.last, self._packed.head, self._hidden),
             out=buffers.logits,
             weights=self._packed.head,
             more=output.bias,
@@ -242,7 +243,7 @@ class Lowering:
         projected = self._buffers.projected
         self._list.add(
             OperationKind.LINEAR,
-            into=into,
+            into=self._rounded(into, packed.qkv, self._hidden),
             out=projected,
             weights=packed.qkv,
             more=attention.qkv_bias,
@@ -310,6 +311,7 @@ class Lowering:
     ) -> None:
         """An MLP on some rows; ``row_factors``: see :class:`_Product`."""
         buffers, mlp, activation = self._buffers, packed.mlp, packed.mlp.activation
+        into = self._rounded(into, packed.inward, self._hidden)
         shape = {"into": into, "out": buffers.middle, "n": mlp.width, "k": self._hidden, "flags": self._rows}
         if mlp.gate is not None:
             self._list.add(
@@ -333,7 +335,8 @@ class Lowering:
         If it is a partial sum, it is added over all ranks first.
         """
         parts = parts_here(product.width, self._ranks if product.is_partial else 1)
-        fields = {"into": product.into, "weights": product.weights, "n": self._hidden, "k": product.width}
+        into = self._rounded(product.into, product.weights, product.width)
+        fields = {"into": into, "weights": product.weights, "n": self._hidden, "k": product.width}
         to: dict[str, Any] = {"out": self._stream, "number": _factor(factor), "factors": product.row_factors}
         flags = ADD
         if norm is not None:
@@ -352,6 +355,10 @@ class Lowering:
             if factor != 1.0:
                 raise NotUsual("a factor on what a norm gives")
             self._normalise(norm, self._buffers.branch, self._stream, self._hidden, flags=ADD)
+
+    def _rounded(self, into: Any, weights: Laid | None, width: int) -> Any:
+        """Where a product finds its rows: rounded to 8 bits, if its weights want that."""
+        return add_rounding(self._list, weights, into, self._buffers.rounded, width, flags=self._rows)
 
     def _area(self) -> Area:
         """Area of the next sum."""
@@ -486,7 +493,15 @@ class Lowering:
         self._list.add(OperationKind.SORT, extra=exchange.record, a=number, flags=self._rows)
         self._list.add(OperationKind.GATHER, extra=exchange.record)
         ranks = self._ranks if moe.is_partial else 1
-        experts.write(self._list, buffers.gathered, buffers.expert_middle, results, exchange.begins, ranks)
+        experts.write(
+            self._list,
+            buffers.gathered,
+            buffers.expert_middle,
+            results,
+            exchange.begins,
+            ranks,
+            rounded=buffers.rounded,
+        )
         if not isinstance(exchange, Alone):
             self._list.add(OperationKind.RETURN, extra=exchange.record, a=number)
 

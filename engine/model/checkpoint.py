@@ -25,7 +25,7 @@ from engine.model.model_sources import (
     language_config,
     why_not_served,
 )
-from engine.model.quantization.formats import MXFP4, Format, Refused, format_of, method_of
+from engine.model.quantization.formats import MXFP4, Format, Refused, format_of, method_of, why_not_so
 from engine.model.tokenizer_files import OTHER_FORMS, TOKENIZER, TokenizerFilesError, tokenizer_directory
 
 MODELS_DIRECTORY = Path(__file__).parents[1] / "models"
@@ -305,6 +305,19 @@ def check_servable(directory: Path, *, trust_remote_code: bool) -> None:
     if problem := why_not_served(config, trust_remote_code=trust_remote_code):
         architecture = next(iter(config.get("architectures") or ()), None) or f"{directory}/config.json"
         raise CheckpointError(f"{architecture} {problem}")
+
+
+def check_quantization(directory: Path, name: str | None, *, reads_weights: bool) -> None:
+    """Check what ``--quantization`` names, before any weights are fetched.
+
+    Raises:
+        CheckpointError: it does not go with this checkpoint.
+    """
+    if name is None:
+        return
+    config = _read_json(directory / "config.json", required=True)
+    if problem := why_not_so(config, name, reads_weights=reads_weights):
+        raise CheckpointError(problem)
 
 
 def check_weights(directory: Path) -> None:

@@ -39,6 +39,8 @@ from engine.model.model_sources import (
 )
 from engine.model.probe import NOT_THROUGH_INTERFACE, probe_layers, verify
 from engine.model.quantization.attached import attach_codes
+from engine.model.quantization.formats import online_format
+from engine.model.quantization.layers import round_inputs
 from engine.model.quantization.view import log_format
 from engine.model.shard import WHOLE, Shard, ShardedClass, Stage, sharded_class
 from engine.model.shard_weights import all_tensors, random_shard, read_shard
@@ -190,7 +192,7 @@ def _read_model(
     config = _read_config(info, settings)
     model_class, config, is_part = _model_class(info, config, settings.trust_remote_code)
     _check_supported(info, config, model_class)
-    _take_quantization_out(info, config)
+    _take_quantization_out(info, settings, config)
     dummy = settings.load_format == "dummy"
     if dummy and share is not None:
         raise CheckpointError("--load-format dummy with -ep is not built: random experts would not be shared")
@@ -220,6 +222,8 @@ def _read_model(
         _spread_experts(module, ExpertShare(placement, shard.rank), dispatch, WHOLE)
     elif module._can_set_experts_implementation():
         module.set_experts_implementation(EXPERTS_IMPLEMENTATION)
+    if round_inputs(module) and share is None:
+        sum_experts_in_order(module)
     _fix_rope_scaling(module, _longest(info, settings))
     if sharded is None:
         return _ReadModel(module, experts, expert_layers, WHOLE_STAGE, None)
@@ -387,10 +391,12 @@ def _check_supported(info: ModelInfo, config: Any, model_class: Any) -> None:
         raise CheckpointError(f"{name} {problem}")
 
 
-def _take_quantization_out(info: ModelInfo, config: Any) -> None:
+def _take_quantization_out(info: ModelInfo, settings: ModelConfig, config: Any) -> None:
     """Let transformers see plain weights, where quantised ones are widened while they are read."""
     form = format_of_weights(Path(info.directory))
     if form is None:
+        if settings.online is not None:
+            log_format(online_format(settings.online))
         return
     log_format(form)
     for part in (config, config.get_text_config(decoder=True)):
@@ -424,7 +430,7 @@ def _read_weights(
 ) -> Any:
     options = _load_options(model_class, config, dtype, is_part) | {"output_loading_info": True}
     directory = Path(info.directory)
-    is_plain = format_of_weights(directory) is None
+    is_plain = format_of_weights(directory) is None and settings.online is None
     finds_files = is_laid_out_as_usual(directory) or model_class is AutoModelForCausalLM
     if share is None and is_plain and finds_files:
         module, report = model_class.from_pretrained(
@@ -432,7 +438,7 @@ def _read_weights(
         )
         _check_report(info, report, is_part)
         return module
-    with open_weights(directory, dtype) as files:
+    with open_weights(directory, dtype, settings.online) as files:
         if share is not None:
             with only_experts_of(model_class, config, share, files) as tensors:
                 module, report = model_class.from_pretrained(None, state_dict=tensors, **options)
@@ -455,7 +461,7 @@ def _read_shard(
     if settings.load_format == "dummy":
         module, _ = sharded.model_class.from_pretrained(None, state_dict=random_shard(sharded), **options)
         return module
-    with open_weights(Path(info.directory), dtype) as files:
+    with open_weights(Path(info.directory), dtype, settings.online) as files:
         tensors = read_shard(sharded, files, options.get("key_mapping"))
     module, report = sharded.model_class.from_pretrained(None, state_dict=tensors, **options)
     _check_report(info, report, is_part)

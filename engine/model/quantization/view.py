@@ -105,7 +105,12 @@ def log_format(form: Format) -> None:
     logger.info(
         "weights quantised by %s are widened to the model's data type while they are read", form.method
     )
-    if form.rounds_activations:
+    if any(each.is_rounded for each in form.activations):
+        logger.info(
+            "activations are rounded to 8 bits where this checkpoint says so, but for fused experts "
+            "with scales of their own"
+        )
+    elif form.rounds_activations:
         logger.info(
             "this checkpoint is for activations in 8 bits; they stay in the model's data type here, which is "
             "more exact"

@@ -120,7 +120,10 @@ def test_what_changes_nothing_is_ignored_and_takes_no_other_word(argv: list[str]
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["-q", "fp8"], "--quantization fp8 is not possible: how a checkpoint is quantised is seen in it"),
+        (
+            ["--quantization-config", "{}"],
+            "--quantization-config {} is not possible: how a checkpoint is quantised is seen in it",
+        ),
         (["--enable-lora"], "--enable-lora is not possible: there is no LoRA: merge the adapter"),
         (["--lora-modules", "a=b", "c=d"], "--lora-modules a=b c=d is not possible: there is no LoRA"),
         (["-dph"], "--data-parallel-hybrid-lb is not possible: one endpoint serves all instances"),
@@ -168,7 +171,7 @@ def test_a_model_may_be_named_twice_if_it_is_the_same() -> None:
             "limit-mm-per-prompt: {image: 2}",
             '--limit-mm-per-prompt {"image": 2} ignored: only text is served',
         ),
-        ("quantization:", None),
+        ("quantization-config:", None),
     ],
 )
 def test_in_a_file_they_are_ignored_likewise(text: str, said: str | None, tmp_path: Path) -> None:
