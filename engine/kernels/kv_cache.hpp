@@ -3,6 +3,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
+#include <vector>
 
 #include "contract.hpp"
 #include "numbers.hpp"
@@ -21,8 +23,8 @@ inline int64_t block_number(int64_t slot, int64_t head, int64_t heads, int64_t b
 template <class T>
 int64_t block_words(int64_t dim) { return LANES * dim / T::PACK; }
 
-// Numbers of a row of queries, keys and values.
-inline int64_t projected_width(const Operation& op) { return (op.a + op.b) * op.c + op.b * op.n; }
+// Numbers of a row of queries, keys and values. With `width`: other numbers may lie behind the queries.
+inline int64_t projected_width(const Operation& op) { return op.width != 0 ? op.width : (op.a + op.b) * op.c + op.b * op.n; }
 
 // One key or value of a head into lane `lane` of its block.
 template <class T>
@@ -42,19 +44,22 @@ void store_value(uint32_t* block, const typename T::Element* value, int64_t dim,
 }
 
 // What QKV is given: in [tokens, (heads + kv_heads) * dim + kv_heads * value_dim], a heads, b kv_heads, c dim, n value_dim; extra: keys,
-// out: values; the rest: Turning.
+// out: values; the rest: Turning. shared: numbers that all keys of a token begin with. They lie once before what each key has of its
+// own; what is rotated is among them. width: numbers of a row, whose end are keys and values.
 template <class T>
 class Projected {
     using E = typename T::Element;
     const Step& step;
-    int64_t heads, kv_heads, dim, value_dim, pitch;
+    int64_t heads, kv_heads, dim, value_dim, shared, pitch, values_at, keys_at;
     E* rows;
     Turning<T> turning;
     uint32_t *all_keys, *all_values;
 
    public:
     Projected(const Operation& op, const Step& step)
-        : step(step), heads(op.a), kv_heads(op.b), dim(op.c), value_dim(op.n), pitch(pitch_of<T>(projected_width(op))),
+        : step(step), heads(op.a), kv_heads(op.b), dim(op.c), value_dim(op.n), shared(op.shared),
+          pitch(pitch_of<T>(projected_width(op))), values_at(projected_width(op) - kv_heads * value_dim),
+          keys_at(values_at - kv_heads * (dim - shared)),
           rows(static_cast<E*>(const_cast<void*>(op.in))), turning(op, step),
           all_keys(static_cast<uint32_t*>(const_cast<void*>(op.extra))), all_values(static_cast<uint32_t*>(op.out)) {}
 
@@ -63,8 +68,8 @@ class Projected {
         int64_t group = heads / kv_heads, position = step.positions[token];
         E* row = rows + token * pitch;
         for (int64_t query = head * group; query < (head + 1) * group; ++query) turning.turn(row + query * dim, query, position);
-        E* key = row + (heads + head) * dim;
-        const E* value = row + (heads + kv_heads) * dim + head * value_dim;
+        E* key = key_of(row, head);
+        const E* value = row + values_at + head * value_dim;
         turning.turn(key, heads + head, position);
         int64_t slot = step.slots[token], lane = slot % LANES;
         int64_t block = block_number(slot, head, kv_heads, step.block_size);
@@ -80,6 +85,16 @@ class Projected {
         }
         store_key<T>(all_keys + block * block_words<T>(dim), key, dim, lane);
         store_value<T>(values_to, value, value_dim, lane);
+    }
+
+    // The key of a head, in one piece. What heads share is copied: others turn it, too, at the same time.
+    E* key_of(E* row, int64_t head) const {
+        if (shared == 0) return row + keys_at + head * dim;
+        static thread_local std::vector<E> key;
+        key.resize(size_t(dim));
+        std::memcpy(key.data(), row + keys_at - shared, size_t(shared) * sizeof(E));
+        std::memcpy(key.data() + shared, row + keys_at + head * (dim - shared), size_t(dim - shared) * sizeof(E));
+        return key.data();
     }
 
     // Asks for the lines that keep() stores to.
