@@ -41,7 +41,8 @@ class Room(NamedTuple):
 def num_bytes(decoder: Decoder, wanted: Room) -> int:
     """Bytes that :class:`Buffers` take for this, with what experts exchange."""
     room, itemsize = Room().grown(wanted), decoder.dtype.itemsize
-    own = sum(pitch_of(width, decoder.dtype) for width in (*3 * [decoder.hidden], *_widths(decoder)))
+    widths = *3 * [decoder.hidden], *_widths(decoder), _latent_width(decoder)
+    own = sum(pitch_of(width, decoder.dtype) for width in widths)
     total: int = itemsize * (own * room.own + pitch_of(decoder.hidden, decoder.dtype) * room.selected)
     total += (4 * decoder.vocab + 8) * room.selected
     if rounds_inputs(decoder):
@@ -80,7 +81,9 @@ class Buffers:
         self.last = rows(room.selected, decoder.hidden)
         """The selected rows of the stream."""
         self.projected = rows(room.own, projected)
-        """Queries, keys and values."""
+        """Queries, keys and values, and latents before a norm."""
+        self.latent = rows(room.own, _latent_width(decoder))
+        """What heads are made from, behind a norm."""
         self.attended = rows(room.own, attended)
         self.middle = rows(room.own, middle)
         self.logits = arena.zeros((room.selected, decoder.vocab), torch.float32)
@@ -125,6 +128,13 @@ def _rounded_bytes(decoder: Decoder, room: Room) -> int:
     pairs = max((room.total * moe.top_k for moe in moes), default=0)
     widest = max(decoder.hidden, *_widths(decoder), *(moe.width for moe in moes))
     return (max(room.own, room.selected, pairs) + SLACK) * bytes_pitch(widest)
+
+
+def _latent_width(decoder: Decoder) -> int:
+    """Numbers of the widest latent."""
+    found = [layer.attention.latents for layer in decoder.layers]
+    sizes = [each.size for latents in found if latents is not None for each in latents.normed]
+    return max(sizes, default=0)
 
 
 def _widened_pitch(decoder: Decoder) -> int:

@@ -169,6 +169,8 @@ struct Operation {
     const float* factors;  // of queries, by position, or none; of rows, by row
     void* scales;          // of keys and values, where these are kept as codes
     int64_t codes;         // which: see kv_cache.hpp
+    int64_t width;         // numbers of a row, where those of the operation are part of a wider one; 0: they are all
+    int64_t shared;        // numbers at the beginning of a key that are the same for all heads
 };
 constexpr int64_t ADD = 1, AS_FLOAT = 2, SELECTED = 4, COMPRESSED = 8, TO_CHOOSE = 16, CENTRED = 32, NORM_LAST = 64,
                   QUANTIZED = 128, WIDE = 256, ROUNDED = 512;

@@ -450,7 +450,7 @@ void combine(const Operation& op, const Step& step, Work& work) {
                 sum = fmadd(filled(weights[token * op.k + choice]), result, sum);
             }
             E* to = static_cast<E*>(op.out) + token * pitch + i;
-            T::store(to, fmadd(sum, factor, T::load(to, lanes)), lanes);
+            T::store(to, fmadd(sum, factor, op.flags & ADD ? T::load(to, lanes) : filled(0.f)), lanes);
         }
     });
 }

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
+#include <vector>
 
 #include "contract.hpp"
 #include "kv_codes.hpp"
@@ -32,8 +34,8 @@ int64_t block_bytes(const Operation& op, int64_t dim) {
 constexpr int64_t BLOCK_SCALES = 2 * LANES;
 inline uint16_t* scales_of(const Operation& op, int64_t block) { return static_cast<uint16_t*>(op.scales) + block * BLOCK_SCALES; }
 
-// Numbers of a row of queries, keys and values.
-inline int64_t projected_width(const Operation& op) { return (op.a + op.b) * op.c + op.b * op.n; }
+// Numbers of a row of queries, keys and values. With `width`: other numbers may lie behind the queries.
+inline int64_t projected_width(const Operation& op) { return op.width != 0 ? op.width : (op.a + op.b) * op.c + op.b * op.n; }
 
 // One key or value of a head into lane `lane` of its block.
 template <class T>
@@ -53,13 +55,14 @@ void store_value(uint32_t* block, const typename T::Element* value, int64_t dim,
 }
 
 // What QKV is given: in [tokens, (heads + kv_heads) * dim + kv_heads * value_dim], a heads, b kv_heads, c dim, n value_dim; extra: keys,
-// out: values; codes, scales: how they are kept; the rest: Turning.
+// out: values; codes, scales: how they are kept; the rest: Turning. shared: numbers that all keys of a token begin with. They lie once
+// before what each key has of its own; what is rotated is among them. width: numbers of a row, whose end are keys and values.
 template <class T>
 class Projected {
     using E = typename T::Element;
     const Operation& op;
     const Step& step;
-    int64_t heads, kv_heads, dim, value_dim, pitch;
+    int64_t heads, kv_heads, dim, value_dim, shared, pitch, values_at, keys_at;
     E* rows;
     Turning<T> turning;
     char *all_keys, *all_values;
@@ -97,7 +100,9 @@ class Projected {
 
    public:
     Projected(const Operation& op, const Step& step)
-        : op(op), step(step), heads(op.a), kv_heads(op.b), dim(op.c), value_dim(op.n), pitch(pitch_of<T>(projected_width(op))),
+        : op(op), step(step), heads(op.a), kv_heads(op.b), dim(op.c), value_dim(op.n), shared(op.shared),
+          pitch(pitch_of<T>(projected_width(op))), values_at(projected_width(op) - kv_heads * value_dim),
+          keys_at(values_at - kv_heads * (dim - shared)),
           rows(static_cast<E*>(const_cast<void*>(op.in))), turning(op, step),
           all_keys(static_cast<char*>(const_cast<void*>(op.extra))), all_values(static_cast<char*>(op.out)),
           key_bytes(block_bytes<T>(op, dim)), value_bytes(block_bytes<T>(op, value_dim)) {}
@@ -107,13 +112,23 @@ class Projected {
         int64_t group = heads / kv_heads, position = step.positions[token];
         E* row = rows + token * pitch;
         for (int64_t query = head * group; query < (head + 1) * group; ++query) turning.turn(row + query * dim, query, position);
-        E* key = row + (heads + head) * dim;
-        const E* value = row + (heads + kv_heads) * dim + head * value_dim;
+        E* key = key_of(row, head);
+        const E* value = row + values_at + head * value_dim;
         turning.turn(key, heads + head, position);
         int64_t slot = step.slots[token], lane = slot % LANES;
         int64_t block = block_number(slot, head, kv_heads, step.block_size);
         if (lane == 0) forget_earlier(token, block);
         op.codes == NO_CODES ? keep_numbers(key, value, block, lane) : keep_codes(key, value, block, lane);
+    }
+
+    // The key of a head, in one piece. What heads share is copied: others turn it, too, at the same time.
+    E* key_of(E* row, int64_t head) const {
+        if (shared == 0) return row + keys_at + head * dim;
+        static thread_local std::vector<E> key;
+        key.resize(size_t(dim));
+        std::memcpy(key.data(), row + keys_at - shared, size_t(shared) * sizeof(E));
+        std::memcpy(key.data() + shared, row + keys_at + head * (dim - shared), size_t(dim - shared) * sizeof(E));
+        return key.data();
     }
 
     // Asks for the lines that keep() stores to.

@@ -27,7 +27,7 @@ float32 whatever the step's type; multiply inputs that were rounded to 8 bits.
 _OPERATION = np.dtype(
     [(name, np.float64 if name in ("number", "cap") else np.int64) for name in (
         "kind", "into", "out", "weights", "more", "extra", "n", "k", "flags", "number", "a", "b", "c", "d",
-        "cap", "factors", "scales", "codes"
+        "cap", "factors", "scales", "codes", "width", "shared"
     )]
 )  # fmt: skip
 _STEP = np.dtype(

@@ -431,7 +431,11 @@ class Program:
         with torch.inference_mode():
             rows = buffers.normed[:tokens, :hidden].contiguous()
             given = self._experts.forward(moe.experts, rows, ids, weights, combine)
-            buffers.stream[:tokens, :hidden] += given if layer.factor == 1.0 else given * layer.factor
+            is_normed = layer.mlp_last_norm is not None
+            into = (buffers.branch if is_normed else buffers.stream)[:tokens, :hidden]
+            if is_normed and moe.shared is None:
+                into.zero_()
+            into += given if layer.factor == 1.0 else given * layer.factor
 
     def _make_room(self, wanted: Room) -> None:
         """Make buffers for so many tokens; written lists of others are dropped."""

@@ -68,18 +68,18 @@ void select(const Operation& op, const Step& step, Work& work) {
     });
 }
 
-// out [rows, k] = the norm of in (+ out), of rows which are part of wider ones, of n numbers, if n is not 0. more: weights [k], with
-// CENTRED the bias [k] behind them; number: what is added to the mean square.
+// out [rows, k] = the norm of in (+ out). n: numbers of a row of in, of which these are part, 0 for k; width: the same of out. more:
+// weights [k], with CENTRED the bias [k] behind them; number: what is added to the mean square.
 template <class T>
 void norm(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
-    int64_t pitch = pitch_of<T>(op.n != 0 ? op.n : op.k);
+    int64_t pitch_in = pitch_of<T>(op.n != 0 ? op.n : op.k), pitch_out = pitch_of<T>(op.width != 0 ? op.width : op.k);
     bool is_centred = op.flags & CENTRED;
     auto* weights = static_cast<const float*>(op.more);
     const Norm norm{weights, is_centred ? weights + op.k : nullptr, float(op.number), is_centred};
     work.for_each(rows_of(op, step), [&](int64_t row) {
-        const E* from = static_cast<const E*>(op.in) + row * pitch;
-        E* to = static_cast<E*>(op.out) + row * pitch;
+        const E* from = static_cast<const E*>(op.in) + row * pitch_in;
+        E* to = static_cast<E*>(op.out) + row * pitch_out;
         if (op.flags & ADD) norm_row<T, true>(from, to, norm, op.k);
         else norm_row<T>(from, to, norm, op.k);
     });
@@ -131,14 +131,15 @@ inline Floats added_to(const typename T::Element* there, Floats value, Mask lane
 }
 
 // out [tokens, n] = in [tokens, k] x weights (+ bias), activated, times a factor (+ out: see added_to). b: parts of the inputs, 0 for
-// one; c: the activation, extra: its numbers; number: the factor, 0 for none. In: what inputs are, Bytes where they were rounded
+// one; c: the activation, extra: its numbers; number: the factor, 0 for none; width: numbers of a row of out, of which these are part.
+// In: what inputs are, Bytes where they were rounded
 template <class T, class In = T>
 void linear(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
     int64_t rows = rows_of(op, step);
     if (rows == 0) return;
     int64_t panel = op.k / In::PACK * LANES, pairs = (op.n + 2 * LANES - 1) / (2 * LANES);
-    int64_t pitch = op.flags & AS_FLOAT ? op.n : pitch_of<T>(op.n);
+    int64_t pitch = op.flags & AS_FLOAT ? op.n : pitch_of<T>(op.width != 0 ? op.width : op.n);
     auto* bias = static_cast<const float*>(op.more);
     const Floats factor = factor_of(op.number);
     struct Columns {

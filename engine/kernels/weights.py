@@ -6,7 +6,8 @@ import torch
 
 from engine.kernels.decoder import Attention, Decoder, Layer, Mlp, Moe
 from engine.kernels.experts import PackedExperts
-from engine.kernels.packing import Packer
+from engine.kernels.packing import Laid, Packer
+from engine.kernels.recognition.latent import Latents
 from engine.model.quantization.attached import reader_of
 from parallel.parts import parts_here
 
@@ -24,7 +25,7 @@ def _weights(decoder: Decoder) -> list[torch.Tensor]:
     weights: list[torch.Tensor] = [] if decoder.output is None else [decoder.output.head]
     for layer in decoder.layers:
         mlp = layer.mlp
-        weights += [*layer.attention.qkv, layer.attention.out]
+        weights += [*layer.attention.qkv, layer.attention.out, *_of_latents(layer.attention.latents)]
         for dense in (mlp if isinstance(mlp, Mlp) else mlp.shared,):
             parts = () if dense is None else (dense.gate, dense.up, dense.down)
             weights += [each for each in parts if each is not None]
@@ -66,6 +67,40 @@ class PackedMoe:
             self.experts = PackedExperts.of(moe.experts, moe.form, packer, ranks if moe.is_partial else 1)
 
 
+class PackedLatents:
+    """The weights of latent attention that make latents, then heads."""
+
+    def __init__(self, attention: Attention, latents: Latents, packer: Packer) -> None:
+        (query,), own = attention.qkv, attention.dim - attention.shared
+        kept, shared = _kept_and_shared(attention, latents)
+        before = [] if latents.queries is None else [latents.queries.weight.data]
+        queries = _ordered(query, attention)
+        self.queries: Laid | None = None
+        """Makes queries from their latent; None where they are made with the latents."""
+        if latents.queries is None:
+            before = [queries]
+        else:
+            self.queries = packer.panels(queries, multiple=32)
+        self.inward = packer.panels(torch.cat([*before, kept, shared]), multiple=32)
+        """Makes queries, if they come from no latent, and all latents."""
+        heads = latents.expand.data.unflatten(0, (-1, own + attention.value_dim))
+        keys, values = (part.flatten(0, 1) for part in heads.split([own, attention.value_dim], dim=1))
+        self.expand = packer.panels(torch.cat([keys, values]), multiple=32)
+        """Makes keys and values from their latent."""
+
+
+def _kept_and_shared(attention: Attention, latents: Latents) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights of the latent of keys, and of what they share, in computed order."""
+    assert attention.places is not None
+    kept, shared = latents.keys.weight.data.split([latents.keys.size, latents.num_shared])
+    return kept, shared[attention.places[: latents.num_shared] - (attention.dim - latents.num_shared)]
+
+
+def _of_latents(latents: Latents | None) -> list[torch.Tensor]:
+    """All weights of latents, and of the heads that are made from them."""
+    return [] if latents is None else [*(each.weight for each in latents.normed), latents.expand]
+
+
 class PackedLayer:
     """The weights of one layer."""
 
@@ -73,7 +108,13 @@ class PackedLayer:
         """``spread``: its experts come and go, so they are packed when they are used."""
         attention = layer.attention
         self.layer = layer
-        self.qkv = packer.panels(*_projections(attention), multiple=32)
+        self.qkv: Laid | None = None
+        self.latents: PackedLatents | None = None
+        """What makes heads in two steps, instead of ``qkv``."""
+        if attention.latents is None:
+            self.qkv = packer.panels(*_projections(attention), multiple=32)
+        else:
+            self.latents = PackedLatents(attention, attention.latents, packer)
         parts = parts_here(attention.width, ranks if attention.is_partial else 1)
         self.out = packer.panels(attention.out, multiple=32, parts=parts)
         self.mlp: PackedMlp | PackedMoe
@@ -88,11 +129,12 @@ def _projections(attention: Attention) -> list[torch.Tensor]:
     query, key, value = attention.qkv
     if attention.places is None:
         return [query, key, value]
-    ordered = [
-        weight.data.unflatten(0, (-1, attention.dim))[:, attention.places].flatten(0, 1)
-        for weight in (query, key)
-    ]
-    return [*ordered, value]
+    return [_ordered(query, attention), _ordered(key, attention), value]
+
+
+def _ordered(weight: torch.Tensor, attention: Attention) -> torch.Tensor:
+    """Weights of heads in the order of computation."""
+    return weight.data.unflatten(0, (-1, attention.dim))[:, attention.places].flatten(0, 1)
 
 
 class PackedDecoder:

@@ -28,7 +28,30 @@ COMMANDS = {
     "smg": ["launch", "--policy", "round_robin", "--disable-retries"],
 }
 REQUESTS = "vllm:request_success_total"
-WORDS = ["it", "was", "a", "truth", "that", "she", "had", "no", "wish", "to", "be", "married", "and", "he", "was", "not", "at", "all", "in", "want", "of", "her"]
+WORDS = [
+    "it",
+    "was",
+    "a",
+    "truth",
+    "that",
+    "she",
+    "had",
+    "no",
+    "wish",
+    "to",
+    "be",
+    "married",
+    "and",
+    "he",
+    "was",
+    "not",
+    "at",
+    "all",
+    "in",
+    "want",
+    "of",
+    "her",
+]
 
 
 def body_of(number: int, *, most_tokens: int) -> dict[str, Any]:
