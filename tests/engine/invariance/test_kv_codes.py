@@ -29,7 +29,7 @@ def instance(kept: str) -> Instance:
 @cache
 def submits(greedy: bool) -> list[Submit]:
     vocab_size = instance("int8").info.vocab_size
-    return requests(7, vocab_size=vocab_size, greedy=greedy, count=10, longest=120, most=12)
+    return requests(7, vocab_size=vocab_size, greedy=greedy, count=8, longest=60, most=48)
 
 
 @cache
