@@ -11,6 +11,8 @@ import torch
 from safetensors import safe_open
 
 from engine.model.checkpoint import INDEX_FILE, CheckpointError, format_of_weights, weight_files
+from engine.model.gguf.configs import METHOD
+from engine.model.gguf.directory import WEIGHTS
 from engine.model.quantization.view import QuantizedFiles
 
 
@@ -24,6 +26,11 @@ def open_weights(directory: Path, dtype: torch.dtype) -> Iterator[list[Any]]:
         CheckpointError: files are missing, two have a tensor of one name, or a quantised matrix is not whole.
     """
     form, homes = format_of_weights(directory), dict[str, Path]()
+    if form is not None and form.method == METHOD:
+        from engine.model.gguf.files import GgufFiles  # needs a package that is an extra
+
+        yield [GgufFiles(directory / WEIGHTS, dtype)]
+        return
     with ExitStack() as opened:
         files: list[Any] = []
         for path in weight_files(directory):
