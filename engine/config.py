@@ -33,8 +33,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str | None,
         flag(
             positional=True,
-            help=f"Local directory or Hugging Face repository id; unset: {SHIPPED_MODEL}, which ships with "
-            "Lockstep, or on an instance that joins, the model of the mesh.",
+            help=f"Local directory, GGUF file or Hugging Face repository id; unset: {SHIPPED_MODEL}, which "
+            "ships with Lockstep, or on an instance that joins, the model of the mesh.",
         ),
     ] = None
     served_model_name: Annotated[

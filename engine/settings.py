@@ -42,7 +42,7 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
     info = _find(config)
     directory = Path(info.directory)
     settings = Settings(
-        model=info.directory if model.model and Path(model.model).is_dir() else model.model or SHIPPED_MODEL,
+        model=_place(model.model, info) or SHIPPED_MODEL,
         revision=model.revision,
         served_model_name=model.served_model_name or (model.model or SHIPPED_MODEL,),
         fingerprint=fingerprint(directory, weights=model.reads_weights),
@@ -66,6 +66,13 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
             f"{settings.max_model_len}, lower --max-model-len, or leave chunked prefill on"
         )
     return info, settings
+
+
+def _place(model: str | None, info: ModelInfo) -> str | None:
+    """Name of the model for other processes, which may run in another directory."""
+    if not model or not Path(model).expanduser().exists():
+        return model
+    return info.directory if Path(model).expanduser().is_dir() else str(Path(model).expanduser().absolute())
 
 
 def _dtype(config: EngineConfig, info: ModelInfo) -> str:

@@ -11,6 +11,8 @@ import torch
 from safetensors import safe_open
 
 from engine.model.checkpoint import INDEX_FILE, CheckpointError, format_of_weights, weight_files
+from engine.model.gguf.configs import METHOD
+from engine.model.gguf.directory import WEIGHTS
 from engine.model.quantization.online import OnlineFiles
 from engine.model.quantization.view import QuantizedFiles
 from engine.quantization_config import OnlineName
@@ -28,6 +30,11 @@ def open_weights(
         CheckpointError: files are missing, two have a tensor of one name, or a quantised matrix is not whole.
     """
     form, homes = format_of_weights(directory), dict[str, Path]()
+    if form is not None and form.method == METHOD:
+        from engine.model.gguf.files import GgufFiles  # needs a package that is an extra
+
+        yield [GgufFiles(directory / WEIGHTS, dtype)]
+        return
     with ExitStack() as opened:
         files: list[Any] = []
         for path in weight_files(directory):

@@ -82,7 +82,7 @@ def ignored_revision(config: ServeConfig) -> bool:
     if model.revision is None:
         return False
     is_ours = model.model is None or model.model == SHIPPED_MODEL
-    return is_ours or Path(model.model or "").expanduser().is_dir()
+    return is_ours or Path(model.model or ":").expanduser().exists()
 
 
 def ignored_when_headless(config: ServeConfig) -> list[str]:

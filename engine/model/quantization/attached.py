@@ -16,7 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
 from engine.model.quantization.matrices import Codes, QuantizedMatrix
-from engine.model.quantization.view import QuantizedFiles
+from engine.model.quantization.view import CodedFiles
 
 ATTRIBUTE = "lockstep_codes"
 """Attribute of a parameter: how to read its codes."""
@@ -116,7 +116,7 @@ def readers_of(
     order = {pattern: at for each in converters for at, pattern in enumerate(each.source_patterns)}
     found: dict[str, list[tuple[str, int, QuantizedMatrix]]] = defaultdict(list)
     for file in files:
-        if not isinstance(file, QuantizedFiles):
+        if not isinstance(file, CodedFiles):
             continue
         for name, matrix in file.matrices.items():
             if matrix.taken:

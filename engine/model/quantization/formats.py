@@ -37,7 +37,7 @@ _LAYOUTS: dict[str, Layout] = {
 """Formats of compressed-tensors that are read."""
 _GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 """What is added to stored zero points, by ``checkpoint_format``."""
-_READ = "compressed-tensors (int8, int4 and fp8), fp8, gptq, awq and mxfp4"
+_READ = "compressed-tensors (int8, int4 and fp8), fp8, gptq, awq, mxfp4 and GGUF files"
 
 
 class Refused(ValueError):
@@ -133,6 +133,8 @@ def format_of(config: Mapping[str, Any]) -> Format | None:
     if found is None or method == MXFP4:
         return None
     match method:
+        case "gguf":  # of a directory that was made from a file
+            return Format(method, ())
         case "compressed-tensors":
             return _compressed_tensors(found)
         case "fp8":

@@ -20,7 +20,7 @@ from engine.model.quantization.codes import AWQ_ORDER, WORD_BITS, unpacked, word
 from engine.model.quantization.formats import Format, Layout
 from engine.model.quantization.rounding import MOST_INPUTS, WORD_INPUTS, Rounding
 
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _CODE_DTYPES = ("I8", "F8_E4M3")
 FLOAT8 = torch.float8_e4m3fn
 
@@ -115,7 +115,7 @@ class QuantizedMatrix(ABC):
 
     def get_dtype(self) -> str:
         """The data type of the numbers that are given, as safetensors names it."""
-        return _DTYPE_NAMES[self._dtype]
+        return DTYPE_NAMES[self._dtype]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Weights of a range of outputs and inputs.
@@ -123,7 +123,7 @@ class QuantizedMatrix(ABC):
         Raises:
             CheckpointError: a scale is no number.
         """
-        rows, columns = _ranges(index, self.shape)
+        rows, columns = ranges_of(index, self.shape)
         self.taken.append((rows, columns))
         weights = self._codes(rows, columns).float()
         zeros = self._zeros(rows, columns)
@@ -510,7 +510,7 @@ def is_code(stored: Stored) -> bool:
     return stored.get_dtype() in _CODE_DTYPES
 
 
-def _ranges(index: Any, shape: tuple[int, int]) -> tuple[slice, slice]:
+def ranges_of(index: Any, shape: tuple[int, int]) -> tuple[slice, slice]:
     """The ranges of outputs and inputs that an index means.
 
     Raises:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,26 @@ _CODES = frozenset(kind.CODES for kind in KINDS) - {WEIGHT}
 _PARTS = FURTHER_PARTS | {kind.SCALES for kind in KINDS}
 
 
-class QuantizedFiles:
+class CodedFiles(ABC):
+    """Files with quantised matrices, as one that safetensors shows."""
+
+    matrices: Mapping[str, QuantizedMatrix]
+    """Quantised matrices by the name of their weights."""
+
+    @abstractmethod
+    def keys(self) -> list[str]:
+        """Names of all tensors, those of matrices ending in ``weight``."""
+
+    @abstractmethod
+    def get_slice(self, name: str) -> Stored:
+        """A tensor that is read when it is indexed."""
+
+    @abstractmethod
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor."""
+
+
+class QuantizedFiles(CodedFiles):
     """All files of a checkpoint as one, as safetensors shows a file.
 
     Parts of a matrix may be in several files.
@@ -39,7 +59,6 @@ class QuantizedFiles:
         self._homes: dict[str, Any] = {name: file for file in files for name in file.keys()}  # noqa: SIM118
         self._form, self._dtype = form, dtype
         self.matrices = dict(self._find())
-        """Quantised matrices by the name of their weights."""
         parts = {name for name in self._homes if self._is_part(name)}
         self._names = [name for name in self._homes if name not in parts and not NOT_READ.search(name)]
         self._names += self.matrices
@@ -52,18 +71,15 @@ class QuantizedFiles:
         return f"<QuantizedFiles with {len(self.matrices)} matrices of {self._form.method}>"
 
     def keys(self) -> list[str]:
-        """Names of all tensors, those of matrices ending in ``weight``."""
         return self._names
 
     def get_slice(self, name: str) -> Stored:
-        """A tensor that is read when it is indexed."""
         if name in self.matrices:
             return self.matrices[name]
         stored: Stored = self._homes[name].get_slice(name)
         return stored
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor."""
         if name in self.matrices:
             return self.matrices[name][...]
         tensor: torch.Tensor = self._homes[name].get_tensor(name)
