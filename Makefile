@@ -20,7 +20,7 @@ MESH_TESTS = $(MESH_LONG) $(filter-out $(MESH_LONG) $(MESH_SHORT),$(MESH_FILES))
 # One more than cores: a fifth of the time of these tests is waiting for something.
 PLAIN_PROCESSES ?= 3
 
-.PHONY: serve test check docs format bench bench-collectives bench-growth bench-hosts bench-kv-room bench-lockstep bench-offline bench-overhead bench-prompts bench-router bench-scale bench-serving bench-startup bench-wake bench-structured structured soak chaos kills joins nightly fuzz crowd clients deployments programs screenshots simulate model clean
+.PHONY: serve test check docs format bench bench-collectives bench-growth bench-hosts bench-kv-room bench-lockstep bench-offline bench-overhead bench-prompts bench-router bench-scale bench-serving bench-startup bench-wake bench-structured gpu-first structured soak chaos kills joins nightly fuzz crowd clients deployments programs screenshots simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -96,7 +96,10 @@ bench-wake: $(STAMP)  ## what the first token after a sleep costs
 bench-startup: $(STAMP)  ## from the command line to the first token, and where the time goes
 	$(BIN)/python examples/benchmarks/bench_startup.py --output-json build/bench-startup.json $(ARGS)
 
-bench-structured: $(STAMP)  ## what structured outputs cost: masks per step, compiling schemas
+bench-gpu-first: $(STAMP)  ## the first ten minutes on a GPU: environment, tests, models beside transformers, two instances (ARGS='--device cpu --tiny' tries it)
+	$(BIN)/python -m examples.benchmarks.gpu.gpu_first --output-json build/gpu-first/results.json $(ARGS)
+
+structured: $(STAMP)  ## what structured outputs cost: masks per step, compiling schemas
 	$(BIN)/python examples/benchmarks/bench_structured.py --output-json build/bench-structured.json $(ARGS)
 
 structured: $(STAMP)  ## 200 JSON schemas at temperature 1, every answer validated, and again while an instance is killed

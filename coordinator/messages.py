@@ -62,6 +62,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     A stage must then hold the same layers on all instances. Empty: balanced, or not relevant.
     """
     max_num_batched_tokens: int
+    is_budget_given: bool = True
+    """Whether that budget was asked for.
+
+    If not, each instance takes what suits its own device.
+    """
     max_num_seqs: int
     performance_mode: Literal["balanced", "interactivity", "throughput"] = "balanced"
     quantization: str = ""

@@ -90,8 +90,12 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     block_size: Annotated[int, Meta(ge=1, le=1024), flag(help="Tokens per KV block.")] = 16
     gpu_memory_utilization: Annotated[
-        float, Meta(gt=0, le=1), flag(help="Share of a GPU's memory that an instance may use.")
-    ] = 0.92
+        Annotated[float, Meta(gt=0, le=1)] | None,
+        flag(
+            help="Share of a GPU's memory that an instance may use; unset: 0.92, in equal parts for the "
+            "instances that share the GPU."
+        ),
+    ] = None
     kv_cache_memory_bytes: Annotated[
         Bytes | None,
         flag(help="Bytes for each worker's KV cache (4G and the like work); unset: from free memory."),
@@ -115,7 +119,14 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             return None
         return "int8" if self.kv_cache_dtype.startswith("int8") else "fp8"
 
+    def utilization(self, sharers: int) -> float:
+        """Share of a device's memory for one of so many instances on it."""
+        given = self.gpu_memory_utilization
+        return GPU_MEMORY / sharers if given is None else given
 
+
+GPU_MEMORY = 0.92
+"""Default share of a GPU's memory, for all instances on it together."""
 CPU_TOKENS, GPU_TOKENS = 512, 2048
 """Default token budget of a step, on CPUs and on GPUs."""
 CPU_TOKENS_BESIDE_DECODES = 128
@@ -326,7 +337,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "-ep",
             help="Spread the experts of a mixture-of-experts model over the workers of all instances, which "
             "then step in lockstep (default: on where it can be done, if -dp is more than 1 and -tp and -pp "
-            "are not). Without it each instance holds all experts and steps by itself.",
+            "are not, except on GPUs). Without it each instance holds all experts and steps by itself.",
         ),
     ] = None
     expert_placement_strategy: Annotated[
@@ -341,11 +352,11 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = None
     all2all_backend: Annotated[
-        Literal["auto", "tcp", "shared_memory", "allgather_reducescatter", "all_to_all"],
+        Literal["auto", "tcp", "shared_memory", "allgather_reducescatter", "all_to_all", "nccl"],
         flag(
             help="How tokens reach their experts; auto: shared memory among instances on one host, "
             "--mesh-transport between hosts; tcp: also on one host; allgather_reducescatter, all_to_all: "
-            "that dispatch over gloo."
+            "that dispatch over gloo; nccl: straight between GPUs."
         ),
     ] = "auto"
     mesh_transport: Annotated[

@@ -55,6 +55,7 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
         pipeline_parallel_size=config.device.pipeline_parallel_size,
         **_expert_settings(config, info, size or 1),
         max_num_batched_tokens=config.scheduler.token_budget(has_gpu(config.device)),
+        is_budget_given=config.scheduler.max_num_batched_tokens is not None,
         max_num_seqs=config.scheduler.most_requests(),
         performance_mode=config.scheduler.performance_mode,
         quantization=config.model.online or "",
@@ -166,7 +167,9 @@ def _scheduler(config: EngineConfig, settings: Settings) -> SchedulerConfig:
             max_num_seqs=settings.max_num_seqs,
             performance_mode=settings.performance_mode,
         )
-        budget = settings.max_num_batched_tokens
+        budget = (
+            settings.max_num_batched_tokens if settings.is_budget_given else scheduler.token_budget(on_gpu)
+        )
     else:
         budget = scheduler.token_budget(on_gpu)
     if scheduler.max_num_batched_tokens is None and (on_gpu or budget != scheduler.token_budget()):
@@ -202,6 +205,8 @@ def _expert_settings(config: EngineConfig, info: ModelInfo, size: int) -> dict[s
     """Whether and how experts are spread."""
     device = config.device
     spread = _spreads(config, info, size)
+    if spread and device.all2all_backend == "nccl" and not has_gpu(device):
+        raise CheckpointError("--all2all-backend nccl needs a GPU for each instance: use auto on CPUs")
     return {
         "enable_expert_parallel": spread,
         "expert_placement_strategy": device.expert_placement_strategy,
@@ -259,6 +264,8 @@ def _why_whole(config: EngineConfig, info: ModelInfo) -> str:
         return "workers of an instance may be on several hosts (--nnodes, ray)"
     if device.tensor_parallel_size * device.pipeline_parallel_size > 1:
         return "instances are sharded themselves (-tp, -pp), and -ep does not ask for it"
+    if has_gpu(device):
+        return "on GPUs they are spread only with -ep, since tokens then travel in each layer"
     return why_experts_stay_whole(info)
 
 

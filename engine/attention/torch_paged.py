@@ -29,6 +29,8 @@ MASK_ELEMENTS = 1 << 22
 SCORE_ELEMENTS = 1 << 24
 """Largest product of queries and keys held at once without a fused kernel."""
 MIN_TILE = 64
+GATHER_BYTES = 256 << 20
+"""Most bytes of keys that rows gather together on a GPU."""
 GROUP_BLOCKS = 32
 """Padding (in blocks) that is worth another kernel call to avoid."""
 
@@ -102,6 +104,7 @@ class TorchPagedAttention:
             shapes = [(slots, layer.kv_heads, 1) for layer in layers]
             self.scales = [tuple(zeros(shape, SCALE_TYPE, device) for _ in "kv") for shape in shapes]
         self._scratch: dict[str, torch.Tensor] = {}
+        self._token_bytes = max(_bytes_per_token(layers, dtype), default=0)
         self.use = AttentionUse()
 
     def __repr__(self) -> str:
@@ -117,7 +120,10 @@ class TorchPagedAttention:
         blocks = rows.block_tables[row_of_token, rows.positions // self.block_size].astype(np.int64)
         slots = blocks * self.block_size + rows.positions % self.block_size
         longest = int((rows.starts + rows.counts).max(initial=0))
-        builder = _ViewBuilder(rows, self.block_size, self.dtype, self.device)
+        most_blocks = None
+        if self.device.type != "cpu":  # there these buffers would take what the cache leaves
+            most_blocks = GATHER_BYTES // max(self._token_bytes * self.block_size, 1)
+        builder = _ViewBuilder(rows, self.block_size, self.dtype, self.device, most_blocks)
         views: dict[int | None, _View] = {}
         view_of_window = []
         for window in self.windows:
@@ -191,7 +197,16 @@ class TorchPagedAttention:
 class _ViewBuilder:
     """Makes the views of one step; masks of equal shape are made once."""
 
-    def __init__(self, rows: PackedRows, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        rows: PackedRows,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        most_blocks: int | None,
+    ) -> None:
+        """``most_blocks``: those that one-token rows gather together; None: any number."""
+        self.most_blocks = most_blocks
         self.rows = rows
         self.block_size = block_size
         self.dtype = dtype
@@ -226,7 +241,14 @@ class _ViewBuilder:
                 groups.append(np.sort(order[begin:end]))
                 begin = end
         groups.append(np.sort(order[begin:]))
-        return groups
+        if self.most_blocks is None:
+            return groups
+        rows_of = [max(1, self.most_blocks // int(num_blocks[group].max())) for group in groups]
+        return [
+            group[first : first + most]
+            for group, most in zip(groups, rows_of, strict=True)
+            for first in range(0, len(group), most)
+        ]
 
     def _singles(self, group: Int64s, window: int | None) -> _Singles:
         positions = self.rows.starts[group]
@@ -436,6 +458,20 @@ class _Attention:
             weights = (scores - peak).exp_()
             weights /= weights.sum(dim=-1, keepdim=True) + (sinks - peak).exp()
         return torch.matmul(weights.to(values.dtype), values)
+
+
+def _bytes_per_token(layers: Sequence[LayerShape], dtype: torch.dtype) -> tuple[int, ...]:
+    """Most bytes of a token's keys in a layer, and of its values."""
+    if not layers:
+        return ()
+    dims = [(layer.kv_heads * layer.key_dim, layer.kv_heads * layer.value_dim) for layer in layers]
+    return tuple(max(each) * int(dtype.itemsize) for each in zip(*dims, strict=True))
+
+
+def gather_bytes(layers: Sequence[LayerShape], dtype: torch.dtype, longest: int) -> int:
+    """Most bytes on a GPU for gathered contexts of at most ``longest`` tokens each."""
+    sizes = [max(GATHER_BYTES, longest * each) for each in _bytes_per_token(layers, dtype)]
+    return sum(size + size // 4 for size in sizes)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

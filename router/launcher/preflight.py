@@ -13,7 +13,8 @@ from engine.executor.cluster import why_not
 from engine.groups.transport import installation_problem
 from engine.model.checkpoint import CheckpointError
 from engine.numerics import kind_problem
-from parallel.topology import usable_cores, visible_cuda_devices
+from parallel.devices import visible_cuda_devices
+from parallel.topology import usable_cores
 from router.config import HttpConfig, ServeConfig
 from router.launcher.scaling import Machine, ScalingRefused, check_cores
 from router.text.sampling_defaults import sampling_defaults
