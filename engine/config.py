@@ -83,6 +83,13 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Count | None, flag(help="Number of KV blocks, whatever the memory (any device).")
     ] = None
     enable_prefix_caching: Annotated[bool, flag(help="Reuse KV blocks of equal prefixes.")] = True
+    enable_kv_transfer: Annotated[
+        bool,
+        flag(
+            help="Fetch KV blocks of equal prefixes from other instances where that is faster than computing "
+            "them, and lend them blocks."
+        ),
+    ] = True
 
 
 CPU_TOKENS, GPU_TOKENS = 512, 2048

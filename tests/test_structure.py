@@ -27,6 +27,7 @@ ROOMS = {
         "probe",
         "model",
         "scheduling",
+        "transfers",
         "kernels",
         "groups",
         "compute",

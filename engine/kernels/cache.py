@@ -64,6 +64,11 @@ class NativeCache:
     def __repr__(self) -> str:
         return f"NativeCache(layers={len(self.keys)}, blocks={self.num_blocks}, block_size={self.block_size})"
 
+    @property
+    def stored(self) -> list[torch.Tensor]:
+        """All that is kept of tokens, in tensors that begin with the first block."""
+        return [*self.keys, *self.values]
+
     @staticmethod
     def fits(block_size: int) -> bool:
         return block_size % LANES == 0
