@@ -111,6 +111,13 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = "auto"
     enable_prefix_caching: Annotated[bool, flag(help="Reuse KV blocks of equal prefixes.")] = True
+    enable_kv_transfer: Annotated[
+        bool,
+        flag(
+            help="Fetch KV blocks of equal prefixes from other instances where that is faster than computing "
+            "them, and lend them blocks."
+        ),
+    ] = True
 
     @property
     def kv_codes(self) -> Literal["int8", "fp8"] | None:

@@ -28,6 +28,7 @@ ROOMS = {
         "probe",
         "model",
         "scheduling",
+        "transfers",
         "kernels",
         "groups",
         "compute",

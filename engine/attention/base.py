@@ -122,6 +122,11 @@ class PagedAttention(Protocol):
 
     use: AttentionUse
 
+    @property
+    def stored(self) -> list[torch.Tensor]:
+        """All that is kept of tokens, in tensors that begin with the first block."""
+        ...
+
     def plan(self, rows: PackedRows) -> AttentionPlan:
         """Prepare a step. Two steps may not be computed at the same time."""
         ...

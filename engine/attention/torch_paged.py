@@ -114,6 +114,11 @@ class TorchPagedAttention:
             f"block_size={self.block_size}, windows={self.windows}, {self.dtype}, {self.device})"
         )
 
+    @property
+    def stored(self) -> list[torch.Tensor]:
+        """All that is kept of tokens, in tensors that begin with the first block."""
+        return [*self.keys, *self.values]
+
     def plan(self, rows: PackedRows) -> TorchAttentionPlan:
         """Build the index tensors and masks of a step; see ``base.PagedAttention``."""
         row_of_token = np.repeat(np.arange(len(rows.starts)), rows.counts)

@@ -13,7 +13,7 @@ from engine.scheduling.blocks import prefix_names
 from router.dispatch import policy
 from router.dispatch.ledger import Entry, Ledger
 from router.dispatch.policy import Candidate, Policy, Wish
-from router.dispatch.pool import Instance, Pool
+from router.dispatch.pool import NO_REPORT, Instance, Pool
 from router.mesh import MeshError, Prompt
 
 if TYPE_CHECKING:
@@ -89,9 +89,10 @@ class Chooser:
                 self._turn += 1
                 return chosen
         instances = self._instances_for(entry)
-        lengths = self._pool.index.prefix_lengths(blocks)
+        lengths, lendable = self._pool.index.prefix_lengths(blocks), self._pool.lendable(blocks)
         found = [
-            self._pool.candidate(instance, now, self._cached(instance, lengths)) for instance in instances
+            self._pool.candidate(instance, now, self._cached(instance, lengths), lendable)
+            for instance in instances
         ]
         able = policy.eligible(found, entry.failed_ranks)
         if not able:
@@ -153,15 +154,26 @@ class Chooser:
         blocks = self._blocks_of(entry)
         length = self._pool.index.prefix_length(instance.name, blocks)
         cached = length * instance.capacity.block_size if instance.capacity is not None else 0
-        entry.uncached = entry.work - cached
+        entry.blocks_at, spared = self._source_for(instance, blocks, cached)
+        entry.uncached = entry.work - cached - spared
         if not entry.prompt.background:
             self.counts["affinity_hits" if cached else "affinity_misses"] += 1
-        number = instance.dispatch(entry.work, now, cached=cached)
+        number = instance.dispatch(entry.work, now, cached=cached + spared)
         self._ledger.place(entry, instance.name, number)
         entry.is_computed_in(instance.fingerprint)
         if instance.capacity is not None and instance.capacity.caches_prefixes:
             self._pool.index.expect(instance.name, number, blocks[length:])
         return number
+
+    def _source_for(self, instance: Instance, blocks: Sequence[int], cached: int) -> tuple[str, int]:
+        """Where an instance fetches what it lacks, and the tokens to compute that this spares."""
+        found = self._pool.lender(instance, blocks)
+        if found is None or found[0].capacity is None:
+            return "", 0
+        source, tokens = found
+        price = (instance.report or NO_REPORT).fetch_price
+        spared = policy.spared(tokens - cached, price)
+        return (source.capacity.blocks_at, int(spared)) if spared and source.capacity else ("", 0)
 
     def settle(self, entry: Entry) -> None:
         """End the booking of a try's blocks: its first token came, or never will.
