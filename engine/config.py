@@ -20,6 +20,11 @@ DType = Literal["auto", "float32", "bfloat16", "float16", "half", "float"]
 KVCacheDType = Literal["auto", "int8", "int8_per_token_head", "fp8", "fp8_e4m3", "fp8_per_token_head"]
 
 SHIPPED_MODEL = "lockstep-moe"
+QUANTIZED_MODELS: dict[str, Literal["int8", "int4"]] = {
+    f"{SHIPPED_MODEL}-int8": "int8",
+    f"{SHIPPED_MODEL}-int4": "int4",
+}
+"""Names of the shipped model in fewer bits, made at first use."""
 FORMING_TIMEOUT = 60.0
 """Seconds that forming a group may take at least."""
 STEP_TIMEOUT = 300.0

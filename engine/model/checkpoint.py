@@ -18,7 +18,8 @@ from typing import Any
 
 import msgspec
 
-from engine.config import SHIPPED_MODEL
+from coordinator.distribution import installed_version
+from engine.config import QUANTIZED_MODELS, SHIPPED_MODEL
 from engine.model.gguf.directory import SUFFIX, WEIGHTS, gguf_directory
 from engine.model.gguf.reading import GgufError, read_header
 from engine.model.model_sources import (
@@ -29,6 +30,7 @@ from engine.model.model_sources import (
 )
 from engine.model.quantization.formats import MXFP4, Format, Refused, format_of, method_of, why_not_so
 from engine.model.tokenizer_files import OTHER_FORMS, TOKENIZER, TokenizerFilesError, tokenizer_directory
+from parallel.caches import made_once, own_directory
 
 MODELS_DIRECTORY = Path(__file__).parents[1] / "models"
 
@@ -151,6 +153,8 @@ def _find_local(name: str | None) -> Path | None:
         name is None or name == SHIPPED_MODEL
     ):  # also where a directory of this name is; ./lockstep-moe means that one
         return MODELS_DIRECTORY / SHIPPED_MODEL
+    if name in QUANTIZED_MODELS:
+        return _made(name)
     try:
         local = Path(name).expanduser()
         if local.is_dir():
@@ -167,6 +171,24 @@ def _find_local(name: str | None) -> Path | None:
             f"Hugging Face repository id (owner/name), or nothing for the shipped {SHIPPED_MODEL}"
         )
     return None
+
+
+def _made(name: str) -> Path:
+    """The shipped model in fewer bits."""
+    from engine.model.quantization import making  # numpy, which few need here
+
+    digest = hashlib.sha256(f"{name} {installed_version()}".encode() + Path(making.__file__).read_bytes())
+    source = MODELS_DIRECTORY / SHIPPED_MODEL
+    digest.update((source / WHOLE_FILE).read_bytes())
+    try:
+        kept = own_directory("models") / f"{name}-{digest.hexdigest()[:16]}"
+        if not kept.is_dir():
+            logger.info("making %s of %s, once", name, SHIPPED_MODEL)
+        return made_once(
+            kept, lambda target: making.quantize_checkpoint(source, target, QUANTIZED_MODELS[name])
+        )
+    except OSError as error:
+        raise CheckpointError(f"{name} cannot be made in {error.filename}: {_reason(error)}") from error
 
 
 def _of_gguf(path: Path) -> Path:

@@ -10,10 +10,8 @@ import hashlib
 import importlib.util
 import logging
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from coordinator.distribution import installed_version
@@ -21,7 +19,7 @@ from engine.model.gguf import configs, names, reading
 from engine.model.gguf.configs import config_of
 from engine.model.gguf.names import recipes_of
 from engine.model.gguf.reading import GgufError, read_header
-from parallel.caches import own_directory
+from parallel.caches import made_once, own_directory
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +43,12 @@ def gguf_directory(path: Path) -> Path:
         raise GgufError(f"{path} is a GGUF file, and reading it needs the package gguf: pip install gguf")
     try:
         path = path.resolve()
-        kept = own_directory(PACKAGE) / _digest(path)
-        if not (kept / WEIGHTS).is_symlink():
+        kept = own_directory("gguf") / _digest(path)
+        if not kept.is_dir():
             _check(path)
-            _make(path, kept)
+        return made_once(kept, lambda target: _make(path, target))
     except OSError as error:
-        raise GgufError(
-            f"{error.filename or path} cannot be read or made: {error.strerror or error}"
-        ) from error
-    return kept
+        raise GgufError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
 
 
 def _digest(path: Path) -> str:
@@ -76,20 +71,11 @@ def _check(path: Path) -> None:
         raise GgufError(f"{path}: {error}") from error
 
 
-def _make(path: Path, kept: Path) -> None:
-    """Write the directory, and put it in place at once."""
+def _make(path: Path, target: Path) -> None:
+    """Write the directory."""
     logger.info("making config.json and the tokenizer of %s, once", path)
-    with tempfile.TemporaryDirectory(dir=kept.parent) as made:
-        target = Path(made) / "made"
-        _convert(path, target)
-        (target / WEIGHTS).symlink_to(path)
-        if not kept.exists():  # another process may have been faster
-            try:
-                target.rename(kept)
-            except OSError:
-                if not (kept / WEIGHTS).is_symlink():
-                    shutil.rmtree(kept, ignore_errors=True)
-                    raise
+    _convert(path, target)
+    (target / WEIGHTS).symlink_to(path)
 
 
 def _convert(path: Path, target: Path) -> None:

@@ -21,6 +21,8 @@ NOT_READ = re.compile(
     r"\.(input_scale|input_zero_point|output_scale|[kqv]_(proj\.output_)?scale|activation_scale)$"
 )
 """Scales of activations and of the KV cache, which have the model's data type here."""
+ONE_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*weight)")
+"""Weight of one of several experts: whose, which, and what."""
 _CODES = frozenset(kind.CODES for kind in KINDS) - {WEIGHT}
 _PARTS = FURTHER_PARTS | {kind.SCALES for kind in KINDS}
 
@@ -62,6 +64,7 @@ class QuantizedFiles(CodedFiles):
         parts = {name for name in self._homes if self._is_part(name)}
         self._names = [name for name in self._homes if name not in parts and not NOT_READ.search(name)]
         self._names += self.matrices
+        self._check_experts()
         if not self.matrices:
             raise CheckpointError(
                 f"config.json says that weights are quantised by {form.method}, and no tensor is"
@@ -93,6 +96,24 @@ class QuantizedFiles(CodedFiles):
             kind = self._kind_of(owner, last)
             parts = {part: self._part(owner, part) for part in self._parts_of(owner, kind)}
             yield f"{owner}.{WEIGHT}", kind(f"{owner}.{WEIGHT}", parts, self._form, self._dtype)
+
+    def _check_experts(self) -> None:
+        """Experts of a layer are one parameter: all of them are quantised, or none.
+
+        Raises:
+            CheckpointError: some are.
+        """
+        quantised: dict[tuple[str, str], str] = {}
+        for name in self.matrices:
+            if found := ONE_EXPERT.fullmatch(name):
+                quantised[found[1], found[3]] = name
+        for name in self._names:
+            found = ONE_EXPERT.fullmatch(name)
+            if found and name not in self.matrices and (other := quantised.get((found[1], found[3]))):
+                raise CheckpointError(
+                    f"{name} is not quantised and {other} is: experts of a layer are quantised together, or "
+                    "not at all ('ignore' in the quantization_config)"
+                )
 
     def _kind_of(self, owner: str, last: str) -> type[QuantizedMatrix]:
         """The class that reads a matrix with codes of this last name."""
