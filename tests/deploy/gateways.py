@@ -87,7 +87,7 @@ def gateway(
 
 @contextmanager
 def until_answered(child: subprocess.Popen[bytes], url: str, log: Path) -> Iterator[str]:
-    """The URL of a process before a mesh once it answers; the process is ended afterwards."""
+    """The URL of a process before a mesh once it answers; it is ended afterwards."""
     try:
 
         def is_up() -> bool:

@@ -55,7 +55,7 @@ WORDS = [
 
 
 def body_of(number: int, *, most_tokens: int) -> dict[str, Any]:
-    """The body of a request with a text: sglang-router takes no token ids as a prompt."""
+    """The body of a request with a text: sglang-router takes no token ids."""
     rng = random.Random(number)
     body = ids_body_of(number, longest=30, most_tokens=most_tokens)
     return body | {"prompt": " ".join(rng.choices(WORDS, k=rng.randint(3, 120)))}

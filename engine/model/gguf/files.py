@@ -119,6 +119,10 @@ class GgufMatrix:
         """The data type of the numbers that are given, as safetensors names it."""
         return DTYPE_NAMES[self._dtype]
 
+    @property
+    def rounding(self) -> None:
+        """Activations stay as they are."""
+
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Weights of a range of outputs and inputs."""
         rows, columns = ranges_of(index, self.shape)
