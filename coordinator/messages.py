@@ -43,6 +43,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     max_model_len: int
     block_size: int
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     vocab_size: int
     tensor_parallel_size: int
     pipeline_parallel_size: int
@@ -68,6 +69,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """
     max_num_seqs: int
     performance_mode: Literal["balanced", "interactivity", "throughput"] = "balanced"
+    quantization: str = ""
+    """How plain weights are quantised while they are read; empty: not at all."""
 
 
 class State(enum.StrEnum):

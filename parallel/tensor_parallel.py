@@ -97,10 +97,21 @@ class RowParallelLinear(torch.nn.Module):  # type: ignore[misc]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., inputs of this rank, or all if it selects its own] -> [..., outputs]."""
-        if self._input is not None:
-            inputs = inputs[..., self._input]
-        total = self._ranks.all_reduce(F.linear(inputs, self.weight))
+        total = self.sum_over_ranks(F.linear(self.own_inputs(inputs), self.weight))
         return total if self.bias is None else total + self.bias
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks add up."""
+        return self._ranks.size
+
+    def own_inputs(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The part of the inputs that this rank multiplies."""
+        return inputs if self._input is None else inputs[..., self._input]
+
+    def sum_over_ranks(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum of what all ranks have."""
+        return self._ranks.all_reduce(partial)
 
 
 class GatheredLinear(torch.nn.Module):  # type: ignore[misc]

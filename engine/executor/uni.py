@@ -42,6 +42,7 @@ from engine.model.shard import WHOLE, Shard
 from engine.model.weights import LoadedModel, load_model, sum_experts_in_order
 from engine.numerics import check_kind, native_kind
 from engine.step import KVSpec, ModelFacts, Span, Step, StepResult, most_tokens
+from engine.transfers.block_memory import BlockMemory
 from parallel.communicators.base import Communicator
 from parallel.devices import device_sharers
 from parallel.expert_parallel import Dispatch
@@ -92,6 +93,9 @@ class UniExecutor:
         self._held: HeldExperts | None = None
         self._untouched = memory.Untouched()
         self._runner: ModelRunner | None = None
+        self._stored: list[torch.Tensor] = []
+        """The tensors of the KV cache."""
+        self._num_blocks = 0
         self._attention = self._attention_before = AttentionUse()
         """Time in attention, now and before the last step."""
         self._program: Program | None = None
@@ -132,10 +136,16 @@ class UniExecutor:
         )
         self._model = model
         wanted_backend = self._config.device.attention_backend
-        self._backend = choose_backend(wanted_backend, model, self._config.cache.block_size)
+        self._backend = choose_backend(wanted_backend, model, self._config.cache)
         if share is not None:
             limit = self._config.device.expert_memory_bytes
-            self._held = HeldExperts(model.module, Path(self._info.directory), share.experts, limit)
+            self._held = HeldExperts(
+                model.module,
+                Path(self._info.directory),
+                share.experts,
+                limit,
+                self._config.model.online,
+            )
             self._held.check_limit()
             self._held.rehearse()
         progress(f"loaded {model.weight_bytes / 2**20:.0f} MiB in {time.monotonic() - began:.1f} s")
@@ -146,8 +156,12 @@ class UniExecutor:
             vocab_size=model.vocab_size,
             dtype=str(dtype).removeprefix("torch."),
             device=str(device),
-            kv=KVSpec(num_layers=len(model.layers), bytes_per_token=model.kv_bytes_per_token),
+            kv=KVSpec(num_layers=len(model.layers), bytes_per_token=self._kv_bytes(model)),
         )
+
+    def _kv_bytes(self, model: LoadedModel) -> int:
+        """Bytes of a token in the KV cache."""
+        return model.kv_bytes_per_token(self._config.cache.kv_codes)
 
     def _when_read(self) -> None:
         """Compile the kernels of a shard now: later its groups' deadlines would include it."""
@@ -318,9 +332,10 @@ class UniExecutor:
         """See :class:`.Executor`."""
         model, block_size = self._model, self._config.cache.block_size
         assert model is not None, "load() comes first"
+        self._num_blocks = num_blocks
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
-        self._untouched = memory.Untouched(num_blocks, block_size * model.kv_bytes_per_token)
+        self._untouched = memory.Untouched(num_blocks, block_size * self._kv_bytes(model))
         if self._program is None and not self._on_torch:
             self._program = make_program(model, block_size)
             self._on_torch = self._program is None
@@ -328,9 +343,15 @@ class UniExecutor:
         if self._program is None and self._config.device.batch_invariant:
             self._fix_blocks(model)
         if self._program is not None:
-            self._program.use(
-                NativeCache(model.layers, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype)
+            native = NativeCache(
+                model.layers,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                dtype=model.dtype,
+                codes=self._config.cache.kv_codes,
             )
+            self._program.use(native)
+            self._stored = native.stored
             self._runner = ModelRunner(model, None, block_size, self._program)
             self._attention = self._program.attention
             if self._held is not None:
@@ -338,6 +359,7 @@ class UniExecutor:
                 self._held.check_limit()
             return
         cache = self._make_cache(num_blocks)
+        self._stored = cache.stored if model.device.type == "cpu" else []
         graphs = self._make_graphs(cache, num_blocks)
         fixed = self._fixed is not None
         self._runner = ModelRunner(model, cache, block_size, graphs=graphs, row_by_row=fixed)
@@ -357,6 +379,13 @@ class UniExecutor:
         sum_experts_in_order(model.module)
         invariance.check(model, self._fixed, self._make_cache, self._config.cache.block_size)
         logger.info("batch-invariant: checked in %.1f s", time.monotonic() - began)
+
+    def block_memory(self) -> BlockMemory | None:
+        """See :class:`.Executor`; None where the cache is on a device."""
+        if not self._stored:
+            return None
+        shape = self._num_blocks, -1
+        return BlockMemory([each.view(torch.uint8).reshape(shape).numpy() for each in self._stored])
 
     def arithmetic(self) -> list[Arithmetic]:
         """See :class:`.Executor`."""
@@ -397,6 +426,7 @@ class UniExecutor:
             dtype=model.dtype,
             device=model.device,
             backend=self._backend,
+            codes=self._config.cache.kv_codes,
         )
 
     def _make_graphs(self, cache: PagedAttention, num_blocks: int) -> DecodeGraphs | None:
@@ -554,6 +584,7 @@ class UniExecutor:
     def close(self) -> None:
         """Let go of the weights and the cache."""
         self._runner = None
+        self._stored = []
         self._held = None
         self._model = None
         self._program = None

@@ -84,9 +84,12 @@ def _norms_alike(module: Any, plus_one: bool) -> bool:
 
 
 def _merge(module: Any, names: Sequence[str]) -> int:
-    """Merge these linear layers of a module, if all are there and plain."""
+    """Merge these linear layers of a module, if all are there and plain.
+
+    One that rounds its inputs has a ``forward`` of its own, and is not.
+    """
     layers: list[Any] = [getattr(module, name, None) for name in names]
-    if not all(type(layer) is torch.nn.Linear for layer in layers):
+    if not all(type(layer) is torch.nn.Linear and "forward" not in vars(layer) for layer in layers):
         return 0
     if len({(layer.in_features, layer.bias is None, layer.weight.dtype) for layer in layers}) != 1:
         return 0

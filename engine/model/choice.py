@@ -17,6 +17,7 @@ import torch
 from engine.attention import Backend, make_attention, why_not_triton
 from engine.attention.base import PLAN_KEYWORD, AttentionPlan, AttentionUse, PackedRows, PagedAttention
 from engine.attention.splits import SPLIT_KEYS
+from engine.config import CacheConfig
 from engine.model.checkpoint import CheckpointError
 from engine.model.probe import run_stage
 
@@ -45,7 +46,7 @@ So contexts are cut in the check wherever they might be on this device.
 
 
 def choose_backend(
-    wanted: Literal["auto", "TORCH_SDPA", "TRITON_ATTN"], model: LoadedModel, block_size: int
+    wanted: Literal["auto", "TORCH_SDPA", "TRITON_ATTN"], model: LoadedModel, cache: CacheConfig
 ) -> Backend:
     """The backend for this model.
 
@@ -56,10 +57,13 @@ def choose_backend(
     """
     if wanted == "TORCH_SDPA" or (wanted == "auto" and model.device.type != "cuda"):
         return "TORCH_SDPA"
+    if cache.kv_codes is not None:
+        logger.info("attention: TORCH_SDPA, since TRITON_ATTN reads no %s KV cache", cache.kv_codes)
+        return "TORCH_SDPA"
     began = time.monotonic()
     problem = why_not_triton(model.device)
     if problem is None:
-        problem = _compare(model, block_size)
+        problem = _compare(model, cache.block_size)
     if problem is None:
         logger.info("attention: TRITON_ATTN, checked in %.1f s", time.monotonic() - began)
         return "TRITON_ATTN"

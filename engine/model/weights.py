@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from engine.attention.base import IMPLEMENTATION, LayerShape, paged_attention
+from engine.attention.kv_codes import KVCodes
 from engine.config import ModelConfig
 from engine.gpu.fused_layers import fuse_layers
 from engine.gpu.product_choice import has_triton
@@ -42,6 +43,8 @@ from engine.model.model_sources import (
 )
 from engine.model.probe import NOT_THROUGH_INTERFACE, probe_layers, verify
 from engine.model.quantization.attached import attach_codes
+from engine.model.quantization.formats import online_format
+from engine.model.quantization.layers import round_inputs
 from engine.model.quantization.view import log_format
 from engine.model.shard import WHOLE, Shard, ShardedClass, Stage, sharded_class
 from engine.model.shard_weights import all_tensors, random_shard, read_shard
@@ -108,9 +111,9 @@ class LoadedModel:
     def weight_bytes(self) -> int:
         return sum(parameter.numel() * parameter.element_size() for parameter in self.module.parameters())
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return sum(layer.bytes_per_token(self.dtype) for layer in self.layers)
+    def kv_bytes_per_token(self, codes: KVCodes | None = None) -> int:
+        """Bytes of a token in the KV cache, with numbers or with codes."""
+        return sum(layer.bytes_per_token(self.dtype, codes) for layer in self.layers)
 
 
 def load_model(
@@ -186,7 +189,7 @@ def _read_model(
     config = _read_config(info, settings)
     model_class, config, is_part = _model_class(info, config, settings.trust_remote_code)
     _check_supported(info, config, model_class)
-    _take_quantization_out(info, config)
+    _take_quantization_out(info, settings, config)
     dummy = settings.load_format == "dummy"
     if dummy and share is not None:
         raise CheckpointError("--load-format dummy with -ep is not built: random experts would not be shared")
@@ -198,7 +201,7 @@ def _read_model(
         elif dummy:
             module = _make_dummy(model_class, config, dtype, device)
         else:
-            module = _read_weights(info, model_class, config, dtype, device, is_part, share)
+            module = _read_weights(info, settings, model_class, config, dtype, device, is_part, share)
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:  # whatever the checkpoint may do to transformers' code
@@ -216,6 +219,8 @@ def _read_model(
         _spread_experts(module, ExpertShare(placement, shard.rank), dispatch, WHOLE)
     elif module._can_set_experts_implementation():
         module.set_experts_implementation(choose_experts_function(module))
+    if round_inputs(module) and share is None:
+        sum_experts_in_order(module)
     if device.type == "cuda" and has_triton():
         fuse_layers(module)
     _fix_rope_scaling(module, _longest(info, settings))
@@ -385,10 +390,12 @@ def _check_supported(info: ModelInfo, config: Any, model_class: Any) -> None:
         raise CheckpointError(f"{name} {problem}")
 
 
-def _take_quantization_out(info: ModelInfo, config: Any) -> None:
+def _take_quantization_out(info: ModelInfo, settings: ModelConfig, config: Any) -> None:
     """Let transformers see plain weights, where quantised ones are widened while they are read."""
     form = format_of_weights(Path(info.directory))
     if form is None:
+        if settings.online is not None:
+            log_format(online_format(settings.online))
         return
     log_format(form)
     for part in (config, config.get_text_config(decoder=True)):
@@ -413,6 +420,7 @@ def _make_dummy(model_class: Any, config: Any, dtype: torch.dtype, device: torch
 
 def _read_weights(
     info: ModelInfo,
+    settings: ModelConfig,
     model_class: Any,
     config: Any,
     dtype: torch.dtype,
@@ -422,7 +430,7 @@ def _read_weights(
 ) -> Any:
     options = _load_options(model_class, config, dtype, device, is_part)
     directory = Path(info.directory)
-    is_plain = format_of_weights(directory) is None
+    is_plain = format_of_weights(directory) is None and settings.online is None
     finds_files = is_laid_out_as_usual(directory) or model_class is AutoModelForCausalLM
     if share is None and is_plain and finds_files:
         with _straight_to(device):
@@ -431,7 +439,7 @@ def _read_weights(
             )
         _check_report(info, report, is_part)
         return module
-    with open_weights(directory, dtype) as files, _straight_to(device):
+    with open_weights(directory, dtype, settings.online) as files, _straight_to(device):
         if share is not None:
             with only_experts_of(model_class, config, share, files) as tensors:
                 module, report = model_class.from_pretrained(None, state_dict=tensors, **options)
@@ -456,7 +464,7 @@ def _read_shard(
         with _straight_to(device):
             module, _ = sharded.model_class.from_pretrained(None, state_dict=random_shard(sharded), **options)
         return module
-    with open_weights(Path(info.directory), dtype) as files:
+    with open_weights(Path(info.directory), dtype, settings.online) as files:
         tensors = read_shard(sharded, files, options.get("key_mapping"), device)
     with _straight_to(device):
         module, report = sharded.model_class.from_pretrained(None, state_dict=tensors, **options)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from coordinator.process.tracing import TracingMissing, check_installed
 from coordinator.settings.flags import changed
-from engine.config import SHIPPED_MODEL
+from engine.config import QUANTIZED_MODELS, SHIPPED_MODEL
 from engine.executor.cluster import why_not
 from engine.groups.transport import installation_problem
 from engine.model.checkpoint import CheckpointError
@@ -82,8 +82,8 @@ def ignored_revision(config: ServeConfig) -> bool:
     model = config.engine.model
     if model.revision is None:
         return False
-    is_ours = model.model is None or model.model == SHIPPED_MODEL
-    return is_ours or Path(model.model or "").expanduser().is_dir()
+    is_ours = model.model is None or model.model in (SHIPPED_MODEL, *QUANTIZED_MODELS)
+    return is_ours or Path(model.model or ":").expanduser().exists()
 
 
 def ignored_when_headless(config: ServeConfig) -> list[str]:

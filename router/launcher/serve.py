@@ -453,6 +453,10 @@ COMMANDS: dict[str, tuple[Command, str]] = {
         _of("router.tools.autoscale.command"),
         "follow the load of a mesh, and start or drain instances",
     ),
+    "epp": (
+        _of("router.epp.command"),
+        "tell a gateway where requests go (Gateway API Inference Extension)",
+    ),
 }
 
 

@@ -119,7 +119,7 @@ def test_what_the_mesh_overrules_was_given_in_vain() -> None:
     assert ignored_when_joining(EngineConfig()) == []
     given = EngineConfig(
         model=ModelConfig(dtype="float16", max_model_len=100, served_model_name=("a",)),
-        cache=CacheConfig(block_size=8),
+        cache=CacheConfig(block_size=8, kv_cache_dtype="int8"),
         scheduler=SchedulerConfig(
             max_num_seqs=3, max_num_batched_tokens=77, performance_mode="interactivity"
         ),
@@ -138,7 +138,7 @@ def test_what_the_mesh_overrules_was_given_in_vain() -> None:
         {field.long_name, *field.names} for field, value in changed(given) if (field, value) not in kept
     ]
     ignored = ignored_when_joining(given)
-    assert len(ignored) == len(overruled) == 13
+    assert len(ignored) == len(overruled) == 14
     assert all(names & set(ignored) for names in overruled)
 
 

@@ -12,6 +12,7 @@ import argparse
 import json
 import logging
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installed
 
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.executor.uni import UniExecutor

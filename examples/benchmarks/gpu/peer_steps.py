@@ -8,12 +8,15 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+
+sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installed
 
 from examples.benchmarks.gpu.shapes import SHAPES, config_of
 

@@ -15,7 +15,7 @@ import torch
 from engine.attention import INTERPRET, splits, why_not_triton
 from engine.attention.base import LayerShape, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
-from engine.config import ModelConfig
+from engine.config import CacheConfig, ModelConfig
 from engine.model import choice
 from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.model.weights import load_model
@@ -23,6 +23,7 @@ from tests.engine.model.test_probe import BLOCK_SIZE, NUM_BLOCKS, SHAPES, Reques
 from tests.engine.tiny_models import make_tiny_model
 from tests.nightly import NIGHTLY
 
+CACHE = CacheConfig(block_size=8)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 if why_not_triton(DEVICE) is not None:
@@ -192,12 +193,14 @@ def test_a_backend_is_chosen_if_it_agrees(tmp_path: Path, monkeypatch) -> None:
         return parts
 
     monkeypatch.setattr(triton_paged.TritonPagedAttention, "splits", count)
-    assert choice.choose_backend("TRITON_ATTN", load(tmp_path, "gemma2"), 8) == "TRITON_ATTN"
+    assert choice.choose_backend("TRITON_ATTN", load(tmp_path, "gemma2"), CACHE) == "TRITON_ATTN"
     assert cut >= {1, 3}
     model = load(tmp_path, "gpt_oss")
-    assert choice.choose_backend("TRITON_ATTN", model, 8) == "TRITON_ATTN"
+    assert choice.choose_backend("TRITON_ATTN", model, CACHE) == "TRITON_ATTN"
     on_its_own = "TRITON_ATTN" if DEVICE.type == "cuda" else "TORCH_SDPA"
-    assert choice.choose_backend("auto", model, 8) == on_its_own
+    assert choice.choose_backend("auto", model, CACHE) == on_its_own
+    codes = CacheConfig(block_size=8, kv_cache_dtype="int8")
+    assert choice.choose_backend("auto", model, codes) == "TORCH_SDPA"
 
     def fail(size: int) -> int:
         raise RuntimeError(f"no tile of size {size}")
@@ -210,17 +213,17 @@ def test_a_backend_is_chosen_if_it_agrees(tmp_path: Path, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(triton_paged.TritonPagedAttention, "slots", lose)
         with pytest.raises(CheckpointError, match="cannot serve: on a few steps of this model it differs"):
-            choice.choose_backend("TRITON_ATTN", model, 8)
+            choice.choose_backend("TRITON_ATTN", model, CACHE)
     with monkeypatch.context() as patch:
         patch.setattr(triton_kernels, "merge", Forgetful(triton_kernels.merge))
         with pytest.raises(CheckpointError, match="on a few steps of this model it differs"):
-            choice.choose_backend("TRITON_ATTN", model, 8)
+            choice.choose_backend("TRITON_ATTN", model, CACHE)
     with monkeypatch.context() as patch:
         patch.setattr(triton_paged, "_padded", fail)
         with pytest.raises(
             CheckpointError, match=r"its kernels fail: RuntimeError: no tile .*Leave the flag"
         ):
-            choice.choose_backend("TRITON_ATTN", model, 8)
+            choice.choose_backend("TRITON_ATTN", model, CACHE)
 
 
 AHEAD_OF_TIME = """

@@ -17,6 +17,7 @@ from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, 
 from engine.executor import make_executor, uni
 from engine.executor.uni import CPU_KV_LIMIT, UniExecutor
 from engine.host import memory
+from engine.host.cache_size import size_cache
 from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.model.shard import Shard
 from engine.sampling import SamplingParams
@@ -53,6 +54,22 @@ def test_load_allocate_execute_close(tmp_path: Path) -> None:
     executor.begin(Step([], [0], [3], [1]))
     assert len(executor.finish().tokens) == 1
     executor.close()
+
+
+def test_codes_of_the_kv_cache_take_half_the_room(tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path, "llama", head_dim=64)
+    blocks = []
+    for kept in ("auto", "int8"):
+        config = EngineConfig(
+            model=ModelConfig(model=str(directory), dtype="bfloat16", max_model_len=128),
+            cache=CacheConfig(kv_cache_dtype=kept, kv_cache_memory_bytes=1 << 22),  # type: ignore[arg-type]
+            device=DeviceConfig(device="cpu"),
+        )
+        executor = UniExecutor(config, read_model_info(directory), 1)
+        facts = executor.load(lambda _phase: None)
+        blocks.append(size_cache(config, facts, executor.free_kv_memory, 1)[0])
+        executor.close()
+    assert 1.9 * blocks[0] < blocks[1] < 2 * blocks[0]
 
 
 def test_what_a_step_writes_to_the_cache_is_taken_from_memory_once(

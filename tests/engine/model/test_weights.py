@@ -59,7 +59,8 @@ def test_layer_shapes(tmp_path: Path) -> None:
     model = load(make_tiny_model(tmp_path, "gemma2"))
     sliding, full = LayerShape(2, 16, 16, WINDOW), LayerShape(2, 16, 16, None)
     assert model.layers == (sliding, full, sliding, full)
-    assert model.kv_bytes_per_token == 4 * 2 * (16 + 16) * 4
+    assert model.kv_bytes_per_token() == 4 * 2 * (16 + 16) * 4
+    assert model.kv_bytes_per_token("int8") == 4 * 2 * (16 + 16 + 2 + 2)
     assert model.vocab_size == COMMON["vocab_size"]
     assert model.weight_bytes == 4 * model.num_parameters
     latent = load(make_tiny_model(tmp_path / "latent", "deepseek_v3"))
@@ -687,9 +688,10 @@ def test_weights_go_to_another_device_one_by_one(
         return materialize(tensor, device, dtype)
 
     monkeypatch.setattr(core_model_loading, "_materialize_copy", note)
-    config = weights._read_config(info, ModelConfig(model=str(directory)))
+    settings = ModelConfig(model=str(directory))
+    config = weights._read_config(info, settings)
     kind = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    module = weights._read_weights(info, kind, config, torch.float32, meta, False, None)
+    module = weights._read_weights(info, settings, kind, config, torch.float32, meta, False, None)
     assert len(asked) >= len(load_file(directory / "model.safetensors"))
     assert set(asked) == {meta}
     assert {parameter.device for parameter in module.parameters()} == {meta}
