@@ -96,10 +96,10 @@ bench-wake: $(STAMP)  ## what the first token after a sleep costs
 bench-startup: $(STAMP)  ## from the command line to the first token, and where the time goes
 	$(BIN)/python examples/benchmarks/bench_startup.py --output-json build/bench-startup.json $(ARGS)
 
-bench-gpu-first: $(STAMP)  ## the first ten minutes on a GPU: environment, tests, models beside transformers, two instances (ARGS='--device cpu --tiny' tries it)
+gpu-first: $(STAMP)  ## the first ten minutes on a GPU: environment, tests, models beside transformers, two instances (ARGS='--device cpu --tiny' tries it)
 	$(BIN)/python -m examples.benchmarks.gpu.gpu_first --output-json build/gpu-first/results.json $(ARGS)
 
-structured: $(STAMP)  ## what structured outputs cost: masks per step, compiling schemas
+bench-structured: $(STAMP)  ## what structured outputs cost: masks per step, compiling schemas
 	$(BIN)/python examples/benchmarks/bench_structured.py --output-json build/bench-structured.json $(ARGS)
 
 structured: $(STAMP)  ## 200 JSON schemas at temperature 1, every answer validated, and again while an instance is killed
