@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import uuid
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -43,6 +43,7 @@ from engine.step import ModelFacts
 from engine.step_watch import StepWatch, place_of
 from engine.transfers.identity import CacheFacts, identity_of
 from engine.transfers.mover import LARGEST_BLOCK, BlockMover
+from parallel.devices import cuda_devices, device_sharers
 
 if TYPE_CHECKING:
     from engine.executor_contract import SpreadExecutor
@@ -192,7 +193,7 @@ class Instance:
                 facts = executor.load(lambda phase: membership.update(phase=phase))
             self._check_stopped()
             membership.update(phase="kv cache")
-            with memory.turn() if facts.device == "cpu" else nullcontext():
+            with self._turn(facts):
                 num_blocks, max_model_len = self._size_cache(executor, facts, self._neighbours(membership))
                 executor.allocate(num_blocks)
             self._tell_numerics(membership, info, executor)
@@ -220,7 +221,8 @@ class Instance:
                 membership.update(state=State.READY, phase="serving", address=self._server.endpoint)
                 logger.info("ready on %s after %.1f s", self._server.endpoint, time.monotonic() - began)
             else:
-                self._spread = self._spread_experts(membership, executor, self._server)
+                sharers = None if facts.device == "cpu" else device_sharers()
+                self._spread = self._spread_experts(membership, executor, self._server, sharers)
                 core.stepping = self._spread.stepping
                 logger.info("loaded after %.1f s", time.monotonic() - began)
             if not executor.computes_apart:
@@ -254,6 +256,12 @@ class Instance:
             executor.close()
             if tracing is not None:
                 tracing.close()
+
+    def _turn(self, facts: ModelFacts) -> AbstractContextManager[None]:
+        """Keeps others from measuring memory while this instance does, and takes its own."""
+        if facts.device == "cpu":
+            return memory.turn()
+        return memory.turn(memory.DEVICE_TURN_TIMEOUT, cuda_devices())
 
     def _move_blocks(self, core: EngineCore, executor: Executor, server: Server) -> BlockMover | None:
         """Lend KV blocks to other instances, and fetch theirs, where that can be done."""
@@ -309,7 +317,9 @@ class Instance:
         except OSError as error:
             logger.error("the trace could not be written: %s", error)
 
-    def _spread_experts(self, membership: MemberConnection, executor: Executor, server: Server) -> Spread:
+    def _spread_experts(
+        self, membership: MemberConnection, executor: Executor, server: Server, sharers: int | None
+    ) -> Spread:
         from engine.groups.spread import Spread  # loads torch.distributed
 
         return Spread(
@@ -322,6 +332,7 @@ class Instance:
             device=self._config.device,
             startup_timeout=self._mesh.startup_timeout,
             keys=self._keys,
+            sharers=sharers,
         )
 
     def _on_step(self, membership: MemberConnection, core: EngineCore) -> None:

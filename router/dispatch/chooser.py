@@ -80,6 +80,8 @@ class Chooser:
             MeshError: no instance, or not the one of the rank that it names, can take it now (503). That rank
                 does not exist, or the request asks for more tokens than any instance holds (400).
         """
+        if (preferred := self._preferred(entry, now)) is not None:
+            return preferred
         blocks, wish = self._blocks_of(entry), self._wish(entry)
         if len(self._pool) >= MANY and entry.prompt.rank is None:
             chosen = self._columns().choose(self._policy, entry, blocks, wish, now)
@@ -114,6 +116,17 @@ class Chooser:
         self._turn += 1
         rank = policy.pick(self._policy, policy.of_class(free, wish), wish).rank
         return next(instance for instance in instances if instance.rank == rank)
+
+    def _preferred(self, entry: Entry, now: float) -> Instance | None:
+        """The instance that an endpoint picker chose, if it can take a new request now."""
+        rank = entry.prompt.preferred
+        if rank is None or entry.owed or entry.failed_ranks or entry.prompt.rank is not None:
+            return None
+        instance = next((each for each in self._pool if each.rank == rank), None)
+        if instance is None:
+            return None
+        able = [each for each in policy.eligible([instance.candidate(now)]) if each.admitted]
+        return instance if policy.with_room(policy.that_hold(able, entry.most)) else None
 
     def _wish(self, entry: Entry) -> Wish:
         return Wish(
