@@ -216,8 +216,7 @@ class MemberConnection:
                 self._complain_of_silence()
                 self._changed.clear()
                 sent = [connection.send(message) for message in self._state.outgoing(self._load())]
-                welcome = self._state.welcome
-                interval = welcome.heartbeat_interval if welcome else ASK_INTERVAL
+                interval = self._state.heartbeat_interval or ASK_INTERVAL
                 interval = interval if all(sent) else RECONNECT_INTERVAL
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), interval)

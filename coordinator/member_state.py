@@ -55,6 +55,8 @@ class MemberState:
         self.waits_for: str | None = None
         """Why the coordinator has neither admitted nor refused this instance yet."""
         self.neighbours = 1
+        self.heartbeat_interval: float | None = None
+        """Seconds from one heartbeat to the next; None before the coordinator has answered."""
         self.epoch = register.epoch
         """The highest one heard of."""
         self.form: GroupPlan | None = None
@@ -114,8 +116,10 @@ class MemberState:
             case AdmissionRefused(reason):
                 self.refusal = reason
                 return True
-            case Beat(epoch, neighbours):
+            case Beat(epoch, neighbours, interval):
                 self.epoch, self.neighbours = max(self.epoch, epoch), neighbours
+                usual = self.welcome.heartbeat_interval if self.welcome is not None else None
+                self.heartbeat_interval = interval if interval is not None else usual
             case GroupPlan():
                 self._take_form(message)
             case Probe(number):
@@ -129,6 +133,7 @@ class MemberState:
 
     def _welcomed(self, message: Welcome) -> None:
         self.welcome, self.epoch = message, max(self.epoch, message.epoch)
+        self.heartbeat_interval = message.heartbeat_interval
         self.register = msgspec.structs.replace(
             self.register,
             rank=message.rank,
@@ -163,5 +168,5 @@ class MemberState:
         if self.welcome is None:
             return False
         self.register = msgspec.structs.replace(self.register, epoch=self.epoch, group=self._group)
-        self.welcome, self._answers = None, 0
+        self.welcome, self.heartbeat_interval, self._answers = None, None, 0
         return True

@@ -500,12 +500,14 @@ class ViewCurrent(msgspec.Struct, frozen=True, tag="current"):
     number: int
 
 
-class Beat(msgspec.Struct, frozen=True, tag="beat"):
+class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     """Answer to a heartbeat: the coordinator lives, and this is the epoch."""
 
     epoch: int
     neighbours: int
     """Instances on the asking one's host, itself included: they share its cores."""
+    interval: float | None = None
+    """Seconds until the next heartbeat in a large mesh; None: as in the welcome."""
 
 
 FromCoordinator = (

@@ -45,6 +45,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """Refuse an instance whose numerics class is not that of the mesh."""
     heartbeat_interval: float = 0.5
     """Seconds between two heartbeats of an instance."""
+    most_heartbeats: float = 2048.0
+    """Heartbeats of all instances together each second; those of a larger mesh come less often."""
     member_timeout: float = 5.0
     """Seconds of silence after which an instance that has loaded is removed."""
     loading_timeout: float = 30.0

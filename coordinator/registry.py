@@ -55,6 +55,8 @@ MAX_WATCHERS = 10_000
 """Peers that get each change of the view; any more get only answers."""
 MAX_NAMED = 8
 """Instances that are named as missing; of more, the number is given."""
+SILENT_INTERVALS = 4
+"""Least heartbeats of an instance that are missed before it is taken out."""
 ALIVE_INTERVALS = 1.2
 """An instance is alive if its last heartbeat is at most this many intervals old."""
 
@@ -251,7 +253,8 @@ class Registry:
 
     def _may_be_dead(self, record: Record, now: float) -> bool:
         """Whether a heartbeat of this instance is overdue."""
-        return now - record.heard_at > self._rules.heartbeat_interval * ALIVE_INTERVALS
+        interval = self._longer_interval or self._rules.heartbeat_interval
+        return now - record.heard_at > interval * ALIVE_INTERVALS
 
     def _may_all_be_dead(self, numerics: Numerics | None, now: float) -> bool:
         """Whether heartbeats of all instances of other numerics classes are overdue.
@@ -329,9 +332,21 @@ class Registry:
         wish = self._operations.still_wanted(record)
         if wish is not None:
             yield Send(peer, wish)
-        yield Send(peer, Beat(self._epochs.number, self._records.num_on_host(record.host)))
+        neighbours = self._records.num_on_host(record.host)
+        yield Send(peer, Beat(self._epochs.number, neighbours, self._longer_interval))
         if changed:
             self._log.touch(record.instance)
+
+    @property
+    def _longer_interval(self) -> float | None:
+        """Seconds between two heartbeats of an instance where there are very many.
+
+        Even then some are due before an instance counts as silent.
+        """
+        shared = len(self._records) / self._rules.most_heartbeats
+        if shared <= self._rules.heartbeat_interval:
+            return None
+        return min(shared, max(self._rules.heartbeat_interval, self._rules.member_timeout / SILENT_INTERVALS))
 
     def _refuse_class(self, peer: Peer, record: Record, remark: str, now: float) -> Iterator[Instruction]:
         """Take out an instance of another class.

@@ -310,6 +310,7 @@ class MeshClient:
                 self._keys,
                 router=self._name,
                 wants_blocks=self._chooser.wants_blocks,
+                count=lambda: len(self._connections),
             )
         except zmq.ZMQError as error:
             self._unconnected.add(f"instance {instance.rank} at {instance.member.address}: {error}")
