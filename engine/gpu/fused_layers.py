@@ -76,7 +76,10 @@ class _Norm:
 
 
 def _norms_alike(module: Any, dtype: torch.dtype, plus_one: bool) -> bool:
-    """Rows become smaller and smaller, so that what keeps small ones from growing is compared, too."""
+    """Whether the kernel computes what a norm does.
+
+    Rows become smaller and smaller, so that its epsilon counts.
+    """
     weight = module.weight
     rows = torch.randn(1, CHECKED_ROWS, 2, weight.numel(), generator=torch.Generator().manual_seed(1))
     rows *= torch.logspace(0, -4, CHECKED_ROWS)[:, None, None]

@@ -66,7 +66,7 @@ def config_of(shape: str, tiny: bool) -> dict[str, Any]:
 
 
 def layers_that_fit(config: dict[str, Any], device_bytes: int) -> int:
-    """Layers whose weights leave a quarter of a device free; at most all of the model's."""
+    """How many layers' weights leave a quarter of a device free."""
     hidden, heads, kv_heads = (
         config[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
     )
