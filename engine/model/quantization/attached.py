@@ -47,10 +47,10 @@ class CodesReader:
         """Reader of a stack of these: each is one of another reader's."""
         return cls([reader._experts[number] for reader, number in experts], is_stack=True)
 
-    def keep(self) -> Codes | None:
-        """The codes, which stay in memory once they were read."""
-        if self._kept is None:
-            self._kept = self.read()
+    def keep(self, device: torch.device) -> Codes | None:
+        """The codes, which stay in memory of this device once they were read."""
+        if self._kept is None and (found := self.read()) is not None:
+            self._kept = found.to(device)
         return self._kept
 
     def read(self) -> Codes | None:
