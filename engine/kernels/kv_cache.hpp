@@ -21,8 +21,10 @@ inline int64_t block_number(int64_t slot, int64_t head, int64_t heads, int64_t b
 template <class T>
 int64_t block_words(int64_t dim) { return LANES * dim / T::PACK; }
 
-// Numbers of a row of queries, keys and values.
-inline int64_t projected_width(const Operation& op) { return (op.a + op.b) * op.c + op.b * op.n; }
+// Numbers of a row of queries, keys and values, or of queries alone.
+inline int64_t projected_width(const Operation& op) {
+    return op.flags & QUERIES_ONLY ? op.a * op.c : (op.a + op.b) * op.c + op.b * op.n;
+}
 
 // One key or value of a head into lane `lane` of its block.
 template <class T>
@@ -41,8 +43,9 @@ void store_value(uint32_t* block, const typename T::Element* value, int64_t dim,
     }
 }
 
-// What QKV is given: in [tokens, (heads + kv_heads) * dim + kv_heads * value_dim], a heads, b kv_heads, c dim, n value_dim; extra: keys,
-// out: values; the rest: Turning.
+// What QKV is given: in [tokens, (heads + kv_heads) * dim + kv_heads * value_dim], a heads, b kv_heads, c dim, n value_dim; with
+// QUERIES_ONLY in [tokens, heads * dim], whose keys and values another layer has stored. extra: keys,
+// out: values; factors: weights [value_dim] of a norm of each value, or none, which adds cap; the rest: Turning.
 template <class T>
 class Projected {
     using E = typename T::Element;
@@ -50,22 +53,27 @@ class Projected {
     int64_t heads, kv_heads, dim, value_dim, pitch;
     E* rows;
     Turning<T> turning;
+    const Norm value_norm;
     uint32_t *all_keys, *all_values;
+    const bool has_keys;
 
    public:
     Projected(const Operation& op, const Step& step)
         : step(step), heads(op.a), kv_heads(op.b), dim(op.c), value_dim(op.n), pitch(pitch_of<T>(projected_width(op))),
           rows(static_cast<E*>(const_cast<void*>(op.in))), turning(op, step),
-          all_keys(static_cast<uint32_t*>(const_cast<void*>(op.extra))), all_values(static_cast<uint32_t*>(op.out)) {}
+          value_norm{op.factors, nullptr, float(op.cap), false}, all_keys(static_cast<uint32_t*>(const_cast<void*>(op.extra))), all_values(static_cast<uint32_t*>(op.out)),
+          has_keys(!(op.flags & QUERIES_ONLY)) {}
 
     // Norms and rotates what a token has for a KV head, queries and key, and stores key and value.
     void keep(int64_t token, int64_t head) const {
         int64_t group = heads / kv_heads, position = step.positions[token];
         E* row = rows + token * pitch;
         for (int64_t query = head * group; query < (head + 1) * group; ++query) turning.turn(row + query * dim, query, position);
+        if (!has_keys) return;
         E* key = row + (heads + head) * dim;
-        const E* value = row + (heads + kv_heads) * dim + head * value_dim;
+        E* value = row + (heads + kv_heads) * dim + head * value_dim;
         turning.turn(key, heads + head, position);
+        if (value_norm.weights != nullptr) norm_row<T>(value, value, value_norm, value_dim);
         int64_t slot = step.slots[token], lane = slot % LANES;
         int64_t block = block_number(slot, head, kv_heads, step.block_size);
         uint32_t* values_to = all_values + block * block_words<T>(value_dim);
@@ -84,6 +92,7 @@ class Projected {
 
     // Asks for the lines that keep() stores to.
     void fetch_places(int64_t token) const {
+        if (!has_keys) return;
         int64_t slot = step.slots[token];
         for (int64_t head = 0; head < kv_heads; ++head) {
             int64_t block = block_number(slot, head, kv_heads, step.block_size);

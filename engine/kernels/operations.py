@@ -16,12 +16,12 @@ from engine.kernels.quantized import QuantizedPanels
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}
 
 ADD, AS_FLOAT, SELECTED, COMPRESSED, TO_CHOOSE, CENTRED, NORM_LAST = 1, 2, 4, 8, 16, 32, 64
-QUANTIZED, WIDE = 128, 256
+QUANTIZED, WIDE, QUERIES_ONLY = 128, 256, 512
 """Flags of operations.
 
 They add to what is there; write float32; compute the selected rows only; read compressed weights; run only if
 tokens are chosen; have norms around the mean, or norms behind the rotation; read codes of weights; multiply
-float32 whatever the step's type.
+float32 whatever the step's type; have queries, but no keys and values.
 """
 
 _OPERATION = np.dtype(
@@ -48,7 +48,7 @@ EXCHANGE = np.dtype(
 ROUTING = np.dtype(
     [(name, np.float64 if name in ("factor", "least", "near") else np.int64) for name in (
         "is_sigmoid", "is_normalised", "is_exact", "groups", "kept", "best_of_group", "factor", "least",
-        "near", "correction"
+        "near", "correction", "scales"
     )]
 )  # fmt: skip
 """See ``experts.hpp``."""
@@ -96,6 +96,11 @@ class OperationKind(enum.IntEnum):
     LOOK = 20
     CAP = 21
     WIDEN = 22
+    SQUARES = 23
+    CLEAR = 24
+    SCALE = 25
+    INPUTS = 26
+    TIMES = 27
 
 
 class StepArguments:

@@ -26,6 +26,7 @@ import torch
 
 from engine.kernels.exchange import WORDS_BYTES
 from engine.kernels.operations import EXCHANGE
+from engine.kernels.packing import LANES
 from engine.kernels.pages import mapped
 from engine.kernels.waits import NativeWaits
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
@@ -51,6 +52,15 @@ def parts_of(inputs: int) -> int:
     """
     unit = 2 if inputs % _TILE_INPUTS else _TILE_INPUTS
     return next((parts for parts in (MOST_PARTS, 2) if inputs % (parts * unit) == 0), 1)
+
+
+def norm_parts(width: int, here: int) -> int:
+    """Parts of a norm's squares that are added up by themselves, ``here`` of ``width``.
+
+    Ranks have whole heads, so the parts of one worker are theirs whenever they can be cut alike.
+    """
+    whole = next((parts for parts in (MOST_PARTS, 2) if width % (parts * LANES) == 0), 1)
+    return max(1, whole * here // width)
 
 
 def is_order_fixed(inputs: int, ranks: int) -> bool:

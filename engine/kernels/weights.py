@@ -7,6 +7,7 @@ import torch
 from engine.kernels.decoder import Attention, Decoder, Layer, Mlp, Moe
 from engine.kernels.experts import PackedExperts
 from engine.kernels.packing import Packer
+from engine.kernels.recognition.per_layer import LayerInput
 
 
 def num_bytes(decoder: Decoder) -> int:
@@ -15,9 +16,12 @@ def num_bytes(decoder: Decoder) -> int:
     Spread experts that are here count, too.
     """
     weights: list[torch.Tensor] = [] if decoder.output is None else [decoder.output.head]
+    if decoder.embedding is not None and decoder.embedding.inputs is not None:
+        weights.append(decoder.embedding.inputs.projection)
     for layer in decoder.layers:
         mlp = layer.mlp
         weights += [*layer.attention.qkv, layer.attention.out]
+        weights += [] if layer.input is None else [layer.input.gate, layer.input.out]
         for dense in (mlp if isinstance(mlp, Mlp) else mlp.shared,):
             parts = () if dense is None else (dense.gate, dense.up, dense.down)
             weights += [each for each in parts if each is not None]
@@ -53,6 +57,15 @@ class PackedMoe:
             self.experts = PackedExperts.of(moe.experts, moe.form, packer)
 
 
+class PackedInput:
+    """The weights for a layer's input beside the stream."""
+
+    def __init__(self, layer_input: LayerInput, packer: Packer) -> None:
+        self.input = layer_input
+        self.gate = packer.panels(layer_input.gate, multiple=32)
+        self.out = packer.panels(layer_input.out, multiple=32)
+
+
 class PackedLayer:
     """The weights of one layer."""
 
@@ -67,18 +80,18 @@ class PackedLayer:
             self.mlp = PackedMlp(layer.mlp, packer)
         else:
             self.mlp = PackedMoe(layer.mlp, packer, attention.out.dtype, spread=spread)
+        self.input = None if layer.input is None else PackedInput(layer.input, packer)
 
 
 def _projections(attention: Attention) -> list[torch.Tensor]:
     """Weights of queries, keys and values, their heads in the order of computation."""
-    query, key, value = attention.qkv
+    turned, values = attention.qkv[:2], attention.qkv[2:]
     if attention.places is None:
-        return [query, key, value]
+        return [*attention.qkv]
     ordered = [
-        weight.data.unflatten(0, (-1, attention.dim))[:, attention.places].flatten(0, 1)
-        for weight in (query, key)
+        weight.data.unflatten(0, (-1, attention.dim))[:, attention.places].flatten(0, 1) for weight in turned
     ]
-    return [*ordered, value]
+    return [*ordered, *values]
 
 
 class PackedDecoder:
@@ -91,6 +104,9 @@ class PackedDecoder:
         self.decoder = decoder
         self.layers = [PackedLayer(layer, packer, spread=spread) for layer in decoder.layers]
         self.head = None if decoder.output is None else packer.panels(decoder.output.head, multiple=32)
+        inputs = None if decoder.embedding is None else decoder.embedding.inputs
+        self.inputs = None if inputs is None else packer.panels(inputs.projection, multiple=32)
+        """What makes the layers' inputs beside the stream."""
 
     def __repr__(self) -> str:
         return f"<PackedDecoder {len(self.layers)} layers, {self.decoder.dtype}>"
