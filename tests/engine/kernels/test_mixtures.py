@@ -115,7 +115,8 @@ def test_greedy_tokens_of_spread_experts_are_those_of_generate(
     members.close()
     assert all(exchange is not None for exchange in exchanges), "Python exchanges the rows"
     assert [found[index].token_ids for index in range(NUM_REQUESTS)] == generated
-    assert all(each.preemptions > 0 and each.prefix_cache_hits > 0 for each in counters)
+    assert sum(each.preemptions for each in counters) > 0
+    assert sum(each.prefix_cache_hits for each in counters) > 0
 
 
 class Alone:

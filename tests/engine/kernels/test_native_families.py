@@ -15,7 +15,7 @@ import transformers
 
 from engine.config import DeviceConfig, EngineConfig, ModelConfig
 from engine.executor.uni import UniExecutor
-from engine.kernels import library
+from engine.kernels import library, packing
 from engine.kernels.make import make_program
 from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info
@@ -26,6 +26,7 @@ from tests.engine.greedy import greedy_outputs
 from tests.engine.invariance.answers import ALONE, How
 from tests.engine.invariance.answers import load as load_instance
 from tests.engine.invariance.mixed import requests
+from tests.engine.kernels.test_kernels import SCENARIO, everything, packed_rows, program_of
 from tests.engine.kernels.test_native_trial import load
 from tests.engine.model.test_sharding import LAYOUTS, NUM_IN_TABLE, greedy, run, settings, shards
 from tests.engine.native_families import MIXTURES, NATIVE, make_family
@@ -136,6 +137,28 @@ def test_a_checkpoint_in_float16_is_computed_in_float32(
             model=ModelConfig(model=str(directory), dtype=asked), device=DeviceConfig(device="cpu")
         )
         assert resolve(chosen)[1].dtype == asked
+
+
+@pytest.mark.parametrize("avx2", [False, True])
+def test_weights_in_float16_are_kept_and_give_the_bits_of_float32(
+    avx2: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For one row and for many, in dense layers and experts."""
+    kernels = library.Library(library.compiled(avx2=True)) if avx2 else library.load()
+    directory = make_tiny_model(tmp_path, "qwen3_moe", dtype=torch.float16, moe_intermediate_size=64)
+    found, sizes = [], []
+    for are_kept in (True, False):
+        if not are_kept:
+            monkeypatch.setattr(packing, "halves", lambda *_: None)
+        program = program_of(load(directory, torch.float32), kernels=kernels)
+        sizes.append((program.weight_bytes, program.half_bytes))
+        with torch.inference_mode():
+            for rows in SCENARIO:
+                packed, ids = packed_rows(rows)
+                found.append(program.forward(packed, ids, everything(ids)).clone())
+    steps = len(SCENARIO)
+    assert all(map(torch.equal, found[:steps], found[steps:]))
+    assert sizes == [(sizes[1][0] // 2, sizes[1][0] // 2), (sizes[1][0], 0)]
 
 
 def test_the_kernels_for_avx2_know_all_operations(
