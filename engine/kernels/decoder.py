@@ -22,6 +22,7 @@ from engine.kernels.packing import LANES, PACK
 from engine.kernels.recognition.activations import Activation, activation_of
 from engine.kernels.recognition.ends import embedding_factor, of_logits
 from engine.kernels.recognition.experts import ExpertForm, form_of
+from engine.kernels.recognition.latent import Latents, is_latent, latent_parts, noted_latent
 from engine.kernels.recognition.norms import Norm, norm_of
 from engine.kernels.recognition.order import Inside, order_of
 from engine.kernels.recognition.per_layer import (
@@ -77,7 +78,10 @@ class Attention:
     """The weights of an attention layer."""
 
     qkv: tuple[torch.Tensor, ...]
-    """Weights of queries [heads * dim, hidden], keys and values [kv_heads * dim, hidden]."""
+    """Weights of queries [heads * dim, hidden], keys and values [kv_heads * dim, hidden].
+
+    With latents it is queries alone: their weights know how to make keys and values.
+    """
     qkv_bias: torch.Tensor | None
     out: torch.Tensor
     out_bias: torch.Tensor | None
@@ -111,11 +115,21 @@ class Attention:
     """What the queries of a position are multiplied by."""
     value_norm: Norm | None = None
     """Norm of the values of each head: weights [value_dim]."""
-    shared: int | None = None
+    source: int | None = None
     """Number of the layer, among those here, whose keys and values it reads.
 
     It has queries alone then. None: it has its own.
     """
+    latents: Latents | None = None
+    """What the heads are made from; None: from the hidden numbers.
+
+    They lie between queries and keys. Last come the numbers that all keys of a token begin with.
+    """
+
+    @property
+    def shared(self) -> int:
+        """Numbers that all keys of a token begin with."""
+        return 0 if self.latents is None else self.latents.num_shared
 
     @property
     def num_sums(self) -> int:
@@ -124,10 +138,12 @@ class Attention:
 
     @property
     def projected_width(self) -> int:
-        """Numbers of a token's queries, keys and values."""
-        if self.shared is not None:
+        """Numbers of a token's queries, keys and values, and of what they are made from."""
+        if self.source is not None:
             return self.heads * self.dim
-        return (self.heads + self.kv_heads) * self.dim + self.kv_heads * self.value_dim
+        latents = 0 if self.latents is None else self.latents.width
+        of_kv_head = self.dim - self.shared + self.value_dim
+        return self.heads * self.dim + latents + self.kv_heads * of_kv_head
 
     @property
     def width(self) -> int:
@@ -428,12 +444,17 @@ def _layer(
         return None if name is None else norm_of(getattr(layer, name), hidden)
 
     block, beside = getattr(layer, order.mlp), None if order.beside is None else getattr(layer, order.beside)
-    mlp = _mixture(block, beside, hidden, dtype) if hasattr(block, "experts") else _mlp(block)
+    behind, has_experts = norm(order.behind_mlp), hasattr(block, "experts")
+    mlp = _mixture(block, beside, hidden, dtype) if has_experts else _mlp(block)
+    if has_experts and (own := _norm_in(block)) is not None:
+        if behind is not None or order.factor != 1.0:
+            raise NotUsual("experts with norms in another place")
+        behind = norm_of(own, hidden)
     if order.inside is not None:
-        if order.factor != 1.0 or order.is_parallel or order.behind_mlp is None:
+        if order.factor != 1.0 or order.is_parallel or behind is None:
             raise NotUsual("an MLP beside experts in another order")
         mlp = _mixture_beside(layer, order.inside, mlp, hidden)
-    elif isinstance(mlp, Moe) and mlp.shared_gate is not None and order.behind_mlp is not None:
+    elif isinstance(mlp, Moe) and mlp.shared_gate is not None and behind is not None:
         raise NotUsual("a norm behind a shared expert with a gate")
     return Layer(
         norm=norm(order.before_attention),
@@ -441,7 +462,7 @@ def _layer(
         last_norm=norm(order.behind_attention),
         second_norm=norm(order.before_mlp),
         mlp=mlp,
-        mlp_last_norm=norm(order.behind_mlp),
+        mlp_last_norm=behind,
         is_parallel=order.is_parallel,
         factor=order.factor,
         stream_factor=order.stream_factor,
@@ -455,15 +476,17 @@ def _attention(
     dim, value_dim, kv_heads = shape.key_dim, shape.value_dim, shape.kv_heads
     if dim % LANES or value_dim % LANES:
         raise NotUsual(f"heads of {dim} and {value_dim}")
+    if is_latent(module):
+        return _latent_attention(module, shape, base, rotaries)
     inward, out_name = attention_projections(module)
-    projections, shared = [whole(each) for each in inward.values()], _shared(module, base)
-    if (shared is not None) != (tuple(inward) == QUERIES_ALONE):
+    projections, source = [whole(each) for each in inward.values()], _source(module, base)
+    if (source is not None) != (tuple(inward) == QUERIES_ALONE):
         raise NotUsual("attention that has no keys of its own, nor another layer's")
     if len(projections) == len(VALUES_OF_KEYS):
         projections.append(projections[1])
-    of_keys = 0 if shared is not None else kv_heads * (dim + value_dim)
+    of_keys = 0 if source is not None else kv_heads * (dim + value_dim)
     heads = (sum(each.outputs for each in projections) - of_keys) // dim
-    sizes = (heads * dim, kv_heads * dim, kv_heads * value_dim)[: 1 if shared is not None else 3]
+    sizes = (heads * dim, kv_heads * dim, kv_heads * value_dim)[: 1 if source is not None else 3]
     weights = [each.weight for each in projections]
     if is_joined(inward):
         weights = list(weights[0].split(sizes))
@@ -475,7 +498,7 @@ def _attention(
     number, places = _rotary_number(seen, rotary, rotaries, dim)
     norms, qkv_bias = turning.norms, _joined_bias(projections)
     if places is not None:
-        everywhere = _everywhere(places, heads + (kv_heads if shared is None else 0), dim)
+        everywhere = _everywhere(places, heads + (kv_heads if source is None else 0), dim)
         if norms is not None:
             norms = Norm(norms.weights[everywhere], norms.eps, norms.is_centred)
         if turning.wide_norms is not None:
@@ -503,12 +526,12 @@ def _attention(
         sinks=None if seen.sinks is None else _copy(seen.sinks),
         factors=_factors(module.config, seen.factors),
         value_norm=seen.value_norm,
-        shared=shared,
+        source=source,
     )
 
 
-def _shared(module: Any, base: Any) -> int | None:
-    """See :attr:`Attention.shared`."""
+def _source(module: Any, base: Any) -> int | None:
+    """See :attr:`Attention.source`."""
     if not getattr(module, "is_kv_shared_layer", False):
         return None
     stack = getattr(base, base_parts(base)["layers"])
@@ -522,6 +545,43 @@ def _shared(module: Any, base: Any) -> int | None:
 def attention_of(layer: Any) -> Any:
     """The attention of a layer."""
     return next(part for _, part in layer.named_children() if hasattr(part, LAYER_ATTRIBUTE))
+
+
+def _latent_attention(
+    module: Any, shape: LayerShape, base: Any, rotaries: dict[tuple[str, ...], Rotary]
+) -> Attention:
+    heads, dim, value_dim = shape.kv_heads, shape.key_dim, shape.value_dim
+    parts = latent_parts(module, shape)
+    rotary = rotary_of(base, module)
+    seen = noted_latent(module, parts, rotary, shape, _telling(module.config))
+    shared = parts.latents.num_shared
+    number, places = _rotary_number(seen, rotary, rotaries, shared)
+    if places is None:
+        places = torch.arange(shared)
+    latents = parts.latents.with_shared_in(places)
+    out = linear_of(getattr(module, parts.out))
+    return Attention(
+        qkv=(parts.heads.weight,),
+        qkv_bias=None,
+        out=out.weight,
+        out_bias=None if out.bias is None else _copy(out.bias),
+        is_partial=out.is_partial,
+        head_norms=None,
+        wide_norms=None,
+        is_norm_last=False,
+        rotary=number,
+        places=torch.cat([dim - shared + places, torch.arange(dim - shared)]),
+        heads=heads,
+        kv_heads=heads,
+        dim=dim,
+        scale=seen.scale * _constant(seen.factors),
+        window=shape.window or 0,
+        value_dim=value_dim,
+        cap=seen.cap,
+        sinks=None if seen.sinks is None else _copy(seen.sinks),
+        factors=_factors(module.config, seen.factors),
+        latents=latents,
+    )
 
 
 SAME = 1e-4
@@ -598,7 +658,8 @@ def _mlp(module: Any) -> Mlp:
 
 def _mixture(block: Any, beside: Any, hidden: int, dtype: torch.dtype) -> Moe:
     """A block with a router and experts; one of all tokens may be beside it."""
-    children = {name for name, _ in block.named_children()} - {"experts", "gate", "router", "act_fn"}
+    children = {name for name, part in block.named_children() if part is not _norm_in(block)}
+    children -= {"experts", "gate", "router", "act_fn"}
     shared = shared_of(block)
     if beside is not None and shared is not None:
         raise NotUsual("two experts of all tokens")
@@ -651,6 +712,12 @@ def _mixture_beside(layer: Any, inside: Inside, mlp: Mlp | Moe, hidden: int) -> 
         shared=mlp,
         norms=MoeNorms(norm, *(norm_of(getattr(layer, name), hidden) for name in names)),
     )
+
+
+def _norm_in(block: Any) -> Any:
+    """The norm of what a mixture gives, if it is one of its parts."""
+    found = [part for name, part in block.named_children() if name.endswith("norm")]
+    return found[0] if len(found) == 1 else None
 
 
 def shared_of(block: Any) -> Any:

@@ -21,7 +21,7 @@ from engine.kernels.buffers import Buffers
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import Attention, Embedding, Layer, Moe, MoeNorms, NotUsual, Output
 from engine.kernels.exchange import Alone, Exchange
-from engine.kernels.experts import NativeExperts
+from engine.kernels.experts import NativeExperts, add_rounding
 from engine.kernels.linked import Linked
 from engine.kernels.operations import (
     ADD,
@@ -36,13 +36,22 @@ from engine.kernels.operations import (
     Operations,
 )
 from engine.kernels.packing import Laid
+from engine.kernels.recognition.latent import Latents
 from engine.kernels.recognition.norms import Norm, OverRanks
 from engine.kernels.recognition.per_layer import LayerInputs
 from engine.kernels.recognition.turning import QueryFactors
-from engine.kernels.sums import Area, OwnSums, Sums, norm_parts, parts_here
-from engine.kernels.weights import PackedDecoder, PackedInput, PackedLayer, PackedMlp, PackedMoe
+from engine.kernels.sums import Area, OwnSums, Sums, norm_parts
+from engine.kernels.weights import (
+    PackedDecoder,
+    PackedInput,
+    PackedLatents,
+    PackedLayer,
+    PackedMlp,
+    PackedMoe,
+)
+from parallel.parts import parts_here
 
-OPERATIONS_PER_LAYER = 30
+OPERATIONS_PER_LAYER = 55
 OTHER_OPERATIONS = 10
 BEST_BYTES = 16
 """Bytes of what a rank finds for a row (``Best`` in ``choosing.hpp``)."""
@@ -73,6 +82,11 @@ class _Product(NamedTuple):
 def _factor(factor: float) -> float:
     """A factor as operations have it: 0 for none."""
     return 0.0 if factor == 1.0 else factor
+
+
+def _behind_zeros(bias: torch.Tensor | None, count: int) -> torch.Tensor | None:
+    """A bias of the last outputs of a product, of which these many come before."""
+    return None if bias is None else torch.cat([torch.zeros(count), bias])
 
 
 @dataclass
@@ -184,7 +198,7 @@ class Lowering:
         self._norm(output.norm, buffers.last)
         self._list.add(
             OperationKind.LINEAR,
-            into=buffers.last,
+            into=self._rounded(buffers.last, self._packed.head, self._hidden),
             out=buffers.logits,
             weights=self._packed.head,
             more=output.bias,
@@ -222,7 +236,7 @@ class Lowering:
         total = inputs.table.shape[1]
         self._list.add(
             OperationKind.LINEAR,
-            into=self._buffers.stream,
+            into=self._rounded(self._buffers.stream, self._packed.inputs, self._hidden),
             out=self._buffers.inputs,
             weights=self._packed.inputs,
             n=total,
@@ -245,7 +259,7 @@ class Lowering:
         buffers, own = self._buffers, packed.input
         self._list.add(
             OperationKind.LINEAR,
-            into=self._stream,
+            into=self._rounded(self._stream, packed.gate, self._hidden),
             out=buffers.middle,
             weights=packed.gate,
             extra=own.activation.numbers,
@@ -273,7 +287,7 @@ class Lowering:
         return out
 
     def _normalise(
-        self, norm: Norm, into: torch.Tensor | int, out: torch.Tensor | int, width: int, **more: Any
+        self, norm: Norm, into: torch.Tensor | int, out: torch.Tensor | int, size: int, **more: Any
     ) -> None:
         flags = self._rows | (CENTRED if norm.is_centred else 0) | more.pop("flags", 0)
         self._list.add(
@@ -281,7 +295,7 @@ class Lowering:
             into=into,
             out=out,
             more=norm.weights,
-            k=width,
+            k=size,
             number=norm.eps,
             flags=flags,
             **more,
@@ -289,10 +303,13 @@ class Lowering:
 
     def _project(self, packed: PackedLayer, attention: Attention, into: torch.Tensor | int) -> None:
         """Queries, keys and values."""
+        if attention.latents is not None and packed.latents is not None:
+            self._project_latents(packed.latents, attention, attention.latents, into)
+            return
         projected = self._buffers.projected
         self._list.add(
             OperationKind.LINEAR,
-            into=into,
+            into=self._rounded(into, packed.qkv, self._hidden),
             out=projected,
             weights=packed.qkv,
             more=attention.qkv_bias,
@@ -314,7 +331,7 @@ class Lowering:
         parts = [norm_parts(each.width, here) for each, here in zip(over, widths, strict=True)]
         if norms[0].over is None:
             for norm, begin, here, some in zip(norms, begins, widths, parts, strict=True):
-                self._normalise(norm, begin, begin, here, n=width, b=some)
+                self._normalise(norm, begin, begin, here, n=width, width=width, b=some)
             return
         area = self._area()
         for number, (begin, here, some, each) in enumerate(zip(begins, widths, parts, over, strict=True)):
@@ -331,20 +348,71 @@ class Lowering:
         record = self._meet_for(area, len(norms))
         for number, (norm, begin, here, each) in enumerate(zip(norms, begins, widths, over, strict=True)):
             self._normalise(
-                norm, begin, begin, here, n=width, extra=record, a=area.begin, c=number, d=each.width
+                norm,
+                begin,
+                begin,
+                here,
+                n=width,
+                width=width,
+                extra=record,
+                a=area.begin,
+                c=number,
+                d=each.width,
             )
+
+    def _project_latents(
+        self, packed: PackedLatents, attention: Attention, latents: Latents, into: torch.Tensor | int
+    ) -> None:
+        """Latents, then the heads that are made from them.
+
+        In the row of a token are queries, latents, what all keys share, keys and values.
+        """
+        buffers, wide = self._buffers, attention.projected_width
+        row, itemsize = buffers.projected.data_ptr(), buffers.projected.element_size()
+        num_queries = attention.heads * attention.dim
+        behind = num_queries + latents.width
+        begin = num_queries if packed.queries is not None else 0
+        self._list.add(
+            OperationKind.LINEAR,
+            into=into,
+            out=row + begin * itemsize,
+            weights=packed.inward,
+            more=_behind_zeros(latents.bias, num_queries - begin),
+            n=behind - begin,
+            k=self._hidden,
+            width=wide,
+        )
+        at = num_queries
+        made = [(packed.expand, behind, wide - behind)]
+        if packed.queries is not None:
+            made.insert(0, (packed.queries, 0, num_queries))
+        for latent, (weights, place, outputs) in zip(latents.normed, made, strict=True):
+            self._normalise(latent.norm, row + at * itemsize, buffers.latent, latent.size, n=wide)
+            self._list.add(
+                OperationKind.LINEAR,
+                into=buffers.latent,
+                out=row + place * itemsize,
+                weights=weights,
+                n=outputs,
+                k=latent.size,
+                width=wide,
+            )
+            at += latent.size
 
     def _attention(self, number: int, packed: PackedLayer, layer: Layer) -> None:
         buffers, attention, norms = self._buffers, layer.attention, layer.attention.head_norms
-        stored = number if attention.shared is None else attention.shared
+        stored = number if attention.source is None else attention.source
         keys, values = self._cache.keys[stored], self._cache.values[stored]
-        alone = 0 if attention.shared is None else QUERIES_ONLY
+        alone = 0 if attention.source is None else QUERIES_ONLY
         shape = {
             "a": attention.heads,
             "b": attention.kv_heads,
             "c": attention.dim,
             "d": attention.window,
             "n": attention.value_dim,
+            "scales": self._cache.scales[stored],
+            "codes": self._cache.codes,
+            "width": attention.projected_width,
         }
         centred = CENTRED if norms is not None and norms.is_centred else 0
         of_values = attention.value_norm
@@ -359,6 +427,7 @@ class Lowering:
             cap=0.0 if of_values is None else of_values.eps,
             k=0 if attention.rotary is None else attention.rotary + 1,
             flags=centred | (NORM_LAST if attention.is_norm_last else 0) | alone,
+            shared=attention.shared,
             **shape,
         )
         self._list.add(
@@ -398,6 +467,7 @@ class Lowering:
     ) -> _Product:
         """An MLP up to its last product, which is returned."""
         buffers, mlp, activation = self._buffers, packed.mlp, packed.mlp.activation
+        into = self._rounded(into, packed.inward, self._hidden)
         shape = {"into": into, "out": buffers.middle, "n": mlp.width, "k": self._hidden, "flags": self._rows}
         if mlp.gate is not None:
             self._list.add(
@@ -426,7 +496,8 @@ class Lowering:
     def _multiply(self, product: _Product, out: torch.Tensor, flags: int = 0, factor: float = 1.0) -> None:
         """Multiply rows by weights; a partial sum is added over all ranks first."""
         parts = parts_here(product.width, self._ranks if product.is_partial else 1)
-        fields = {"into": product.into, "weights": product.weights, "n": self._hidden, "k": product.width}
+        into = self._rounded(product.into, product.weights, product.width)
+        fields = {"into": into, "weights": product.weights, "n": self._hidden, "k": product.width}
         to: dict[str, Any] = {"out": out, "number": _factor(factor), "factors": product.row_factors}
         if product.is_partial:
             area = self._area()
@@ -438,6 +509,10 @@ class Lowering:
             self._list.add(
                 OperationKind.LINEAR, more=product.bias, flags=self._rows | flags, b=parts, **fields, **to
             )
+
+    def _rounded(self, into: Any, weights: Laid | None, width: int) -> Any:
+        """Where a product finds its rows: rounded to 8 bits, if its weights want that."""
+        return add_rounding(self._list, weights, into, self._buffers.rounded, width, flags=self._rows)
 
     def _area(self) -> Area:
         """Area of the next sum."""
@@ -639,6 +714,7 @@ class Lowering:
             begins,
             self._ranks if moe.is_partial and first is None else 1,
             as_float=moe.is_partial,
+            rounded=buffers.rounded,
         )
         if not isinstance(exchange, Alone):
             self._list.add(OperationKind.RETURN, extra=exchange.record, a=number)

@@ -143,7 +143,7 @@ def _deviations(
     for number, layer in enumerate(decoder.layers):
         given, expected = run.states[number], run.states[number + 1]
         kind = copy.layers[number], *_fields(layer)
-        if kind not in programs or layer.attention.shared is not None:
+        if kind not in programs or layer.attention.source is not None:
             programs[kind] = _program_of(kernels, copy, replace(decoder, output=None), run, number)
         found = _compute(programs[kind], given, run.inputs)
         yield from _too_far(number, (found - expected).norm(dim=-1), (expected - given).norm(dim=-1))
@@ -163,12 +163,12 @@ def _deviations(
 def _program_of(kernels: Library, copy: NarrowCopy, decoder: Decoder, run: _Run, number: int) -> Program:
     """A program of one layer alone, with another's keys and values if it reads them."""
     layer, count = decoder.layers[number], len(run.states[0])
-    source = layer.attention.shared
+    source = layer.attention.source
     if source is None:
         return _program(kernels, replace(decoder, layers=(layer,)), copy.layers[number : number + 1], count)
     stored = _program_of(kernels, copy, replace(decoder, output=None), run, source)
     _compute(stored, run.states[source], run.inputs)
-    alone = replace(layer, attention=replace(layer.attention, shared=0))
+    alone = replace(layer, attention=replace(layer.attention, source=0))
     program = Program(kernels, replace(decoder, layers=(alone,)))
     program.use(stored.cache)
     return program
