@@ -20,7 +20,7 @@ MESH_TESTS = $(MESH_LONG) $(filter-out $(MESH_LONG) $(MESH_SHORT),$(MESH_FILES))
 # One more than cores: a fifth of the time of these tests is waiting for something.
 PLAIN_PROCESSES ?= 3
 
-.PHONY: serve test check docs format bench bench-collectives bench-growth bench-hosts bench-kv-room bench-lockstep bench-offline bench-overhead bench-prompts bench-router bench-scale bench-serving bench-startup bench-wake bench-structured gpu-first structured soak chaos kills joins nightly fuzz crowd clients deployments programs screenshots simulate model clean
+.PHONY: serve test check docs format bench bench-collectives bench-growth bench-hosts bench-kv-room bench-lockstep bench-offline bench-overhead bench-prompts bench-router bench-scale bench-serving bench-startup bench-transfers bench-wake bench-structured gpu-first structured soak chaos kills joins nightly fuzz crowd clients deployments programs screenshots simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -90,16 +90,20 @@ bench-scale: $(STAMP)  ## one coordinator with 1,024 simulated instances, a rout
 bench-serving: $(STAMP)  ## the load generator against the shipped model: table and JSON
 	$(BIN)/python examples/benchmarks/bench_serving.py --serve "-dp 2" --ignore-eos --concurrency 1 8 32 --output-json build/bench-serving.json $(ARGS)
 
+bench-transfers: $(STAMP)  ## first token of a prompt that another instance holds: fetched, computed, cached (some minutes)
+	$(BIN)/python examples/benchmarks/make_bench_models.py build/models dense-0.5b
+	$(BIN)/python examples/benchmarks/bench_transfers.py --model build/models/dense-0.5b --output-json build/bench-transfers.json $(ARGS)
+
 bench-wake: $(STAMP)  ## what the first token after a sleep costs
 	$(BIN)/python examples/benchmarks/bench_wake.py --output-json build/bench-wake.json $(ARGS)
 
 bench-startup: $(STAMP)  ## from the command line to the first token, and where the time goes
 	$(BIN)/python examples/benchmarks/bench_startup.py --output-json build/bench-startup.json $(ARGS)
 
-bench-gpu-first: $(STAMP)  ## the first ten minutes on a GPU: environment, tests, models beside transformers, two instances (ARGS='--device cpu --tiny' tries it)
+gpu-first: $(STAMP)  ## the first ten minutes on a GPU: environment, tests, models beside transformers, two instances (ARGS='--device cpu --tiny' tries it)
 	$(BIN)/python -m examples.benchmarks.gpu.gpu_first --output-json build/gpu-first/results.json $(ARGS)
 
-structured: $(STAMP)  ## what structured outputs cost: masks per step, compiling schemas
+bench-structured: $(STAMP)  ## what structured outputs cost: masks per step, compiling schemas
 	$(BIN)/python examples/benchmarks/bench_structured.py --output-json build/bench-structured.json $(ARGS)
 
 structured: $(STAMP)  ## 200 JSON schemas at temperature 1, every answer validated, and again while an instance is killed

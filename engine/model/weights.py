@@ -26,6 +26,8 @@ from transformers.utils import logging as transformers_logging
 from engine.attention.base import IMPLEMENTATION, LayerShape, paged_attention
 from engine.attention.kv_codes import KVCodes
 from engine.config import ModelConfig
+from engine.gpu.fused_layers import fuse_layers
+from engine.gpu.product_choice import has_triton
 from engine.host.deferred import run_deferred
 from engine.model.checkpoint import CheckpointError, ModelInfo, format_of_weights, is_laid_out_as_usual
 from engine.model.cut_check import check, share_run
@@ -219,6 +221,8 @@ def _read_model(
         module.set_experts_implementation(choose_experts_function(module))
     if round_inputs(module) and share is None:
         sum_experts_in_order(module)
+    if device.type == "cuda" and has_triton():
+        fuse_layers(module)
     _fix_rope_scaling(module, _longest(info, settings))
     if sharded is None:
         return _ReadModel(module, experts, expert_layers, WHOLE_STAGE, None)
