@@ -50,15 +50,16 @@ class PackedExperts:
         begins: Any,
         ranks: int = 1,
         *,
+        as_float: bool = False,
         rounded: torch.Tensor | None = None,
     ) -> None:
         """Add the two products to a list of operations.
 
         Rows [n, hidden] are sorted by expert: number i has those from ``begins[i]`` on. They go through
         ``middle`` [n, width] to ``out`` [n, hidden]. All three lie as :mod:`engine.kernels.rows` describes;
-        rows and middle can be read ``SLACK`` rows beyond. Where ``ranks`` have a part of each expert, out is
-        float32 [n, hidden], side by side, to which theirs are to be added. ``rounded``: room for rows of the
-        wider kind, where weights want them in 8 bits.
+        rows and middle can be read ``SLACK`` rows beyond. Where ``ranks`` have a part of each expert,
+        or other experts (``as_float``), out is float32 [n, hidden], side by side, to be added to theirs.
+        ``rounded``: room for rows of the wider kind, where weights want them in 8 bits.
         """
         shared, form, activation = {"extra": begins, "a": self.count}, self.form, self.form.activation
         up_bias, down_bias = self.biases or (None, None)
@@ -84,7 +85,7 @@ class PackedExperts:
             n=form.hidden,
             k=form.width,
             b=parts_here(form.width, ranks),
-            flags=AS_FLOAT if ranks > 1 else 0,
+            flags=AS_FLOAT if ranks > 1 or as_float else 0,
             **shared,
         )
 

@@ -16,12 +16,13 @@ from engine.kernels.quantized import ROUNDING, EightBitPanels, QuantizedPanels
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}
 
 ADD, AS_FLOAT, SELECTED, COMPRESSED, TO_CHOOSE, CENTRED, NORM_LAST = 1, 2, 4, 8, 16, 32, 64
-QUANTIZED, WIDE, ROUNDED = 128, 256, 512
+QUANTIZED, WIDE, ROUNDED, QUERIES_ONLY = 128, 256, 512, 1024
 """Flags of operations.
 
 They add to what is there; write float32; compute the selected rows only; read compressed weights; run only if
 tokens are chosen; have norms around the mean, or norms behind the rotation; read codes of weights; multiply
-float32 whatever the step's type; multiply inputs that were rounded to 8 bits.
+float32 whatever the step's type; multiply inputs that were rounded to 8 bits; have queries, but no keys and
+values.
 """
 
 _OPERATION = np.dtype(
@@ -48,7 +49,7 @@ EXCHANGE = np.dtype(
 ROUTING = np.dtype(
     [(name, np.float64 if name in ("factor", "least", "near") else np.int64) for name in (
         "is_sigmoid", "is_normalised", "is_exact", "groups", "kept", "best_of_group", "factor", "least",
-        "near", "correction"
+        "near", "correction", "scales"
     )]
 )  # fmt: skip
 """See ``experts.hpp``."""
@@ -97,6 +98,11 @@ class OperationKind(enum.IntEnum):
     CAP = 21
     WIDEN = 22
     ROUND = 23
+    SQUARES = 24
+    CLEAR = 25
+    SCALE = 26
+    INPUTS = 27
+    TIMES = 28
 
 
 class StepArguments:
