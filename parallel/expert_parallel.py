@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -31,11 +31,14 @@ import torch
 from parallel.communicators.base import Communicator
 from parallel.expert_products import ExpertProducts
 from parallel.placement import Placement
+from parallel.replicas import Ints, Replicas, line
 
 Dispatch = Literal["allgather_reducescatter", "all_to_all"]
 
 ATTRIBUTE = "lockstep_experts"
 """Attribute of an experts module that holds its :class:`ExpertParallel`."""
+LAYER_ATTRIBUTE = "lockstep_expert_layer"
+"""Attribute of an experts module with its number among those of the :class:`ExpertParallel`."""
 
 _LARGE = 256 << 10
 """Bytes of results from which on a single move is worth its extra calls.
@@ -62,9 +65,6 @@ class Products(Protocol):
         ...
 
 
-Ints = npt.NDArray[np.integer[Any]]
-
-
 class Times:
     """Seconds of the last step, over all layers, and pairs per expert since the start."""
 
@@ -87,9 +87,14 @@ class ExpertParallel:
     """
 
     def __init__(
-        self, placement: Placement, rank: int, dispatch: Dispatch, local_experts: LocalExperts
+        self,
+        placement: Placement,
+        rank: int,
+        dispatch: Dispatch,
+        local_experts: LocalExperts,
+        num_layers: int = 1,
     ) -> None:
-        """``local_experts`` computes on devices other than the CPU."""
+        """``local_experts`` computes on devices other than the CPU. ``num_layers``: counted apart."""
         self.times = Times()
         self._dispatch = dispatch
         self._local_experts = local_experts
@@ -101,9 +106,9 @@ class ExpertParallel:
         self._signatures: list[int] | None = None
         self.sizes: Sequence[int] = ()
         """Tokens of each rank in this step."""
-        self._ends: Sequence[int] = ()
-        self.tokens_per_expert = np.zeros(len(placement.owners), dtype=np.int64)
-        """Pairs computed here by expert, over all layers and steps."""
+        self._line: Sequence[int] = (0,)
+        self.tokens_per_expert = np.zeros((num_layers, placement.num_experts), dtype=np.int64)
+        """Pairs computed here [layers, experts], over all steps."""
 
     def __repr__(self) -> str:
         return f"<ExpertParallel rank {self.rank} of {self.placement.num_ranks}, {self._dispatch}>"
@@ -114,8 +119,10 @@ class ExpertParallel:
         The group before is left to its owner. The modules must hold the experts of this rank in the group by
         then.
         """
-        if placement.num_ranks != group.size or len(placement.owners) != len(self.placement.owners):
+        if placement.num_ranks != group.size or placement.num_experts != self.placement.num_experts:
             raise ValueError(f"{placement} does not fit {group!r}")
+        if placement.num_layers not in (None, len(self.tokens_per_expert)):
+            raise ValueError(f"{placement} is not for {len(self.tokens_per_expert)} layers")
         self._set_placement(placement, group.rank)
         self._group = group
         self.signature, self._signatures = 0, None
@@ -123,9 +130,7 @@ class ExpertParallel:
     def _set_placement(self, placement: Placement, rank: int) -> None:
         self.placement = placement
         self.rank = rank
-        self._owners = np.array(placement.owners)
-        self._local_numbers = np.array(placement.local_numbers())
-        self._mine = np.array(placement.experts_of(rank))
+        self._replicas = Replicas(placement, rank)
 
     def use_products(self, products: Products) -> None:
         """Compute the experts held here with these products from now on."""
@@ -136,7 +141,7 @@ class ExpertParallel:
 
         Before the first one of a group with links all tell each other their :attr:`signature`.
         """
-        self.sizes, self._ends = sizes, list(accumulate(sizes))
+        self.sizes, self._line = sizes, line(sizes)
         self.times.reset()
         if self._signatures is None and self._group is not None and hasattr(self._group, "links_address"):
             self._signatures = [number for (number,) in self._group.all_gather_ints([self.signature])]
@@ -175,7 +180,8 @@ class ExpertParallel:
 
     def _compute_alone(self, module: Any, hidden: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         flat = _to_host(expert_ids).reshape(-1)
-        mine = (self._owners[flat] == self.rank).nonzero()[0]
+        places = np.arange(len(flat)) // expert_ids.shape[1]
+        mine = (self._owners(module, flat, places, len(hidden)) == self.rank).nonzero()[0]
         outputs = hidden.new_zeros(len(flat), hidden.shape[1])
         outputs[_like(hidden, mine)] = self._compute(module, hidden, mine // expert_ids.shape[1], flat[mine])
         return outputs
@@ -188,17 +194,18 @@ class ExpertParallel:
         packed = _on_host(_pack(hidden, expert_ids))
         gathered = group.all_gather_view(packed, self.sizes)  # read before the combine
         all_hidden, all_ids = _unpack(gathered, hidden)
-        owners = self._owners[all_ids.reshape(-1)]
+        flat = all_ids.reshape(-1)
+        owners = self._owners(module, flat, np.arange(len(flat)) // top_k, len(all_ids))
         mine = (owners == self.rank).nonzero()[0]
         # Results in pair order are in the order of home ranks; how many go to each and come from each
         # follows from the routing, which is here.
-        ends = [end * top_k for end in self._ends]
+        ends = [end * top_k for end in self._line[1:]]
         upto = [0, *mine.searchsorted(ends).tolist()]
         send = [after - before for before, after in pairwise(upto)]
         own = owners[ends[self.rank] - expert_ids.numel() : ends[self.rank]]
         receive = np.bincount(own, minlength=group.size).tolist()
         arrived = time.perf_counter()
-        computed = self._compute(module, all_hidden, mine // top_k, all_ids.reshape(-1)[mine])
+        computed = self._compute(module, all_hidden, mine // top_k, flat[mine])
         done = time.perf_counter()
         outputs = _bring_home(group, computed, send, receive, own.argsort(kind="stable"))
         self._note(began, arrived, done)
@@ -208,7 +215,9 @@ class ExpertParallel:
         self, module: Any, group: Communicator, hidden: torch.Tensor, expert_ids: torch.Tensor
     ) -> torch.Tensor:
         began = time.perf_counter()
-        owners = self._owners[_to_host(expert_ids).reshape(-1)]
+        flat = _to_host(expert_ids).reshape(-1)
+        places = self._line[self.rank] + np.arange(len(flat)) // expert_ids.shape[1]
+        owners = self._owners(module, flat, places, self._line[-1])
         order = owners.argsort(kind="stable")
         send = np.bincount(owners, minlength=group.size).tolist()
         counts = group.all_gather_ints(send)
@@ -226,11 +235,17 @@ class ExpertParallel:
 
     # ---- helpers
 
+    def _owners(self, module: Any, experts: Ints, places: Ints, total: int) -> Ints:
+        """Ranks that serve pairs, whose tokens are at ``places`` of all ``total`` tokens."""
+        return self._replicas.owners(_layer_of(module), experts, places, total)
+
     def _compute(self, module: Any, hidden: torch.Tensor, tokens: Ints, expert_ids: Ints) -> torch.Tensor:
         """Outputs [n, H] of pairs: hidden[tokens[i]] at expert expert_ids[i], all of which are held here."""
-        local = self._local_numbers[expert_ids]
-        counts = np.bincount(local, minlength=len(self._mine))
-        self.tokens_per_expert[self._mine] += counts
+        number = _layer_of(module)
+        at = self._replicas.row_of(number)
+        local = self._replicas.numbers[at, expert_ids]
+        counts = np.bincount(local, minlength=len(self._replicas.mine[at]))
+        self.tokens_per_expert[number][self._replicas.mine[at]] += counts
         if not len(local):
             return hidden.new_empty(0, hidden.shape[1])
         order = local.argsort(kind="stable")
@@ -254,6 +269,11 @@ def expert_forward(
     """Forward function for transformers' expert layers; the module knows its group."""
     parallel: ExpertParallel = getattr(module, ATTRIBUTE)
     return parallel.forward(module, hidden, expert_ids, weights)
+
+
+def _layer_of(module: Any) -> int:
+    """Number of an experts module among those of its :class:`ExpertParallel`."""
+    return int(getattr(module, LAYER_ATTRIBUTE, 0))
 
 
 def _bring_home(

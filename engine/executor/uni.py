@@ -44,7 +44,7 @@ from engine.step import KVSpec, ModelFacts, Span, Step, StepResult, most_tokens
 from parallel.communicators.base import Communicator
 from parallel.expert_parallel import Dispatch
 from parallel.links.counts import LinkCount
-from parallel.placement import Placement, assign_experts, owned_by_rank
+from parallel.placement import Placement, assign_experts, held_by_rank
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ The second is for --performance-mode throughput.
 """
 CPU_KV_SHARE = 0.4
 """Share of free memory that the cache gets on CPU, up to the limit."""
+KERNEL_COPIES = 2
+"""Copies of each spread expert in memory: native kernels lay out their own."""
 
 
 class UniExecutor:
@@ -134,7 +136,7 @@ class UniExecutor:
         if share is not None:
             limit = self._config.device.expert_memory_bytes
             self._held = HeldExperts(model.module, Path(self._info.directory), share.experts, limit)
-            self._held.check_limit()
+            self._held.check_limit(self._most_held)
             self._held.rehearse()
         progress(f"loaded {model.weight_bytes / 2**20:.0f} MiB in {time.monotonic() - began:.1f} s")
         return ModelFacts(
@@ -203,7 +205,7 @@ class UniExecutor:
         """See :class:`.Executor`. On CUDA, after a run of the largest step."""
         assert self._model is not None, "load() comes first"
         if self._model.device.type == "cpu":
-            free = memory.available_memory() - self._bytes_for_program()
+            free = memory.available_memory() - self._bytes_for_program() - self._bytes_for_copies()
             more = self._config.scheduler.goes_for_throughput
             limit = CPU_THROUGHPUT_KV_LIMIT if more else CPU_KV_LIMIT
             return min(limit, max(0, int(free * CPU_KV_SHARE)))
@@ -272,6 +274,33 @@ class UniExecutor:
         num_bytes = bytes_for_program(self._model, self._config.cache.block_size, room)
         return num_bytes * self._shard.neighbours
 
+    @property
+    def _most_held(self) -> int:
+        """Experts of each layer that this worker is to hold, copies for balance included."""
+        eplb, place = self._config.device.eplb, self._place
+        if eplb is None or place is None:
+            return 0
+        return -(-(self._info.num_experts + eplb.num_redundant_experts) // place[1])
+
+    def _bytes_for_copies(self) -> int:
+        """What copies of experts will take that are not here yet.
+
+        Raises:
+            CheckpointError: that is more than is free.
+        """
+        held = self._held
+        if held is None or not held.bytes_per_expert:
+            return 0
+        more = max(0, self._most_held - held.most)
+        needed = more * held.bytes_per_expert * KERNEL_COPIES * self._shard.neighbours
+        free = memory.available_memory()
+        if needed > free:
+            raise CheckpointError(
+                f"--eplb-config: {more} more experts of each layer on a worker take {needed / 2**20:.0f} "
+                f"MiB, of which {free / 2**20:.0f} MiB are free: lower num_redundant_experts"
+            )
+        return needed
+
     def allocate(self, num_blocks: int) -> None:
         """See :class:`.Executor`."""
         model, block_size = self._model, self._config.cache.block_size
@@ -292,8 +321,9 @@ class UniExecutor:
             self._runner = ModelRunner(model, None, block_size, self._program)
             self._attention = self._program.attention
             if self._held is not None:
-                self._held.copies = 2
-                self._held.check_limit()
+                self._held.copies = KERNEL_COPIES
+                self._held.on_built = self._program.prepare_experts
+                self._held.check_limit(self._most_held)
             return
         cache = self._make_cache(num_blocks)
         graphs = self._make_graphs(cache, num_blocks)
@@ -418,8 +448,8 @@ class UniExecutor:
         assert self._model is not None
         assert self._model.experts is not None
         assert self._held is not None
-        mine = placement.experts_of(group.rank)
-        self._held.install(mine, self.spare_memory)
+        mine = held_by_rank(placement, 1, group.rank)
+        self._held.install(mine[0], self.spare_memory)
         self._model.experts.join(group, placement)
         if self._program is not None:
             self._program.join(group, placement)
@@ -427,7 +457,7 @@ class UniExecutor:
     def prepare(self, form: GroupPlan, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
         """See :class:`.SpreadExecutor`."""
         assert self._held is not None, "experts are not spread"
-        experts = owned_by_rank(form.owners, form.ranks, place)[self._shard.rank]
+        experts = held_by_rank(form.placement, form.ranks, place)[self._shard.rank]
         return self._held.prepare(experts, free_bytes, should_stop)
 
     def connect(self, form: GroupPlan, group: Communicator, should_stop: Callable[[], bool]) -> Communicator:
@@ -438,9 +468,9 @@ class UniExecutor:
         """See :class:`.SpreadExecutor`. One group carries headers and tokens."""
         return []
 
-    def experts_held(self) -> list[list[int]]:
+    def experts_held(self) -> list[list[list[int]]]:
         """See :class:`.SpreadExecutor`; of a shard, of its own rank alone."""
-        return [list(self._held.experts)] if self._held is not None else []
+        return [[list(of_layer) for of_layer in self._held.experts]] if self._held is not None else []
 
     @property
     def expert_bytes(self) -> int:
@@ -480,8 +510,15 @@ class UniExecutor:
         if self._model is None or self._model.experts is None:
             return {}
         experts = self._model.experts
-        counts = experts.tokens_per_expert.tolist()
-        return {expert: counts[expert] for expert in experts.placement.experts_of(experts.rank)}
+        counts = experts.tokens_per_expert
+        held = {e for layer in range(len(counts)) for e in experts.placement.experts_of(experts.rank, layer)}
+        total = counts.sum(axis=0).tolist()
+        return {expert: total[expert] for expert in sorted(held)}
+
+    def expert_loads(self) -> list[list[int]]:
+        """See :class:`.SpreadExecutor`."""
+        experts = self._model.experts if self._model is not None else None
+        return experts.tokens_per_expert.tolist() if experts is not None else []
 
     def set_threads(self, threads: int, cores: Sequence[int] = ()) -> None:
         """See :class:`.Executor`."""
