@@ -22,6 +22,7 @@ from engine.kernels.packing import LANES, PACK
 from engine.kernels.recognition.activations import Activation, activation_of
 from engine.kernels.recognition.ends import embedding_factor, of_logits
 from engine.kernels.recognition.experts import ExpertForm, form_of
+from engine.kernels.recognition.latent import Latents, is_latent, latent_parts, noted_latent
 from engine.kernels.recognition.norms import Norm, norm_of
 from engine.kernels.recognition.order import order_of
 from engine.kernels.recognition.projections import (
@@ -57,7 +58,10 @@ class Attention:
     """The weights of an attention layer."""
 
     qkv: tuple[torch.Tensor, ...]
-    """Weights of queries [heads * dim, hidden], keys and values [kv_heads * dim, hidden]."""
+    """Weights of queries [heads * dim, hidden], keys and values [kv_heads * dim, hidden].
+
+    With latents it is queries alone: their weights know how to make keys and values.
+    """
     qkv_bias: torch.Tensor | None
     out: torch.Tensor
     out_bias: torch.Tensor | None
@@ -89,11 +93,23 @@ class Attention:
     """[heads] float32: a logit of each query head that joins the sum of its softmax."""
     factors: QueryFactors | None = None
     """What the queries of a position are multiplied by."""
+    latents: Latents | None = None
+    """What the heads are made from; None: from the hidden numbers.
+
+    They lie between queries and keys. Last come the numbers that all keys of a token begin with.
+    """
+
+    @property
+    def shared(self) -> int:
+        """Numbers that all keys of a token begin with."""
+        return 0 if self.latents is None else self.latents.num_shared
 
     @property
     def projected_width(self) -> int:
-        """Numbers of a token's queries, keys and values."""
-        return (self.heads + self.kv_heads) * self.dim + self.kv_heads * self.value_dim
+        """Numbers of a token's queries, keys and values, and of what they are made from."""
+        latents = 0 if self.latents is None else self.latents.width
+        of_kv_head = self.dim - self.shared + self.value_dim
+        return self.heads * self.dim + latents + self.kv_heads * of_kv_head
 
     @property
     def width(self) -> int:
@@ -355,18 +371,22 @@ def _layer(
         return None if name is None else norm_of(getattr(layer, name), hidden)
 
     block = getattr(layer, order.mlp)
-    mlp = _mixture(block, hidden, dtype) if hasattr(block, "experts") else _mlp(block)
-    if isinstance(mlp, Moe) and (
-        order.behind_mlp is not None or order.before_mlp is None or order.is_parallel
-    ):
-        raise NotUsual("experts with norms in another place")
+    behind = norm(order.behind_mlp)
+    if hasattr(block, "experts"):
+        mlp: Mlp | Moe = _mixture(block, hidden, dtype)
+        own = _norm_in(block)
+        if order.before_mlp is None or order.is_parallel or (behind is not None and own is not None):
+            raise NotUsual("experts with norms in another place")
+        behind = behind if own is None else norm_of(own, hidden)
+    else:
+        mlp = _mlp(block)
     return Layer(
         norm=norm(order.before_attention),
         attention=_attention(getattr(layer, order.attention), shape, base, rotaries),
         last_norm=norm(order.behind_attention),
         second_norm=norm(order.before_mlp),
         mlp=mlp,
-        mlp_last_norm=norm(order.behind_mlp),
+        mlp_last_norm=behind,
         is_parallel=order.is_parallel,
         factor=order.factor,
     )
@@ -378,6 +398,8 @@ def _attention(
     dim, value_dim, kv_heads = shape.key_dim, shape.value_dim, shape.kv_heads
     if dim % LANES or value_dim % LANES:
         raise NotUsual(f"heads of {dim} and {value_dim}")
+    if is_latent(module):
+        return _latent_attention(module, shape, base, rotaries)
     inward, out_name = attention_projections(module)
     projections = [whole(each) for each in inward.values()]
     heads = (sum(each.outputs for each in projections) - kv_heads * (dim + value_dim)) // dim
@@ -420,6 +442,43 @@ def _attention(
         cap=seen.cap,
         sinks=None if seen.sinks is None else _copy(seen.sinks),
         factors=_factors(module.config, seen.factors),
+    )
+
+
+def _latent_attention(
+    module: Any, shape: LayerShape, base: Any, rotaries: dict[tuple[str, ...], Rotary]
+) -> Attention:
+    heads, dim, value_dim = shape.kv_heads, shape.key_dim, shape.value_dim
+    parts = latent_parts(module, shape)
+    rotary = rotary_of(base, module)
+    seen = noted_latent(module, parts, rotary, shape, _telling(module.config))
+    shared = parts.latents.num_shared
+    number, places = _rotary_number(seen, rotary, rotaries, shared)
+    if places is None:
+        places = torch.arange(shared)
+    latents = parts.latents.with_shared_in(places)
+    out = linear_of(getattr(module, parts.out))
+    return Attention(
+        qkv=(parts.heads.weight,),
+        qkv_bias=None,
+        out=out.weight,
+        out_bias=None if out.bias is None else _copy(out.bias),
+        is_partial=out.is_partial,
+        head_norms=None,
+        wide_norms=None,
+        is_norm_last=False,
+        rotary=number,
+        places=torch.cat([dim - shared + places, torch.arange(dim - shared)]),
+        heads=heads,
+        kv_heads=heads,
+        dim=dim,
+        scale=seen.scale * _constant(seen.factors),
+        window=shape.window or 0,
+        value_dim=value_dim,
+        cap=seen.cap,
+        sinks=None if seen.sinks is None else _copy(seen.sinks),
+        factors=_factors(module.config, seen.factors),
+        latents=latents,
     )
 
 
@@ -497,7 +556,8 @@ def _mlp(module: Any) -> Mlp:
 
 def _mixture(block: Any, hidden: int, dtype: torch.dtype) -> Moe:
     """A block with a router, experts, and maybe one that all tokens share."""
-    children = {name for name, _ in block.named_children()} - {"experts", "gate", "router", "act_fn"}
+    children = {name for name, part in block.named_children() if part is not _norm_in(block)}
+    children -= {"experts", "gate", "router", "act_fn"}
     shared = shared_of(block)
     others = children - SHARED - {SHARED_GATE}
     if others or len(children & SHARED) > 1 or (SHARED_GATE in children and shared is None):
@@ -520,6 +580,12 @@ def _mixture(block: Any, hidden: int, dtype: torch.dtype) -> Moe:
         shared=_mlp(shared) if shared is not None else None,
         shared_gate=whole(getattr(block, SHARED_GATE)).weight if SHARED_GATE in children else None,
     )
+
+
+def _norm_in(block: Any) -> Any:
+    """The norm of what a mixture gives, if it is one of its parts."""
+    found = [part for name, part in block.named_children() if name.endswith("norm")]
+    return found[0] if len(found) == 1 else None
 
 
 def shared_of(block: Any) -> Any:

@@ -21,7 +21,7 @@ from engine.kernels.buffers import Buffers
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import Attention, Embedding, Layer, Moe, NotUsual, Output
 from engine.kernels.exchange import Alone, Exchange
-from engine.kernels.experts import NativeExperts
+from engine.kernels.experts import NativeExperts, add_rounding
 from engine.kernels.linked import Linked
 from engine.kernels.operations import (
     ADD,
@@ -35,12 +35,14 @@ from engine.kernels.operations import (
     Operations,
 )
 from engine.kernels.packing import Laid
+from engine.kernels.recognition.latent import Latents
 from engine.kernels.recognition.norms import Norm
 from engine.kernels.recognition.turning import QueryFactors
-from engine.kernels.sums import Area, OwnSums, Sums, parts_here
-from engine.kernels.weights import PackedDecoder, PackedLayer, PackedMlp, PackedMoe
+from engine.kernels.sums import Area, OwnSums, Sums
+from engine.kernels.weights import PackedDecoder, PackedLatents, PackedLayer, PackedMlp, PackedMoe
+from parallel.parts import parts_here
 
-OPERATIONS_PER_LAYER = 30
+OPERATIONS_PER_LAYER = 55
 OTHER_OPERATIONS = 10
 BEST_BYTES = 16
 """Bytes of what a rank finds for a row (``Best`` in ``choosing.hpp``)."""
@@ -71,6 +73,11 @@ class _Product(NamedTuple):
 def _factor(factor: float) -> float:
     """A factor as operations have it: 0 for none."""
     return 0.0 if factor == 1.0 else factor
+
+
+def _behind_zeros(bias: torch.Tensor | None, count: int) -> torch.Tensor | None:
+    """A bias of the last outputs of a product, of which these many come before."""
+    return None if bias is None else torch.cat([torch.zeros(count), bias])
 
 
 @dataclass
@@ -146,6 +153,7 @@ class Lowering:
                 self._router(packed.mlp, buffers.normed, buffers.ids)
                 self._shared(packed.mlp, layer, buffers.normed)
                 self._cuts.append((len(self._list), layer))
+                self._add_branch(layer)
             else:
                 assert self._exchange is not None
                 own, layout = self._exchange.own, self._exchange.layout
@@ -184,7 +192,7 @@ class Lowering:
         self._norm(output.norm, buffers.last)
         self._list.add(
             OperationKind.LINEAR,
-            into=buffers.last,
+            into=self._rounded(buffers.last, self._packed.head, self._hidden),
             out=buffers.logits,
             weights=self._packed.head,
             more=output.bias,
@@ -225,7 +233,7 @@ class Lowering:
         return out
 
     def _normalise(
-        self, norm: Norm, into: torch.Tensor | int, out: torch.Tensor | int, width: int, **more: int
+        self, norm: Norm, into: torch.Tensor | int, out: torch.Tensor | int, size: int, **more: int
     ) -> None:
         flags = self._rows | (CENTRED if norm.is_centred else 0) | more.pop("flags", 0)
         self._list.add(
@@ -233,7 +241,7 @@ class Lowering:
             into=into,
             out=out,
             more=norm.weights,
-            k=width,
+            k=size,
             number=norm.eps,
             flags=flags,
             **more,
@@ -241,10 +249,13 @@ class Lowering:
 
     def _project(self, packed: PackedLayer, attention: Attention, into: torch.Tensor | int) -> None:
         """Queries, keys and values."""
+        if attention.latents is not None and packed.latents is not None:
+            self._project_latents(packed.latents, attention, attention.latents, into)
+            return
         projected = self._buffers.projected
         self._list.add(
             OperationKind.LINEAR,
-            into=into,
+            into=self._rounded(into, packed.qkv, self._hidden),
             out=projected,
             weights=packed.qkv,
             more=attention.qkv_bias,
@@ -254,8 +265,48 @@ class Lowering:
         if attention.wide_norms is not None:
             begin = projected.data_ptr()
             for norm, heads in zip(attention.wide_norms, (attention.heads, attention.kv_heads), strict=True):
-                self._normalise(norm, begin, begin, heads * attention.dim, n=attention.projected_width)
+                wide = attention.projected_width
+                self._normalise(norm, begin, begin, heads * attention.dim, n=wide, width=wide)
                 begin += heads * attention.dim * projected.element_size()
+
+    def _project_latents(
+        self, packed: PackedLatents, attention: Attention, latents: Latents, into: torch.Tensor | int
+    ) -> None:
+        """Latents, then the heads that are made from them.
+
+        In the row of a token are queries, latents, what all keys share, keys and values.
+        """
+        buffers, wide = self._buffers, attention.projected_width
+        row, itemsize = buffers.projected.data_ptr(), buffers.projected.element_size()
+        num_queries = attention.heads * attention.dim
+        behind = num_queries + latents.width
+        begin = num_queries if packed.queries is not None else 0
+        self._list.add(
+            OperationKind.LINEAR,
+            into=into,
+            out=row + begin * itemsize,
+            weights=packed.inward,
+            more=_behind_zeros(latents.bias, num_queries - begin),
+            n=behind - begin,
+            k=self._hidden,
+            width=wide,
+        )
+        at = num_queries
+        made = [(packed.expand, behind, wide - behind)]
+        if packed.queries is not None:
+            made.insert(0, (packed.queries, 0, num_queries))
+        for latent, (weights, place, outputs) in zip(latents.normed, made, strict=True):
+            self._normalise(latent.norm, row + at * itemsize, buffers.latent, latent.size, n=wide)
+            self._list.add(
+                OperationKind.LINEAR,
+                into=buffers.latent,
+                out=row + place * itemsize,
+                weights=weights,
+                n=outputs,
+                k=latent.size,
+                width=wide,
+            )
+            at += latent.size
 
     def _attention(self, number: int, packed: PackedLayer, layer: Layer) -> None:
         buffers, attention, norms = self._buffers, layer.attention, layer.attention.head_norms
@@ -266,6 +317,9 @@ class Lowering:
             "c": attention.dim,
             "d": attention.window,
             "n": attention.value_dim,
+            "scales": self._cache.scales[number],
+            "codes": self._cache.codes,
+            "width": attention.projected_width,
         }
         centred = CENTRED if norms is not None and norms.is_centred else 0
         self._list.add(
@@ -277,6 +331,7 @@ class Lowering:
             number=0.0 if norms is None else norms.eps,
             k=0 if attention.rotary is None else attention.rotary + 1,
             flags=centred | (NORM_LAST if attention.is_norm_last else 0),
+            shared=attention.shared,
             **shape,
         )
         self._list.add(
@@ -307,9 +362,15 @@ class Lowering:
         layer: Layer,
         into: torch.Tensor | int,
         row_factors: torch.Tensor | None = None,
+        *,
+        is_shared: bool = False,
     ) -> None:
-        """An MLP on some rows; ``row_factors``: see :class:`_Product`."""
+        """An MLP on some rows; ``row_factors``: see :class:`_Product`.
+
+        Where ``is_shared``, the result waits in the branch for that of experts, if a norm is behind both.
+        """
         buffers, mlp, activation = self._buffers, packed.mlp, packed.mlp.activation
+        into = self._rounded(into, packed.inward, self._hidden)
         shape = {"into": into, "out": buffers.middle, "n": mlp.width, "k": self._hidden, "flags": self._rows}
         if mlp.gate is not None:
             self._list.add(
@@ -325,15 +386,18 @@ class Lowering:
                 **shape,
             )
         product = _Product(buffers.middle, packed.down, mlp.width, mlp.down_bias, mlp.is_partial, row_factors)
-        self._add_product(product, layer.mlp_last_norm, layer.factor)
+        self._add_product(product, layer.mlp_last_norm, layer.factor, waits=is_shared)
 
-    def _add_product(self, product: _Product, norm: Norm | None, factor: float) -> None:
+    def _add_product(
+        self, product: _Product, norm: Norm | None, factor: float, *, waits: bool = False
+    ) -> None:
         """Multiply rows by weights and add the result, behind its norm, to the stream.
 
-        If it is a partial sum, it is added over all ranks first.
+        If it is a partial sum, it is added over all ranks first. If it ``waits``, its norm comes later.
         """
         parts = parts_here(product.width, self._ranks if product.is_partial else 1)
-        fields = {"into": product.into, "weights": product.weights, "n": self._hidden, "k": product.width}
+        into = self._rounded(product.into, product.weights, product.width)
+        fields = {"into": into, "weights": product.weights, "n": self._hidden, "k": product.width}
         to: dict[str, Any] = {"out": self._stream, "number": _factor(factor), "factors": product.row_factors}
         flags = ADD
         if norm is not None:
@@ -348,10 +412,23 @@ class Lowering:
             self._list.add(
                 OperationKind.LINEAR, more=product.bias, flags=self._rows | flags, b=parts, **fields, **to
             )
-        if norm is not None:
-            if factor != 1.0:
-                raise NotUsual("a factor on what a norm gives")
-            self._normalise(norm, self._buffers.branch, self._stream, self._hidden, flags=ADD)
+        if norm is not None and not waits:
+            self._add_normed(norm, factor)
+
+    def _add_normed(self, norm: Norm, factor: float) -> None:
+        """Add what is in the branch, behind its norm, to the stream."""
+        if factor != 1.0:
+            raise NotUsual("a factor on what a norm gives")
+        self._normalise(norm, self._buffers.branch, self._stream, self._hidden, flags=ADD)
+
+    def _add_branch(self, layer: Layer) -> None:
+        """Add what a mixture gave, if a norm is behind it."""
+        if layer.mlp_last_norm is not None:
+            self._add_normed(layer.mlp_last_norm, layer.factor)
+
+    def _rounded(self, into: Any, weights: Laid | None, width: int) -> Any:
+        """Where a product finds its rows: rounded to 8 bits, if its weights want that."""
+        return add_rounding(self._list, weights, into, self._buffers.rounded, width, flags=self._rows)
 
     def _area(self) -> Area:
         """Area of the next sum."""
@@ -450,7 +527,7 @@ class Lowering:
                 k=self._hidden,
                 flags=self._rows | AS_FLOAT,
             )
-        self._mlp(packed.shared, layer, rows, logits)
+        self._mlp(packed.shared, layer, rows, logits, is_shared=True)
 
     def _experts(self, packed: PackedMoe, layer: Layer, exchange: Exchange) -> None:
         buffers, moe, alone = self._buffers, packed.moe, isinstance(exchange, Alone)
@@ -468,17 +545,19 @@ class Lowering:
         self._products_of(packed, exchange, record, area, number=2 if isinstance(exchange, Linked) else 0)
         if not alone:
             self._list.add(OperationKind.HOME, extra=record)
+        is_normed = layer.mlp_last_norm is not None
         self._list.add(
             OperationKind.COMBINE,
             into=buffers.scores,
-            out=self._stream,
+            out=buffers.branch if is_normed else self._stream,
             extra=record,
             n=self._hidden,
             k=moe.top_k,
             number=_factor(layer.factor),
-            flags=self._rows,
+            flags=self._rows | (0 if is_normed and packed.shared is None else ADD),
             **({} if area is None else self._of_ranks(area, moe)),
         )
+        self._add_branch(layer)
 
     def _products_of(
         self,
@@ -495,7 +574,15 @@ class Lowering:
         self._list.add(OperationKind.SORT, extra=record, a=number, flags=self._rows)
         self._list.add(OperationKind.GATHER, extra=record)
         ranks = self._ranks if moe.is_partial else 1
-        experts.write(self._list, buffers.gathered, buffers.expert_middle, results, exchange.begins, ranks)
+        experts.write(
+            self._list,
+            buffers.gathered,
+            buffers.expert_middle,
+            results,
+            exchange.begins,
+            ranks,
+            rounded=buffers.rounded,
+        )
         if not isinstance(exchange, Alone):
             self._list.add(OperationKind.RETURN, extra=record, a=number)
 

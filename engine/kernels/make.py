@@ -31,6 +31,7 @@ from engine.kernels.decoder import Decoder, NotUsual, base_parts, recognise
 from engine.kernels.program import Program
 from engine.kernels.trial import judge
 from engine.kernels.weights import num_bytes
+from engine.model.quantization.attached import forget_codes
 from engine.model.weights import LoadedModel
 from parallel.communicators.base import CollectiveError
 from parallel.tensor_parallel import TensorRank
@@ -307,3 +308,4 @@ def _let_go(model: LoadedModel) -> None:
         for weight in part.parameters():
             if id(weight) not in kept and weight is not embedding:
                 weight.data = weight.data.new_empty(0)
+                forget_codes(weight)

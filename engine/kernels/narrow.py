@@ -24,12 +24,14 @@ from transformers.pytorch_utils import Conv1D
 from engine.attention.base import LAYER_ATTRIBUTE
 from engine.kernels.decoder import Attention, Decoder, Layer, Mlp, Moe, base_parts, recognise, shared_of
 from engine.kernels.recognition.activations import ActivationKind
+from engine.kernels.recognition.latent import is_latent, latent_modules
 from engine.kernels.recognition.projections import attention_projections, linear_of, mlp_projections
 from engine.kernels.recognition.routing import CORRECTION
 from engine.kernels.recognition.turning import NORMS
 from engine.model.expert_weights import expert_modules
+from engine.model.experts_function import EXPERTS_IMPLEMENTATION
 from engine.model.shard import PassThrough, StageInput
-from engine.model.weights import EXPERTS_IMPLEMENTATION, LoadedModel
+from engine.model.weights import LoadedModel
 from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
 from parallel.tensor_parallel import TensorRank
 
@@ -79,7 +81,7 @@ class NarrowCopy:
                 part.nf = part.weight.shape[1]
         for layer, part in zip(decoder.layers, _parts(self.module), strict=True):
             module = _attention_of(part)
-            if len(attention_projections(module)[0]) == 1:
+            if not is_latent(module) and len(attention_projections(module)[0]) == 1:
                 _tell_heads(module, *_heads(layer.attention), layer.attention.dim)
         experts = {layer.mlp.num_experts for layer in decoder.layers if isinstance(layer.mlp, Moe)}
         for part in expert_modules(self.module).values():
@@ -244,6 +246,9 @@ class _Weights:
             [index for index in range(number * value_dim) if index % value_dim >= value_dim // 2]
             for number in (kv_heads, heads)
         )
+        if attention.latents is not None:
+            self._latent_attention(attention, module, loud_value, loud_out)
+            return
         sizes = heads * dim, kv_heads * dim, kv_heads * value_dim
         inward, out = attention_projections(module)
         if len(inward) == 1:
@@ -265,6 +270,25 @@ class _Weights:
                 if weight is not None and weight.numel() != dim:
                     shape = (number, dim) if weight.ndim == 2 else (number * dim,)
                     self._put(weight, shape, size=0.2, mean=1.0)
+
+    def _latent_attention(
+        self, attention: Attention, module: Any, loud_value: list[int], loud_out: list[int]
+    ) -> None:
+        """Latents keep their size."""
+        latents, (heads, _) = attention.latents, _heads(attention)
+        dim, value_dim = attention.dim, attention.value_dim
+        assert latents is not None
+        of_queries, (down, _, up), out = latent_modules(module)
+        hidden, own = attention.out.shape[0], dim - attention.shared
+        if latents.queries is not None:
+            self._linear(getattr(module, of_queries[0]), latents.queries.size, hidden)
+        size = hidden if latents.queries is None else latents.queries.size
+        loud_queries = range(dim * (heads // 2), dim * heads)
+        self._linear(getattr(module, of_queries[-1]), heads * dim, size, loud_rows=loud_queries)
+        self._linear(getattr(module, down), latents.keys.size + attention.shared, hidden)
+        loud = [index // value_dim * (own + value_dim) + own + index % value_dim for index in loud_value]
+        self._linear(getattr(module, up), heads * (own + value_dim), latents.keys.size, loud_rows=loud)
+        self._linear(getattr(module, out), hidden, heads * value_dim, quiet_columns=loud_out)
 
     def _linear(
         self,

@@ -19,6 +19,9 @@ import torch
 
 from engine.model.checkpoint import CheckpointError, ReadingStopped
 from engine.model.expert_weights import expert_modules, expert_parameters, read_experts
+from engine.model.quantization.attached import CodesReader, reader_of
+from engine.model.quantization.layers import keep_codes
+from engine.quantization_config import OnlineName
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +37,18 @@ class HeldExperts:
     """
 
     def __init__(
-        self, model: Any, directory: Path, experts: Sequence[int], limit_bytes: int | None = None
+        self,
+        model: Any,
+        directory: Path,
+        experts: Sequence[int],
+        limit_bytes: int | None = None,
+        online: OnlineName | None = None,
     ) -> None:
-        """``experts``: in each layer. ``limit_bytes``: of all that are held, whatever memory is free."""
+        """``experts``: in each layer. ``limit_bytes``: of all that are held, whatever memory is free.
+
+        ``online``: how plain weights are quantised while they are read.
+        """
+        self._online = online
         self._limit_bytes = limit_bytes
         self._model = model
         self._directory = directory
@@ -76,7 +88,8 @@ class HeldExperts:
         Raises:
             CheckpointError: experts of this checkpoint cannot be read one by one.
         """
-        read_experts(self._model, self._directory, [experts[:1] for experts in self.experts])
+        first = [experts[:1] for experts in self.experts]
+        read_experts(self._model, self._directory, first, online=self._online)
 
     def max_experts(self, free_bytes: int) -> int:
         """How many experts of each layer fit, with so much free memory beside them.
@@ -153,7 +166,9 @@ class HeldExperts:
                 f"{free_bytes / 2**20:.1f} MiB that are free"
             )
         began = time.monotonic()
-        rows = read_experts(self._model, self._directory, missing, should_stop) if num_missing else {}
+        rows = {}
+        if num_missing:
+            rows = read_experts(self._model, self._directory, missing, should_stop, self._online)
         change = _Change(held, wanted, missing, rows)
         changed = [after if after != before else () for after, before in zip(wanted, held, strict=True)]
         if self._bytes_of(changed) * self.copies <= free_bytes and wanted != held:
@@ -209,6 +224,9 @@ class _Change:
         self.before, self.after = before, after
         self._missing = missing
         self._rows = rows
+        found = {name: reader_of(tensor) for name, tensor in rows.items()}
+        self._readers = {name: reader for name, reader in found.items() if reader is not None}
+        """How to read the codes of the missing ones."""
         self._built: dict[str, dict[str, torch.nn.Parameter]] = {}
         """New parameters by the path of their module, if they were laid out before."""
 
@@ -238,9 +256,30 @@ class _Change:
 
     def _parameters(self, number: int, path: str, module: Any) -> dict[str, torch.nn.Parameter]:
         return {
-            name: torch.nn.Parameter(self._tensor(number, f"{path}.{name}", parameter), requires_grad=False)
+            name: self._parameter(number, path, name, parameter)
             for name, parameter in expert_parameters(module)
         }
+
+    def _parameter(
+        self, number: int, path: str, name: str, parameter: torch.nn.Parameter
+    ) -> torch.nn.Parameter:
+        full = f"{path}.{name}"
+        codes = self._codes(number, full, parameter)
+        fresh = torch.nn.Parameter(self._tensor(number, full, parameter), requires_grad=False)
+        if codes is not None:
+            keep_codes(fresh, name, codes)
+        return fresh
+
+    def _codes(self, number: int, full: str, parameter: torch.nn.Parameter) -> CodesReader | None:
+        """How to read the codes of these experts; None where one has none."""
+        before, missing = self.before[number], self._missing[number]
+        held, read = reader_of(parameter), self._readers.get(full)
+        found = [
+            (read, missing.index(expert)) if expert in missing else (held, before.index(expert))
+            for expert in self.after[number]
+        ]
+        known = [(reader, at) for reader, at in found if reader is not None]
+        return CodesReader.of_experts(known) if len(known) == len(found) else None
 
     def _tensor(self, number: int, full: str, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The rows [after, ...] of one parameter, as it is typed and placed."""

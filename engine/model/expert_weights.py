@@ -22,8 +22,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
 from engine.model.checkpoint import CheckpointError, ReadingStopped
+from engine.model.quantization.attached import ATTRIBUTE as CODES
+from engine.model.quantization.attached import readers_of
 from engine.model.text_parts import NAMES, OTHER_MODALITIES
 from engine.model.weight_files import open_weights
+from engine.quantization_config import OnlineName
 from parallel.placement import Placement
 
 ONE_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
@@ -86,11 +89,14 @@ def read_experts(
     directory: Path,
     experts: Sequence[Sequence[int]],
     should_stop: Callable[[], bool] = lambda: False,
+    online: OnlineName | None = None,
 ) -> dict[str, torch.Tensor]:
     """Read some experts by layer: parameter -> [experts of its layer, ...], in their order.
 
     Only their bytes are read; the model, which may hold other ones, is not changed. Parameters of layers of
-    which none are wanted are left out.
+    which none are wanted are left out. Where they are quantised, the tensors know their codes.
+
+    ``online``: how plain weights are quantised.
 
     Raises:
         CheckpointError: the checkpoint lacks some of them (any more).
@@ -98,7 +104,7 @@ def read_experts(
     """
     layers = expert_modules(model)
     reader = ExpertReader(model, layers, experts)
-    found = reader.read_experts(directory, model.dtype, should_stop)
+    found = reader.read_experts(directory, model.dtype, should_stop, online)
     wanted = {name: len(of_layer) for name, of_layer in reader.wanted.items() if of_layer}
     for name, count in wanted.items():
         if name not in found or found[name].shape[0] != count:
@@ -191,11 +197,15 @@ class ExpertReader:
         return tensors
 
     def read_experts(
-        self, directory: Path, dtype: torch.dtype, should_stop: Callable[[], bool]
+        self,
+        directory: Path,
+        dtype: torch.dtype,
+        should_stop: Callable[[], bool],
+        online: OnlineName | None,
     ) -> dict[str, torch.Tensor]:
         """The experts alone, converted: parameter -> [experts, ...]."""
         tensors: dict[str, torch.Tensor] = {}
-        with open_weights(directory, dtype) as files:
+        with open_weights(directory, dtype, online) as files:
             for opened in files:
                 for name in opened.keys():  # noqa: SIM118 (safe_open is no dict)
                     if should_stop():
@@ -203,7 +213,11 @@ class ExpertReader:
                     target = self._target(name)[0]
                     if self.wanted.get(target):
                         self.take(opened, name, target, tensors)
-        return self._convert(tensors)
+        converted = self._convert(tensors)
+        readers = readers_of(files, self._target, self._converters, self.wanted)
+        for name, reader in readers.items():
+            setattr(converted[name], CODES, reader)
+        return converted
 
     def _target(self, name: str) -> tuple[str, str | None]:
         """Parameter of a tensor on disk, and its converter's pattern if it has one."""

@@ -56,6 +56,16 @@ GROUPED: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 """Experts beside a shared one, behind a dense layer."""
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 48,
+}
+"""Heads that are made from latents, with values wider than keys."""
+DEEPSEEK_YARN = extended("yarn", beta_fast=32.0, beta_slow=1.0, mscale=0.7, mscale_all_dim=0.9)
 
 
 def granite(**multipliers: float) -> Any:
@@ -155,6 +165,8 @@ NATIVE: dict[str, Callable[[], Any]] = {
     "apertus": lambda: transformers.ApertusConfig(
         **SMALL, hidden_act="xielu", rope_parameters=LLAMA3["rope_parameters"]
     ),
+    "minicpm3": lambda: transformers.MiniCPM3Config(**SMALL | LATENT),
+    "youtu": lambda: transformers.YoutuConfig(**SMALL | LATENT, attention_bias=True),
 }
 """The kernels compute these, and have to go on doing so."""
 
@@ -203,6 +215,30 @@ MIXTURES: dict[str, Callable[[], Any]] = {
         attention_bias=True,
         sliding_window=None,
     ),
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(
+        **WIDER | LATENT | DEEPSEEK_YARN,
+        **EXPERTS,
+        **GROUPED | {"norm_topk_prob": False},
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+    ),
+    "deepseek_v2_lite": lambda: transformers.DeepseekV2Config(
+        **WIDER | LATENT | {"q_lora_rank": None}, **EXPERTS, **GROUPED | {"n_shared_experts": 2}
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **WIDER | LATENT | DEEPSEEK_YARN, **EXPERTS, **GROUPED, n_group=4, topk_group=2
+    ),
+    "kimi_k2": lambda: transformers.DeepseekV3Config(
+        **WIDER | LATENT | {"v_head_dim": 16}, **EXPERTS, **GROUPED, n_group=1, topk_group=1
+    ),
+    "axk1": lambda: transformers.AXK1Config(**WIDER | LATENT, **EXPERTS, **GROUPED, n_group=4, topk_group=2),
+    "glm4_moe_lite": lambda: transformers.Glm4MoeLiteConfig(
+        **WIDER | LATENT,
+        **EXPERTS,
+        **{name: value for name, value in GROUPED.items() if name != "first_k_dense_replace"},
+        mlp_layer_types=["dense", "sparse", "sparse"],
+    ),
     "gpt_oss": lambda: transformers.GptOssConfig(
         **WIDER | rope("default"),
         head_dim=16,
@@ -214,7 +250,7 @@ MIXTURES: dict[str, Callable[[], Any]] = {
 }
 """Mixtures that choose experts in other ways than Mixtral, or whose experts are others."""
 NATIVE.update(MIXTURES)
-SOME_MIXTURES = ["qwen2_moe", "glm4_moe", "gpt_oss"]
+SOME_MIXTURES = ["qwen2_moe", "deepseek_v3", "gpt_oss"]
 """Those of them that are tried for each push; at night all are."""
 TRIED = [family for family in NATIVE if NIGHTLY or family not in MIXTURES or family in SOME_MIXTURES]
 

@@ -32,8 +32,15 @@ class Rotary:
 
     def __call__(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [1, tokens, numbers that are turned] of positions [1, tokens]."""
-        cosines, sines = self.module(torch.zeros(1), ids, *self.kind)
+        angles = self.given(ids)
+        if isinstance(angles, torch.Tensor):  # a complex number for each pair
+            angles = torch.cat([angles.real, angles.real], -1), torch.cat([angles.imag, angles.imag], -1)
+        cosines, sines = angles
         return cosines.float(), sines.float()
+
+    def given(self, ids: torch.Tensor) -> Any:
+        """What attention is given for positions [1, tokens]."""
+        return self.module(torch.zeros(1), ids, *self.kind)
 
     def halves(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [tokens, half] of positions [tokens]: each pair of numbers has one."""
@@ -91,7 +98,7 @@ class Noted:
     """[tokens] of the queries, at the positions that were asked for."""
 
 
-class _Notes:
+class Notes:
     """A plan of attention that only takes notes."""
 
     def __init__(self, value_dim: int) -> None:
@@ -136,7 +143,7 @@ def noted(
     ]
     given = raw if len(names) > 1 else [torch.cat(raw, dim=-1)]
     parts = {name: Gives(each) for name, each in zip(names, given, strict=True)}
-    notes = _Notes(shape.value_dim)
+    notes = Notes(shape.value_dim)
     angles = None if rotary is None else rotary(torch.arange(TOKENS)[None])
     with_parts(module, parts | {out: Gives(lambda rows: rows)})(
         hidden_states=made_up(1, TOKENS, 2, seed=7, dtype=torch.float32),
@@ -243,11 +250,12 @@ def _turned(
     if not way.is_norm_last:
         rows = normed(rows)
     if way.angles is not None and angles is not None:
-        rows = _rotated(rows, angles, way.angles)
+        rows = rotated(rows, angles, way.angles)
     return normed(rows) if way.is_norm_last else rows
 
 
-def _rotated(rows: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], pairs: str) -> torch.Tensor:
+def rotated(rows: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], pairs: str) -> torch.Tensor:
+    """[tokens, heads, dim], whose first numbers are rotated, by angles of the tokens."""
     cosines, sines = (halved(each)[0][:, None] for each in angles)
     width = 2 * cosines.shape[-1]
     turned, rest = rows[..., :width], rows[..., width:]

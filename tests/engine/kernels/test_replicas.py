@@ -36,7 +36,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def expected(directory: Path, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Logits of the scenario in an instance with all experts; first asked for by one thread alone."""
+    """Logits of the scenario in an instance with all experts.
+
+    Models are loaded by one thread.
+    """
     alone = Member(directory, 0, 1, dtype).program
     with torch.inference_mode():
         return [run(alone, rows) for rows in SCENARIO]
