@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from coordinator.messages import (
+    ExpertLoads,
     FromCoordinator,
     Heartbeat,
     Load,
@@ -127,6 +128,9 @@ class Record:
     store: str = ""
     load: Load = field(default_factory=Load)
     experts: tuple[tuple[int, ...], ...] = ()
+    experts_by_layer: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    expert_layers: int = 0
+    loads: ExpertLoads | None = None
     max_experts: int = 0
     epoch: int = 0
     """Epoch of the group that it steps in."""
@@ -145,6 +149,8 @@ class Record:
         self.state, self.phase, self.address = message.state, message.phase, message.address
         self.store = message.store
         self.experts, self.max_experts = message.experts, message.max_experts
+        self.experts_by_layer, self.loads = message.experts_by_layer, message.loads
+        self.expert_layers = message.expert_layers
         self.epoch, self.ready_epoch = message.epoch, message.ready_epoch
         self.numerics = message.numerics or self.numerics
         return (self.state, self.phase, self.address, self.numerics) != before
@@ -170,6 +176,12 @@ class Record:
             return False
         self.odd[router] = count
         return True
+
+    def held(self, rank: int, layer: int) -> tuple[int, ...]:
+        """The experts of a layer that one of its tensor-parallel ranks holds."""
+        if rank < len(self.experts_by_layer):
+            return self.experts_by_layer[rank][layer]
+        return self.experts[rank] if rank < len(self.experts) else ()
 
     def group_peer(self) -> GroupPeer:
         """As the members of its group see it."""

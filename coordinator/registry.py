@@ -28,12 +28,14 @@ from coordinator.messages import (
     Drain,
     Evidence,
     Exited,
+    ExpertBalance,
     Heartbeat,
     Leave,
     Lost,
     Member,
     Probe,
     Reached,
+    Rebalance,
     Register,
     Scale,
     Settings,
@@ -45,7 +47,7 @@ from coordinator.messages import (
     Welcome,
 )
 from coordinator.numerics import Numerics, combined
-from coordinator.operations import Operations
+from coordinator.operations import ACCEPTED, CONFLICT, Operations
 from coordinator.reach import Asked, Reachability
 from coordinator.records import Instruction, Note, Peer, Publish, Record, Records, Rules, Send
 from coordinator.suspicion import Suspicions
@@ -115,6 +117,8 @@ class Registry:
                 return list(self._watch(peer, message, now))
             case Drain():
                 return list(self._drain(peer, message))
+            case Rebalance():
+                return [Send(peer, self._rebalance(message)), *self._go_on(now)]
             case Scale():
                 return [Send(*sent) for sent in self._operations.scale(peer, message, now)]
             case Answer():
@@ -168,6 +172,7 @@ class Registry:
             members=[],
             waiting_for=self._shortage() or self._waiting_for(),
             refused_peers=self.refused_peers,
+            balance=self._epochs.rebalancing.summary if self._balances else None,
             complete=self._complete,
         )
 
@@ -450,7 +455,9 @@ class Registry:
         if self._reach.is_undecided(now):
             return
         size = self._size or self._settings.data_parallel_size
+        before = self._epochs.rebalancing.summary
         following = self._epochs.next_form(size, self._settings, now)
+        yield from self._tell_balance(before)
         if following is None:
             return
         form, why = following
@@ -461,6 +468,29 @@ class Registry:
             if self._epochs.awaits(record) is not None:
                 yield Send(record.peer, form)
         self._log.touch_head()
+
+    def _tell_balance(self, before: ExpertBalance) -> Iterator[Instruction]:
+        """Log what the balance of experts has to say, and show it to watchers."""
+        rebalancing = self._epochs.rebalancing
+        notes, rebalancing.notes = rebalancing.notes, []
+        for text, warning in notes:
+            yield Note(text, warning)
+        if rebalancing.summary != before:
+            self._log.touch_head()
+
+    def _rebalance(self, message: Rebalance) -> Answer:
+        """Answer an operator who wants experts to move now."""
+        if not self._balances:
+            problem = "the load of experts is not balanced here: start the instances with --enable-eplb"
+            return Answer(command=message.command, status=CONFLICT, text=problem)
+        self._epochs.rebalancing.ask()
+        text = "experts move now, where that makes steps faster: lockstep status shows it"
+        return Answer(command=message.command, status=ACCEPTED, text=text)
+
+    @property
+    def _balances(self) -> bool:
+        """Whether the load of experts is balanced."""
+        return self._spreads and self._settings is not None and self._settings.balancing is not None
 
     def _look_at_ways(self, settings: Settings, now: float) -> Iterator[Instruction]:
         """Leave instances that others do not reach out of groups, and let them back."""

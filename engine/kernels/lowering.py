@@ -132,6 +132,8 @@ class Lowering:
         self._sums, self._ranks, self._factors = sums, ranks, factors
         self._num_sums = 0
         """Sums written so far."""
+        self._num_sparse = 0
+        """Layers with experts whose exchange was written so far."""
         self._cuts: list[tuple[int, Layer | PartialSums | None]] = []
         self._list = Operations(OPERATIONS_PER_LAYER * len(packed.layers) + OTHER_OPERATIONS)
         self._stream, self._rows = buffers.stream, 0
@@ -668,25 +670,27 @@ class Lowering:
     ) -> None:
         """The experts' results, summed up in ``to``."""
         buffers, moe, alone = self._buffers, packed.moe, isinstance(exchange, Alone)
+        record = exchange.of_layer(self._num_sparse)
+        self._num_sparse += 1
         if not alone:
-            self._list.add(OperationKind.OFFER, extra=exchange.record, flags=self._rows)
+            self._list.add(OperationKind.OFFER, extra=record, flags=self._rows)
         if packed.shared is not None and moe.norms is None:  # while the others' rows come
             self._shared(packed, exchange.own + exchange.layout.rows_at, to, flags, layer.factor)
             flags = ADD
         area = self._area() if moe.is_partial else None
         if isinstance(exchange, Linked):  # what is here first, the others' rows when they have come
-            self._list.add(OperationKind.LOOK, extra=exchange.record, flags=self._rows)
-            self._products_of(packed, exchange, area, number=1)
+            self._list.add(OperationKind.LOOK, extra=record, flags=self._rows)
+            self._products_of(packed, exchange, record, area, number=1)
         if not alone:
-            self._list.add(OperationKind.MEET, extra=exchange.record)
-        self._products_of(packed, exchange, area, number=2 if isinstance(exchange, Linked) else 0)
+            self._list.add(OperationKind.MEET, extra=record)
+        self._products_of(packed, exchange, record, area, number=2 if isinstance(exchange, Linked) else 0)
         if not alone:
-            self._list.add(OperationKind.HOME, extra=exchange.record)
+            self._list.add(OperationKind.HOME, extra=record)
         self._list.add(
             OperationKind.COMBINE,
             into=buffers.scores,
             out=to,
-            extra=exchange.record,
+            extra=record,
             n=self._hidden,
             k=moe.top_k,
             number=_factor(layer.factor),
@@ -694,13 +698,20 @@ class Lowering:
             **({} if area is None else self._of_ranks(area, moe)),
         )
 
-    def _products_of(self, packed: PackedMoe, exchange: Exchange, area: Area | None, number: int) -> None:
-        """Results of the experts here; ``number``: see SORT."""
+    def _products_of(
+        self,
+        packed: PackedMoe,
+        exchange: Exchange,
+        record: np.ndarray[Any, Any],
+        area: Area | None,
+        number: int,
+    ) -> None:
+        """Results of the experts here; ``record``: of the layer, ``number``: see SORT."""
         buffers, moe = self._buffers, packed.moe
         experts = packed.experts or self._products.packed(moe.experts)
         results = exchange.own + exchange.layout.results_at if area is None else area.address
-        self._list.add(OperationKind.SORT, extra=exchange.record, a=number, flags=self._rows)
-        self._list.add(OperationKind.GATHER, extra=exchange.record)
+        self._list.add(OperationKind.SORT, extra=record, a=number, flags=self._rows)
+        self._list.add(OperationKind.GATHER, extra=record)
         begins, first = exchange.begins, moe.first_whole
         if area is not None and first is not None:  # all rows have a place, and others' experts give 0
             begins = begins[first : first + experts.count + 1]
@@ -717,7 +728,7 @@ class Lowering:
             rounded=buffers.rounded,
         )
         if not isinstance(exchange, Alone):
-            self._list.add(OperationKind.RETURN, extra=exchange.record, a=number)
+            self._list.add(OperationKind.RETURN, extra=record, a=number)
 
     def _of_ranks(self, area: Area, moe: Moe) -> dict[str, Any]:
         """Where the ranks' parts of the experts' results are, once they are there."""

@@ -41,8 +41,9 @@ _STEP = np.dtype(
 EXCHANGE = np.dtype(
     [(name, np.int64) for name in (
         "rank", "size", "num_experts", "num_local", "top_k", "hidden", "rows_at", "ids_at", "places_at",
-        "results_at", "arenas", "returned", "owners", "numbers", "sizes", "firsts", "rounds", "counted",
-        "begins", "sources", "gathered", "check", "crowded", "linkage", "row_bytes"
+        "results_at", "arenas", "returned", "copies", "counts", "most_copies", "numbers", "line",
+        "sizes", "firsts", "rounds", "counted", "begins", "sources", "gathered", "check", "crowded",
+        "linkage", "row_bytes"
     )]
 )  # fmt: skip
 """See ``linked.hpp``, as for the next two."""
@@ -57,7 +58,7 @@ _LEARNED = "budget", "arrival", "products", "offered_at", "began_at", "first_pas
 LINKAGE = np.dtype(
     [(name, np.float64 if name in _LEARNED else np.int64) for name in (
         "links", "are_sums", "peers", "hosts", "roles", "most", "area", "area_bytes", "look", *_LEARNED,
-        "num_missing", "problem", "problem_rank", "problem_note", "problem_bytes"
+        "num_missing", "now", "problem", "problem_rank", "problem_note", "problem_bytes"
     )]
 )  # fmt: skip
 PEER = np.dtype(

@@ -365,7 +365,9 @@ extern "C" {
 
 // Whether a member's word has risen to a target; what has come from it over its link is taken first.
 int64_t lockstep_has_arrived(const void* exchange, int64_t rank, const void* word, int64_t target) {
-    auto& with = *static_cast<const Exchange*>(exchange);
+    auto& common = *static_cast<const Exchange*>(exchange);
+    const void* now = is_linked(common) ? common.linkage->now : nullptr;
+    auto& with = now == nullptr ? common : *static_cast<const Exchange*>(now);
     auto* at = static_cast<const int64_t*>(word);
     for (int64_t which : {OFFERED, RETURNED})
         if (is_linked(with) && at == words_of(with, rank, which) + which && target == *with.rounds) look_at(with, rank, which);

@@ -21,7 +21,7 @@ import zmq.asyncio
 
 from coordinator.commands import ask
 from coordinator.member_connection import Watcher
-from coordinator.messages import Answer, Drain, Settings, State, View, ranks_by_class
+from coordinator.messages import Answer, Drain, ExpertBalance, Settings, State, View, ranks_by_class
 from coordinator.numerics import Numerics
 from coordinator.rpc.complaints import Complaints
 from coordinator.rpc.keys import MeshKeys
@@ -224,6 +224,10 @@ class MeshClient:
             return {}
         refused = {str(member.rank): member.load.refused_peers for member in self.view.members}
         return {"coordinator": self.view.refused_peers, **refused}
+
+    def balance(self) -> ExpertBalance | None:
+        """How the load of experts is balanced: see :class:`router.mesh.MeshFacts`."""
+        return self.view.balance if self.view is not None else None
 
     def instance_health(self) -> Mapping[int, InstanceHealth]:
         """Health of each instance as this router sees it, by rank."""
