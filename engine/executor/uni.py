@@ -17,7 +17,14 @@ import torch
 from coordinator.messages import GroupPlan
 from coordinator.numerics import TORCH, Arithmetic
 from engine.attention import Backend, make_attention
-from engine.attention.base import PLAN_KEYWORD, AttentionUse, CapturableAttention, PackedRows, PagedAttention
+from engine.attention.base import (
+    PLAN_KEYWORD,
+    AttentionUse,
+    CapturableAttention,
+    LayerShape,
+    PackedRows,
+    PagedAttention,
+)
 from engine.compute import invariance
 from engine.compute.decode_graphs import CudaCapture, DecodeGraphs, make_graphs
 from engine.compute.fixed_blocks import FixedBlocks
@@ -31,7 +38,7 @@ from engine.host.cores import has_gpu
 from engine.kernels import library
 from engine.kernels.buffers import Room
 from engine.kernels.cache import NativeCache
-from engine.kernels.make import bytes_for_program, make_program
+from engine.kernels.make import bytes_for_program, cached_layers, make_program
 from engine.kernels.program import Program
 from engine.model.checkpoint import CheckpointError, ModelInfo, chosen_dtype
 from engine.model.choice import choose_backend
@@ -93,6 +100,8 @@ class UniExecutor:
         self._attention = self._attention_before = AttentionUse()
         """Time in attention, now and before the last step."""
         self._program: Program | None = None
+        self._cached: tuple[LayerShape, ...] = ()
+        """What the layers cache of a token."""
         self._on_torch = config.device.on_torch
         library.choose(native_kind(config.device))
         self._backend: Backend = "TORCH_SDPA"
@@ -136,6 +145,9 @@ class UniExecutor:
             self._held = HeldExperts(model.module, Path(self._info.directory), share.experts, limit)
             self._held.check_limit()
             self._held.rehearse()
+        self._cached = model.layers
+        if not self._on_torch:
+            self._cached = cached_layers(model, self._config.cache.block_size)
         progress(f"loaded {model.weight_bytes / 2**20:.0f} MiB in {time.monotonic() - began:.1f} s")
         return ModelFacts(
             architecture=self._info.architecture,
@@ -144,7 +156,7 @@ class UniExecutor:
             vocab_size=model.vocab_size,
             dtype=str(dtype).removeprefix("torch."),
             device=str(device),
-            kv=KVSpec(num_layers=len(model.layers), bytes_per_token=model.kv_bytes_per_token),
+            kv=KVSpec(num_layers=len(model.layers), bytes_per_token=self._kv_bytes_per_token),
         )
 
     def _when_read(self) -> None:
@@ -152,6 +164,12 @@ class UniExecutor:
         if not self._shard.is_whole and self._device().type == "cpu" and not self._on_torch:
             library.load()
         self._before_first_run()
+
+    @property
+    def _kv_bytes_per_token(self) -> int:
+        """Bytes of the KV cache that a token takes."""
+        assert self._model is not None, "load() comes first"
+        return sum(layer.bytes_per_token(self._model.dtype) for layer in self._cached)
 
     @property
     def layers(self) -> range:
@@ -278,16 +296,23 @@ class UniExecutor:
         assert model is not None, "load() comes first"
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
-        self._untouched = memory.Untouched(num_blocks, block_size * model.kv_bytes_per_token)
+        self._untouched = memory.Untouched(num_blocks, block_size * self._kv_bytes_per_token)
         if self._program is None and not self._on_torch:
             self._program = make_program(model, block_size)
             self._on_torch = self._program is None
         self._check_kernels()
+        if self._program is None and self._cached != model.layers:
+            raise CheckpointError(
+                f"the native kernels cannot compute {self._info.architecture} after all, as the log says. "
+                "Torch needs a larger KV cache: set LOCKSTEP_NATIVE_KERNELS=0"
+            )
         if self._program is None and self._config.device.batch_invariant:
             self._fix_blocks(model)
         if self._program is not None:
             self._program.use(
-                NativeCache(model.layers, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype)
+                NativeCache(
+                    self._program.cached, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype
+                )
             )
             self._runner = ModelRunner(model, None, block_size, self._program)
             self._attention = self._program.attention

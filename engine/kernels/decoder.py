@@ -98,6 +98,11 @@ class Attention:
 
     They lie between queries and keys. Last come the numbers that all keys of a token begin with.
     """
+    keeps_latents: bool = False
+    """Whether the latents of keys are cached instead of keys and values.
+
+    Queries are multiplied by what would make keys of them, and sums of latents by what would make values.
+    """
 
     @property
     def shared(self) -> int:
@@ -105,11 +110,27 @@ class Attention:
         return 0 if self.latents is None else self.latents.num_shared
 
     @property
+    def cached(self) -> LayerShape:
+        """What is cached of a token, and looked at."""
+        window = self.window or None
+        if self.latents is None or not self.keeps_latents:
+            return LayerShape(self.kv_heads, self.dim, self.value_dim, window)
+        size = self.latents.keys.size
+        return LayerShape(1, self.shared + size, size, window)
+
+    @property
     def projected_width(self) -> int:
         """Numbers of a token's queries, keys and values, and of what they are made from."""
         latents = 0 if self.latents is None else self.latents.width
-        of_kv_head = self.dim - self.shared + self.value_dim
-        return self.heads * self.dim + latents + self.kv_heads * of_kv_head
+        queries = self.heads * self.cached.key_dim
+        if self.keeps_latents:
+            return queries + latents
+        return queries + latents + self.kv_heads * (self.dim - self.shared + self.value_dim)
+
+    @property
+    def attended_width(self) -> int:
+        """Numbers that are summed up over the keys of a token, for all heads."""
+        return self.heads * self.cached.value_dim
 
     @property
     def width(self) -> int:
@@ -239,6 +260,11 @@ class Decoder:
     rotaries: tuple[Rotary, ...]
     """Rotary embeddings by kind of layer."""
     dtype: torch.dtype
+
+    @property
+    def cached(self) -> tuple[LayerShape, ...]:
+        """What the layers cache."""
+        return tuple(layer.attention.cached for layer in self.layers)
 
     @property
     def vocab(self) -> int:
@@ -479,7 +505,17 @@ def _latent_attention(
         sinks=None if seen.sinks is None else _copy(seen.sinks),
         factors=_factors(module.config, seen.factors),
         latents=latents,
+        keeps_latents=_can_keep(latents, dim, value_dim),
     )
+
+
+def _can_keep(latents: Latents, dim: int, value_dim: int) -> bool:
+    """Whether latents can be cached: whether the products of each head fill whole panels.
+
+    It does not depend on the number of heads, so ranks with fewer of them do the same.
+    """
+    shared, pair = latents.num_shared, 2 * LANES
+    return not (shared % LANES or (dim - shared) % 2 or value_dim % pair or latents.keys.size % pair)
 
 
 SAME = 1e-4

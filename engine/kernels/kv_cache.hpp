@@ -45,7 +45,7 @@ void store_value(uint32_t* block, const typename T::Element* value, int64_t dim,
 
 // What QKV is given: in [tokens, (heads + kv_heads) * dim + kv_heads * value_dim], a heads, b kv_heads, c dim, n value_dim; extra: keys,
 // out: values; the rest: Turning. shared: numbers that all keys of a token begin with. They lie once before what each key has of its
-// own; what is rotated is among them. width: numbers of a row, whose end are keys and values.
+// own; what is rotated is among them. width: numbers of a row, whose end are keys and values. WITHIN: a value is the end of its key.
 template <class T>
 class Projected {
     using E = typename T::Element;
@@ -59,7 +59,7 @@ class Projected {
     Projected(const Operation& op, const Step& step)
         : step(step), heads(op.a), kv_heads(op.b), dim(op.c), value_dim(op.n), shared(op.shared),
           pitch(pitch_of<T>(projected_width(op))), values_at(projected_width(op) - kv_heads * value_dim),
-          keys_at(values_at - kv_heads * (dim - shared)),
+          keys_at(op.flags & WITHIN ? projected_width(op) - dim : values_at - kv_heads * (dim - shared)),
           rows(static_cast<E*>(const_cast<void*>(op.in))), turning(op, step),
           all_keys(static_cast<uint32_t*>(const_cast<void*>(op.extra))), all_values(static_cast<uint32_t*>(op.out)) {}
 
@@ -110,11 +110,14 @@ class Projected {
     }
 };
 
+// Whether ATTEND does what QKV would: no row reads what another one of this step stores, and a thread has all queries of a key.
+inline bool is_apart(const Operation& qkv, const Step& step) { return step.apart && !(qkv.flags & WITHIN); }
+
 // Queries, keys and values of all tokens. Where no row reads what another one of this step stores, ATTEND does it: what a thread
 // has stored it reads from its own cache.
 template <class T>
 void qkv(const Operation& op, const Step& step, Work& work) {
-    if (step.apart) return;
+    if (is_apart(op, step)) return;
     Projected<T> projected(op, step);
     // Where a token goes is known long before it does, and in decode nothing has touched those lines since the last
     // step: asked for one token ahead, they come while this one is turned.

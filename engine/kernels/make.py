@@ -22,13 +22,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.attention.base import PLAN_KEYWORD, Int64s, PackedRows
+from engine.attention.base import PLAN_KEYWORD, Int64s, LayerShape, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.host.memory import MARGIN, available_memory
 from engine.kernels import buffers, library
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import Decoder, NotUsual, base_parts, recognise
 from engine.kernels.program import Program
+from engine.kernels.recognition.latent import is_latent
 from engine.kernels.trial import judge
 from engine.kernels.weights import num_bytes
 from engine.model.weights import LoadedModel
@@ -73,6 +74,22 @@ def bytes_for_program(model: LoadedModel, block_size: int, largest: buffers.Room
         return num_bytes(decoder) + (0 if largest is None else buffers.num_bytes(decoder, largest))
     except _Off:
         return 0
+
+
+def cached_layers(model: LoadedModel, block_size: int) -> tuple[LayerShape, ...]:
+    """What the layers cache, as the kernels compute them, or torch.
+
+    The kernels may keep less than torch. Then they are tried now: a cache with room for that is too small for
+    torch, so :func:`make_program` must not fail later for a reason that can be known.
+    """
+    has_latents = model.device.type == "cpu" and any(map(is_latent, model.module.modules()))
+    kernels = library.load() if has_latents else None
+    if kernels is None:
+        return model.layers
+    try:
+        return _prove(kernels, model, block_size).decoder.cached
+    except _Off:
+        return model.layers
 
 
 def make_program(model: LoadedModel, block_size: int) -> Program | None:
@@ -266,7 +283,7 @@ def _difference(program: Program, model: LoadedModel, block_size: int, samples: 
 
     Median over tokens. 0 before the last stage.
     """
-    program.use(NativeCache(model.layers, num_blocks=8, block_size=block_size, dtype=model.dtype))
+    program.use(NativeCache(program.cached, num_blocks=8, block_size=block_size, dtype=model.dtype))
     differences = [torch.zeros(1)]
     with torch.inference_mode():
         for packed, ids, expected in samples:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.attention.base import PLAN_KEYWORD, Int64s, LayerShape, PackedRows
+from engine.attention.base import PLAN_KEYWORD, Int64s, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import Decoder, NotUsual, base_parts
@@ -145,13 +145,13 @@ def _deviations(
         kind = copy.layers[number], *_fields(layer)
         if kind not in programs:
             alone = replace(decoder, layers=(layer,), output=None)
-            programs[kind] = _program(kernels, alone, copy.layers[number : number + 1], len(positions))
+            programs[kind] = _program(kernels, alone, len(positions))
         found = _compute(programs[kind], given)
         yield from _too_far(number, (found - expected).norm(dim=-1), (expected - given).norm(dim=-1))
     if run.logits is None:
         return
     last = replace(decoder, layers=decoder.layers[-1:])
-    found = _compute(_program(kernels, last, copy.layers[-1:], len(positions)), run.states[-2])
+    found = _compute(_program(kernels, last, len(positions)), run.states[-2])
     for half, expected in zip(_halves(found), _halves(run.logits), strict=True):  # one of which is louder
         yield from _too_far(len(copy.layers), (half - expected).norm(dim=-1), expected.norm(dim=-1))
 
@@ -204,7 +204,7 @@ def _compare_rounding(kernels: Library, copy: NarrowCopy, positions: Int64s, dty
     copy.convert(dtype)
     rounded = _run(copy, positions)
     decoder = _placed(copy.decoder, positions)
-    found = _compute(_program(kernels, decoder, copy.layers, len(positions)), rounded.states[0])
+    found = _compute(_program(kernels, decoder, len(positions)), rounded.states[0])
     size = (exact - exact.mean(dim=-1, keepdim=True)).norm(dim=-1)
     by_torch, by_kernels = (
         float(((each.float() - exact).norm(dim=-1) / size).quantile(QUANTILE))
@@ -282,10 +282,10 @@ def _prompt(decoder: Decoder, positions: Int64s, draw: int) -> tuple[dict[str, t
     return {"input_ids": (ids + first).unsqueeze(0)}, embedded
 
 
-def _program(kernels: Library, decoder: Decoder, layers: tuple[LayerShape, ...], count: int) -> Program:
+def _program(kernels: Library, decoder: Decoder, count: int) -> Program:
     program = Program(kernels, decoder)
     program.use(
-        NativeCache(layers, num_blocks=_num_blocks(count), block_size=BLOCK_SIZE, dtype=decoder.dtype)
+        NativeCache(decoder.cached, num_blocks=_num_blocks(count), block_size=BLOCK_SIZE, dtype=decoder.dtype)
     )
     return program
 

@@ -76,6 +76,30 @@ class PackedLatents:
         """Makes keys and values from their latent."""
 
 
+class PackedKept:
+    """The weights of latent attention whose latents are cached."""
+
+    def __init__(self, attention: Attention, latents: Latents, packer: Packer) -> None:
+        (query,), own = attention.qkv, attention.dim - attention.shared
+        kept, shared = _kept_and_shared(attention, latents)
+        before = [] if latents.queries is None else [latents.queries.weight.data]
+        self.inward = packer.panels(torch.cat([*before, shared, kept]), multiple=32)
+        """Makes the latent of queries, what all keys share, and the latent of keys."""
+        first, last = (
+            _ordered(query, attention).unflatten(0, (-1, attention.dim)).split([attention.shared, own], dim=1)
+        )
+        self.shared = packer.panels(first.flatten(0, 1), multiple=32)
+        """Makes each query's numbers that meet those that all keys share."""
+        self.own = packer.panels(last.flatten(0, 1), multiple=32)
+        """Makes each query's numbers that meet a key's own ones."""
+        heads = latents.expand.data.unflatten(0, (-1, own + attention.value_dim))
+        keys, values = heads.split([own, attention.value_dim], dim=1)
+        self.to_latent = packer.panels(keys.mT.flatten(0, 1), multiple=32)
+        """[heads * latent, own]: multiplies what meets a key's own numbers, to meet its latent."""
+        self.from_latent = packer.panels(values.flatten(0, 1), multiple=32)
+        """[heads * value_dim, latent]: makes values of a sum of latents."""
+
+
 def _kept_and_shared(attention: Attention, latents: Latents) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights of the latent of keys, and of what they share, in computed order."""
     assert attention.places is not None
@@ -98,8 +122,12 @@ class PackedLayer:
         self.qkv: Laid | None = None
         self.latents: PackedLatents | None = None
         """What makes heads in two steps, instead of ``qkv``."""
+        self.kept: PackedKept | None = None
+        """The same where latents are cached."""
         if attention.latents is None:
             self.qkv = packer.panels(*_projections(attention), multiple=32)
+        elif attention.keeps_latents:
+            self.kept = PackedKept(attention, attention.latents, packer)
         else:
             self.latents = PackedLatents(attention, attention.latents, packer)
         self.out = packer.panels(attention.out, multiple=32)

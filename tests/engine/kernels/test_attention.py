@@ -14,7 +14,7 @@ from engine.attention.base import LayerShape, PackedRows
 from engine.kernels import library
 from engine.kernels.cache import NativeCache
 from engine.kernels.library import Library
-from engine.kernels.operations import OperationKind, Operations, StepArguments
+from engine.kernels.operations import WITHIN, OperationKind, Operations, StepArguments
 from engine.kernels.rows import SLACK, pitch_of
 from tests.engine.kernels.emulated_tiles import ABLE, emulated_tiles
 
@@ -37,6 +37,12 @@ class Layer(NamedTuple):
     cap: float = 0.0
     has_sinks: bool = False
     has_factors: bool = False
+    gap: int = 0
+    """Other numbers between queries and keys."""
+    shared: int = 0
+    """Numbers that all keys of a token begin with."""
+    groups: int = 0
+    """Tasks of the queries of the KV head; values are the ends of keys then."""
 
     @property
     def heads(self) -> int:
@@ -44,7 +50,10 @@ class Layer(NamedTuple):
 
     @property
     def width(self) -> int:
-        return (self.heads + self.kv_heads) * self.dim + self.kv_heads * self.value_dim
+        before = self.heads * self.dim + self.gap
+        if self.groups:
+            return before + self.dim
+        return before + self.shared + self.kv_heads * (self.dim - self.shared + self.value_dim)
 
     @property
     def scale(self) -> float:
@@ -71,6 +80,8 @@ LAYERS = [
     Layer(group=8, dim=64, value_dim=64, has_sinks=True),
     Layer(group=2, dim=64, value_dim=64, has_factors=True),
     Layer(group=2, dim=96, value_dim=32, window=300, cap=5.0, has_sinks=True, has_factors=True),
+    Layer(group=1, dim=48, value_dim=32, kv_heads=3, gap=24, shared=16),
+    Layer(group=20, dim=96, value_dim=64, kv_heads=1, gap=24, groups=2),
 ]
 
 
@@ -97,7 +108,7 @@ def kernels_of(kind: str) -> Library:
 def tokens_of(layer: Layer, count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Queries, keys and values [count, width]; scores reach from about -12 to 12."""
     numbers = torch.randn(count, layer.width, generator=torch.Generator().manual_seed(seed))
-    numbers[:, : (layer.heads + layer.kv_heads) * layer.dim] *= 1.7
+    numbers[:, : layer.width - layer.kv_heads * layer.value_dim] *= 1.7
     return numbers.to(dtype)
 
 
@@ -151,14 +162,15 @@ class Sequences:
         width = layer.heads * layer.value_dim
         shape = {
             "a": layer.heads,
-            "b": layer.kv_heads,
             "c": layer.dim,
             "d": layer.window,
             "n": layer.value_dim,
+            "width": layer.width,
         }
+        of_keys = {"b": layer.kv_heads, "shared": layer.shared, "flags": WITHIN if layer.groups else 0}
         keys, values = self.cache.keys[0], self.cache.values[0]
         operations = Operations(2)
-        operations.add(OperationKind.QKV, into=into, out=values, extra=keys, **shape)
+        operations.add(OperationKind.QKV, into=into, out=values, extra=keys, **of_keys, **shape)
         operations.add(
             OperationKind.ATTEND,
             into=into,
@@ -169,6 +181,8 @@ class Sequences:
             number=layer.scale,
             cap=layer.cap,
             factors=layer.factors(),
+            b=layer.kv_heads * max(1, layer.groups),
+            groups=layer.groups,
             **shape,
         )
         step = StepArguments(
@@ -184,6 +198,7 @@ class Sequences:
             offsets=plan.offsets,
             tables=plan.tables,
             tasks=plan.tasks,
+            apart=int((packed.counts == 1).all()),
         )
         assert operations.run(self._kernels, step, self._dtype)
         return out[:count, :width].clone()
@@ -191,11 +206,19 @@ class Sequences:
 
 def split(layer: Layer, tokens: torch.Tensor) -> list[torch.Tensor]:
     """Queries [heads, tokens, dim], keys and values [kv_heads, tokens, ...]."""
-    sizes = layer.heads * layer.dim, layer.kv_heads * layer.dim, layer.kv_heads * layer.value_dim
-    parts, widths = tokens.split(sizes, dim=1), (layer.dim, layer.dim, layer.value_dim)
-    return [
-        part.view(len(tokens), -1, width).transpose(0, 1) for part, width in zip(parts, widths, strict=True)
-    ]
+    count, own = len(tokens), layer.dim - layer.shared
+    query, _, rest = tokens.split(
+        [layer.heads * layer.dim, layer.gap, layer.width - layer.heads * layer.dim - layer.gap], dim=1
+    )
+    if layer.groups:
+        key, value = rest[:, None], rest[:, None, layer.dim - layer.value_dim :]
+    else:
+        sizes = [layer.shared, layer.kv_heads * own, layer.kv_heads * layer.value_dim]
+        shared, key, value = rest.split(sizes, dim=1)
+        every = shared[:, None].expand(-1, layer.kv_heads, -1)
+        key = torch.cat([every, key.reshape(count, layer.kv_heads, own)], dim=2)
+        value = value.reshape(count, layer.kv_heads, layer.value_dim)
+    return [part.transpose(0, 1) for part in (query.reshape(count, layer.heads, layer.dim), key, value)]
 
 
 def plainly(layer: Layer, tokens: torch.Tensor) -> torch.Tensor:
