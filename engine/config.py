@@ -11,13 +11,20 @@ from msgspec import Meta
 from coordinator.addresses import check_not_wildcard, check_written, is_loopback
 from coordinator.config import LogLevel, MeshConfig
 from coordinator.settings.flags import Bytes, Count, Natural, Port, Size, flag
+from engine.quantization_config import ONLINE, OnlineName, QuantizationName
 from engine.speculation_config import SpeculativeConfig, read_config
 from engine.step import CRUMBS, most_tokens
 from parallel.pipeline_parallel import parse_split
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "half", "float"]
+KVCacheDType = Literal["auto", "int8", "int8_per_token_head", "fp8", "fp8_e4m3", "fp8_per_token_head"]
 
 SHIPPED_MODEL = "lockstep-moe"
+QUANTIZED_MODELS: dict[str, Literal["int8", "int4"]] = {
+    f"{SHIPPED_MODEL}-int8": "int8",
+    f"{SHIPPED_MODEL}-int4": "int4",
+}
+"""Names of the shipped model in fewer bits, made at first use."""
 FORMING_TIMEOUT = 60.0
 """Seconds that forming a group may take at least."""
 STEP_TIMEOUT = 300.0
@@ -31,8 +38,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str | None,
         flag(
             positional=True,
-            help=f"Local directory or Hugging Face repository id; unset: {SHIPPED_MODEL}, which ships with "
-            "Lockstep, or on an instance that joins, the model of the mesh.",
+            help=f"Local directory, GGUF file or Hugging Face repository id; unset: {SHIPPED_MODEL}, which "
+            "ships with Lockstep, or on an instance that joins, the model of the mesh.",
         ),
     ] = None
     served_model_name: Annotated[
@@ -57,6 +64,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         flag(help="How weights are read; dummy makes random ones, for measurements."),
     ] = "auto"
 
+    quantization: Annotated[
+        QuantizationName | None,
+        flag(
+            "-q",
+            help="Quantise plain weights while they are read: int8 (activations in 8 bits, too), "
+            "int8_per_channel_weight_only, int4, fp8_per_channel or fp8_per_block. Other names say what a "
+            "checkpoint must be quantised by; unset: as it is.",
+        ),
+    ] = None
+
     def __post_init__(self) -> None:
         if not all(name.strip() for name in self.served_model_name):
             raise ValueError(
@@ -67,14 +84,23 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def reads_weights(self) -> bool:
         return self.load_format != "dummy"
 
+    @property
+    def online(self) -> OnlineName | None:
+        """How plain weights are quantised while they are read."""
+        return next((name for name in ONLINE if name == self.quantization), None)
+
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The paged KV cache."""
 
     block_size: Annotated[int, Meta(ge=1, le=1024), flag(help="Tokens per KV block.")] = 16
     gpu_memory_utilization: Annotated[
-        float, Meta(gt=0, le=1), flag(help="Share of a GPU's memory that an instance may use.")
-    ] = 0.92
+        Annotated[float, Meta(gt=0, le=1)] | None,
+        flag(
+            help="Share of a GPU's memory that an instance may use; unset: 0.92, in equal parts for the "
+            "instances that share the GPU."
+        ),
+    ] = None
     kv_cache_memory_bytes: Annotated[
         Bytes | None,
         flag(help="Bytes for each worker's KV cache (4G and the like work); unset: from free memory."),
@@ -82,9 +108,37 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_gpu_blocks_override: Annotated[
         Count | None, flag(help="Number of KV blocks, whatever the memory (any device).")
     ] = None
+    kv_cache_dtype: Annotated[
+        KVCacheDType,
+        flag(
+            help="What keys and values are kept as; auto: the data type of the model; int8, fp8 (e4m3): a "
+            "byte each, with a scale for each token and KV head, so that nearly twice as many blocks fit."
+        ),
+    ] = "auto"
     enable_prefix_caching: Annotated[bool, flag(help="Reuse KV blocks of equal prefixes.")] = True
+    enable_kv_transfer: Annotated[
+        bool,
+        flag(
+            help="Fetch KV blocks of equal prefixes from other instances where that is faster than computing "
+            "them, and lend them blocks."
+        ),
+    ] = True
+
+    @property
+    def kv_codes(self) -> Literal["int8", "fp8"] | None:
+        """What keys and values are kept as; None: numbers of the model's data type."""
+        if self.kv_cache_dtype == "auto":
+            return None
+        return "int8" if self.kv_cache_dtype.startswith("int8") else "fp8"
+
+    def utilization(self, sharers: int) -> float:
+        """Share of a device's memory for one of so many instances on it."""
+        given = self.gpu_memory_utilization
+        return GPU_MEMORY / sharers if given is None else given
 
 
+GPU_MEMORY = 0.92
+"""Default share of a GPU's memory, for all instances on it together."""
 CPU_TOKENS, GPU_TOKENS = 512, 2048
 """Default token budget of a step, on CPUs and on GPUs."""
 CPU_TOKENS_BESIDE_DECODES = 128
@@ -295,7 +349,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "-ep",
             help="Spread the experts of a mixture-of-experts model over the workers of all instances, which "
             "then step in lockstep (default: on where it can be done, if -dp is more than 1 and -tp and -pp "
-            "are not). Without it each instance holds all experts and steps by itself.",
+            "are not, except on GPUs). Without it each instance holds all experts and steps by itself.",
         ),
     ] = None
     expert_placement_strategy: Annotated[
@@ -310,11 +364,11 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = None
     all2all_backend: Annotated[
-        Literal["auto", "tcp", "shared_memory", "allgather_reducescatter", "all_to_all"],
+        Literal["auto", "tcp", "shared_memory", "allgather_reducescatter", "all_to_all", "nccl"],
         flag(
             help="How tokens reach their experts; auto: shared memory among instances on one host, "
             "--mesh-transport between hosts; tcp: also on one host; allgather_reducescatter, all_to_all: "
-            "that dispatch over gloo."
+            "that dispatch over gloo; nccl: straight between GPUs."
         ),
     ] = "auto"
     mesh_transport: Annotated[
@@ -506,6 +560,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         device, nnodes = self.device, self.nodes.nnodes
+        if self.cache.kv_codes is not None and device.attention_backend == "TRITON_ATTN":
+            raise ValueError(
+                f"--attention-backend TRITON_ATTN reads no {self.cache.kv_codes} KV cache: drop it, or "
+                "--kv-cache-dtype"
+            )
         if nnodes > 1 and device.distributed_executor_backend == "ray":
             raise ValueError(
                 "--nnodes with --distributed-executor-backend ray: Ray knows its nodes, drop --nnodes"

@@ -31,10 +31,12 @@ from engine.scheduling.grammar_compiler import GrammarCompiler
 from engine.scheduling.outcomes import outgoing_tokens_of
 from engine.scheduling.outgoing_tokens import OutgoingTokens
 from engine.scheduling.report_policy import LoadSnapshot
-from engine.scheduling.request import Request, from_submit
+from engine.scheduling.request import Request, RequestKey, from_submit
 from engine.scheduling.scheduler import Scheduler, SchedulerRules
 from engine.scheduling.speculation import Speculation
 from engine.step import Masks, Step
+from engine.transfers.exchange import BlockExchange, Mover
+from engine.transfers.price import FetchPrice
 from parallel.communicators.base import CollectiveError
 
 Peer = bytes
@@ -101,6 +103,9 @@ class EngineCore:
             speculation,
         )
         self.grammars = GrammarCompiler(info)
+        self.exchange: BlockExchange | None = None
+        """Transfers of KV blocks, where there are any."""
+        self._blocks_at = self._cache_identity = ""
         self._arrivals = 0
         self._tracing = tracing
         self._others_ran: deque[bool] = deque(maxlen=executor.in_flight)
@@ -126,8 +131,22 @@ class EngineCore:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no requests, not even ones that wait for their grammar."""
-        return not self.has_work and not self.grammars
+        """Whether there are no requests, not even ones that wait beside the scheduler."""
+        return not self.has_work and not self.grammars and not self.exchange
+
+    @property
+    def is_lending(self) -> bool:
+        """Whether blocks are held for a transfer, in either direction."""
+        return self.exchange is not None and not self.exchange.is_idle
+
+    def exchange_blocks(self, mover: Mover, *, address: str, identity: str, token_bytes: float) -> None:
+        """Fetch KV blocks from other instances from now on, and lend them blocks.
+
+        ``address`` is where they ask for them; ``token_bytes`` those of one token in the cache.
+        """
+        size = self._config.cache.block_size
+        self.exchange = BlockExchange(self._pool, mover, FetchPrice(token_bytes), size)
+        self._blocks_at, self._cache_identity = address, identity
 
     def submit(self, peer: Peer, submit: Submit) -> RequestRefused | None:
         """Queue a request of a router, or return its refusal."""
@@ -136,7 +155,7 @@ class EngineCore:
         problem = self._problem_with(submit)
         if problem is not None:
             return RequestRefused(submit.request, problem, retry=False)
-        if self.scheduler.knows((peer, submit.request)) or (peer, submit.request) in self.grammars:
+        if self._knows((peer, submit.request)):
             return RequestRefused(submit.request, "a request of this number is here already", retry=False)
         request = self._request_of(peer, submit)
         problem = self.scheduler.problem_with(request)
@@ -145,8 +164,14 @@ class EngineCore:
         if submit.params.grammar is not None:
             self.grammars.begin(request, submit.params.grammar)
         else:
-            self.scheduler.add(request)
+            self._queue(request)
         return None
+
+    def take_fetched(self) -> None:
+        """Act on what transfers of KV blocks did, and queue requests whose blocks have come."""
+        if self.exchange is not None:
+            for request in self.exchange.turn(self.scheduler.blocks_being_filled):
+                self.scheduler.add(request)
 
     def take_compiled(self) -> list[tuple[Peer, RequestRefused]]:
         """Queue requests whose grammars are ready; returns refusals of failed ones."""
@@ -154,7 +179,7 @@ class EngineCore:
         for compiled in self.grammars.take():
             peer, number = compiled.request.key
             if compiled.problem is None:
-                self.scheduler.add(compiled.request)
+                self._queue(compiled.request)
             else:
                 reason = f"structured outputs: {compiled.problem}"
                 refused.append((peer, RequestRefused(number, reason, retry=False)))
@@ -163,7 +188,7 @@ class EngineCore:
     def abort(self, peer: Peer, numbers: list[int]) -> None:
         """Forget some requests of a router; those not known are ignored."""
         for number in numbers:
-            if not self.grammars.forget((peer, number)):
+            if not self._forget((peer, number)):
                 self.scheduler.abort((peer, number))
         if (tokens := self._outgoing.pop(peer, None)) and (kept := tokens.without(numbers)):
             self._outgoing[peer] = kept
@@ -171,11 +196,13 @@ class EngineCore:
     def recall(self, peer: Peer, numbers: list[int]) -> list[int]:
         """Forget those of these requests that have not begun, and return their numbers."""
         keys = ((peer, number) for number in numbers)
-        return [key[1] for key in keys if self.grammars.forget(key) or self.scheduler.recall(key)]
+        return [key[1] for key in keys if self._forget(key) or self.scheduler.recall(key)]
 
     def abort_all(self, peer: Peer) -> int:
         """Forget all requests of a router that is gone; returns how many."""
         here = [*self.scheduler.requests, *self.grammars.requests]
+        if self.exchange is not None:
+            here += self.exchange.requests
         numbers = [request.key[1] for request in here if request.key[0] == peer]
         self.abort(peer, numbers)
         self._outgoing.pop(peer, None)  # also of requests that have ended
@@ -270,6 +297,8 @@ class EngineCore:
         began, self._finished_at = self._finished_at, time.perf_counter()
         step, agreement = self._under_way.popleft()
         self.scheduler.timed(step, self._finished_at - began)
+        if self.exchange is not None and len(step.slots) < step.num_tokens:
+            self.exchange.price.computed(step.num_tokens, self._finished_at - began)
         times = self._executor.expert_times()
         if times is not None and agreement.sizes:
             self._profile.stepped(agreement, step.num_tokens, self._finished_at - began, times)
@@ -285,6 +314,8 @@ class EngineCore:
             request = self.scheduler.holder(admit.slot)
             assert request is not None, "it was admitted just now"
             request.admitted_at = request.admitted_at or now
+            if request.num_fetched and self.exchange is not None:
+                self.exchange.admitted(request)
         return self._masked(step)
 
     def _masked(self, step: Step) -> Step:
@@ -305,9 +336,14 @@ class EngineCore:
     def snapshot(self) -> LoadSnapshot:
         """Load after the last step, in short."""
         waiting_tokens, uncached_tokens = self.scheduler.num_tokens_ahead
+        waiting = self.scheduler.num_waiting + len(self.grammars)
+        if self.exchange:
+            waiting += len(self.exchange)
+            waiting_tokens += self.exchange.num_tokens
+            uncached_tokens += self.exchange.num_uncached
         return LoadSnapshot(
             running=self.scheduler.num_running,
-            waiting=self.scheduler.num_waiting + len(self.grammars),
+            waiting=waiting,
             waiting_tokens=waiting_tokens,
             uncached_tokens=uncached_tokens,
             queued=self.scheduler.num_queued,
@@ -330,6 +366,8 @@ class EngineCore:
             lockstep=None if isinstance(self.stepping, Alone) else self._lockstep_counters(),
             uncached_tokens=snapshot.uncached_tokens,
             queued=snapshot.queued,
+            fetch_price=1.0 if self.exchange is None else round(self.exchange.price_now(), 2),
+            transfers=None if self.exchange is None else self.exchange.counters(),
         )
 
     @property
@@ -344,6 +382,8 @@ class EngineCore:
             max_num_queued_tokens=limits.max_num_queued_tokens,
             at_once=self._at_once,
             caches_prefixes=self._pool.is_caching,
+            blocks_at=self._blocks_at,
+            cache_identity=self._cache_identity,
         )
 
     @property
@@ -366,6 +406,20 @@ class EngineCore:
             recovery_seconds=dict(times.seconds),
             links=self.stepping.link_totals(),
         )
+
+    def _knows(self, key: RequestKey) -> bool:
+        is_fetching = self.exchange is not None and key in self.exchange
+        return is_fetching or self.scheduler.knows(key) or key in self.grammars
+
+    def _queue(self, request: Request) -> None:
+        """Queue a request, at once or when blocks of it have been fetched."""
+        if self.exchange is None or not self.exchange.takes(request):
+            self.scheduler.add(request)
+
+    def _forget(self, key: RequestKey) -> bool:
+        """Forget a request that waits beside the scheduler; False if it does not."""
+        is_fetching = self.exchange is not None and self.exchange.forget(key)
+        return is_fetching or self.grammars.forget(key)
 
     def _is_full(self, submit: Submit) -> bool:
         """Whether the queue is full for one more request.

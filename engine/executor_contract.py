@@ -12,6 +12,7 @@ from engine.step import ModelFacts, Span, Step, StepResult
 if TYPE_CHECKING:
     from coordinator.messages import GroupPlan
     from coordinator.numerics import Arithmetic
+    from engine.transfers.block_memory import BlockMemory
     from parallel.communicators.base import Communicator
     from parallel.links.counts import LinkCount
     from parallel.placement import Placement
@@ -81,6 +82,10 @@ class Executor(Protocol):
         Raises:
             engine.model.checkpoint.CheckpointError: the kernels that were asked for do not compute the model.
         """
+        ...
+
+    def block_memory(self) -> BlockMemory | None:
+        """The bytes of the KV cache; None where this process cannot reach them."""
         ...
 
     def arithmetic(self) -> Sequence[Arithmetic]:

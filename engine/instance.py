@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import uuid
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -20,7 +20,7 @@ from coordinator.addresses import interfaces, is_loopback, own, toward
 from coordinator.config import endpoint
 from coordinator.member_connection import MemberConnection, RegistrationRefused, StartupTimeout
 from coordinator.messages import Load, Register, Settings, State
-from coordinator.numerics import TORCH
+from coordinator.numerics import TORCH, Numerics
 from coordinator.process import process
 from coordinator.process.tracing import Tracing, TracingMissing
 from coordinator.rpc.keys import MeshKeys
@@ -41,6 +41,9 @@ from engine.settings import adopt, ignored_when_joining, resolve
 from engine.stats_line import StatsLine
 from engine.step import ModelFacts
 from engine.step_watch import StepWatch, place_of
+from engine.transfers.identity import CacheFacts, identity_of
+from engine.transfers.mover import LARGEST_BLOCK, BlockMover
+from parallel.devices import cuda_devices, device_sharers
 
 if TYPE_CHECKING:
     from engine.executor_contract import SpreadExecutor
@@ -81,6 +84,7 @@ class Instance:
         self._step_thread = threading.get_ident()
         self._serving = False
         self._settings: Settings | None = None
+        self._numerics: Numerics | None = None
         self._rank = 0
         self._share = Share()
         self._stop_signals = 0
@@ -189,7 +193,7 @@ class Instance:
                 facts = executor.load(lambda phase: membership.update(phase=phase))
             self._check_stopped()
             membership.update(phase="kv cache")
-            with memory.turn() if facts.device == "cpu" else nullcontext():
+            with self._turn(facts):
                 num_blocks, max_model_len = self._size_cache(executor, facts, self._neighbours(membership))
                 executor.allocate(num_blocks)
             self._tell_numerics(membership, info, executor)
@@ -212,11 +216,13 @@ class Instance:
             membership.update(phase="tokenizer")
             core.grammars.prepare()
             self._server = Server(self._name, endpoint(self._listen_address(), 0), core, self._keys)
+            mover = self._move_blocks(core, executor, self._server)
             if place is None:
                 membership.update(state=State.READY, phase="serving", address=self._server.endpoint)
                 logger.info("ready on %s after %.1f s", self._server.endpoint, time.monotonic() - began)
             else:
-                self._spread = self._spread_experts(membership, executor, self._server)
+                sharers = None if facts.device == "cpu" else device_sharers()
+                self._spread = self._spread_experts(membership, executor, self._server, sharers)
                 core.stepping = self._spread.stepping
                 logger.info("loaded after %.1f s", time.monotonic() - began)
             if not executor.computes_apart:
@@ -242,6 +248,8 @@ class Instance:
                 raise Ended(process.EXIT_WORKER_LOST, f"lost a worker: {error}") from error
             finally:
                 self._watch = None  # there are no turns any more
+                if mover is not None:
+                    mover.close()
                 if self._spread is not None:
                     self._spread.close()
         finally:
@@ -249,11 +257,47 @@ class Instance:
             if tracing is not None:
                 tracing.close()
 
+    def _turn(self, facts: ModelFacts) -> AbstractContextManager[None]:
+        """Keeps others from measuring memory while this instance does, and takes its own."""
+        if facts.device == "cpu":
+            return memory.turn()
+        return memory.turn(memory.DEVICE_TURN_TIMEOUT, cuda_devices())
+
+    def _move_blocks(self, core: EngineCore, executor: Executor, server: Server) -> BlockMover | None:
+        """Lend KV blocks to other instances, and fetch theirs, where that can be done."""
+        cache = self._config.cache
+        memory = executor.block_memory()
+        if memory is None or not cache.enable_prefix_caching or not cache.enable_kv_transfer:
+            return None
+        assert self._settings is not None
+        assert self._numerics is not None
+        if memory.block_bytes > LARGEST_BLOCK:
+            logger.warning("KV blocks of %d bytes are too large to be moved", memory.block_bytes)
+            return None
+        facts = CacheFacts(
+            numerics=self._numerics.fingerprint,
+            dtype=self._settings.dtype,
+            block_size=cache.block_size,
+            layout=memory.layout,
+        )
+        identity = identity_of(facts)
+        mover = BlockMover(memory, identity, endpoint(self._listen_address(), 0), self._keys, server.wake)
+        mover.start()
+        core.exchange_blocks(
+            mover,
+            address=mover.address,
+            identity=identity,
+            token_bytes=memory.block_bytes / cache.block_size,
+        )
+        logger.info("KV blocks are lent at %s (cache %s)", mover.address, identity)
+        return mover
+
     def _tell_numerics(self, membership: MemberConnection, info: ModelInfo, executor: Executor) -> None:
         assert self._settings is not None
         numerics = numerics_of(self._settings, self._config.model, info.directory, executor.arithmetic())
         invariant = "invariant" if numerics.invariant else "variant: bits depend on what runs beside"
         logger.info("numerics class %s, %s", numerics, invariant)
+        self._numerics = numerics
         membership.update(numerics=numerics)
 
     def _tracing(self) -> Tracing | None:
@@ -273,7 +317,9 @@ class Instance:
         except OSError as error:
             logger.error("the trace could not be written: %s", error)
 
-    def _spread_experts(self, membership: MemberConnection, executor: Executor, server: Server) -> Spread:
+    def _spread_experts(
+        self, membership: MemberConnection, executor: Executor, server: Server, sharers: int | None
+    ) -> Spread:
         from engine.groups.spread import Spread  # loads torch.distributed
 
         return Spread(
@@ -286,6 +332,7 @@ class Instance:
             device=self._config.device,
             startup_timeout=self._mesh.startup_timeout,
             keys=self._keys,
+            sharers=sharers,
         )
 
     def _on_step(self, membership: MemberConnection, core: EngineCore) -> None:

@@ -65,6 +65,11 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
     """W3C Trace Context of the request, if anybody traces it."""
     background: bool = False
     """Nobody waits for it: it goes after all others, whatever the scheduling policy is."""
+    blocks_at: str = ""
+    """:attr:`Capacity.blocks_at` of an instance whose prefix cache has more of it; empty for none.
+
+    They are fetched from there if that is faster than computing them.
+    """
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -224,6 +229,23 @@ class BlockEvents(msgspec.Struct, frozen=True, array_like=True):
     dropped: bytes = b""
 
 
+class TransferCounters(msgspec.Struct, frozen=True, array_like=True):
+    """Totals of an instance's transfers of KV blocks since its start."""
+
+    queried_tokens: int = 0
+    """Tokens whose blocks were asked of other instances."""
+    fetched_tokens: int = 0
+    fetched_bytes: int = 0
+    fetch_seconds: float = 0.0
+    """Sum over transfers, from the question to the last block."""
+    outcomes: dict[str, int] = {}
+    """Transfers by :class:`engine.transfers.fetching.Outcome`."""
+    lent_blocks: int = 0
+    """Blocks that were held for other instances."""
+    prompt_tokens: int = 0
+    """Tokens of prompts that were fetched, and so not computed."""
+
+
 class InstanceReport(msgspec.Struct, frozen=True, array_like=True):
     """The state of an instance after a step, as seen by one router.
 
@@ -244,6 +266,13 @@ class InstanceReport(msgspec.Struct, frozen=True, array_like=True):
     """Part of ``waiting_tokens`` that the prefix cache is not expected to spare."""
     queued: int = 0
     """Part of ``waiting`` without room in the next step; limited by ``--max-num-queued-reqs``."""
+    fetch_price: float = 1.0
+    """What a token fetched from another instance costs, in tokens to compute (1: no use).
+
+    As measured there: see :mod:`engine.transfers.price`.
+    """
+    transfers: TransferCounters | None = None
+    """None: it fetches nothing."""
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
@@ -282,7 +311,7 @@ class Recalled(msgspec.Struct, frozen=True, tag="recalled"):
     requests: list[int]
 
 
-class Capacity(msgspec.Struct, frozen=True):
+class Capacity(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an instance can hold and take in; it does not change while it lives."""
 
     block_size: int
@@ -299,6 +328,10 @@ class Capacity(msgspec.Struct, frozen=True):
     """
     caches_prefixes: bool = True
     """Whether prefix caching is on."""
+    blocks_at: str = ""
+    """Where other instances fetch its KV blocks (:mod:`engine.transfers.mover`); empty: nowhere."""
+    cache_identity: str = ""
+    """Blocks of caches with equal identities can be exchanged."""
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):

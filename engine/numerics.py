@@ -41,8 +41,9 @@ def numerics_of(
     return class_of(
         Facts(
             model=settings.fingerprint,
-            weights=weight_format(directory) if model.reads_weights else "dummy",
+            weights=(model.online or weight_format(directory)) if model.reads_weights else "dummy",
             dtype=settings.dtype,
+            kv_cache_dtype=settings.kv_cache_dtype,
             tensor_parallel_size=settings.tensor_parallel_size,
             has_whole_experts=settings.tensor_parallel_size > 1 and settings.enable_expert_parallel,
             angles_for=settings.max_model_len if angles_follow_length(directory) else 0,

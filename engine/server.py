@@ -260,6 +260,7 @@ class Server:
                     self._tell(peer, Recalled(self._core.recall(peer, numbers)))
         for peer, refused in self._core.take_compiled():
             self._tell(peer, refused)
+        self._core.take_fetched()
         self._forget_silent_routers()
         if self._core.has_work and not had_work:
             self.progress.stepped(self._core.snapshot)
@@ -379,10 +380,12 @@ class Server:
     # ---- the end
 
     def _drained(self) -> bool:
-        if self._core.is_empty:
+        if self._core.is_empty and not self._core.is_lending:
             return True
         if time.monotonic() < self._drain_until:
             return False
+        if self._core.is_empty:  # others compute what they have not got by now
+            return True
         logger.warning("the drain deadline is over: %r is left to the routers", self._core)
         self.leaves_requests = True
         for peer in list(self._routers):

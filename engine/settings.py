@@ -14,6 +14,7 @@ from engine.host.cores import has_gpu
 from engine.model.checkpoint import (
     CheckpointError,
     ModelInfo,
+    check_quantization,
     check_servable,
     check_weights,
     chosen_dtype,
@@ -41,20 +42,23 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
     info = _find(config)
     directory = Path(info.directory)
     settings = Settings(
-        model=info.directory if model.model and Path(model.model).is_dir() else model.model or SHIPPED_MODEL,
+        model=_place(model.model, info) or SHIPPED_MODEL,
         revision=model.revision,
         served_model_name=model.served_model_name or (model.model or SHIPPED_MODEL,),
         fingerprint=fingerprint(directory, weights=model.reads_weights),
         dtype=_dtype(config, info),
         max_model_len=_context_length(model.max_model_len, info),
         block_size=config.cache.block_size,
+        kv_cache_dtype=config.cache.kv_codes or "auto",
         vocab_size=info.vocab_size,
         tensor_parallel_size=config.device.tensor_parallel_size,
         pipeline_parallel_size=config.device.pipeline_parallel_size,
         **_expert_settings(config, info, size or 1),
         max_num_batched_tokens=config.scheduler.token_budget(has_gpu(config.device)),
+        is_budget_given=config.scheduler.max_num_batched_tokens is not None,
         max_num_seqs=config.scheduler.most_requests(),
         performance_mode=config.scheduler.performance_mode,
+        quantization=config.model.online or "",
     )
     scheduler = config.scheduler
     if not scheduler.enable_chunked_prefill and settings.max_num_batched_tokens < settings.max_model_len:
@@ -63,6 +67,13 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
             f"{settings.max_model_len}, lower --max-model-len, or leave chunked prefill on"
         )
     return info, settings
+
+
+def _place(model: str | None, info: ModelInfo) -> str | None:
+    """Name of the model for other processes, which may run in another directory."""
+    if not model or not Path(model).expanduser().exists():
+        return model
+    return info.directory if Path(model).expanduser().is_dir() else str(Path(model).expanduser().absolute())
 
 
 def _dtype(config: EngineConfig, info: ModelInfo) -> str:
@@ -89,6 +100,7 @@ def _find(config: EngineConfig) -> ModelInfo:
 
     def check(directory: Path) -> None:
         check_servable(directory, trust_remote_code=model.trust_remote_code)
+        check_quantization(directory, model.quantization, reads_weights=model.reads_weights)
         info = read_model_info(directory, weights=False)
         _check_sharding(config.device, info)
         _context_length(model.max_model_len, info)
@@ -122,8 +134,11 @@ def _adopted(config: EngineConfig, settings: Settings) -> EngineConfig:
             served_model_name=settings.served_model_name,
             dtype=settings.dtype,
             max_model_len=settings.max_model_len,
+            quantization=settings.quantization or None,
         ),
-        cache=msgspec.structs.replace(config.cache, block_size=settings.block_size),
+        cache=msgspec.structs.replace(
+            config.cache, block_size=settings.block_size, kv_cache_dtype=settings.kv_cache_dtype
+        ),
         scheduler=_scheduler(config, settings),
         device=msgspec.structs.replace(
             config.device,
@@ -152,7 +167,9 @@ def _scheduler(config: EngineConfig, settings: Settings) -> SchedulerConfig:
             max_num_seqs=settings.max_num_seqs,
             performance_mode=settings.performance_mode,
         )
-        budget = settings.max_num_batched_tokens
+        budget = (
+            settings.max_num_batched_tokens if settings.is_budget_given else scheduler.token_budget(on_gpu)
+        )
     else:
         budget = scheduler.token_budget(on_gpu)
     if scheduler.max_num_batched_tokens is None and (on_gpu or budget != scheduler.token_budget()):
@@ -164,9 +181,11 @@ def ignored_when_joining(config: EngineConfig) -> list[str]:
     """Flags without effect on an instance that takes its model from the mesh."""
     given = {
         "--dtype": config.model.dtype != ModelConfig().dtype,
+        "--quantization": config.model.quantization is not None,
         "--max-model-len": config.model.max_model_len is not None,
         "--served-model-name": bool(config.model.served_model_name),
         "--block-size": config.cache.block_size != CacheConfig().block_size,
+        "--kv-cache-dtype": config.cache.kv_cache_dtype != CacheConfig().kv_cache_dtype,
         "--max-num-seqs": config.scheduler.max_num_seqs != SchedulerConfig().max_num_seqs,
         "--performance-mode": config.scheduler.performance_mode != SchedulerConfig().performance_mode,
         "--max-num-batched-tokens": config.scheduler.max_num_batched_tokens is not None,
@@ -186,6 +205,8 @@ def _expert_settings(config: EngineConfig, info: ModelInfo, size: int) -> dict[s
     """Whether and how experts are spread."""
     device = config.device
     spread = _spreads(config, info, size)
+    if spread and device.all2all_backend == "nccl" and not has_gpu(device):
+        raise CheckpointError("--all2all-backend nccl needs a GPU for each instance: use auto on CPUs")
     return {
         "enable_expert_parallel": spread,
         "expert_placement_strategy": device.expert_placement_strategy,
@@ -243,6 +264,8 @@ def _why_whole(config: EngineConfig, info: ModelInfo) -> str:
         return "workers of an instance may be on several hosts (--nnodes, ray)"
     if device.tensor_parallel_size * device.pipeline_parallel_size > 1:
         return "instances are sharded themselves (-tp, -pp), and -ep does not ask for it"
+    if has_gpu(device):
+        return "on GPUs they are spread only with -ep, since tokens then travel in each layer"
     return why_experts_stay_whole(info)
 
 

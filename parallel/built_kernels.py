@@ -27,15 +27,17 @@ class Target(NamedTuple):
 
 
 AVX2_NEEDS = frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"})
-AVX512_NEEDS = AVX2_NEEDS | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_bf16"}
+AVX512_NEEDS = AVX2_NEEDS | {
+    *("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"),
+}
 VBMI_NEEDS = AVX512_NEEDS | {"avx512vbmi", "avx512_vbmi2"}
-AMX_NEEDS = VBMI_NEEDS | {"amx_tile", "amx_bf16"}
+AMX_NEEDS = VBMI_NEEDS | {"amx_tile", "amx_bf16", "amx_int8"}
 
-AVX512_OPTIONS = ("-march=x86-64-v4", "-mavx512bf16")
+AVX512_OPTIONS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 VBMI_OPTIONS = (*AVX512_OPTIONS, "-mavx512vbmi", "-mavx512vbmi2")
 
 TARGETS = (
-    Target("amx", (*VBMI_OPTIONS, "-mamx-tile", "-mamx-bf16"), AMX_NEEDS),
+    Target("amx", (*VBMI_OPTIONS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), AMX_NEEDS),
     Target("avx512vbmi", VBMI_OPTIONS, VBMI_NEEDS),
     Target("avx512", AVX512_OPTIONS, AVX512_NEEDS),
     Target("avx2", ("-march=x86-64-v3",), AVX2_NEEDS),

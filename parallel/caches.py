@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -51,3 +53,25 @@ def is_trusted(path: Path) -> bool:
     found = path.lstat()
     kind_is_plain = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
     return kind_is_plain and found.st_uid in (0, os.geteuid()) and not found.st_mode & OTHERS_WRITE
+
+
+def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
+    """A directory of a cache, which ``make`` fills where it is not there yet.
+
+    It is filled elsewhere, and put in its place at once: another process may do the same meanwhile.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if directory.is_dir():
+        return directory
+    with tempfile.TemporaryDirectory(dir=directory.parent) as beside:
+        target = Path(beside) / "made"
+        target.mkdir()
+        make(target)
+        try:
+            target.rename(directory)
+        except OSError:
+            if not directory.is_dir():
+                raise
+    return directory

@@ -5,13 +5,16 @@ holds the expert, is computed there in one grouped product with everybody else's
 home, where a token's expert outputs are weighted and summed in top-k order. So the sum does not depend
 on how many ranks there are or where an expert lives.
 
-Two ways of dispatch, both with the row counts of all ranks known from the step's headers:
+Two ways of dispatch between CPUs, both with the row counts of all ranks known from the step's headers:
 
 - ``allgather_reducescatter``: everybody gets all tokens and their routing, computes the pairs of its own
   experts, and sends each result home. Every pair is computed once, so the reduction over ranks has one
   term per row, and both sides know the sizes: two collectives per layer.
 - ``all_to_all``: only the pairs of a rank's experts are sent to it. Less data with many ranks, but the
   counts have to be exchanged first: three collectives per layer.
+
+Between devices whose group carries their tensors, each rank sums up what its experts add to a token, and the
+sums are added by rank: two collectives per layer, and nothing passes through the host.
 
 The way in is transformers' experts interface: :func:`expert_forward` is registered under one name and
 finds its :class:`ExpertParallel` on the module.
@@ -28,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from parallel.communicators.base import Communicator
+from parallel.communicators.base import Communicator, carries
 from parallel.expert_products import ExpertProducts
 from parallel.placement import Placement
 
@@ -82,8 +85,8 @@ class ExpertParallel:
     to find out the shapes of a model while it is loaded.
 
     Where pairs go is worked out in numpy on the host: for the few hundred numbers of a step that is faster
-    than small torch calls, and the collectives need the counts on the host anyway. Communicators carry CPU
-    tensors only: those of another device travel through the host's memory.
+    than small torch calls, and the collectives need the counts on the host anyway. Where communicators carry
+    CPU tensors only, those of another device travel through the host's memory.
     """
 
     def __init__(
@@ -94,6 +97,9 @@ class ExpertParallel:
         self._dispatch = dispatch
         self._local_experts = local_experts
         self._products: Products = ExpertProducts()
+        self._local_table: torch.Tensor | None = None
+        self._counts: torch.Tensor | None = None
+        """Pairs computed on a device by local number, since they were last taken."""
         self._set_placement(placement, rank)
         self._group: Communicator | None = None
         self.signature = 0
@@ -108,6 +114,11 @@ class ExpertParallel:
     def __repr__(self) -> str:
         return f"<ExpertParallel rank {self.rank} of {self.placement.num_ranks}, {self._dispatch}>"
 
+    @property
+    def group(self) -> Communicator | None:
+        """The group of the current epoch; None while the model is loaded."""
+        return self._group
+
     def join(self, group: Communicator, placement: Placement) -> None:
         """Use this group and expert placement from the next step on.
 
@@ -116,11 +127,13 @@ class ExpertParallel:
         """
         if placement.num_ranks != group.size or len(placement.owners) != len(self.placement.owners):
             raise ValueError(f"{placement} does not fit {group!r}")
+        self.take_counts()
         self._set_placement(placement, group.rank)
         self._group = group
         self.signature, self._signatures = 0, None
 
     def _set_placement(self, placement: Placement, rank: int) -> None:
+        self._local_table = None
         self.placement = placement
         self.rank = rank
         self._owners = np.array(placement.owners)
@@ -163,6 +176,8 @@ class ExpertParallel:
         With zero tokens it only takes part in what the others need. ``combine`` sums up at home; None does it
         as transformers does, in the type of ``hidden``.
         """
+        if self._group is not None and not hidden.is_cpu and carries(self._group, hidden):
+            return self._on_device(module, self._group, hidden, expert_ids, weights)
         if self._group is None or self._group.size == 1:
             outputs = self._compute_alone(module, hidden, expert_ids)
         elif self._dispatch == "all_to_all":
@@ -223,6 +238,61 @@ class ExpertParallel:
         outputs = _bring_home(group, computed, receive, send, order)
         self._note(began, arrived, done)
         return outputs
+
+    def _on_device(
+        self,
+        module: Any,
+        group: Communicator,
+        hidden: torch.Tensor,
+        expert_ids: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """One layer without the host.
+
+        All tokens come here, and each rank's partial sums go home.
+
+        Sizes are known from the headers, so nothing is read back. Terms are added by rank, not by choice.
+        """
+        began = time.perf_counter()
+        width, top_k = hidden.shape[1], expert_ids.shape[1]
+        packed = torch.cat(
+            [_pack(hidden, expert_ids), weights.float().contiguous().view(hidden.dtype)], dim=1
+        )
+        gathered = group.all_gather_view(packed, self.sizes)
+        if not len(gathered):
+            return hidden
+        ids, shares = gathered[:, width:].contiguous().view(torch.int32).split(top_k, dim=1)
+        local = self._local_on(hidden.device).index_select(0, ids.reshape(-1)).view(ids.shape)
+        is_mine = local < len(self._mine)
+        shares = shares.contiguous().view(torch.float32).masked_fill(~is_mine, 0.0)
+        arrived = time.perf_counter()
+        module._is_expert_parallel = True  # for transformers' own functions: numbers beyond the last are none
+        partial = self._local_experts(module, gathered[:, :width], local, shares.to(weights.dtype))
+        self._count(local)
+        done = time.perf_counter()
+        total = group.reduce_scatter(partial, self.sizes)
+        self._note(began, arrived, done)
+        return total
+
+    def _local_on(self, device: torch.device) -> torch.Tensor:
+        """[experts] number of each expert here; one beyond the last for those that are elsewhere."""
+        if self._local_table is None:
+            numbers = np.where(self._owners == self.rank, self._local_numbers, len(self._mine))
+            self._local_table = torch.from_numpy(numbers).to(device)
+        return self._local_table
+
+    def _count(self, local: torch.Tensor) -> None:
+        """Count pairs by local number, on their device."""
+        if self._counts is None:
+            self._counts = torch.zeros(len(self._mine) + 1, dtype=torch.int64, device=local.device)
+        flat = local.reshape(-1)
+        self._counts.index_add_(0, flat, torch.ones_like(flat))
+
+    def take_counts(self) -> None:
+        """Add what was counted on a device to :attr:`tokens_per_expert`; waits for the device."""
+        counts, self._counts = self._counts, None
+        if counts is not None:
+            self.tokens_per_expert[self._mine] += _to_host(counts)[:-1]
 
     # ---- helpers
 

@@ -16,6 +16,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+PRODUCT = "lockstep_product"
+"""Attribute of a parameter of experts that is multiplied in a way of its own.
+
+It is a function of an expert's number and rows [n, in], which gives [n, out].
+"""
+
 
 class ExpertProducts:
     """Outputs of local experts on the CPU, for any number of layers."""
@@ -43,11 +49,16 @@ class ExpertProducts:
         rows = rows.to(weights[0].dtype)
         outputs = rows.new_empty(len(rows), weights[0].shape[1])
         parts, results = torch.split(rows, counts), torch.split(outputs, counts)
+        product = getattr(getattr(module, name), PRODUCT, None)
         for expert, count in enumerate(counts):
-            if count:
+            if not count:
+                continue
+            if product is not None:
+                results[expert].copy_(product(expert, parts[expert]))
+            else:
                 torch.mm(parts[expert], weights[expert], out=results[expert])
-                if bias is not None:
-                    results[expert].add_(bias[expert])
+            if bias is not None:
+                results[expert].add_(bias[expert])
         return outputs
 
     def _by_expert(self, module: Any, name: str) -> list[torch.Tensor]:

@@ -30,7 +30,7 @@ def choose_backend(asked: str, hosts: Sequence[str], between: str = "auto") -> B
         raise ValueError(f"--all2all-backend shared_memory needs all instances on one host, not on {named}")
     if asked == "tcp":
         return "tcp"
-    if asked in ("auto", "shared_memory"):
+    if asked in ("auto", "shared_memory", "nccl"):
         return choose_transport(hosts, between)
     return "gloo"
 
@@ -47,6 +47,23 @@ def choose_transport(hosts: Sequence[str], between: str = "auto") -> Backend:
     if between == "gloo":
         return "gloo"
     return "mixed" if can_share and distinct < len(hosts) else "tcp"
+
+
+def on_devices(group: Communicator, meeting: Meeting, number: int, timeout: float, name: str) -> Communicator:
+    """The group, with NCCL for tensors of CUDA devices where all members have it.
+
+    ``number`` is that of this member's device. What fails leaves nothing open. Raises as :func:`form` does.
+    """
+    from parallel.communicators import nccl
+
+    try:
+        if not all(can for (can,) in group.all_gather_ints([int(nccl.is_possible())])):
+            return group
+        return nccl.connect(meeting, group, nccl.cuda_device(number), timeout=timeout, name=name)
+    except BaseException:
+        group.abort()
+        group.close()
+        raise
 
 
 def form(

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from parallel.communicators.arithmetic import even_sizes
-from parallel.communicators.base import Communicator
+from parallel.communicators.base import Communicator, carries
 from parallel.topology import CannotCut, sizes_that_divide
 
 
@@ -32,7 +32,7 @@ class TensorRank:
         """The sum of all ranks' tensors."""
         if self.group is None or not partial.numel():
             return partial
-        if partial.device.type == "cpu":
+        if carries(self.group, partial):
             return self.group.all_reduce(partial)
         return self.group.all_reduce(partial.cpu()).to(partial.device)
 
@@ -41,7 +41,8 @@ class TensorRank:
         if self.group is None or not part.numel():
             return part.new_zeros(*part.shape[:-1], sum(widths))
         rows = part.numel() // part.shape[-1]
-        flat = part.reshape(-1).cpu()
+        flat = part.reshape(-1)
+        flat = flat if carries(self.group, flat) else flat.cpu()
         gathered = self.group.all_gather_view(flat, [rows * width for width in widths])
         columns = [piece.view(rows, -1) for piece in gathered.split([rows * width for width in widths])]
         return torch.cat(columns, dim=1).view(*part.shape[:-1], -1).to(part.device)
@@ -53,7 +54,7 @@ class TensorRank:
         """
         if self.group is None or not sum(sizes):
             return part.new_zeros(sum(sizes), *part.shape[1:])
-        if part.device.type == "cpu":
+        if carries(self.group, part):
             return self.group.all_gather(part, sizes)
         return self.group.all_gather(part.cpu(), sizes).to(part.device)
 
@@ -96,10 +97,21 @@ class RowParallelLinear(torch.nn.Module):  # type: ignore[misc]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., inputs of this rank, or all if it selects its own] -> [..., outputs]."""
-        if self._input is not None:
-            inputs = inputs[..., self._input]
-        total = self._ranks.all_reduce(F.linear(inputs, self.weight))
+        total = self.sum_over_ranks(F.linear(self.own_inputs(inputs), self.weight))
         return total if self.bias is None else total + self.bias
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks add up."""
+        return self._ranks.size
+
+    def own_inputs(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The part of the inputs that this rank multiplies."""
+        return inputs if self._input is None else inputs[..., self._input]
+
+    def sum_over_ranks(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum of what all ranks have."""
+        return self._ranks.all_reduce(partial)
 
 
 class GatheredLinear(torch.nn.Module):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Ranks, devices, attention heads and cores of each worker (pure: no torch, no sockets).
+"""Ranks, attention heads and cores of each worker (pure: no torch, no sockets).
 
 World rank order is (dp, pp, tp) with tp fastest, so the workers of one instance are neighbours and
 the tensor-parallel group, which talks most, is the closest of all.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import cache
-from itertools import takewhile
-from pathlib import Path
 
 from parallel.control_groups import cpu_quota
 
@@ -45,48 +43,6 @@ def usable_cores() -> int:
 def _quota() -> float | None:
     """The cores' worth of time, read once: instances ask between any two steps."""
     return cpu_quota()
-
-
-def cuda_devices() -> tuple[str, ...]:
-    """Names of the CUDA devices that processes started from here will see.
-
-    They are written as in ``CUDA_VISIBLE_DEVICES``, and found without loading torch. As for CUDA, the list
-    ends at the first name that can be none.
-    """
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        names = (name.strip() for name in chosen.split(","))
-        return tuple(takewhile(lambda name: name not in ("", "-1"), names))
-    count = sum(path.name.removeprefix("nvidia").isdecimal() for path in Path("/dev").glob("nvidia*"))
-    return tuple(map(str, range(count)))
-
-
-def visible_cuda_devices() -> int:
-    """Number of :func:`cuda_devices`."""
-    return len(cuda_devices())
-
-
-def devices_of_instance(
-    devices: Sequence[str], number: int, workers: int | None, neighbours: int
-) -> tuple[str, ...]:
-    """CUDA devices that one of a host's instances sees, in its workers' order.
-
-    None are listed if the instance sees them as they are. Where instances have more workers than there are
-    devices, they share them.
-
-    Args:
-        devices: of the host.
-        number: instances before it have the devices before its own.
-        workers: of each instance; None if only the mesh knows. Then it sees all devices, its own first.
-        neighbours: instances that share the devices, for that case.
-    """
-    total = len(devices)
-    if not total or (workers is not None and workers >= total):
-        return ()
-    count = total if workers is None else workers
-    first = number * (max(1, total // neighbours) if workers is None else workers)
-    seen = tuple(devices[index % total] for index in range(first, first + count))
-    return () if seen == tuple(devices) else seen
 
 
 def threads_per_worker(workers_on_host: int, cores: int) -> int:

@@ -64,6 +64,8 @@ class Prompt(msgspec.Struct, frozen=True):
     sample_index: int = 0
     rank: int | None = None
     """The instance that the client asked for (X-data-parallel-rank)."""
+    preferred: int | None = None
+    """The instance that an endpoint picker chose; another one will do."""
     priority: int = 0
     cache_salt: str = ""
     session: str = ""

@@ -19,7 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from coordinator.commands import ask
-from coordinator.messages import Answer, Drain, Scale, Settings
+from coordinator.messages import Answer, Drain, Scale
 from coordinator.process import process
 from coordinator.process.tracing import Tracing, TracingMissing
 from coordinator.rpc.codec import OtherProtocol
@@ -271,10 +271,7 @@ def _app(
 ) -> ASGIApp:
     """The endpoint, and the admin API beside it."""
 
-    def settings() -> Settings | None:
-        return None if mesh.view is None else mesh.view.settings
-
-    endpoint = make_app(mesh, config.http, metrics, _quotas(config), dashboard, tracing, settings)
+    endpoint = make_app(mesh, config.http, metrics, _quotas(config), dashboard, tracing, lambda: mesh.view)
     port = listeners[1].getsockname()[1] if len(listeners) > 1 else None
 
     async def command(wish: Drain | Scale) -> Answer:

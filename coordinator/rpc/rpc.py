@@ -422,8 +422,13 @@ class AsyncConnection(Generic[In, Out]):
         name: str,
         max_bytes: int = MAX_MESSAGE_BYTES,
         keys: MeshKeys | None = None,
+        peer_timeout_ms: int = 0,
     ) -> None:
-        """
+        """Connect, now and whenever the connection is lost.
+
+        ``peer_timeout_ms``: without a sign of this end for so long, the connection counts as broken at the
+        listener's, too; 0: as long as its host does not find out.
+
         Raises:
             zmq.ZMQError: the endpoint is none, or this process can have no more sockets.
         """
@@ -437,6 +442,7 @@ class AsyncConnection(Generic[In, Out]):
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TTL, peer_timeout_ms)
         self._socket.setsockopt(zmq.TCP_MAXRT, HEARTBEAT_TIMEOUT_MS)  # nothing is asked behind what is stuck
         self._decoder: Decoder[In] = Decoder(receives)
         self._complaints = Complaints(logger, f"{name}: dropped a bad message")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine.attention.base import LayerShape, PagedAttention
+    from engine.attention.kv_codes import KVCodes
 
 Backend = Literal["TORCH_SDPA", "TORCH_FIXED", "TRITON_ATTN"]
 """Ways to compute attention over the KV cache.
@@ -38,12 +39,15 @@ def make_attention(
     device: torch.device,
     backend: Backend = "TORCH_SDPA",
     programs: int | None = None,
+    codes: KVCodes | None = None,
 ) -> PagedAttention:
     """The KV cache of a model and its attention on ``device``, by a suitable backend.
 
     ``programs``: how many of them keep the device busy, for TRITON_ATTN; None: chosen for the device.
+    ``codes``: what keys and values are kept as, None for numbers; TRITON_ATTN has none.
     """
     if backend == "TRITON_ATTN":
+        assert codes is None, "codes are refused where the backend is chosen"
         from engine.attention.triton_paged import TritonPagedAttention
 
         return TritonPagedAttention(
@@ -58,7 +62,9 @@ def make_attention(
         from engine.attention.fixed_paged import FixedPagedAttention as PlainAttention
     else:
         from engine.attention.torch_paged import TorchPagedAttention as PlainAttention  # type: ignore[assignment]
-    return PlainAttention(layers, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
+    return PlainAttention(
+        layers, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device, codes=codes
+    )
 
 
 def why_not_triton(device: torch.device) -> str | None:

@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.attention.kv_codes import SCALE_TYPE, KVCodes
+
 PLAN_KEYWORD = "attention_plan"
 """Name under which the plan travels through ``model(...)`` to the attention function."""
 
@@ -45,7 +47,10 @@ class LayerShape:
     A query at position q sees keys k with q - window < k <= q.
     """
 
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
+    def bytes_per_token(self, dtype: torch.dtype, codes: KVCodes | None = None) -> int:
+        """Bytes of a token's keys and values; codes take one each, and a scale."""
+        if codes is not None:
+            return self.kv_heads * (self.key_dim + self.value_dim + 2 * int(SCALE_TYPE.itemsize))
         return self.kv_heads * (self.key_dim + self.value_dim) * int(dtype.itemsize)
 
 
@@ -116,6 +121,11 @@ class PagedAttention(Protocol):
     """
 
     use: AttentionUse
+
+    @property
+    def stored(self) -> list[torch.Tensor]:
+        """All that is kept of tokens, in tensors that begin with the first block."""
+        ...
 
     def plan(self, rows: PackedRows) -> AttentionPlan:
         """Prepare a step. Two steps may not be computed at the same time."""

@@ -97,11 +97,9 @@ class FixedAttentionPlan:
     ) -> torch.Tensor:
         """See ``base.AttentionPlan.attend``."""
         cache = self._cache
-        all_keys, all_values = cache.keys[layer], cache.values[layer]
-        all_keys.index_copy_(0, self._slots, key.transpose(0, 1))
-        all_values.index_copy_(0, self._slots, value.transpose(0, 1))
+        cache.store(layer, self._slots, key.transpose(0, 1), value.transpose(0, 1))
         heads, num_tokens, dim = query.shape
-        kv_heads, value_dim = all_values.shape[1:]
+        kv_heads, value_dim = cache.values[layer].shape[1:]
         group = heads // kv_heads
         queries = query.transpose(0, 1).reshape(num_tokens, kv_heads, group, dim)
         attended = query.new_empty(num_tokens, heads, value_dim)
@@ -111,8 +109,9 @@ class FixedAttentionPlan:
         for part in self._parts_of(window, max(QUERY_ROWS // group, 1), least):
             blocks, per_block = part.tokens.shape
             contexts = part.num_contexts, -1, kv_heads
-            keys = all_keys.index_select(0, part.slots).view(*contexts, dim).transpose(1, 2)
-            values = all_values.index_select(0, part.slots).view(*contexts, value_dim).transpose(1, 2)
+            keys, values = cache.select(layer, part.slots)
+            keys = keys.view(*contexts, dim).transpose(1, 2)
+            values = values.view(*contexts, value_dim).transpose(1, 2)
             used = per_block * group
             rows = queries[part.tokens].permute(0, 2, 1, 3, 4).reshape(blocks, kv_heads, used, dim)
             mask = part.mask.repeat_interleave(group, dim=2)

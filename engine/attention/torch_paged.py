@@ -3,7 +3,8 @@
 Runs on any device.
 
 Per layer the cache is a tensor [slots, kv_heads, dim] for keys and one for values; slot = block *
-block_size + offset. Rows of one token (decode) are computed together over their gathered, padded
+block_size + offset. Codes have scales [slots, kv_heads] beside them, and are widened when they are gathered.
+Rows of one token (decode) are computed together over their gathered, padded
 contexts; longer rows one by one, cut into tiles so that no mask grows with the square of a prompt.
 Grouped query heads are the query axis of the product (decode) or share keys by stride 0 (prefill), so
 keys are never copied per head. Layers with different windows get different views of the same step.
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention.base import AttentionUse, Int64s, LayerShape, PackedRows
+from engine.attention.kv_codes import SCALE_TYPE, KVCodes, quantized, widened
 from engine.attention.transfer import upload
 
 MASK_ELEMENTS = 1 << 22
@@ -27,6 +29,8 @@ MASK_ELEMENTS = 1 << 22
 SCORE_ELEMENTS = 1 << 24
 """Largest product of queries and keys held at once without a fused kernel."""
 MIN_TILE = 64
+GATHER_BYTES = 256 << 20
+"""Most bytes of keys that rows gather together on a GPU."""
 GROUP_BLOCKS = 32
 """Padding (in blocks) that is worth another kernel call to avoid."""
 
@@ -81,16 +85,26 @@ class TorchPagedAttention:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        codes: KVCodes | None = None,
     ) -> None:
+        """``codes``: what keys and values are kept as; None: as numbers."""
         self.block_size = block_size
         self.device = device
         self.dtype = dtype
         self.windows = sorted({layer.window for layer in layers}, key=lambda window: window or 0)
         self.window_of = [self.windows.index(layer.window) for layer in layers]
         slots = num_blocks * block_size
-        self.keys = [zeros((slots, layer.kv_heads, layer.key_dim), dtype, device) for layer in layers]
-        self.values = [zeros((slots, layer.kv_heads, layer.value_dim), dtype, device) for layer in layers]
+        kept = dtype if codes is None else torch.int8
+        self.codes = codes
+        self.keys = [zeros((slots, layer.kv_heads, layer.key_dim), kept, device) for layer in layers]
+        self.values = [zeros((slots, layer.kv_heads, layer.value_dim), kept, device) for layer in layers]
+        self.scales: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Scales [slots, kv_heads, 1] of each layer's keys and values, where these are codes."""
+        if codes is not None:
+            shapes = [(slots, layer.kv_heads, 1) for layer in layers]
+            self.scales = [tuple(zeros(shape, SCALE_TYPE, device) for _ in "kv") for shape in shapes]
         self._scratch: dict[str, torch.Tensor] = {}
+        self._token_bytes = max(_bytes_per_token(layers, dtype), default=0)
         self.use = AttentionUse()
 
     def __repr__(self) -> str:
@@ -100,13 +114,21 @@ class TorchPagedAttention:
             f"block_size={self.block_size}, windows={self.windows}, {self.dtype}, {self.device})"
         )
 
+    @property
+    def stored(self) -> list[torch.Tensor]:
+        """All that is kept of tokens, in tensors that begin with the first block."""
+        return [*self.keys, *self.values]
+
     def plan(self, rows: PackedRows) -> TorchAttentionPlan:
         """Build the index tensors and masks of a step; see ``base.PagedAttention``."""
         row_of_token = np.repeat(np.arange(len(rows.starts)), rows.counts)
         blocks = rows.block_tables[row_of_token, rows.positions // self.block_size].astype(np.int64)
         slots = blocks * self.block_size + rows.positions % self.block_size
         longest = int((rows.starts + rows.counts).max(initial=0))
-        builder = _ViewBuilder(rows, self.block_size, self.dtype, self.device)
+        most_blocks = None
+        if self.device.type != "cpu":  # there these buffers would take what the cache leaves
+            most_blocks = GATHER_BYTES // max(self._token_bytes * self.block_size, 1)
+        builder = _ViewBuilder(rows, self.block_size, self.dtype, self.device, most_blocks)
         views: dict[int | None, _View] = {}
         view_of_window = []
         for window in self.windows:
@@ -118,7 +140,48 @@ class TorchPagedAttention:
             self, upload(slots, self.device), [view_of_window[index] for index in self.window_of]
         )
 
-    def gather(self, cache: torch.Tensor, blocks: torch.Tensor, name: str) -> torch.Tensor:
+    def store(
+        self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep keys and values [tokens, kv_heads, dim]; returns what will be found there."""
+        stored = self.keys[layer], self.values[layer]
+        if self.codes is None:
+            for kept, given in zip(stored, (keys, values), strict=True):
+                kept.index_copy_(0, slots, given)
+            return keys, values
+        found = []
+        for kept, scales, given in zip(stored, self.scales[layer], (keys, values), strict=True):
+            codes, own_scales = quantized(given, self.codes)
+            kept.index_copy_(0, slots, codes)
+            scales.index_copy_(0, slots, own_scales.unsqueeze(-1))
+            found.append(widened(codes, own_scales, self.codes, self.dtype))
+        return found[0], found[1]
+
+    def select(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [slots, kv_heads, dim] of some slots."""
+        found = [each[layer].index_select(0, slots) for each in (self.keys, self.values)]
+        if self.codes is not None:
+            for number, scales in enumerate(self.scales[layer]):
+                own_scales = scales.index_select(0, slots).squeeze(-1)
+                found[number] = widened(found[number], own_scales, self.codes, self.dtype)
+        return found[0], found[1]
+
+    def contexts(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [len(blocks) * block_size, kv_heads, dim], valid until the next call."""
+        keys = self._gather(self.keys[layer], blocks, "keys")
+        values = self._gather(self.values[layer], blocks, "values")
+        if self.codes is None:
+            return keys, values
+        key_scales, value_scales = (
+            self._gather(scales, blocks, name).squeeze(-1)
+            for scales, name in zip(self.scales[layer], ("key scales", "value scales"), strict=True)
+        )
+        return (
+            widened(keys, key_scales, self.codes, self.dtype),
+            widened(values, value_scales, self.codes, self.dtype),
+        )
+
+    def _gather(self, cache: torch.Tensor, blocks: torch.Tensor, name: str) -> torch.Tensor:
         """[len(blocks) * block_size, kv_heads, dim] of a layer's cache, valid until the next gather.
 
         The result lives in a buffer that is kept: fresh memory of this size costs more (page faults)
@@ -129,7 +192,7 @@ class TorchPagedAttention:
         size = blocks.shape[0] * width
         scratch = self._scratch.get(name)
         if scratch is None or scratch.numel() < size:
-            scratch = torch.empty(size + size // 4, dtype=self.dtype, device=self.device)
+            scratch = torch.empty(size + size // 4, dtype=cache.dtype, device=self.device)
             self._scratch[name] = scratch
         gathered = scratch[:size].view(-1, width)
         torch.index_select(cache.view(-1, width), 0, blocks, out=gathered)
@@ -139,7 +202,16 @@ class TorchPagedAttention:
 class _ViewBuilder:
     """Makes the views of one step; masks of equal shape are made once."""
 
-    def __init__(self, rows: PackedRows, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        rows: PackedRows,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        most_blocks: int | None,
+    ) -> None:
+        """``most_blocks``: those that one-token rows gather together; None: any number."""
+        self.most_blocks = most_blocks
         self.rows = rows
         self.block_size = block_size
         self.dtype = dtype
@@ -174,7 +246,14 @@ class _ViewBuilder:
                 groups.append(np.sort(order[begin:end]))
                 begin = end
         groups.append(np.sort(order[begin:]))
-        return groups
+        if self.most_blocks is None:
+            return groups
+        rows_of = [max(1, self.most_blocks // int(num_blocks[group].max())) for group in groups]
+        return [
+            group[first : first + most]
+            for group, most in zip(groups, rows_of, strict=True)
+            for first in range(0, len(group), most)
+        ]
 
     def _singles(self, group: Int64s, window: int | None) -> _Singles:
         positions = self.rows.starts[group]
@@ -264,19 +343,17 @@ class TorchAttentionPlan:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``base.AttentionPlan.attend``."""
-        cached_keys, cached_values = self._cache.keys[layer], self._cache.values[layer]
         heads, tokens, _ = query.shape
-        kv_heads, value_dim = cached_values.shape[1:]
-        token_keys, token_values = key.transpose(0, 1), value.transpose(0, 1)
-        cached_keys.index_copy_(0, self._slots, token_keys)
-        cached_values.index_copy_(0, self._slots, token_values)
+        kv_heads, value_dim = self._cache.values[layer].shape[1:]
+        token_keys, token_values = self._cache.store(
+            layer, self._slots, key.transpose(0, 1), value.transpose(0, 1)
+        )
         attended = query.new_empty(tokens, heads, value_dim)
         attention = _Attention(kv_heads, heads // kv_heads, scale, softcap, sinks)
         view = self._views[layer]
         for singles in view.singles:
             batch, rows = singles.batch, singles.rows
-            keys = self._cache.gather(cached_keys, singles.blocks, "keys")
-            values = self._cache.gather(cached_values, singles.blocks, "values")
+            keys, values = self._cache.contexts(layer, singles.blocks)
             queries = query.transpose(0, 1)
             queries = queries[:batch] if rows is None else queries.index_select(0, rows)
             result = attention.singles(
@@ -293,8 +370,7 @@ class TorchAttentionPlan:
             if row.blocks is None:
                 keys, values = token_keys[row.tokens], token_values[row.tokens]
             else:
-                keys = self._cache.gather(cached_keys, row.blocks, "keys")
-                values = self._cache.gather(cached_values, row.blocks, "values")
+                keys, values = self._cache.contexts(layer, row.blocks)
             queries, results = query[:, row.tokens], attended[row.tokens]
             for tile in row.tiles:
                 results[tile.queries] = attention.tile(
@@ -387,6 +463,20 @@ class _Attention:
             weights = (scores - peak).exp_()
             weights /= weights.sum(dim=-1, keepdim=True) + (sinks - peak).exp()
         return torch.matmul(weights.to(values.dtype), values)
+
+
+def _bytes_per_token(layers: Sequence[LayerShape], dtype: torch.dtype) -> tuple[int, ...]:
+    """Most bytes of a token's keys in a layer, and of its values."""
+    if not layers:
+        return ()
+    dims = [(layer.kv_heads * layer.key_dim, layer.kv_heads * layer.value_dim) for layer in layers]
+    return tuple(max(each) * int(dtype.itemsize) for each in zip(*dims, strict=True))
+
+
+def gather_bytes(layers: Sequence[LayerShape], dtype: torch.dtype, longest: int) -> int:
+    """Most bytes on a GPU for gathered contexts of at most ``longest`` tokens each."""
+    sizes = [max(GATHER_BYTES, longest * each) for each in _bytes_per_token(layers, dtype)]
+    return sum(size + size // 4 for size in sizes)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

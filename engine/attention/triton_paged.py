@@ -78,6 +78,11 @@ class TritonPagedAttention:
             f"block_size={self.block_size}, {self.dtype}, {self.device})"
         )
 
+    @property
+    def stored(self) -> list[torch.Tensor]:
+        """All that is kept of tokens, in tensors that begin with the first block."""
+        return [*self.keys, *self.values]
+
     def plan(self, rows: PackedRows) -> TritonAttentionPlan:
         """Upload what the kernels need to know of a step; see ``base.PagedAttention``."""
         row_of_token = np.repeat(np.arange(len(rows.starts)), rows.counts)

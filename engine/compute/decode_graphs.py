@@ -8,9 +8,10 @@ computes again, so that all but the capture itself is tested without a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -73,6 +74,8 @@ class CudaCapture:
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             compute()  # what is only done once (compiling kernels, workspaces) must not be captured
+            with _waits_raise():  # a capture that fails would leave torch's allocator capturing
+                compute()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
@@ -87,6 +90,17 @@ class CudaCapture:
             return output
 
         return replay
+
+
+@contextlib.contextmanager
+def _waits_raise() -> Iterator[None]:
+    """While it lasts, operators of torch that wait for the device raise, with their names."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 class DecodeGraphs:

@@ -27,6 +27,7 @@ from engine.messages import TokenLogprobs
 from engine.model.weights import LoadedModel
 from engine.scheduling.speculation import num_taken
 from engine.step import Admit, Further, Span, Step, StepResult
+from parallel.communicators.base import carries
 from parallel.tensor_parallel import TensorRank
 
 if TYPE_CHECKING:
@@ -321,12 +322,17 @@ class ModelRunner:
         if self._shard.is_first:
             return None
         assert self._shard.stages is not None
-        like = torch.empty(1, num_tokens, self._model.hidden_size, dtype=self._model.dtype)
+        like = torch.empty(
+            1, num_tokens, self._model.hidden_size, dtype=self._model.dtype, device=self._model.device
+        )
+        like = like if carries(self._shard.stages, like) else torch.empty_like(like, device="cpu")
         return self._shard.stages.receive(like, self._shard.stage - 1).to(self._model.device)
 
     def _send(self, hidden: torch.Tensor) -> None:
         assert self._shard.stages is not None
-        self._shard.stages.send(hidden.to(self._model.dtype).cpu(), self._shard.stage + 1)
+        hidden = hidden.to(self._model.dtype)
+        carried = hidden if carries(self._shard.stages, hidden) else hidden.cpu()
+        self._shard.stages.send(carried, self._shard.stage + 1)
 
     def _finish(self, step: Step, wanted: _Wanted, logits: torch.Tensor) -> StepResult:
         """Sample, fetch everything from the device at once, and keep the new tokens."""

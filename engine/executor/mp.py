@@ -205,6 +205,9 @@ class MpExecutor:
         self._expert_bytes = [each.expert_bytes for each in allocated]
         self._arithmetic = [each.arithmetic for each in allocated if each.arithmetic is not None]
 
+    def block_memory(self) -> None:
+        """See :class:`.Executor`. It is in the workers' memory."""
+
     def arithmetic(self) -> list[Arithmetic]:
         """See :class:`.Executor`."""
         return self._arithmetic

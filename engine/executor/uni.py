@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -25,6 +25,7 @@ from engine.attention.base import (
     PackedRows,
     PagedAttention,
 )
+from engine.attention.torch_paged import gather_bytes
 from engine.compute import invariance
 from engine.compute.decode_graphs import CudaCapture, DecodeGraphs, make_graphs
 from engine.compute.fixed_blocks import FixedBlocks
@@ -33,7 +34,7 @@ from engine.compute.runner import ModelRunner, sampler_of
 from engine.config import EngineConfig
 from engine.executor_contract import ExpertTimes, Progress
 from engine.host import memory
-from engine.host.cache_size import share_of_device
+from engine.host.cache_size import experts_after_loss, leave_room, share_of_device
 from engine.host.cores import has_gpu
 from engine.kernels import library
 from engine.kernels.buffers import Room
@@ -48,7 +49,9 @@ from engine.model.shard import WHOLE, Shard
 from engine.model.weights import LoadedModel, load_model, sum_experts_in_order
 from engine.numerics import check_kind, native_kind
 from engine.step import KVSpec, ModelFacts, Span, Step, StepResult, most_tokens
+from engine.transfers.block_memory import BlockMemory
 from parallel.communicators.base import Communicator
+from parallel.devices import device_sharers
 from parallel.expert_parallel import Dispatch
 from parallel.links.counts import LinkCount
 from parallel.placement import Placement, assign_experts, owned_by_rank
@@ -97,6 +100,9 @@ class UniExecutor:
         self._held: HeldExperts | None = None
         self._untouched = memory.Untouched()
         self._runner: ModelRunner | None = None
+        self._stored: list[torch.Tensor] = []
+        """The tensors of the KV cache."""
+        self._num_blocks = 0
         self._attention = self._attention_before = AttentionUse()
         """Time in attention, now and before the last step."""
         self._program: Program | None = None
@@ -139,10 +145,16 @@ class UniExecutor:
         )
         self._model = model
         wanted_backend = self._config.device.attention_backend
-        self._backend = choose_backend(wanted_backend, model, self._config.cache.block_size)
+        self._backend = choose_backend(wanted_backend, model, self._config.cache)
         if share is not None:
             limit = self._config.device.expert_memory_bytes
-            self._held = HeldExperts(model.module, Path(self._info.directory), share.experts, limit)
+            self._held = HeldExperts(
+                model.module,
+                Path(self._info.directory),
+                share.experts,
+                limit,
+                self._config.model.online,
+            )
             self._held.check_limit()
             self._held.rehearse()
         self._cached = model.layers
@@ -156,7 +168,7 @@ class UniExecutor:
             vocab_size=model.vocab_size,
             dtype=str(dtype).removeprefix("torch."),
             device=str(device),
-            kv=KVSpec(num_layers=len(model.layers), bytes_per_token=self._kv_bytes_per_token),
+            kv=KVSpec(num_layers=len(model.layers), bytes_per_token=self._kv_bytes),
         )
 
     def _when_read(self) -> None:
@@ -166,10 +178,11 @@ class UniExecutor:
         self._before_first_run()
 
     @property
-    def _kv_bytes_per_token(self) -> int:
-        """Bytes of the KV cache that a token takes."""
+    def _kv_bytes(self) -> int:
+        """Bytes of a token in the KV cache, with numbers or with codes."""
         assert self._model is not None, "load() comes first"
-        return sum(layer.bytes_per_token(self._model.dtype) for layer in self._cached)
+        dtype, codes = self._model.dtype, self._config.cache.kv_codes
+        return sum(layer.bytes_per_token(dtype, codes) for layer in self._cached)
 
     @property
     def layers(self) -> range:
@@ -205,6 +218,10 @@ class UniExecutor:
             raise CheckpointError("--device cuda: torch finds no CUDA device here; use --device cpu")
         if wanted == "auto":
             wanted = "cuda" if torch.cuda.is_available() else "cpu"
+            if wanted == "cpu" and (other := _unsupported_device()):
+                logger.warning(
+                    "computing on the CPU: %s devices are not supported, only CUDA and ROCm", other
+                )
         if wanted == "cpu":
             return torch.device("cpu")
         found, place = torch.cuda.device_count(), self._shard.device
@@ -226,15 +243,51 @@ class UniExecutor:
             limit = CPU_THROUGHPUT_KV_LIMIT if more else CPU_KV_LIMIT
             return min(limit, max(0, int(free * CPU_KV_SHARE)))
         self._run_largest_step()
-        device = self._model.device
+        device, sharers = self._model.device, device_sharers()
         free, total = torch.cuda.mem_get_info(device)
-        return share_of_device(
+        reserved, peak = torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
+        share = share_of_device(
             total=total,
             free=free,
-            reserved=torch.cuda.memory_reserved(device),
-            peak=torch.cuda.max_memory_reserved(device),
-            utilization=self._config.cache.gpu_memory_utilization,
+            reserved=reserved,
+            peak=peak + self._gather_bytes(),
+            utilization=self._config.cache.utilization(sharers),
         )
+        return self._leave_room(share, max(0, free + reserved - peak - share) // sharers)
+
+    def _gather_bytes(self) -> int:
+        """What TORCH_SDPA will keep for gathered contexts, of which the largest step has none."""
+        model = self._model
+        assert model is not None
+        return 0 if self._backend != "TORCH_SDPA" else gather_bytes(model.layers, model.dtype, self._longest)
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of the longest context that is served."""
+        wanted = self._config.model.max_model_len or 0
+        longest = wanted if wanted > 0 else self._info.context_length
+        return min(longest, self._info.context_length)
+
+    def _leave_room(self, share: int, left: int) -> int:
+        """Bytes of the KV cache, with room beside it for a lost instance's experts."""
+        if self._held is None or self._place is None:
+            return share
+        wanted = experts_after_loss(self._info.num_experts, self._place[1], self._shard.size)
+        if not wanted:
+            return share
+        more = max(0, wanted - len(self._held.experts)) * self.expert_bytes
+        room = int(more / (1 - memory.MARGIN))
+        smaller = leave_room(share, left, room)
+        if left + share - smaller < room:
+            logger.warning(
+                "experts: the %.1f GiB of those of a lost instance do not fit beside the KV cache: after a "
+                "loss the mesh waits for another instance; lower --gpu-memory-utilization, or use more "
+                "instances",
+                more / 2**30,
+            )
+        elif more:
+            logger.info("experts: %.1f GiB are left for those of one lost instance", more / 2**30)
+        return smaller
 
     def _run_largest_step(self) -> None:
         """Run the largest step, so that the allocator has seen it.
@@ -294,9 +347,10 @@ class UniExecutor:
         """See :class:`.Executor`."""
         model, block_size = self._model, self._config.cache.block_size
         assert model is not None, "load() comes first"
+        self._num_blocks = num_blocks
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
-        self._untouched = memory.Untouched(num_blocks, block_size * self._kv_bytes_per_token)
+        self._untouched = memory.Untouched(num_blocks, block_size * self._kv_bytes)
         if self._program is None and not self._on_torch:
             self._program = make_program(model, block_size)
             self._on_torch = self._program is None
@@ -309,11 +363,15 @@ class UniExecutor:
         if self._program is None and self._config.device.batch_invariant:
             self._fix_blocks(model)
         if self._program is not None:
-            self._program.use(
-                NativeCache(
-                    self._program.cached, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype
-                )
+            native = NativeCache(
+                self._program.cached,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                dtype=model.dtype,
+                codes=self._config.cache.kv_codes,
             )
+            self._program.use(native)
+            self._stored = native.stored
             self._runner = ModelRunner(model, None, block_size, self._program)
             self._attention = self._program.attention
             if self._held is not None:
@@ -321,6 +379,7 @@ class UniExecutor:
                 self._held.check_limit()
             return
         cache = self._make_cache(num_blocks)
+        self._stored = cache.stored if model.device.type == "cpu" else []
         graphs = self._make_graphs(cache, num_blocks)
         fixed = self._fixed is not None
         self._runner = ModelRunner(model, cache, block_size, graphs=graphs, row_by_row=fixed)
@@ -340,6 +399,13 @@ class UniExecutor:
         sum_experts_in_order(model.module)
         invariance.check(model, self._fixed, self._make_cache, self._config.cache.block_size)
         logger.info("batch-invariant: checked in %.1f s", time.monotonic() - began)
+
+    def block_memory(self) -> BlockMemory | None:
+        """See :class:`.Executor`; None where the cache is on a device."""
+        if not self._stored:
+            return None
+        shape = self._num_blocks, -1
+        return BlockMemory([each.view(torch.uint8).reshape(shape).numpy() for each in self._stored])
 
     def arithmetic(self) -> list[Arithmetic]:
         """See :class:`.Executor`."""
@@ -380,6 +446,7 @@ class UniExecutor:
             dtype=model.dtype,
             device=model.device,
             backend=self._backend,
+            codes=self._config.cache.kv_codes,
         )
 
     def _make_graphs(self, cache: PagedAttention, num_blocks: int) -> DecodeGraphs | None:
@@ -391,8 +458,6 @@ class UniExecutor:
             logger.info("CUDA graphs: off, TORCH_SDPA gathers contexts, whose sizes change")
             return None
         block_size = self._config.cache.block_size
-        wanted = self._config.model.max_model_len or 0
-        longest = wanted if wanted > 0 else self._info.context_length
         return make_graphs(
             model,
             cast(CapturableAttention, cache),
@@ -403,7 +468,7 @@ class UniExecutor:
             ),
             num_blocks=num_blocks,
             block_size=block_size,
-            max_tokens=min(longest, self._info.context_length, num_blocks * block_size),
+            max_tokens=min(self._longest, num_blocks * block_size),
             capture=CudaCapture(model.device),
         )
 
@@ -415,11 +480,29 @@ class UniExecutor:
         if self._model.experts is not None:
             self._model.experts.begin(sizes)
             self._attention_before = replace(self._attention)
-        with self._fixed or contextlib.nullcontext():
+        with self._fixed or contextlib.nullcontext(), self._watched():
             only_serves = self._model.experts is not None and not step.slots
             if only_serves and (self._program is None or not self._program.serve()):
                 self._pass_expert_layers(self._model)
             self._results.append(self._runner.run(step))
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Groups of devices watch the step.
+
+        A peer that is lost would only show as a device that waits.
+
+        Raises:
+            CollectiveError: one of them broke in the step.
+        """
+        model = self._model
+        assert model is not None
+        experts = None if model.experts is None else model.experts.group
+        with contextlib.ExitStack() as watched:
+            for group in (self._shard.ranks, self._shard.stages, experts):
+                if (watch := getattr(getattr(group, "group", group), "watched", None)) is not None:
+                    watched.enter_context(watch())
+            yield
 
     def finish(self) -> StepResult:
         """See :class:`.Executor`."""
@@ -505,6 +588,7 @@ class UniExecutor:
         if self._model is None or self._model.experts is None:
             return {}
         experts = self._model.experts
+        experts.take_counts()
         counts = experts.tokens_per_expert.tolist()
         return {expert: counts[expert] for expert in experts.placement.experts_of(experts.rank)}
 
@@ -520,9 +604,16 @@ class UniExecutor:
     def close(self) -> None:
         """Let go of the weights and the cache."""
         self._runner = None
+        self._stored = []
         self._held = None
         self._model = None
         self._program = None
+
+
+def _unsupported_device() -> str:
+    """Kind of an accelerator that only torch could use here; empty without one."""
+    kinds = {"MPS": torch.backends.mps.is_available, "XPU": torch.xpu.is_available}
+    return next((kind for kind, is_here in kinds.items() if is_here()), "")
 
 
 def _torch_on(device: torch.device) -> str:

@@ -47,6 +47,7 @@ from engine.executor.messages import (
     ToWorker,
 )
 from engine.host import deferred
+from engine.host.cores import has_gpu
 from engine.model.checkpoint import CheckpointError
 from parallel.communicators.base import CollectiveError
 from parallel.links.keys import LinkKey
@@ -166,6 +167,10 @@ class Worker:
                     group=f"{axis}/{other}", host=begin.address, forming_timeout=forming, key=key,
                     host_name=hosts[rank], between=device.mesh_transport,
                 )  # fmt: skip
+                if has_gpu(device):
+                    group = groups.on_devices(
+                        group, meeting, begin.number, device.collective_timeout, f"0/{axis}/{other}"
+                    )
                 self._groups.append(group)
                 formed[axis] = group
         if self._control is not None:

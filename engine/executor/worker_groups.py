@@ -34,6 +34,7 @@ from engine.executor.group_messages import (
     ToGroups,
 )
 from engine.groups.preparation import Preparation
+from engine.host.cores import has_gpu
 from parallel import groups
 from parallel.communicators import Backend
 from parallel.communicators.base import CollectiveError, Communicator
@@ -229,17 +230,21 @@ class WorkerGroups:
         backend = groups.choose_backend(device.all2all_backend, hosts, device.mesh_transport)
         stages, ranks = device.pipeline_parallel_size, device.tensor_parallel_size
 
-        def connect(name: str, rank: int, size: int, backend: Backend) -> Communicator:
-            return groups.form(
+        def connect(name: str, rank: int, size: int, backend: Backend, on_device: bool) -> Communicator:
+            group = groups.form(
                 meeting, form.epoch, rank, size, backend, device.collective_timeout,
                 group=f"{name}/{form.token}", host=_host_of(form.peers[place].address),
                 should_stop=should_stop, forming_timeout=device.forming_timeout, key=key,
                 host_name=form.peers[place].host, between=device.mesh_transport,
             )  # fmt: skip
+            if not on_device:
+                return group
+            label = f"{form.epoch}/{name}/{form.token}"
+            return groups.on_devices(group, meeting, begin.number, device.collective_timeout, label)
 
         def connect_inside(name: str, rank: int, size: int) -> Communicator:
             try:
-                return connect(name, rank, size, self._backend_inside)
+                return connect(name, rank, size, self._backend_inside, has_gpu(device))
             except CollectiveError as error:
                 error.rank = None  # a member of it means nothing to others
                 raise
@@ -251,7 +256,8 @@ class WorkerGroups:
             if stages > 1:
                 formed.inside["pp"] = connect_inside(f"{place}/pp/{begin.rank}", begin.stage, stages)
             rank, size = place * ranks + begin.rank, len(form.peers) * ranks
-            formed.experts = connect(f"experts/{begin.stage}", rank, size, backend)
+            by_nccl = device.all2all_backend == "nccl"
+            formed.experts = connect(f"experts/{begin.stage}", rank, size, backend, by_nccl)
         except BaseException:
             formed.abort()
             formed.close()

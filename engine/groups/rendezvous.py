@@ -50,12 +50,17 @@ class Rendezvous:
         meeting = self._meeting(form, index)
         hosts = [peer.host for peer in form.peers]
         backend = groups.choose_backend(device.all2all_backend, hosts, device.mesh_transport)
-        return groups.form(
+        group = groups.form(
             meeting, form.epoch, index, len(form.peers), backend, device.collective_timeout,
             group=f"all/{form.token}", host=self._host, should_stop=should_stop,
             forming_timeout=device.forming_timeout, key=self._key, host_name=hosts[index],
             between=device.mesh_transport,
         )  # fmt: skip
+        if device.all2all_backend != "nccl" or device.uses_processes:  # then this one is for headers only
+            return group
+        return groups.on_devices(
+            group, meeting, 0, device.collective_timeout, f"{form.epoch}/all/{form.token}"
+        )
 
     def close(self) -> None:
         while self._meetings:

@@ -51,9 +51,14 @@ class Spread:
         device: DeviceConfig,
         startup_timeout: float,
         keys: MeshKeys | None = None,
+        sharers: int | None = None,
     ) -> None:
-        """``endpoint``, ``host``: where routers and the other instances reach this one."""
+        """``endpoint``, ``host``: where routers and the other instances reach this one.
+
+        ``sharers``: instances that compute on its device; None: on the CPU, as all of its host do.
+        """
         self._name = name
+        self._sharers = sharers
         self._membership = membership
         self._executor = executor
         self._endpoint = endpoint
@@ -149,5 +154,6 @@ class Spread:
         return self._executor.max_experts(self._free_bytes())
 
     def _free_bytes(self) -> int:
-        """Neighbours share a host's memory, and may all need more at the same time."""
-        return self._executor.spare_memory() // max(1, self._membership.neighbours)
+        """Those that share memory may all need more at the same time."""
+        sharers = self._membership.neighbours if self._sharers is None else self._sharers
+        return self._executor.spare_memory() // max(1, sharers)

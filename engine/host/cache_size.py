@@ -12,6 +12,10 @@ from engine.step import ModelFacts
 logger = logging.getLogger(__name__)
 
 
+LEAST_CACHE = 0.25
+"""Least part of the KV cache that is left when room is kept for experts."""
+
+
 class TooLittleMemory(RuntimeError):
     """For the KV cache that was asked for, or for any; says what to do."""
 
@@ -50,7 +54,7 @@ def size_cache(
             )
     if facts.device == "cpu" and not config.workers_elsewhere:
         _check_memory(num_blocks, cache, num_blocks * block_bytes * config.num_local_workers, neighbours)
-    if facts.device == "cpu" and cache.gpu_memory_utilization != CacheConfig().gpu_memory_utilization:
+    if facts.device == "cpu" and cache.gpu_memory_utilization is not None:
         logger.warning("--gpu-memory-utilization is ignored on a CPU: give --kv-cache-memory-bytes")
     capacity = num_blocks * cache.block_size
     asked_blocks = (cache.kv_cache_memory_bytes or 0) // block_bytes
@@ -106,6 +110,28 @@ def share_of_device(*, total: int, free: int, reserved: int, peak: int, utilizat
         utilization: the share, ``--gpu-memory-utilization``.
     """
     return max(0, min(int(total * utilization), free + reserved) - peak)
+
+
+def leave_room(cache: int, left: int, room: int) -> int:
+    """Bytes for the KV cache where ``room`` bytes must stay free beside it.
+
+    It is as it was if that is too dear.
+
+    Args:
+        cache: bytes that it would take.
+        left: bytes of the device that nobody takes then.
+        room: for the experts of an instance that may be lost.
+    """
+    smaller = cache - max(0, room - left)
+    return smaller if smaller >= cache * LEAST_CACHE else cache
+
+
+def experts_after_loss(num_experts: int, workers: int, lost: int) -> int:
+    """Most experts of a worker when so many workers are lost.
+
+    0 if none is left."""
+    left = workers - lost
+    return -(-num_experts // left) if left > 0 else 0
 
 
 def _bytes(count: int) -> str:

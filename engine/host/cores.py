@@ -11,7 +11,8 @@ import os
 from typing import NamedTuple
 
 from engine.config import DeviceConfig, EngineConfig
-from parallel.topology import threads_per_worker, usable_cores, visible_cuda_devices
+from parallel.devices import visible_cuda_devices
+from parallel.topology import threads_per_worker, usable_cores
 
 logger = logging.getLogger(__name__)
 

@@ -7,20 +7,24 @@ import ctypes
 import errno
 import fcntl
 import logging
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import psutil
 
 from engine.step import Step
+from parallel.caches import own_directory
 from parallel.control_groups import memory_limits
 
 logger = logging.getLogger(__name__)
 
 TURN_TIMEOUT = 120.0
 """Seconds that a process waits for the lock, while others lay out weights."""
+DEVICE_TURN_TIMEOUT = 600.0
+"""The same on a device, where others compile kernels and capture graphs meanwhile."""
 
 MARGIN = 0.1
 """Share of free memory that is left alone when more experts are loaded."""
@@ -55,22 +59,36 @@ def return_freed_memory() -> None:
 
 
 @contextlib.contextmanager
-def turn(patience: float = TURN_TIMEOUT) -> Iterator[None]:
-    """Lock of this host for measuring free memory and taking it, one process a time.
+def turn(patience: float = TURN_TIMEOUT, devices: Sequence[str] = ()) -> Iterator[None]:
+    """Lock for measuring free memory and taking it, one process a time.
 
-    Instances that start together would see the same memory. After ``patience`` seconds a process goes on
-    without the lock.
+    It is of this host's memory, or of that of ``devices``. Instances that start together would see the same
+    memory. After ``patience`` seconds a process goes on without the lock.
     """
-    with Path(__file__).open("rb") as file:  # of this installation; the kernel lets go of it with the process
+    with contextlib.ExitStack() as held:
         until = time.monotonic() + patience
-        while not _locks(file):
-            if time.monotonic() > until:
-                logger.warning(
-                    "another instance of this host has taken memory for %.0f s; going on", patience
-                )
-                break
-            time.sleep(0.02)
+        for path in _lock_files(devices):
+            file = held.enter_context(path.open("rb"))  # the kernel lets go of it with the process
+            while not _locks(file):
+                if time.monotonic() > until:
+                    logger.warning("another instance has taken memory for %.0f s; going on", patience)
+                    break
+                time.sleep(0.02)
         yield
+
+
+def _lock_files(devices: Sequence[str]) -> list[Path]:
+    """One of this installation for the host; for devices one each, sorted."""
+    if not devices:
+        return [Path(__file__)]
+    try:
+        directory = own_directory("devices")
+        files = [directory / re.sub(r"[^\w.-]", "_", name) for name in sorted(devices)]
+        for each in files:
+            each.touch()
+    except OSError:  # without a home all devices are one
+        return [Path(__file__)]
+    return files
 
 
 def _locks(file: BinaryIO) -> bool:

@@ -87,17 +87,16 @@ inline void add_products(Floats (&result)[ROWS * PANELS], int64_t segments, int6
 template <class T>
 class VectorPass : public Pass<T, MAX_ROWS, 512> {
     using Base = Pass<T, MAX_ROWS, 512>;
-    using Base::blocks, Base::count, Base::factors, Base::first, Base::scores, Base::slab, Base::weights, Base::SCORE_PITCH, Base::WEIGHT_PITCH;
-    const uint32_t *all_keys, *all_values;
-    const int64_t* numbers = nullptr;  // of the blocks
+    using Base::blocks, Base::count, Base::factors, Base::first, Base::kept, Base::scores, Base::slab, Base::weights, Base::SCORE_PITCH,
+        Base::WEIGHT_PITCH;
     Wanted& wanted;
 
     // Scores of BESIDE blocks from one on, or of those that there are.
     template <int ROWS, int BESIDE>
     void score_blocks(int64_t block) {
-        const int64_t words = block_words<T>(slab.shape.dim), all = blocks.size(), pitch = slab.query_pitch * int64_t(sizeof(InputElement<T>));
+        const int64_t all = blocks.size(), pitch = slab.query_pitch * int64_t(sizeof(InputElement<T>));
         auto* from = reinterpret_cast<const char*>(slab.queries + first * slab.query_pitch);
-        auto at = [&](int64_t, int panel) { return all_keys + numbers[std::min(block + panel, all - 1)] * words; };
+        auto at = [&](int64_t, int panel) { return kept.keys_of(blocks.begin + std::min(block + panel, all - 1)); };
         Floats sums[ROWS * BESIDE] = {};
         add_products<T, ROWS, BESIDE>(sums, 1, slab.shape.dim / T::PACK, at, LANES, from, pitch, wanted);
         for (int row = 0; row < ROWS; ++row)
@@ -118,9 +117,10 @@ class VectorPass : public Pass<T, MAX_ROWS, 512> {
     // Columns from `column` on of the values' sums, as many as PANELS have.
     template <int ROWS, int PANELS>
     void weigh_columns(int64_t column) {
-        const int64_t dim = slab.shape.value_dim, words = block_words<T>(dim);
-        const uint32_t* from = all_values + column;
-        auto at = [&](int64_t block, int panel) { return from + numbers[block] * words + std::min<int64_t>(panel * LANES, dim - LANES - column); };
+        const int64_t dim = slab.shape.value_dim;
+        auto at = [&](int64_t block, int panel) {
+            return kept.values_of(blocks.begin + block) + column + std::min<int64_t>(panel * LANES, dim - LANES - column);
+        };
         Floats sums[ROWS * PANELS];
         float* lines = slab.sums + first * dim + column;
         auto place = [&](int row, int panel) { return lines + row * dim + panel * LANES; };
@@ -164,7 +164,7 @@ class VectorPass : public Pass<T, MAX_ROWS, 512> {
 
    public:
     VectorPass(Slab<T>& slab, const Operation& op, Wanted& wanted)
-        : Base(slab), all_keys(static_cast<const uint32_t*>(op.extra)), all_values(op.weights), wanted(wanted) {}
+        : Base(slab, op), wanted(wanted) {}
 
     static int64_t passes_of(int64_t rows) { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
     // Evenly: a row alone takes half as long as eight.
@@ -181,13 +181,14 @@ class VectorPass : public Pass<T, MAX_ROWS, 512> {
         return passes * (segments * shape.dim + others * LANES) / (STEPS_PER_ASK * T::PACK) + rows;
     }
 
-    void begin_tile(const AttentionTask&, Blocks) {}
+    void begin_tile(const AttentionTask& task, Blocks tile) {
+        kept.begin(task, tile, [&] { wanted.ask(); });
+    }
 
-    void run(const AttentionTask& task, Share rows, Blocks tile) {
+    void run(Share rows, Blocks tile) {
         static constexpr auto score = scorers(std::make_integer_sequence<int, MAX_ROWS>());
         static constexpr auto weigh = weighers(std::make_integer_sequence<int, MAX_ROWS>());
         if (!this->take(rows, tile)) return;
-        numbers = task.numbers.data() + (blocks.begin - task.begin);
         (this->*score[size_t(count) - 1])();
         this->soften([&] { wanted.ask(); });
         (this->*weigh[size_t(count) - 1])();
@@ -204,12 +205,13 @@ class ReadAhead {
     ReadAhead(const Operation& op, Wanted& wanted) : op(op), wanted(wanted) {}
 
     void want(const AttentionTask& task, Blocks blocks) {
-        auto some = [&](const uint32_t* all, int64_t words) {
+        auto some = [&](const void* all, int64_t bytes) {
             for (int64_t block = blocks.begin; block < blocks.end && !wanted.full(); ++block)
-                wanted.add(all + task.numbers[size_t(block - task.begin)] * words, 4 * words);
+                wanted.add(static_cast<const char*>(all) + task.numbers[size_t(block - task.begin)] * bytes, bytes);
         };
-        some(static_cast<const uint32_t*>(op.extra), block_words<T>(op.c));
-        some(op.weights, block_words<T>(op.n));
+        if (op.codes != NO_CODES) some(op.scales, BLOCK_SCALES * int64_t(sizeof(uint16_t)));
+        some(op.extra, block_bytes<T>(op, op.c));
+        some(op.weights, block_bytes<T>(op, op.n));
     }
 };
 
@@ -245,7 +247,7 @@ void attend_to(const Operation& op, const Step& step, const AttentionTask& task,
             else if (next.queries > 0 && !next.same_keys(task)) ahead.want(next, next_tiles.blocks(next_tiles.first()));
             wanted.spread(AnyPass::asks(shape, slab.count, blocks.size()));
             pass.begin_tile(task, blocks);
-            for (int64_t number = 0; number < passes; ++number) pass.run(task, AnyPass::rows_of_pass(slab.count, number), blocks);
+            for (int64_t number = 0; number < passes; ++number) pass.run(AnyPass::rows_of_pass(slab.count, number), blocks);
         }
         slab.finish(op, task, base);
     }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <type_traits>
 #include <vector>
@@ -42,9 +43,9 @@ class Room {
 };
 
 // What ATTEND is given: in: what qkv leaves; out [tokens, or those selected, heads * value_dim]; a heads, b kv_heads, c dim, n value_dim, d window
-// or 0; number: scale; extra: keys, weights: values; more: a logit for each head that joins the softmax, or none; cap: scores
-// are cap * tanh(score / cap), 0 for none; factors: what queries are multiplied by, by position, or none. groups: in so many tasks are the
-// queries of a KV head; each counts as a KV head in b.
+// or 0; number: scale; extra: keys, weights: values; codes, scales: how these are kept; more: a logit for each head that joins the
+// softmax, or none; cap: scores are cap * tanh(score / cap), 0 for none; factors: what queries are multiplied by, by position, or none.
+// groups: in so many tasks are the queries of a KV head; each counts as a KV head in b.
 struct AttentionShape {
     int64_t heads, kv_heads, group, dim, value_dim, window;
     float scale, cap;
@@ -96,6 +97,70 @@ struct Blocks {
     int64_t begin, end;
     int64_t size() const { return std::max<int64_t>(0, end - begin); }
     Blocks within(Blocks other) const { return {std::max(begin, other.begin), std::min(end, other.end)}; }
+};
+
+// The keys and values of a tile, in blocks of numbers of the model's type: where they are kept, or widened from codes for all rows of a
+// slab. Then scales belong to them, which scores and weights are multiplied by.
+template <class T, int64_t KEYS>
+class KeysAndValues {
+    const Operation& op;
+    const int64_t key_words, value_words;
+    const uint32_t *keys, *values;
+    const int64_t* numbers = nullptr;  // of the blocks, from the first one on
+    Blocks blocks{};
+    float *key_scales = nullptr, *value_scales = nullptr;  // from the tile's first key on
+    int64_t first_key = 0;
+
+    static const int64_t* own_numbers() {
+        static const auto all = [] {
+            std::array<int64_t, KEYS / LANES> each{};
+            for (size_t i = 0; i < each.size(); ++i) each[i] = int64_t(i);
+            return each;
+        }();
+        return all.data();
+    }
+
+    // ahead(): asks for memory.
+    template <class Ahead>
+    void widen(const AttentionTask& task, Ahead ahead) {
+        thread_local Room key_room, value_room, scale_room;
+        auto* widened_keys = key_room.of<uint32_t>(KEYS / LANES * key_words);
+        auto* widened_values = value_room.of<uint32_t>(KEYS / LANES * value_words);
+        key_scales = scale_room.of<float>(2 * KEYS), value_scales = key_scales + KEYS;
+        std::fill(key_scales, key_scales + 2 * KEYS, 0.f);
+        first_key = blocks.begin * LANES / KEYS * KEYS;
+        for (int64_t at = 0; at < blocks.size(); ++at) {
+            ahead();
+            const int64_t number = task.numbers[size_t(blocks.begin - task.begin + at)], first = (blocks.begin + at) * LANES - first_key;
+            const uint16_t* scales = scales_of(op, number);
+            store(key_scales + first, BFloat16::load(scales, Mask(0xffff)));
+            store(value_scales + first, BFloat16::load(scales + LANES, Mask(0xffff)));
+            auto one = [&](const void* all, int64_t dim, uint32_t* to) {
+                decode<T>(op.codes, static_cast<const int8_t*>(all) + number * LANES * dim, LANES * dim, to);
+            };
+            one(op.extra, op.c, widened_keys + at * key_words);
+            one(op.weights, op.n, widened_values + at * value_words);
+        }
+        keys = widened_keys, values = widened_values, numbers = own_numbers();
+    }
+
+   public:
+    explicit KeysAndValues(const Operation& op)
+        : op(op), key_words(block_words<T>(op.c)), value_words(block_words<T>(op.n)), keys(static_cast<const uint32_t*>(op.extra)),
+          values(op.weights) {}
+
+    template <class Ahead>
+    void begin(const AttentionTask& task, Blocks some, Ahead ahead) {
+        blocks = some;
+        if (op.codes != NO_CODES) widen(task, ahead);
+        else numbers = task.numbers.data() + (some.begin - task.begin);
+    }
+    const uint32_t* keys_of(int64_t block) const { return keys + numbers[block - blocks.begin] * key_words; }
+    const uint32_t* values_of(int64_t block) const { return values + numbers[block - blocks.begin] * value_words; }
+    Blocks all() const { return blocks; }
+    bool has_scales() const { return key_scales != nullptr; }
+    const float* scales_of_keys(int64_t key) const { return key_scales + (key - first_key); }
+    const float* scales_of_values(int64_t key) const { return value_scales + (key - first_key); }
 };
 
 // The blocks that rows from one position to another see.
@@ -167,6 +232,7 @@ struct Pass {
     static constexpr int64_t WEIGHT_PITCH = SCORE_PITCH * int64_t(sizeof(float) / sizeof(InputElement<T>));
     static constexpr int FILLED = (MOST + LANES - 1) / LANES * LANES;
     Slab<T>& slab;
+    KeysAndValues<T, KEYS> kept;
     float* scores;                  // [MOST, SCORE_PITCH]
     InputElement<T>* weights;       // [MOST, WEIGHT_PITCH], in the same place
     int64_t first = 0;
@@ -176,7 +242,7 @@ struct Pass {
     int64_t line_begin = 0;         // the key with which a line of scores begins
     alignas(64) float factors[FILLED];  // by which the greatest scores of this tile scale down what was added up before
 
-    explicit Pass(Slab<T>& slab) : slab(slab) {
+    Pass(Slab<T>& slab, const Operation& op) : slab(slab), kept(op) {
         thread_local Room room;
         scores = room.of<float>(MOST * SCORE_PITCH);
         weights = reinterpret_cast<InputElement<T>*>(scores);
@@ -213,6 +279,9 @@ struct Pass {
         for (int row = 0; row < count; ++row) {
             float* line = scores + row * SCORE_PITCH;
             int64_t at = slab.at[first + row] - line_begin;
+            if (kept.has_scales())
+                for (int64_t key = 0; key < length; key += LANES)
+                    store(line + key, load(line + key) * load(kept.scales_of_keys(line_begin + key)));
             scales[row] = capped(line, length, slab.scales[first + row]);
             if (window > 0) hide(line, 0, std::min(length, at - window + 1));
             hide(line, std::max<int64_t>(0, at + 1), length);
@@ -228,6 +297,14 @@ struct Pass {
             store(factors + row, exp2_ps<T>(before - now));
             store(known, now, lanes);
         }
+        kept.has_scales() ? weigh<true>(scales, between) : weigh<false>(scales, between);
+    }
+
+    // The last part of soften(); SCALED: what is stored are weights times the scales of values.
+    template <bool SCALED, class Between>
+    void weigh(const float* scales, Between between) {
+        const int64_t length = blocks.size() * LANES;
+        const float* value_scales = SCALED ? kept.scales_of_values(line_begin) : nullptr;
         for (int row = 0; row < count; ++row) {
             const float* line = scores + row * SCORE_PITCH;
             auto* to = weights + row * WEIGHT_PITCH;
@@ -235,16 +312,17 @@ struct Pass {
             float* totals = slab.totals + (first + row) * LANES;
             Floats total = load(totals) * filled(factors[row]);
             auto weight = [&](int64_t key) { return exp2_ps<T>(fmsub(load(line + key), scale, peak)); };
+            auto scaled = [&](Floats value, int64_t key) { return SCALED ? value * load(value_scales + key) : value; };
             int64_t key = 0;
             for (; key + LANES < length; key += 2 * LANES) {
                 Floats one = weight(key), two = weight(key + LANES);
                 total = total + one + two;
-                Input<T>::store(to + key, one, two);
+                Input<T>::store(to + key, scaled(one, key), scaled(two, key + LANES));
             }
             if (key < length) {
                 Floats one = weight(key);
                 total = total + one;
-                Input<T>::store(to + key, one, Mask(0xffff));
+                Input<T>::store(to + key, scaled(one, key), Mask(0xffff));
             }
             store(totals, total);
             between();

@@ -19,7 +19,6 @@ namespace {
 class TilePass : public Pass<BFloat16, 2 * TILE, 128> {
     static constexpr int64_t PAIR = 2;                                   // blocks whose values a tile has
     static constexpr int64_t VALUES = TILE * LANES;                      // words of a tile
-    const uint32_t *all_keys, *all_values;
     uint32_t* gathered;                 // [KEYS / 32][columns / 16] tiles of values
     Wanted& wanted;
 
@@ -31,15 +30,14 @@ class TilePass : public Pass<BFloat16, 2 * TILE, 128> {
     static void finish_stores() { asm volatile("" ::: "memory"); }
 
     template <int ROW_TILES>
-    void score_rows(const AttentionTask& task) {
-        const int64_t words = block_words<BFloat16>(slab.shape.dim), pitch = slab.query_pitch;
+    void score_rows() {
+        const int64_t pitch = slab.query_pitch;
         const auto* from = slab.queries + first * pitch;
-        auto keys = [&](int64_t block) {  // of one that nobody sees any
-            return all_keys + task.numbers[size_t(std::clamp(block, task.begin, task.end() - 1) - task.begin)] * words;
-        };
+        const Blocks there = kept.all();
+        auto keys_of = [&](int64_t block) { return kept.keys_of(std::clamp(block, there.begin, there.end - 1)); };  // of one that nobody sees any
         finish_stores();
         for (int64_t block = blocks.begin; block < blocks.end; block += 2) {
-            const uint32_t *one = keys(block), *two = keys(block + 1);
+            const uint32_t *one = keys_of(block), *two = keys_of(block + 1);
             float* to = scores + (block - blocks.begin) * LANES;
             _tile_zero(0);
             _tile_zero(1);
@@ -118,7 +116,7 @@ class TilePass : public Pass<BFloat16, 2 * TILE, 128> {
 
    public:
     TilePass(Slab<BFloat16>& slab, const Operation& op, Wanted& wanted)
-        : Pass(slab), all_keys(static_cast<const uint32_t*>(op.extra)), all_values(op.weights), wanted(wanted) {
+        : Pass(slab, op), wanted(wanted) {
         thread_local Room room;
         gathered = room.of<uint32_t>(KEYS / 2 * slab.shape.value_dim);
     }
@@ -135,11 +133,12 @@ class TilePass : public Pass<BFloat16, 2 * TILE, 128> {
 
     // Puts the values of these blocks side by side, and zeros where a tile has room for one more.
     void begin_tile(const AttentionTask& task, Blocks some) {
-        const int64_t dim = slab.shape.value_dim, words = block_words<BFloat16>(dim), half = VALUES / PAIR;
+        const int64_t dim = slab.shape.value_dim, half = VALUES / PAIR;
+        kept.begin(task, some, [&] { wanted.ask(); });
         for (int64_t block = some.begin / PAIR * PAIR; block < (some.end + PAIR - 1) / PAIR * PAIR; ++block) {
             wanted.ask();
             bool is_there = block >= some.begin && block < some.end;
-            const uint32_t* from = is_there ? all_values + task.numbers[size_t(block - task.begin)] * words : nullptr;
+            const uint32_t* from = is_there ? kept.values_of(block) : nullptr;
             for (int64_t column = 0; column < columns(); ++column) {
                 uint32_t* to = tile_of_values(block / PAIR, column) + block % PAIR * half;
                 for (int64_t line = 0; line < half; line += LANES)
@@ -148,11 +147,11 @@ class TilePass : public Pass<BFloat16, 2 * TILE, 128> {
         }
     }
 
-    void run(const AttentionTask& task, Share rows, Blocks tile) {
+    void run(Share rows, Blocks tile) {
         if (!take(rows, tile)) return;
         blocks = {blocks.begin / PAIR * PAIR, (blocks.end + PAIR - 1) / PAIR * PAIR};
         line_begin = blocks.begin * LANES;
-        count > TILE ? score_rows<2>(task) : score_rows<1>(task);
+        count > TILE ? score_rows<2>() : score_rows<1>();
         soften([&] { wanted.ask(); });
         count > TILE ? weigh_rows<2>() : weigh_rows<1>();
     }

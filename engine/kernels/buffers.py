@@ -10,7 +10,8 @@ from engine.attention.base import Int64s
 from engine.kernels.decoder import Decoder, Mlp, Moe
 from engine.kernels.exchange import Exchange
 from engine.kernels.pages import Arena
-from engine.kernels.rows import SLACK, pitch_of
+from engine.kernels.rows import SLACK, bytes_pitch, pitch_of
+from engine.kernels.weights import rounds_inputs
 
 MIN_TOKENS = 64
 """Tokens that the first buffers have room for; the room doubles as steps grow."""
@@ -44,6 +45,8 @@ def num_bytes(decoder: Decoder, wanted: Room) -> int:
     own = sum(pitch_of(width, decoder.dtype) for width in widths)
     total: int = itemsize * (own * room.own + pitch_of(decoder.hidden, decoder.dtype) * room.selected)
     total += (4 * decoder.vocab + 8) * room.selected
+    if rounds_inputs(decoder):
+        total += _rounded_bytes(decoder, room)
     for moe in _mlps(decoder, Moe)[:1]:
         widest = max(each.width for each in _mlps(decoder, Moe))
         # rows, results and gathered rows, then what lies between two products
@@ -56,8 +59,13 @@ def num_bytes(decoder: Decoder, wanted: Room) -> int:
 class Buffers:
     """Buffers for one :class:`Room`. Written lists of operations point to them."""
 
-    def __init__(self, decoder: Decoder, room: Room, exchange: Exchange | None) -> None:
-        """``exchange``: of the expert layers, if there are any; its scratch is made here, too."""
+    def __init__(
+        self, decoder: Decoder, room: Room, exchange: Exchange | None, *, rounds: bool = False
+    ) -> None:
+        """``exchange``: of the expert layers, if there are any; its scratch is made here, too.
+
+        ``rounds``: whether some weights want rows in 8 bits.
+        """
         projected, attended, middle = _widths(decoder)
         dtype, arena = decoder.dtype, Arena()
 
@@ -84,6 +92,8 @@ class Buffers:
         """[selected, tokens of this rank]; of no token before the last stage."""
         self.chosen: Int64s = arena.zeros((room.selected,), torch.int64).numpy()
         """The token that is chosen for each row of logits."""
+        self.rounded = arena.zeros((_rounded_bytes(decoder, room) if rounds else 0,), torch.uint8)
+        """Rows that were rounded to 8 bits, for the next product."""
         if exchange is None:
             return
         shape = exchange.shape
@@ -112,6 +122,14 @@ def _widths(decoder: Decoder) -> tuple[int, int, int]:
         max(each.attended_width for each in attentions),
         max((mlp.width for mlp in dense), default=0),
     )
+
+
+def _rounded_bytes(decoder: Decoder, room: Room) -> int:
+    """Bytes of rows in 8 bits, of the widest kind."""
+    moes = _mlps(decoder, Moe)
+    pairs = max((room.total * moe.top_k for moe in moes), default=0)
+    widest = max(decoder.hidden, *_widths(decoder), *(moe.width for moe in moes))
+    return (max(room.own, room.selected, pairs) + SLACK) * bytes_pitch(widest)
 
 
 def _latent_width(decoder: Decoder) -> int:

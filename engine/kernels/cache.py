@@ -1,7 +1,9 @@
 """The KV cache that ``step.cpp`` reads, in panels of 16 keys or values.
 
 Per layer, keys are [block, kv_head, block_size / 16, dim / pack, 16] words and values [block, kv_head,
-block_size / 16, 16 / pack, dim] words, so that attention is the same inner loop as a matrix product.
+block_size / 16, 16 / pack, dim] words, so that attention is the same inner loop as a matrix product. Codes
+(:mod:`engine.attention.kv_codes`) lie in the order of the numbers that they stand for. Beside them are scales
+[block, kv_head, block_size / 16, 2, 16] of keys and of values.
 """
 
 from __future__ import annotations
@@ -13,9 +15,12 @@ import numpy as np
 import torch
 
 from engine.attention.base import Int32s, Int64s, LayerShape, PackedRows
+from engine.attention.kv_codes import SCALE_TYPE, KVCodes
 from engine.kernels.packing import LANES
 from engine.kernels.pages import Arena
 
+CODES: dict[KVCodes | None, int] = {None: 0, "int8": 1, "fp8": 2}
+"""Numbers by which ``kv_codes.hpp`` knows what is kept."""
 QUERIES_PER_TASK = 96, 48, 24, 12
 """Sizes of the tasks of attention, in tokens of a prompt.
 
@@ -48,21 +53,40 @@ class NativeCache:
     """The KV cache of one model, in memory of this host."""
 
     def __init__(
-        self, layers: Sequence[LayerShape], *, num_blocks: int, block_size: int, dtype: torch.dtype
+        self,
+        layers: Sequence[LayerShape],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        codes: KVCodes | None = None,
     ) -> None:
-        """``block_size`` is a multiple of 16."""
+        """``block_size`` is a multiple of 16.
+
+        ``codes``: what keys and values are kept as; None: as numbers of ``dtype``.
+        """
         self.block_size = block_size
         self._kv_heads = min((layer.kv_heads for layer in layers), default=1)
         self.num_blocks = num_blocks
         arena, positions = Arena(), num_blocks * block_size
-        self.keys = [arena.zeros((positions, layer.kv_heads * layer.key_dim), dtype) for layer in layers]
-        self.values = [arena.zeros((positions, layer.kv_heads * layer.value_dim), dtype) for layer in layers]
+        kept = dtype if codes is None else torch.int8
+        self.codes = CODES[codes]
+        self.keys = [arena.zeros((positions, layer.kv_heads * layer.key_dim), kept) for layer in layers]
+        self.values = [arena.zeros((positions, layer.kv_heads * layer.value_dim), kept) for layer in layers]
+        self.scales: list[torch.Tensor | None] = [None for _ in layers]
+        if codes is not None:
+            self.scales = [arena.zeros((positions, 2 * layer.kv_heads), SCALE_TYPE) for layer in layers]
         self._numbers = np.zeros(0, dtype=np.int64)
         self._single_tasks = np.zeros((0, 4), dtype=np.int32)
         """Tasks of so many rows of one token."""
 
     def __repr__(self) -> str:
         return f"NativeCache(layers={len(self.keys)}, blocks={self.num_blocks}, block_size={self.block_size})"
+
+    @property
+    def stored(self) -> list[torch.Tensor]:
+        """All that is kept of tokens: tensors of ``num_blocks`` equal parts, a block each."""
+        return [*self.keys, *self.values, *(each for each in self.scales if each is not None)]
 
     @staticmethod
     def fits(block_size: int) -> bool:

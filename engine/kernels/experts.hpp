@@ -348,29 +348,29 @@ void for_experts(const int64_t* begins, int64_t num_experts, int64_t parts, Work
 
 // out [rows, n] = silu(gate) * up of in [rows, k], rows sorted by expert; weights by expert: gate's panels, then up's.
 // extra: first row of each expert; a: experts, b: the activation, SILU if 0, factors: its numbers; more: bias [experts, 2, n] or none
-template <class T>
+template <class T, class In = T>
 void experts_up(const Operation& op, Work& work) {
     using E = typename T::Element;
     constexpr int64_t TOGETHER = 2;  // panels: 32 outputs are a line of the cache, which two threads must not write to at once
     int64_t panels = (op.n + LANES - 1) / LANES;
-    auto products = gated_products<T>(op.n, op.b, op.factors);
+    auto products = gated_products<T, In>(op.n, op.b, op.factors);
     auto* biases = static_cast<const float*>(op.more);
     auto bias_of = [&](int64_t row, int64_t column) { return biases == nullptr ? nullptr : biases + row * op.n + column; };
-    Weights weights(op, op.k / T::PACK, T::PACK);
+    Weights weights(op, op.k / In::PACK, In::PACK);
     auto gate_of = [&](const ExpertTask& task) { return task.expert * 2 * panels + TOGETHER * task.part; };
     auto panels_at = [&](int64_t gate) { return Panels{weights.panel(gate), weights.panel(gate + panels)}; };
     for_experts(static_cast<const int64_t*>(op.extra), op.a, (panels + TOGETHER - 1) / TOGETHER, work,
                 [&](const ExpertTask& now, const ExpertTask& next) {
         auto count_of = [&](const ExpertTask& task) { return std::min(TOGETHER, panels - TOGETHER * task.part); };
         int64_t gate = gate_of(now), then = next.rows > 0 ? gate_of(next) : gate, count = count_of(now);
-        products.want(weights, {then, then + panels}, next.rows > 0 ? count_of(next) : 0, warm_tiles<T>(op.k, now.rows) * count);
+        products.want(weights, {then, then + panels}, next.rows > 0 ? count_of(next) : 0, warm_tiles<In>(op.k, now.rows) * count);
         for (int64_t panel = 0; panel < count; ++panel) {
             int64_t column = (TOGETHER * now.part + panel) * LANES;
-            products.multiply(static_cast<const E*>(op.in) + now.first * pitch_of<T>(op.k), op.k, now.rows, panels_at(gate + panel),
+            products.multiply(static_cast<const typename In::Element*>(op.in) + now.first * pitch_of<In>(op.k), op.k, now.rows, panels_at(gate + panel),
                               panels_at(panel + 1 < count ? gate + panel + 1 : then), true,
                               {static_cast<E*>(op.out) + now.first * pitch_of<T>(op.n) + column, lanes_of(int(op.n - column)),
                                bias_of(2 * now.expert, column), bias_of(2 * now.expert + 1, column)},
-                              room_for<T>(weights, op.k, now.rows, 1));
+                              room_for<In>(weights, op.k, now.rows, 1));
         }
     });
     products.finish();
@@ -378,7 +378,7 @@ void experts_up(const Operation& op, Work& work) {
 
 // out [rows, n] = in [rows, k] x weights of its expert (+ more: bias [experts, n]); b: parts of the inputs. With AS_FLOAT out is
 // float [rows, n], for others to add what they have of it, and there is no bias.
-template <class T>
+template <class T, class In = T>
 void experts_down(const Operation& op, Work& work) {
     using E = typename T::Element;
     int64_t pairs = (op.n + 2 * LANES - 1) / (2 * LANES);
@@ -396,22 +396,22 @@ void experts_down(const Operation& op, Work& work) {
         if (as_float) store(reinterpret_cast<float*>(out), value, lanes);
         else T::store(reinterpret_cast<E*>(out), value, lanes);
     };
-    auto products = products_into<T, Columns>([&](const Columns& to, int64_t row, Floats one, Floats two) {
+    auto products = products_into<In, Columns>([&](const Columns& to, int64_t row, Floats one, Floats two) {
         put(place(to, row), with(to.bias, one, to.low), to.low);
         put(place(to, row) + LANES * size, with(to.bias == nullptr ? nullptr : to.bias + LANES, two, to.high), to.high);
     }, place, std::max<int64_t>(1, op.b));
-    Weights weights(op, op.k / T::PACK, T::PACK);
+    Weights weights(op, op.k / In::PACK, In::PACK);
     auto panel_of = [&](const ExpertTask& task) { return (task.expert * pairs + task.part) * 2; };
     auto panels_at = [&](int64_t panel) { return Panels{weights.panel(panel), weights.panel(panel + 1)}; };
     for_experts(static_cast<const int64_t*>(op.extra), op.a, pairs, work, [&](const ExpertTask& now, const ExpertTask& next) {
         int64_t column = 2 * now.part * LANES, panel = panel_of(now), then = next.rows > 0 ? panel_of(next) : panel;
-        products.want(weights, {then}, next.rows > 0 ? 2 : 0, warm_tiles<T>(op.k, now.rows));
-        products.multiply(static_cast<const E*>(op.in) + now.first * pitch_of<T>(op.k), op.k, now.rows, panels_at(panel),
+        products.want(weights, {then}, next.rows > 0 ? 2 : 0, warm_tiles<In>(op.k, now.rows));
+        products.multiply(static_cast<const typename In::Element*>(op.in) + now.first * pitch_of<In>(op.k), op.k, now.rows, panels_at(panel),
                           panels_at(then), true,
                           {now.first, column, lanes_of(int(op.n - column)),
                            lanes_of(int(std::max<int64_t>(0, op.n - column - LANES))),
                            biases == nullptr ? nullptr : biases + now.expert * op.n + column},
-                          room_for<T>(weights, op.k, now.rows, 1));
+                          room_for<In>(weights, op.k, now.rows, 1));
     });
     products.finish();
 }

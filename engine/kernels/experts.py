@@ -13,9 +13,10 @@ import torch
 from engine.kernels.library import Library
 from engine.kernels.operations import AS_FLOAT, OperationKind, Operations, StepArguments
 from engine.kernels.packing import Laid, Packer
+from engine.kernels.quantized import EightBitPanels
 from engine.kernels.recognition.experts import ExpertForm, form_of
-from engine.kernels.rows import SLACK, pitch_of, spaced
-from engine.kernels.sums import parts_here
+from engine.kernels.rows import SLACK, bytes_pitch, pitch_of, spaced
+from parallel.parts import parts_here
 
 
 @dataclass(frozen=True)
@@ -30,31 +31,41 @@ class PackedExperts:
     """See :meth:`~engine.kernels.recognition.experts.ExpertForm.biases`."""
 
     @classmethod
-    def of(cls, module: Any, form: ExpertForm, packer: Packer) -> PackedExperts:
-        """From the weights of a module of experts."""
+    def of(cls, module: Any, form: ExpertForm, packer: Packer, ranks: int = 1) -> PackedExperts:
+        """From the weights of a module of experts; ``ranks`` have a part of each."""
         if form.is_interleaved or form.is_transposed:
             gate, up, down = form.weights(module)
             inward = packer.gate_and_up(gate, up)
         else:
             inward, down = packer.gate_up_stack(module.gate_up_proj), module.down_proj
-        return cls(inward, packer.panels(down, multiple=32), len(down), form, form.biases(module))
+        laid = packer.panels(down, multiple=32, parts=parts_here(form.width, ranks))
+        return cls(inward, laid, len(down), form, form.biases(module))
 
     def write(
-        self, operations: Operations, rows: Any, middle: Any, out: Any, begins: Any, ranks: int = 1
+        self,
+        operations: Operations,
+        rows: Any,
+        middle: Any,
+        out: Any,
+        begins: Any,
+        ranks: int = 1,
+        *,
+        rounded: torch.Tensor | None = None,
     ) -> None:
         """Add the two products to a list of operations.
 
         Rows [n, hidden] are sorted by expert: number i has those from ``begins[i]`` on. They go through
         ``middle`` [n, width] to ``out`` [n, hidden]. All three lie as :mod:`engine.kernels.rows` describes;
         rows and middle can be read ``SLACK`` rows beyond. Where ``ranks`` have a part of each expert, out is
-        float32 [n, hidden], side by side, to which theirs are to be added.
+        float32 [n, hidden], side by side, to which theirs are to be added. ``rounded``: room for rows of the
+        wider kind, where weights want them in 8 bits.
         """
         shared, form, activation = {"extra": begins, "a": self.count}, self.form, self.form.activation
         up_bias, down_bias = self.biases or (None, None)
         assert ranks == 1 or self.biases is None
         operations.add(
             OperationKind.EXPERTS_UP,
-            into=rows,
+            into=add_rounding(operations, self.up, rows, rounded, form.hidden, **shared),
             out=middle,
             weights=self.up,
             more=up_bias,
@@ -66,7 +77,7 @@ class PackedExperts:
         )
         operations.add(
             OperationKind.EXPERTS_DOWN,
-            into=middle,
+            into=add_rounding(operations, self.down, middle, rounded, form.width, **shared),
             out=out,
             weights=self.down,
             more=down_bias,
@@ -76,6 +87,33 @@ class PackedExperts:
             flags=AS_FLOAT if ranks > 1 else 0,
             **shared,
         )
+
+
+def add_rounding(
+    operations: Operations,
+    weights: Laid | None,
+    rows: Any,
+    rounded: torch.Tensor | None,
+    width: int,
+    **which: Any,
+) -> Any:
+    """Where a product finds its rows: rounded to 8 bits before, if its weights ask.
+
+    ``which``: fields that say which rows.
+    """
+    if not isinstance(weights, EightBitPanels):
+        return rows
+    assert rounded is not None
+    operations.add(
+        OperationKind.ROUND,
+        into=rows,
+        out=rounded,
+        more=weights.rounding,
+        k=width,
+        b=weights.parts,
+        **which,
+    )
+    return rounded
 
 
 class NativeExperts:
@@ -107,8 +145,10 @@ class NativeExperts:
         np.cumsum(counts, out=begins[1:])
         middle = rows.new_empty(number + SLACK, pitch_of(packed.form.width, rows.dtype))
         result = rows.new_empty(number, pitch_of(packed.form.hidden, rows.dtype))
-        operations = Operations(2)
-        packed.write(operations, spaced(rows), middle, result, begins)
+        widest = max(packed.form.width, packed.form.hidden)
+        rounded = torch.empty(number + SLACK, bytes_pitch(widest), dtype=torch.uint8)
+        operations = Operations(4)
+        packed.write(operations, spaced(rows), middle, result, begins, rounded=rounded)
         operations.run(self._library, StepArguments(), rows.dtype)
         return result[:, : packed.form.hidden].contiguous()
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "contract.hpp"
+#include "kv_codes.hpp"
 #include "numbers.hpp"
 #include "turning.hpp"
 
@@ -22,6 +23,16 @@ inline int64_t block_number(int64_t slot, int64_t head, int64_t heads, int64_t b
 // Words of 32 bits of 16 keys or values of so many numbers each.
 template <class T>
 int64_t block_words(int64_t dim) { return LANES * dim / T::PACK; }
+
+// Bytes of such a block as it is kept. Codes lie in the order of the numbers that they stand for.
+template <class T>
+int64_t block_bytes(const Operation& op, int64_t dim) {
+    return LANES * dim * (op.codes == NO_CODES ? int64_t(sizeof(typename T::Element)) : 1);
+}
+
+// Scales in bfloat16 of the block of this number: of its 16 keys, then of its 16 values.
+constexpr int64_t BLOCK_SCALES = 2 * LANES;
+inline uint16_t* scales_of(const Operation& op, int64_t block) { return static_cast<uint16_t*>(op.scales) + block * BLOCK_SCALES; }
 
 // Numbers of a row of queries, keys and values. With `width`: other numbers may lie behind the queries.
 inline int64_t projected_width(const Operation& op) { return op.width != 0 ? op.width : (op.a + op.b) * op.c + op.b * op.n; }
@@ -44,24 +55,58 @@ void store_value(uint32_t* block, const typename T::Element* value, int64_t dim,
 }
 
 // What QKV is given: in [tokens, (heads + kv_heads) * dim + kv_heads * value_dim], a heads, b kv_heads, c dim, n value_dim; extra: keys,
-// out: values; the rest: Turning. shared: numbers that all keys of a token begin with. They lie once before what each key has of its
-// own; what is rotated is among them. width: numbers of a row, whose end are keys and values. WITHIN: a value is the end of its key.
+// out: values; codes, scales: how they are kept; the rest: Turning. shared: numbers that all keys of a token begin with. They lie once
+// before what each key has of its own; what is rotated is among them. width: numbers of a row, whose end are keys and values. WITHIN: a
+// value is the end of its key.
 template <class T>
 class Projected {
     using E = typename T::Element;
+    const Operation& op;
     const Step& step;
     int64_t heads, kv_heads, dim, value_dim, shared, pitch, values_at, keys_at;
     E* rows;
     Turning<T> turning;
-    uint32_t *all_keys, *all_values;
+    char *all_keys, *all_values;
+    int64_t key_bytes, value_bytes;  // of a block
+
+    void keep_numbers(const E* key, const E* value, int64_t block, int64_t lane) const {
+        store_key<T>(reinterpret_cast<uint32_t*>(all_keys + block * key_bytes), key, dim, lane);
+        store_value<T>(reinterpret_cast<uint32_t*>(all_values + block * value_bytes), value, value_dim, lane);
+    }
+
+    void keep_codes(const E* key, const E* value, int64_t block, int64_t lane) const {
+        char *keys = all_keys + block * key_bytes + lane * T::PACK, *values = all_values + block * value_bytes;
+        values += lane / T::PACK * value_dim * T::PACK + lane % T::PACK;
+        uint16_t* scales = scales_of(op, block);
+        scales[lane] = encode<T>(op.codes, key, dim, [&](int64_t first, const int8_t* codes) {
+            for (int64_t i = 0; i < LANES; i += T::PACK) std::memcpy(keys + (first + i) * LANES, codes + i, T::PACK);
+        });
+        scales[LANES + lane] = encode<T>(op.codes, value, value_dim, [&](int64_t first, const int8_t* codes) {
+            for (int64_t i = 0; i < LANES; ++i) std::memcpy(values + (first + i) * T::PACK, codes + i, 1);
+        });
+    }
+
+    // Weights of keys not written yet are 0, but 0 times what an earlier owner left may not be. The
+    // first key of a block comes first, except among the tokens of this step, which other threads store.
+    void forget_earlier(int64_t token, int64_t block) const {
+        int64_t slot = step.slots[token], written = 1;
+        while (written < LANES && token + written < step.tokens && step.slots[token + written] == slot + written) ++written;
+        auto* values = reinterpret_cast<E*>(all_values + block * value_bytes);
+        for (int64_t later = written; later < LANES; ++later) {
+            if (op.codes != NO_CODES) scales_of(op, block)[later] = scales_of(op, block)[LANES + later] = 0;
+            else
+                for (int64_t i = 0; i < value_dim; ++i) values[(later / T::PACK * value_dim + i) * T::PACK + later % T::PACK] = E(0);
+        }
+    }
 
    public:
     Projected(const Operation& op, const Step& step)
-        : step(step), heads(op.a), kv_heads(op.b), dim(op.c), value_dim(op.n), shared(op.shared),
+        : op(op), step(step), heads(op.a), kv_heads(op.b), dim(op.c), value_dim(op.n), shared(op.shared),
           pitch(pitch_of<T>(projected_width(op))), values_at(projected_width(op) - kv_heads * value_dim),
           keys_at(op.flags & WITHIN ? projected_width(op) - dim : values_at - kv_heads * (dim - shared)),
           rows(static_cast<E*>(const_cast<void*>(op.in))), turning(op, step),
-          all_keys(static_cast<uint32_t*>(const_cast<void*>(op.extra))), all_values(static_cast<uint32_t*>(op.out)) {}
+          all_keys(static_cast<char*>(const_cast<void*>(op.extra))), all_values(static_cast<char*>(op.out)),
+          key_bytes(block_bytes<T>(op, dim)), value_bytes(block_bytes<T>(op, value_dim)) {}
 
     // Norms and rotates what a token has for a KV head, queries and key, and stores key and value.
     void keep(int64_t token, int64_t head) const {
@@ -73,18 +118,8 @@ class Projected {
         turning.turn(key, heads + head, position);
         int64_t slot = step.slots[token], lane = slot % LANES;
         int64_t block = block_number(slot, head, kv_heads, step.block_size);
-        uint32_t* values_to = all_values + block * block_words<T>(value_dim);
-        // Weights of keys not written yet are 0, but 0 times what an earlier owner left may not be. The
-        // first key of a block comes first, except among the tokens of this step, which other threads store.
-        if (lane == 0) {
-            auto* values = reinterpret_cast<E*>(values_to);
-            int64_t written = 1;
-            while (written < LANES && token + written < step.tokens && step.slots[token + written] == slot + written) ++written;
-            for (int64_t later = written; later < LANES; ++later)
-                for (int64_t i = 0; i < value_dim; ++i) values[(later / T::PACK * value_dim + i) * T::PACK + later % T::PACK] = E(0);
-        }
-        store_key<T>(all_keys + block * block_words<T>(dim), key, dim, lane);
-        store_value<T>(values_to, value, value_dim, lane);
+        if (lane == 0) forget_earlier(token, block);
+        op.codes == NO_CODES ? keep_numbers(key, value, block, lane) : keep_codes(key, value, block, lane);
     }
 
     // The key of a head, in one piece. What heads share is copied: others turn it, too, at the same time.
@@ -102,10 +137,11 @@ class Projected {
         int64_t slot = step.slots[token];
         for (int64_t head = 0; head < kv_heads; ++head) {
             int64_t block = block_number(slot, head, kv_heads, step.block_size);
-            const uint32_t* keys = all_keys + block * block_words<T>(dim);
-            const uint32_t* values = all_values + block * block_words<T>(value_dim) + slot % LANES / T::PACK * value_dim;
-            for (int64_t word = 0; word < dim / T::PACK; ++word) __builtin_prefetch(keys + word * LANES, 1);
-            for (int64_t word = 0; word < value_dim; word += LANES) __builtin_prefetch(values + word, 1);
+            const char* keys = all_keys + block * key_bytes;
+            const char* values = all_values + block * value_bytes + slot % LANES / T::PACK * (value_bytes * T::PACK / LANES);
+            for (int64_t at = 0; at < key_bytes; at += 64) __builtin_prefetch(keys + at, 1);
+            for (int64_t at = 0; at < value_bytes * T::PACK / LANES; at += 64) __builtin_prefetch(values + at, 1);
+            if (op.codes != NO_CODES) __builtin_prefetch(scales_of(op, block), 1);
         }
     }
 };

@@ -22,25 +22,30 @@ logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("step.cpp")
 NEEDED_FLAGS = {"avx2", "fma"}
-AVX512_FLAGS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
+AVX512_FLAGS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"}
 FLAGS = (
     *("-fopenmp", "-mprefer-vector-width=512"),
     *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # warnings about gcc's own intrinsics
 )
 OFF = "LOCKSTEP_NATIVE_KERNELS"
 """Environment variable: 0 turns native kernels off, avx512 turns AMX off, avx2 both."""
-BEYOND_AVX2 = {"avx512f": "-mno-avx512f", "amx_tile": "-mno-amx-tile", "amx_bf16": "-mno-amx-bf16"}
+BEYOND_AVX2 = {
+    "avx512f": "-mno-avx512f",
+    "amx_tile": "-mno-amx-tile",
+    "amx_bf16": "-mno-amx-bf16",
+    "amx_int8": "-mno-amx-int8",
+}
 """What a CPU may have, and the option of the compiler that does without."""
 
 Kind = Literal["amx", "avx512", "avx2"]
 KIND_FLAGS: dict[Kind, set[str]] = {
     "avx2": NEEDED_FLAGS,
     "avx512": NEEDED_FLAGS | AVX512_FLAGS,
-    "amx": NEEDED_FLAGS | AVX512_FLAGS | {"amx_tile", "amx_bf16"},
+    "amx": NEEDED_FLAGS | AVX512_FLAGS | {"amx_tile", "amx_bf16", "amx_int8"},
 }
 """Features of the CPU that each kind of kernels needs, as Linux names them."""
 
-KINDS = ("operation", "step", "exchange", "linkage", "peer", "draw", "shape", "routing")
+KINDS = ("operation", "step", "exchange", "linkage", "peer", "draw", "shape", "routing", "rounding")
 """Structures passed to the kernels, which know their sizes."""
 CALLS = (
     *("run", "has_arrived", "use_tiles", "survey", "compress", "draw", "shape", "logprobs", "contestants"),

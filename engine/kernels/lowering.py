@@ -21,7 +21,7 @@ from engine.kernels.buffers import Buffers
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import Attention, Embedding, Layer, Moe, NotUsual, Output
 from engine.kernels.exchange import Alone, Exchange
-from engine.kernels.experts import NativeExperts
+from engine.kernels.experts import NativeExperts, add_rounding
 from engine.kernels.linked import Linked
 from engine.kernels.operations import (
     ADD,
@@ -39,10 +39,11 @@ from engine.kernels.packing import Laid
 from engine.kernels.recognition.latent import Latents
 from engine.kernels.recognition.norms import Norm
 from engine.kernels.recognition.turning import QueryFactors
-from engine.kernels.sums import Area, OwnSums, Sums, parts_here
+from engine.kernels.sums import Area, OwnSums, Sums
 from engine.kernels.weights import PackedDecoder, PackedKept, PackedLatents, PackedLayer, PackedMlp, PackedMoe
+from parallel.parts import parts_here
 
-OPERATIONS_PER_LAYER = 45
+OPERATIONS_PER_LAYER = 55
 OTHER_OPERATIONS = 10
 BEST_BYTES = 16
 """Bytes of what a rank finds for a row (``Best`` in ``choosing.hpp``)."""
@@ -220,7 +221,7 @@ class Lowering:
         self._norm(output.norm, buffers.last)
         self._list.add(
             OperationKind.LINEAR,
-            into=buffers.last,
+            into=self._rounded(buffers.last, self._packed.head, self._hidden),
             out=buffers.logits,
             weights=self._packed.head,
             more=output.bias,
@@ -286,7 +287,7 @@ class Lowering:
         projected = self._buffers.projected
         self._list.add(
             OperationKind.LINEAR,
-            into=into,
+            into=self._rounded(into, packed.qkv, self._hidden),
             out=projected,
             weights=packed.qkv,
             more=attention.qkv_bias,
@@ -394,6 +395,8 @@ class Lowering:
             "c": cached.key_dim,
             "d": attention.window,
             "n": cached.value_dim,
+            "scales": self._cache.scales[number],
+            "codes": self._cache.codes,
             "width": attention.projected_width,
         }
         centred = CENTRED if norms is not None and norms.is_centred else 0
@@ -465,6 +468,7 @@ class Lowering:
         Where ``is_shared``, the result waits in the branch for that of experts, if a norm is behind both.
         """
         buffers, mlp, activation = self._buffers, packed.mlp, packed.mlp.activation
+        into = self._rounded(into, packed.inward, self._hidden)
         shape = {"into": into, "out": buffers.middle, "n": mlp.width, "k": self._hidden, "flags": self._rows}
         if mlp.gate is not None:
             self._list.add(
@@ -490,7 +494,8 @@ class Lowering:
         If it is a partial sum, it is added over all ranks first. If it ``waits``, its norm comes later.
         """
         parts = parts_here(product.width, self._ranks if product.is_partial else 1)
-        fields = {"into": product.into, "weights": product.weights, "n": self._hidden, "k": product.width}
+        into = self._rounded(product.into, product.weights, product.width)
+        fields = {"into": into, "weights": product.weights, "n": self._hidden, "k": product.width}
         to: dict[str, Any] = {"out": self._stream, "number": _factor(factor), "factors": product.row_factors}
         flags = ADD
         if norm is not None:
@@ -518,6 +523,10 @@ class Lowering:
         """Add what a mixture gave, if a norm is behind it."""
         if layer.mlp_last_norm is not None:
             self._add_normed(layer.mlp_last_norm, layer.factor)
+
+    def _rounded(self, into: Any, weights: Laid | None, width: int) -> Any:
+        """Where a product finds its rows: rounded to 8 bits, if its weights want that."""
+        return add_rounding(self._list, weights, into, self._buffers.rounded, width, flags=self._rows)
 
     def _area(self) -> Area:
         """Area of the next sum."""
@@ -654,7 +663,15 @@ class Lowering:
         self._list.add(OperationKind.SORT, extra=exchange.record, a=number, flags=self._rows)
         self._list.add(OperationKind.GATHER, extra=exchange.record)
         ranks = self._ranks if moe.is_partial else 1
-        experts.write(self._list, buffers.gathered, buffers.expert_middle, results, exchange.begins, ranks)
+        experts.write(
+            self._list,
+            buffers.gathered,
+            buffers.expert_middle,
+            results,
+            exchange.begins,
+            ranks,
+            rounded=buffers.rounded,
+        )
         if not isinstance(exchange, Alone):
             self._list.add(OperationKind.RETURN, extra=exchange.record, a=number)
 

@@ -32,6 +32,7 @@ from engine.kernels.program import Program
 from engine.kernels.recognition.latent import is_latent
 from engine.kernels.trial import judge
 from engine.kernels.weights import num_bytes
+from engine.model.quantization.attached import forget_codes
 from engine.model.weights import LoadedModel
 from parallel.communicators.base import CollectiveError
 from parallel.tensor_parallel import TensorRank
@@ -324,3 +325,4 @@ def _let_go(model: LoadedModel) -> None:
         for weight in part.parameters():
             if id(weight) not in kept and weight is not embedding:
                 weight.data = weight.data.new_empty(0)
+                forget_codes(weight)

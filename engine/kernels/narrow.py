@@ -29,8 +29,9 @@ from engine.kernels.recognition.projections import attention_projections, linear
 from engine.kernels.recognition.routing import CORRECTION
 from engine.kernels.recognition.turning import NORMS
 from engine.model.expert_weights import expert_modules
+from engine.model.experts_function import EXPERTS_IMPLEMENTATION
 from engine.model.shard import PassThrough, StageInput
-from engine.model.weights import EXPERTS_IMPLEMENTATION, LoadedModel
+from engine.model.weights import LoadedModel
 from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
 from parallel.tensor_parallel import TensorRank
 

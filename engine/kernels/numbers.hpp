@@ -38,12 +38,30 @@ struct BFloat16 : BFloat16Parts {
     static Floats rounded(Floats value) { return rounded_to_bfloat16(value); }
 };
 
+// Inputs that were rounded to 8 bits (ROUND). Their products with weights of 8 bits are added up as whole numbers, in any order.
+struct Bytes : BytesParts {
+    using Element = uint8_t;
+    static constexpr int PACK = 4;
+};
+
+// Of one part of a rounded row: a number is (byte - zero) * scale.
+struct Rounded {
+    float scale;
+    int32_t zero;
+};
+constexpr int64_t LINE_BYTES = 64;
+// They are behind the bytes of a row of so many.
+inline const Rounded* rounded_of(const uint8_t* row, int64_t k) {
+    return reinterpret_cast<const Rounded*>(row + (k + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES);
+}
+
 // Numbers from one row that operations hand on to the next: whole lines of a cache, so that two threads do not write to the
 // same one, and an odd number of them. With 1024 bytes, say, the 16 rows of a tile would all be in four sets of the first cache.
 template <class T>
 int64_t pitch_of(int64_t width) {
-    constexpr int64_t LINE = 64 / sizeof(typename T::Element);
-    return ((width + LINE - 1) / LINE | 1) * LINE;
+    constexpr int64_t LINE = LINE_BYTES / sizeof(typename T::Element);
+    const int64_t more = T::PACK == Bytes::PACK ? 1 : 0;  // a line for how they were rounded
+    return (((width + LINE - 1) / LINE + more) | 1) * LINE;
 }
 
 // The sum of COUNT numbers, a power of two: neighbours are added first, as in (0 + 1) + (2 + 3). Halves of it are sums like it, so that

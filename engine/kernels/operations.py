@@ -11,23 +11,24 @@ import torch
 from engine.kernels.compression import Compressed
 from engine.kernels.library import Library
 from engine.kernels.logits import DRAW, SHAPE
-from engine.kernels.quantized import QuantizedPanels
+from engine.kernels.quantized import ROUNDING, EightBitPanels, QuantizedPanels
 
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}
 
 ADD, AS_FLOAT, SELECTED, COMPRESSED, TO_CHOOSE, CENTRED, NORM_LAST = 1, 2, 4, 8, 16, 32, 64
-QUANTIZED, WIDE, WITHIN = 128, 256, 512
+QUANTIZED, WIDE, ROUNDED, WITHIN = 128, 256, 512, 1024
 """Flags of operations.
 
 They add to what is there; write float32; compute the selected rows only; read compressed weights; run only if
 tokens are chosen; have norms around the mean, or norms behind the rotation; read codes of weights; multiply
-float32 whatever the step's type; have values that are the end of keys.
+float32 whatever the step's type; multiply inputs that were rounded to 8 bits; have values that are the end of
+keys.
 """
 
 _OPERATION = np.dtype(
     [(name, np.float64 if name in ("number", "cap") else np.int64) for name in (
         "kind", "into", "out", "weights", "more", "extra", "n", "k", "flags", "number", "a", "b", "c", "d",
-        "cap", "factors", "width", "shared", "groups", "step_in", "step_out"
+        "cap", "factors", "scales", "codes", "width", "shared", "groups", "step_in", "step_out"
     )]
 )  # fmt: skip
 _STEP = np.dtype(
@@ -96,6 +97,7 @@ class OperationKind(enum.IntEnum):
     LOOK = 20
     CAP = 21
     WIDEN = 22
+    ROUND = 23
 
 
 class StepArguments:
@@ -130,6 +132,8 @@ class Operations:
             row["flags"] |= COMPRESSED
         if isinstance(fields.get("weights"), QuantizedPanels):
             row["flags"] |= QUANTIZED
+        if isinstance(fields.get("weights"), EightBitPanels):
+            row["flags"] |= ROUNDED
         self._count += 1
 
     def run(
@@ -151,7 +155,7 @@ class Operations:
 
 def check(library: Library) -> None:
     """Check that the layouts here are those of the compiled source."""
-    layouts = _OPERATION, _STEP, EXCHANGE, LINKAGE, PEER, DRAW, SHAPE, ROUTING
+    layouts = _OPERATION, _STEP, EXCHANGE, LINKAGE, PEER, DRAW, SHAPE, ROUTING, ROUNDING
     assert library.sizes == tuple(layout.itemsize for layout in layouts)
 
 
@@ -159,7 +163,7 @@ def _address(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         assert value.is_contiguous()
         return value.data_ptr()
-    if isinstance(value, Compressed | QuantizedPanels):
+    if isinstance(value, Compressed | QuantizedPanels | EightBitPanels):
         value = value.record
     if isinstance(value, np.ndarray):
         assert value.flags.c_contiguous

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from engine.kernels.compression import Compressed, can_compress, compressed
 from engine.kernels.library import Library
 from engine.kernels.pages import Arena
-from engine.kernels.quantized import QuantizedPanels, quantized
+from engine.kernels.quantized import EightBitPanels, QuantizedPanels, quantized
 
-Laid: TypeAlias = "torch.Tensor | Compressed | QuantizedPanels"
+Laid: TypeAlias = "torch.Tensor | Compressed | QuantizedPanels | EightBitPanels"
 LANES = 16
 PACK = {torch.float32: 1, torch.bfloat16: 2}
 """Numbers per word."""
@@ -49,13 +49,13 @@ class Packer:
         self.quantized_bytes = 0
         """Bytes of weights that are kept as codes."""
 
-    def panels(self, *weights: torch.Tensor, multiple: int = LANES) -> Laid:
+    def panels(self, *weights: torch.Tensor, multiple: int = LANES, parts: int = 1) -> Laid:
         """See the function of this name, for several weights in a row.
 
         The outputs of all but the last one must fill whole panels. A parameter that knows its codes is kept
-        as these.
+        as these. ``parts``: of the inputs, which are added up by themselves.
         """
-        return self._keep(quantized([weights], multiple, self._arena)) or self._lay(
+        return self._keep(quantized([weights], multiple, self._arena, parts)) or self._lay(
             _stacked([weight.data for weight in weights], multiple)
         )
 
@@ -74,7 +74,7 @@ class Packer:
         gate, up = gate_up.data.chunk(2, dim=-2)
         return self._lay([_turned(gate), _turned(up)])
 
-    def _keep(self, laid: QuantizedPanels | None) -> QuantizedPanels | None:
+    def _keep(self, laid: QuantizedPanels | EightBitPanels | None) -> Laid | None:
         if laid is not None:
             self.num_bytes += laid.num_bytes
             self.quantized_bytes += laid.num_bytes

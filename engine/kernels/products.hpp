@@ -98,7 +98,7 @@ inline void multiply_panels(Floats (&result)[MAX_ROWS][2], int column, const uin
             }
         }
 #pragma GCC unroll 16
-        for (auto& pointer : from) pointer += 4 * T::PACK;
+        for (auto& pointer : from) pointer += 4 * T::PARTS;
         weights += 4 * LANES;
     } while (weights != end);
 #pragma GCC unroll 16
@@ -123,15 +123,16 @@ void multiply(Floats (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32_t* b, 
 
 #endif
 
-#if LOCKSTEP_AVX512
-
 constexpr int MOST_CODED_ROWS = 8;  // that are multiplied while codes are widened: sums, scales and codes fill the registers
 
+#if LOCKSTEP_AVX512
+
 // The products of rows with `steps` words of two panels of codes, from word `begin` on; each line of words goes from the codes
-// right into the products. Asks for the same lines of the panels that come next.
-template <class Codes, bool HAS_ZEROS, int ROWS>
+// right into the products. Asks for the same lines of the panels that come next. KEEPS: all words are also left in `keep`, a's and
+// then b's, for more rows.
+template <class Codes, bool HAS_ZEROS, bool KEEPS, int ROWS>
 void multiply_codes(Floats (&sum)[MAX_ROWS][2], const Panel& a, const Panel& b, int64_t begin, int64_t steps, int64_t whole,
-                    const char* in, int64_t pitch, const char* ahead_a, const char* ahead_b) {
+                    const char* in, int64_t pitch, const char* ahead_a, const char* ahead_b, uint32_t* keep) {
     constexpr int LINES = std::is_same_v<Codes, FourBits> ? 4 : 2;  // of words, in one of codes
     const Codes codes;
     const Quantized& from = *a.quantized;
@@ -162,6 +163,10 @@ void multiply_codes(Floats (&sum)[MAX_ROWS][2], const Panel& a, const Panel& b, 
                     return words_of_bfloat16(one * scales[panel][0], two * scales[panel][1]);
                 };
                 const Words wa = widened(0), wb = widened(1);
+                if constexpr (KEEPS) {
+                    uint32_t* to = keep + (line * LINES + number) * LANES;
+                    store(to, wa), store(to + whole * LANES, wb);
+                }
 #pragma GCC unroll 8
                 for (int row = 0; row < ROWS; ++row) {
                     Words input = filled_words(*reinterpret_cast<const int*>(inputs + row * pitch + 4 * number));
@@ -183,15 +188,18 @@ void multiply_codes(Floats (&sum)[MAX_ROWS][2], const Panel& a, const Panel& b, 
 
 template <class Codes, bool HAS_ZEROS, int... BEFORE>
 constexpr auto multiply_codes_of(std::integer_sequence<int, BEFORE...>) {
-    return std::array{&multiply_codes<Codes, HAS_ZEROS, BEFORE + 1>...};
+    return std::array{&multiply_codes<Codes, HAS_ZEROS, false, BEFORE + 1>...,
+                      &multiply_codes<Codes, HAS_ZEROS, true, MOST_CODED_ROWS>};
 }
 
-// The function for so many rows of these codes.
+// The function for so many rows of these codes; or for as many as can be, if their words are kept for more.
 inline auto multiply_codes_for(const Quantized& codes, int64_t rows) {
     constexpr auto COUNTS = std::make_integer_sequence<int, MOST_CODED_ROWS>();
     static constexpr std::array OF{multiply_codes_of<FourBits, false>(COUNTS), multiply_codes_of<FourBits, true>(COUNTS),
-                                   multiply_codes_of<EightBits, false>(COUNTS), multiply_codes_of<EightBits, true>(COUNTS)};
-    return OF[(codes.bits == 4 ? 0 : 2) + (codes.zeros != nullptr ? 1 : 0)][size_t(rows) - 1];
+                                   multiply_codes_of<EightBits, false>(COUNTS), multiply_codes_of<EightBits, true>(COUNTS),
+                                   multiply_codes_of<FloatsOfEightBits, false>(COUNTS)};
+    const size_t kind = codes.is_float ? 4 : (codes.bits == 4 ? 0 : 2) + (codes.zeros != nullptr ? 1 : 0);
+    return OF[kind][size_t(std::min<int64_t>(rows, MOST_CODED_ROWS + 1)) - 1];
 }
 
 #endif
@@ -217,7 +225,7 @@ constexpr int64_t PART_SUMS = 4 * TILE * LANES;
 // Where weights come from: memory, a cache of this core, or memory in 12 bits each.
 enum Source { COLD, WARM, NARROW };
 
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AMX_TILE__)
 
 // The kernel saves the tiles of a process that has asked for them.
 bool ask_for_tiles() {
@@ -252,7 +260,7 @@ constexpr int64_t LEAD = 2;   // tiles that are widened before they are needed: 
 
 // out: [parts][4] blocks of 16 x 16 sums, [ROW_TILES][2] of each part of the steps. next: whose weights are wanted after these. Calls aside() before the tiles of each
 // step. NARROW: all words are also left in `keep`, a's and then b's, if there is one.
-template <int ROW_TILES, Source SOURCE, class Aside>
+template <class T, int ROW_TILES, Source SOURCE, class Aside>
 void multiply_tiles(const char* in, int64_t pitch, Panels now, Panels next, int64_t steps, int64_t parts, uint32_t* keep,
                     float* out, Aside aside) {
     const auto [a, b] = now;
@@ -289,12 +297,22 @@ void multiply_tiles(const char* in, int64_t pitch, Panels now, Panels next, int6
             _tile_loadd(4, in + 4 * step, pitch);
             _tile_loadd(6, words_of(a, 0, step), 64);
             _tile_loadd(7, words_of(b, 1, step), 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
+            if constexpr (T::PACK == Bytes::PACK) {
+                _tile_dpbusd(0, 4, 6);
+                _tile_dpbusd(1, 4, 7);
+            } else {
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(1, 4, 7);
+            }
             if (ROW_TILES == 2) {
                 _tile_loadd(5, in + TILE * pitch + 4 * step, pitch);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
+                if constexpr (T::PACK == Bytes::PACK) {
+                    _tile_dpbusd(2, 5, 6);
+                    _tile_dpbusd(3, 5, 7);
+                } else {
+                    _tile_dpbf16ps(2, 5, 6);
+                    _tile_dpbf16ps(3, 5, 7);
+                }
             }
             if (SOURCE == NARROW && step + LEAD * TILE < steps) widen(step + LEAD * TILE);
         }
@@ -313,7 +331,7 @@ bool ask_for_tiles() { return false; }
 struct TileUse {
     explicit TileUse(bool) {}
 };
-template <int ROW_TILES, Source SOURCE, class Aside>
+template <class T, int ROW_TILES, Source SOURCE, class Aside>
 void multiply_tiles(const char*, int64_t, Panels, Panels, int64_t, int64_t, uint32_t*, float*, Aside) {}
 
 #endif
@@ -321,16 +339,39 @@ void multiply_tiles(const char*, int64_t, Panels, Panels, int64_t, int64_t, uint
 bool tiles_allowed = false;
 
 template <class T>
-bool use_tiles() { return T::PACK == 2 && tiles_allowed; }
+bool use_tiles() { return T::PACK >= 2 && tiles_allowed; }
+
+// Whether tiles multiply rows of k inputs in so many parts. Of whole numbers vectors make the same sums.
+template <class T>
+bool are_whole_tiles(int64_t k, int64_t parts) { return k / T::PACK % (TILE * (T::PACK == Bytes::PACK ? parts : 1)) == 0; }
 
 template <class T>
 constexpr bool widens() { return WIDENS_INPUTS && T::PACK > 1; }
 
 // What a word of weights takes of a row of inputs.
 template <class T>
-constexpr int64_t WORD_BYTES = widens<T>() ? T::PACK * sizeof(float) : sizeof(uint32_t);
+constexpr int64_t WORD_BYTES = widens<T>() ? T::PARTS * sizeof(float) : sizeof(uint32_t);
+
+// Words from one widened row to the next.
+template <class T>
+int64_t widened_pitch(int64_t k) { return pitch_of<Float>(k / T::PACK * T::PARTS); }
 
 constexpr int64_t WIDENED_ROWS = 16 * MAX_ROWS;   // at most, at a time: each thread keeps room for them
+
+// A row of inputs in the words that AVX2 multiplies: a float each, or two bytes with zeros between them.
+template <class T>
+void widen_row(const typename T::Element* in, int64_t k, float* out) {
+    if constexpr (T::PACK == Bytes::PACK) {
+        for (int64_t word = 0; word < k / T::PACK; ++word) {
+            uint32_t bytes;
+            std::memcpy(&bytes, in + word * T::PACK, sizeof(bytes));
+            const uint32_t halves[2] = {bytes & 0x00ff00ff, bytes >> 8 & 0x00ff00ff};
+            std::memcpy(out + 2 * word, halves, sizeof(halves));
+        }
+    } else {
+        for (int64_t i = 0; i < k; i += LANES) store(out + i, T::load(in + i, lanes_of(int(k - i))));
+    }
+}
 
 // Rows as floats: those that were asked for last. They are many panels' inputs, one after the other.
 class Widened {
@@ -344,11 +385,9 @@ class Widened {
     const float* of(const typename T::Element* in, int64_t k, int64_t wanted, int64_t pitch_in) {
         static thread_local std::vector<float> room;
         if (in == rows && count == wanted) return room.data();
-        int64_t pitch = pitch_of<Float>(k);
+        int64_t pitch = widened_pitch<T>(k);
         if (int64_t(room.size()) < wanted * pitch) room.resize(size_t(wanted * pitch));
-        for (int64_t row = 0; row < wanted; ++row)
-            for (int64_t i = 0; i < k; i += LANES)
-                store(room.data() + row * pitch + i, T::load(in + row * pitch_in + i, lanes_of(int(k - i))));
+        for (int64_t row = 0; row < wanted; ++row) widen_row<T>(in + row * pitch_in, k, room.data() + row * pitch);
         rows = in, count = wanted;
         return room.data();
     }
@@ -366,6 +405,9 @@ class Products {
     const int64_t parts, width;           // of the inputs
     alignas(64) float sums[2][MOST_PARTS][PART_SUMS];
     Tag waiting{};                        // whose sums wait in sums[side]: rows next ... count, from row first on
+    const E* waiting_in = nullptr;        // their inputs, and the panels
+    Panels waiting_panels{};
+    int64_t waiting_k = 0;
     int64_t first = 0;
     int side = 0, next = 0, count = 0;
     Wanted wanted;
@@ -374,13 +416,33 @@ class Products {
     // Numbers from one row of inputs to the next.
     int64_t pitch_in(int64_t k) const { return pitch_of<T>(width != 0 ? width : k); }
 
+    // The sum of what the parts of a row's inputs give with a panel, of COUNT parts or any number of them (0).
+    template <int64_t COUNT = 0, class At>
+    Floats sum_of_parts(const Panel& panel, const E* row, int64_t k, const At& at) const {
+        auto all = [&](const auto& each) {
+            if constexpr (COUNT == 0) return sum_of_neighbours(parts, each);
+            else return sum_of_neighbours<COUNT>(each);
+        };
+        if constexpr (T::PACK != Bytes::PACK) {
+            return all(at);
+        } else {
+            const Rounded* rounded = rounded_of(row, k);
+            const Floats scales = load(panel.scales);
+            return all([&](int64_t part) {
+                Words zeros = multiply_words(filled_words(rounded[part].zero), load_words(panel.sums + part * LANES));
+                return as_it_is(converted(subtract_words(as_words(at(part)), zeros)) * scales * filled(rounded[part].scale));
+            });
+        }
+    }
+
     void finish(int rows) {
         for (int stop = std::min(count, next + rows); next < stop; ++next) {
             const int64_t line = next / TILE * 2 * TILE * LANES + next % TILE * LANES;
-            auto sum = [&](int64_t at) {
-                return sum_of_neighbours(parts, [&](int64_t part) { return load(sums[side][part] + at); });
+            const E* row = waiting_in + (first + next) * pitch_in(waiting_k);
+            auto sum = [&](const Panel& panel, int64_t at) {
+                return sum_of_parts(panel, row, waiting_k, [&](int64_t part) { return load(sums[side][part] + at); });
             };
-            body(waiting, first + next, sum(line), sum(line + TILE * LANES));
+            body(waiting, first + next, sum(waiting_panels.a, line), sum(waiting_panels.b, line + TILE * LANES));
         }
     }
 
@@ -398,29 +460,51 @@ class Products {
         auto store_and_ask = [this, &store] { store(), wanted.ask(); };
         float* to = sums[1 - side][0];
         switch (source) {
-            case COLD: return multiply_tiles<ROW_TILES, COLD>(from, pitch, now, then, steps, parts, keep, to, store);
-            case WARM: return multiply_tiles<ROW_TILES, WARM>(from, pitch, now, then, steps, parts, keep, to, store_and_ask);
-            case NARROW: return multiply_tiles<ROW_TILES, NARROW>(from, pitch, now, then, steps, parts, keep, to, store);
+            case COLD: return multiply_tiles<T, ROW_TILES, COLD>(from, pitch, now, then, steps, parts, keep, to, store);
+            case WARM: return multiply_tiles<T, ROW_TILES, WARM>(from, pitch, now, then, steps, parts, keep, to, store_and_ask);
+            case NARROW: return multiply_tiles<T, ROW_TILES, NARROW>(from, pitch, now, then, steps, parts, keep, to, store);
         }
     }
 
-#if LOCKSTEP_AVX512
-    // A few rows with panels of codes.
-    void multiply_few(const E* in, int64_t k, int rows, Panels now, Panels then, const Tag& tag) {
-        const int64_t steps = k / T::PACK, some = steps / parts;
-        Floats sum[MOST_PARTS][MAX_ROWS][2];
-        const auto multiply = multiply_codes_for(*now.a.quantized, rows);
-        for (int64_t part = 0; part < parts; ++part)
-            multiply(sum[part], now.a, now.b, part * some, some, steps, reinterpret_cast<const char*>(in),
-                     pitch_in(k) * int64_t(sizeof(E)), then.a.bytes(0), then.b.bytes(0));
-        for (int row = 0; row < rows; ++row) {
-            auto total = [&](int panel) {
-                return sum_of_neighbours(parts, [&](int64_t part) { return sum[part][row][panel]; });
-            };
-            body(tag, row, total(0), total(1));
+    // The words of panels of codes, in `words`: a's, then b's. How many rows, of the first ones, were multiplied on the way.
+    int64_t widen_codes(const E* in, int64_t k, int64_t rows, Panels now, Panels then, const Tag& tag, uint32_t* words) {
+        const int64_t steps = k / T::PACK;
+        if (goes_through_codes(steps)) return multiply_few(in, k, rows, now, then, tag, words);
+        if constexpr (T::PACK <= 2) {
+            widen<T>(*now.a.quantized, now.a.number, steps, words, then.a.bytes(0));
+            widen<T>(*now.b.quantized, now.b.number, steps, words + steps * LANES, then.b.bytes(0));
         }
+        asm volatile("" ::: "memory");  // loads of tiles are not known to read this
+        return 0;
     }
+
+    // Whether a few rows are multiplied while codes are widened: each part begins with a line of codes.
+    bool goes_through_codes(int64_t steps) const {
+        return LOCKSTEP_AVX512 && T::PACK == 2 && steps % (parts * 4) == 0 && !use_tiles<T>();
+    }
+
+    // Rows with panels of codes; of more than a few the first ones, whose words are left in `keep`. Returns how many.
+    int64_t multiply_few([[maybe_unused]] const E* in, [[maybe_unused]] int64_t k, int64_t rows, [[maybe_unused]] Panels now,
+                         [[maybe_unused]] Panels then, [[maybe_unused]] const Tag& tag, [[maybe_unused]] uint32_t* keep) {
+#if LOCKSTEP_AVX512
+        if constexpr (T::PACK == 2) {
+            const int64_t steps = k / T::PACK, some = steps / parts;
+            Floats sum[MOST_PARTS][MAX_ROWS][2];
+            const auto multiply = multiply_codes_for(*now.a.quantized, keep == nullptr ? rows : MOST_CODED_ROWS + 1);
+            for (int64_t part = 0; part < parts; ++part)
+                multiply(sum[part], now.a, now.b, part * some, some, steps, reinterpret_cast<const char*>(in),
+                         pitch_in(k) * int64_t(sizeof(E)), then.a.bytes(0), then.b.bytes(0), keep);
+            rows = std::min<int64_t>(rows, MOST_CODED_ROWS);
+            for (int64_t row = 0; row < rows; ++row) {
+                auto total = [&](int panel) {
+                    return sum_of_neighbours(parts, [&](int64_t part) { return sum[part][row][panel]; });
+                };
+                body(tag, row, total(0), total(1));
+            }
+        }
 #endif
+        return rows;
+    }
 
    public:
     // of_parts: the inputs are these many equal parts, a power of two; each is added up by itself, then neighbours are added.
@@ -433,25 +517,16 @@ class Products {
     void multiply(const E* in, int64_t k, int64_t rows, Panels now, Panels then, bool cold, Tag tag, uint32_t* keep) {
         int64_t steps = k / T::PACK;
         auto& [a, b] = now;
-#if LOCKSTEP_AVX512
-        if constexpr (T::PACK == 2) {
-            // Each part begins with a line of codes.
-            const bool is_whole = steps % (parts * 4) == 0;
-            if (a.quantized != nullptr && rows <= MOST_CODED_ROWS && is_whole && keep == nullptr && !use_tiles<T>())
-                return multiply_few(in, k, int(rows), now, then, tag);
-        }
-#endif
+        int64_t done = 0;  // rows
         if (a.quantized != nullptr) {
+            if (rows <= MOST_CODED_ROWS && keep == nullptr && goes_through_codes(steps))
+                return void(multiply_few(in, k, rows, now, then, tag, nullptr));
             uint32_t* words = keep != nullptr ? keep : scratch(2 * steps * LANES);
-            if (cold || keep == nullptr) {
-                widen<T>(*a.quantized, a.number, steps, words, then.a.bytes(0));
-                widen<T>(*b.quantized, b.number, steps, words + steps * LANES, then.b.bytes(0));
-                asm volatile("" ::: "memory");  // loads of tiles are not known to read this
-            }
+            if (cold || keep == nullptr) done = widen_codes(in, k, rows, now, then, tag, words);
             a = {words}, b = {words + steps * LANES};
             then = now, cold = false;  // the next codes were asked for
         }
-        if (use_tiles<T>() && steps % TILE == 0) {
+        if (use_tiles<T>() && are_whole_tiles<T>(k, parts)) {
             if (keep != nullptr) a.words = keep, b.words = keep + steps * LANES;  // for those after the first
             for (int64_t begin = 0; begin < rows; begin += 2 * TILE) {
                 int some = int(std::min<int64_t>(2 * TILE, rows - begin));
@@ -459,6 +534,7 @@ class Products {
                 if (some > TILE) multiply_some<2>(source, in, k, begin, begin + some, now, then, tag, keep);
                 else multiply_some<1>(source, in, k, begin, begin + some, now, then, tag, keep);
                 waiting = tag, first = begin, next = 0, count = some, side = 1 - side, cold = false;
+                waiting_in = in, waiting_panels = now, waiting_k = k;
             }
             return;
         }
@@ -470,15 +546,15 @@ class Products {
             }
             a.words = words, b.words = words + steps * LANES;
         }
-        int64_t passes = (rows + MAX_ROWS - 1) / MAX_ROWS;
+        int64_t passes = (rows - done + MAX_ROWS - 1) / MAX_ROWS;
         const char* inputs = reinterpret_cast<const char*>(in);
         int64_t pitch = pitch_in(k) * int64_t(sizeof(E));
         if constexpr (widens<T>()) {
             inputs = reinterpret_cast<const char*>(widened.of<T>(in, k, rows, pitch_in(k)));
-            pitch = pitch_of<Float>(k) * int64_t(sizeof(float));
+            pitch = widened_pitch<T>(k) * int64_t(sizeof(float));
         }
-        const int64_t first_rows = (rows + passes - 1) / passes;
-        for (int64_t begin = 0, now; begin < rows; begin += now) {
+        const int64_t first_rows = (rows + passes - 1) / std::max<int64_t>(1, passes);
+        for (int64_t begin = done, now; begin < rows; begin += now) {
             now = (rows - begin + passes - 1) / passes, --passes;  // evenly: a row alone takes half as long as eight
             auto* from = inputs + begin * pitch;
             // What comes next is asked for in as many passes as it has panels: so memory and products have work all the time.
@@ -496,10 +572,11 @@ class Products {
             }
             auto put = [&](auto count) {
                 for (int row = 0; row < now; ++row) {
-                    auto total = [&](int panel) {
-                        return sum_of_neighbours<count>([&](int64_t part) { return sum[part][row][panel]; });
+                    auto total = [&](const Panel& panel, int which) {
+                        return sum_of_parts<count>(panel, in + (begin + row) * pitch_in(k), k,
+                                                   [&](int64_t part) { return sum[part][row][which]; });
                     };
-                    body(tag, begin + row, total(0), total(1));
+                    body(tag, begin + row, total(a, 0), total(b, 1));
                 }
             };
             if (parts == 1) put(std::integral_constant<int64_t, 1>());
@@ -539,7 +616,7 @@ int64_t warm_tiles(int64_t k, int64_t rows) {
 // once for all.
 template <class T, class Body>
 inline void row_blocks(int64_t k, int64_t rows, Body body) {
-    int64_t block = use_tiles<T>() && k / T::PACK % TILE == 0 ? 2 * TILE : widens<T>() ? WIDENED_ROWS : rows;
+    int64_t block = use_tiles<T>() && are_whole_tiles<T>(k, 1) ? 2 * TILE : widens<T>() ? WIDENED_ROWS : rows;
     for (int64_t first = 0; first < rows; first += block) body(first, std::min(block, rows - first));
 }
 
@@ -557,10 +634,10 @@ struct GatedColumns {
     const float *gate_bias = nullptr, *up_bias = nullptr;
 };
 
-template <class T>
+template <class T, class In>
 auto gated_products(int64_t n, int64_t activation, const float* with = nullptr) {
     auto place = [pitch = pitch_of<T>(n)](const GatedColumns<T>& to, int64_t row) { return to.out + row * pitch; };
-    return products_into<T, GatedColumns<T>>([place, activation, with](const GatedColumns<T>& to, int64_t row, Floats gate, Floats up) {
+    return products_into<In, GatedColumns<T>>([place, activation, with](const GatedColumns<T>& to, int64_t row, Floats gate, Floats up) {
         if (to.gate_bias != nullptr) gate = gate + load(to.gate_bias, to.lanes), up = up + load(to.up_bias, to.lanes);
         T::store(place(to, row), gated(activation, gate, up, with), to.lanes);
     }, place);

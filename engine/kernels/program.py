@@ -29,11 +29,12 @@ from engine.kernels.lowering import Lowering, PartialSums, StepList
 from engine.kernels.operations import OperationKind, StepArguments
 from engine.kernels.packing import Packer
 from engine.kernels.recognition.turning import QueryFactors
-from engine.kernels.sums import OwnSums, SharedSums, Sums, is_order_fixed
-from engine.kernels.weights import PackedDecoder
+from engine.kernels.sums import OwnSums, SharedSums, Sums
+from engine.kernels.weights import PackedDecoder, rounds_inputs
 from parallel.communicators.base import Communicator
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.expert_parallel import ExpertParallel
+from parallel.parts import is_order_fixed
 from parallel.placement import Placement
 from parallel.tensor_parallel import TensorRank
 
@@ -65,7 +66,10 @@ class Program:
         self._experts = experts
         self._products = NativeExperts(library)
         packer = Packer(library)
-        self._packed = PackedDecoder(decoder, packer, spread=experts is not None)
+        self._packed = PackedDecoder(
+            decoder, packer, 1 if ranks is None else ranks.size, spread=experts is not None
+        )
+        self._rounds = rounds_inputs(decoder)
         self.weight_bytes, self.saved_bytes = packer.num_bytes, packer.saved_bytes
         """Bytes of the weights as they are laid out, and bytes that this saves.
 
@@ -447,4 +451,4 @@ class Program:
         self._buffers = self._own_sums = None  # gone before the new ones come
         if self._shape is not None:
             self._exchange = self._joined or Alone(self._shape, self._room.own)
-        self._buffers = Buffers(self._decoder, self._room, self._exchange)
+        self._buffers = Buffers(self._decoder, self._room, self._exchange, rounds=self._rounds)

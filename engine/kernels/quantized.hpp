@@ -2,7 +2,10 @@
 //
 // A weight is (code - zero) * scale, computed in float and rounded once to the type of the model: what it would be if it
 // were widened while the model is read. So products have the same bits either way, for any number of rows and with any kernels. A
-// step of few rows takes as long as its weights take to come from memory, and these are a half or a quarter.
+// step of few rows takes as long as its weights take to come from memory, and these are a half or a quarter. Codes are whole numbers, or
+// floats of 8 bits.
+//
+// Where inputs are rounded to 8 bits, too, codes are multiplied as they are: EightBitPanels.
 
 #pragma once
 
@@ -23,6 +26,15 @@ struct Quantized {
     const float* zeros;      // the same; null: all are 0
     int64_t bits;            // 4 or 8
     int64_t groups;          // that follow one another along the inputs, each with as many
+    int64_t is_float;        // codes are floats: a sign, 4 bits of exponent, 3 of mantissa; scales are FLOAT8 times as large, zeros null
+};
+
+// What Operation::weights points to, if inputs are rounded. A word is four weights that are neighbours along the inputs.
+struct EightBitPanels {
+    const uint32_t* words;   // [panels, words along the inputs, 16]
+    const float* scales;     // [panels, 16]
+    const int32_t* sums;     // [panels, parts, 16]: of the codes of each part of the inputs
+    int64_t parts;
 };
 
 constexpr int64_t code_lines(int64_t words, int64_t pack, int64_t bits) { return words * pack * bits / 32; }
@@ -50,6 +62,15 @@ struct FourBits {
 struct EightBits {
     template <int NUMBER>
     Floats of(Words codes) const { return converted(shift_right_signed<24>(shift_left<24 - 8 * NUMBER>(codes))); }
+};
+
+// Bits of a float of 8 bits in their place among those of a float: its 2^-120th. That is exact for the smallest ones, too.
+constexpr float FLOAT8 = 0x1p120f;
+struct FloatsOfEightBits {
+    template <int NUMBER>
+    Floats of(Words codes) const {
+        return as_floats(and_words(shift_right_signed<4>(shift_left<24 - 8 * NUMBER>(codes)), filled_words(int(0x87f00000))));
+    }
 };
 
 // Numbers of 16 outputs, as those of a chunk: each once for a word of one number, else those of half the outputs twice.
@@ -94,7 +115,8 @@ void widen_panel(const Quantized& from, int64_t panel, int64_t words, typename T
 template <class T>
 void widen(const Quantized& from, int64_t panel, int64_t words, uint32_t* to, const char* ahead) {
     auto* out = reinterpret_cast<typename T::Element*>(to);
-    if (from.bits == 4 && from.zeros != nullptr) widen_panel<T, FourBits, true>(from, panel, words, out, ahead);
+    if (from.is_float) widen_panel<T, FloatsOfEightBits, false>(from, panel, words, out, ahead);
+    else if (from.bits == 4 && from.zeros != nullptr) widen_panel<T, FourBits, true>(from, panel, words, out, ahead);
     else if (from.bits == 4) widen_panel<T, FourBits, false>(from, panel, words, out, ahead);
     else if (from.zeros != nullptr) widen_panel<T, EightBits, true>(from, panel, words, out, ahead);
     else widen_panel<T, EightBits, false>(from, panel, words, out, ahead);
@@ -108,6 +130,8 @@ struct Panel {
     const Quantized* quantized = nullptr;
     int64_t number = 0;       // among the quantised ones
     int64_t num_bytes = 0;    // of its codes
+    const float* scales = nullptr;  // where inputs are rounded: see EightBitPanels
+    const int32_t* sums = nullptr;
 
     int64_t tile_bytes() const { return compressed != nullptr ? TILE_BYTES : 4 * TILE_WORDS; }
     const char* bytes(int64_t of_tile) const {
@@ -125,12 +149,16 @@ class Weights {
     int64_t steps, pack;
 
     const Quantized& codes() const { return *reinterpret_cast<const Quantized*>(op.weights); }
+    const EightBitPanels& bytes() const { return *reinterpret_cast<const EightBitPanels*>(op.weights); }
 
    public:
     Weights(const Operation& of, int64_t along, int64_t each) : op(of), steps(along), pack(each) {}
     bool compressed() const { return op.flags & COMPRESSED; }
     bool quantized() const { return op.flags & QUANTIZED; }
     Panel panel(int64_t number) const {
+        if (op.flags & ROUNDED)
+            return {bytes().words + number * steps * TILE, nullptr, 0, nullptr, 0, 0, bytes().scales + number * LANES,
+                    bytes().sums + number * bytes().parts * LANES};
         if (quantized()) return {nullptr, nullptr, 0, &codes(), number, panel_bytes()};
         if (!compressed()) return {op.weights + number * steps * TILE};
         return {nullptr, reinterpret_cast<const Compressed*>(op.weights), number * (steps / TILE)};

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,25 +17,43 @@ import torch.nn.functional as F
 from engine.kernels.pages import Arena
 from engine.model.quantization.attached import codes_of
 from engine.model.quantization.matrices import Codes
+from engine.model.quantization.rounding import Rounding, common
 
 logger = logging.getLogger(__name__)
 
 LANES = 16
 WORD_BITS = 32
+FLOAT8 = 2.0**120
+"""Factor on the scales of floats of 8 bits."""
+ROUNDING = np.dtype([("scale", np.float64), ("zero", np.int64), ("is_symmetric", np.int64)])
+"""See ``rounding.hpp``."""
 
 
 class QuantizedPanels:
     """The panels of a matrix, or of some matrices, as codes."""
 
     def __init__(
-        self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        bits: int,
+        is_float: bool = False,
     ) -> None:
-        """``codes``: int32 [panels, lines, 16]; scales and zeros: float32 [panels, groups, 16]."""
+        """``codes``: int32 [panels, lines, 16]; scales and zeros: float32 [panels, groups, 16].
+
+        ``is_float``: codes are floats of 8 bits, and scales :data:`FLOAT8` times as large.
+        """
         self._kept = codes, scales, zeros
         self.num_bytes = sum(each.nbytes for each in self._kept if each is not None)
         """Bytes that a product reads."""
         self.record = np.array(
-            [*(0 if each is None else each.data_ptr() for each in self._kept), bits, scales.shape[1]],
+            [
+                *(0 if each is None else each.data_ptr() for each in self._kept),
+                bits,
+                scales.shape[1],
+                is_float,
+            ],
             dtype=np.int64,
         )
         """What the kernels get."""
@@ -43,41 +62,78 @@ class QuantizedPanels:
         return f"<QuantizedPanels {len(self._kept[0])} panels, {self.num_bytes} bytes>"
 
 
-def quantized(rows: Sequence[Sequence[torch.Tensor]], multiple: int, arena: Arena) -> QuantizedPanels | None:
+class EightBitPanels:
+    """The panels of a matrix that multiplies inputs in 8 bits."""
+
+    def __init__(
+        self, words: torch.Tensor, scales: torch.Tensor, sums: torch.Tensor, rounding: Rounding
+    ) -> None:
+        """``words``: int32 [panels, inputs / 4, 16]; scales [panels, 16]; sums: int32 [panels, parts, 16]."""
+        self._kept = words, scales, sums
+        self.parts = int(sums.shape[1])
+        """Parts of the inputs, each of which has its own sum."""
+        self.num_bytes = sum(each.nbytes for each in self._kept)
+        """Bytes that a product reads."""
+        self.record = np.array([*(each.data_ptr() for each in self._kept), self.parts], dtype=np.int64)
+        """What the kernels get."""
+        self.rounding = np.zeros((), dtype=ROUNDING)
+        """How inputs are to be rounded, as the kernels read it."""
+        self.rounding["scale"], self.rounding["zero"] = rounding.scale, rounding.zero
+        self.rounding["is_symmetric"] = rounding.is_symmetric
+
+    def __repr__(self) -> str:
+        return f"<EightBitPanels {len(self._kept[0])} panels, {self.num_bytes} bytes>"
+
+
+def quantized(
+    rows: Sequence[Sequence[torch.Tensor]], multiple: int, arena: Arena, parts: int = 1
+) -> QuantizedPanels | EightBitPanels | None:
     """Panels of weights [..., outputs, inputs] that have codes.
 
     ``rows``: weights whose outputs are beside each other in panels; one row of panels after the other. The
-    outputs of each are filled up to a multiple of ``multiple``. None where some have no codes, codes of
-    several kinds, or codes that do not give their weights.
+    outputs of each are filled up to a multiple of ``multiple``. ``parts``: of the inputs, if they are
+    rounded. None where some have no codes, codes of several kinds, or codes that do not give their weights.
     """
-    parts: list[Codes] = []
+    given: list[Codes] = []
     for row in rows:
         codes = [codes_of(weight) for weight in row]
-        if any(each is None for each in codes):
+        known = [each for each in codes if each is not None]
+        if len(known) < len(codes) or len({each.kind for each in known}) > 1:
             return None
-        parts.append(_beside([each for each in codes if each is not None]))
-    weights = [weight for row in rows for weight in row]
-    dtype = weights[0].dtype
-    kinds = {(each.bits, each.scales.shape[-1]) for each in parts}
-    inputs = weights[0].shape[-1]
-    groups = parts[0].scales.shape[-1]
-    each = WORD_BITS // parts[0].bits
-    if len(kinds) > 1 or inputs % groups or inputs // groups % each:
+        given.append(_beside(known))
+    first, dtype = given[0], rows[0][0].dtype
+    if len({each.kind for each in given}) > 1:
         return None
-    for row, part in zip(rows, parts, strict=True):
+    for row, part in zip(rows, given, strict=True):
         if not torch.equal(part.widened(dtype), torch.cat([weight.data for weight in row], dim=-2)):
             logger.warning("codes of a quantised matrix do not give its weights: they stay widened")
             return None
-    has_zeros = any(part.zeros is not None for part in parts)
-    panels = [_panels(part, multiple, has_zeros, 2 if dtype == torch.bfloat16 else 1) for part in parts]
+    rounding = common([each.rounding for each in given])
+    inputs, groups = first.codes.shape[-1], first.scales.shape[-1]
+    if rounding is not None:
+        laid = _laid([_byte_panels(part, multiple, parts) for part in given], arena)
+        return EightBitPanels(laid[0], laid[1], laid[2], rounding)
+    if inputs % groups or inputs // groups % (WORD_BITS // first.bits):
+        return None
+    if first.is_float:
+        given = [replace(part, scales=part.scales * FLOAT8) for part in given]
+        if not all(bool(part.scales.isfinite().all()) for part in given):
+            return None
+    has_zeros = any(part.zeros is not None for part in given)
+    pack = 2 if dtype == torch.bfloat16 else 1
+    laid = _laid([_panels(part, multiple, has_zeros, pack) for part in given], arena)
+    return QuantizedPanels(laid[0], laid[1], laid[2] if has_zeros else None, first.bits, first.is_float)
+
+
+def _laid(parts: Sequence[Sequence[torch.Tensor]], arena: Arena) -> list[torch.Tensor]:
+    """Tensors [..., panels, lines, 16] of several rows of panels, where they stay."""
     laid = []
-    for pieces in zip(*panels, strict=True):
+    for pieces in zip(*parts, strict=True):
         whole = torch.cat(list(pieces), dim=-3)
         home = arena.zeros(tuple(whole.shape), whole.dtype)
         home.copy_(whole)
         laid.append(home.flatten(0, -3))
-    zeros = laid[2] if has_zeros else None
-    return QuantizedPanels(laid[0], laid[1], zeros, parts[0].bits)
+    return laid
 
 
 def _beside(parts: Sequence[Codes]) -> Codes:
@@ -87,19 +143,33 @@ def _beside(parts: Sequence[Codes]) -> Codes:
     zeros = None
     if any(part.zeros is not None for part in parts):
         zeros = torch.cat([torch.zeros_like(p.scales) if p.zeros is None else p.zeros for p in parts], dim=-2)
-    return Codes(
-        torch.cat([part.codes for part in parts], dim=-2),
-        torch.cat([part.scales for part in parts], dim=-2),
-        zeros,
-        parts[0].bits,
+    return replace(
+        parts[0],
+        codes=torch.cat([part.codes for part in parts], dim=-2),
+        scales=torch.cat([part.scales for part in parts], dim=-2),
+        zeros=zeros,
+        rounding=common([part.rounding for part in parts]),
     )
+
+
+def _byte_panels(part: Codes, multiple: int, parts: int) -> list[torch.Tensor]:
+    """Words [..., panels, inputs / 4, 16], scales, and sums of each part.
+
+    Scales are [..., panels, 1, 16], sums [..., panels, parts, 16].
+    """
+    missing = -part.codes.shape[-2] % multiple
+    codes = F.pad(part.codes, (0, 0, 0, missing)).contiguous()
+    sums = codes.unflatten(-1, (parts, -1)).sum(-1, dtype=torch.int32)
+    scales = F.pad(part.scales, (0, 0, 0, missing))
+    by_output = codes.view(torch.int32), scales, sums
+    return [value.unflatten(-2, (-1, LANES)).transpose(-2, -1) for value in by_output]
 
 
 def _panels(part: Codes, multiple: int, has_zeros: bool, pack: int) -> list[torch.Tensor]:
     """Words of codes [..., panels, lines, 16], scales [..., panels, groups, 16], zeros if wanted."""
     each = WORD_BITS // part.bits
     missing = -part.codes.shape[-2] % multiple
-    offset = 8 if part.bits == 4 else 0
+    offset = 8 if part.bits == 4 else 0  # so that none is negative
     codes = F.pad(part.codes, (0, 0, 0, missing)).to(torch.int32) + offset
     # Numbers in the order of a panel's memory: 16 outputs, each with `pack` inputs that are neighbours.
     lines = codes.unflatten(-1, (-1, pack)).unflatten(-3, (-1, LANES)).transpose(-3, -2)

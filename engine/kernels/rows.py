@@ -19,6 +19,14 @@ def pitch_of(width: int, dtype: torch.dtype) -> int:
     return (-(-width // per_line) | 1) * per_line
 
 
+def bytes_pitch(width: int) -> int:
+    """Bytes from one row of ``width`` that was rounded to 8 bits to the next.
+
+    A line behind them says how they were rounded.
+    """
+    return (-(-width // LINE) + 1 | 1) * LINE
+
+
 def spaced(rows: torch.Tensor) -> torch.Tensor:
     """Rows [n, width] as operations read them: [n + SLACK, pitch], padded with 0."""
     number, width = rows.shape

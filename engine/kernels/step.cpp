@@ -17,6 +17,7 @@
 #include "experts.hpp"
 #include "logprobs.hpp"
 #include "products.hpp"
+#include "rounding.hpp"
 #include "shaping.hpp"
 #include "turning.hpp"
 
@@ -109,6 +110,19 @@ void cap(const Operation& op, const Step& step, Work& work) {
     });
 }
 
+// out [rows, k] = in, rounded to bytes in b parts. more: a Rounding; extra: first row of each of a experts, none: all rows
+template <class T>
+void round_rows(const Operation& op, const Step& step, Work& work) {
+    auto* begins = static_cast<const int64_t*>(op.extra);
+    const int64_t first = begins == nullptr ? 0 : begins[0], rows = begins == nullptr ? rows_of(op, step) : begins[op.a] - first;
+    auto& how = *static_cast<const Rounding*>(op.more);
+    work.for_each(rows, [&](int64_t number) {
+        const int64_t row = first + number;
+        round_row<T>(how, static_cast<const typename T::Element*>(op.in) + row * pitch_of<T>(op.k), op.k, op.b,
+                     static_cast<uint8_t*>(op.out) + row * pitch_of<Bytes>(op.k));
+    });
+}
+
 // What is there and a row's value, times the sigmoid of the row's logit if the operation has such factors.
 template <class T>
 inline Floats added_to(const typename T::Element* there, Floats value, Mask lanes, const Operation& op, int64_t row) {
@@ -118,16 +132,16 @@ inline Floats added_to(const typename T::Element* there, Floats value, Mask lane
 
 // out [tokens, n] = in [tokens, k] x weights (+ bias), activated, times a factor (+ out: see added_to). b: parts of the inputs, 0 for
 // one; c: the activation, extra: its numbers; number: the factor, 0 for none; width: numbers of a row of out, of which these are part.
-// groups: n outputs for each, with k inputs step_in numbers behind those of the one before, stored step_out numbers behind; n is a multiple of
-// 16 then, and of 32 unless step_in is 0
-template <class T>
+// groups: n outputs for each, with k inputs step_in numbers behind those of the one before, stored step_out numbers behind; n is a
+// multiple of 16 then, and of 32 unless step_in is 0. In: what inputs are, Bytes where they were rounded, which parts of rows are not
+template <class T, class In = T>
 void linear(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
     int64_t rows = rows_of(op, step);
     if (rows == 0) return;
     const int64_t groups = std::max<int64_t>(1, op.groups), outputs = groups * op.n, out_width = op.width != 0 ? op.width : outputs;
     const int64_t in_width = op.step_in != 0 ? groups * op.step_in : op.k;
-    int64_t panel = op.k / T::PACK * LANES, pairs = (outputs + 2 * LANES - 1) / (2 * LANES);
+    int64_t panel = op.k / In::PACK * LANES, pairs = (outputs + 2 * LANES - 1) / (2 * LANES);
     int64_t pitch = op.flags & AS_FLOAT ? out_width : pitch_of<T>(out_width);
     auto place_of = [&](int64_t column) { return op.groups == 0 ? column : column / op.n * op.step_out + column % op.n; };
     auto* bias = static_cast<const float*>(op.more);
@@ -148,19 +162,19 @@ void linear(const Operation& op, const Step& step, Work& work) {
     const int64_t size = op.flags & AS_FLOAT ? sizeof(float) : sizeof(E);
     auto line = [&](const Columns& to, int64_t row) { return static_cast<char*>(op.out) + (to.first + row) * pitch * size; };
     auto place = [&](const Columns& to, int64_t row) { return line(to, row) + to.column * size; };
-    auto products = products_into<T, Columns>([&](const Columns& to, int64_t row, Floats one, Floats two) {
+    auto products = products_into<In, Columns>([&](const Columns& to, int64_t row, Floats one, Floats two) {
         put(line(to, row), one, to.low, to.column, to.first + row);
         put(line(to, row), two, to.high, to.next, to.first + row);
     }, place, std::max<int64_t>(1, op.b), in_width);
-    Weights weights(op, op.k / T::PACK, T::PACK);
+    Weights weights(op, op.k / In::PACK, In::PACK);
     auto panels_of = [&](int64_t pair) { return Panels{weights.panel(2 * pair), weights.panel(2 * pair + 1)}; };
     work.share_out(pairs, CACHED_BYTES / (8 * panel), [&](Share now, Share next) {
-        uint32_t* room = room_for<T>(weights, op.k, rows, now.size());
-        products.want(weights, {2 * next.begin}, 2 * next.size(), warm_tiles<T>(op.k, rows) * now.size());
-        row_blocks<T>(op.k, rows, [&](int64_t first, int64_t count) {
+        uint32_t* room = room_for<In>(weights, op.k, rows, now.size());
+        products.want(weights, {2 * next.begin}, 2 * next.size(), warm_tiles<In>(op.k, rows) * now.size());
+        row_blocks<In>(op.k, rows, [&](int64_t first, int64_t count) {
             for (int64_t pair = now.begin; pair < now.end; ++pair) {
                 int64_t column = 2 * pair * LANES, then = behind_in(pair, now, next);
-                auto* inputs = static_cast<const E*>(op.in) + first * pitch_of<T>(in_width) + column / op.n * op.step_in;
+                auto* inputs = static_cast<const typename In::Element*>(op.in) + first * pitch_of<In>(in_width) + column / op.n * op.step_in;
                 products.multiply(inputs, op.k, count, panels_of(pair), panels_of(then), first == 0,
                                   {first, place_of(column), place_of(column + LANES), lanes_of(int(outputs - column)),
                                    lanes_of(int(std::max<int64_t>(0, outputs - column - LANES)))},
@@ -172,23 +186,23 @@ void linear(const Operation& op, const Step& step, Work& work) {
 }
 
 // out [tokens, n] = silu(in x gate) * (in x up); gate's panels come first, then up's. a: the activation, SILU if 0; more: bias [2, n]
-template <class T>
+template <class T, class In = T>
 void gated(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
     int64_t rows = rows_of(op, step);
     if (rows == 0) return;
-    int64_t words = op.k / T::PACK * LANES, panels = (op.n + LANES - 1) / LANES;
-    auto products = gated_products<T>(op.n, op.a);
+    int64_t words = op.k / In::PACK * LANES, panels = (op.n + LANES - 1) / LANES;
+    auto products = gated_products<T, In>(op.n, op.a);
     auto* bias = static_cast<const float*>(op.more);
-    Weights weights(op, op.k / T::PACK, T::PACK);
+    Weights weights(op, op.k / In::PACK, In::PACK);
     auto panels_of = [&](int64_t panel) { return Panels{weights.panel(panel), weights.panel(panels + panel)}; };
     work.share_out(panels, CACHED_BYTES / (8 * words), [&](Share now, Share next) {
-        uint32_t* room = room_for<T>(weights, op.k, rows, now.size());
-        products.want(weights, {next.begin, panels + next.begin}, next.size(), warm_tiles<T>(op.k, rows) * now.size());
-        row_blocks<T>(op.k, rows, [&](int64_t first, int64_t count) {
+        uint32_t* room = room_for<In>(weights, op.k, rows, now.size());
+        products.want(weights, {next.begin, panels + next.begin}, next.size(), warm_tiles<In>(op.k, rows) * now.size());
+        row_blocks<In>(op.k, rows, [&](int64_t first, int64_t count) {
             for (int64_t panel = now.begin; panel < now.end; ++panel) {
                 int64_t column = panel * LANES, then = behind_in(panel, now, next);
-                products.multiply(static_cast<const E*>(op.in) + first * pitch_of<T>(op.k), op.k, count, panels_of(panel),
+                products.multiply(static_cast<const typename In::Element*>(op.in) + first * pitch_of<In>(op.k), op.k, count, panels_of(panel),
                                   panels_of(then), first == 0,
                                   {static_cast<E*>(op.out) + first * pitch_of<T>(op.n) + column, lanes_of(int(op.n - column)),
                                    bias ? bias + column : nullptr, bias ? bias + op.n + column : nullptr},
@@ -225,7 +239,7 @@ template <class T>
 bool run(const Operation* operations, int64_t count, const Step& step, int threads) {
     Team team(count, threads);
     auto take_part = [&](bool is_caller) {
-        TileUse tiles(use_tiles<T>());
+        TileUse tiles(tiles_allowed);  // also where the type of the model is float: rounded inputs are multiplied by tiles
         for (int64_t number = 0; number < count; number = team.behind(number)) {
             const Operation& op = operations[number];
             if ((is_callers(op.kind) && !is_caller) || !team.enter(number)) continue;
@@ -233,15 +247,18 @@ bool run(const Operation* operations, int64_t count, const Step& step, int threa
             switch (op.kind) {
                 case EMBED: embed<T>(op, step, work); break;
                 case NORM: norm<T>(op, step, work); break;
-                case LINEAR: op.flags & WIDE ? linear<Float>(op, step, work) : linear<T>(op, step, work); break;
+                case LINEAR:
+                    if (op.flags & ROUNDED) linear<T, Bytes>(op, step, work);
+                    else op.flags & WIDE ? linear<Float>(op, step, work) : linear<T>(op, step, work);
+                    break;
                 case QKV: qkv<T>(op, step, work); break;
                 case ATTEND: attend<T>(op, operations[number - 1], step, work); break;  // behind its QKV
-                case GATED: gated<T>(op, step, work); break;
+                case GATED: op.flags & ROUNDED ? gated<T, Bytes>(op, step, work) : gated<T>(op, step, work); break;
                 case ROUTE: route<T>(op, step, work); break;
                 case SORT: sort_pairs<T>(op, step, work); break;
                 case GATHER: gather<T>(op, work); break;
-                case EXPERTS_UP: experts_up<T>(op, work); break;
-                case EXPERTS_DOWN: experts_down<T>(op, work); break;
+                case EXPERTS_UP: op.flags & ROUNDED ? experts_up<T, Bytes>(op, work) : experts_up<T>(op, work); break;
+                case EXPERTS_DOWN: op.flags & ROUNDED ? experts_down<T, Bytes>(op, work) : experts_down<T>(op, work); break;
                 case COMBINE: combine<T>(op, step, work); break;
                 case SELECT: select<T>(op, step, work); break;
                 case OFFER: offer(op, step, team); break;
@@ -254,6 +271,7 @@ bool run(const Operation* operations, int64_t count, const Step& step, int threa
                 case BEST_OF_ALL: best_of_all(op, step, work); break;
                 case WIDEN: widen<T>(op, step, work); break;
                 case CAP: cap(op, step, work); break;
+                case ROUND: round_rows<T>(op, step, work); break;
             }
             team.leave(number);
         }
@@ -335,6 +353,7 @@ int64_t lockstep_exchange_bytes() { return sizeof(Exchange); }
 int64_t lockstep_linkage_bytes() { return sizeof(Linkage); }
 int64_t lockstep_peer_bytes() { return sizeof(Peer); }
 int64_t lockstep_routing_bytes() { return sizeof(Routing); }
+int64_t lockstep_rounding_bytes() { return sizeof(Rounding); }
 // 12 bits for each of these weights, laid out in panels of whole tiles: first what they need, then they themselves.
 int64_t lockstep_has_avx512() { return LOCKSTEP_AVX512; }
 int64_t lockstep_can_compress() { return CAN_COMPRESS; }

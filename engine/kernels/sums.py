@@ -5,10 +5,10 @@ into its arena and counts one up, waits for the others, and adds all up in the o
 all have the same bits: as much as an all-reduce, inside of the list of operations. Over other transports the
 list is cut there, and the communicator adds up.
 
-The bits do not depend on the number of ranks, within limits (:func:`is_order_fixed`). The inputs of such a
-product are split into parts, the same for any number of ranks (:func:`parts_of`). Each part is added up by
-itself, then neighbours are added: (0 + 1) + (2 + 3). So two ranks add up halves of that, and four ranks one
-part each; what they give is added up in the same order.
+The bits do not depend on the number of ranks, within limits (:func:`parallel.parts.is_order_fixed`). The
+inputs of such a product are split into parts (:mod:`parallel.parts`). Each part is added up by itself, then
+neighbours are added: (0 + 1) + (2 + 3). So two ranks add up halves of that, and four ranks one part each;
+what they give is added up in the same order.
 
 What a rank gave is read by the others until they give for the next sum. So the same memory may be written
 for the sum after that: two areas in turn would do, if steps had an even number of sums. Where it is odd the
@@ -32,36 +32,9 @@ from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.tensor_parallel import TensorRank
 
 NUM_AREAS = 4
-MOST_PARTS = 4
-"""Parts of the inputs of a product; so many ranks may have them."""
-_TILE_INPUTS = 32
-"""Inputs that a tile of AMX takes.
-
-Vectors would compute a product whose parts cut one.
-"""
 _ALIGNMENT = 64
 _OFFERED = 0
 """Index of an arena's word that counts the sums given by its rank."""
-
-
-def parts_of(inputs: int) -> int:
-    """Parts of a product's inputs that are added up by themselves, over all ranks.
-
-    It depends on the model alone: the most that leave tiles whole, or words where there are no tiles.
-    """
-    unit = 2 if inputs % _TILE_INPUTS else _TILE_INPUTS
-    return next((parts for parts in (MOST_PARTS, 2) if inputs % (parts * unit) == 0), 1)
-
-
-def is_order_fixed(inputs: int, ranks: int) -> bool:
-    """Whether so many ranks have whole parts, as many each."""
-    return parts_of(inputs) % ranks == 0
-
-
-def parts_here(inputs: int, ranks: int) -> int:
-    """Parts of the ``inputs`` that one of so many ranks has."""
-    whole = inputs * ranks
-    return parts_of(whole) // ranks if is_order_fixed(whole, ranks) else 1
 
 
 class Area(NamedTuple):

@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#if defined(__AVX512BF16__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
 #define LOCKSTEP_AVX512 1
 #include "vectors_avx512.hpp"
 #else

@@ -168,6 +168,23 @@ inline Mask is_less(Words a, Words b) {
     return mask_of(as_floats({_mm256_cmpgt_epi32(b.low, a.low), _mm256_cmpgt_epi32(b.high, a.high)}));
 }
 
+inline Words to_words(Floats value) { return {_mm256_cvtps_epi32(value.low), _mm256_cvtps_epi32(value.high)}; }  // the nearest, ties to even
+inline Words clamped(Words value, int least, int most) {
+    const __m256i low = _mm256_set1_epi32(least), high = _mm256_set1_epi32(most);
+    return {_mm256_min_epi32(_mm256_max_epi32(value.low, low), high), _mm256_min_epi32(_mm256_max_epi32(value.high, low), high)};
+}
+// The lowest byte of each, 16 bytes; the others are 0.
+inline void store_bytes(uint8_t* to, Words value) {
+    __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(value.low, value.high), 0xd8);
+    __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+}
+// The same number, which the compiler takes for another: a product is rounded before something is added to it.
+inline Floats as_it_is(Floats value) {
+    asm("" : "+x"(value.low), "+x"(value.high));
+    return value;
+}
+
 // value * 2^power; the power is a whole number.
 inline Floats times_power_of_2(Floats value, Floats power) {
     power = maximum(minimum(power, filled(254.f)), filled(-252.f));  // in two steps, so that each is the exponent of a normal number
@@ -234,6 +251,18 @@ inline void store_halves(uint32_t* to, const uint16_t* from, bool upper) {
     for (int i = 0; i < 16; ++i) std::memcpy(halves + 4 * i, from + i, 2);
 }
 
+// ---- codes of eight bits: whole numbers, or bits of another number, as words
+inline Words load_int8(const int8_t* from) {
+    auto half = [&](int at) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + at))); };
+    return {half(0), half(8)};
+}
+inline Words rounded_words(Floats value) { return {_mm256_cvtps_epi32(value.low), _mm256_cvtps_epi32(value.high)}; }  // to the nearest one, ties to even
+inline void store_int8(int8_t* to, Words value) {  // the lowest bits of each
+    alignas(32) int32_t all[16];
+    store(all, value);
+    for (int i = 0; i < 16; ++i) to[i] = int8_t(all[i]);
+}
+
 // ---- the multiply-add of everything: a word of weights and one of inputs are PARTS products of lanes, one after the other
 struct FloatParts {
     static constexpr int PARTS = 1;
@@ -246,6 +275,21 @@ struct BFloat16Parts {
     template <int PART>
     static Floats of(Words words) { return as_floats(PART == 0 ? shift_left<16>(words) : and_words(words, filled_words(int(0xffff0000)))); }
     static Floats madd(Floats sum, Floats weights, Floats inputs) { return fmadd(weights, inputs, sum); }
+};
+
+// Words are four bytes: those of weights have signs, those of inputs none. Bytes 0 and 2 are multiplied as numbers of 16 bits, then 1 and 3:
+// products of bytes themselves would be cut off at 16 bits. Sums are whole numbers, in the registers of floats.
+struct BytesParts {
+    static constexpr int PARTS = 2;
+    template <int PART>
+    static Floats of(Words words) {
+        auto half = [](__m256i some) { return _mm256_srai_epi16(PART == 0 ? _mm256_slli_epi16(some, 8) : some, 8); };
+        return as_floats({half(words.low), half(words.high)});
+    }
+    static Floats madd(Floats sum, Floats weights, Floats inputs) {
+        Words one = as_words(weights), other = as_words(inputs);
+        return as_floats(add_words(as_words(sum), {_mm256_madd_epi16(one.low, other.low), _mm256_madd_epi16(one.high, other.high)}));
+    }
 };
 
 // Panels, of so many, that rows go through side by side: their sums, two registers each, fill these.

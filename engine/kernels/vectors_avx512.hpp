@@ -81,6 +81,17 @@ inline Words picked(Mask lanes, Words yes, Words no) { return _mm512_mask_mov_ep
 inline int least_of(Words value, Mask lanes) { return _mm512_mask_reduce_min_epi32(lanes, value); }
 inline Mask is_equal(Words a, Words b) { return _mm512_cmpeq_epi32_mask(a, b); }
 inline Mask is_less(Words a, Words b) { return _mm512_cmplt_epi32_mask(a, b); }
+inline Words to_words(Floats value) { return _mm512_cvtps_epi32(value); }                             // the nearest, ties to even
+inline Words clamped(Words value, int least, int most) {
+    return _mm512_min_epi32(_mm512_max_epi32(value, filled_words(least)), filled_words(most));
+}
+// The lowest byte of each, 16 bytes.
+inline void store_bytes(uint8_t* to, Words value) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(value)); }
+// The same number, which the compiler takes for another: a product is rounded before something is added to it.
+inline Floats as_it_is(Floats value) {
+    asm("" : "+v"(value));
+    return value;
+}
 
 // ---- doubles
 inline Doubles add(Doubles total, Floats x) {
@@ -113,6 +124,11 @@ inline void store_halves(uint32_t* to, const uint16_t* from, bool upper) {
     _mm512_mask_storeu_epi16(to, upper ? 0xaaaaaaaau : 0x55555555u, _mm512_slli_epi32(wide, upper ? 16 : 0));
 }
 
+// ---- codes of eight bits: whole numbers, or bits of another number, as words
+inline Words load_int8(const int8_t* from) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))); }
+inline Words rounded_words(Floats value) { return _mm512_cvtps_epi32(value); }  // to the nearest one, ties to even
+inline void store_int8(int8_t* to, Words value) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(value)); }
+
 // ---- the multiply-add of everything: a word of weights and one of inputs are PARTS products of lanes, one after the other
 struct FloatParts {
     static constexpr int PARTS = 1;
@@ -126,6 +142,18 @@ struct BFloat16Parts {
     static Words of(Words words) { return words; }
     static Floats madd(Floats sum, Words weights, Words inputs) {
         return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)inputs);
+    }
+};
+
+// Words are four bytes: those of weights have signs, those of inputs none. Sums are whole numbers, in the registers of floats.
+struct BytesParts {
+    static constexpr int PARTS = 1;
+    template <int PART>
+    static Words of(Words words) { return words; }
+    static Floats madd(Floats sum, Words weights, Words inputs) {
+        // With the compiler's own function a sum goes from one register to another and back, and weights come from memory for each row.
+        asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(inputs), "v"(weights));
+        return sum;
     }
 };
 

@@ -8,6 +8,8 @@ from engine.kernels.decoder import Attention, Decoder, Layer, Mlp, Moe
 from engine.kernels.experts import PackedExperts
 from engine.kernels.packing import Laid, Packer
 from engine.kernels.recognition.latent import Latents
+from engine.model.quantization.attached import reader_of
+from parallel.parts import parts_here
 
 
 def num_bytes(decoder: Decoder) -> int:
@@ -15,6 +17,11 @@ def num_bytes(decoder: Decoder) -> int:
 
     Spread experts that are here count, too.
     """
+    total: int = sum(weight.numel() * weight.itemsize for weight in _weights(decoder))
+    return total
+
+
+def _weights(decoder: Decoder) -> list[torch.Tensor]:
     weights: list[torch.Tensor] = [] if decoder.output is None else [decoder.output.head]
     for layer in decoder.layers:
         mlp = layer.mlp
@@ -24,34 +31,40 @@ def num_bytes(decoder: Decoder) -> int:
             weights += [each for each in parts if each is not None]
         if isinstance(mlp, Moe):
             weights += [mlp.router, mlp.experts.gate_up_proj, mlp.experts.down_proj]
-    total: int = sum(weight.numel() * weight.itemsize for weight in weights)
-    return total
+    return weights
+
+
+def rounds_inputs(decoder: Decoder) -> bool:
+    """Whether some of its weights are multiplied by inputs in 8 bits."""
+    return any(reader.rounds for weight in _weights(decoder) if (reader := reader_of(weight)) is not None)
 
 
 class PackedMlp:
     """The weights of an MLP."""
 
-    def __init__(self, mlp: Mlp, packer: Packer) -> None:
+    def __init__(self, mlp: Mlp, packer: Packer, ranks: int) -> None:
         self.mlp = mlp
         self.inward = (
             packer.panels(mlp.up, multiple=32) if mlp.gate is None else packer.gate_and_up(mlp.gate, mlp.up)
         )
         """Gate and up, or up alone."""
-        self.down = packer.panels(mlp.down, multiple=32)
+        self.down = packer.panels(
+            mlp.down, multiple=32, parts=parts_here(mlp.width, ranks if mlp.is_partial else 1)
+        )
 
 
 class PackedMoe:
     """The weights of a mixture."""
 
-    def __init__(self, moe: Moe, packer: Packer, dtype: torch.dtype, *, spread: bool) -> None:
+    def __init__(self, moe: Moe, packer: Packer, dtype: torch.dtype, ranks: int, *, spread: bool) -> None:
         self.moe = moe
         self.router = packer.panels(moe.router, multiple=32)
         self.routing = moe.routing.record(dtype)
-        self.shared = None if moe.shared is None else PackedMlp(moe.shared, packer)
+        self.shared = None if moe.shared is None else PackedMlp(moe.shared, packer, ranks)
         self.shared_gate = None if moe.shared_gate is None else packer.panels(moe.shared_gate, multiple=32)
         self.experts: PackedExperts | None = None
         if not spread:
-            self.experts = PackedExperts.of(moe.experts, moe.form, packer)
+            self.experts = PackedExperts.of(moe.experts, moe.form, packer, ranks if moe.is_partial else 1)
 
 
 class PackedLatents:
@@ -115,7 +128,7 @@ def _of_latents(latents: Latents | None) -> list[torch.Tensor]:
 class PackedLayer:
     """The weights of one layer."""
 
-    def __init__(self, layer: Layer, packer: Packer, *, spread: bool) -> None:
+    def __init__(self, layer: Layer, packer: Packer, ranks: int, *, spread: bool) -> None:
         """``spread``: its experts come and go, so they are packed when they are used."""
         attention = layer.attention
         self.layer = layer
@@ -130,12 +143,13 @@ class PackedLayer:
             self.kept = PackedKept(attention, attention.latents, packer)
         else:
             self.latents = PackedLatents(attention, attention.latents, packer)
-        self.out = packer.panels(attention.out, multiple=32)
+        parts = parts_here(attention.width, ranks if attention.is_partial else 1)
+        self.out = packer.panels(attention.out, multiple=32, parts=parts)
         self.mlp: PackedMlp | PackedMoe
         if isinstance(layer.mlp, Mlp):
-            self.mlp = PackedMlp(layer.mlp, packer)
+            self.mlp = PackedMlp(layer.mlp, packer, ranks)
         else:
-            self.mlp = PackedMoe(layer.mlp, packer, attention.out.dtype, spread=spread)
+            self.mlp = PackedMoe(layer.mlp, packer, attention.out.dtype, ranks, spread=spread)
 
 
 def _projections(attention: Attention) -> list[torch.Tensor]:
@@ -157,9 +171,10 @@ class PackedDecoder:
     The embedding and the norms are read as they are.
     """
 
-    def __init__(self, decoder: Decoder, packer: Packer, *, spread: bool) -> None:
+    def __init__(self, decoder: Decoder, packer: Packer, ranks: int, *, spread: bool) -> None:
+        """``ranks``: how many add up products whose results are partial."""
         self.decoder = decoder
-        self.layers = [PackedLayer(layer, packer, spread=spread) for layer in decoder.layers]
+        self.layers = [PackedLayer(layer, packer, ranks, spread=spread) for layer in decoder.layers]
         self.head = None if decoder.output is None else packer.panels(decoder.output.head, multiple=32)
 
     def __repr__(self) -> str:

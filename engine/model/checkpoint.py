@@ -18,15 +18,19 @@ from typing import Any
 
 import msgspec
 
-from engine.config import SHIPPED_MODEL
+from coordinator.distribution import installed_version
+from engine.config import QUANTIZED_MODELS, SHIPPED_MODEL
+from engine.model.gguf.directory import SUFFIX, WEIGHTS, gguf_directory
+from engine.model.gguf.reading import GgufError, read_header
 from engine.model.model_sources import (
     config_defaults,
     has_experts_interface,
     language_config,
     why_not_served,
 )
-from engine.model.quantization.formats import MXFP4, Format, Refused, format_of, method_of
+from engine.model.quantization.formats import MXFP4, Format, Refused, format_of, method_of, why_not_so
 from engine.model.tokenizer_files import OTHER_FORMS, TOKENIZER, TokenizerFilesError, tokenizer_directory
+from parallel.caches import made_once, own_directory
 
 MODELS_DIRECTORY = Path(__file__).parents[1] / "models"
 
@@ -64,8 +68,12 @@ DTYPE_NAMES = {
     "half": "float16",
 }
 
+OF_REPOSITORY = re.compile(r"([^/:\s]+/[^/:\s]+)(?:/([^:\s]+\.gguf)|:([\w.-]+))")
+"""A GGUF file of a repository: owner/name/FILE.gguf, or owner/name:Q4_K_M as in vLLM."""
 FINGERPRINT_SAMPLES = 16
 FINGERPRINT_SAMPLE_BYTES = 4096
+GGUF_HEADER_BYTES = 1 << 20
+"""Most bytes from the beginning of a GGUF file that are part of the digest."""
 
 
 class CheckpointError(ValueError):
@@ -120,6 +128,10 @@ def find_model(
         check(directory)
         return directory
     assert name is not None
+    if found := OF_REPOSITORY.fullmatch(name):
+        directory = _of_gguf(_gguf_of_hub(found[1], revision, found[2], found[3], download))
+        check(directory)
+        return directory
     directory = _of_hub(name, revision, WANTED_FILES, download)
     check(directory)
     if not weights:
@@ -141,19 +153,65 @@ def _find_local(name: str | None) -> Path | None:
         name is None or name == SHIPPED_MODEL
     ):  # also where a directory of this name is; ./lockstep-moe means that one
         return MODELS_DIRECTORY / SHIPPED_MODEL
+    if name in QUANTIZED_MODELS:
+        return _made(name)
     try:
         local = Path(name).expanduser()
         if local.is_dir():
             return local.resolve()
+        if local.suffix == SUFFIX and local.is_file():
+            return _of_gguf(local)
     except (OSError, RuntimeError) as error:  # too long, not readable, ~nobody
         raise CheckpointError(f"model {name[:200]!r} cannot be looked at: {_reason(error)}") from error
-    if name.startswith((".", "/", "~")) or name.count("/") != 1 or local.exists():
+    is_local = name.startswith((".", "/", "~")) or local.exists()
+    if is_local or (name.count("/") != 1 and not OF_REPOSITORY.fullmatch(name)):
         kind = "is not a directory" if local.exists() else "does not exist"
         raise CheckpointError(
-            f"model {name!r} {kind}: give a directory with config.json and *.safetensors, a Hugging Face "
-            f"repository id (owner/name), or nothing for the shipped {SHIPPED_MODEL}"
+            f"model {name!r} {kind}: give a directory with config.json and *.safetensors, a GGUF file, a "
+            f"Hugging Face repository id (owner/name), or nothing for the shipped {SHIPPED_MODEL}"
         )
     return None
+
+
+def _made(name: str) -> Path:
+    """The shipped model in fewer bits."""
+    from engine.model.quantization import making  # numpy, which few need here
+
+    digest = hashlib.sha256(f"{name} {installed_version()}".encode() + Path(making.__file__).read_bytes())
+    source = MODELS_DIRECTORY / SHIPPED_MODEL
+    digest.update((source / WHOLE_FILE).read_bytes())
+    try:
+        kept = own_directory("models") / f"{name}-{digest.hexdigest()[:16]}"
+        if not kept.is_dir():
+            logger.info("making %s of %s, once", name, SHIPPED_MODEL)
+        return made_once(
+            kept, lambda target: making.quantize_checkpoint(source, target, QUANTIZED_MODELS[name])
+        )
+    except OSError as error:
+        raise CheckpointError(f"{name} cannot be made in {error.filename}: {_reason(error)}") from error
+
+
+def _of_gguf(path: Path) -> Path:
+    """The directory made from a GGUF file."""
+    try:
+        return gguf_directory(path)
+    except GgufError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _gguf_of_hub(
+    repository: str, revision: str | None, file: str | None, kind: str | None, download: bool
+) -> Path:
+    """A GGUF file of a repository, by its path or kind (like Q4_K_M)."""
+    wanted = [file] if file else [f"*{kind}{SUFFIX}", f"*{str(kind).lower()}{SUFFIX}"]
+    snapshot = _of_hub(repository, revision, [each for each in wanted if each], download)
+    found = sorted({path for each in wanted if each for path in snapshot.rglob(each)})
+    if len(found) != 1:
+        names = ", ".join(str(path.relative_to(snapshot)) for path in found) or "none"
+        raise CheckpointError(
+            f"{repository} has {len(found)} GGUF files of this name ({names}): give owner/name/FILE{SUFFIX}"
+        )
+    return found[0]
 
 
 @contextlib.contextmanager
@@ -307,6 +365,19 @@ def check_servable(directory: Path, *, trust_remote_code: bool) -> None:
         raise CheckpointError(f"{architecture} {problem}")
 
 
+def check_quantization(directory: Path, name: str | None, *, reads_weights: bool) -> None:
+    """Check what ``--quantization`` names, before any weights are fetched.
+
+    Raises:
+        CheckpointError: it does not go with this checkpoint.
+    """
+    if name is None:
+        return
+    config = _read_json(directory / "config.json", required=True)
+    if problem := why_not_so(config, name, reads_weights=reads_weights):
+        raise CheckpointError(problem)
+
+
 def check_weights(directory: Path) -> None:
     """Check that all files of weights are there and none was cut short.
 
@@ -325,6 +396,8 @@ def weight_files(directory: Path) -> list[Path]:
     Raises:
         CheckpointError: none there, or one that the index names is missing.
     """
+    if (directory / WEIGHTS).is_symlink():  # of a directory that was made from a GGUF file
+        return [directory / WEIGHTS]
     whole = directory / WHOLE_FILE
     if whole.is_file():  # what transformers reads then, whatever index or parts an earlier model left
         return [whole]
@@ -417,6 +490,12 @@ def _check_complete(path: Path) -> None:
     Raises:
         CheckpointError: it has fewer or more.
     """
+    if path.suffix == SUFFIX:
+        try:
+            read_header(path)
+        except GgufError as error:
+            raise CheckpointError(str(error)) from error
+        return
     size = path.stat().st_size
     try:
         with path.open("rb") as file:
@@ -454,7 +533,8 @@ def fingerprint(directory: Path, *, weights: bool = True) -> str:
         digest.update(f"{path.name}:{size}".encode())
         with path.open("rb") as file:
             (header_bytes,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
-            digest.update(file.read(min(header_bytes, size)))
+            most = GGUF_HEADER_BYTES if path.suffix == SUFFIX else size
+            digest.update(file.read(min(header_bytes, most)))
             for sample in range(FINGERPRINT_SAMPLES):
                 file.seek(max(0, (size - FINGERPRINT_SAMPLE_BYTES) * sample // (FINGERPRINT_SAMPLES - 1)))
                 digest.update(file.read(FINGERPRINT_SAMPLE_BYTES))

@@ -17,6 +17,7 @@ import torch
 from engine.attention import Backend, make_attention, why_not_triton
 from engine.attention.base import PLAN_KEYWORD, AttentionPlan, AttentionUse, PackedRows, PagedAttention
 from engine.attention.splits import SPLIT_KEYS
+from engine.config import CacheConfig
 from engine.model.checkpoint import CheckpointError
 from engine.model.probe import run_stage
 
@@ -26,10 +27,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-"""Largest difference of a token, relative to the mean size of a layer's output.
+"""Largest difference of a token, relative to the size of its output (:func:`greatest_difference`).
 
 Rounding makes less, another formula more.
 """
+LEAST_SIZE = 0.1
+"""Least size of a token's output, as a part of the mean size."""
 PROMPT, OTHER_PROMPT = 3 * SPLIT_KEYS + 32, 7
 """Tokens of the two requests of the comparison.
 
@@ -43,7 +46,7 @@ So contexts are cut in the check wherever they might be on this device.
 
 
 def choose_backend(
-    wanted: Literal["auto", "TORCH_SDPA", "TRITON_ATTN"], model: LoadedModel, block_size: int
+    wanted: Literal["auto", "TORCH_SDPA", "TRITON_ATTN"], model: LoadedModel, cache: CacheConfig
 ) -> Backend:
     """The backend for this model.
 
@@ -54,10 +57,13 @@ def choose_backend(
     """
     if wanted == "TORCH_SDPA" or (wanted == "auto" and model.device.type != "cuda"):
         return "TORCH_SDPA"
+    if cache.kv_codes is not None:
+        logger.info("attention: TORCH_SDPA, since TRITON_ATTN reads no %s KV cache", cache.kv_codes)
+        return "TORCH_SDPA"
     began = time.monotonic()
     problem = why_not_triton(model.device)
     if problem is None:
-        problem = _compare(model, block_size)
+        problem = _compare(model, cache.block_size)
     if problem is None:
         logger.info("attention: TRITON_ATTN, checked in %.1f s", time.monotonic() - began)
         return "TRITON_ATTN"
@@ -101,6 +107,18 @@ def _compare(model: LoadedModel, block_size: int) -> str | None:
                 **{PLAN_KEYWORD: both.plan(packed)},
             )
     return both.verdict(TOLERANCE.get(model.dtype, 3e-2))
+
+
+def greatest_difference(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """The largest difference of a token's output [tokens, heads, dim], relative to its own size.
+
+    A token whose output is far smaller than the others' counts as a tenth of their mean: that of a token
+    with a long context is an average over many values, and stands beside those of tokens with short ones.
+    """
+    sizes = expected.double().flatten(1).norm(dim=1)
+    differences = (found.double() - expected.double()).flatten(1).norm(dim=1)
+    least = (LEAST_SIZE * sizes.mean()).clamp(min=1e-6)
+    return (differences / torch.maximum(sizes, least)).max()
 
 
 class _Both:
@@ -186,8 +204,7 @@ class _BothPlans:
             return expected
         try:
             found = self._second.attend(layer, query, key, value, scale=scale, softcap=softcap, sinks=sinks)
-            difference = (found.double() - expected.double()).flatten(1).norm(dim=1).max()
-            self._both.note(difference / expected.double().flatten(1).norm(dim=1).mean().clamp(min=1e-6))
+            self._both.note(greatest_difference(found, expected))
         except Exception as error:  # noqa: BLE001 (a compiler of kernels may raise anything)
             self._second = None
             self._both.fail(error)

@@ -19,6 +19,9 @@ import torch
 
 from engine.model.checkpoint import CheckpointError, ReadingStopped
 from engine.model.expert_weights import expert_modules, expert_parameters, read_experts
+from engine.model.quantization.attached import CodesReader, reader_of
+from engine.model.quantization.layers import keep_codes
+from engine.quantization_config import OnlineName
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +33,18 @@ class HeldExperts:
     """
 
     def __init__(
-        self, model: Any, directory: Path, experts: Sequence[int], limit_bytes: int | None = None
+        self,
+        model: Any,
+        directory: Path,
+        experts: Sequence[int],
+        limit_bytes: int | None = None,
+        online: OnlineName | None = None,
     ) -> None:
-        """``limit_bytes``: of all experts that are held, whatever memory is free."""
+        """``limit_bytes``: of all experts that are held, whatever memory is free.
+
+        ``online``: how plain weights are quantised while they are read.
+        """
+        self._online = online
         self._limit_bytes = limit_bytes
         self._model = model
         self._directory = directory
@@ -65,7 +77,7 @@ class HeldExperts:
         Raises:
             CheckpointError: experts of this checkpoint cannot be read one by one.
         """
-        read_experts(self._model, self._directory, self.experts[:1])
+        read_experts(self._model, self._directory, self.experts[:1], online=self._online)
 
     def max_experts(self, free_bytes: int) -> int:
         """How many experts of each layer fit, with so much free memory beside them.
@@ -126,7 +138,9 @@ class HeldExperts:
                 f"into the {free_bytes / 2**20:.0f} MiB that are free"
             )
         began = time.monotonic()
-        rows = read_experts(self._model, self._directory, missing, should_stop) if missing else {}
+        rows = {}
+        if missing:
+            rows = read_experts(self._model, self._directory, missing, should_stop, self._online)
         change = _Change(held, wanted, missing, rows)
         if len(wanted) * self.bytes_per_expert <= free_bytes and wanted != held:
             with self._swapping:
@@ -182,6 +196,9 @@ class _Change:
         self._kept = [(row, before.index(expert)) for row, expert in enumerate(after) if expert in before]
         self._new = [(row, missing.index(expert)) for row, expert in enumerate(after) if expert in missing]
         self._rows = rows
+        found = {name: reader_of(tensor) for name, tensor in rows.items()}
+        self._readers = {name: reader for name, reader in found.items() if reader is not None}
+        """How to read the codes of the missing ones."""
         self._built: dict[str, torch.Tensor] = {}
 
     def __repr__(self) -> str:
@@ -197,9 +214,22 @@ class _Change:
         for path, module in layers.items():
             for name, parameter in expert_parameters(module):
                 full = f"{path}.{name}"
+                codes = self._codes(full, parameter)
                 tensor = self._built[full] if full in self._built else self._tensor(full, parameter)
-                setattr(module, name, torch.nn.Parameter(tensor, requires_grad=False))
+                fresh = torch.nn.Parameter(tensor, requires_grad=False)
+                if codes is not None:
+                    keep_codes(fresh, name, codes)
+                setattr(module, name, fresh)
             module.num_experts = len(self.after)
+
+    def _codes(self, full: str, parameter: torch.nn.Parameter) -> CodesReader | None:
+        """How to read the codes of these experts; None where one has none."""
+        held, read = reader_of(parameter), self._readers.get(full)
+        if (held is None and self._kept) or (read is None and self._new):
+            return None
+        experts = {row: (held, old) for row, old in self._kept} | {row: (read, new) for row, new in self._new}
+        ordered = [experts[row] for row in sorted(experts)]
+        return CodesReader.of_experts([(reader, at) for reader, at in ordered if reader is not None])
 
     def _tensor(self, full: str, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The rows [after, ...] of one parameter, as it is typed and placed."""

@@ -22,8 +22,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
 from engine.model.checkpoint import CheckpointError, ReadingStopped
+from engine.model.quantization.attached import ATTRIBUTE as CODES
+from engine.model.quantization.attached import readers_of
 from engine.model.text_parts import NAMES, OTHER_MODALITIES
 from engine.model.weight_files import open_weights
+from engine.quantization_config import OnlineName
 from parallel.placement import Placement
 
 ONE_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
@@ -82,11 +85,16 @@ def expert_parameters(module: Any) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def read_experts(
-    model: Any, directory: Path, experts: Sequence[int], should_stop: Callable[[], bool] = lambda: False
+    model: Any,
+    directory: Path,
+    experts: Sequence[int],
+    should_stop: Callable[[], bool] = lambda: False,
+    online: OnlineName | None = None,
 ) -> dict[str, torch.Tensor]:
     """Read some experts of all layers: parameter -> [len(experts), ...], in their order.
 
-    Only their bytes are read; the model, which may hold other ones, is not changed.
+    Only their bytes are read; the model, which may hold other ones, is not changed. Where they are quantised,
+    the tensors know their codes. ``online``: how plain weights are quantised.
 
     Raises:
         CheckpointError: the checkpoint lacks some of them (any more).
@@ -94,7 +102,8 @@ def read_experts(
     """
     layers = expert_modules(model)
     wanted = [f"{path}.{name}" for path, module in layers.items() for name, _ in expert_parameters(module)]
-    found = ExpertReader(model, layers, experts).read_experts(directory, model.dtype, should_stop)
+    reader = ExpertReader(model, layers, experts)
+    found = reader.read_experts(directory, model.dtype, should_stop, online)
     for name in wanted:
         if name not in found or found[name].shape[0] != len(experts):
             raise CheckpointError(f"{directory} lacks experts of {name}: has it changed since the start?")
@@ -183,18 +192,26 @@ class ExpertReader:
         return tensors
 
     def read_experts(
-        self, directory: Path, dtype: torch.dtype, should_stop: Callable[[], bool]
+        self,
+        directory: Path,
+        dtype: torch.dtype,
+        should_stop: Callable[[], bool],
+        online: OnlineName | None,
     ) -> dict[str, torch.Tensor]:
         """The experts alone, converted: parameter -> [experts, ...]."""
         tensors: dict[str, torch.Tensor] = {}
-        with open_weights(directory, dtype) as files:
+        with open_weights(directory, dtype, online) as files:
             for opened in files:
                 for name in opened.keys():  # noqa: SIM118 (safe_open is no dict)
                     if should_stop():
                         raise ReadingStopped
                     if self._target(name)[0] in self._expert_parameters:
                         self.take(opened, name, tensors)
-        return self._convert(tensors)
+        converted = self._convert(tensors)
+        readers = readers_of(files, self._target, self._converters, self._expert_parameters)
+        for name, reader in readers.items():
+            setattr(converted[name], CODES, reader)
+        return converted
 
     def _target(self, name: str) -> tuple[str, str | None]:
         """Parameter of a tensor on disk, and its converter's pattern if it has one."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from engine.model.shard import ShardedClass
 
 PACKED_SUFFIX = re.compile(r"_(blocks|scales)$")
 """MXFP4 stores a matrix as two tensors of these names."""
+CPU = torch.device("cpu")
 LAYOUT_KEEPING = {"MergeModulelist", "Concatenate"}
 """Conversions that commute with cutting."""
 
@@ -35,9 +37,14 @@ def all_tensors(files: Sequence[Any]) -> dict[str, Any]:
 
 
 def read_shard(
-    sharded: ShardedClass, files: Sequence[Any], key_mapping: dict[str, str] | None
+    sharded: ShardedClass,
+    files: Sequence[Any],
+    key_mapping: dict[str, str] | None,
+    device: torch.device = CPU,
 ) -> dict[str, torch.Tensor]:
     """All tensors of opened files that the shard needs, by their names on disk.
+
+    Each is moved to ``device`` as it is read.
 
     Raises:
         CheckpointError: the checkpoint's layout cannot be cut.
@@ -46,7 +53,10 @@ def read_shard(
     tensors: dict[str, torch.Tensor] = {}
     for opened in files:
         for name in opened.keys():  # noqa: SIM118 (safe_open is no dict)
+            before = len(tensors)
             reader.take(opened, name, tensors)
+            for new in [*islice(reversed(tensors), len(tensors) - before)]:
+                tensors[new] = tensors[new].to(device)
     return tensors
 
 

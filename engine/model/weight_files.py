@@ -11,19 +11,30 @@ import torch
 from safetensors import safe_open
 
 from engine.model.checkpoint import INDEX_FILE, CheckpointError, format_of_weights, weight_files
+from engine.model.gguf.configs import METHOD
+from engine.model.gguf.directory import WEIGHTS
+from engine.model.quantization.online import OnlineFiles
 from engine.model.quantization.view import QuantizedFiles
+from engine.quantization_config import OnlineName
 
 
 @contextmanager
-def open_weights(directory: Path, dtype: torch.dtype) -> Iterator[list[Any]]:
+def open_weights(
+    directory: Path, dtype: torch.dtype, online: OnlineName | None = None
+) -> Iterator[list[Any]]:
     """The open files of a checkpoint: objects as safetensors' ``safe_open`` gives them.
 
-    Quantised matrices are in ``dtype``; all files are one then.
+    Quantised matrices are in ``dtype``; all files are one then. ``online``: how plain ones are quantised.
 
     Raises:
         CheckpointError: files are missing, two have a tensor of one name, or a quantised matrix is not whole.
     """
     form, homes = format_of_weights(directory), dict[str, Path]()
+    if form is not None and form.method == METHOD:
+        from engine.model.gguf.files import GgufFiles  # needs a package that is an extra
+
+        yield [GgufFiles(directory / WEIGHTS, dtype)]
+        return
     with ExitStack() as opened:
         files: list[Any] = []
         for path in weight_files(directory):
@@ -35,4 +46,7 @@ def open_weights(directory: Path, dtype: torch.dtype) -> Iterator[list[Any]]:
                         f"of one model there, or add a {INDEX_FILE}"
                     )
                 homes[name] = path
-        yield files if form is None else [QuantizedFiles(files, form, dtype)]
+        if online is not None:
+            yield [OnlineFiles(files, online, dtype)]
+        else:
+            yield files if form is None else [QuantizedFiles(files, form, dtype)]

@@ -11,23 +11,26 @@ import contextlib
 import logging
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, Mxfp4Config
+from transformers.integrations import accelerate
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from engine.attention.base import IMPLEMENTATION, LayerShape, paged_attention
+from engine.attention.kv_codes import KVCodes
 from engine.config import ModelConfig
 from engine.host.deferred import run_deferred
 from engine.model.checkpoint import CheckpointError, ModelInfo, format_of_weights, is_laid_out_as_usual
 from engine.model.cut_check import check, share_run
 from engine.model.expert_weights import ExpertShare, expert_modules, only_experts_of
+from engine.model.experts_function import choose_experts_function
 from engine.model.model_sources import (
     ENCODER,
     LAYER_TYPES,
@@ -38,6 +41,8 @@ from engine.model.model_sources import (
 )
 from engine.model.probe import NOT_THROUGH_INTERFACE, probe_layers, verify
 from engine.model.quantization.attached import attach_codes
+from engine.model.quantization.formats import online_format
+from engine.model.quantization.layers import round_inputs
 from engine.model.quantization.view import log_format
 from engine.model.shard import WHOLE, Shard, ShardedClass, Stage, sharded_class
 from engine.model.shard_weights import all_tensors, random_shard, read_shard
@@ -51,13 +56,6 @@ from parallel.sliced_experts import SlicedExpertParallel
 from parallel.tensor_parallel import TensorRank
 
 logger = logging.getLogger(__name__)
-
-EXPERTS_IMPLEMENTATION = "grouped_mm"
-"""transformers' implementation of MoE layers: tokens sorted by expert, one product per expert.
-
-Measured on CPU (16 experts, 4 per token; batch 1, 8, 32): 12, 28, 48 ms a step, against 13, 38, 55 with
-``eager`` (a Python loop) and 20, 164, 777 with ``batched_mm`` (copies the weights for each token).
-"""
 
 HARMLESS_TENSORS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
 """Buffers that old versions of transformers saved and the model computes by itself."""
@@ -111,9 +109,9 @@ class LoadedModel:
     def weight_bytes(self) -> int:
         return sum(parameter.numel() * parameter.element_size() for parameter in self.module.parameters())
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return sum(layer.bytes_per_token(self.dtype) for layer in self.layers)
+    def kv_bytes_per_token(self, codes: KVCodes | None = None) -> int:
+        """Bytes of a token in the KV cache, with numbers or with codes."""
+        return sum(layer.bytes_per_token(self.dtype, codes) for layer in self.layers)
 
 
 def load_model(
@@ -189,7 +187,7 @@ def _read_model(
     config = _read_config(info, settings)
     model_class, config, is_part = _model_class(info, config, settings.trust_remote_code)
     _check_supported(info, config, model_class)
-    _take_quantization_out(info, config)
+    _take_quantization_out(info, settings, config)
     dummy = settings.load_format == "dummy"
     if dummy and share is not None:
         raise CheckpointError("--load-format dummy with -ep is not built: random experts would not be shared")
@@ -197,11 +195,11 @@ def _read_model(
     try:
         if sharded is not None:
             with _LOADING:
-                module = _read_shard(info, settings, sharded, config, dtype, is_part)
+                module = _read_shard(info, settings, sharded, config, dtype, device, is_part)
         elif dummy:
             module = _make_dummy(model_class, config, dtype, device)
         else:
-            module = _read_weights(info, settings, model_class, config, dtype, is_part, share)
+            module = _read_weights(info, settings, model_class, config, dtype, device, is_part, share)
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:  # whatever the checkpoint may do to transformers' code
@@ -218,7 +216,9 @@ def _read_model(
         placement = assign_experts(info.num_experts, shard.size, "linear")
         _spread_experts(module, ExpertShare(placement, shard.rank), dispatch, WHOLE)
     elif module._can_set_experts_implementation():
-        module.set_experts_implementation(EXPERTS_IMPLEMENTATION)
+        module.set_experts_implementation(choose_experts_function(module))
+    if round_inputs(module) and share is None:
+        sum_experts_in_order(module)
     _fix_rope_scaling(module, _longest(info, settings))
     if sharded is None:
         return _ReadModel(module, experts, expert_layers, WHOLE_STAGE, None)
@@ -252,10 +252,10 @@ def _run_uncut(
     """
 
     def load(part: ShardedClass) -> Any:
-        module = _read_shard(info, settings, part, config, dtype, is_part)
+        module = _read_shard(info, settings, part, config, dtype, device, is_part)
         module = module.to(device).eval().requires_grad_(False)
         if module._can_set_experts_implementation():
-            module.set_experts_implementation(EXPERTS_IMPLEMENTATION)
+            module.set_experts_implementation(choose_experts_function(module))
         _fix_rope_scaling(module, _longest(info, settings))
         return module
 
@@ -304,7 +304,7 @@ def _spread_experts(
     Each tensor-parallel rank of the shard dispatches its slice of the tokens.
     """
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, expert_forward)
-    local_experts = ALL_EXPERTS_FUNCTIONS[EXPERTS_IMPLEMENTATION]
+    local_experts = ALL_EXPERTS_FUNCTIONS[choose_experts_function(module)]
     if shard.size > 1:
         ranks = TensorRank(shard.rank, shard.size, shard.ranks)
         experts: ExpertParallel = SlicedExpertParallel(
@@ -331,7 +331,7 @@ def sum_experts_in_order(module: Any) -> None:
         count = int(layer.num_experts)
         if count not in alone:
             placement = assign_experts(count, 1, "linear")
-            local_experts = ALL_EXPERTS_FUNCTIONS[EXPERTS_IMPLEMENTATION]
+            local_experts = ALL_EXPERTS_FUNCTIONS[choose_experts_function(module)]
             alone[count] = ExpertParallel(placement, 0, "allgather_reducescatter", local_experts)
         setattr(layer, EXPERTS_ATTRIBUTE, alone[count])
     if layers:
@@ -386,10 +386,12 @@ def _check_supported(info: ModelInfo, config: Any, model_class: Any) -> None:
         raise CheckpointError(f"{name} {problem}")
 
 
-def _take_quantization_out(info: ModelInfo, config: Any) -> None:
+def _take_quantization_out(info: ModelInfo, settings: ModelConfig, config: Any) -> None:
     """Let transformers see plain weights, where quantised ones are widened while they are read."""
     form = format_of_weights(Path(info.directory))
     if form is None:
+        if settings.online is not None:
+            log_format(online_format(settings.online))
         return
     log_format(form)
     for part in (config, config.get_text_config(decoder=True)):
@@ -418,20 +420,22 @@ def _read_weights(
     model_class: Any,
     config: Any,
     dtype: torch.dtype,
+    device: torch.device,
     is_part: bool,
     share: ExpertShare | None,
 ) -> Any:
-    options = _load_options(model_class, config, dtype, is_part) | {"output_loading_info": True}
+    options = _load_options(model_class, config, dtype, device, is_part)
     directory = Path(info.directory)
-    is_plain = format_of_weights(directory) is None
+    is_plain = format_of_weights(directory) is None and settings.online is None
     finds_files = is_laid_out_as_usual(directory) or model_class is AutoModelForCausalLM
     if share is None and is_plain and finds_files:
-        module, report = model_class.from_pretrained(
-            info.directory, use_safetensors=True, local_files_only=True, **options
-        )
+        with _straight_to(device):
+            module, report = model_class.from_pretrained(
+                info.directory, use_safetensors=True, local_files_only=True, **options
+            )
         _check_report(info, report, is_part)
         return module
-    with open_weights(directory, dtype) as files:
+    with open_weights(directory, dtype, settings.online) as files, _straight_to(device):
         if share is not None:
             with only_experts_of(model_class, config, share, files) as tensors:
                 module, report = model_class.from_pretrained(None, state_dict=tensors, **options)
@@ -448,28 +452,54 @@ def _read_shard(
     sharded: ShardedClass,
     config: Any,
     dtype: torch.dtype,
+    device: torch.device,
     is_part: bool,
 ) -> Any:
-    options = _load_options(sharded.model_class, config, dtype, is_part) | {"output_loading_info": True}
+    options = _load_options(sharded.model_class, config, dtype, device, is_part)
     if settings.load_format == "dummy":
-        module, _ = sharded.model_class.from_pretrained(None, state_dict=random_shard(sharded), **options)
+        with _straight_to(device):
+            module, _ = sharded.model_class.from_pretrained(None, state_dict=random_shard(sharded), **options)
         return module
-    with open_weights(Path(info.directory), dtype) as files:
-        tensors = read_shard(sharded, files, options.get("key_mapping"))
-    module, report = sharded.model_class.from_pretrained(None, state_dict=tensors, **options)
+    with open_weights(Path(info.directory), dtype, settings.online) as files:
+        tensors = read_shard(sharded, files, options.get("key_mapping"), device)
+    with _straight_to(device):
+        module, report = sharded.model_class.from_pretrained(None, state_dict=tensors, **options)
     _check_report(info, report, is_part)
     attach_codes(module, files, options.get("key_mapping"))
     return module
 
 
-def _load_options(model_class: Any, config: Any, dtype: torch.dtype, is_part: bool) -> dict[str, Any]:
+@contextlib.contextmanager
+def _straight_to(device: torch.device) -> Iterator[None]:
+    """Let transformers read tensor by tensor to one device other than the CPU.
+
+    It asks for the package accelerate then, and needs it only for several devices.
+    """
+    with contextlib.ExitStack() as undo:
+        if device.type != "cpu":
+            before = accelerate.is_accelerate_available
+            undo.callback(setattr, accelerate, "is_accelerate_available", before)
+            accelerate.is_accelerate_available = lambda: True
+        yield
+
+
+def _load_options(
+    model_class: Any, config: Any, dtype: torch.dtype, device: torch.device, is_part: bool
+) -> dict[str, Any]:
     options: dict[str, Any] = {"trust_remote_code": True} if model_class is AutoModelForCausalLM else {}
+    if device.type != "cpu":
+        options["device_map"] = {"": device}
     if is_part:
         options["key_mapping"] = NAMES
     if getattr(config, "quantization_config", None) is not None:  # MXFP4: others were taken out
         options["quantization_config"] = Mxfp4Config(dequantize=True)
     options["ignore_mismatched_sizes"] = True  # _check_report names them; transformers would not
-    return options | {"config": config, "dtype": dtype, "attn_implementation": IMPLEMENTATION}
+    return options | {
+        "config": config,
+        "dtype": dtype,
+        "attn_implementation": IMPLEMENTATION,
+        "output_loading_info": True,
+    }
 
 
 def _check_report(info: ModelInfo, report: dict[str, Any], is_part: bool) -> None:

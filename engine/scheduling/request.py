@@ -75,6 +75,10 @@ class Request:
     """Blocks of this request that the pool knows by hash."""
     num_cached: int = 0
     """Prompt tokens found in the cache at first admission."""
+    blocks_at: str = ""
+    """Address of an instance that has more of its blocks; empty for none."""
+    num_fetched: int = 0
+    """Tokens whose blocks came from there."""
     was_admitted: bool = False
     arrived_at: float = 0.0
     """Arrival in seconds of ``time.perf_counter``; 0 once its times were sent."""
@@ -164,5 +168,6 @@ def from_submit(
         priority=submit.priority,
         cache_salt=submit.cache_salt,
         traceparent=submit.traceparent,
+        blocks_at=submit.blocks_at,
         prompt_logprobs=[None] if params.prompt_logprobs is not None and not submit.output_ids else None,
     )

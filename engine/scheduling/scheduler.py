@@ -284,6 +284,19 @@ class Scheduler:
         self._in_flight.append(UnderWay(step, requests, [request.blocks for request in requests]))
         return step
 
+    def blocks_being_filled(self) -> set[int]:
+        """Blocks whose tokens are computed by steps under way.
+
+        They may have names already.
+        """
+        size = self._rules.block_size
+        return {
+            block
+            for each in self._in_flight
+            for start, end, table in zip(each.step.starts, each.step.ends, each.tables, strict=True)
+            for block in table[start // size : -(-end // size)]
+        }
+
     def restart(self) -> list[Step]:
         """Steps in flight, oldest first, to be run again by the workers.
 

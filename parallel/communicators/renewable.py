@@ -36,6 +36,12 @@ class RenewableCommunicator:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.group!r}>"
 
+    @property
+    def device(self) -> torch.device | None:
+        """Kind of device whose tensors the group carries, too; None: the CPU's only."""
+        found: torch.device | None = getattr(self.group, "device", None)
+        return found
+
     def renew(self, group: Communicator) -> Communicator:
         """Use another group from the next call on; returns the one before. Between two calls."""
         assert (group.rank, group.size) == (self.rank, self.size)

@@ -33,6 +33,7 @@ from router.api.headers import (
     key_of,
     numerics_changed,
     pinned_rank,
+    preferred_rank,
     printable,
     request_id,
     session,
@@ -47,7 +48,7 @@ from router.api.responses.wire import InputTokens, ResponsesRequest
 from router.api.streaming import Call, EventStream, whole_answer
 from router.api.token_generation import GenerateRequest, TokensAnswer
 from router.api.tracing import RequestTrace
-from router.api.validation import check_chat, check_completion, keep_allowed_tools
+from router.api.validation import check_chat, check_completion, keep_allowed_tools, keep_tools_out
 from router.config import HttpConfig
 from router.errors import in_terms_of, refuse
 from router.http.body import decoder, read_body
@@ -261,7 +262,7 @@ class Generating:
         turn_format = TurnFormat(wanted, config, harmony=speaks, sent=sent)
         if turn_format.needs_special_tokens(model.tokenizer):
             wanted.skip_special_tokens = False
-        self._keep_tools_out(wanted)
+        keep_tools_out(wanted, self._config)
         params = sampling_params(wanted, model, self._config.max_logprobs)
         prompt = await run_sized(lambda: chat_prompt(wanted, model), size)
         if turn_format.reads_reasoning or not budget_is_advice:
@@ -282,15 +283,10 @@ class Generating:
         check_chat(wanted)
         model = await self._models.get(wanted.model)
         keep_allowed_tools(wanted)
-        self._keep_tools_out(wanted)
+        keep_tools_out(wanted, self._config)
         with self._quotas.counting(key_of(request)) as booked:
             booked.tokens = await run_sized(lambda: num_prompt_tokens(wanted, model), size)
         return booked.tokens
-
-    def _keep_tools_out(self, wanted: ChatRequest) -> None:
-        """Leave tools out of the prompt, if configured, when the answer may not call them."""
-        if wanted.tool_choice == "none" and self._config.exclude_tools_when_tool_choice_none:
-            wanted.tools = None
 
     async def _with_grammar(
         self, params: SamplingParams, text: str, param: str, places: Mapping[str, str]
@@ -356,7 +352,7 @@ class Generating:
         records = wants_capsule(request)
         samples = make_samples(
             id, wanted, params, prompts, model, pinned_rank(request, wanted), self._chance,
-            session(request, wanted), trace.traceparent, records=records,
+            session(request, wanted), trace.traceparent, records=records, preferred=preferred_rank(request),
         )  # fmt: skip
         timeout, created = deadline(request, wanted), int(time.time())
         answer = shape(

@@ -14,6 +14,8 @@ from router.errors import refuse
 from router.mesh import NumericsChange
 from router.openai_api import GenerationRequest
 
+PREFERRED_RANK = "x-lockstep-preferred-rank"
+"""Request header of an endpoint picker: the instance that it has chosen, by its rank."""
 SESSION_HEADERS = ("x-session-affinity", "x-session-id")
 NUMERICS_CHANGED = "x-lockstep-numerics-changed"
 """Response header: numerics classes between which the answer changed."""
@@ -50,6 +52,15 @@ def pinned_rank(request: Request, wanted: GenerationRequest) -> int | None:
             "data_parallel_rank",
         )
     return next(iter(ranks), None)
+
+
+def preferred_rank(request: Request) -> int | None:
+    """Rank of the instance that an endpoint picker has chosen, if it can be read.
+
+    The request goes there if that instance takes it now, and elsewhere if not.
+    """
+    given = request.headers.get(PREFERRED_RANK, "")
+    return int(given) if given.isascii() and given.isdecimal() and len(given) < 10 else None
 
 
 def deadline(request: Request, wanted: GenerationRequest) -> float | None:

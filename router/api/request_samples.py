@@ -42,11 +42,13 @@ def make_samples(
     *,
     may_be_cut: bool = False,
     records: bool = False,
+    preferred: int | None = None,
 ) -> list[OutputStream]:
     """``n`` samples of each prompt, in the order of the answer's choices.
 
     ``chance`` draws the seeds of requests that bring none. ``may_be_cut``: the end of an instance's context
     may end them before the tokens that were asked for are there. ``records``: each has a recorder.
+    ``preferred``: the instance that a single sample goes to if it can.
     """
     if len(prompts) * params.n > MAX_SAMPLES:
         refuse(f"prompts times n may be at most {MAX_SAMPLES}.", "n")
@@ -71,6 +73,7 @@ def make_samples(
                 asked=max_tokens if params.max_tokens and not may_be_cut else 0,
                 sample_index=sample_index,
                 rank=rank,
+                preferred=preferred if alone else None,
                 priority=request.priority or 0,
                 cache_salt=request.cache_salt or "",
                 session=session,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from router.config import HttpConfig
 from router.errors import refuse
 from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
 
@@ -199,6 +200,12 @@ def keep_allowed_tools(request: ChatRequest) -> None:
         names = {_name_of_function(tool) for tool in allowed["tools"]}
         request.tools = [tool for tool in request.tools or () if tool["function"]["name"] in names]
         request.tool_choice = allowed["mode"]
+
+
+def keep_tools_out(request: ChatRequest, config: HttpConfig) -> None:
+    """Leave tools out of the prompt, if configured, when the answer may not call them."""
+    if request.tool_choice == "none" and config.exclude_tools_when_tool_choice_none:
+        request.tools = None
 
 
 def _names(tools: list[dict[str, Any]]) -> list[str]:

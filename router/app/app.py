@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from coordinator.messages import Settings
+from coordinator.messages import View
 from coordinator.process.process import shortage_of
 from coordinator.process.tracing import Tracing
 from router.api.answers import json_response
@@ -25,6 +25,7 @@ from router.api.generating import Generating
 from router.api.replaying import Replaying
 from router.app.dashboard.page import Dashboard
 from router.app.endpoints import Endpoints
+from router.app.fault_status import fault_status
 from router.app.middleware import error_response, middleware
 from router.app.openapi import document
 from router.app.paths import not_there
@@ -47,12 +48,12 @@ def make_app(
     quotas: Quotas | None = None,
     dashboard: Dashboard | None = None,
     tracing: Tracing | None = None,
-    settings: Callable[[], Settings | None] = lambda: None,
+    view: Callable[[], View | None] = lambda: None,
 ) -> Starlette:
     """The ASGI application in front of a mesh.
 
     ``metrics`` may tell of the instances, too; ``quotas`` may be shared with other routers; without a
-    ``dashboard`` there is no page. ``settings`` are those of the mesh, as far as they are known.
+    ``dashboard`` there is no page. ``view`` is the coordinator's newest one.
     """
     metrics = metrics or Metrics(mesh)
     models = TextModels(mesh, config)
@@ -77,7 +78,9 @@ def make_app(
         return json_response(msgspec.json.encode({"version": version_of("lockstep")}))
 
     async def info(request: Request) -> Response:
-        info_of_server = server_info(mesh.model, settings(), len(metrics.reports()), mesh.numerics(), config)
+        seen = view()
+        settings = None if seen is None else seen.settings
+        info_of_server = server_info(mesh.model, settings, len(metrics.reports()), mesh.numerics(), config)
         return json_response(msgspec.json.encode(info_of_server))
 
     async def is_sleeping(request: Request) -> Response:
@@ -85,6 +88,9 @@ def make_app(
 
     async def scales(request: Request) -> Response:
         return json_response(msgspec.json.encode(is_scaling(mesh.instances_by_state())))
+
+    async def faults(request: Request) -> Response:
+        return json_response(msgspec.json.encode(fault_status(view())))
 
     async def openapi(request: Request) -> Response:
         return json_response(document(version_of("lockstep"), with_keys=bool(config.keys), prefix=prefix))
@@ -124,6 +130,7 @@ def make_app(
         Route("/server_info", info, methods=["GET"]),
         Route("/is_sleeping", is_sleeping, methods=["GET"]),
         Route("/is_scaling_elastic_ep", scales, methods=["POST"]),
+        Route("/fault_tolerance/status", faults, methods=["GET"]),
         Route("/openapi.json", openapi, methods=["GET"]),
         Route("/metrics", exposition, methods=["GET"]),
         *(dashboard.routes() if dashboard is not None else ()),

@@ -10,6 +10,7 @@ import msgspec
 from router.api.anthropic_messages import wire as messages
 from router.api.responses.wire import InputTokens, ResponseObject, ResponsesRequest
 from router.api.token_generation import Generated, GenerateRequest
+from router.app.fault_status import FaultStatus
 from router.app.server_info import IsScaling, ServerInfo, Sleeping
 from router.capsule import ReplayAnswer, ReplayRequest
 from router.errors import ErrorBody
@@ -88,6 +89,7 @@ OPERATIONS = [
     Operation("get", "/server_info", "Model, versions and flags", None, ServerInfo),
     Operation("get", "/is_sleeping", "Never", None, Sleeping, is_open=True),
     Operation("post", "/is_scaling_elastic_ep", "Whether instances start or leave", None, IsScaling),
+    Operation("get", "/fault_tolerance/status", "The state of each instance", None, FaultStatus),
     Operation("get", "/metrics", "For Prometheus", is_open=True),
     Operation("get", "/openapi.json", "This document", is_open=True),
 ]  # fmt: skip

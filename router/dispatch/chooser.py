@@ -13,7 +13,7 @@ from engine.scheduling.blocks import prefix_names
 from router.dispatch import policy
 from router.dispatch.ledger import Entry, Ledger
 from router.dispatch.policy import Candidate, Policy, Wish
-from router.dispatch.pool import Instance, Pool
+from router.dispatch.pool import NO_REPORT, Instance, Pool
 from router.mesh import MeshError, Prompt
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ class Chooser:
             MeshError: no instance, or not the one of the rank that it names, can take it now (503). That rank
                 does not exist, or the request asks for more tokens than any instance holds (400).
         """
+        if (preferred := self._preferred(entry, now)) is not None:
+            return preferred
         blocks, wish = self._blocks_of(entry), self._wish(entry)
         if len(self._pool) >= MANY and entry.prompt.rank is None:
             chosen = self._columns().choose(self._policy, entry, blocks, wish, now)
@@ -87,9 +89,10 @@ class Chooser:
                 self._turn += 1
                 return chosen
         instances = self._instances_for(entry)
-        lengths = self._pool.index.prefix_lengths(blocks)
+        lengths, lendable = self._pool.index.prefix_lengths(blocks), self._pool.lendable(blocks)
         found = [
-            self._pool.candidate(instance, now, self._cached(instance, lengths)) for instance in instances
+            self._pool.candidate(instance, now, self._cached(instance, lengths), lendable)
+            for instance in instances
         ]
         able = policy.eligible(found, entry.failed_ranks)
         if not able:
@@ -113,6 +116,17 @@ class Chooser:
         self._turn += 1
         rank = policy.pick(self._policy, policy.of_class(free, wish), wish).rank
         return next(instance for instance in instances if instance.rank == rank)
+
+    def _preferred(self, entry: Entry, now: float) -> Instance | None:
+        """The instance that an endpoint picker chose, if it can take a new request now."""
+        rank = entry.prompt.preferred
+        if rank is None or entry.owed or entry.failed_ranks or entry.prompt.rank is not None:
+            return None
+        instance = next((each for each in self._pool if each.rank == rank), None)
+        if instance is None:
+            return None
+        able = [each for each in policy.eligible([instance.candidate(now)]) if each.admitted]
+        return instance if policy.with_room(policy.that_hold(able, entry.most)) else None
 
     def _wish(self, entry: Entry) -> Wish:
         return Wish(
@@ -140,15 +154,26 @@ class Chooser:
         blocks = self._blocks_of(entry)
         length = self._pool.index.prefix_length(instance.name, blocks)
         cached = length * instance.capacity.block_size if instance.capacity is not None else 0
-        entry.uncached = entry.work - cached
+        entry.blocks_at, spared = self._source_for(instance, blocks, cached)
+        entry.uncached = entry.work - cached - spared
         if not entry.prompt.background:
             self.counts["affinity_hits" if cached else "affinity_misses"] += 1
-        number = instance.dispatch(entry.work, now, cached=cached)
+        number = instance.dispatch(entry.work, now, cached=cached + spared)
         self._ledger.place(entry, instance.name, number)
         entry.is_computed_in(instance.fingerprint)
         if instance.capacity is not None and instance.capacity.caches_prefixes:
             self._pool.index.expect(instance.name, number, blocks[length:])
         return number
+
+    def _source_for(self, instance: Instance, blocks: Sequence[int], cached: int) -> tuple[str, int]:
+        """Where an instance fetches what it lacks, and the tokens to compute that this spares."""
+        found = self._pool.lender(instance, blocks)
+        if found is None or found[0].capacity is None:
+            return "", 0
+        source, tokens = found
+        price = (instance.report or NO_REPORT).fetch_price
+        spared = policy.spared(tokens - cached, price)
+        return (source.capacity.blocks_at, int(spared)) if spared and source.capacity else ("", 0)
 
     def settle(self, entry: Entry) -> None:
         """End the booking of a try's blocks: its first token came, or never will.

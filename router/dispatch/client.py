@@ -36,6 +36,7 @@ from router.dispatch.mover import RequestMover
 from router.dispatch.policy import Policy, eligible
 from router.dispatch.pool import Instance, InstanceHealth, Pool
 from router.dispatch.receiver import MessageReceiver
+from router.dispatch.reservations import Reservations
 from router.dispatch.shadowing import Shadowing
 from router.dispatch.stream import Stream
 from router.faults import Faults
@@ -76,6 +77,7 @@ class MeshClient:
         self._model: ServedModel | None = None
         self._pool = Pool()
         self._ledger = Ledger()
+        self._policy = policy
         self._chooser = Chooser(self._pool, self._ledger, policy)
         self._connections: dict[str, InstanceConnection] = {}
         """By instance. One that has none is not attached, and gets nothing."""
@@ -139,6 +141,10 @@ class MeshClient:
             MeshError: no instance can take it (503), or the rank it names does not exist (400).
         """
         return self._generate(prompt)
+
+    def reservations(self) -> Reservations:
+        """Counts requests that another process dispatches; this one may then dispatch none."""
+        return Reservations(self._pool, self._policy)
 
     def give_up_all(self, why: str) -> list[str]:
         """End every request in flight with a 503; returns their ids."""

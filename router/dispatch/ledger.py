@@ -113,6 +113,8 @@ class Entry:
     """When the client's request came, on the monotonic clock."""
     loss: Loss | None = None
     """The loss that made the request move, until it has a token again."""
+    blocks_at: str = ""
+    """Where the instance of its current try may fetch KV blocks (``Submit.blocks_at``)."""
     sink: TokenSink | None = None
     """Where a single token goes at once: see :meth:`router.mesh.Generation.hand_over`.
 
@@ -134,6 +136,7 @@ class Entry:
             owed=self.owed,
             traceparent=self.prompt.traceparent,
             background=self.prompt.background,
+            blocks_at=self.blocks_at,
         )
 
     def moves(self, loss: Loss) -> None:

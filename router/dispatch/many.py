@@ -15,9 +15,11 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from engine.transfers.price import FEWEST, WORTH
 from router.dispatch import policy
 from router.dispatch.ledger import Entry
 from router.dispatch.policy import Policy, Wish
@@ -42,6 +44,8 @@ COLUMNS = (
     "held",  # tokens that a request may have
     "at_once",
     "host",
+    "identity",  # number of the cache's; 0 if it lends and fetches nothing
+    "fetch_price",
     "admitted",
 )
 """What a choice needs of an instance.
@@ -120,6 +124,7 @@ class Many:
         self._slot_of_rank: dict[int, int] = {}
         self._free: list[int] = []
         self._hosts: dict[str, int] = {}
+        self._identities: dict[str, int] = {"": 0}
         self._on_trial: set[int] = set()
         """Slots of instances that failed lately: time decides whether they are admitted."""
         self._shares_cores = False
@@ -155,11 +160,12 @@ class Many:
             case Policy.CONSISTENT_HASH:
                 return self._home(wish.key, free) if wish.key else None
             case Policy.LEAST_LOADED:
-                cached = self._cached(blocks)
+                cached = self._cached(self._pool.index.prefix_groups(blocks))
                 costs = self._costs(wish.tokens, cached, None) + cached
                 return self._instances[self._cheapest(costs, free)]
             case _:
-                return self._prefix_aware(self._cached(blocks), wish, free, now)
+                cached = self._cached(self._pool.index.prefix_groups(blocks))
+                return self._prefix_aware(cached, self._spared(blocks, cached), wish, free, now)
 
     # ---- filters
 
@@ -180,18 +186,20 @@ class Many:
 
     # ---- prices
 
-    def _prefix_aware(self, cached: Floats, wish: Wish, free: Bools, now: float) -> Instance | None:
+    def _prefix_aware(
+        self, cached: Floats, spared: Floats | None, wish: Wish, free: Bools, now: float
+    ) -> Instance | None:
         longest = float(cached[free].max())
         elsewhere = longest - cached if longest else None
         crowd = None if elsewhere is None else self._crowds(now)
-        prices = self._costs(wish.tokens, cached, elsewhere, crowd)
+        prices = self._costs(wish.tokens, cached, elsewhere, crowd, spared)
         if self._shares_cores:
             prices /= self._shares(free)
         doubtful = free & (cached < longest)
         if longest:
             doubtful &= self._column("crowd") != self._column("waiting")
             if doubtful.any():
-                self._settle(prices, free, doubtful, cached, wish, now)
+                self._settle(prices, free, doubtful, cached, spared, wish, now)
         best = self._cheapest(prices, free)
         if not wish.key:
             return self._instances[best]
@@ -206,11 +214,19 @@ class Many:
         return home if stays else self._instances[best]
 
     def _costs(
-        self, tokens: int, cached: Floats, elsewhere: Floats | None, crowd: Floats | None = None
+        self,
+        tokens: int,
+        cached: Floats,
+        elsewhere: Floats | None,
+        crowd: Floats | None = None,
+        spared: Floats | None = None,
     ) -> Floats:
         """As :func:`router.dispatch.policy.cost`, for all."""
         column, uncached = self._column, tokens - cached
         found: Floats = column("work") + uncached
+        if spared is not None:
+            found -= spared
+            elsewhere = None if elsewhere is None else np.maximum(0.0, elsewhere - spared)
         if elsewhere is not None and crowd is not None:
             found += (policy.COPY_COST + crowd * (1.0 + crowd)) * elsewhere
         share = self._pool.index.evictions.share
@@ -239,6 +255,7 @@ class Many:
         free: Bools,
         doubtful: Bools,
         cached: Floats,
+        spared: Floats | None,
         wish: Wish,
         now: float,
     ) -> None:
@@ -249,6 +266,11 @@ class Many:
             instance = self._instances[slot]
             assert instance is not None
             candidate = self._pool.candidate(instance, now, int(cached[slot]))
+            if spared is not None and spared[slot]:
+                price = float(self._column("fetch_price")[slot])
+                candidate = msgspec.structs.replace(
+                    candidate, fetchable_tokens=round(float(spared[slot]) / (1.0 - price))
+                )
             exact = policy.cost(candidate, wish.tokens, int(longest - cached[slot]))
             prices[slot] = exact / float(shares[slot])
 
@@ -274,10 +296,22 @@ class Many:
             equal = equal[[np.argmin(self._column("rank")[equal])]]
         return int(equal[0])
 
-    def _cached(self, blocks: Sequence[int]) -> Floats:
-        """Tokens of the prompt that each instance has."""
+    def _spared(self, blocks: Sequence[int], cached: Floats) -> Floats | None:
+        """As :func:`router.dispatch.policy.spared_by_fetching`, for all; None if that is 0 everywhere."""
+        groups = self._pool.index.stored_groups(blocks) if len(self._identities) > 1 else {}
+        if not groups:
+            return None
+        identities = self._column("identity").astype(np.intp)
+        lendable = np.zeros(len(self._identities))
+        np.maximum.at(lendable, identities, self._cached(groups))
+        lendable[0] = 0.0
+        prices, fetchable = self._column("fetch_price"), lendable[identities] - cached
+        spared: Floats = np.where((fetchable >= FEWEST) & (prices <= WORTH), fetchable * (1.0 - prices), 0.0)
+        return spared if spared.any() else None
+
+    def _cached(self, groups: dict[int, int]) -> Floats:
+        """Tokens of the prompt that each instance has, from groups of the index."""
         cached = np.zeros(self._table.shape[1])
-        groups = self._pool.index.prefix_groups(blocks)
         if not groups:
             return cached
         if self._bits_of is not self._pool.index.names:
@@ -360,6 +394,11 @@ class Many:
             self._homes.joined(instance.rank)
         return slot
 
+    def _identity_of(self, instance: Instance) -> int:
+        if not instance.lends or instance.capacity is None:
+            return 0
+        return self._identities.setdefault(instance.capacity.cache_identity, len(self._identities))
+
     def _fill(self, instance: Instance) -> None:
         slot = self._slot_for(instance)
         seen = self._pool.candidate(instance, instance.crowd_at)
@@ -384,6 +423,8 @@ class Many:
             math.inf if limits is None else limits.num_blocks * limits.block_size,
             math.inf if limits is None or limits.at_once is None else limits.at_once,
             self._hosts.setdefault(seen.host, len(self._hosts)),
+            self._identity_of(instance),
+            seen.fetch_price,
             True,
         )
         self._shares_cores |= limits is not None and limits.at_once is not None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from engine.messages import Capacity
+from engine.transfers.price import FEWEST, WORTH
 
 STALLED_AFTER = 15.0
 """Seconds without a step despite work after which an instance gets no new requests."""
@@ -92,6 +93,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """None until it has answered."""
     numerics: str | None = None
     """Name of its numerics class; None if unknown."""
+    fetchable_tokens: int = 0
+    """Tokens of the prompt that it does not have, and another instance could lend it."""
+    fetch_price: float = 1.0
+    """What such a token costs, in tokens to compute."""
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,17 +189,32 @@ def cost(candidate: Candidate, tokens: int, elsewhere: int = 0) -> float:
 
     It is the tokens that wait there, those of the prompt's ``tokens`` that are not cached, what decoding
     takes of each step meanwhile, and what that costs other requests. ``elsewhere`` of the uncached tokens are
-    cached on another instance, and need not be computed at all.
+    cached on another instance, and need not be computed at all. Some of them may be fetched instead.
     """
     uncached = tokens - candidate.cached_tokens
     found = candidate.waiting_tokens + uncached + DECODE_COST * candidate.requests
-    found += (COPY_COST + delayed(candidate)) * elsewhere
+    fetched = spared_by_fetching(candidate)
+    found -= fetched
+    found += (COPY_COST + delayed(candidate)) * max(0.0, elsewhere - fetched)
     limits = candidate.capacity
     if limits is None:
         return found
     found += eviction_cost(candidate, uncached)
     found += CONTEXT_COST * min(1.0, candidate.blocks / limits.num_blocks)
     return found + QUEUE_COST * num_queued(candidate, -(-tokens // limits.block_size))
+
+
+def spared_by_fetching(candidate: Candidate) -> float:
+    """Tokens to compute that are spared if what another instance can lend is fetched.
+
+    It is if the instance finds that faster: see :mod:`engine.transfers.price`.
+    """
+    return spared(candidate.fetchable_tokens, candidate.fetch_price)
+
+
+def spared(tokens: int, price: float) -> float:
+    """Tokens to compute that fetching so many spares; 0 if it is too dear."""
+    return tokens * (1.0 - price) if tokens >= FEWEST and price <= WORTH else 0.0
 
 
 def delayed(candidate: Candidate) -> float:

@@ -39,6 +39,7 @@ class Sent(msgspec.Struct, frozen=True):
 
 
 NOTHING_SENT = Sent(0, 0, 0, 0)
+NOTHING: Mapping[str, int] = {}
 
 
 def _sum(total: Sent, part: Sent, sign: int) -> Sent:
@@ -187,8 +188,25 @@ class Instance:
         self.asked_back = False
         return was_attached
 
+    @property
+    def lends(self) -> bool:
+        """Whether KV blocks can be fetched from it, and by it."""
+        return self.attached and self.capacity is not None and bool(self.capacity.blocks_at)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests there, the unreported ones included."""
+        report = self.report or NO_REPORT
+        return report.running + report.waiting + len(self.unreported)
+
     def candidate(
-        self, now: float, *, cached_tokens: int = 0, vacant: int | None = None, wanted_share: float = 0.0
+        self,
+        now: float,
+        *,
+        cached_tokens: int = 0,
+        vacant: int | None = None,
+        wanted_share: float = 0.0,
+        fetchable_tokens: int = 0,
     ) -> Candidate:
         """This instance for the policy; :meth:`Pool.candidate` adds what is known of its cache."""
         report, sent = self.report or NO_REPORT, self.sent
@@ -199,7 +217,7 @@ class Instance:
             admitted=self.breaker.admits(now),
             stalled_for=0.0 if self.moved else self.member.load.stalled_for,
             waiting_tokens=report.uncached_tokens + sent.uncached,
-            requests=report.running + report.waiting + len(self.unreported),
+            requests=self.num_requests,
             dispatches=self.last_dispatch,
             cached_tokens=cached_tokens,
             blocks=report.blocks_used + sent.blocks,
@@ -211,6 +229,8 @@ class Instance:
             wanted_share=wanted_share,
             capacity=self.capacity,
             numerics=self.fingerprint,
+            fetchable_tokens=fetchable_tokens,
+            fetch_price=report.fetch_price,
         )
 
 
@@ -270,10 +290,13 @@ class Pool:
         self.index.touched.clear()
         return touched
 
-    def candidate(self, instance: Instance, now: float, cached_tokens: int = 0) -> Candidate:
+    def candidate(
+        self, instance: Instance, now: float, cached_tokens: int = 0, lendable: Mapping[str, int] = NOTHING
+    ) -> Candidate:
         """An instance for the policy, with its cache.
 
-        ``cached_tokens`` are those of the prompt that its cache holds.
+        ``cached_tokens`` are those of the prompt that its cache holds. ``lendable``: those that any instance
+        can lend, by the identity of the cache.
         """
         if instance.capacity is None:
             return instance.candidate(now)
@@ -284,7 +307,44 @@ class Pool:
             cached_tokens=cached_tokens,
             vacant=max(0, instance.capacity.num_blocks - kept),
             wanted_share=self.index.evictions.share,
+            fetchable_tokens=self._fetchable(instance, cached_tokens, lendable),
         )
+
+    def _fetchable(self, instance: Instance, cached_tokens: int, lendable: Mapping[str, int]) -> int:
+        if instance.capacity is None or not instance.lends:
+            return 0
+        return max(0, lendable.get(instance.capacity.cache_identity, 0) - cached_tokens)
+
+    def lendable(self, blocks: Sequence[int]) -> Mapping[str, int]:
+        """Tokens of a prompt that an instance can lend, by the identity of its cache."""
+        found: dict[str, int] = {}
+        for name, length in self.index.stored_lengths(blocks).items() if blocks else ():
+            instance = self._instances.get(name)
+            if instance is not None and instance.lends and instance.capacity is not None:
+                identity = instance.capacity.cache_identity
+                found[identity] = max(found.get(identity, 0), length * instance.capacity.block_size)
+        return found
+
+    def lender(self, taker: Instance, blocks: Sequence[int]) -> tuple[Instance, int] | None:
+        """The instance that can lend most of a prompt to another, and its tokens there.
+
+        Among equals it is the one with the fewest requests.
+        """
+        if not blocks or not taker.lends or taker.capacity is None:
+            return None
+        able = [
+            (length, other)
+            for name, length in self.index.stored_lengths(blocks).items()
+            if (other := self._instances.get(name)) is not None
+            and other is not taker
+            and other.lends
+            and other.capacity is not None
+            and other.capacity.cache_identity == taker.capacity.cache_identity
+        ]
+        if not able:
+            return None
+        length, best = min(able, key=lambda each: (-each[0], each[1].num_requests, each[1].rank))
+        return best, length * taker.capacity.block_size
 
     def without_group(self, now: float, patience: float) -> list[Instance]:
         """Instances that no group has taken in for ``patience`` seconds.

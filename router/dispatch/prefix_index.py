@@ -7,7 +7,9 @@ bit for each: looking a prompt up costs one look per block, however many instanc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import or_
 
 from engine.messages import BlockEvents
 from engine.scheduling.block_log import split_names
@@ -127,12 +129,7 @@ class PrefixIndex:
 
         Instances that have none are left out.
         """
-        return {
-            name: length
-            for bits, length in self.prefix_groups(blocks).items()
-            for number, name in enumerate(self.names)
-            if bits >> number & 1
-        }
+        return self._by_name(self.prefix_groups(blocks))
 
     def prefix_length(self, name: str, blocks: Sequence[int]) -> int:
         """The same for one instance."""
@@ -151,20 +148,26 @@ class PrefixIndex:
 
     def prefix_groups(self, blocks: Sequence[int]) -> dict[int, int]:
         """The same by the bits of those that have equally many, as in :attr:`names`."""
-        lengths: dict[int, int] = {}
-        left = -1
-        length = 0
-        for block in blocks:
-            still = left & (self._stored.get(block, 0) | self._expected.get(block, 0))
-            if still != left and left != -1:
-                lengths[left & ~still] = length
-            left = still
-            if not left:
-                break
-            length += 1
-        if left > 0:
-            lengths[left] = length
-        return lengths
+        if not self._expected:
+            return self.stored_groups(blocks)
+        stored = map(self._stored.get, blocks, repeat(0))
+        return _groups(map(or_, stored, map(self._expected.get, blocks, repeat(0))))
+
+    def stored_groups(self, blocks: Sequence[int]) -> dict[int, int]:
+        """The same of those that the instances have now, and can lend."""
+        return _groups(map(self._stored.get, blocks, repeat(0)))
+
+    def stored_lengths(self, blocks: Sequence[int]) -> dict[str, int]:
+        """Number of the leading blocks that each instance has now."""
+        return self._by_name(self.stored_groups(blocks))
+
+    def _by_name(self, groups: dict[int, int]) -> dict[str, int]:
+        return {
+            name: length
+            for bits, length in groups.items()
+            for number, name in enumerate(self.names)
+            if bits >> number & 1
+        }
 
     # ---- helpers
 
@@ -202,6 +205,23 @@ class PrefixIndex:
             for block in [block for block, bits in self._stored.items() if bits & holder.bit]:
                 _take_bit(self._stored, block, holder.bit)
         holder.num_blocks = 0
+
+
+def _groups(holders: Iterable[int]) -> dict[int, int]:
+    """Lengths by the bits of those that hold so many of the first blocks."""
+    lengths: dict[int, int] = {}
+    left, number = -1, -1
+    for number, bits in enumerate(holders):
+        still = left & bits
+        if still != left:
+            if left != -1:
+                lengths[left & ~still] = number
+            left = still
+            if not left:
+                return lengths
+    if left > 0:
+        lengths[left] = number + 1
+    return lengths
 
 
 def _take_bit(table: dict[int, int], block: int, bit: int) -> None:

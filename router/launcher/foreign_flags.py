@@ -14,8 +14,8 @@ from coordinator.settings.foreign import Foreign
 _MERGE = "there is no LoRA: merge the adapter into the weights and serve the result"
 _TEXT = "only text is served: leave it out"
 _WEIGHTS = (
-    "how a checkpoint is quantised is seen in it, and plain weights are not quantised at start: leave it "
-    "out, and give a checkpoint in the format that you want (docs/use/quantization.md)"
+    "how a checkpoint is quantised is seen in it: leave it out; --quantization has names for plain weights "
+    "(docs/use/quantization.md)"
 )
 _NO_CODE = "no code of others runs in the server: leave it out"
 _NO_CODE_CHECKPOINT = "other files of a model are read from a directory only: download them and give that"
@@ -161,7 +161,7 @@ _REFUSED_SWITCHES = {
     _BALANCED: (
         "data-parallel-hybrid-lb", "data-parallel-external-lb", "data-parallel-multi-port-external-lb",
     ),
-    "KV blocks have the data type of the model, without scales: leave it out": ("calculate-kv-scales",),
+    "with --kv-cache-dtype each token has scales of its own: leave it out": ("calculate-kv-scales",),
     _NO_SLEEP: ("enable-sleep-mode",),
     _NO_RETURN: ("enable-return-routed-experts", "return-sampling-mask"),
     "the model chooses its tokens: leave it out": ("enable-trace-replay",),
@@ -180,9 +180,8 @@ _REFUSED_SWITCHES = {
 }  # fmt: skip
 
 _REFUSED_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
-    _WEIGHTS: {"quantization": ("none",), "quantization-config": (), "torchao-config": ("",)},
-    "KV blocks have the data type of the model (--dtype): leave it out, and lower --max-model-len or "
-    "--max-num-seqs if they do not fit": {"kv-cache-dtype": ("auto",), "kv-cache-dtype-skip-layers": ()},
+    _WEIGHTS: {"quantization-config": (), "torchao-config": ("",)},
+    "--kv-cache-dtype is for all layers: leave it out": {"kv-cache-dtype-skip-layers": ()},
     _MERGE: {"lora-modules": (), "default-mm-loras": (), "lora-paths": (), "lora-target-modules": ()},
     _NO_OFFLOAD: {"cpu-offload-gb": ("0",), "offload-backend": ("auto",), "offload-group-size": ("0",),
         "offload-params": (), "cpu-offload-params": ()},
@@ -302,7 +301,6 @@ _NAMED = {
 }  # fmt: skip
 
 _SHORTS = {
-    "quantization": ("-q",),
     "optimization-level": ("-O",),
     "compilation-config": ("-cc",),
     "attention-config": ("-ac",),

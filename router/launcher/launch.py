@@ -17,7 +17,13 @@ from coordinator.rpc import own_key
 from coordinator.settings.flags import secrets_of, to_argv
 from engine.config import SHIPPED_MODEL, EngineConfig, InstanceConfig
 from engine.host.forked import thread_environment
-from parallel.topology import devices_of_instance, threads_per_worker, workers_of_node
+from parallel.devices import (
+    SHARERS_VARIABLE,
+    devices_of_instance,
+    sharers_of_device,
+    visible_variable,
+)
+from parallel.topology import threads_per_worker, workers_of_node
 from router.config import RouterConfig, ServeConfig
 
 
@@ -59,6 +65,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Number of an instance within its launcher; a restarted instance keeps it."""
     devices: tuple[str, ...] = ()
     """CUDA devices that it sees, named as in ``CUDA_VISIBLE_DEVICES``; none: those that its launcher sees."""
+    sharers: int = 1
+    """Instances that compute on each of its devices."""
 
     def command(self) -> list[str]:
         return [sys.executable, "-P", "-m", self.module or self.role, *self.argv]
@@ -71,7 +79,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
         return {
             **os.environ,
             **thread_environment(self.threads),
-            **({"CUDA_VISIBLE_DEVICES": ",".join(self.devices)} if self.devices else {}),
+            **({visible_variable(): ",".join(self.devices)} if self.devices else {}),
+            **({SHARERS_VARIABLE: str(self.sharers)} if self.sharers > 1 else {}),
             process.PARENT_VARIABLE: str(os.getpid()),
         }
 
@@ -185,6 +194,7 @@ def engine_spec(
         workers=_workers(config.engine),
         number=number,
         devices=_devices(config, number, devices),
+        sharers=_sharers(config, len(devices)),
     )
 
 
@@ -215,6 +225,7 @@ def node_specs(config: ServeConfig, cores: int, devices: Sequence[str] = ()) -> 
             workers=_workers(config.engine, nodes.node_rank),
             number=number,
             devices=_devices(config, number, devices),
+            sharers=_sharers(config, len(devices)),
         )
         for number in range(instances)
     ]
@@ -236,6 +247,15 @@ def _devices(config: ServeConfig, number: int, devices: Sequence[str]) -> tuple[
         None if learns else engine.num_local_workers,
         mesh.instances_here,
     )
+
+
+def _sharers(config: ServeConfig, devices: int) -> int:
+    """Instances on each of this machine's devices."""
+    engine, mesh = config.engine, config.mesh
+    if engine.device.device == "cpu" or config.ray_flag is not None:
+        return 1
+    learns = mesh.headless and engine.model.model is None
+    return sharers_of_device(devices, None if learns else engine.num_local_workers, mesh.instances_here)
 
 
 def _engine_of(config: ServeConfig, number: int) -> EngineConfig:

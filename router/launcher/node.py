@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import uvloop
 
-from parallel.topology import cuda_devices, usable_cores
+from parallel.devices import cuda_devices
+from parallel.topology import usable_cores
 from router.config import ServeConfig
 from router.launcher.launch import node_specs, print_table
 from router.launcher.supervisor import Supervisor

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from coordinator.process.tracing import TracingMissing, check_installed
 from coordinator.settings.flags import changed
-from engine.config import SHIPPED_MODEL
+from engine.config import QUANTIZED_MODELS, SHIPPED_MODEL
 from engine.executor.cluster import why_not
 from engine.groups.transport import installation_problem
 from engine.model.checkpoint import CheckpointError
 from engine.numerics import kind_problem
-from parallel.topology import usable_cores, visible_cuda_devices
+from parallel.devices import visible_cuda_devices
+from parallel.topology import usable_cores
 from router.config import HttpConfig, ServeConfig
 from router.launcher.scaling import Machine, ScalingRefused, check_cores
 from router.text.sampling_defaults import sampling_defaults
@@ -81,8 +82,8 @@ def ignored_revision(config: ServeConfig) -> bool:
     model = config.engine.model
     if model.revision is None:
         return False
-    is_ours = model.model is None or model.model == SHIPPED_MODEL
-    return is_ours or Path(model.model or "").expanduser().is_dir()
+    is_ours = model.model is None or model.model in (SHIPPED_MODEL, *QUANTIZED_MODELS)
+    return is_ours or Path(model.model or ":").expanduser().exists()
 
 
 def ignored_when_headless(config: ServeConfig) -> list[str]:

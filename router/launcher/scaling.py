@@ -94,7 +94,8 @@ def shared_devices(count: int, machine: Machine) -> str:
         return ""
     return (
         f"{count} instances of {machine.devices_per_instance} CUDA device(s) each share the "
-        f"{machine.devices} of this machine: give each its part of a device with --gpu-memory-utilization"
+        f"{machine.devices} of this machine: each takes an equal part of a device's memory, unless "
+        "--gpu-memory-utilization is given"
     )
 
 

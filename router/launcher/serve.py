@@ -32,7 +32,8 @@ from engine.host import forked
 from engine.host.forked import ForkServer
 from engine.model.checkpoint import CheckpointError
 from engine.settings import resolve
-from parallel.topology import cuda_devices, threads_per_worker, usable_cores, visible_cuda_devices
+from parallel.devices import cuda_devices, visible_cuda_devices
+from parallel.topology import threads_per_worker, usable_cores
 from router.config import HttpConfig, ServeConfig
 from router.http.listen import at_path, bind, wait_for_health
 from router.launcher.endpoint_config import EVERYWHERE
@@ -451,6 +452,10 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "autoscale": (
         _of("router.tools.autoscale.command"),
         "follow the load of a mesh, and start or drain instances",
+    ),
+    "epp": (
+        _of("router.epp.command"),
+        "tell a gateway where requests go (Gateway API Inference Extension)",
     ),
 }
 

@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.utils import floatToGoString
 
-from engine.messages import ITERATION_BOUNDS, STEP_BOUNDS, InstanceReport
+from engine.messages import ITERATION_BOUNDS, STEP_BOUNDS, InstanceReport, TransferCounters
 
 LABELS = ("model_name", "engine")
 CACHE_LABELS = ("block_size", "num_gpu_blocks")
@@ -44,6 +44,8 @@ def of_reports(
         "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
         "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
         "prompt_tokens_cached": "Prompt tokens that were not computed.",
+        "external_prefix_cache_queries": "Prompt tokens whose KV blocks were asked of other instances.",
+        "external_prefix_cache_hits": "Of those, tokens whose blocks came.",
         "spec_decode_num_drafts": "Drafts of tokens computed ahead.",
         "spec_decode_num_draft_tokens": "Tokens that were drafted.",
         "spec_decode_num_accepted_tokens": "Of those, tokens that were the sampled ones.",
@@ -55,6 +57,7 @@ def of_reports(
         name: CounterMetricFamily(f"vllm:{name}", help, labels=LABELS) for name, help in counters.items()
     }
     for rank, report in sorted(reports.items()):
+        moved = report.transfers or TransferCounters()
         values = {
             "num_requests_running": report.running,
             "num_requests_waiting": report.waiting,
@@ -65,13 +68,20 @@ def of_reports(
             "prefix_cache_queries": report.counters.prefix_cache_queries,
             "prefix_cache_hits": report.counters.prefix_cache_hits,
             "prompt_tokens_cached": report.counters.prefix_cache_hits,
+            "external_prefix_cache_queries": moved.queried_tokens,
+            "external_prefix_cache_hits": moved.fetched_tokens,
             "spec_decode_num_drafts": report.counters.drafts,
             "spec_decode_num_draft_tokens": report.counters.drafted_tokens,
             "spec_decode_num_accepted_tokens": sum(report.counters.taken_by_place),
         }
         for name, value in values.items():
             families[name].add_metric((model, str(rank)), value)
-    return [*families.values(), *_by_kind(model, reports, block_size), *_of_lockstep(model, reports)]
+    return [
+        *families.values(),
+        *_by_kind(model, reports, block_size),
+        *_of_transfers(model, reports),
+        *_of_lockstep(model, reports),
+    ]
 
 
 def _by_kind(model: str, reports: Mapping[int, InstanceReport], block_size: int | None) -> Iterable[Metric]:
@@ -108,13 +118,49 @@ def _by_kind(model: str, reports: Mapping[int, InstanceReport], block_size: int 
             asleep.add_metric((*labels, state), float(state == "awake"))
         computed = counters.prompt_tokens - counters.prefix_cache_hits
         sources.add_metric((*labels, "local_compute"), max(0, computed))
-        sources.add_metric((*labels, "local_cache_hit"), counters.prefix_cache_hits)
+        fetched = report.transfers.prompt_tokens if report.transfers is not None else 0
+        sources.add_metric((*labels, "local_cache_hit"), max(0, counters.prefix_cache_hits - fetched))
+        sources.add_metric((*labels, "external_kv_transfer"), fetched)
         for position, count in enumerate(counters.taken_by_place):
             taken.add_metric((*labels, str(position)), count)
         if counters.step_sizes:
             found = buckets(ITERATION_BOUNDS, counters.step_sizes)
             sizes.add_metric(labels, found, counters.scheduled_tokens)
     return [waiting, asleep, sources, sizes, taken, cache]
+
+
+def _of_transfers(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[Metric]:
+    """Metrics of KV blocks that instances fetch from each other."""
+    outcomes = CounterMetricFamily(
+        "lockstep:kv_fetches",
+        "Transfers of KV blocks from other instances, by how they ended.",
+        labels=(*LABELS, "outcome"),
+    )
+    num_bytes = CounterMetricFamily(
+        "lockstep:kv_fetched_bytes", "Bytes of KV blocks that came.", labels=LABELS
+    )
+    seconds = CounterMetricFamily(
+        "lockstep:kv_fetch_seconds", "Time of transfers, from the question to the last block.", labels=LABELS
+    )
+    lent = CounterMetricFamily(
+        "lockstep:kv_lent_blocks", "KV blocks that were held for other instances.", labels=LABELS
+    )
+    price = GaugeMetricFamily(
+        "lockstep:kv_fetch_price",
+        "Measured time to fetch a token over that to compute one; 1: nothing is fetched.",
+        labels=LABELS,
+    )
+    for rank, report in sorted(reports.items()):
+        counters, labels = report.transfers, (model, str(rank))
+        if counters is None:
+            continue
+        for outcome, count in sorted(counters.outcomes.items()):
+            outcomes.add_metric((*labels, outcome), count)
+        num_bytes.add_metric(labels, counters.fetched_bytes)
+        seconds.add_metric(labels, counters.fetch_seconds)
+        lent.add_metric(labels, counters.lent_blocks)
+        price.add_metric(labels, report.fetch_price)
+    return [outcomes, num_bytes, seconds, lent, price]
 
 
 def _of_lockstep(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[Metric]:

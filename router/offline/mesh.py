@@ -27,7 +27,8 @@ from coordinator.addresses import is_ipv6
 from coordinator.config import MeshConfig
 from coordinator.messages import Member, Settings, State
 from coordinator.rpc import keys, own_key
-from parallel.topology import cuda_devices, usable_cores
+from parallel.devices import cuda_devices
+from parallel.topology import usable_cores
 from router.config import ServeConfig
 from router.dispatch.client import MeshClient
 from router.dispatch.policy import Policy

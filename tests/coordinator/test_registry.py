@@ -352,6 +352,10 @@ def test_registering_twice_is_harmless() -> None:
             "--block-size is 8, the mesh has 16",
         ),
         (
+            register("b", settings=msgspec.structs.replace(SETTINGS, kv_cache_dtype="int8")),
+            "this instance differs from the mesh: --kv-cache-dtype is int8, the mesh has auto",
+        ),
+        (
             register("b", settings=msgspec.structs.replace(SETTINGS, model="other", fingerprint="def")),
             "this instance differs from the mesh: model is other (fingerprint def), "
             "the mesh has m (fingerprint abc)",

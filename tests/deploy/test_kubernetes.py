@@ -15,10 +15,12 @@ import yaml
 from coordinator.config import MeshConfig
 from coordinator.settings.flags import parse
 from router.config import RouterConfig
+from router.epp.command import EppConfig
+from router.epp.endpoints import Target
 from tests.deploy.files import DEPLOY, serve_config
 
 KUBERNETES = DEPLOY / "kubernetes"
-OWN_KINDS = {"Kustomization", "Component", "ServiceMonitor", "ScaledObject"}
+OWN_KINDS = {"Kustomization", "Component", "ServiceMonitor", "ScaledObject", "InferencePool"}
 """Kinds that are not of Kubernetes itself."""
 VERSION = "1.31"
 
@@ -35,7 +37,8 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 
 def pod(file: str) -> dict[str, Any]:
-    found: dict[str, Any] = documents(KUBERNETES / "base" / file)[0]["spec"]["template"]["spec"]
+    folder = "components/epp" if file == "epp.yaml" else "base"
+    found: dict[str, Any] = documents(KUBERNETES / folder / file)[0]["spec"]["template"]["spec"]
     return found
 
 
@@ -110,7 +113,23 @@ def test_pods_have_time_to_drain() -> None:
     assert pod("routers.yaml")["terminationGracePeriodSeconds"] >= router.http.shutdown_timeout + 10 + 10
 
 
-@pytest.mark.parametrize("file", ["coordinator.yaml", "instances.yaml", "routers.yaml"])
+def test_the_picker_finds_the_routers_and_the_mesh() -> None:
+    picker = parse(EppConfig, arguments("epp.yaml"), prog="epp", description="")
+    router = parse(RouterConfig, arguments("routers.yaml"), prog="router", description="")
+    assert picker.mesh.coordinator_endpoint == router.mesh.coordinator_endpoint
+    assert picker.mesh.mesh_key_file == router.mesh.mesh_key_file
+    _, own, routers = documents(KUBERNETES / "components" / "epp" / "epp.yaml")
+    (pool,) = documents(KUBERNETES / "components" / "epp" / "inference-pool.yaml")
+    assert picker.targets == [Target(routers["metadata"]["name"], router.http.port)]
+    assert routers["spec"]["selector"] == pool["spec"]["selector"]["matchLabels"]
+    reference = pool["spec"]["endpointPickerRef"]
+    assert (reference["name"], reference["port"]["number"]) == (own["metadata"]["name"], picker.grpc_port)
+    (container,) = pod("epp.yaml")["containers"]
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert ports == {"grpc": picker.grpc_port, "grpc-health": picker.grpc_health_port}
+
+
+@pytest.mark.parametrize("file", ["coordinator.yaml", "instances.yaml", "routers.yaml", "epp.yaml"])
 def test_pods_are_restricted(file: str) -> None:
     (container,) = pod(file)["containers"]
     assert pod(file)["securityContext"]["runAsNonRoot"] is True

@@ -1,7 +1,7 @@
 """The pages of all limits, made from the constants and flags that set them.
 
 ``python -m tests.docs.limits`` writes ``docs/run/limits.md`` (flags, router), ``limits-mesh.md`` (engine, coordinator)
-and ``limits-groups.md`` (parallel).
+and ``limits-groups.md`` (parallel, and transfers of KV blocks).
 Modules are parsed, not imported, so torch stays out.
 """
 
@@ -32,6 +32,8 @@ APART = (
     "coordinator/settings/",
 )
 """Modules whose constants are sizes of computations: no operator meets them."""
+TRANSFERS = "engine/transfers/"
+"""The room whose constants are on the page of groups and links."""
 INNER = re.compile(
     r"^(_|LOOK|POLL|RECONNECT_INTERVAL|MAX_ERROR|MAX_NAMED$|MOST_AT_ONCE|MOST_PLANS|MOST_COMPARED|MOST$)|COMPARED$"
 )
@@ -75,7 +77,7 @@ the router. {MADE}"""
 GROUPS_HEAD = f"""\
 # Limits of groups and links
 
-Each wait, queue and size that communicators and the links between hosts bound. [limits.md](limits.md) has the flags and
+Each wait, queue and size that communicators, the links between hosts and transfers of KV blocks bound. [limits.md](limits.md) has the flags and
 the router. {MADE}"""
 
 
@@ -214,9 +216,10 @@ def default(field: Field) -> str:
     return f"{field.default:,}" if isinstance(field.default, int) else f"{field.default:g}"
 
 
-def tables(packages: tuple[str, ...]) -> Iterator[str]:
-    """A heading and a table for each room of some packages."""
-    wanted = (limit for limit in limits() if limit.module.startswith(packages))
+def tables(packages: tuple[str, ...], but: str = " ") -> Iterator[str]:
+    """A heading and a table for each room of some packages, ``but`` one room."""
+    named = (limit for limit in limits() if limit.module.startswith(packages))
+    wanted = (limit for limit in named if not limit.module.startswith(but))
     for name, group in groupby(wanted, room):
         yield f"\n## {name}/\n\n| constant | value | meaning |\n|---|---|---|"
         for each in group:
@@ -230,8 +233,9 @@ def pages() -> dict[Path, str]:
     lines += [f"| `{each.long_name}` | {default(each)} | {first_sentence(each.help)} |" for each in flags()]
     return {
         FOLDER / "limits.md": "\n".join([*lines, *tables(("router/",))]) + "\n",
-        FOLDER / "limits-mesh.md": "\n".join([MESH_HEAD, *tables(("engine/", "coordinator/"))]) + "\n",
-        FOLDER / "limits-groups.md": "\n".join([GROUPS_HEAD, *tables(("parallel/",))]) + "\n",
+        FOLDER / "limits-mesh.md": "\n".join([MESH_HEAD, *tables(("engine/", "coordinator/"), TRANSFERS)])
+        + "\n",
+        FOLDER / "limits-groups.md": "\n".join([GROUPS_HEAD, *tables(("parallel/", TRANSFERS))]) + "\n",
     }
 
 

@@ -48,10 +48,12 @@ def fresh() -> Iterator[None]:
     library.load()
 
 
-def engine(directory: Path, dtype: str = "bfloat16", block_size: int = 16, **device: Any) -> EngineConfig:
+def engine(
+    directory: Path, dtype: str = "bfloat16", block_size: int = 16, kept: Any = "auto", **device: Any
+) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=str(directory), dtype=dtype),  # type: ignore[arg-type]
-        cache=CacheConfig(block_size=block_size),
+        cache=CacheConfig(block_size=block_size, kv_cache_dtype=kept),
         device=DeviceConfig(device="cpu", **device),
     )
 
@@ -202,6 +204,17 @@ def test_random_weights_are_a_class_of_their_own(directory: Path) -> None:
     arithmetic = loaded(config).arithmetic()
     read, made = (numerics_of(settings, model, info.directory, arithmetic) for model in (config.model, dummy))
     assert read != made
+
+
+def test_codes_of_the_kv_cache_are_a_class_of_their_own(directory: Path) -> None:
+    amx = [Arithmetic("amx", "1", "native")]
+    classes = {}
+    for kept in ("auto", "int8", "int8_per_token_head", "fp8", "fp8_e4m3"):
+        config = engine(directory, kept=kept)
+        classes[kept] = numerics_of(resolve(config)[1], config.model, str(directory), amx)
+    assert len(set(classes.values())) == 3
+    assert classes["int8"] == classes["int8_per_token_head"]
+    assert classes["fp8"] == classes["fp8_e4m3"]
 
 
 def class_of_settings(directory: Path, **settings: Any) -> Numerics:

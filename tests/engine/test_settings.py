@@ -25,6 +25,24 @@ TP, PP = "tensor_parallel_size", "pipeline_parallel_size"
 
 
 @pytest.mark.parametrize(
+    ("device", "asked", "spread"),
+    [("cpu", None, True), ("cuda", None, False), ("cuda", True, True), ("cuda", False, False)],
+)
+def test_on_gpus_experts_are_spread_only_if_asked(device: Any, asked: bool | None, spread: bool) -> None:
+    """Each layer's tokens would travel, which costs more there than reading all experts."""
+    config = EngineConfig(device=DeviceConfig(device=device, enable_expert_parallel=asked))
+    assert resolve(config, 2)[1].enable_expert_parallel is spread
+
+
+def test_experts_reach_each_other_over_nccl_on_gpus_only() -> None:
+    asked: dict[str, Any] = {"enable_expert_parallel": True, "all2all_backend": "nccl"}
+    with pytest.raises(CheckpointError, match="--all2all-backend nccl needs a GPU for each instance"):
+        resolve(EngineConfig(device=DeviceConfig(device="cpu", **asked)), 2)
+    _, settings = resolve(EngineConfig(device=DeviceConfig(device="cuda", **asked)), 2)
+    assert (settings.enable_expert_parallel, settings.all2all_backend) == (True, "nccl")
+
+
+@pytest.mark.parametrize(
     ("device", "said"),
     [
         ({TP: 4}, "6 attention heads and 2 KV heads cannot be divided by 4. Sizes that do: 1, 2, 6"),
@@ -101,7 +119,7 @@ def test_what_the_mesh_overrules_was_given_in_vain() -> None:
     assert ignored_when_joining(EngineConfig()) == []
     given = EngineConfig(
         model=ModelConfig(dtype="float16", max_model_len=100, served_model_name=("a",)),
-        cache=CacheConfig(block_size=8),
+        cache=CacheConfig(block_size=8, kv_cache_dtype="int8"),
         scheduler=SchedulerConfig(
             max_num_seqs=3, max_num_batched_tokens=77, performance_mode="interactivity"
         ),
@@ -120,7 +138,7 @@ def test_what_the_mesh_overrules_was_given_in_vain() -> None:
         {field.long_name, *field.names} for field, value in changed(given) if (field, value) not in kept
     ]
     ignored = ignored_when_joining(given)
-    assert len(ignored) == len(overruled) == 13
+    assert len(ignored) == len(overruled) == 14
     assert all(names & set(ignored) for names in overruled)
 
 
@@ -137,7 +155,13 @@ def test_tokens_of_a_step(device: Any, scheduler: dict[str, int], tokens: int) -
     config = EngineConfig(device=DeviceConfig(device=device), scheduler=SchedulerConfig(**scheduler))
     _, settings = resolve(config)
     assert settings.max_num_batched_tokens == tokens
-    assert adopt(EngineConfig(), settings).scheduler.token_budget() == tokens
+    joins = EngineConfig(device=DeviceConfig(device=device))
+    assert adopt(joins, settings).scheduler.token_budget() == tokens
+    other: Any = "cuda" if device == "cpu" else "cpu"
+    joins = EngineConfig(device=DeviceConfig(device=other))
+    own = tokens if scheduler else {"cpu": 512, "cuda": 2048}[other]
+    if scheduler != {"max_num_seqs": 900}:
+        assert adopt(joins, settings).scheduler.token_budget() == own, "each takes what suits its device"
 
 
 @pytest.mark.parametrize(

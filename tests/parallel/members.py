@@ -35,6 +35,7 @@ from parallel.links.connecting import connect
 from parallel.links.keys import LinkKey
 from parallel.links.meeting import MeetingClient
 from parallel.links.meeting_contract import Prefixed
+from tests.parallel.devices.nccl_over_gloo import nccl_over_gloo
 from tests.parallel.link_pairs import UCX_WAYS
 
 KEY = LinkKey(bytes(range(32)))
@@ -72,6 +73,8 @@ class Member:
             )
             assert group.is_native == (native and load() is not None)
             return group
+        if self.backend == "nccl":
+            return nccl_over_gloo(Prefixed(self.meeting, f"{self._test} {name}"), self.rank, size, timeout)
         if self.backend in ("mixed_hosts", "mixed_apart"):
             return self._mixed(name, size, timeout)
         if self.backend in ("tcp_python", "tcp_mixed"):
@@ -382,7 +385,7 @@ def same_data_everywhere(member: Member) -> None:
     found: dict[str, list[torch.Tensor]] = {}
     kept = member.backend
     ucx = ("ucx", "ucx_shared_memory") if why_not() is None else ()
-    for backend in ("gloo", "shared_memory", "tcp", "tcp_python", "tcp_mixed", *ucx):
+    for backend in ("gloo", "shared_memory", "tcp", "tcp_python", "tcp_mixed", "nccl", *ucx):
         member.backend = backend
         group = member.form(f"same data {backend}")
         found[backend] = [

@@ -48,9 +48,12 @@ UCX = ("ucx",) if NIGHTLY and ucx_links.why_not() is None else ()
 Links over it have tests for each push.
 """
 BACKENDS = ("gloo", "shared_memory", "tcp", *UCX)
-ALL_WAYS = (*BACKENDS, "python", "tcp_python")
-"""Shared memory and sockets with and without the native calls."""
-MOST_WAYS = (*BACKENDS, *(pytest.param(way, marks=pytest.mark.nightly) for way in ("python", "tcp_python")))
+ALL_WAYS = (*BACKENDS, "python", "tcp_python", "nccl")
+"""Shared memory and sockets with and without the native calls; nccl over gloo."""
+MOST_WAYS = (
+    *BACKENDS,
+    *(pytest.param(way, marks=pytest.mark.nightly) for way in ("python", "tcp_python", "nccl")),
+)
 """The same; for each push without those in Python."""
 NUMBERS = itertools.count(100)
 """Tests share one meeting place, in which each has its own."""
@@ -152,21 +155,29 @@ def test_all_transports_give_the_same_bits(crowd: Crowd) -> None:
     crowd.join()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, pytest.param("nccl", marks=pytest.mark.nightly)])
 def test_members_may_be_late_and_leave_early_over_many_epochs(crowd: Crowd, backend: str) -> None:
     crowd.start(members.uneven_paces, backend, 3)
     crowd.join()
 
 
 @pytest.mark.parametrize(
-    ("backend", "size"), [("shared_memory", 2), ("mixed", 3), ("gloo", 2), ("tcp", 2), ("tcp_mixed", 3)]
+    ("backend", "size"),
+    [
+        ("shared_memory", 2),
+        ("mixed", 3),
+        ("gloo", 2),
+        ("tcp", 2),
+        ("tcp_mixed", 3),
+        pytest.param("nccl", 2, marks=pytest.mark.nightly),
+    ],
 )
 def test_views_last_for_slow_readers(crowd: Crowd, backend: str, size: int) -> None:
     crowd.start(members.slow_readers, backend, size)
     crowd.join()
     for rank in range(size):
         shown = crowd.report(rank, "shown")["shown"]
-        assert shown == ([0, 1, 2, 3] if backend == "gloo" else [3, 1, 2, 3])
+        assert shown == ([0, 1, 2, 3] if backend in ("gloo", "nccl") else [3, 1, 2, 3])
 
 
 @pytest.mark.parametrize(

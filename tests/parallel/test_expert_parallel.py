@@ -6,17 +6,20 @@ import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from parallel import expert_parallel
 from parallel.communicators.arithmetic import plain
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.expert_parallel import Dispatch, ExpertParallel
 from parallel.links.meeting import MeetingHost
 from parallel.placement import Placement, assign_experts
 from tests.parallel.other_device import DEVICE, Elsewhere, OtherDevice
+from tests.parallel.thread_group import thread_group
 
 MEMBERS, EXPERTS, HIDDEN, TOP_K = 3, 7, 128, 2
 STEPS = [(5, 0, 2), (900, 300, 1), (0, 0, 1), (64, 700, 650), (3, 3, 3)]
@@ -68,7 +71,7 @@ def tokens(step: int, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torc
 
 
 def serve(
-    experts: ExpertParallel, rank: int, dtype: torch.dtype, device: torch.device = CPU
+    experts: ExpertParallel, rank: int, dtype: torch.dtype, device: torch.device = CPU, module: Any = None
 ) -> list[torch.Tensor]:
     """The results of all steps: as many layers, each fed by the one before."""
     results = []
@@ -77,7 +80,7 @@ def serve(
             hidden, ids, weights = (each.to(device) for each in tokens(step, rank, dtype))
             experts.begin(sizes)
             for _ in range(LAYERS):
-                hidden = experts.forward(None, hidden, ids, weights)
+                hidden = experts.forward(module, hidden, ids, weights)
             results.append(hidden)
     return results
 
@@ -124,6 +127,48 @@ def test_tensors_of_another_device_travel_through_host_memory(dispatch: Dispatch
             assert isinstance(there, Elsewhere)
             assert there.device == DEVICE
             assert torch.equal(there.inside, here)
+
+
+def test_tensors_that_a_group_of_devices_carries_never_see_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums are taken by rank, so they differ from those of one rank by rounding."""
+    groups = thread_group(MEMBERS)
+    layers = SimpleNamespace()
+
+    def member(rank: int) -> tuple[list[torch.Tensor], list[int]]:
+        groups[rank].device = DEVICE
+        placement = assign_experts(EXPERTS, MEMBERS, "round_robin")
+        factors = torch.tensor([1.3 ** (1 + expert) for expert in placement.experts_of(rank)] + [1e9])
+
+        def compute(
+            module: Any, rows: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
+        ) -> torch.Tensor:
+            assert module._is_expert_parallel, "numbers beyond the last are other ranks'"
+            by_choice = factors.to(DEVICE).index_select(0, numbers.reshape(-1)).view(numbers.shape) * weights
+            return (rows * by_choice.sum(1, keepdim=True)).to(rows.dtype)
+
+        with OtherDevice():
+            mine = ExpertParallel(placement, rank, "allgather_reducescatter", compute)
+            mine.join(groups[rank], placement)
+            found = serve(mine, rank, torch.float32, DEVICE, layers)
+            mine.take_counts()
+        return found, mine.tokens_per_expert.tolist()
+
+    monkeypatch.setattr(expert_parallel, "_on_host", lambda _: pytest.fail("through the host"))
+    with ThreadPoolExecutor(MEMBERS) as pool:
+        found = list(pool.map(member, range(MEMBERS)))
+    monkeypatch.undo()
+    for rank in range(MEMBERS):
+        alone = serve(experts(1, 0, "allgather_reducescatter"), rank, torch.float32)
+        for there, here in zip(found[rank][0], alone, strict=True):
+            assert isinstance(there, Elsewhere)
+            torch.testing.assert_close(there.inside, here, rtol=1e-5, atol=1e-5)
+    counts = [sum(each) for each in zip(*[counts for _, counts in found], strict=True)]
+    chosen = [
+        tokens(step, rank, torch.float32)[1].reshape(-1)
+        for step in range(len(STEPS))
+        for rank in range(MEMBERS)
+    ]
+    assert counts == (LAYERS * torch.cat(chosen).bincount(minlength=EXPERTS)).tolist()
 
 
 def test_the_other_device_is_another_one() -> None:

@@ -31,6 +31,8 @@ class ThreadCommunicator:
     def __init__(self, board: _Board, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.processes: dict[int, int] = {}
+        self.device: torch.device | None = None
+        """Kind of device whose tensors it carries, too."""
         self.on_broken: Callable[[CollectiveError], None] | None = None
         self._board = board
 

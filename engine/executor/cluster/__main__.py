@@ -161,7 +161,7 @@ def _with_whole_paths(config: InstanceConfig) -> InstanceConfig:
     The model is served under the name that it was given.
     """
     model, key = config.engine.model, config.mesh.mesh_key_file
-    if model.model not in (None, SHIPPED_MODEL) and Path(model.model).is_dir():
+    if model.model not in (None, SHIPPED_MODEL) and Path(model.model).exists():
         names = model.served_model_name or (model.model,)
         model = msgspec.structs.replace(
             model, model=str(Path(model.model).absolute()), served_model_name=names

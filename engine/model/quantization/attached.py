@@ -7,7 +7,8 @@ was given was widened. Here each parameter learns of which parts of which quanti
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
 from engine.model.quantization.matrices import Codes, QuantizedMatrix
-from engine.model.quantization.view import QuantizedFiles
+from engine.model.quantization.view import CodedFiles
 
 ATTRIBUTE = "lockstep_codes"
 """Attribute of a parameter: how to read its codes."""
@@ -30,21 +31,52 @@ class CodesReader:
         One entry if it is no stack.
         """
         self._experts, self._is_stack = experts, is_stack
+        self._kept: Codes | None = None
 
     def __repr__(self) -> str:
         return f"<CodesReader of {[list(each) for each in self._experts[:1]]} x {len(self._experts)}>"
 
+    @property
+    def rounds(self) -> bool:
+        """Whether inputs are rounded before they are multiplied by this parameter."""
+        rounding = [part.rounding for expert in self._experts for part in expert]
+        return bool(rounding) and rounding[0] is not None and len(set(rounding)) == 1
+
+    @classmethod
+    def of_experts(cls, experts: Sequence[tuple[CodesReader, int]]) -> CodesReader:
+        """Reader of a stack of these: each is one of another reader's."""
+        return cls([reader._experts[number] for reader, number in experts], is_stack=True)
+
+    def keep(self) -> Codes | None:
+        """The codes, which stay in memory once they were read."""
+        if self._kept is None:
+            self._kept = self.read()
+        return self._kept
+
     def read(self) -> Codes | None:
         """The codes, from the checkpoint; None where they are not all of one kind."""
+        if self._kept is not None:
+            return self._kept
         stack = [_joined([part for each in expert for part in _parts(each)], -2) for expert in self._experts]
         if not self._is_stack:
             return stack[0]
         return _joined([_stacked(each) for each in stack], 0)
 
 
+def reader_of(parameter: torch.Tensor) -> CodesReader | None:
+    """How to read the codes of a parameter; None for one that was not quantised."""
+    reader: CodesReader | None = getattr(parameter, ATTRIBUTE, None)
+    return reader
+
+
+def forget_codes(parameter: torch.Tensor) -> None:
+    """Let go of what a parameter knows of its codes: memory, and open files."""
+    parameter.__dict__.pop(ATTRIBUTE, None)
+
+
 def codes_of(parameter: torch.Tensor) -> Codes | None:
     """The codes of a parameter; None for one that was not quantised."""
-    reader: CodesReader | None = getattr(parameter, ATTRIBUTE, None)
+    reader = reader_of(parameter)
     return None if reader is None else reader.read()
 
 
@@ -56,30 +88,51 @@ def attach_codes(module: Any, files: Sequence[Any], key_mapping: dict[str, str] 
     transforms = get_model_conversion_mapping(module, key_mapping)
     converters = [item for item in transforms if isinstance(item, WeightConverter)]
     renamings = [item for item in transforms if not isinstance(item, WeightConverter)]
-    order = {pattern: at for each in converters for at, pattern in enumerate(each.source_patterns)}
     parameters = dict(module.named_parameters())
+
+    def target_of(name: str) -> tuple[str, str | None]:
+        target: tuple[str, str | None] = rename_source_key(
+            name, renamings, converters, module.base_model_prefix, parameters
+        )
+        return target
+
+    stacks = {name for name, parameter in parameters.items() if parameter.dim() == 3}
+    for target, reader in readers_of(files, target_of, converters, stacks).items():
+        if target in parameters:
+            setattr(parameters[target], ATTRIBUTE, reader)
+
+
+def readers_of(
+    files: Sequence[Any],
+    target_of: Callable[[str], tuple[str, str | None]],
+    converters: Sequence[Any],
+    stacks: Container[str],
+) -> dict[str, CodesReader]:
+    """Readers of the parameters that were made of what was just read from these files.
+
+    ``target_of``: the parameter of a tensor on disk, and the pattern of its converter if it has one.
+    ``stacks``: parameters that have a matrix for each expert.
+    """
+    order = {pattern: at for each in converters for at, pattern in enumerate(each.source_patterns)}
     found: dict[str, list[tuple[str, int, QuantizedMatrix]]] = defaultdict(list)
     for file in files:
-        if not isinstance(file, QuantizedFiles):
+        if not isinstance(file, CodedFiles):
             continue
         for name, matrix in file.matrices.items():
             if matrix.taken:
-                target, pattern = rename_source_key(
-                    name, renamings, converters, module.base_model_prefix, parameters
-                )
+                target, pattern = target_of(name)
                 found[target].append((name, order.get(pattern, 0), matrix))
+    readers = {}
     for target, made_of in found.items():
-        parameter = parameters.get(target)
-        if parameter is None:
-            continue
-        is_stack = parameter.dim() == 3
+        is_stack = target in stacks
         experts: dict[str, list[tuple[int, QuantizedMatrix]]] = defaultdict(list)
         for name, at, matrix in sorted(made_of, key=lambda each: dot_natural_key(each[0])):
             experts[name.rpartition(".experts.")[2].partition(".")[0] if is_stack else ""].append(
                 (at, matrix)
             )
         rows = [[matrix for _, matrix in sorted(each, key=lambda one: one[0])] for each in experts.values()]
-        setattr(parameter, ATTRIBUTE, CodesReader(rows, is_stack))
+        readers[target] = CodesReader(rows, is_stack)
+    return readers
 
 
 def _parts(matrix: QuantizedMatrix) -> list[Codes | None]:
@@ -91,7 +144,7 @@ def _stacked(codes: Codes | None) -> Codes | None:
     if codes is None:
         return None
     zeros = None if codes.zeros is None else codes.zeros[None]
-    return Codes(codes.codes[None], codes.scales[None], zeros, codes.bits)
+    return replace(codes, codes=codes.codes[None], scales=codes.scales[None], zeros=zeros)
 
 
 def _joined(parts: Sequence[Codes | None], dim: int) -> Codes | None:
@@ -99,14 +152,14 @@ def _joined(parts: Sequence[Codes | None], dim: int) -> Codes | None:
     known = [each for each in parts if each is not None]
     if len(known) < len(parts) or not known:
         return None
-    kinds = {(each.bits, each.scales.shape[-1], each.codes.shape[-1], each.codes.dim()) for each in known}
-    if len(kinds) > 1:
+    if len({each.kind for each in known}) > 1:
         return None
     zeros = None
     if any(each.zeros is not None for each in known):
         zeros = torch.cat([_or_zero(each) for each in known], dim)
     codes, scales = (torch.cat([getattr(each, name) for each in known], dim) for name in ("codes", "scales"))
-    return Codes(codes, scales, zeros, known[0].bits)
+    rounding = known[0].rounding if len({each.rounding for each in known}) == 1 else None
+    return replace(known[0], codes=codes, scales=scales, zeros=zeros, rounding=rounding)
 
 
 def _or_zero(codes: Codes) -> torch.Tensor:

@@ -8,20 +8,24 @@ them. Which matrices are quantised is seen in the files; what a file cannot say 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
+
+from engine.quantization_config import ONLINE, OnlineName
 
 FIELDS = ("quantization_config", "compression_config", "quantization")
 """Fields of a config.json that say how weights are quantised; the last one is MLX's."""
 MXFP4 = "mxfp4"
 """GPT-OSS's own; transformers widens it."""
 
-Layout = Literal["scaled", "packed", "gptq", "awq"]
+Layout = Literal["scaled", "packed", "gptq", "awq", "online"]
 """How a matrix is stored.
 
 ``scaled``: a tensor of int8 or float8 numbers beside its scales. ``packed``: compressed-tensors' int32 words.
+``online``: plain.
 """
 
 _LAYOUTS: dict[str, Layout] = {
@@ -33,7 +37,7 @@ _LAYOUTS: dict[str, Layout] = {
 """Formats of compressed-tensors that are read."""
 _GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 """What is added to stored zero points, by ``checkpoint_format``."""
-_READ = "compressed-tensors (int8, int4 and fp8), fp8, gptq, awq and mxfp4"
+_READ = "compressed-tensors (int8, int4 and fp8), fp8, gptq, awq, mxfp4 and GGUF files"
 
 
 class Refused(ValueError):
@@ -41,6 +45,28 @@ class Refused(ValueError):
 
     The text is the end of a sentence that says why, and what to do.
     """
+
+
+class Activations(msgspec.Struct, frozen=True):
+    """What becomes of the inputs of some matrices before they are multiplied."""
+
+    targets: tuple[str, ...]
+    """Names of modules; patterns behind ``re:``; or the name of a class of modules."""
+    is_rounded: bool
+    """Whether they are rounded to whole numbers of 8 bits."""
+    is_dynamic: bool = True
+    """Whether each row has its own scale then."""
+    is_symmetric: bool = True
+
+    def are_of(self, module: str, *, by_class: bool) -> bool:
+        """Whether they are the inputs of a module, by its name or by its class.
+
+        All quantised matrices are of the class ``Linear``.
+        """
+        if by_class:
+            return "Linear" in self.targets
+        patterns = [each.removeprefix("re:") for each in self.targets if each.startswith("re:")]
+        return module in self.targets or any(re.match(each, module) for each in patterns)
 
 
 class Format(msgspec.Struct, frozen=True):
@@ -58,6 +84,16 @@ class Format(msgspec.Struct, frozen=True):
     """What is added to GPTQ's stored zero points."""
     rounds_activations: bool = False
     """Whether the checkpoint was made for activations in 8 bits, too."""
+    activations: tuple[Activations, ...] = ()
+    """Inputs of each group of matrices."""
+
+    def activations_of(self, module: str) -> Activations | None:
+        """How the inputs of a module are rounded; None: not at all."""
+        for by_class in (False, True):
+            for each in self.activations:
+                if each.are_of(module, by_class=by_class):
+                    return each if each.is_rounded else None
+        return None
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -97,6 +133,8 @@ def format_of(config: Mapping[str, Any]) -> Format | None:
     if found is None or method == MXFP4:
         return None
     match method:
+        case "gguf":  # of a directory that was made from a file
+            return Format(method, ())
         case "compressed-tensors":
             return _compressed_tensors(found)
         case "fp8":
@@ -117,6 +155,33 @@ def format_of(config: Mapping[str, Any]) -> Format | None:
     raise Refused(_not_read(str(method)))
 
 
+def online_format(name: OnlineName) -> Format:
+    """The format of a plain checkpoint whose weights are quantised while they are read."""
+    activations = (Activations(("Linear",), is_rounded=True),) if name == "int8" else ()
+    return Format(f"--quantization {name}", ("online",), activations=activations)
+
+
+def why_not_so(config: Mapping[str, Any], name: str, *, reads_weights: bool) -> str | None:
+    """Why ``--quantization`` cannot have this value, with what to do; None if it can."""
+    method = method_of(config)
+    if name not in ONLINE:
+        if method == name:
+            return None
+        has = "plain weights" if method is None else f"weights quantised by {method}"
+        return (
+            f"--quantization {name}: the checkpoint has {has}. Leave it out, which serves the checkpoint as "
+            f"it is, or quantise plain weights by one of {', '.join(ONLINE)}"
+        )
+    if method is not None:
+        return (
+            f"--quantization {name} is for plain weights, and those of this checkpoint are quantised by "
+            f"{method}: leave it out"
+        )
+    if not reads_weights:
+        return f"--quantization {name} with --load-format dummy: random weights are not quantised"
+    return None
+
+
 def _compressed_tensors(found: Mapping[str, Any]) -> Format:
     sparse = found.get("sparsity_config")
     if isinstance(sparse, dict) and sparse.get("format") not in (None, "dense"):
@@ -125,6 +190,7 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Format:
         raise Refused(_not_read("compressed-tensors with transforms (rotations) of the activations"))
     layouts: dict[Layout, None] = {}
     blocks: set[tuple[int, int]] = set()
+    activations: list[Activations] = []
     rounds = False
     for group in _groups(found):
         named = str(group.get("format") or found.get("format"))
@@ -137,10 +203,36 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Format:
         if block := _block(weights.get("block_structure")):
             blocks.add(block)
         rounds |= bool(group.get("input_activations"))
+        activations.append(_activations(group))
     if len(blocks) > 1:
         raise Refused(_not_read("compressed-tensors with blocks of several sizes"))
     return Format(
-        "compressed-tensors", tuple(layouts), block=next(iter(blocks), None), rounds_activations=rounds
+        "compressed-tensors",
+        tuple(layouts),
+        block=next(iter(blocks), None),
+        rounds_activations=rounds,
+        activations=tuple(activations),
+    )
+
+
+def _activations(group: Mapping[str, Any]) -> Activations:
+    """What a group says of activations; floats and groups of them stay as they are."""
+    given, named = group.get("input_activations"), group.get("targets")
+    targets = tuple(str(each) for each in named) if isinstance(named, list) else ()
+    for each in targets:
+        try:
+            re.compile(each.removeprefix("re:"))
+        except re.error as error:
+            raise Refused(f"has a quantization_config with the pattern {each!r}: {error}") from error
+    if not isinstance(given, dict):
+        return Activations(targets, is_rounded=False)
+    return Activations(
+        targets,
+        is_rounded=given.get("num_bits") == 8
+        and given.get("type") == "int"
+        and given.get("strategy") in ("token", "tensor"),
+        is_dynamic=bool(given.get("dynamic")),
+        is_symmetric=bool(given.get("symmetric", True)),
     )
 
 

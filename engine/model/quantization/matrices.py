@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -17,9 +18,11 @@ import torch
 from engine.model.checkpoint import CheckpointError
 from engine.model.quantization.codes import AWQ_ORDER, WORD_BITS, unpacked, word_range
 from engine.model.quantization.formats import Format, Layout
+from engine.model.quantization.rounding import MOST_INPUTS, WORD_INPUTS, Rounding
 
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _CODE_DTYPES = ("I8", "F8_E4M3")
+FLOAT8 = torch.float8_e4m3fn
 
 
 class Stored(Protocol):
@@ -37,16 +40,39 @@ class Codes:
     """A matrix, or a stack of them; a weight is ``(code - zero) * scale``."""
 
     codes: torch.Tensor
-    """int8 [..., outputs, inputs], from ``-2 ** (bits - 1)`` on."""
+    """int8 [..., outputs, inputs], from ``-2 ** (bits - 1)`` on.
+
+    Or the bits of floats of 8 bits.
+    """
     scales: torch.Tensor
     """float32 [..., outputs, groups]; groups are of inputs that follow one another."""
     zeros: torch.Tensor | None
     """float32 like the scales; None: all are 0."""
     bits: int
+    is_float: bool = False
+    """Whether codes are floats (float8_e4m3fn)."""
+    rounding: Rounding | None = None
+    """How activations are rounded before they are multiplied; None: not at all."""
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """What codes have in common that lie beside each other."""
+        return self.bits, self.is_float, self.scales.shape[-1], self.codes.shape[-1], self.codes.dim()
+
+    def of(self, number: int) -> Codes:
+        """One matrix of a stack."""
+        zeros = None if self.zeros is None else self.zeros[number]
+        return replace(self, codes=self.codes[number], scales=self.scales[number], zeros=zeros)
+
+    def product(self, x: torch.Tensor, parts: int = 1) -> torch.Tensor:
+        """Product of rows [..., inputs], rounded as these weights want: float32 [..., outputs]."""
+        assert self.rounding is not None
+        return self.rounding.product(x, self.codes, self.scales[:, 0], parts)
 
     def widened(self, dtype: torch.dtype) -> torch.Tensor:
         """The weights."""
-        groups = self.codes.unflatten(-1, (self.scales.shape[-1], -1)).float()
+        codes = self.codes.view(FLOAT8) if self.is_float else self.codes
+        groups = codes.unflatten(-1, (self.scales.shape[-1], -1)).float()
         if self.zeros is not None:
             groups = groups - self.zeros[..., None]
         return (groups * self.scales[..., None]).flatten(-2).to(dtype)
@@ -89,7 +115,7 @@ class QuantizedMatrix(ABC):
 
     def get_dtype(self) -> str:
         """The data type of the numbers that are given, as safetensors names it."""
-        return _DTYPE_NAMES[self._dtype]
+        return DTYPE_NAMES[self._dtype]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Weights of a range of outputs and inputs.
@@ -97,7 +123,7 @@ class QuantizedMatrix(ABC):
         Raises:
             CheckpointError: a scale is no number.
         """
-        rows, columns = _ranges(index, self.shape)
+        rows, columns = ranges_of(index, self.shape)
         self.taken.append((rows, columns))
         weights = self._codes(rows, columns).float()
         zeros = self._zeros(rows, columns)
@@ -119,12 +145,23 @@ class QuantizedMatrix(ABC):
                 return None
             size = columns.stop - columns.start
         middle = self._middle(bits)
-        codes = (self._codes(rows, columns) - middle).to(torch.int8)
+        stored = self._codes(rows, columns)
+        if stored.dtype == FLOAT8:
+            scales = self._scales(rows, columns)[:, ::size].contiguous()
+            return Codes(stored.contiguous().view(torch.int8), scales, None, bits, is_float=True)
+        codes = (stored - middle).to(torch.int8)
         zeros = self._zeros(rows, columns)
         if zeros is not None:
             zeros = zeros[:, ::size] - middle
             zeros = zeros.contiguous() if bool(zeros.any()) else None
-        return Codes(codes, self._scales(rows, columns)[:, ::size].contiguous(), zeros, bits)
+        scales = self._scales(rows, columns)[:, ::size].contiguous()
+        rounding = self.rounding if scales.shape[1] == 1 and zeros is None else None
+        return Codes(codes, scales, zeros, bits, rounding=rounding)
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """How activations are rounded before they are multiplied, if the codes allow it."""
+        return None
 
     @abstractmethod
     def _code_bits(self) -> int:
@@ -256,12 +293,38 @@ class ScaledMatrix(_WithGrid):
             raise self._refuse(f"weight_zero_point has not the shape of {self.SCALES}")
 
     def _code_bits(self) -> int:
-        return 8 if self._parts[self.CODES].get_dtype() == "I8" else 0
+        return 8
 
     def _zeros(self, rows: slice, columns: slice) -> torch.Tensor | None:
         if "weight_zero_point" not in self._parts:
             return None
         return self._spread("weight_zero_point", rows, columns).float()
+
+    @cached_property
+    def rounding(self) -> Rounding | None:
+        """See the base; from config.json, and the scale of activations if there is one."""
+        activations = self._form.activations_of(self._name.removesuffix(".weight"))
+        inputs = self.shape[1]
+        is_fit = inputs % WORD_INPUTS == 0 and inputs <= MOST_INPUTS and self._columns_each == inputs
+        if activations is None or not is_fit or self._parts[self.CODES].get_dtype() != "I8":
+            return None
+        if activations.is_dynamic:
+            return Rounding(is_symmetric=activations.is_symmetric)
+        scale, zero = self._of_activations("input_scale"), 0.0
+        if scale is None or not 0 < scale < float("inf"):
+            raise self._refuse("input_scale, of the activations, is missing or is no number above 0")
+        if not activations.is_symmetric:
+            zero = self._of_activations("input_zero_point") or 0.0
+        return Rounding(scale, int(zero))
+
+    def _of_activations(self, part: str) -> float | None:
+        """A number of the activations of this matrix, which all of them share."""
+        if part not in self._parts:
+            return None
+        values = self._parts[part][...].float().flatten()
+        if values.numel() != 1:
+            raise self._refuse(f"{part} has {values.numel()} numbers: one is expected")
+        return float(values[0])
 
 
 class PackedMatrix(_WithGrid):
@@ -435,6 +498,8 @@ FURTHER_PARTS = frozenset(
         "g_idx",
         "weight_scale_inv",
         "weight_scale",
+        "input_scale",
+        "input_zero_point",
     }
 )
 """Last names of tensors that belong to a quantised matrix, beside its codes and scales."""
@@ -445,7 +510,7 @@ def is_code(stored: Stored) -> bool:
     return stored.get_dtype() in _CODE_DTYPES
 
 
-def _ranges(index: Any, shape: tuple[int, int]) -> tuple[slice, slice]:
+def ranges_of(index: Any, shape: tuple[int, int]) -> tuple[slice, slice]:
     """The ranges of outputs and inputs that an index means.
 
     Raises:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +21,32 @@ NOT_READ = re.compile(
     r"\.(input_scale|input_zero_point|output_scale|[kqv]_(proj\.output_)?scale|activation_scale)$"
 )
 """Scales of activations and of the KV cache, which have the model's data type here."""
+ONE_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*weight)")
+"""Weight of one of several experts: whose, which, and what."""
 _CODES = frozenset(kind.CODES for kind in KINDS) - {WEIGHT}
 _PARTS = FURTHER_PARTS | {kind.SCALES for kind in KINDS}
 
 
-class QuantizedFiles:
+class CodedFiles(ABC):
+    """Files with quantised matrices, as one that safetensors shows."""
+
+    matrices: Mapping[str, QuantizedMatrix]
+    """Quantised matrices by the name of their weights."""
+
+    @abstractmethod
+    def keys(self) -> list[str]:
+        """Names of all tensors, those of matrices ending in ``weight``."""
+
+    @abstractmethod
+    def get_slice(self, name: str) -> Stored:
+        """A tensor that is read when it is indexed."""
+
+    @abstractmethod
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor."""
+
+
+class QuantizedFiles(CodedFiles):
     """All files of a checkpoint as one, as safetensors shows a file.
 
     Parts of a matrix may be in several files.
@@ -39,10 +61,10 @@ class QuantizedFiles:
         self._homes: dict[str, Any] = {name: file for file in files for name in file.keys()}  # noqa: SIM118
         self._form, self._dtype = form, dtype
         self.matrices = dict(self._find())
-        """Quantised matrices by the name of their weights."""
         parts = {name for name in self._homes if self._is_part(name)}
         self._names = [name for name in self._homes if name not in parts and not NOT_READ.search(name)]
         self._names += self.matrices
+        self._check_experts()
         if not self.matrices:
             raise CheckpointError(
                 f"config.json says that weights are quantised by {form.method}, and no tensor is"
@@ -52,18 +74,15 @@ class QuantizedFiles:
         return f"<QuantizedFiles with {len(self.matrices)} matrices of {self._form.method}>"
 
     def keys(self) -> list[str]:
-        """Names of all tensors, those of matrices ending in ``weight``."""
         return self._names
 
     def get_slice(self, name: str) -> Stored:
-        """A tensor that is read when it is indexed."""
         if name in self.matrices:
             return self.matrices[name]
         stored: Stored = self._homes[name].get_slice(name)
         return stored
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor."""
         if name in self.matrices:
             return self.matrices[name][...]
         tensor: torch.Tensor = self._homes[name].get_tensor(name)
@@ -77,6 +96,24 @@ class QuantizedFiles:
             kind = self._kind_of(owner, last)
             parts = {part: self._part(owner, part) for part in self._parts_of(owner, kind)}
             yield f"{owner}.{WEIGHT}", kind(f"{owner}.{WEIGHT}", parts, self._form, self._dtype)
+
+    def _check_experts(self) -> None:
+        """Experts of a layer are one parameter: all of them are quantised, or none.
+
+        Raises:
+            CheckpointError: some are.
+        """
+        quantised: dict[tuple[str, str], str] = {}
+        for name in self.matrices:
+            if found := ONE_EXPERT.fullmatch(name):
+                quantised[found[1], found[3]] = name
+        for name in self._names:
+            found = ONE_EXPERT.fullmatch(name)
+            if found and name not in self.matrices and (other := quantised.get((found[1], found[3]))):
+                raise CheckpointError(
+                    f"{name} is not quantised and {other} is: experts of a layer are quantised together, or "
+                    "not at all ('ignore' in the quantization_config)"
+                )
 
     def _kind_of(self, owner: str, last: str) -> type[QuantizedMatrix]:
         """The class that reads a matrix with codes of this last name."""
@@ -105,7 +142,12 @@ def log_format(form: Format) -> None:
     logger.info(
         "weights quantised by %s are widened to the model's data type while they are read", form.method
     )
-    if form.rounds_activations:
+    if any(each.is_rounded for each in form.activations):
+        logger.info(
+            "activations are rounded to 8 bits where this checkpoint says so, but for fused experts "
+            "with scales of their own"
+        )
+    elif form.rounds_activations:
         logger.info(
             "this checkpoint is for activations in 8 bits; they stay in the model's data type here, which is "
             "more exact"

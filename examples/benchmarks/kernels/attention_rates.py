@@ -3,12 +3,13 @@
 
     python examples/benchmarks/kernels/attention_rates.py
     python examples/benchmarks/kernels/attention_rates.py --heads 16 --kv-heads 8 --dim 128 --lengths 2048
+    python examples/benchmarks/kernels/attention_rates.py --kv-cache-dtype auto int8 --context 4096 --layers 9
 
 One layer's ATTEND operation runs on made-up queries, keys and values. Printed for each prompt length: the
 time of the whole prompt, which comes in pieces as a server would cut it, operations per second, and their
 share of the rate at which these threads multiply matrices. For each number of sequences: one decode step, the
 bytes of keys and values that it reads per second, and their share of the rate at which these threads read
-memory.
+memory. Several kinds of caches take turns, round by round, and their times are compared with the first one's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +28,7 @@ import numpy as np
 import torch
 
 from engine.attention.base import LayerShape
+from engine.attention.kv_codes import KVCodes
 from engine.kernels import library
 from engine.kernels.cache import NativeCache
 from engine.kernels.library import Library
@@ -45,28 +48,53 @@ class Heads(NamedTuple):
     window: int
 
 
-def least_of(action: Callable[[], object], times: int) -> float:
-    """Seconds of the fastest run: other work on the machine only makes it slower."""
-    seconds = []
+Run = Callable[[], None]
+
+
+def least_of_each(runs: Sequence[Run], times: int) -> list[float]:
+    """Seconds of the fastest round of each.
+
+    Other work on the machine only makes it slower. They take turns, so that it slows down all of them.
+    """
+    seconds: list[list[float]] = [[] for _ in runs]
     for _ in range(times):
-        began = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
+        for own, run in zip(seconds, runs, strict=True):
+            began = time.perf_counter()
+            run()
+            own.append(time.perf_counter() - began)
+    return [min(own) for own in seconds]
 
 
-class Layer:
-    """One layer's attention over a cache full of numbers."""
+class Layers:
+    """Attention of layers over a cache full of numbers, one layer a run."""
 
-    def __init__(self, kernels: Library, heads: Heads, positions: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        kernels: Library,
+        heads: Heads,
+        positions: int,
+        dtype: torch.dtype,
+        codes: KVCodes | None = None,
+        number: int = 1,
+    ) -> None:
         self._kernels, self._heads, self._dtype = kernels, heads, dtype
         shape = LayerShape(heads.kv, heads.dim, heads.dim, heads.window or None)
-        self._cache = NativeCache([shape], num_blocks=positions // BLOCK, block_size=BLOCK, dtype=dtype)
+        self._cache = NativeCache(
+            [shape] * number, num_blocks=positions // BLOCK, block_size=BLOCK, dtype=dtype, codes=codes
+        )
         for stored in (*self._cache.keys, *self._cache.values):
-            stored.copy_(torch.randn(stored.shape[1]).to(dtype).expand(stored.shape))
+            if codes is None:
+                stored.copy_(torch.randn(stored.shape[1]).to(dtype).expand(stored.shape))
+            else:
+                stored.copy_(
+                    torch.randint(-100, 100, stored.shape[1:], dtype=torch.int8).expand(stored.shape)
+                )
+        for scales in self._cache.scales:
+            if scales is not None:
+                scales.fill_(0.03)
 
-    def seconds(self, rows: Rows, times: int) -> float:
-        """Least time of the attention of these tokens."""
+    def run_of(self, rows: Rows) -> Run:
+        """Computes the attention of these tokens, with the next layer each time."""
         heads, tokens = self._heads, sum(count for _, count in rows)
         packed, _, wanted = packed_step(rows, 1)
         plan = self._cache.plan(packed, wanted)
@@ -74,20 +102,6 @@ class Layer:
             tokens + SLACK, pitch_of((heads.queries + 2 * heads.kv) * heads.dim, self._dtype)
         ).to(self._dtype)
         out = torch.zeros(tokens + SLACK, pitch_of(heads.queries * heads.dim, self._dtype), dtype=self._dtype)
-        keys, values = self._cache.keys[0], self._cache.values[0]
-        operations = Operations(2)
-        shape = {"a": heads.queries, "b": heads.kv, "c": heads.dim, "d": heads.window, "n": heads.dim}
-        operations.add(OperationKind.QKV, into=queries, out=values, extra=keys, **shape)
-        operations.add(
-            OperationKind.ATTEND,
-            into=queries,
-            out=out,
-            weights=values,
-            extra=keys,
-            number=heads.dim**-0.5,
-            **shape,
-        )
-        spent = np.zeros(len(OperationKind))
         step = StepArguments(
             tokens=tokens,
             num_tasks=len(plan.tasks),
@@ -101,9 +115,32 @@ class Layer:
             offsets=plan.offsets,
             tables=plan.tables,
             tasks=plan.tasks,
-            seconds=spent,
         )
-        return least_of(lambda: operations.run(self._kernels, step, self._dtype, begin=1), times)
+        layers = cycle([self._operations(number, queries, out) for number in range(len(self._cache.keys))])
+
+        def run() -> None:
+            next(layers).run(self._kernels, step, self._dtype, begin=1)
+
+        return run
+
+    def _operations(self, number: int, queries: torch.Tensor, out: torch.Tensor) -> Operations:
+        heads, cache = self._heads, self._cache
+        keys, values = cache.keys[number], cache.values[number]
+        operations = Operations(2)
+        shape = {"a": heads.queries, "b": heads.kv, "c": heads.dim, "d": heads.window, "n": heads.dim}
+        kept = {"codes": cache.codes, "scales": cache.scales[number]}
+        operations.add(OperationKind.QKV, into=queries, out=values, extra=keys, **shape, **kept)
+        operations.add(
+            OperationKind.ATTEND,
+            into=queries,
+            out=out,
+            weights=values,
+            extra=keys,
+            number=heads.dim**-0.5,
+            **shape,
+            **kept,
+        )
+        return operations
 
 
 def pairs_of(rows: Rows, window: int) -> int:
@@ -115,12 +152,15 @@ def pairs_of(rows: Rows, window: int) -> int:
     return total
 
 
-def of_prompts(layer: Layer, heads: Heads, length: int, piece: int, times: int) -> tuple[float, float]:
-    """Seconds and operations of a prompt in pieces."""
-    seconds = operations = 0.0
+def of_prompts(
+    caches: Sequence[Layers], heads: Heads, length: int, piece: int, times: int
+) -> tuple[list[float], float]:
+    """Seconds of a prompt in pieces with each cache, and its operations."""
+    seconds, operations = [0.0 for _ in caches], 0.0
     for start in range(0, length, piece):
         rows = [(start, min(piece, length - start))]
-        seconds += layer.seconds(rows, times)
+        found = least_of_each([layers.run_of(rows) for layers in caches], times)
+        seconds = [one + more for one, more in zip(seconds, found, strict=True)]
         operations += 4 * heads.queries * heads.dim * pairs_of(rows, heads.window)
     return seconds, operations
 
@@ -143,6 +183,14 @@ def main() -> None:
     add("--piece", type=int, default=512, help="tokens of a prompt in one step (default: %(default)s)")
     add("--batches", type=int, nargs="*", default=[1, 8, 32, 64, 128, 256], help="of decode")
     add("--context", type=int, default=300, help="tokens of each sequence in decode (default: %(default)s)")
+    add("--layers", type=int, default=1, help="caches that take turns (default: %(default)s)")
+    add(
+        "--kv-cache-dtype",
+        nargs="+",
+        choices=["auto", "int8", "fp8"],
+        default=["auto"],
+        help="what keys and values are kept as, by turns (default: auto)",
+    )
     add("--times", type=int, default=5, help="of each step, the fastest counts (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -153,37 +201,40 @@ def main() -> None:
     heads = Heads(args.heads, args.kv_heads, args.dim, args.window)
     width = args.context // BLOCK + 1
     positions = max([*args.lengths, *(batch * width * BLOCK for batch in args.batches)]) + BLOCK
-    layer = Layer(kernels, heads, positions, dtype)
-    cached = 2 * heads.kv * heads.dim * dtype.itemsize
-    reach = limits(dtype, min(1 << 28, positions * cached))
+    kinds: list[KVCodes | None] = [None if each == "auto" else each for each in args.kv_cache_dtype]
+    caches = [Layers(kernels, heads, positions, dtype, codes, args.layers) for codes in kinds]
+    shape = LayerShape(heads.kv, heads.dim, heads.dim, None)
+    cached = [shape.bytes_per_token(dtype, codes) for codes in kinds]
+    reach = limits(dtype, min(1 << 28, positions * max(cached)))
     kind = kernels.kind(bfloat16=dtype == torch.bfloat16)
     print(f"{heads}, {args.dtype}, {args.threads} thread(s), {kind}; {machine()}")
     print(f"Memory {reach['memory'] / 1e9:.1f} GB/s, products {reach['matrix'] / 1e9:.0f} GFLOP/s\n")
     lines = []
-    for length in args.lengths:
-        seconds, operations = of_prompts(layer, heads, length, args.piece, args.times)
-        rate = operations / seconds
+
+    def note(step: str, name: str, seconds: float, first: float, rate: float, unit: str, limit: str) -> None:
+        share = f"{100 * rate / reach[limit]:.0f}%"
         lines.append(
             [
-                f"prompt of {length}",
-                f"{1000 * seconds:.2f}",
-                f"{rate / 1e9:.0f} GFLOP/s",
-                f"{100 * rate / reach['matrix']:.0f}%",
-            ]
-        )
-    for batch in args.batches:
-        seconds = layer.seconds([(args.context - 1, 1)] * batch, 20 * args.times)
-        seen = min(args.context, args.window or args.context)
-        rate = batch * seen * cached / seconds
-        lines.append(
-            [
-                f"decode, batch {batch}",
+                step,
+                name,
                 f"{1000 * seconds:.3f}",
-                f"{rate / 1e9:.1f} GB/s",
-                f"{100 * rate / reach['memory']:.0f}%",
+                f"{rate / 1e9:.1f} {unit}/s",
+                share,
+                f"{seconds / first:.2f}",
             ]
         )
-    print_table(["step", "ms", "rate", "share"], lines)
+
+    for length in args.lengths:
+        found, operations = of_prompts(caches, heads, length, args.piece, args.times)
+        for name, seconds in zip(args.kv_cache_dtype, found, strict=True):
+            note(f"prompt of {length}", name, seconds, found[0], operations / seconds, "GFLOP", "matrix")
+    for batch in args.batches:
+        rows = [(args.context - 1, 1)] * batch
+        found = least_of_each([layers.run_of(rows) for layers in caches], 20 * args.times)
+        seen = batch * min(args.context, args.window or args.context)
+        for name, seconds, size in zip(args.kv_cache_dtype, found, cached, strict=True):
+            note(f"decode, batch {batch}", name, seconds, found[0], seen * size / seconds, "GB", "memory")
+    print_table(["step", "cache", "ms", "rate", "share", "of first"], lines)
 
 
 if __name__ == "__main__":

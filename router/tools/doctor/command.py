@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +19,7 @@ from coordinator.rpc import keys, own_key
 from coordinator.settings.flags import Count, Natural, Port, flag, parse
 from engine.probe.facts import Failed, Links
 from engine.probe.links import Ask
-from router.tools.doctor import links, machine, mesh, network, packages, ports, rdma
+from router.tools.doctor import gpu, links, machine, mesh, network, packages, ports, rdma
 from router.tools.doctor.findings import Finding, Level, broken, ok, worst
 from router.tools.doctor.report import print_report, report_of
 
@@ -91,6 +92,7 @@ def examine(config: DoctorConfig) -> tuple[list[Finding], Links | None]:
         *packages.check_packages(),
         *packages.check_torch(packages.ask_torch()),
         *packages.check_extras(),
+        *gpu.check_triton(gpu.read_triton(os.environ), of_machine.has_gpu),
         *machine.check_machine(of_machine),
         ports.check_loopback(),
         *_check_mesh(config),

@@ -11,6 +11,7 @@ import msgspec
 
 from engine.host.memory import available_memory, most_memory
 from parallel.control_groups import cpu_quota
+from parallel.devices import has_device
 from router.tools.doctor.findings import Finding, broken, note, ok, warning
 
 AREA = "machine"
@@ -52,7 +53,7 @@ def read_machine() -> Machine:
         memory=most_memory(),
         free_memory=available_memory(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # the processes take what they may
-        has_gpu=Path("/dev/nvidia0").exists(),
+        has_gpu=has_device(),
     )
 
 

@@ -8,12 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
-from pathlib import Path
 
 import msgspec
 
 from coordinator.distribution import DISTRIBUTION
 from engine.probe.facts import Failed, TorchFacts
+from parallel.devices import has_device
 from router.tools.doctor.findings import Finding, broken, note, ok, warning
 
 AREA = "installation"
@@ -118,8 +118,8 @@ def ask_torch() -> TorchFacts | Failed:
         return Failed(f"the child that loads it ended with status {done.returncode}: {lines[-1]}")
 
 
-def check_torch(facts: TorchFacts | Failed, has_nvidia: bool | None = None) -> list[Finding]:
-    """torch and its devices. ``has_nvidia``: whether the kernel has an NVIDIA device."""
+def check_torch(facts: TorchFacts | Failed, has_gpu: bool | None = None) -> list[Finding]:
+    """torch and its devices. ``has_gpu``: whether the kernel shows one."""
     if isinstance(facts, Failed):
         return [
             broken(AREA, "torch", f"cannot be loaded: {facts.error}", "install torch and transformers again")
@@ -130,10 +130,10 @@ def check_torch(facts: TorchFacts | Failed, has_nvidia: bool | None = None) -> l
     if not facts.gloo:
         fix = "install a torch with gloo, such as the one of pytorch.org"
         findings.append(broken(AREA, "torch", "this build has no gloo, which hosts talk through", fix))
-    return [*findings, _devices(facts, Path("/dev/nvidia0").exists() if has_nvidia is None else has_nvidia)]
+    return [*findings, _devices(facts, has_device() if has_gpu is None else has_gpu)]
 
 
-def _devices(facts: TorchFacts, has_nvidia: bool) -> Finding:
+def _devices(facts: TorchFacts, has_gpu: bool) -> Finding:
     if facts.devices:
         names = ", ".join(
             f"{device.name} ({device.memory_bytes / 2**30:.0f} GiB, sm {device.capability})"
@@ -141,13 +141,16 @@ def _devices(facts: TorchFacts, has_nvidia: bool) -> Finding:
         )
         nccl = f"NCCL {facts.nccl}" if facts.nccl else "no NCCL"
         return ok(AREA, "devices", f"{names}; {nccl}")
-    if has_nvidia and facts.cuda is None:
-        text = "there is an NVIDIA device, but torch is the CPU build"
+    if has_gpu and facts.cuda is None:
+        text = "there is a GPU, but torch is the CPU build"
         return warning(
-            AREA, "devices", text, "install the CUDA build: https://pytorch.org/get-started/locally"
+            AREA,
+            "devices",
+            text,
+            "install the build for CUDA or ROCm: https://pytorch.org/get-started/locally",
         )
-    if has_nvidia:
-        text = f"there is an NVIDIA device, but torch for CUDA {facts.cuda} does not see it"
+    if has_gpu:
+        text = f"there is a GPU, but torch for CUDA {facts.cuda} does not see it"
         return warning(
             AREA, "devices", text, "look at nvidia-smi: the driver, CUDA_VISIBLE_DEVICES, the container"
         )

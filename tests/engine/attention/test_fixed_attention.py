@@ -8,6 +8,7 @@ import torch
 
 from engine.attention import make_attention
 from engine.attention.base import LayerShape, PackedRows
+from engine.attention.kv_codes import KVCodes
 from engine.compute.fixed_blocks import FixedBlocks
 from tests.nightly import NIGHTLY
 
@@ -46,7 +47,9 @@ class Rows:
         self.dtype = dtype
         self.pages = -(-max(LENGTHS) // BLOCK_SIZE)
 
-    def run(self, backend: str, steps: list[list[tuple[int, int, int]]]) -> torch.Tensor:
+    def run(
+        self, backend: str, steps: list[list[tuple[int, int, int]]], codes: KVCodes | None = None
+    ) -> torch.Tensor:
         """Results of the first request's tokens, after steps of rows (request, first token, end)."""
         cache = make_attention(
             [self.layer],
@@ -55,6 +58,7 @@ class Rows:
             dtype=self.dtype,
             device=torch.device("cpu"),
             backend=backend,  # type: ignore[arg-type]
+            codes=codes,
         )
         tables = np.random.default_rng(1).permutation(2 * self.pages).reshape(2, -1).astype(np.int32)
         found = []
@@ -99,3 +103,14 @@ def test_pieces_and_neighbours_change_no_bit(case: str, dtype: torch.dtype) -> N
     assert torch.equal(whole, pieces)
     other = rows.run("TORCH_SDPA", WHOLE)
     torch.testing.assert_close(whole, other, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("codes", ["int8", "fp8"])
+@pytest.mark.parametrize("case", ["full", "narrow window", "narrow values", "soft cap"])
+def test_codes_are_the_same_in_pieces(case: str, codes: KVCodes) -> None:
+    rows = Rows(case, torch.bfloat16)
+    whole = rows.run("TORCH_FIXED", WHOLE, codes)
+    assert torch.equal(whole, rows.run("TORCH_FIXED", PIECES, codes))
+    for steps in (WHOLE, PIECES):  # a prompt that is all in one step sees what is kept of its keys, too
+        other = rows.run("TORCH_SDPA", steps, codes)
+        torch.testing.assert_close(whole, other, atol=2e-2, rtol=2e-2)

@@ -1,7 +1,4 @@
-"""Triton kernels on a GPU or in Triton's interpreter, against the definition and torch.
-
-`pip install -e '.[cuda]'` to run these; CI does not, for Triton is larger than all else that it installs.
-"""
+"""Triton kernels on a GPU or in Triton's interpreter, against the definition and torch."""
 
 from __future__ import annotations
 
@@ -18,17 +15,19 @@ import torch
 from engine.attention import INTERPRET, splits, why_not_triton
 from engine.attention.base import LayerShape, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
-from engine.config import ModelConfig
+from engine.config import CacheConfig, ModelConfig
 from engine.model import choice
 from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.model.weights import load_model
 from tests.engine.model.test_probe import BLOCK_SIZE, NUM_BLOCKS, SHAPES, Requests
 from tests.engine.tiny_models import make_tiny_model
+from tests.nightly import NIGHTLY
 
+CACHE = CacheConfig(block_size=8)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 if why_not_triton(DEVICE) is not None:
-    pytest.skip(f"no Triton: {why_not_triton(DEVICE)}", allow_module_level=True)
+    raise ImportError(f"no Triton: {why_not_triton(DEVICE)}")  # it is part of the extra dev
 
 from engine.attention import triton_kernels, triton_paged  # noqa: E402 (loads triton)
 
@@ -54,13 +53,14 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable:
 
 
 CASES = [  # shapes, options, longest row, query heads per KV head, lengths of the requests
-    ("full", "plain", 40, 1, [1, 45, 17]),
+    pytest.param("full", "plain", 40, 1, [1, 45, 17], marks=pytest.mark.nightly),
+    ("full", "plain", 9, 1, [1, 25, 7]),
     ("one kv head", "both", 9, 3, [2, 33, 3]),
-    ("window", "plain", 9, 3, [1, 45, 17]),
+    pytest.param("window", "plain", 9, 3, [1, 45, 17], marks=pytest.mark.nightly),
     ("window of one", "sinks", 3, 2, [3, 11]),
-    ("window of a block", "softcap", 1, 2, [3, 11]),
+    pytest.param("window of a block", "softcap", 1, 2, [3, 11], marks=pytest.mark.nightly),
     ("huge window", "sinks", 20, 5, [21, 5]),
-    ("alternating", "both", 12, 2, [40, 7]),
+    pytest.param("alternating", "both", 12, 2, [40, 7], marks=pytest.mark.nightly),
     ("different dims", "plain", 25, 2, [33, 2, 6]),
 ]
 
@@ -193,12 +193,14 @@ def test_a_backend_is_chosen_if_it_agrees(tmp_path: Path, monkeypatch) -> None:
         return parts
 
     monkeypatch.setattr(triton_paged.TritonPagedAttention, "splits", count)
-    assert choice.choose_backend("TRITON_ATTN", load(tmp_path, "gemma2"), 8) == "TRITON_ATTN"
+    assert choice.choose_backend("TRITON_ATTN", load(tmp_path, "gemma2"), CACHE) == "TRITON_ATTN"
     assert cut >= {1, 3}
     model = load(tmp_path, "gpt_oss")
-    assert choice.choose_backend("TRITON_ATTN", model, 8) == "TRITON_ATTN"
+    assert choice.choose_backend("TRITON_ATTN", model, CACHE) == "TRITON_ATTN"
     on_its_own = "TRITON_ATTN" if DEVICE.type == "cuda" else "TORCH_SDPA"
-    assert choice.choose_backend("auto", model, 8) == on_its_own
+    assert choice.choose_backend("auto", model, CACHE) == on_its_own
+    codes = CacheConfig(block_size=8, kv_cache_dtype="int8")
+    assert choice.choose_backend("auto", model, codes) == "TORCH_SDPA"
 
     def fail(size: int) -> int:
         raise RuntimeError(f"no tile of size {size}")
@@ -211,17 +213,17 @@ def test_a_backend_is_chosen_if_it_agrees(tmp_path: Path, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(triton_paged.TritonPagedAttention, "slots", lose)
         with pytest.raises(CheckpointError, match="cannot serve: on a few steps of this model it differs"):
-            choice.choose_backend("TRITON_ATTN", model, 8)
+            choice.choose_backend("TRITON_ATTN", model, CACHE)
     with monkeypatch.context() as patch:
         patch.setattr(triton_kernels, "merge", Forgetful(triton_kernels.merge))
         with pytest.raises(CheckpointError, match="on a few steps of this model it differs"):
-            choice.choose_backend("TRITON_ATTN", model, 8)
+            choice.choose_backend("TRITON_ATTN", model, CACHE)
     with monkeypatch.context() as patch:
         patch.setattr(triton_paged, "_padded", fail)
         with pytest.raises(
             CheckpointError, match=r"its kernels fail: RuntimeError: no tile .*Leave the flag"
         ):
-            choice.choose_backend("TRITON_ATTN", model, 8)
+            choice.choose_backend("TRITON_ATTN", model, CACHE)
 
 
 AHEAD_OF_TIME = """
@@ -257,9 +259,33 @@ def compile(kernel, capability, **constants):
 shape = dict(KV_HEADS=2, KEY_DIM=64, VALUE_DIM=64, BLOCK_K=64, BLOCK_V=64)
 options = dict(WINDOWED=True, CAPPED=True, SINKS=True, WIDEN=False)
 compile(kernels.store, 80, **shape)
-compile(kernels.attend, 90, HEADS=16, BLOCK_M=64, BLOCK_N=64, SPLIT=False, **shape, **options)
+EVERY = sys.argv[1] == "True"  # at night
+if EVERY:
+    compile(kernels.attend, 90, HEADS=16, BLOCK_M=64, BLOCK_N=64, SPLIT=False, **shape, **options)
 compile(kernels.attend, 80, HEADS=16, BLOCK_M=16, BLOCK_N=64, SPLIT=True, **shape, **options)
-compile(kernels.merge, 90, HEADS=16, VALUE_DIM=64, BLOCK_N=64, BLOCK_V=64, WINDOWED=True, SINKS=True)
+from engine.gpu import grouped_kernels as grouped
+
+INTS = {"*i32": {"order", "places", "ends"}, "*i64": {"expert_ids"}}
+
+
+def compile_grouped(kernel, capability, **constants):
+    types = {name: "i32" for name in kernel.arg_names}
+    types |= {name: kind for kind, names in INTS.items() for name in names if name in types}
+    floats = {"rows", "weights", "bias", "outputs", "computed"}
+    types |= {name: "*bf16" for name in floats if name in types} | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=kernel, signature=types, constexprs=constants)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    assert made.metadata.shared < 99 << 10, made.metadata.shared
+
+
+compile_grouped(grouped.sort_pairs, 80, EXPERTS=60, BLOCK=64, LOOK=256)
+compile_grouped(
+    grouped.grouped_product, 80, IN=2048, OUT=1536, EXPERTS=60, BLOCK_E=64, BLOCK_M=16, BLOCK_N=128, BLOCK_K=64,
+    GATHER=True, BIAS=True, WIDEN=False,
+)
+compile_grouped(grouped.weighted_sum, 80, EXPERTS=60, WIDTH=2048, BLOCK=1024)
+if EVERY:
+    compile(kernels.merge, 90, HEADS=16, VALUE_DIM=64, BLOCK_N=64, BLOCK_V=64, WINDOWED=True, SINKS=True)
 
 # What changes from step to step, as sizes and as places in arrays, must not compile anything anew.
 tiles, parts = {"tile_rows", "tile_tokens", "tile_counts", "tile_positions"}, {"part_peaks", "part_totals"}
@@ -277,7 +303,7 @@ def test_kernels_compile_for_real_devices(tmp_path: Path) -> None:
     """
     environment = {name: value for name, value in os.environ.items() if name != INTERPRET}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", AHEAD_OF_TIME],
+        [sys.executable, "-W", "ignore", "-c", AHEAD_OF_TIME, str(NIGHTLY)],
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,

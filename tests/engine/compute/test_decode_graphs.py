@@ -77,8 +77,7 @@ def load(tmp_path: Path, family: str, device: str = "cpu") -> LoadedModel:
 def make_cache(kind: str, model: LoadedModel):
     if kind == "flat":
         return FlatAttention(model.layers, NUM_BLOCKS, BLOCK_SIZE)
-    if why_not_triton(model.device) is not None:
-        pytest.skip(f"no Triton: {why_not_triton(model.device)}")
+    assert why_not_triton(model.device) is None
     from engine.attention.triton_paged import TritonPagedAttention
 
     return TritonPagedAttention(
@@ -301,8 +300,12 @@ class Streams:
             def __exit__(self, *error: object) -> None:
                 streams.current = self.before
 
+        self.mode = 0
+        self.captures = 0
+
         class Graph:
             def __init__(self, graph: object, pool: object, stream: Stream) -> None:
+                streams.captures += 1
                 self.use = Use(stream)
 
             def __enter__(self) -> None:
@@ -314,7 +317,12 @@ class Streams:
         def set_stream(stream: Stream) -> None:
             streams.current = stream
 
+        def set_mode(mode: int | str) -> None:
+            streams.mode = {"error": 2}[mode] if isinstance(mode, str) else mode
+
         for name, value in {
+            "get_sync_debug_mode": lambda: streams.mode,
+            "set_sync_debug_mode": set_mode,
             "Stream": Stream,
             "current_stream": lambda device=None: streams.current,
             "stream": Use,
@@ -323,6 +331,24 @@ class Streams:
             "set_stream": set_stream,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value, raising=False)
+
+
+def test_what_waits_for_the_device_is_found_before_any_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture that fails would leave torch's allocator as if one were under way."""
+    streams = Streams(monkeypatch)
+    modes: list[int] = []
+
+    def compute() -> torch.Tensor:
+        modes.append(streams.mode)
+        if streams.mode == 2:  # as torch does it in that mode
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return torch.zeros(1)
+
+    with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
+        CudaCapture(torch.device("cuda", 0))(compute)
+    assert modes == [0, 2], "what is done once may wait"
+    assert (streams.mode, streams.captures) == (0, 0)
+    assert streams.current is streams.default
 
 
 def test_after_a_capture_that_failed_the_stream_is_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:

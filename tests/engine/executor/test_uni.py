@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import torch
 
+from engine.attention.base import LayerShape
+from engine.attention.torch_paged import GATHER_BYTES
 from engine.compute.sampler import Sampler
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.executor import make_executor, uni
 from engine.executor.uni import CPU_KV_LIMIT, UniExecutor
 from engine.host import memory
+from engine.host.cache_size import size_cache
 from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.model.shard import Shard
 from engine.sampling import SamplingParams
@@ -50,6 +54,22 @@ def test_load_allocate_execute_close(tmp_path: Path) -> None:
     executor.begin(Step([], [0], [3], [1]))
     assert len(executor.finish().tokens) == 1
     executor.close()
+
+
+def test_codes_of_the_kv_cache_take_half_the_room(tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path, "llama", head_dim=64)
+    blocks = []
+    for kept in ("auto", "int8"):
+        config = EngineConfig(
+            model=ModelConfig(model=str(directory), dtype="bfloat16", max_model_len=128),
+            cache=CacheConfig(kv_cache_dtype=kept, kv_cache_memory_bytes=1 << 22),  # type: ignore[arg-type]
+            device=DeviceConfig(device="cpu"),
+        )
+        executor = UniExecutor(config, read_model_info(directory), 1)
+        facts = executor.load(lambda _phase: None)
+        blocks.append(size_cache(config, facts, executor.free_kv_memory, 1)[0])
+        executor.close()
+    assert 1.9 * blocks[0] < blocks[1] < 2 * blocks[0]
 
 
 def test_what_a_step_writes_to_the_cache_is_taken_from_memory_once(
@@ -157,3 +177,54 @@ def test_an_attention_backend_that_cannot_run(tmp_path: Path, monkeypatch: pytes
         make_executor(config, read_model_info(directory), 1).load(lambda phase: None)
     with pytest.raises(ValueError, match="--enforce-eager captures nothing"):
         DeviceConfig(enforce_eager=True, cudagraph_capture_sizes=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("share", "left", "found", "said"),
+    [
+        (400, 0, 289, "0.0 GiB are left for those of one lost instance"),
+        (400, 200, 400, "are left for those of one lost instance"),
+        (130, 0, 130, "do not fit beside the KV cache: after a loss the mesh waits for another instance"),
+    ],
+)
+def test_the_cache_leaves_room_for_the_experts_of_a_lost_instance(
+    share: int, left: int, found: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Eight experts on four instances: two more come to each of three.
+
+    They have 50 bytes, and a tenth is kept free."""
+    caplog.set_level("INFO")
+    executor = UniExecutor.__new__(UniExecutor)
+    executor._info = SimpleNamespace(num_experts=8)
+    executor._place = (1, 4)
+    executor._shard = SimpleNamespace(size=1)
+    executor._held = SimpleNamespace(experts=[2], bytes_per_expert=50, copies=1)
+    assert executor._leave_room(share, left) == found
+    assert said in caplog.text
+    executor._place = None
+    assert executor._leave_room(share, left) == share
+
+
+def test_what_gathered_contexts_will_take_is_not_given_to_the_cache() -> None:
+    executor = UniExecutor.__new__(UniExecutor)
+    executor._config = EngineConfig(model=ModelConfig(max_model_len=4096))
+    executor._info = SimpleNamespace(context_length=8192)
+    executor._model = SimpleNamespace(layers=[LayerShape(8, 128, 128, None)], dtype=torch.bfloat16)
+    executor._backend = "TORCH_SDPA"
+    assert executor._gather_bytes() == 2 * GATHER_BYTES * 5 // 4
+    executor._backend = "TRITON_ATTN"
+    assert executor._gather_bytes() == 0
+
+
+def test_accelerators_of_other_kinds_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor = UniExecutor.__new__(UniExecutor)
+    executor._config = EngineConfig()
+    for kind, module in (("MPS", torch.backends.mps), ("XPU", torch.xpu)):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: False)
+            patch.setattr(module, "is_available", lambda: True)
+            assert executor._device() == torch.device("cpu")
+        assert f"computing on the CPU: {kind} devices are not supported" in caplog.text
+        caplog.clear()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
 from engine.config import EngineConfig
-from engine.groups.spread import first_share
+from engine.groups.spread import Spread, first_share
 from engine.settings import resolve
 
 
@@ -35,3 +37,17 @@ def test_newcomers_of_several_ranks_load_a_share_for_each() -> None:
 def test_a_mesh_as_large_as_its_experts_are_many() -> None:
     settings = msgspec.structs.replace(resolve(EngineConfig(), 2)[1], data_parallel_size=8)
     assert [first_share(rank, settings) for rank in range(8)] == [(rank, 8) for rank in range(8)]
+
+
+@pytest.mark.parametrize(("sharers", "each"), [(None, 20), (1, 160), (2, 80)])
+def test_spare_memory_is_shared_by_those_that_share_it(sharers: int | None, each: int) -> None:
+    """On a CPU all instances of the host do.
+
+    A device belongs to those that compute on it."""
+    spread = Spread.__new__(Spread)
+    spread._sharers = sharers
+    spread._membership = SimpleNamespace(neighbours=8)
+    spread._executor = SimpleNamespace(
+        spare_memory=lambda: 160, max_experts=lambda free_bytes: free_bytes // 2
+    )
+    assert spread._max_experts() == each // 2

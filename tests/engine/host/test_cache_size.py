@@ -6,7 +6,13 @@ import pytest
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig
 from engine.host import cache_size
-from engine.host.cache_size import TooLittleMemory, share_of_device, size_cache
+from engine.host.cache_size import (
+    TooLittleMemory,
+    experts_after_loss,
+    leave_room,
+    share_of_device,
+    size_cache,
+)
 from engine.step import KVSpec, ModelFacts
 
 FACTS = ModelFacts(
@@ -76,6 +82,43 @@ def test_a_share_of_a_gpu_means_nothing_on_a_cpu(caplog: pytest.LogCaptureFixtur
 def test_a_share_of_a_device_is_of_what_others_leave(free: int, utilization: float, left: int) -> None:
     found = share_of_device(total=100, free=free, reserved=20, peak=28, utilization=utilization)
     assert found == left
+
+
+def test_instances_on_one_device_share_its_memory_unless_a_share_is_given() -> None:
+    """Two that measure one after the other both find room.
+
+    It does not matter in which order they load and measure."""
+    assert CacheConfig().utilization(1) == 0.92
+    assert CacheConfig(gpu_memory_utilization=0.7).utilization(2) == 0.7
+    each = CacheConfig().utilization(2)
+    first = share_of_device(total=100, free=60, reserved=20, peak=22, utilization=each)  # both have loaded
+    second = share_of_device(total=100, free=60 - first - 2, reserved=20, peak=22, utilization=each)
+    assert first == second == 24
+    alone = share_of_device(total=100, free=80, reserved=20, peak=22, utilization=each)  # it loaded first
+    late = share_of_device(total=100, free=80 - alone - 2 - 20, reserved=20, peak=22, utilization=each)
+    assert alone == late == 24
+
+
+@pytest.mark.parametrize(
+    ("cache", "left", "room", "leaves"),
+    [
+        (60, 8, 0, 60),
+        (60, 8, 8, 60),  # what is left of the device suffices
+        (60, 8, 28, 40),
+        (60, 8, 53, 15),
+        (60, 8, 54, 60),  # less than a quarter of the cache is too dear
+    ],
+)
+def test_room_for_a_lost_instance_is_left_beside_the_cache(
+    cache: int, left: int, room: int, leaves: int
+) -> None:
+    assert leave_room(cache, left, room) == leaves
+
+
+def test_experts_of_a_worker_after_a_loss() -> None:
+    assert [experts_after_loss(128, workers, lost) for workers, lost in ((2, 1), (8, 1), (8, 2), (1, 1))] == [
+        128, 19, 22, 0,
+    ]  # fmt: skip
 
 
 def test_memory_that_nobody_could_use_is_not_taken_and_that_is_told(caplog: pytest.LogCaptureFixture) -> None:

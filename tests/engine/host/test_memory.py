@@ -43,11 +43,37 @@ def test_processes_take_memory_one_after_the_other(caplog: pytest.LogCaptureFixt
         assert other.stdout is not None
         other.stdout.readline()
         with turn(patience=0.1):
-            assert "another instance of this host has taken memory for 0 s; going on" in caplog.text
+            assert "another instance has taken memory for 0 s; going on" in caplog.text
         caplog.clear()
         threading.Timer(0.2, other.kill).start()
         with turn(patience=60.0):
             assert other.wait(10) < 0
+            assert caplog.text == ""
+
+
+def test_processes_take_memory_of_one_device_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other devices, and the host's memory, are not waited for."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    holds = (
+        "from engine.host.memory import turn\n"
+        "with turn(devices=['GPU-a/b', '1']): print(1, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", holds], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with turn(patience=0.0), turn(patience=0.0, devices=["0", "2"]):
+            assert caplog.text == ""
+        for devices in (["1"], ["0", "1"], ["GPU-a/b"]):
+            with turn(patience=0.0, devices=devices):
+                assert caplog.text.count("going on") == 1
+            caplog.clear()
+        other.kill()
+        other.wait(10)
+        with turn(patience=0.0, devices=["1", "GPU-a/b"]):
             assert caplog.text == ""
 
 

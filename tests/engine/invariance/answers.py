@@ -156,19 +156,24 @@ def step(core: EngineCore, found: Answers, idle: Callable[[], None]) -> None:
         found[delta.request].take(delta)
 
 
-def settings(directory: Path, block_size: int = 16, dtype: Any = "bfloat16", **device: Any) -> EngineConfig:
-    """Settings of an instance on the CPU."""
+def settings(
+    directory: Path, block_size: int = 16, dtype: Any = "bfloat16", kept: Any = "auto", **device: Any
+) -> EngineConfig:
+    """Settings of an instance on the CPU; ``kept``: what keys and values are kept as."""
     return EngineConfig(
         model=ModelConfig(model=str(directory), dtype=dtype),
-        cache=CacheConfig(block_size=block_size),
+        cache=CacheConfig(block_size=block_size, kv_cache_dtype=kept),
         device=DeviceConfig(device="cpu", **device),
         scheduler=SchedulerConfig(max_num_batched_tokens=128, max_num_seqs=64),
     )
 
 
-def load(directory: Path, block_size: int = 16, dtype: Any = "bfloat16", **device: Any) -> Instance:
+def load(
+    directory: Path, block_size: int = 16, dtype: Any = "bfloat16", kept: Any = "auto", **device: Any
+) -> Instance:
     """An instance of one worker."""
-    executor = UniExecutor(settings(directory, block_size, dtype, **device), read_model_info(directory), 1)
+    config = settings(directory, block_size, dtype, kept, **device)
+    executor = UniExecutor(config, read_model_info(directory), 1)
     executor.load(lambda _phase: None)
     executor.allocate(8)
     return Instance(directory, executor, block_size)

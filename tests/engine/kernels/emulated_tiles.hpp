@@ -2,7 +2,7 @@
 // the place of the compiler's intrinsics.
 //
 // What an instruction does is written as in Intel's Software Developer's Manual, volume 2 (LDTILECFG, TILELOADD, TILESTORED, TILEZERO,
-// TILERELEASE, TDPBF16PS, TDPBSSD): the order of the sums, one rounding to nearest even per multiply-add, denormals taken and given as
+// TILERELEASE, TDPBF16PS, TDPBSSD, TDPBUSD): the order of the sums, one rounding to nearest even per multiply-add, denormals taken and given as
 // zeros, rows and bytes beyond a tile's shape set to zero. What is an invalid opcode or a protection fault there ends the process here, with a line that says why.
 // The registers are a thread's own, as on the CPU.
 
@@ -13,7 +13,7 @@
 #include <unistd.h>
 
 // The same CPUs as in vectors.hpp: kernels for AVX2 alone have no tiles.
-#if defined(__AVX512BF16__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
 
 #include <cstdint>
 #include <cstdio>
@@ -172,7 +172,8 @@ class Rounding {
     all.clear_beyond(sum);
 }
 
-// TDPBSSD: four products of signed bytes to each sum of 32 bits, which wraps around.
+// TDPBSSD, and with unsigned bytes in the first tile TDPBUSD: four products of bytes to each sum of 32 bits, which wraps around.
+template <class First>
 [[gnu::noinline]] inline void multiply_bytes(int sum, int one, int other) {
     Registers& all = registers();
     check_shapes(all, sum, one, other);
@@ -182,7 +183,7 @@ class Rounding {
                 uint32_t total;
                 std::memcpy(&total, all.tiles[sum].bytes[row] + 4 * column, 4);
                 for (int byte = 0; byte < 4; ++byte)
-                    total += uint32_t(int(int8_t(all.tiles[one].bytes[row][4 * word + byte])) *
+                    total += uint32_t(int(First(all.tiles[one].bytes[row][4 * word + byte])) *
                                       int(int8_t(all.tiles[other].bytes[word][4 * column + byte])));
                 std::memcpy(all.tiles[sum].bytes[row] + 4 * column, &total, 4);
             }
@@ -199,12 +200,14 @@ class Rounding {
 #undef _tile_stored
 #undef _tile_dpbf16ps
 #undef _tile_dpbssd
+#undef _tile_dpbusd
 #define _tile_loadconfig(config) emulated::load_config(config)
 #define _tile_release() emulated::release()
 #define _tile_zero(tile) emulated::zero(tile)
 #define _tile_loadd(tile, base, stride) emulated::load(tile, base, int64_t(stride))
 #define _tile_stored(tile, base, stride) emulated::store(tile, base, int64_t(stride))
 #define _tile_dpbf16ps(sum, one, other) emulated::multiply_bfloat16(sum, one, other)
-#define _tile_dpbssd(sum, one, other) emulated::multiply_bytes(sum, one, other)
+#define _tile_dpbssd(sum, one, other) emulated::multiply_bytes<int8_t>(sum, one, other)
+#define _tile_dpbusd(sum, one, other) emulated::multiply_bytes<uint8_t>(sum, one, other)
 
 #endif

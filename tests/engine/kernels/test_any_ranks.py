@@ -19,11 +19,11 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.core import EngineCore
 from engine.executor.uni import UniExecutor
 from engine.kernels import library
-from engine.kernels.sums import MOST_PARTS, is_order_fixed, parts_here, parts_of
 from engine.messages import Submit, TokenLogprobs
 from engine.model.checkpoint import read_model_info
 from engine.sampling import SamplingParams
 from parallel.communicators.base import Communicator
+from parallel.parts import MOST_PARTS, is_order_fixed, parts_here, parts_of
 from parallel.placement import assign_experts
 from tests.coordinator.test_numerics import facts
 from tests.engine.compute.test_exactness import PEER, prompts

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.attention.base import LayerShape, PackedRows
+from engine.attention.kv_codes import KVCodes, quantized, widened
 from engine.kernels import library
 from engine.kernels.cache import NativeCache
 from engine.kernels.library import Library
@@ -118,14 +119,25 @@ class Sequences:
     Each has blocks of its own somewhere in one cache.
     """
 
-    def __init__(self, layer: Layer, tokens: Sequence[torch.Tensor], kind: str = "best") -> None:
+    def __init__(
+        self,
+        layer: Layer,
+        tokens: Sequence[torch.Tensor],
+        kind: str = "best",
+        codes: KVCodes | None = None,
+    ) -> None:
         self._layer, self._tokens, self._kernels = layer, tokens, kernels_of(kind)
         self._dtype = tokens[0].dtype
         shape = LayerShape(layer.kv_heads, layer.dim, layer.value_dim, layer.window or None)
         width = max(map(len, tokens)) // BLOCK_SIZE + 1
         blocks = len(tokens) * width
-        self.cache = NativeCache([shape], num_blocks=blocks, block_size=BLOCK_SIZE, dtype=self._dtype)
-        for stored in (*self.cache.keys, *self.cache.values):
+        self.cache = NativeCache(
+            [shape], num_blocks=blocks, block_size=BLOCK_SIZE, dtype=self._dtype, codes=codes
+        )
+        if codes is not None:
+            self.cache.keys[0].fill_(127)
+            self.cache.values[0].fill_(127)
+        for stored in self._numbers():
             stored.fill_(float("nan"))  # what an earlier owner left
         order = torch.randperm(blocks, generator=torch.Generator().manual_seed(5))
         self._tables = order.to(torch.int32).view(len(tokens), width).numpy()
@@ -150,9 +162,18 @@ class Sequences:
 
     def forget(self, row: int, first: int, last: int) -> None:
         """Give blocks of a row to somebody else, who leaves no numbers there."""
-        for stored in (*self.cache.keys, *self.cache.values):
+        for stored in self._numbers():
             view = stored.view(len(stored) // BLOCK_SIZE, -1)
             view[self._tables[row, first:last].tolist()] = float("nan")
+
+    def blocks(self, row: int) -> list[int]:
+        """Blocks of a row, one after the other."""
+        return [int(block) for block in self._tables[row]]
+
+    def _numbers(self) -> list[torch.Tensor]:
+        """What may be no number: keys and values, or the scales of their codes."""
+        (scales,) = self.cache.scales
+        return [*self.cache.keys, *self.cache.values] if scales is None else [scales]
 
     def _attend(self, packed: PackedRows, tokens: torch.Tensor) -> torch.Tensor:
         layer, count = self._layer, len(tokens)
@@ -166,6 +187,8 @@ class Sequences:
             "d": layer.window,
             "n": layer.value_dim,
             "width": layer.width,
+            "codes": self.cache.codes,
+            "scales": self.cache.scales[0],
         }
         of_keys = {"b": layer.kv_heads, "shared": layer.shared, "flags": WITHIN if layer.groups else 0}
         keys, values = self.cache.keys[0], self.cache.values[0]
@@ -241,6 +264,15 @@ def plainly(layer: Layer, tokens: torch.Tensor) -> torch.Tensor:
     return (weights @ value).transpose(0, 1).reshape(len(tokens), -1)
 
 
+def with_codes(layer: Layer, tokens: torch.Tensor, codes: KVCodes) -> torch.Tensor:
+    """Tokens, in float64, whose keys and values are what is left of them as codes."""
+    sizes = layer.heads * layer.dim, layer.kv_heads * layer.dim, layer.kv_heads * layer.value_dim
+    queries, *others = tokens.double().split(sizes, dim=1)
+    heads = [each.view(len(tokens), layer.kv_heads, -1) for each in others]
+    kept = [widened(*quantized(each, codes), codes, torch.float64) for each in heads]
+    return torch.cat([queries, *(each.flatten(1) for each in kept)], dim=1)
+
+
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
@@ -289,6 +321,87 @@ def test_bits_do_not_depend_on_how_tokens_come(layer: Layer, dtype: torch.dtype,
     assert torch.equal(pieces.results[0], whole.results[0])
     for other in others:
         assert all(map(torch.equal, pieces.results[1:], other.results))
+
+
+CODED = [PLAIN, LAYERS[1], LAYERS[3], LAYERS[5], LAYERS[-1]]
+"""Layers whose keys and values are kept as codes: few rows and many, all properties."""
+
+
+@pytest.mark.parametrize("codes", ["int8", "fp8"])
+@pytest.mark.parametrize(("kind", "dtype"), [*KINDS, TILES])
+@pytest.mark.parametrize("layer", CODED, ids=str)
+def test_codes_are_computed_as_exactly_as_numbers(
+    layer: Layer, dtype: torch.dtype, kind: str, codes: KVCodes
+) -> None:
+    tokens = [tokens_of(layer, 560, dtype), tokens_of(layer, 31, dtype, seed=1)]
+    sequences = Sequences(layer, tokens, kind, codes)
+    sequences.step([530, 30])
+    sequences.step([1, 1])
+    sequences.step([29, 0])
+    for given, found in zip(tokens, sequences.results, strict=True):
+        expected = plainly(layer, with_codes(layer, given, codes))
+        assert error(found, expected) < (3e-6 if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("codes", ["int8", "fp8"])
+@pytest.mark.parametrize(("kind", "dtype"), [*KINDS, TILES])
+@pytest.mark.parametrize("layer", CODED, ids=str)
+def test_bits_of_codes_do_not_depend_on_how_tokens_come(
+    layer: Layer, dtype: torch.dtype, kind: str, codes: KVCodes
+) -> None:
+    tokens = [tokens_of(layer, length, dtype, seed) for seed, length in enumerate((570, 300, 41))]
+    whole = Sequences(layer, tokens, kind, codes)
+    whole.step([570, 300, 41])
+    pieces = Sequences(layer, tokens, kind, codes)
+    for counts in ([64, 7, 0], [200, 0, 1], [1, 250, 0], [1, 1, 40], [240, 40, 0], [3, 1, 0], [61, 1, 0]):
+        pieces.step(counts)
+    assert all(map(torch.equal, pieces.results, whole.results))
+    others = Sequences(layer, tokens[2:], kind, codes)
+    for _ in range(41):
+        others.step([1])
+    assert torch.equal(others.results[0], whole.results[2])
+
+
+@pytest.mark.parametrize("codes", ["int8", "fp8"])
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+def test_codes_are_those_of_torch(kind: str, dtype: torch.dtype, codes: KVCodes) -> None:
+    layer = Layer(group=1, dim=48, value_dim=32)
+    tokens = tokens_of(layer, 2 * BLOCK_SIZE, dtype)
+    tokens[3] = 0
+    tokens[4] *= 1e-3  # fp8 has few digits for numbers far below the greatest
+    tokens[4, ::7] = 100
+    sequences = Sequences(layer, [tokens], kind, codes)
+    sequences.step([len(tokens)])
+    _, keys, values = split(layer, tokens)
+    pack = 4 // dtype.itemsize
+    blocks, heads = sequences.blocks(0)[:2], layer.kv_heads
+    (scales,) = sequences.cache.scales
+    assert scales is not None
+    kept_scales = scales.view(-1, heads, 2, BLOCK_SIZE)[blocks].transpose(0, 1)
+    kept_keys = sequences.cache.keys[0].view(-1, heads, layer.dim // pack, BLOCK_SIZE, pack)[blocks]
+    kept_values = sequences.cache.values[0].view(-1, heads, BLOCK_SIZE // pack, layer.value_dim, pack)[blocks]
+    for number, given, kept in (
+        (0, keys, kept_keys.permute(1, 0, 3, 2, 4)),
+        (1, values, kept_values.permute(1, 0, 2, 4, 3)),
+    ):
+        expected, expected_scales = quantized(given, codes)
+        assert torch.equal(kept.reshape(heads, len(tokens), -1), expected)
+        assert torch.equal(kept_scales[:, :, number].reshape(heads, -1), expected_scales)
+
+
+@pytest.mark.parametrize("codes", ["int8", "fp8"])
+@pytest.mark.parametrize(("kind", "dtype"), [*KINDS, TILES])
+def test_codes_before_the_window_may_be_anybodys(kind: str, dtype: torch.dtype, codes: KVCodes) -> None:
+    layer = Layer(group=2, dim=64, value_dim=64, window=70)
+    tokens = tokens_of(layer, 1000, dtype)
+    one, other = (Sequences(layer, [tokens], kind, codes) for _ in range(2))
+    for count in (700, 1, 60, 1, 200):
+        start = len(one.results[0])
+        one.forget(0, 0, max(0, start - layer.window + 1) // BLOCK_SIZE)
+        for each in (one, other):
+            each.step([count])
+    assert not one.results[0].isnan().any()
+    assert torch.equal(one.results[0], other.results[0])
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [*KINDS, TILES])

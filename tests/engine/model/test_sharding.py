@@ -223,7 +223,7 @@ def test_each_worker_holds_its_share_of_the_bytes(layout: str, tied: bool, tmp_p
         [model.weight_bytes for model in models],
         share,
     )
-    kv = {model.kv_bytes_per_token for model in models}
+    kv = {model.kv_bytes_per_token() for model in models}
     assert kv == {layers * 4 * 2 * 32 * 4 // (shape.tp * shape.pp)}, "KV heads of this worker's layers only"
 
 

@@ -13,11 +13,12 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, core_model_loading
 
 from engine.attention.base import LayerShape
 from engine.config import ModelConfig
 from engine.instance import Ended
+from engine.model import weights
 from engine.model.checkpoint import CheckpointError, ModelInfo, read_model_info
 from engine.model.probe import OTHER, _check_all_layers_attend, _window
 from engine.model.weights import LoadedModel, load_model
@@ -58,7 +59,8 @@ def test_layer_shapes(tmp_path: Path) -> None:
     model = load(make_tiny_model(tmp_path, "gemma2"))
     sliding, full = LayerShape(2, 16, 16, WINDOW), LayerShape(2, 16, 16, None)
     assert model.layers == (sliding, full, sliding, full)
-    assert model.kv_bytes_per_token == 4 * 2 * (16 + 16) * 4
+    assert model.kv_bytes_per_token() == 4 * 2 * (16 + 16) * 4
+    assert model.kv_bytes_per_token("int8") == 4 * 2 * (16 + 16 + 2 + 2)
     assert model.vocab_size == COMMON["vocab_size"]
     assert model.weight_bytes == 4 * model.num_parameters
     latent = load(make_tiny_model(tmp_path / "latent", "deepseek_v3"))
@@ -668,3 +670,29 @@ def test_every_tiny_family_says_what_it_is(tmp_path: Path) -> None:
         info = read_model_info(make_tiny_model(tmp_path / family, family))
         assert info.architecture.endswith("ForCausalLM")
         assert info.vocab_size == COMMON["vocab_size"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_weights_go_to_another_device_one_by_one(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never all of them in the host's memory, and without the package accelerate."""
+    directory = make_tiny_model(tmp_path, family)
+    info = read_model_info(directory)
+    meta = torch.device("meta")
+    asked: list[torch.device] = []
+    materialize = core_model_loading._materialize_copy
+
+    def note(tensor: Any, device: Any = None, dtype: Any = None) -> torch.Tensor:
+        asked.append(torch.device(device))
+        return materialize(tensor, device, dtype)
+
+    monkeypatch.setattr(core_model_loading, "_materialize_copy", note)
+    settings = ModelConfig(model=str(directory))
+    config = weights._read_config(info, settings)
+    kind = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    module = weights._read_weights(info, settings, kind, config, torch.float32, meta, False, None)
+    assert len(asked) >= len(load_file(directory / "model.safetensors"))
+    assert set(asked) == {meta}
+    assert {parameter.device for parameter in module.parameters()} == {meta}
+    assert not transformers.integrations.accelerate.is_accelerate_available()

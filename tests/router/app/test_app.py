@@ -88,6 +88,18 @@ def test_the_rank_is_passed_on(server: Server) -> None:
     assert server.mesh.prompts[-1].rank == 3
 
 
+@pytest.mark.parametrize(
+    ("given", "preferred"), [("3", 3), ("", None), ("-1", None), ("x", None), ("9" * 12, None)]
+)
+def test_the_preferred_rank_is_a_wish(server: Server, given: str, preferred: int | None) -> None:
+    headers = {"X-Lockstep-Preferred-Rank": given}
+    assert server.client.post("/v1/completions", json={"prompt": "a"}, headers=headers).status_code == 200
+    assert server.mesh.prompts[-1].preferred == preferred
+    assert server.mesh.prompts[-1].rank is None
+    server.client.post("/v1/completions", json={"prompt": "a", "n": 2}, headers=headers)
+    assert [prompt.preferred for prompt in server.mesh.prompts[-2:]] == [None, None], "samples spread"
+
+
 @pytest.mark.parametrize("name", ["data_parallel_rank", "routed_dp_rank"])
 @pytest.mark.parametrize(
     ("path", "body"),

@@ -58,6 +58,8 @@ class Mesh:
                     num_blocks=self.rng.choice((200, 200, 150)),
                     max_num_queued_tokens=self.rng.choice((None, 2000)),
                     at_once=self._at_once,
+                    blocks_at=self.rng.choice(("", "tcp://a", "tcp://b")),
+                    cache_identity=self.rng.choice(("a", "a", "b")),
                 )
 
     def happens(self) -> None:
@@ -96,6 +98,7 @@ class Mesh:
                 instance.last_dispatch, self.rng.randrange(9) if busy else 0, waiting, 100 * waiting,
                 self.rng.choice((0, 50, 190)), 200, Counters(steps=self._steps), uncached_tokens=70 * waiting,
                 queued=self.rng.randrange(3) if busy else 0,
+                fetch_price=self.rng.choice((0.03, 0.25, 0.6, 0.61, 1.0)),
             ),
             self.now,
         )  # fmt: skip

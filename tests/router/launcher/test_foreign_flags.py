@@ -107,7 +107,6 @@ def test_those_of_newer_versions_are_known(name: str) -> None:
         (["-cc.cudagraph_mode=NONE"], '--compilation-config {"cudagraph_mode": "NONE"} ignored'),
         (["-dcp", "1"], "--decode-context-parallel-size 1 ignored: it is always so"),
         (["--cpu-offload-gb", "0.0"], "--cpu-offload-gb 0 ignored"),
-        (["--kv-cache-dtype", "auto"], "--kv-cache-dtype auto ignored: it is always so"),
         (["--no-enable-lora"], "--no-enable-lora ignored: it is always so"),
         (["--async-scheduling"], "--async-scheduling ignored: the scheduler plans its steps by itself"),
     ],
@@ -121,8 +120,10 @@ def test_what_changes_nothing_is_ignored_and_takes_no_other_word(argv: list[str]
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 is not possible: KV blocks have the data type"),
-        (["-q", "fp8"], "--quantization fp8 is not possible: how a checkpoint is quantised is seen in it"),
+        (
+            ["--quantization-config", "{}"],
+            "--quantization-config {} is not possible: how a checkpoint is quantised is seen in it",
+        ),
         (["--enable-lora"], "--enable-lora is not possible: there is no LoRA: merge the adapter"),
         (["--lora-modules", "a=b", "c=d"], "--lora-modules a=b c=d is not possible: there is no LoRA"),
         (["-dph"], "--data-parallel-hybrid-lb is not possible: one endpoint serves all instances"),
@@ -170,7 +171,7 @@ def test_a_model_may_be_named_twice_if_it_is_the_same() -> None:
             "limit-mm-per-prompt: {image: 2}",
             '--limit-mm-per-prompt {"image": 2} ignored: only text is served',
         ),
-        ("quantization:", None),
+        ("quantization-config:", None),
     ],
 )
 def test_in_a_file_they_are_ignored_likewise(text: str, said: str | None, tmp_path: Path) -> None:
@@ -183,7 +184,6 @@ def test_in_a_file_they_are_ignored_likewise(text: str, said: str | None, tmp_pa
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("kv-cache-dtype: fp8", "--kv-cache-dtype fp8 is not possible: KV blocks have the data type"),
         ("enable-lora: true", "--enable-lora is not possible: there is no LoRA"),
         ("lora-modules: [a=b, c=d]", "--lora-modules a=b c=d is not possible: there is no LoRA"),
         ("context_length: 4096", "--context-length is --max-model-len here"),
@@ -199,11 +199,11 @@ def test_in_a_file_they_are_refused_likewise(
 
 def test_as_arguments_of_a_program(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        config = llm_config({"model": "/m", "swap_space": 4, "kv_cache_dtype": "auto", "quantization": None})
+        config = llm_config({"model": "/m", "swap_space": 4, "cpu_offload_gb": 0, "quantization": None})
     assert config.engine.model.model == "/m"
     assert caplog.messages == [
         f"swap_space 4 ignored: {NO_SWAP}",
-        "kv_cache_dtype auto ignored: it is always so",
+        "cpu_offload_gb 0 ignored: it is always so",
     ]
     with pytest.raises(ValueError, match=r"cpu_offload_gb 4 is not possible: .* spread them with -tp"):
         llm_config({"cpu_offload_gb": 4})

@@ -211,6 +211,24 @@ def test_instances_of_a_machine_have_devices_of_their_own(argv: list[str], seen:
         assert not any(name in spec.environment() for spec in table(*argv))
 
 
+@pytest.mark.parametrize(
+    ("argv", "devices", "sharers"),
+    [
+        (["/m", "-dp", "2"], ("0",), ["2", "2"]),
+        (["/m", "-dp", "2"], ("0", "1"), [None, None]),
+        (["/m", "-dp", "3", "-tp", "2"], ("0", "1", "2", "3"), ["2", "2", "2"]),
+        (["/m", "-dp", "2", "--device", "cpu"], ("0",), [None, None]),
+        (["/m", "-dp", "2"], (), [None, None]),
+        (["/m", "-dp", "2", "--distributed-executor-backend", "ray"], ("0",), [None, None]),
+    ],
+)
+def test_instances_know_how_many_share_their_devices(
+    argv: list[str], devices: tuple[str, ...], sharers: list[str | None]
+) -> None:
+    specs = [spec for spec in table(*argv, devices=devices) if spec.role == "engine"]
+    assert [spec.environment().get("LOCKSTEP_DEVICE_SHARERS") for spec in specs] == sharers
+
+
 def test_an_instance_that_comes_later_has_the_devices_of_its_number() -> None:
     config = flags.parse(ServeConfig, ["/m", "-dp", "2"], prog="serve", description="")
     spec = engine_spec(config, 7, 1, 1, ("GPU-a", "GPU-b"))

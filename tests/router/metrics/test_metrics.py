@@ -109,6 +109,7 @@ def test_metrics(served: ServedModel) -> None:
         'vllm:engine_sleep_statesleep_state="discard_all"': 0,
         'vllm:prompt_tokens_by_source_totalsource="local_compute"': 4,
         'vllm:prompt_tokens_by_source_totalsource="local_cache_hit"': 7,
+        'vllm:prompt_tokens_by_source_totalsource="external_kv_transfer"': 0,
     }
     assert values['vllm:iteration_tokens_total_bucket{engine="1",le="8.0",model_name="tiny"}'] == 4
     assert (values["lockstep:epoch"], values['lockstep:instances{state="ready"}']) == (4, 2)

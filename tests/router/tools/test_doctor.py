@@ -26,6 +26,7 @@ from engine.probe.facts import Device, Failed, HostFacts, Links, Timing, TorchFa
 from engine.probe.links import Ask
 from router.tools.doctor import command, links, machine, mesh, network, packages, ports
 from router.tools.doctor.findings import Finding, Level, broken, note, ok, warning, worst
+from router.tools.doctor.gpu import TritonFacts, check_triton, read_triton
 from router.tools.doctor.machine import GIB, Machine
 from router.tools.doctor.report import DoctorReport, print_report, report_of
 
@@ -97,18 +98,18 @@ H200 = Device("NVIDIA H200", 139 * GIB, "9.0")
 
 
 @pytest.mark.parametrize(
-    ("facts", "has_nvidia", "level", "text"),
+    ("facts", "has_gpu", "level", "text"),
     [
         (TORCH, False, Level.OK, "no GPU; computes on the CPU"),
-        (TORCH, True, Level.WARNING, "there is an NVIDIA device, but torch is the CPU build"),
+        (TORCH, True, Level.WARNING, "there is a GPU, but torch is the CPU build"),
         (REPLACE(TORCH, cuda="13.0"), True, Level.WARNING, "torch for CUDA 13.0 does not see it"),
         (REPLACE(TORCH, cuda="13.0", devices=[H200], nccl="2.28"), True, Level.OK, "NVIDIA H200 (139 GiB, sm 9.0); NCCL 2.28"),
         (REPLACE(TORCH, gloo=False), False, Level.BROKEN, "no gloo"),
         (Failed("ImportError: libgomp"), False, Level.BROKEN, "cannot be loaded: ImportError: libgomp"),
     ],
 )  # fmt: skip
-def test_torch_and_its_devices(facts: TorchFacts | Failed, has_nvidia: bool, level: Level, text: str) -> None:
-    findings = packages.check_torch(facts, has_nvidia)
+def test_torch_and_its_devices(facts: TorchFacts | Failed, has_gpu: bool, level: Level, text: str) -> None:
+    findings = packages.check_torch(facts, has_gpu)
     assert worst(findings) is level
     assert any(text in each.text for each in findings), findings
 
@@ -123,6 +124,30 @@ def test_a_torch_that_crashes_is_told_from_one_that_fails(
     assert packages.ask_torch() == Failed(
         "the child that loads it ended with status 132: Illegal instruction"
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "text", "fix"),
+    [
+        ({}, "its kernels can be compiled, with gcc", ""),
+        ({"compiler": ""}, "without a C compiler Triton compiles nothing", "install gcc"),
+        ({"headers": False}, "without Python.h", "python3-dev"),
+        ({"package": False, "headers": False}, "without the package triton and Python.h", "pip install"),
+    ],
+)
+def test_what_kernels_of_a_gpu_need_is_looked_for(changes: dict[str, Any], text: str, fix: str) -> None:
+    facts = REPLACE(TritonFacts(package=True, compiler="gcc", headers=True), **changes)
+    (finding,) = check_triton(facts, has_gpu=True)
+    assert text in finding.text
+    assert fix in finding.fix
+    assert finding.level is (Level.NOTE if fix else Level.OK)
+    assert check_triton(facts, has_gpu=False) == []
+
+
+def test_the_compiler_of_kernels_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert read_triton({}).compiler == ""
+    assert read_triton({"CC": "clang-19"}).compiler == "clang-19"
 
 
 # ---- machine

@@ -94,6 +94,22 @@ def test_a_broken_checkpoint_is_refused_by_name(
         load(tmp_path / "quantized")
 
 
+def test_experts_of_a_layer_are_quantised_together(tmp_path: Path) -> None:
+    """As they are not where ``ignore`` names some of them."""
+    plain = make_tiny_model(tmp_path / "plain", "qwen3_moe")
+    write_quantized(plain, "w4a16 groups", tmp_path / "quantized", tmp_path / "wide")
+    name = "model.layers.1.mlp.experts.5.up_proj"
+
+    def ignore(tensors: dict[str, torch.Tensor]) -> None:
+        for part in ("weight_packed", "weight_scale", "weight_shape"):
+            tensors.pop(f"{name}.{part}")
+        tensors[f"{name}.weight"] = load_file(plain / "model.safetensors")[f"{name}.weight"]
+
+    spoil(tmp_path / "quantized", ignore)
+    with pytest.raises(CheckpointError, match=f"{name}.weight is not quantised and .*up_proj.weight is"):
+        load(tmp_path / "quantized")
+
+
 def test_a_config_without_quantised_weights_is_refused(plain: Path, tmp_path: Path) -> None:
     write_quantized(plain, "awq", tmp_path / "quantized", tmp_path / "wide")
     config = (tmp_path / "quantized" / "config.json").read_text()

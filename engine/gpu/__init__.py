@@ -1,0 +1,1 @@
+"""What only GPUs compute: Triton kernels beside attention, and the choice of operators."""

@@ -1,0 +1,1 @@
+"""GGUF files: headers, model directories made from them, and weights."""

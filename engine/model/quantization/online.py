@@ -1,0 +1,186 @@
+"""A checkpoint of plain weights, quantised while it is read (``--quantization``).
+
+The scale of an output, or of a group of inputs, brings the greatest weight to the end of the range. Only
+what a worker reads is looked at: its rows, in their full width where one scale is for a whole row.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from engine.model.checkpoint import CheckpointError
+from engine.model.quantization.formats import online_format
+from engine.model.quantization.matrices import FLOAT8, QuantizedMatrix, Stored
+from engine.model.quantization.rounding import MOST_INPUTS, WORD_INPUTS, Rounding
+from engine.model.quantization.view import WEIGHT, QuantizedFiles
+from engine.quantization_config import OnlineName
+
+IN_LAYERS = re.compile(r"(^|\.)layers\.\d+\.")
+"""Matrices outside of layers, which are embeddings and heads, stay as they are."""
+KEPT = {"gate", "router", "wg", "shared_expert_gate", "kv_b_proj"}
+"""Names of modules that stay as they are.
+
+They are routers, whose choices a rounding would turn, and what is used by its parts.
+"""
+STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj|gate_and_up_proj)$")
+PLAIN_DTYPES = ("BF16", "F16", "F32")
+GROUP_SIZES = (128, 64, 32)
+"""Inputs that share a scale, with 4 bits: the first of these that divides them."""
+LEAST_SIZE = 32
+"""Outputs and inputs of the smallest matrix that is quantised."""
+BLOCK = 128
+"""Outputs and inputs of a block."""
+LARGEST_FLOAT8 = 448.0
+
+
+class OnlineFiles(QuantizedFiles):
+    """The files of a plain checkpoint, whose matrices are quantised when they are read."""
+
+    def __init__(self, files: Sequence[Any], name: OnlineName, dtype: torch.dtype) -> None:
+        """``name``: see :data:`engine.quantization_config.ONLINE`.
+
+        Raises:
+            CheckpointError: there is nothing to quantise, or it is laid out in another way.
+        """
+        self._kind = KINDS[name]
+        super().__init__(files, online_format(name), dtype)
+
+    def _find(self) -> Iterator[tuple[str, QuantizedMatrix]]:
+        for name, home in self._homes.items():
+            if STACKED.search(name):
+                raise CheckpointError(
+                    f"{name} holds all experts of a layer, which --quantization does not take apart: leave "
+                    "it out, or save the checkpoint with one tensor for each expert"
+                )
+            owner, _, last = name.rpartition(".")
+            if last != WEIGHT or not IN_LAYERS.search(name) or owner.rpartition(".")[2] in KEPT:
+                continue
+            stored: Stored = home.get_slice(name)
+            shape = stored.get_shape()
+            if len(shape) == 2 and min(shape) >= LEAST_SIZE and stored.get_dtype() in PLAIN_DTYPES:
+                yield name, self._kind(name, {WEIGHT: stored}, self._form, self._dtype)
+
+
+class _OnlineMatrix(QuantizedMatrix):
+    """A plain matrix, of which codes are made."""
+
+    LAYOUT = "online"
+    CODES = SCALES = WEIGHT
+
+    def _find_shape(self) -> tuple[int, int]:
+        outputs, inputs = self._shape_of(WEIGHT, 2)
+        return outputs, inputs
+
+    def _check(self) -> None:
+        self._size = self._find_size()
+        self._found: dict[tuple[int, int], torch.Tensor] = {}
+        """Scales by range of outputs."""
+
+    def _find_size(self) -> int:
+        """Inputs that share a scale."""
+        return self.shape[1]
+
+    def _group_size(self) -> int:
+        return self._size
+
+    def _code_bits(self) -> int:
+        return 8
+
+    @abstractmethod
+    def _scale_of(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The scale of numbers along the last dimension, which stays, with one number."""
+
+    def _codes(self, rows: slice, columns: slice) -> torch.Tensor:
+        weights, scales = self._parts[WEIGHT][rows, columns].float(), self._scales(rows, columns)
+        return self._rounded(torch.where(scales == 0, 0, weights / scales))
+
+    def _rounded(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.round().clamp(*self._range()).to(torch.int8)
+
+    def _range(self) -> tuple[int, int]:
+        return -127, 127
+
+    def _scales(self, rows: slice, columns: slice) -> torch.Tensor:
+        key = rows.start, rows.stop
+        if key not in self._found:
+            self._found[key] = self._checked_scales(self._scales_of(rows))
+        return self._found[key][:, self._group_of(columns, self._size)]
+
+    def _scales_of(self, rows: slice) -> torch.Tensor:
+        """Scales [outputs, groups] of a range of outputs."""
+        return self._scale_of(self._parts[WEIGHT][rows, :].float().unflatten(-1, (-1, self._size)))[..., 0]
+
+    def _zeros(self, rows: slice, columns: slice) -> torch.Tensor | None:
+        return None
+
+
+class _Int8(_OnlineMatrix):
+    """8 bits, one scale for an output."""
+
+    def _scale_of(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.abs().amax(-1, keepdim=True) / 127
+
+
+class _Int8Rounded(_Int8):
+    """The same, and activations are rounded, too: each row by its own scale."""
+
+    @property
+    def rounding(self) -> Rounding | None:
+        inputs = self.shape[1]
+        return Rounding() if inputs % WORD_INPUTS == 0 and inputs <= MOST_INPUTS else None
+
+
+class _Int4(_OnlineMatrix):
+    """4 bits, one scale for a group of inputs, whose greatest number becomes -8."""
+
+    def _find_size(self) -> int:
+        return next((size for size in GROUP_SIZES if self.shape[1] % size == 0), self.shape[1])
+
+    def _code_bits(self) -> int:
+        return 4
+
+    def _range(self) -> tuple[int, int]:
+        return -8, 7
+
+    def _scale_of(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.gather(-1, numbers.abs().argmax(-1, keepdim=True)) / -8
+
+
+class _Float8(_OnlineMatrix):
+    """Floats of 8 bits, one scale for an output."""
+
+    def _rounded(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8)
+
+    def _scale_of(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.abs().amax(-1, keepdim=True) / LARGEST_FLOAT8
+
+
+class _Float8Blocks(_Float8):
+    """Floats of 8 bits, one scale for a block, as DeepSeek publishes them."""
+
+    def _find_size(self) -> int:
+        return BLOCK
+
+    def _scales_of(self, rows: slice) -> torch.Tensor:
+        outputs, inputs = self.shape
+        low = rows.start // BLOCK * BLOCK
+        whole = self._parts[WEIGHT][low : min(outputs, -(-rows.stop // BLOCK) * BLOCK), :].float()
+        padded = torch.nn.functional.pad(whole, (0, -inputs % BLOCK, 0, -len(whole) % BLOCK))
+        blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).transpose(1, 2).flatten(2)
+        scales = self._scale_of(blocks)[..., 0]
+        return scales[torch.arange(rows.start, rows.stop) // BLOCK - low // BLOCK]
+
+
+KINDS: dict[OnlineName, Callable[..., QuantizedMatrix]] = {
+    "int8_per_channel_weight_only": _Int8,
+    "int8": _Int8Rounded,
+    "int4": _Int4,
+    "fp8_per_channel": _Float8,
+    "fp8_per_block": _Float8Blocks,
+}

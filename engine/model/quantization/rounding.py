@@ -1,0 +1,100 @@
+"""Activations rounded to 8 bits before a product, as checkpoints for W8A8 ask for.
+
+A row is rounded as ``x / scale + zero``, to the nearest whole number from -128 to 127. The scale is a row's
+own, its greatest size over 127, or the checkpoint's. Where tensor-parallel ranks may have parts of a row,
+each part has its own scale (:mod:`parallel.parts`). Products of whole numbers are added up as such, so their
+sums have no order. ``rounding.hpp`` does the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+LEAST, MOST = -128, 127
+WORD_INPUTS = 64
+"""Inputs of a matrix whose activations are rounded are a multiple of this.
+
+So that parts of it are whole words.
+"""
+MOST_INPUTS = 1 << 16
+"""Most inputs whose products of bytes fit into a sum of 32 bits."""
+_EXACT_INPUTS = 1024
+"""Products of bytes whose sum is exact in float32, in any order."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How activations are rounded."""
+
+    scale: float = 0.0
+    """Scale of all; 0: each row has its own."""
+    zero: int = 0
+    """Number that 0 becomes, if there is a scale of all."""
+    is_symmetric: bool = True
+    """Whether 0 becomes 0 where rows have their own scale."""
+
+    def rows(self, x: torch.Tensor, parts: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows [..., k] as whole numbers, with scales and zero points, all float32.
+
+        They are [..., parts, k / parts], and [..., parts, 1].
+        """
+        x = x.float().unflatten(-1, (parts, -1))
+        if self.scale:
+            scale = x.new_full((*x.shape[:-1], 1), self.scale)
+            zero = torch.full_like(scale, self.zero)
+        else:
+            scale, zero = self._found(x)
+        codes = torch.where(scale > 0, x / scale, 0).round() + zero
+        return codes.clamp(LEAST, MOST), scale, zero
+
+    def product(
+        self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, parts: int = 1
+    ) -> torch.Tensor:
+        """Product of rows [..., k], rounded, with weights [outputs, k]: float32 [..., outputs].
+
+        The weights are codes of 8 bits with ``scales`` [outputs].
+        """
+        rows, row_scales, zeros = self.rows(x, parts)
+        total: list[torch.Tensor] = []
+        for part, columns in enumerate(codes.chunk(parts, dim=-1)):
+            sums = integer_product(rows[..., part, :], columns)
+            sums -= zeros[..., part, :].to(torch.int32) * columns.sum(-1, dtype=torch.int32)
+            total.append(sums.float() * scales * row_scales[..., part, :])
+        while len(total) > 1:
+            total = [one + other for one, other in zip(total[::2], total[1::2], strict=True)]
+        return total[0]
+
+    def _found(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        least, most = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+        if self.is_symmetric:
+            scale = torch.maximum(most, -least) / torch.tensor(float(MOST))
+            return scale, torch.zeros_like(scale)
+        scale = (most - least) / torch.tensor(float(MOST - LEAST))
+        return scale, torch.where(scale > 0, LEAST - least / scale, 0).round()
+
+
+def common(roundings: list[Rounding | None]) -> Rounding | None:
+    """The rounding of an input of several products; None where they have none in common.
+
+    Of several scales the greatest is taken, as in vLLM.
+    """
+    known = [each for each in roundings if each is not None]
+    if len(known) < len(roundings):
+        return None
+    if len(set(known)) == 1:
+        return known[0]
+    if all(each.scale and not each.zero for each in known):
+        return replace(known[0], scale=max(each.scale for each in known))
+    return None
+
+
+def integer_product(rows: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Exact product of whole numbers of 8 bits, [..., k] and [outputs, k], as int32."""
+    sums = torch.zeros(*rows.shape[:-1], len(codes), dtype=torch.int32, device=rows.device)
+    for some, columns in zip(
+        rows.float().split(_EXACT_INPUTS, -1), codes.split(_EXACT_INPUTS, -1), strict=True
+    ):
+        sums += (some @ columns.float().T).to(torch.int32)
+    return sums

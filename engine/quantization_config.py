@@ -1,0 +1,22 @@
+"""Names of ``--quantization`` (pure)."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+OnlineName = Literal["int8_per_channel_weight_only", "int8", "int4", "fp8_per_channel", "fp8_per_block"]
+ONLINE: tuple[OnlineName, ...] = get_args(OnlineName)
+"""Ways in which a plain checkpoint is quantised while it is read."""
+QuantizationName = Literal[
+    "int8_per_channel_weight_only",
+    "int8",
+    "int4",
+    "fp8_per_channel",
+    "fp8_per_block",
+    "compressed-tensors",
+    "fp8",
+    "gptq",
+    "awq",
+    "mxfp4",
+]
+"""One of :data:`ONLINE`, or what a checkpoint must be quantised by."""

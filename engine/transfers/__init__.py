@@ -1,0 +1,1 @@
+"""KV blocks that travel between instances, by the names of their content."""

@@ -1,0 +1,56 @@
+"""The bytes of a KV cache, block by block.
+
+What they mean is the cache's own matter: blocks are copied whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class BlockMemory:
+    """Tensors of a cache on this host, each cut into as many equal blocks."""
+
+    def __init__(self, parts: Sequence[Bytes]) -> None:
+        """``parts``: [blocks, bytes of a block] each, sharing the memory of the cache."""
+        assert parts, "a cache without layers"
+        assert len({len(part) for part in parts}) == 1, "all tensors have the same blocks"
+        self._parts = list(parts)
+        self.num_blocks = len(parts[0])
+
+    def __repr__(self) -> str:
+        return f"<BlockMemory {self.num_blocks} blocks of {self.block_bytes} bytes>"
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Bytes of a block in each tensor."""
+        return tuple(part.shape[1] for part in self._parts)
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(self.layout)
+
+    def read(self, blocks: Sequence[int]) -> Bytes:
+        """A copy of some blocks: [blocks, bytes]."""
+        found = np.empty((len(blocks), self.block_bytes), dtype=np.uint8)
+        for row, block in zip(found, blocks, strict=True):
+            begin = 0
+            for part in self._parts:
+                end = begin + part.shape[1]
+                row[begin:end] = part[block]
+                begin = end
+        return found
+
+    def write(self, block: int, data: memoryview) -> None:
+        """Put bytes that :meth:`read` gave into a block."""
+        row, begin = np.frombuffer(data, dtype=np.uint8), 0
+        assert len(row) == self.block_bytes
+        for part in self._parts:
+            end = begin + part.shape[1]
+            part[block] = row[begin:end]
+            begin = end

@@ -1,0 +1,276 @@
+"""The step loop's part in transfers: references, room for blocks, and requests that wait (pure).
+
+Only the step loop knows which blocks are free, named, or about to be filled. It holds blocks that are lent
+until the mover's :class:`.Return`, and those that are being written until its :class:`.Ended`; no clock ends
+either. A request waits here while its prefix is fetched, and is then queued like any other: it finds the
+blocks that came by their names. If none came it is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from engine.messages import TransferCounters
+from engine.scheduling.blocks import BlockHash, BlockPool
+from engine.scheduling.request import Request, RequestKey
+from engine.transfers.fetching import Ended, Outcome, Source, Wanted
+from engine.transfers.lending import Key, Look, Return
+from engine.transfers.messages import MOST_BLOCKS
+from engine.transfers.price import FetchPrice
+
+logger = logging.getLogger(__name__)
+
+LENT_PART = 4
+"""Divisor of the cache: blocks that loans keep from requests, at most."""
+FETCHED_PART = 2
+"""Divisor of the free blocks: those that one transfer may take."""
+LEAST_SECONDS, MOST_SECONDS = 0.25, 10.0
+"""Seconds that a transfer may take, where computing would take less or more."""
+MOST_SHUNNED = 256
+"""Sources that are remembered for having been wrong."""
+
+
+class Mover(Protocol):
+    """The part of :class:`engine.transfers.mover.BlockMover` that is used here."""
+
+    @property
+    def has_ended(self) -> bool: ...
+    def take_events(self) -> list[Look | Return | Ended]: ...
+    def fetch(self, wanted: Wanted) -> None: ...
+    def cancel(self, number: int) -> None: ...
+    def found(self, loan: Key, blocks: Sequence[int]) -> None: ...
+
+
+@dataclass
+class _Transfer:
+    """Blocks on their way here, and the requests that wait for them."""
+
+    wanted: Wanted
+    requests: dict[RequestKey, Request] = field(default_factory=dict)
+    is_cancelled: bool = False
+
+
+class BlockExchange:
+    """References of transfers in both directions, and the requests that wait for one."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        mover: Mover,
+        price: FetchPrice,
+        block_size: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pool = pool
+        self._mover = mover
+        self._clock = clock
+        self._block_size = block_size
+        self.price = price
+        self._lent: dict[Key, list[int]] = {}
+        self._kept: dict[Key, int] = {}
+        """Number of blocks that were free before they were lent."""
+        self._num_kept = 0
+        self._transfers: dict[int, _Transfer] = {}
+        self._numbers = 0
+        self._on_the_way: dict[BlockHash, _Transfer] = {}
+        self._waiting: dict[RequestKey, _Transfer] = {}
+        self._shunned: dict[Source, None] = {}
+        self._counters = TransferCounters()
+
+    def __repr__(self) -> str:
+        return f"<BlockExchange {len(self._lent)} lent, {len(self._transfers)} on the way>"
+
+    def __len__(self) -> int:
+        """Requests that wait for blocks."""
+        return len(self._waiting)
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._waiting
+
+    @property
+    def requests(self) -> list[Request]:
+        return [transfer.requests[key] for key, transfer in self._waiting.items()]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no block is held for a transfer."""
+        return not self._lent and not self._transfers
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of waiting requests."""
+        return sum(len(request.token_ids) for request in self.requests)
+
+    @property
+    def num_uncached(self) -> int:
+        """Tokens of waiting requests that have to be computed in any case."""
+        return sum(
+            max(1, len(request.token_ids) - len(self._waiting[request.key].wanted.names) * self._block_size)
+            for request in self.requests
+        )
+
+    def counters(self) -> TransferCounters:
+        return self._counters
+
+    # ---- requests
+
+    def takes(self, request: Request) -> bool:
+        """Whether a request waits here for blocks; else it is queued at once."""
+        source = request.blocks_at
+        if not source or self._mover.has_ended or not self._pool.is_caching:
+            return False
+        names = request.prefix_hashes(self._block_size)
+        known = len(self._pool.find_prefix(names))
+        missing = names[known : known + MOST_BLOCKS]
+        if not missing:
+            return False
+        transfer = self._on_the_way.get(missing[0])
+        if transfer is None:
+            transfer = self._begin(missing, source)
+        if transfer is None:
+            return False
+        transfer.requests[request.key] = request
+        self._waiting[request.key] = transfer
+        return True
+
+    def forget(self, key: RequestKey) -> bool:
+        """Stop waiting with a request; False if it does not wait here."""
+        transfer = self._waiting.pop(key, None)
+        if transfer is None:
+            return False
+        del transfer.requests[key]
+        if not transfer.requests and not transfer.is_cancelled:
+            transfer.is_cancelled = True
+            self._mover.cancel(transfer.wanted.number)
+        return True
+
+    def admitted(self, request: Request) -> None:
+        """Count what was fetched for a request that begins to be computed."""
+        tokens, request.num_fetched = min(request.num_fetched, request.num_cached), 0
+        self._count(prompt_tokens=self._counters.prompt_tokens + tokens)
+
+    def price_now(self) -> float:
+        """What a fetched token costs, in tokens to compute; 1 where nothing is fetched."""
+        return 1.0 if self._mover.has_ended else min(1.0, self.price.at(self._clock()))
+
+    # ---- events
+
+    def turn(self, being_filled: Callable[[], set[int]]) -> list[Request]:
+        """Act on what the mover did; returns requests to queue.
+
+        ``being_filled``: blocks whose content is not computed yet, though they may have names.
+        """
+        ready: list[Request] = []
+        for event in self._mover.take_events():
+            match event:
+                case Look(loan, names):
+                    self._lend(loan, names, being_filled())
+                case Return(loan):
+                    self._pool.release(self._lent.pop(loan))
+                    self._num_kept -= self._kept.pop(loan)
+                case Ended():
+                    ready += self._ended(event)
+        if self._mover.has_ended and not self.is_idle:
+            ready += self._give_up()
+        return ready
+
+    def _lend(self, loan: Key, names: Sequence[BlockHash], being_filled: set[int]) -> None:
+        """Hold the first of these blocks that are here and computed.
+
+        Those that requests hold cost nothing. Of the others, which requests may need, loans keep a part.
+        """
+        blocks = self._pool.find_prefix(names)
+        room = self._pool.num_blocks // LENT_PART - self._num_kept
+        whole = next((index for index, block in enumerate(blocks) if block in being_filled), len(blocks))
+        blocks = blocks[:whole]
+        kept = self._pool.num_free - self._pool.num_free_beside(blocks)
+        while kept > max(0, room):
+            blocks.pop()
+            kept = self._pool.num_free - self._pool.num_free_beside(blocks)
+        self._pool.hold(blocks)
+        self._num_kept += kept
+        self._kept[loan] = kept
+        self._lent[loan] = blocks
+        self._count(lent_blocks=self._counters.lent_blocks + len(blocks))
+        self._mover.found(loan, blocks)
+
+    def _begin(self, names: list[BlockHash], source: Source) -> _Transfer | None:
+        now = self._clock()
+        names = names[: self._pool.num_free // FETCHED_PART]
+        tokens = len(names) * self._block_size
+        if source in self._shunned or not self.price.pays(tokens, now):
+            return None
+        blocks = self._pool.take(len(names))
+        assert blocks is not None, "there are more free ones"
+        computing = self.price.seconds_to_compute(tokens)
+        seconds = MOST_SECONDS if computing is None else min(MOST_SECONDS, max(LEAST_SECONDS, computing))
+        self._numbers += 1
+        transfer = _Transfer(Wanted(self._numbers, source, names, blocks, seconds))
+        self._transfers[self._numbers] = transfer
+        for name in names:
+            self._on_the_way.setdefault(name, transfer)
+        self._count(queried_tokens=self._counters.queried_tokens + tokens)
+        self._mover.fetch(transfer.wanted)
+        return transfer
+
+    def _ended(self, end: Ended) -> list[Request]:
+        transfer = self._transfers.pop(end.number)
+        wanted, now = transfer.wanted, self._clock()
+        for block, name in zip(wanted.blocks[: end.count], wanted.names, strict=False):
+            self._pool.name(block, name)
+        self._pool.release(wanted.blocks)
+        for name in wanted.names:
+            if self._on_the_way.get(name) is transfer:
+                del self._on_the_way[name]
+        tokens = end.count * self._block_size
+        outcomes = self._counters.outcomes
+        self._count(
+            fetched_tokens=self._counters.fetched_tokens + tokens,
+            fetched_bytes=self._counters.fetched_bytes + end.num_bytes,
+            fetch_seconds=self._counters.fetch_seconds + end.seconds,
+            outcomes={**outcomes, end.outcome.value: outcomes.get(end.outcome.value, 0) + 1},
+        )
+        if end.outcome in (Outcome.WHOLE, Outcome.SLOW):
+            self.price.fetched(end.num_bytes, end.seconds, now)
+        if end.for_good:
+            self._shun(end)
+        found = list(transfer.requests.values())
+        for request in found:
+            del self._waiting[request.key]
+            request.num_fetched = tokens
+        return found
+
+    def _shun(self, end: Ended) -> None:
+        logger.log(
+            logging.ERROR if end.outcome is Outcome.WRONG else logging.INFO,
+            "KV blocks of %s are not asked for any more: %s",
+            end.source,
+            "what it sent is not what it named" if end.outcome is Outcome.WRONG else "its cache differs",
+        )
+        self._shunned[end.source] = None
+        while len(self._shunned) > MOST_SHUNNED:
+            del self._shunned[next(iter(self._shunned))]
+
+    def _give_up(self) -> Iterable[Request]:
+        """The mover is gone: nothing is read or written any more."""
+        for blocks in self._lent.values():
+            self._pool.release(blocks)
+        for transfer in self._transfers.values():
+            self._pool.release(transfer.wanted.blocks)
+        found = self.requests
+        self._num_kept = 0
+        self._kept.clear()
+        self._lent.clear()
+        self._transfers.clear()
+        self._on_the_way.clear()
+        self._waiting.clear()
+        return found
+
+    def _count(self, **changes: object) -> None:
+        self._counters = msgspec.structs.replace(self._counters, **changes)

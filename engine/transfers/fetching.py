@@ -1,0 +1,235 @@
+"""The taker's side of transfers (pure: no sockets; time is an argument).
+
+Events in, actions out. Blocks arrive in order. Each is checked by its digest before it is written; what is
+late, torn or wrong is dropped, and ends the transfer: the blocks before it are right, the rest is computed.
+A transfer also ends when its source refuses, breaks its connection or sends nothing for a while. Its room in
+the cache belongs to it until :class:`Ended`, and to nobody here after that.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.scheduling.blocks import BlockHash
+from engine.transfers.messages import (
+    DIGEST_BYTES,
+    Ask,
+    Enough,
+    Held,
+    Lent,
+    More,
+    Piece,
+    Refused,
+    ToTaker,
+    digest_of,
+    joined,
+    split,
+)
+
+WINDOW = 4
+"""Pieces on the way at once."""
+MOST_ASKED = 4
+"""Transfers from one source at once; the others wait for their turn."""
+STALL = 1.0
+"""Seconds without anything new from a source after which its transfer ends."""
+
+Source = str
+"""Address of a source."""
+
+
+class Outcome(enum.StrEnum):
+    """How a transfer ended: the label of the metric."""
+
+    WHOLE = "whole"
+    """All that the source lent has come."""
+    ABSENT = "absent"
+    """The source has none of the blocks."""
+    REFUSED = "refused"
+    LOST = "lost"
+    """The connection broke, or there was none in time."""
+    SLOW = "slow"
+    """The source sent nothing for a while, or would take longer than computing."""
+    WRONG = "wrong"
+    """A digest was not that of the bytes."""
+    CANCELLED = "cancelled"
+    """Nobody waits for it any more."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A transfer to begin."""
+
+    number: int
+    source: Source
+    names: Sequence[BlockHash]
+    blocks: Sequence[int]
+    """Where each of them goes."""
+    seconds: float
+    """Most that it may take."""
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send a message to a source; where there is no connection, nothing."""
+
+    source: Source
+    message: Ask | More | Enough
+
+
+@dataclass(frozen=True)
+class Write:
+    """Put checked bytes into a block."""
+
+    block: int
+    data: memoryview
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A transfer is over; its first ``count`` blocks are right."""
+
+    number: int
+    count: int
+    outcome: Outcome
+    source: Source
+    num_bytes: int
+    seconds: float
+    """From the question to the end."""
+    for_good: bool = False
+    """Whether the source would refuse, or be wrong, again."""
+
+
+Action = Tell | Write | Ended
+
+
+@dataclass
+class _Fetch:
+    wanted: Wanted
+    began_at: float
+    """When its turn came, or it was begun."""
+    heard_at: float
+    is_asked: bool = False
+    has_turn: bool = False
+    lent: int | None = None
+    """Blocks that come; None while the source has not answered."""
+    count: int = 0
+    """Blocks that have come."""
+    num_bytes: int = 0
+
+
+class Fetcher:
+    """All transfers to one cache."""
+
+    def __init__(self, identity: str, block_bytes: int) -> None:
+        self._identity = identity
+        self._block_bytes = block_bytes
+        self._fetches: dict[int, _Fetch] = {}
+
+    def __repr__(self) -> str:
+        return f"<Fetcher of {len(self._fetches)} transfers>"
+
+    def __len__(self) -> int:
+        return len(self._fetches)
+
+    def due(self, now: float) -> list[tuple[int, Source]]:
+        """Transfers whose turn it is, and whose source was not asked yet."""
+        found = []
+        turns = Counter(each.wanted.source for each in self._fetches.values() if each.has_turn)
+        for number, fetch in self._fetches.items():
+            source = fetch.wanted.source
+            if not fetch.has_turn and turns[source] < MOST_ASKED:
+                turns[source] += 1
+                fetch.has_turn, fetch.began_at, fetch.heard_at = True, now, now
+            if fetch.has_turn and not fetch.is_asked:
+                found.append((number, source))
+        return found
+
+    def begin(self, wanted: Wanted, now: float) -> None:
+        """Take up a transfer, which waits for its turn and a connection: see :meth:`due`."""
+        assert wanted.number not in self._fetches
+        self._fetches[wanted.number] = _Fetch(wanted, now, now)
+
+    def ask(self, number: int) -> Ask:
+        """The question to a source."""
+        return Ask(number, self._identity, joined(self._fetches[number].wanted.names), WINDOW)
+
+    def asked(self, number: int) -> None:
+        """The question was sent."""
+        self._fetches[number].is_asked = True
+
+    def cancel(self, number: int, now: float) -> list[Action]:
+        """Nobody waits for a transfer any more; harmless if it has ended."""
+        fetch = self._fetches.get(number)
+        return [] if fetch is None else self._end(fetch, Outcome.CANCELLED, now)
+
+    def received(self, source: Source, message: ToTaker, now: float) -> list[Action]:
+        """Act on a message; one for a transfer that is over is dropped."""
+        fetch = self._fetches.get(message.number)
+        if fetch is None or fetch.wanted.source != source or not fetch.is_asked:
+            return []
+        match message:
+            case Lent(_, count):
+                return self._lent(fetch, count, now)
+            case Piece():
+                return self._piece(fetch, message, now)
+            case Refused():
+                return self._end(fetch, Outcome.REFUSED, now, for_good=message.for_good)
+            case Held():
+                return []  # a sign of life, but nothing new: it is waited for no longer
+
+    def broke(self, source: Source, now: float) -> list[Action]:
+        """The connection to a source has ended, and what was asked over it."""
+        return [
+            action
+            for fetch in list(self._fetches.values())
+            if fetch.wanted.source == source and fetch.is_asked
+            for action in self._end(fetch, Outcome.LOST, now)
+        ]
+
+    def look(self, now: float) -> list[Action]:
+        """End what takes too long."""
+        return [
+            action
+            for fetch in list(self._fetches.values())
+            if fetch.has_turn and now > min(fetch.heard_at + STALL, fetch.began_at + fetch.wanted.seconds)
+            for action in self._end(fetch, Outcome.SLOW if fetch.is_asked else Outcome.LOST, now)
+        ]
+
+    # ---- helpers
+
+    def _lent(self, fetch: _Fetch, count: int, now: float) -> list[Action]:
+        if fetch.lent is not None or count > len(fetch.wanted.names):
+            return self._end(fetch, Outcome.WRONG, now, for_good=True)
+        fetch.lent, fetch.heard_at = count, now
+        return [] if count else self._end(fetch, Outcome.ABSENT, now)
+
+    def _piece(self, fetch: _Fetch, piece: Piece, now: float) -> list[Action]:
+        digests, wanted = split(piece.digests, DIGEST_BYTES), fetch.wanted
+        end = piece.first + len(digests)
+        is_next = fetch.lent is not None and piece.first == fetch.count and end <= fetch.lent
+        if not is_next or len(piece.data) != len(digests) * self._block_bytes:
+            return self._end(fetch, Outcome.WRONG, now, for_good=True)
+        actions: list[Action] = []
+        data = memoryview(piece.data)
+        for index, digest in enumerate(digests):
+            block = data[index * self._block_bytes : (index + 1) * self._block_bytes]
+            if digest_of(self._identity, wanted.names[fetch.count], block) != digest:
+                return [*actions, *self._end(fetch, Outcome.WRONG, now, for_good=True)]
+            actions.append(Write(wanted.blocks[fetch.count], block))
+            fetch.count += 1
+        fetch.heard_at = now
+        fetch.num_bytes += len(piece.data)
+        if fetch.count == fetch.lent:
+            return [*actions, *self._end(fetch, Outcome.WHOLE, now)]
+        return [*actions, Tell(wanted.source, More(wanted.number, 1))]
+
+    def _end(self, fetch: _Fetch, outcome: Outcome, now: float, *, for_good: bool = False) -> list[Action]:
+        wanted = fetch.wanted
+        del self._fetches[wanted.number]
+        seconds = now - fetch.began_at
+        ended = Ended(wanted.number, fetch.count, outcome, wanted.source, fetch.num_bytes, seconds, for_good)
+        is_open = fetch.is_asked and outcome not in (Outcome.WHOLE, Outcome.LOST, Outcome.REFUSED)
+        return [Tell(wanted.source, Enough(wanted.number)), ended] if is_open else [ended]

@@ -1,0 +1,35 @@
+"""Identity of a KV cache: blocks fit all caches of the same one (pure)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+
+FORMAT = 1
+"""Raised with each change of what a block's bytes mean beside the facts below."""
+
+
+class CacheFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """All that decides the bytes of a block with given tokens."""
+
+    numerics: str
+    """Fingerprint of the numerics class: model, data type, kernels, versions."""
+    dtype: str
+    """Data type of keys and values as they are stored."""
+    block_size: int
+    """Tokens of a block."""
+    layout: Sequence[int]
+    """Bytes of a block in each tensor of the cache, in order."""
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    rank: int = 0
+    """Tensor-parallel rank of the worker that holds the cache."""
+    stage: int = 0
+
+
+def identity_of(facts: CacheFacts) -> str:
+    """Name of all caches with these facts."""
+    text = msgspec.json.encode((FORMAT, facts), order="sorted")
+    return hashlib.blake2b(text, digest_size=12).hexdigest()

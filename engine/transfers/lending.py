@@ -1,0 +1,166 @@
+"""The source's side of transfers (pure: no sockets, no clock).
+
+Events in, actions out. A loan is looked up, and its blocks are held, by the step loop; from then on it is
+read here piece by piece, as the taker grants room. It ends when its last piece was read, when the taker wants
+no more, or when the taker's connection is gone. No clock ends it: bytes that are read must be held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.scheduling.blocks import BlockHash
+from engine.transfers.messages import Ask, Enough, Held, Lent, More, Refused, ToSource, split
+
+Peer = bytes
+Key = tuple[Peer, int]
+"""A taker's connection, and its number of the transfer."""
+
+MOST_LOANS = 32
+"""Loans at once; further ones are refused, and the taker computes."""
+MOST_LOANS_OF_PEER = 4
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message; where that fails, the taker is gone."""
+
+    peer: Peer
+    message: Lent | Refused | Held
+
+
+@dataclass(frozen=True)
+class Look:
+    """Have these blocks looked up and held by the step loop, which answers with :meth:`Lender.found`."""
+
+    loan: Key
+    names: list[BlockHash]
+
+
+@dataclass(frozen=True)
+class SendPiece:
+    """Read these blocks, and send them with their digests."""
+
+    peer: Peer
+    number: int
+    first: int
+    names: Sequence[BlockHash]
+    blocks: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Return:
+    """The blocks of a loan are read no more; the step loop lets them go."""
+
+    loan: Key
+
+
+Action = Send | Look | SendPiece | Return
+
+
+@dataclass
+class _Loan:
+    names: list[BlockHash]
+    pieces: int
+    """Pieces that the taker has room for."""
+    blocks: Sequence[int] | None = None
+    """None while they are looked up."""
+    next: int = 0
+    """Index of the next block to read."""
+    is_over: bool = False
+    """The taker went while its blocks were looked up."""
+
+
+class Lender:
+    """All loans of one cache."""
+
+    def __init__(self, identity: str, blocks_per_piece: int) -> None:
+        self._identity = identity
+        self._per_piece = blocks_per_piece
+        self._loans: dict[Key, _Loan] = {}
+
+    def __repr__(self) -> str:
+        return f"<Lender of {len(self._loans)} loans>"
+
+    def __len__(self) -> int:
+        return len(self._loans)
+
+    def received(self, peer: Peer, message: ToSource) -> list[Action]:
+        """Act on a taker's message."""
+        match message:
+            case Ask():
+                return self._asked(peer, message)
+            case More(number, pieces):
+                return self._granted((peer, number), pieces)
+            case Enough(number):
+                return self._over((peer, number))
+
+    def found(self, key: Key, blocks: Sequence[int]) -> list[Action]:
+        """The blocks of a loan, maybe none, are held from now on."""
+        loan = self._loans[key]
+        if loan.is_over:
+            del self._loans[key]
+            return [Return(key)]
+        peer, number = key
+        loan.blocks = blocks
+        return [Send(peer, Lent(number, len(blocks))), *self._pieces(key, loan)]
+
+    def waiting(self) -> list[Action]:
+        """Questions whether the takers of loans that wait for them are still there."""
+        return [
+            Send(key[0], Held(key[1]))
+            for key, loan in self._loans.items()
+            if loan.blocks is None or loan.pieces == 0
+        ]
+
+    def gone(self, peer: Peer) -> list[Action]:
+        """The connection of a taker has ended, and all its loans with it."""
+        return [action for key in list(self._loans) if key[0] == peer for action in self._over(key)]
+
+    # ---- helpers
+
+    def _asked(self, peer: Peer, ask: Ask) -> list[Action]:
+        key = peer, ask.number
+        if ask.identity != self._identity:
+            return [Send(peer, Refused(ask.number, "the caches differ", for_good=True))]
+        if key in self._loans:
+            return [Send(peer, Refused(ask.number, "a loan of this number is open"))]
+        if len(self._loans) >= MOST_LOANS or self._num_of(peer) >= MOST_LOANS_OF_PEER:
+            return [Send(peer, Refused(ask.number, "too many loans at once"))]
+        names = split(ask.names)
+        self._loans[key] = _Loan(names, ask.pieces)
+        return [Look(key, names)]
+
+    def _num_of(self, peer: Peer) -> int:
+        return sum(key[0] == peer for key in self._loans)
+
+    def _granted(self, key: Key, pieces: int) -> list[Action]:
+        loan = self._loans.get(key)
+        if loan is None:
+            return []  # its last piece is on the way
+        loan.pieces += pieces
+        return self._pieces(key, loan)
+
+    def _pieces(self, key: Key, loan: _Loan) -> list[Action]:
+        if loan.blocks is None or loan.is_over:
+            return []
+        actions: list[Action] = []
+        while loan.pieces > 0 and loan.next < len(loan.blocks):
+            first, end = loan.next, min(loan.next + self._per_piece, len(loan.blocks))
+            actions.append(SendPiece(*key, first, loan.names[first:end], loan.blocks[first:end]))
+            loan.next, loan.pieces = end, loan.pieces - 1
+        if loan.next == len(loan.blocks):
+            del self._loans[key]
+            actions.append(Return(key))
+        return actions
+
+    def _over(self, key: Key) -> list[Action]:
+        loan = self._loans.get(key)
+        if loan is None or loan.is_over:
+            return []
+        if loan.blocks is None:  # the step loop may be holding them just now
+            loan.is_over = True
+            return []
+        del self._loans[key]
+        return [Return(key)]

@@ -1,0 +1,125 @@
+"""Messages between the two ends of a transfer of KV blocks.
+
+They have connections of their own. The source binds the socket. The taker asks for blocks by their names, and
+grants the source so many pieces at a time. A number names one transfer on its connection.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from collections.abc import Iterable
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from engine.scheduling.blocks import HASH_BYTES, BlockHash
+
+DIGEST_BYTES = 16
+CRC = struct.Struct("<IQ")
+MOST_BLOCKS = 65_536
+"""Blocks of one transfer."""
+MOST_PIECES = 16
+"""Pieces that a taker grants at once."""
+
+Number = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+def digest_of(identity: str, name: BlockHash, data: bytes | bytearray | memoryview) -> bytes:
+    """Digest of a block's bytes, its name, and the cache that it fits.
+
+    So the bytes of another block, or of another layout, are wrong like torn ones. The bytes count by their
+    CRC, which finds every flipped bit at several gigabytes a second: nobody in a mesh means to deceive, and
+    others have no key.
+    """
+    facts = CRC.pack(zlib.crc32(data), len(data))
+    return hashlib.blake2b(identity.encode() + name + facts, digest_size=DIGEST_BYTES).digest()
+
+
+def joined(names: Iterable[BlockHash]) -> bytes:
+    """Names as :class:`Ask` carries them."""
+    return b"".join(names)
+
+
+def split(names: bytes, size: int = HASH_BYTES) -> list[bytes]:
+    """The single names or digests of a message."""
+    return [names[start : start + size] for start in range(0, len(names), size)]
+
+
+# ---- taker -> source
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """Lend these blocks, as many of the first ones as are there."""
+
+    number: Number
+    identity: str
+    """That of the taker's cache: see :mod:`engine.transfers.identity`."""
+    names: Annotated[bytes, Meta(max_length=MOST_BLOCKS * HASH_BYTES)]
+    pieces: Annotated[int, Meta(ge=1, le=MOST_PIECES)]
+    """Pieces that may be sent at once."""
+
+    def __post_init__(self) -> None:
+        if not self.names or len(self.names) % HASH_BYTES:
+            raise ValueError("no whole names of blocks")
+
+
+class More(msgspec.Struct, frozen=True, tag="more"):
+    """The taker has room for so many pieces more."""
+
+    number: Number
+    pieces: Annotated[int, Meta(ge=1, le=MOST_PIECES)]
+
+
+class Enough(msgspec.Struct, frozen=True, tag="enough"):
+    """The taker wants no more of this transfer."""
+
+    number: Number
+
+
+ToSource = Ask | More | Enough
+
+# ---- source -> taker
+
+
+class Lent(msgspec.Struct, frozen=True, tag="lent"):
+    """So many of the first blocks are held and come; 0: none are here."""
+
+    number: Number
+    count: Annotated[int, Meta(ge=0, le=MOST_BLOCKS)]
+
+
+class Piece(msgspec.Struct, frozen=True, tag="piece"):
+    """Some consecutive blocks."""
+
+    number: Number
+    first: Annotated[int, Meta(ge=0, le=MOST_BLOCKS)]
+    """Index of the first one among the names that were asked for."""
+    digests: bytes
+    """:data:`DIGEST_BYTES` of each block."""
+    data: bytes
+    """The blocks one after the other."""
+
+    def __post_init__(self) -> None:
+        if not self.digests or len(self.digests) % DIGEST_BYTES:
+            raise ValueError("no whole digests")
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Nothing is lent."""
+
+    number: Number
+    reason: str
+    for_good: bool = False
+    """Whether it would be refused again: the caches differ."""
+
+
+class Held(msgspec.Struct, frozen=True, tag="held"):
+    """The source still holds blocks of this transfer, and waits for the taker."""
+
+    number: Number
+
+
+ToTaker = Lent | Piece | Refused | Held

@@ -1,0 +1,250 @@
+"""The first ten minutes on a GPU: environment, tests, models, a peer, two instances.
+
+    make gpu-first
+    make gpu-first ARGS='--device cpu --tiny'       # tries the script itself
+
+Needs torch, transformers, triton, pytest and what Lockstep needs; no network. Each part is a process with a
+time limit of its own, all together at most 590 s, so that a part that hangs or crashes costs only itself. The
+results are written after each part. Without a GPU nothing here says anything about one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from parallel.devices import cuda_devices
+from router.tools.doctor.gpu import read_triton
+
+ROOT = Path(__file__).parents[3]
+MOST_SECONDS = 590.0
+PACKAGES = ("torch", "triton", "transformers", "numpy", "msgspec", "pyzmq")
+Result = dict[str, Any]
+
+
+class Parts:
+    """Runs the parts one after the other, each within what is left of the time."""
+
+    def __init__(self, output: Path, seconds: float) -> None:
+        self.results: Result = {}
+        self._output = output
+        self._deadline = time.monotonic() + seconds
+
+    def left(self, most: float) -> float:
+        return max(0.0, min(most, self._deadline - time.monotonic()))
+
+    def run(self, name: str, most: float, part: Callable[[float], Result]) -> None:
+        """Run a part for at most so many seconds; what it raises is its result."""
+        began = time.monotonic()
+        seconds = self.left(most)
+        if seconds < 5.0:
+            result: Result = {"skipped": "no time is left"}
+        else:
+            try:
+                result = part(seconds)
+            except (OSError, ValueError, subprocess.SubprocessError) as error:
+                result = {"failed": f"{type(error).__name__}: {error}"}
+        self.results[name] = result | {"wall_s": round(time.monotonic() - began, 1)}
+        self._output.write_text(json.dumps(self.results, indent=2))
+
+
+def environment() -> Mapping[str, str]:
+    """For the parts: no interpreter, nothing from the network."""
+    changed = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    return {name: each for name, each in os.environ.items() if name != "TRITON_INTERPRET"} | changed
+
+
+def call(command: list[str], seconds: float, log: Path) -> Result:
+    """Run a command in a process group of its own; its end, and last lines."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment(),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status: int | str = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            status = f"ended after {seconds:.0f} s"
+    lines = log.read_text(errors="replace").splitlines()
+    return {"status": status, "last_lines": lines[-6:], "log": str(log)}
+
+
+def facts(_: float) -> Result:
+    """What this machine is."""
+    found: Result = {"python": platform.python_version(), "machine": platform.platform()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    found["devices"] = list(cuda_devices())
+    found["triton_needs"] = repr(read_triton(os.environ))
+    for tool in ("nvidia-smi", "rocm-smi"):
+        if shutil.which(tool):
+            done = subprocess.run([tool], capture_output=True, text=True, timeout=20, check=False)
+            found[tool] = done.stdout.splitlines()[:20]
+    return found
+
+
+def tests(paths: list[str], directory: Path, name: str) -> Callable[[float], Result]:
+    """Tests of these paths; warnings are no errors, since versions differ here."""
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", *paths]
+    return lambda seconds: call(command, seconds, directory / f"{name}.log")
+
+
+def measured(module: str, arguments: list[str], directory: Path, name: str) -> Callable[[float], Result]:
+    """A module whose numbers in a file count even if it ends badly."""
+    output = directory / f"{name}.json"
+
+    def part(seconds: float) -> Result:
+        output.unlink(missing_ok=True)
+        command = [sys.executable, "-m", module, *arguments, "--output", str(output)]
+        result = call(command, seconds, directory / f"{name}.log")
+        return result | (json.loads(output.read_text()) if output.exists() else {})
+
+    return part
+
+
+def two_instances(directory: Path) -> Callable[[float], Result]:
+    """``serve -dp 2`` of the shipped model, whose instances may share a device."""
+    log = directory / "serve.log"
+
+    def part(seconds: float) -> Result:
+        command = [
+            sys.executable, "-c", "import sys; from router.launcher.entry import serve; sys.exit(serve())",
+            "-dp", "2", "--port", "26000", "-dpp", "26010",
+        ]  # fmt: skip
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment(),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                answer = _ask(process, time.monotonic() + seconds - 5.0)
+            finally:
+                os.killpg(process.pid, signal.SIGTERM)
+                try:
+                    process.wait(5.0)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        told = ("attention:", "CUDA graphs:", "KV blocks", "experts:", "share", "out of memory")
+        lines = [
+            line
+            for line in log.read_text(errors="replace").splitlines()
+            if any(each in line for each in told)
+        ]
+        return {"answer": answer, "lines": lines[:20], "log": str(log)}
+
+    return part
+
+
+def _ask(process: subprocess.Popen[bytes], deadline: float) -> str:
+    """The text of a short completion, once the mesh answers."""
+    from urllib.error import URLError
+    from urllib.request import Request, urlopen
+
+    body = json.dumps({"model": "lockstep-moe", "prompt": "Once upon", "max_tokens": 16, "temperature": 0})
+    request = Request(
+        "http://127.0.0.1:26000/v1/completions", body.encode(), {"content-type": "application/json"}
+    )
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urlopen(request, timeout=10.0) as response:
+                return str(json.loads(response.read())["choices"][0]["text"])
+        except (URLError, OSError):
+            time.sleep(0.5)
+    raise ValueError("the mesh did not answer in time; see the log")
+
+
+def table(results: Result) -> str:
+    """One line for each part, and one for each number of requests of each model."""
+    lines = ["part                 seconds  result"]
+    for name, result in results.items():
+        said = (
+            result.get("failed") or result.get("skipped") or result.get("answer") or result.get("status", "")
+        )
+        last = " ".join(result.get("last_lines", [])[-1:])[:60] if "rows" not in result else ""
+        lines.append(f"{name:20} {result['wall_s']:7.1f}  {said!s:.40} {last}".rstrip())
+    lines += ["", "model            rows  sampling         step ms   tokens/s   of the limit   transformers"]
+    for name, result in results.items():
+        peers = {row["rows"]: row for row in results.get(f"{name} peer", {}).get("rows", [])}
+        for row in result.get("rows", []) if "weight_bytes" in result else []:
+            if "step_ms" not in row:
+                continue
+            peer = (
+                peers.get(row["rows"], {}).get("decode_tokens_per_s") if row["sampling"] == "greedy" else None
+            )
+            lines.append(
+                f"{name:15} {row['rows']:5}  {row['sampling']:15} {row['step_ms']:8.2f}"
+                f" {row['tokens_per_s']:10.0f}"
+                f"   {row['tokens_per_s'] / row['limit_tokens_per_s']:11.1%}"
+                f"   {'' if peer is None else f'{peer:12.0f}'}".rstrip()
+            )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output-json", type=Path, default=Path("build/gpu-first/results.json"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script itself")
+    parser.add_argument("--seconds", type=float, default=MOST_SECONDS)
+    parser.add_argument("--without", nargs="*", default=[], help="parts to leave out: tests, peer, mesh")
+    options = parser.parse_args(argv)
+    output = options.output_json.resolve()
+    directory = output.parent
+    directory.mkdir(parents=True, exist_ok=True)
+    parts = Parts(output, min(options.seconds, MOST_SECONDS))
+    parts.run("environment", 40.0, facts)
+    if options.device == "cuda" and not parts.results["environment"]["devices"]:
+        parser.error("there is no device; --device cpu --tiny tries the script itself")
+    if "tests" not in options.without:
+        kernels = ["tests/engine/attention/test_triton_attention.py", "tests/engine/gpu"]
+        parts.run("triton tests", 110.0, tests(kernels, directory, "triton-tests"))
+        parts.run("gpu tests", 90.0, tests(["-m", "gpu", "tests/engine"], directory, "gpu-tests"))
+    size = ["--device", options.device, *(["--tiny"] * options.tiny)]
+    rows = ["--rows", "1", "4"] if options.tiny else ["--rows", "1", "32", "256"]
+    short = ["--context", "40", "--steps", "3"] if options.tiny else []
+    profile = ["--profile", str(directory)]
+    steps, peer = "examples.benchmarks.gpu.model_steps", "examples.benchmarks.gpu.peer_steps"
+    for shape, seconds in (("qwen3-0.6b", 90.0), ("qwen3-30b-a3b", 120.0)):
+        arguments = ["--shape", shape, *size, *rows, *short, *profile, "--seconds", str(seconds - 25.0)]
+        parts.run(shape, seconds, measured(steps, arguments, directory, shape))
+        if shape == "qwen3-0.6b" and "peer" not in options.without:
+            arguments = ["--shape", shape, *size, *rows, *short[:2], *(["--tokens", "6"] * options.tiny)]
+            parts.run(f"{shape} peer", 80.0, measured(peer, arguments, directory, f"{shape}-peer"))
+    if "mesh" not in options.without:
+        parts.run("two instances", 60.0, two_instances(directory))
+    print(table(parts.results))
+    print(f"\nall numbers: {output}")
+    failed = [name for name, each in parts.results.items() if "failed" in each or each.get("status", 0) != 0]
+    print(f"failed: {', '.join(failed) or 'nothing'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

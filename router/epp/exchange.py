@@ -1,0 +1,192 @@
+"""What is answered to a gateway about one request, and when (pure).
+
+The gateway sends the request's head, then its body in one of several modes (Envoy's ``BodySendMode``). Once
+the request is known as far as it will be, an endpoint is chosen. What comes of the answer is passed through.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+DESTINATION = "x-gateway-destination-endpoint"
+"""The header and the metadata key of the chosen endpoint."""
+SERVED = "x-gateway-destination-endpoint-served"
+"""The metadata key under which a gateway reports the endpoint that served a request."""
+SUBSET = "x-gateway-destination-endpoint-subset"
+"""The metadata key under which a gateway lists the endpoints that may be chosen."""
+NAMESPACE = "envoy.lb"
+SUBSET_NAMESPACE = "envoy.lb.subset_hint"
+
+
+class BodyMode(enum.Enum):
+    """How a gateway sends the body of a request."""
+
+    NONE = 0
+    """Not at all, or in pieces once the head is answered: load alone decides."""
+    WHOLE = 1
+    """In one message once the head is answered; its answer may still change headers."""
+    DUPLEX = 2
+    """In pieces, which are sent back; the answer to the head may wait for them."""
+
+
+# ---- from the gateway
+
+
+class Head(msgspec.Struct, frozen=True):
+    """The head of a request."""
+
+    headers: Mapping[str, str]
+    ends: bool = False
+    """No body follows."""
+    mode: BodyMode = BodyMode.DUPLEX
+    subset: tuple[str, ...] | None = None
+
+
+class Body(msgspec.Struct, frozen=True):
+    chunk: bytes
+    ends: bool = False
+
+
+class Trailers(msgspec.Struct, frozen=True):
+    """Trailers of the request."""
+
+
+class AnswerHead(msgspec.Struct, frozen=True):
+    """The head of the answer."""
+
+    served: str = ""
+    """The endpoint that it comes from, if the gateway reports that."""
+
+
+class AnswerBody(msgspec.Struct, frozen=True):
+    chunk: bytes
+    ends: bool = False
+
+
+class AnswerTrailers(msgspec.Struct, frozen=True):
+    """Trailers of the answer."""
+
+
+Event = Head | Body | Trailers | AnswerHead | AnswerBody | AnswerTrailers
+
+
+# ---- to the gateway
+
+
+class Pick(msgspec.Struct, frozen=True):
+    """A choice."""
+
+    endpoint: str
+    rank: int | None = None
+    """The instance that the router should use; None: it chooses itself."""
+
+
+class Choose(msgspec.Struct, frozen=True):
+    """No message: an endpoint must be chosen now, and :meth:`Exchange.chosen` called."""
+
+    head: Head
+    body: bytes
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """Answer to one message of the gateway's."""
+
+    to: type[Event]
+    pick: Pick | None = None
+    chunk: bytes | None = None
+    """What is sent on of a body in pieces; None where the gateway keeps it."""
+    ends: bool = False
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """The end of the request, with this status."""
+
+    status: int
+    text: str
+
+
+class Exchange:
+    """One request, from its head to the last piece of its answer."""
+
+    def __init__(self, max_body: int, *, answers_in_pieces: bool = False) -> None:
+        """``max_body``: bytes of a request that are kept for the choice.
+
+        ``answers_in_pieces``: the bodies of answers must be sent back, too.
+        """
+        self._max_body = max_body
+        self._answers_in_pieces = answers_in_pieces
+        self._head: Head | None = None
+        self._chunks: list[bytes] = []
+        self._size = 0
+        self._waits: list[Event] = []
+        """Messages of the gateway's that are answered once the choice is made."""
+        self._is_open = True
+        """No choice has been made."""
+
+    def __repr__(self) -> str:
+        return f"<Exchange of {self._size} bytes, {'no choice yet' if self._is_open else 'chosen'}>"
+
+    def take(self, event: Event) -> Sequence[Reply | Choose]:
+        """Answers to a message; a :class:`Choose` is the last of them, and comes once."""
+        match event:
+            case Head():
+                return self._on_head(event)
+            case Body():
+                return self._on_body(event)
+            case Trailers():
+                return self._choose(event) if self._is_open else [Reply(Trailers)]
+            case AnswerBody() if self._answers_in_pieces:
+                return [Reply(AnswerBody, chunk=event.chunk, ends=event.ends)]
+            case _:
+                return [Reply(type(event))]
+
+    def chosen(self, pick: Pick | None, why: str = "") -> Sequence[Reply | Refusal]:
+        """Answers to what waited for the choice; None for no endpoint, with the reason."""
+        waits, self._waits = self._waits, []
+        self._chunks.clear()
+        if pick is None:
+            return [Refusal(503, why)]
+        replies = [self._reply(event) for event in waits]
+        replies[0] = msgspec.structs.replace(replies[0], pick=pick)
+        return replies
+
+    # ----
+
+    def _on_head(self, head: Head) -> Sequence[Reply | Choose]:
+        self._head = head
+        if head.ends or head.mode is BodyMode.NONE:
+            return self._choose(head)
+        if head.mode is BodyMode.WHOLE:
+            return [Reply(Head)]
+        self._waits.append(head)
+        return []
+
+    def _on_body(self, body: Body) -> Sequence[Reply | Choose]:
+        if not self._is_open:
+            return [self._reply(body)]
+        self._chunks.append(body.chunk)
+        self._size += len(body.chunk)
+        if self._is_whole or body.ends or self._size > self._max_body:
+            return self._choose(body)
+        self._waits.append(body)
+        return []
+
+    def _choose(self, event: Event) -> Sequence[Reply | Choose]:
+        """Have an endpoint chosen, with the messages that wait and this one."""
+        assert self._head is not None, "the head comes first"
+        self._is_open = False
+        self._waits.append(event)
+        body = b"".join(self._chunks)
+        return [Choose(self._head, body if self._size <= self._max_body else b"")]
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._head is not None and self._head.mode is BodyMode.WHOLE
+
+    def _reply(self, event: Event) -> Reply:
+        if isinstance(event, Body) and self._head is not None and self._head.mode is BodyMode.DUPLEX:
+            return Reply(Body, chunk=event.chunk, ends=event.ends)
+        return Reply(type(event))

@@ -1,0 +1,147 @@
+"""A fetched prefix gives the answers that a computed one gives, to the last bit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine.core import EngineCore
+from engine.kernels import library
+from engine.messages import Submit
+from engine.transfers import price
+from engine.transfers.identity import CacheFacts, identity_of
+from engine.transfers.mover import BlockMover
+from tests.engine.invariance.answers import ALONE, PEER, Answer, Answers, How, Instance, load, step
+from tests.engine.invariance.mixed import requests
+from tests.engine.invariance.test_table import VOCAB, directory_of
+from tests.waiting import PATIENCE
+
+KERNELS = library.load()
+pytestmark = pytest.mark.skipif(KERNELS is None, reason="no AVX2, or no C++ compiler, here")
+
+
+@pytest.fixture(autouse=True)
+def is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fetch even the little that tiny models compute faster."""
+    monkeypatch.setattr(price, "WORTH", float("inf"))
+    monkeypatch.setattr(price, "FEWEST", 16)
+
+
+class Serving:
+    """An instance that lends and fetches, without routers."""
+
+    def __init__(self, instance: Instance, how: How, dtype: str = "bfloat16") -> None:
+        self.core: EngineCore = instance.core(how)
+        memory = instance.executor.block_memory()
+        assert memory is not None
+        facts = CacheFacts(
+            numerics="tested", dtype=dtype, block_size=instance.block_size, layout=memory.layout
+        )
+        identity = identity_of(facts)
+        self.mover = BlockMover(memory, identity, "tcp://127.0.0.1:0", None, lambda: None)
+        self.mover.start()
+        self.core.exchange_blocks(
+            self.mover,
+            address=self.mover.address,
+            identity=identity,
+            token_bytes=memory.block_bytes / instance.block_size,
+        )
+        self.found: Answers = {}
+
+    def submit(self, submits: list[Submit], blocks_at: str = "") -> None:
+        for each in submits:
+            self.found[each.request] = Answer(list(each.output_ids))
+            assert self.core.submit(PEER, msgspec.structs.replace(each, blocks_at=blocks_at)) is None
+
+    def turn(self) -> None:
+        self.core.take_fetched()
+        step(self.core, self.found, lambda: time.sleep(0.0005))
+
+
+def serve(*instances: Serving) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not all(each.core.is_empty and not each.core.is_lending for each in instances):
+        assert time.monotonic() < deadline
+        for each in instances:
+            each.turn()
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral"])
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Instance, Instance]:
+    directory: Path = directory_of(request.param, tmp_path_factory)
+    return load(directory), load(directory)
+
+
+@pytest.fixture
+def both(pair: tuple[Instance, Instance]) -> Iterator[tuple[Serving, Serving]]:
+    made = Serving(pair[0], How(cache=4096)), Serving(pair[1], How(cache=4096))
+    yield made
+    for each in made:
+        each.mover.close()
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_fetched_prefixes_give_the_bits_of_computed_ones(
+    pair: tuple[Instance, Instance], both: tuple[Serving, Serving], greedy: bool
+) -> None:
+    submits = requests(4, count=16, vocab_size=VOCAB, longest=300, most=8, greedy=greedy)
+    alone = pair[0].answers(submits, ALONE)[0]
+    source, taker = (Serving(each, How(cache=16384)) for each in pair)  # that run took the cache away
+    try:
+        source.submit(submits)
+        serve(source)
+        assert source.found == alone
+        taker.submit(submits, source.mover.address)
+        serve(source, taker)
+        assert taker.found == alone
+        exchange = taker.core.exchange
+        assert exchange is not None
+        counters = exchange.counters()
+        assert counters.fetched_tokens > 100
+        assert counters.prompt_tokens > 100
+        assert counters.outcomes.keys() <= {"whole", "absent"}
+        for each in (source, taker):
+            assert each.core.report(0, 0).blocks_used == 0
+    finally:
+        source.mover.close()
+        taker.mover.close()
+
+
+def test_a_fetched_prefix_is_not_computed(both: tuple[Serving, Serving]) -> None:
+    source, taker = both
+    (submit,) = requests(5, count=1, vocab_size=VOCAB, longest=20, most=4, greedy=True)
+    params = msgspec.structs.replace(submit.params, prompt_logprobs=None, grammar=None)
+    submit = msgspec.structs.replace(
+        submit, prompt_ids=[5 + index % 300 for index in range(700)], params=params
+    )
+    source.submit([submit])
+    serve(source)
+    taker.submit([submit], source.mover.address)
+    serve(source, taker)
+    assert taker.found == source.found
+    assert taker.core.scheduler.counters().prefix_cache_hits == 688
+    generated = len(taker.found[0].token_ids)
+    assert taker.core.scheduler.counters().scheduled_tokens == 700 - 688 + generated - 1
+    assert taker.core.num_block_changes >= 43  # routers learn that they are here, too
+
+
+def test_a_source_that_dies_costs_its_blocks_only(both: tuple[Serving, Serving]) -> None:
+    source, taker = both
+    (submit,) = requests(6, count=1, vocab_size=VOCAB, longest=20, most=4, greedy=True)
+    params = msgspec.structs.replace(submit.params, prompt_logprobs=None, grammar=None)
+    submit = msgspec.structs.replace(
+        submit, prompt_ids=[5 + index % 290 for index in range(900)], params=params
+    )
+    source.submit([submit])
+    serve(source)
+    source.mover.close()
+    taker.submit([submit], source.mover.address)
+    serve(taker)
+    assert taker.found == source.found
+    assert taker.core.report(0, 0).blocks_used == 0

@@ -1,0 +1,35 @@
+"""Blocks of a cache as bytes."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from engine.transfers.block_memory import BlockMemory
+from engine.transfers.identity import CacheFacts, identity_of
+
+
+def test_a_block_is_its_part_of_every_tensor() -> None:
+    keys = np.arange(12, dtype=np.uint8).reshape(3, 4)
+    values = np.arange(100, 106, dtype=np.uint8).reshape(3, 2)
+    memory = BlockMemory([keys, values])
+    assert (memory.num_blocks, memory.block_bytes, memory.layout) == (3, 6, (4, 2))
+    found = memory.read([2, 0])
+    assert found.tolist() == [[8, 9, 10, 11, 104, 105], [0, 1, 2, 3, 100, 101]]
+    memory.write(1, found[0].data)
+    assert keys[1].tolist() == [8, 9, 10, 11]
+    assert values[1].tolist() == [104, 105]
+    keys[2, 0] = 77
+    assert found[0, 0] == 8  # a copy
+
+
+def test_each_fact_is_another_identity() -> None:
+    facts = CacheFacts(numerics="fp_1", dtype="bfloat16", block_size=16, layout=(64, 64))
+    changes: list[dict[str, object]] = [
+        {"numerics": "fp_2"}, {"dtype": "float32"}, {"block_size": 32}, {"layout": (64, 32)}, {"rank": 1},
+        {"stage": 1}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2},
+    ]  # fmt: skip
+    others = [msgspec.structs.replace(facts, **change) for change in changes]
+    found = {identity_of(each) for each in (facts, *others)}
+    assert len(found) == len(changes) + 1
+    assert identity_of(msgspec.structs.replace(facts)) == identity_of(facts)

@@ -1,0 +1,309 @@
+"""What the step loop holds for transfers, and which requests wait, as lists of events."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from engine.messages import Submit
+from engine.sampling import SamplingParams
+from engine.scheduling.blocks import BlockPool, hash_block
+from engine.scheduling.request import Request, from_submit
+from engine.transfers.exchange import LENT_PART, BlockExchange
+from engine.transfers.fetching import Ended, Outcome, Wanted
+from engine.transfers.lending import Key, Look, Return
+from engine.transfers.price import FEWEST, UNKNOWN, WORTH, FetchPrice
+
+SIZE = 16
+LOAN: Key = (b"taker", 1)
+
+
+class FakeMover:
+    """Notes what it is asked for; its events are those of the test."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.fetches: list[Wanted] = []
+        self.cancelled: list[int] = []
+        self.answers: dict[Key, list[int]] = {}
+        self.has_ended = False
+
+    def take_events(self) -> list[Any]:
+        found, self.events = self.events, []
+        return found
+
+    def fetch(self, wanted: Wanted) -> None:
+        self.fetches.append(wanted)
+
+    def cancel(self, number: int) -> None:
+        self.cancelled.append(number)
+
+    def found(self, loan: Key, blocks: Sequence[int]) -> None:
+        self.answers[loan] = list(blocks)
+
+    def ends(self, wanted: Wanted, count: int, outcome: Outcome = Outcome.WHOLE, **more: Any) -> None:
+        self.events.append(Ended(wanted.number, count, outcome, wanted.source, count * 1000, 0.01, **more))
+
+
+class Setup:
+    def __init__(self, num_blocks: int = 40) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.mover = FakeMover()
+        self.price = FetchPrice(100.0)
+        self.now = 100.0
+        self.exchange = BlockExchange(self.pool, self.mover, self.price, SIZE, lambda: self.now)
+        self.arrivals = 0
+
+    def request(self, length: int = 10 * SIZE + 3, first: int = 0, source: str = "s") -> Request:
+        self.arrivals += 1
+        submit = Submit(
+            request=self.arrivals,
+            request_id="r",
+            prompt_ids=list(range(first, first + length)),
+            params=SamplingParams(max_tokens=4),
+            seed=0,
+            blocks_at=source,
+        )
+        return from_submit(submit, b"router", arrival=self.arrivals, eos_ids=(), max_model_len=10_000)
+
+    def turn(self) -> list[Request]:
+        return self.exchange.turn(set)
+
+    def computed(self, request: Request) -> list[int]:
+        """Put the blocks of a request into the cache, as if it had ended."""
+        names = request.prefix_hashes(SIZE)
+        blocks = self.pool.take(len(names))
+        assert blocks is not None
+        for block, name in zip(blocks, names, strict=True):
+            self.pool.name(block, name)
+        self.pool.release(blocks)
+        return blocks
+
+
+@pytest.fixture
+def setup() -> Setup:
+    return Setup()
+
+
+def test_a_request_waits_for_its_blocks_and_finds_them(setup: Setup) -> None:
+    request = setup.request()
+    assert setup.exchange.takes(request)
+    (wanted,) = setup.mover.fetches
+    assert wanted.names == request.prefix_hashes(SIZE)
+    assert setup.pool.num_used == 10
+    assert request.key in setup.exchange
+    assert setup.turn() == []
+    setup.mover.ends(wanted, 10)
+    assert setup.turn() == [request]
+    assert setup.pool.find_prefix(request.prefix_hashes(SIZE)) == wanted.blocks
+    assert setup.pool.num_used == 0
+    assert setup.exchange.is_idle
+    assert setup.exchange.counters().fetched_tokens == 160
+
+
+def test_what_is_here_is_not_fetched_again(setup: Setup) -> None:
+    setup.computed(setup.request(4 * SIZE + 1))
+    request = setup.request()
+    assert setup.exchange.takes(request)
+    assert setup.mover.fetches[0].names == request.prefix_hashes(SIZE)[4:]
+    assert not setup.exchange.takes(setup.request(4 * SIZE + 1))
+
+
+def test_blocks_that_did_not_come_have_no_names(setup: Setup) -> None:
+    request = setup.request()
+    setup.exchange.takes(request)
+    setup.mover.ends(setup.mover.fetches[0], 3, Outcome.LOST)
+    assert setup.turn() == [request]
+    assert len(setup.pool.find_prefix(request.prefix_hashes(SIZE))) == 3
+    assert setup.pool.num_used == 0
+    assert request.num_fetched == 48
+
+
+@pytest.mark.parametrize("why", ["no source", "short", "dear", "no room", "ended", "no caching"])
+def test_what_is_computed_at_once(setup: Setup, why: str) -> None:
+    request = setup.request()
+    match why:
+        case "no source":
+            request = setup.request(source="")
+        case "short":
+            request = setup.request(FEWEST)
+        case "dear":
+            setup.price.computed(1000, 0.1)
+            setup.price.fetched(1000, 1.0, setup.now)
+        case "no room":
+            assert setup.pool.take(36) is not None
+        case "ended":
+            setup.mover.has_ended = True
+        case "no caching":
+            setup.exchange._pool = BlockPool(40, enable_prefix_caching=False)
+    assert not setup.exchange.takes(request)
+    assert setup.mover.fetches == []
+
+
+def test_requests_with_the_same_prefix_wait_for_one_transfer(setup: Setup) -> None:
+    first, second = setup.request(), setup.request(12 * SIZE + 1)
+    assert setup.exchange.takes(first)
+    assert setup.exchange.takes(second)
+    assert len(setup.mover.fetches) == 1
+    assert len(setup.exchange) == 2
+    setup.exchange.forget(first.key)
+    assert setup.mover.cancelled == []
+    setup.mover.ends(setup.mover.fetches[0], 10)
+    assert setup.turn() == [second]
+
+
+def test_room_of_a_cancelled_transfer_is_kept_until_it_has_ended(setup: Setup) -> None:
+    """The mover may be writing there just now."""
+    request = setup.request()
+    setup.exchange.takes(request)
+    assert setup.exchange.forget(request.key)
+    assert not setup.exchange.forget(request.key)
+    assert setup.mover.cancelled == [1]
+    assert setup.pool.num_used == 10
+    setup.mover.ends(setup.mover.fetches[0], 2, Outcome.CANCELLED)
+    assert setup.turn() == []
+    assert setup.pool.num_used == 0
+
+
+def test_lent_blocks_are_held_until_they_return(setup: Setup) -> None:
+    request = setup.request(6 * SIZE + 1)
+    blocks = setup.computed(request)
+    names = request.prefix_hashes(SIZE)
+    setup.mover.events.append(Look(LOAN, [*names, b"x" * 16]))
+    setup.turn()
+    assert setup.mover.answers == {LOAN: blocks}
+    taken = setup.pool.take(34)
+    assert taken is not None
+    assert not set(taken) & set(blocks)
+    assert setup.pool.take(1) is None  # never one that is read
+    setup.mover.events.append(Return(LOAN))
+    setup.turn()
+    assert setup.pool.num_free == 6
+
+
+def test_blocks_that_are_being_filled_are_not_lent(setup: Setup) -> None:
+    request = setup.request(6 * SIZE + 1)
+    blocks = setup.computed(request)
+    setup.mover.events.append(Look(LOAN, request.prefix_hashes(SIZE)))
+    setup.exchange.turn(lambda: {blocks[2]})
+    assert setup.mover.answers == {LOAN: blocks[:2]}
+
+
+def test_no_more_than_a_part_of_the_cache_is_kept_from_requests_by_loans() -> None:
+    setup = Setup(40)
+    request = setup.request(20 * SIZE + 1)
+    setup.computed(request)
+    setup.mover.events.append(Look(LOAN, request.prefix_hashes(SIZE)))
+    setup.turn()
+    assert len(setup.mover.answers[LOAN]) == 40 // LENT_PART
+    setup.mover.events.append(Look((b"taker", 2), request.prefix_hashes(SIZE)))
+    setup.turn()
+    assert len(setup.mover.answers[b"taker", 2]) == 40 // LENT_PART  # they are held already
+
+
+def test_blocks_of_running_requests_are_lent_without_limit() -> None:
+    setup = Setup(40)
+    request = setup.request(20 * SIZE + 1)
+    blocks = setup.computed(request)
+    setup.pool.hold(blocks)
+    setup.mover.events.append(Look(LOAN, request.prefix_hashes(SIZE)))
+    setup.turn()
+    assert setup.mover.answers[LOAN] == blocks
+
+
+def test_a_wrong_source_is_not_asked_again(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
+    setup.exchange.takes(setup.request())
+    setup.mover.ends(setup.mover.fetches[0], 0, Outcome.WRONG, for_good=True)
+    setup.turn()
+    assert "KV blocks of s are not asked for any more: what it sent is not what it named" in caplog.text
+    assert not setup.exchange.takes(setup.request(first=1000))
+    assert setup.exchange.takes(setup.request(first=1000, source="another"))
+
+
+def test_without_the_mover_nothing_is_held(setup: Setup) -> None:
+    request = setup.request(first=500)
+    setup.computed(setup.request())
+    setup.mover.events.append(Look(LOAN, setup.request().prefix_hashes(SIZE)))
+    setup.turn()
+    setup.exchange.takes(request)
+    assert setup.pool.num_used == 20
+    setup.mover.has_ended = True
+    assert setup.turn() == [request]
+    assert setup.pool.num_used == 0
+    assert setup.exchange.is_idle
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_every_reference_ends_in_any_order_of_events(seed: int) -> None:
+    chance = random.Random(seed)
+    setup = Setup(chance.choice([20, 60]))
+    loans: set[Key] = set()
+    open_transfers: dict[int, Wanted] = {}
+    waiting: dict[Any, Request] = {}
+    ready: list[Request] = []
+    for number in range(150):
+        match chance.randrange(6):
+            case 0 | 1:
+                request = setup.request(chance.randrange(1, 20) * SIZE + 1, first=chance.randrange(3) * 1000)
+                if setup.exchange.takes(request):
+                    waiting[request.key] = request
+                open_transfers |= {each.number: each for each in setup.mover.fetches}
+                setup.mover.fetches.clear()
+            case 2 if open_transfers:
+                wanted = open_transfers.pop(chance.choice(list(open_transfers)))
+                setup.mover.ends(
+                    wanted, chance.randrange(len(wanted.names) + 1), chance.choice(list(Outcome))
+                )
+            case 3 if waiting:
+                key = chance.choice(list(waiting))
+                del waiting[key]
+                setup.exchange.forget(key)
+            case 4:
+                loan = (b"t", number)
+                loans.add(loan)
+                setup.mover.events.append(
+                    Look(loan, setup.request(200, first=chance.randrange(3) * 1000).prefix_hashes(SIZE))
+                )
+            case 5 if loans & set(setup.mover.answers):
+                loan = chance.choice(sorted(loans & set(setup.mover.answers)))
+                loans.remove(loan)
+                setup.mover.events.append(Return(loan))
+        for request in setup.turn():
+            del waiting[request.key]
+            ready.append(request)
+    for wanted in open_transfers.values():
+        setup.mover.ends(wanted, 0, Outcome.LOST)
+    for request in setup.turn():
+        del waiting[request.key]
+    setup.mover.events += [Return(loan) for loan in loans]
+    setup.turn()
+    assert setup.exchange.is_idle
+    assert setup.pool.num_used == 0
+    assert not waiting
+    assert len(setup.exchange) == 0
+
+
+def test_the_price_follows_both_speeds_and_a_bad_one_fades() -> None:
+    price = FetchPrice(1000.0)
+    assert price.at(0.0) == UNKNOWN
+    price.computed(500, 0.5)  # 1 ms a token
+    price.fetched(1_000_000, 0.1, 10.0)  # 0.1 ms a token
+    assert price.at(10.0) == pytest.approx(0.1)
+    assert price.pays(FEWEST, 10.0)
+    assert not price.pays(FEWEST - 1, 10.0)
+    for _ in range(20):
+        price.fetched(1_000_000, 3.0, 20.0)
+    assert price.at(20.0) > WORTH
+    assert not price.pays(10_000, 20.0)
+    assert price.pays(10_000, 20.0 + 600.0)  # it is tried again
+    assert price.seconds_to_compute(100) == pytest.approx(0.1)
+
+
+def test_names_of_blocks_are_those_of_their_tokens(setup: Setup) -> None:
+    request = setup.request(2 * SIZE + 1)
+    setup.exchange.takes(setup.request())
+    first = hash_block(None, list(range(SIZE)))
+    assert request.prefix_hashes(SIZE)[0] == setup.mover.fetches[0].names[0] == first
