@@ -128,7 +128,7 @@ def _rounded_bytes(decoder: Decoder, room: Room) -> int:
     """Bytes of rows in 8 bits, of the widest kind."""
     moes = _mlps(decoder, Moe)
     pairs = max((room.total * moe.top_k for moe in moes), default=0)
-    widest = max(decoder.hidden, *_widths(decoder), *(moe.width for moe in moes))
+    widest = max(decoder.hidden, *_widths(decoder), _latent_width(decoder), *(moe.width for moe in moes))
     return (max(room.own, room.selected, pairs) + SLACK) * bytes_pitch(widest)
 
 

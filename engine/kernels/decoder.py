@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from engine.kernels.recognition.turning import (
     order_of_pairs,
     rotary_of,
 )
+from engine.model.quantization.attached import reader_of, rows_of
 from engine.model.shard import PassThrough
 from parallel.tensor_parallel import SummedExperts, VocabularyParallel
 
@@ -434,7 +436,8 @@ def _attention(
         raise NotUsual("projections of another size than its heads")
     weights = [each.weight for each in projections]
     if len(weights) == 1:
-        weights = list(weights[0].split(sizes))
+        ends = list(accumulate(sizes, initial=0))
+        weights = [rows_of(weights[0], slice(begin, end)) for begin, end in pairwise(ends)]
     rotary = rotary_of(base, module)
     seen = noted(module, rotary, shape, heads, _telling(module.config))
     turning, out = seen.turning, linear_of(getattr(module, out_name))
@@ -512,8 +515,12 @@ def _latent_attention(
 def _can_keep(latents: Latents, dim: int, value_dim: int) -> bool:
     """Whether latents can be cached: whether the products of each head fill whole panels.
 
-    It does not depend on the number of heads, so ranks with fewer of them do the same.
+    It does not depend on the number of heads, so ranks with fewer of them do the same. Where the latent is
+    rounded to 8 bits before keys and values are made of it, they are made, and cached.
     """
+    reader = reader_of(latents.expand)
+    if reader is not None and reader.rounds:
+        return False
     shared, pair = latents.num_shared, 2 * LANES
     return not (shared % LANES or (dim - shared) % 2 or value_dim % pair or latents.keys.size % pair)
 
@@ -634,7 +641,7 @@ def _dense(module: Any, projections: list[Any]) -> Mlp:
     width = down.weight.shape[1]
     gate, up = (inward[0].weight, inward[-1].weight) if len(inward) == 2 else (None, inward[0].weight)
     if up.shape[0] == 2 * width:
-        gate, up = up.chunk(2)
+        gate, up = rows_of(up, slice(0, width)), rows_of(up, slice(width, 2 * width))
     if up.shape[0] != width:
         raise NotUsual("an MLP whose parts have different widths")
     down_bias = None if down.bias is None else _copy(down.bias)

@@ -315,7 +315,7 @@ class Lowering:
         begin = num_queries if packed.queries is not None else 0
         self._list.add(
             OperationKind.LINEAR,
-            into=into,
+            into=self._rounded(into, packed.inward, self._hidden),
             out=row + begin * itemsize,
             weights=packed.inward,
             more=_behind_zeros(latents.bias, num_queries - begin),
@@ -331,7 +331,7 @@ class Lowering:
             self._normalise(latent.norm, row + at * itemsize, buffers.latent, latent.size, n=wide)
             self._list.add(
                 OperationKind.LINEAR,
-                into=buffers.latent,
+                into=self._rounded(buffers.latent, weights, latent.size),
                 out=row + place * itemsize,
                 weights=weights,
                 n=outputs,
@@ -352,7 +352,7 @@ class Lowering:
         begin, own = attention.heads * cached.key_dim, attention.dim - attention.shared
         self._list.add(
             OperationKind.LINEAR,
-            into=into,
+            into=self._rounded(into, packed.inward, self._hidden),
             out=row + begin * itemsize,
             weights=packed.inward,
             more=_with_latent_last(latents),
@@ -360,18 +360,27 @@ class Lowering:
             k=self._hidden,
             width=wide,
         )
-        source = {"into": into, "k": self._hidden}
+        source, size = into, self._hidden
         if latents.queries is not None:
-            source = {"into": buffers.latent, "k": latents.queries.size}
-            self._normalise(
-                latents.queries.norm, row + begin * itemsize, buffers.latent, latents.queries.size, n=wide
-            )
+            source, size = buffers.latent, latents.queries.size
+            self._normalise(latents.queries.norm, row + begin * itemsize, source, size, n=wide)
         self._list.add(
-            OperationKind.LINEAR, out=buffers.apart, weights=packed.own, n=attention.heads * own, **source
+            OperationKind.LINEAR,
+            into=self._rounded(source, packed.own, size),
+            out=buffers.apart,
+            weights=packed.own,
+            n=attention.heads * own,
+            k=size,
         )
         heads = {"groups": attention.heads, "step_out": cached.key_dim, "width": wide}
         self._list.add(
-            OperationKind.LINEAR, out=row, weights=packed.shared, n=attention.shared, **heads, **source
+            OperationKind.LINEAR,
+            into=self._rounded(source, packed.shared, size),
+            out=row,
+            weights=packed.shared,
+            n=attention.shared,
+            k=size,
+            **heads,
         )
         self._list.add(
             OperationKind.LINEAR,

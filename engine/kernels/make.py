@@ -31,7 +31,7 @@ from engine.kernels.decoder import Decoder, NotUsual, base_parts, recognise
 from engine.kernels.program import Program
 from engine.kernels.recognition.latent import is_latent
 from engine.kernels.trial import judge
-from engine.kernels.weights import num_bytes
+from engine.kernels.weights import num_bytes, weights_of
 from engine.model.quantization.attached import forget_codes
 from engine.model.weights import LoadedModel
 from parallel.communicators.base import CollectiveError
@@ -130,7 +130,7 @@ def make_program(model: LoadedModel, block_size: int) -> Program | None:
         return None
     if model.experts is not None:
         program.spread()
-    _let_go(model)
+    _let_go(model, proven.decoder)
     tiles = {"amx": ", with AMX", "avx2": ", with AVX2", "avx512": ""}[program.kind]
     if saved := program.saved_bytes:
         share = saved / (program.weight_bytes + saved)
@@ -312,8 +312,8 @@ def _computed(program: Program, model: LoadedModel, packed: PackedRows, ids: Int
         return torch.full(shape, torch.nan, dtype=torch.float32 if last else model.dtype)
 
 
-def _let_go(model: LoadedModel) -> None:
-    """Empty the model's layers, of which the program has its own copy.
+def _let_go(model: LoadedModel, decoder: Decoder) -> None:
+    """Empty the model's layers, of which the program has its own copy, and the decoder's parts of them.
 
     Spread experts stay: a change of the placement may assign them anew.
     """
@@ -326,3 +326,6 @@ def _let_go(model: LoadedModel) -> None:
             if id(weight) not in kept and weight is not embedding:
                 weight.data = weight.data.new_empty(0)
                 forget_codes(weight)
+    for weight in (each for layer in decoder.layers for each in weights_of(layer)):
+        if id(weight) not in kept:
+            weight.data = weight.data.new_empty(0)

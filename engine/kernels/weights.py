@@ -8,7 +8,7 @@ from engine.kernels.decoder import Attention, Decoder, Layer, Mlp, Moe
 from engine.kernels.experts import PackedExperts
 from engine.kernels.packing import Laid, Packer
 from engine.kernels.recognition.latent import Latents
-from engine.model.quantization.attached import reader_of
+from engine.model.quantization.attached import in_a_row, reader_of, rows_of
 from parallel.parts import parts_here
 
 
@@ -22,15 +22,19 @@ def num_bytes(decoder: Decoder) -> int:
 
 
 def _weights(decoder: Decoder) -> list[torch.Tensor]:
-    weights: list[torch.Tensor] = [] if decoder.output is None else [decoder.output.head]
-    for layer in decoder.layers:
-        mlp = layer.mlp
-        weights += [*layer.attention.qkv, layer.attention.out, *_of_latents(layer.attention.latents)]
-        for dense in (mlp if isinstance(mlp, Mlp) else mlp.shared,):
-            parts = () if dense is None else (dense.gate, dense.up, dense.down)
-            weights += [each for each in parts if each is not None]
-        if isinstance(mlp, Moe):
-            weights += [mlp.router, mlp.experts.gate_up_proj, mlp.experts.down_proj]
+    weights = [] if decoder.output is None else [decoder.output.head]
+    return [*weights, *(weight for layer in decoder.layers for weight in weights_of(layer))]
+
+
+def weights_of(layer: Layer) -> list[torch.Tensor]:
+    """The matrices of a layer, experts that are here among them."""
+    attention, mlp = layer.attention, layer.mlp
+    weights = [*attention.qkv, attention.out, *_of_latents(attention.latents)]
+    for dense in (mlp if isinstance(mlp, Mlp) else mlp.shared,):
+        parts = () if dense is None else (dense.gate, dense.up, dense.down)
+        weights += [each for each in parts if each is not None]
+    if isinstance(mlp, Moe):
+        weights += [mlp.router, mlp.experts.gate_up_proj, mlp.experts.down_proj]
     return weights
 
 
@@ -71,21 +75,16 @@ class PackedLatents:
     """The weights of latent attention that make latents, then heads."""
 
     def __init__(self, attention: Attention, latents: Latents, packer: Packer) -> None:
-        (query,), own = attention.qkv, attention.dim - attention.shared
-        kept, shared = _kept_and_shared(attention, latents)
-        before = [] if latents.queries is None else [latents.queries.weight.data]
-        queries = _ordered(query, attention)
+        queries, (kept, shared) = _ordered(attention.qkv[0], attention), _kept_and_shared(attention, latents)
+        before = queries
         self.queries: Laid | None = None
         """Makes queries from their latent; None where they are made with the latents."""
-        if latents.queries is None:
-            before = [queries]
-        else:
+        if latents.queries is not None:
+            before = latents.queries.weight
             self.queries = packer.panels(queries, multiple=32)
-        self.inward = packer.panels(torch.cat([*before, kept, shared]), multiple=32)
+        self.inward = packer.panels(in_a_row([before, kept, shared]), multiple=32)
         """Makes queries, if they come from no latent, and all latents."""
-        heads = latents.expand.data.unflatten(0, (-1, own + attention.value_dim))
-        keys, values = (part.flatten(0, 1) for part in heads.split([own, attention.value_dim], dim=1))
-        self.expand = packer.panels(torch.cat([keys, values]), multiple=32)
+        self.expand = packer.panels(in_a_row(_keys_and_values(attention, latents)), multiple=32)
         """Makes keys and values from their latent."""
 
 
@@ -93,31 +92,41 @@ class PackedKept:
     """The weights of latent attention whose latents are cached."""
 
     def __init__(self, attention: Attention, latents: Latents, packer: Packer) -> None:
-        (query,), own = attention.qkv, attention.dim - attention.shared
-        kept, shared = _kept_and_shared(attention, latents)
-        before = [] if latents.queries is None else [latents.queries.weight.data]
-        self.inward = packer.panels(torch.cat([*before, shared, kept]), multiple=32)
+        (query,), (kept, shared) = attention.qkv, _kept_and_shared(attention, latents)
+        before = [] if latents.queries is None else [latents.queries.weight]
+        self.inward = packer.panels(in_a_row([*before, shared, kept]), multiple=32)
         """Makes the latent of queries, what all keys share, and the latent of keys."""
-        first, last = (
-            _ordered(query, attention).unflatten(0, (-1, attention.dim)).split([attention.shared, own], dim=1)
-        )
-        self.shared = packer.panels(first.flatten(0, 1), multiple=32)
+        assert attention.places is not None
+        first, last = attention.places.split([attention.shared, attention.dim - attention.shared])
+        self.shared = packer.panels(_of_each_head(query, attention.dim, first), multiple=32)
         """Makes each query's numbers that meet those that all keys share."""
-        self.own = packer.panels(last.flatten(0, 1), multiple=32)
+        self.own = packer.panels(_of_each_head(query, attention.dim, last), multiple=32)
         """Makes each query's numbers that meet a key's own ones."""
-        heads = latents.expand.data.unflatten(0, (-1, own + attention.value_dim))
-        keys, values = heads.split([own, attention.value_dim], dim=1)
-        self.to_latent = packer.panels(keys.mT.flatten(0, 1), multiple=32)
-        """[heads * latent, own]: multiplies what meets a key's own numbers, to meet its latent."""
-        self.from_latent = packer.panels(values.flatten(0, 1), multiple=32)
+        keys, values = _keys_and_values(attention, latents)
+        by_head = keys.unflatten(0, (attention.heads, -1))
+        self.to_latent = packer.panels(by_head.mT.flatten(0, 1), multiple=32)
+        """[heads * latent, own]: multiplies what meets a key's own numbers, to meet its latent.
+
+        Its inputs are outputs of the model's matrix, whose codes have other groups: it has none.
+        """
+        self.from_latent = packer.panels(values, multiple=32)
         """[heads * value_dim, latent]: makes values of a sum of latents."""
 
 
 def _kept_and_shared(attention: Attention, latents: Latents) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights of the latent of keys, and of what they share, in computed order."""
     assert attention.places is not None
-    kept, shared = latents.keys.weight.data.split([latents.keys.size, latents.num_shared])
-    return kept, shared[attention.places[: latents.num_shared] - (attention.dim - latents.num_shared)]
+    size, weight = latents.keys.size, latents.keys.weight
+    places = attention.places[: latents.num_shared] - (attention.dim - latents.num_shared)
+    return rows_of(weight, slice(0, size)), rows_of(weight, size + places)
+
+
+def _keys_and_values(attention: Attention, latents: Latents) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights that make the keys' own numbers of a latent, and those that make values."""
+    own, value_dim = attention.dim - attention.shared, attention.value_dim
+    places = torch.arange(own + value_dim).split([own, value_dim])
+    keys, values = (_of_each_head(latents.expand, own + value_dim, each) for each in places)
+    return keys, values
 
 
 def _of_latents(latents: Latents | None) -> list[torch.Tensor]:
@@ -162,7 +171,13 @@ def _projections(attention: Attention) -> list[torch.Tensor]:
 
 def _ordered(weight: torch.Tensor, attention: Attention) -> torch.Tensor:
     """Weights of heads in the order of computation."""
-    return weight.data.unflatten(0, (-1, attention.dim))[:, attention.places].flatten(0, 1)
+    assert attention.places is not None
+    return _of_each_head(weight, attention.dim, attention.places)
+
+
+def _of_each_head(weight: torch.Tensor, dim: int, places: torch.Tensor) -> torch.Tensor:
+    """Some of the ``dim`` outputs of each head, in this order."""
+    return rows_of(weight, (torch.arange(0, len(weight), dim)[:, None] + places).flatten())
 
 
 class PackedDecoder:

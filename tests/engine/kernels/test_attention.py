@@ -244,9 +244,14 @@ def split(layer: Layer, tokens: torch.Tensor) -> list[torch.Tensor]:
     return [part.transpose(0, 1) for part in (query.reshape(count, layer.heads, layer.dim), key, value)]
 
 
-def plainly(layer: Layer, tokens: torch.Tensor) -> torch.Tensor:
-    """The same in float64, one operation after the other."""
+def plainly(layer: Layer, tokens: torch.Tensor, codes: KVCodes | None = None) -> torch.Tensor:
+    """The same in float64, one operation after the other.
+
+    With ``codes``: of what is left of keys and values as these.
+    """
     query, key, value = split(layer, tokens.double())
+    if codes is not None:
+        key, value = (widened(*quantized(each, codes), codes, torch.float64) for each in (key, value))
     key, value = (each.repeat_interleave(layer.group, dim=0) for each in (key, value))
     scores = query @ key.transpose(1, 2) * layer.scale
     factors = layer.factors()
@@ -262,15 +267,6 @@ def plainly(layer: Layer, tokens: torch.Tensor) -> torch.Tensor:
         scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(tokens), 1)], dim=2)
     weights = scores.softmax(dim=2)[:, :, : len(tokens)]
     return (weights @ value).transpose(0, 1).reshape(len(tokens), -1)
-
-
-def with_codes(layer: Layer, tokens: torch.Tensor, codes: KVCodes) -> torch.Tensor:
-    """Tokens, in float64, whose keys and values are what is left of them as codes."""
-    sizes = layer.heads * layer.dim, layer.kv_heads * layer.dim, layer.kv_heads * layer.value_dim
-    queries, *others = tokens.double().split(sizes, dim=1)
-    heads = [each.view(len(tokens), layer.kv_heads, -1) for each in others]
-    kept = [widened(*quantized(each, codes), codes, torch.float64) for each in heads]
-    return torch.cat([queries, *(each.flatten(1) for each in kept)], dim=1)
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -323,8 +319,8 @@ def test_bits_do_not_depend_on_how_tokens_come(layer: Layer, dtype: torch.dtype,
         assert all(map(torch.equal, pieces.results[1:], other.results))
 
 
-CODED = [PLAIN, LAYERS[1], LAYERS[3], LAYERS[5], LAYERS[-1]]
-"""Layers whose keys and values are kept as codes: few rows and many, all properties."""
+CODED = [PLAIN, LAYERS[1], LAYERS[3], LAYERS[5], LAYERS[11], LAYERS[-1]]
+"""Layers whose keys and values are kept as codes: few rows and many, all properties, values within keys."""
 
 
 @pytest.mark.parametrize("codes", ["int8", "fp8"])
@@ -339,7 +335,7 @@ def test_codes_are_computed_as_exactly_as_numbers(
     sequences.step([1, 1])
     sequences.step([29, 0])
     for given, found in zip(tokens, sequences.results, strict=True):
-        expected = plainly(layer, with_codes(layer, given, codes))
+        expected = plainly(layer, given, codes)
         assert error(found, expected) < (3e-6 if dtype == torch.float32 else 4e-3)
 
 
