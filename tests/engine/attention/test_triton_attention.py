@@ -296,6 +296,7 @@ rows = dict.fromkeys(["rows", "weight", "normed"], "*bf16")
 compile_fused(fused.rms_norm, rows | {"epsilon": "fp32"}, WIDTH=1024, BLOCK=1024, PLUS_ONE=False)
 vectors = ["query", "key", "cosines", "sines", "rotated_query", "rotated_key"]
 compile_fused(fused.rotate, dict.fromkeys(vectors, "*bf16"), HEADS=16, KV_HEADS=8, DIM=128, BLOCK=64)
+compile_fused(fused.gated, dict.fromkeys(["rows", "results"], "*bf16"), WIDTH=3072, BLOCK=1024, TANH=True)
 numbers = dict.fromkeys(["logits", "best", "temperatures", "lowest", "speeds"], "*fp32")
 compile_fused(fused.race, numbers | {"keys": "*i32", "winners": "*i64"}, BLOCK=4096)
 if EVERY:

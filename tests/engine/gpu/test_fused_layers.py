@@ -53,25 +53,32 @@ def _families_get_back_their_functions():
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "norms", "merged"),
+    ("family", "dtype", "norms", "merged", "gates"),
     [
-        ("qwen3", torch.float32, 9, 4),
-        ("llama", torch.bfloat16, 5, 4),
-        ("gemma2", torch.float32, 17, 8),  # weights are one less than the factors
-        ("qwen3_moe", torch.float32, 9, 2),
+        ("qwen3", torch.float32, 9, 4, 2),
+        ("llama", torch.bfloat16, 5, 4, 2),
+        ("gemma2", torch.float32, 17, 8, 4),  # weights are one less than the factors; GELU
+        ("qwen3_moe", torch.float32, 9, 2, 2),
+        ("gpt_oss", torch.float32, 9, 4, 0),  # a gate of its own, and half as many angles
     ],
 )
-def test_a_fused_model_gives_the_same_logits(family, dtype, norms, merged, anywhere) -> None:
+def test_a_fused_model_gives_the_same_logits(family, dtype, norms, merged, gates, anywhere) -> None:
     model = make(family, dtype)
     ids = torch.tensor([[5, 9, 3, 77]], device=DEVICE)
     with torch.inference_mode():
         expected = model(input_ids=ids, use_cache=False).logits.float()
         found = fuse_layers(model)
         logits = model(input_ids=ids, use_cache=False).logits.float()
-    assert found == {"norms": norms, "merged products": merged, "rotary embeddings": 1}
+    assert found == {
+        "norms": norms,
+        "merged products": merged,
+        "gates": gates,
+        "rotary embeddings": int(family != "gpt_oss"),
+    }
     tolerance = 1e-4 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(logits, expected, atol=tolerance * float(expected.abs().max()), rtol=tolerance)
-    assert isinstance(sys.modules[type(model).__module__].apply_rotary_pos_emb, FusedRotary)
+    rotary = sys.modules[type(model).__module__].apply_rotary_pos_emb
+    assert isinstance(rotary, FusedRotary) == (family != "gpt_oss")
 
 
 def test_products_with_one_input_are_one_product() -> None:
