@@ -47,7 +47,7 @@ from parallel.communicators.base import Communicator
 from parallel.devices import device_sharers
 from parallel.expert_parallel import Dispatch
 from parallel.links.counts import LinkCount
-from parallel.placement import Placement, assign_experts, owned_by_rank
+from parallel.placement import Placement, assign_experts, held_by_rank
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,8 @@ The second is for --performance-mode throughput.
 """
 CPU_KV_SHARE = 0.4
 """Share of free memory that the cache gets on CPU, up to the limit."""
+KERNEL_COPIES = 2
+"""Copies of each spread expert in memory: native kernels lay out their own."""
 
 
 class UniExecutor:
@@ -116,6 +118,10 @@ class UniExecutor:
             raise CheckpointError(
                 "--batch-invariant is not built for GPUs: leave it out, or compute on the CPU (--device cpu)"
             )
+        if device.type == "cuda" and self._config.device.enable_eplb:
+            raise CheckpointError(
+                "--enable-eplb is not built for GPUs: leave it out, or compute on the CPU (--device cpu)"
+            )
         if device.type == "cpu" and not self._on_torch:
             library.begin_build()
         if self._threads > 0:
@@ -146,7 +152,7 @@ class UniExecutor:
                 limit,
                 self._config.model.online,
             )
-            self._held.check_limit()
+            self._held.check_limit(self._most_held)
             self._held.rehearse()
         progress(f"loaded {model.weight_bytes / 2**20:.0f} MiB in {time.monotonic() - began:.1f} s")
         return ModelFacts(
@@ -223,7 +229,7 @@ class UniExecutor:
         """See :class:`.Executor`. On CUDA, after a run of the largest step."""
         assert self._model is not None, "load() comes first"
         if self._model.device.type == "cpu":
-            free = memory.available_memory() - self._bytes_for_program()
+            free = memory.available_memory() - self._bytes_for_program() - self._bytes_for_copies()
             more = self._config.scheduler.goes_for_throughput
             limit = CPU_THROUGHPUT_KV_LIMIT if more else CPU_KV_LIMIT
             return min(limit, max(0, int(free * CPU_KV_SHARE)))
@@ -260,7 +266,7 @@ class UniExecutor:
         wanted = experts_after_loss(self._info.num_experts, self._place[1], self._shard.size)
         if not wanted:
             return share
-        more = max(0, wanted - len(self._held.experts)) * self.expert_bytes
+        more = max(0, wanted - self._held.most) * self.expert_bytes
         room = int(more / (1 - memory.MARGIN))
         smaller = leave_room(share, left, room)
         if left + share - smaller < room:
@@ -328,6 +334,33 @@ class UniExecutor:
         num_bytes = bytes_for_program(self._model, self._config.cache.block_size, room)
         return num_bytes * self._shard.neighbours
 
+    @property
+    def _most_held(self) -> int:
+        """Experts of each layer that this worker is to hold, copies for balance included."""
+        eplb, place = self._config.device.eplb, self._place
+        if eplb is None or place is None:
+            return 0
+        return -(-(self._info.num_experts + eplb.num_redundant_experts) // place[1])
+
+    def _bytes_for_copies(self) -> int:
+        """What copies of experts will take that are not here yet.
+
+        Raises:
+            CheckpointError: that is more than is free.
+        """
+        held = self._held
+        if held is None or not held.bytes_per_expert:
+            return 0
+        more = max(0, self._most_held - held.most)
+        needed = more * held.bytes_per_expert * KERNEL_COPIES * self._shard.neighbours
+        free = memory.available_memory()
+        if needed > free:
+            raise CheckpointError(
+                f"--eplb-config: {more} more experts of each layer on a worker take {needed / 2**20:.0f} "
+                f"MiB, of which {free / 2**20:.0f} MiB are free: lower num_redundant_experts"
+            )
+        return needed
+
     def allocate(self, num_blocks: int) -> None:
         """See :class:`.Executor`."""
         model, block_size = self._model, self._config.cache.block_size
@@ -355,8 +388,9 @@ class UniExecutor:
             self._runner = ModelRunner(model, None, block_size, self._program)
             self._attention = self._program.attention
             if self._held is not None:
-                self._held.copies = 2
-                self._held.check_limit()
+                self._held.copies = KERNEL_COPIES
+                self._held.on_built = self._program.prepare_experts
+                self._held.check_limit(self._most_held)
             return
         cache = self._make_cache(num_blocks)
         self._stored = cache.stored if model.device.type == "cpu" else []
@@ -506,8 +540,8 @@ class UniExecutor:
         assert self._model is not None
         assert self._model.experts is not None
         assert self._held is not None
-        mine = placement.experts_of(group.rank)
-        self._held.install(mine, self.spare_memory)
+        mine = held_by_rank(placement, 1, group.rank)
+        self._held.install(mine[0], self.spare_memory)
         self._model.experts.join(group, placement)
         if self._program is not None:
             self._program.join(group, placement)
@@ -515,7 +549,7 @@ class UniExecutor:
     def prepare(self, form: GroupPlan, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
         """See :class:`.SpreadExecutor`."""
         assert self._held is not None, "experts are not spread"
-        experts = owned_by_rank(form.owners, form.ranks, place)[self._shard.rank]
+        experts = held_by_rank(form.placement, form.ranks, place)[self._shard.rank]
         return self._held.prepare(experts, free_bytes, should_stop)
 
     def connect(self, form: GroupPlan, group: Communicator, should_stop: Callable[[], bool]) -> Communicator:
@@ -526,9 +560,9 @@ class UniExecutor:
         """See :class:`.SpreadExecutor`. One group carries headers and tokens."""
         return []
 
-    def experts_held(self) -> list[list[int]]:
+    def experts_held(self) -> list[list[list[int]]]:
         """See :class:`.SpreadExecutor`; of a shard, of its own rank alone."""
-        return [list(self._held.experts)] if self._held is not None else []
+        return [[list(of_layer) for of_layer in self._held.experts]] if self._held is not None else []
 
     @property
     def expert_bytes(self) -> int:
@@ -569,8 +603,19 @@ class UniExecutor:
             return {}
         experts = self._model.experts
         experts.take_counts()
-        counts = experts.tokens_per_expert.tolist()
-        return {expert: counts[expert] for expert in experts.placement.experts_of(experts.rank)}
+        counts = experts.tokens_per_expert
+        held = {e for layer in range(len(counts)) for e in experts.placement.experts_of(experts.rank, layer)}
+        total = counts.sum(axis=0).tolist()
+        return {expert: total[expert] for expert in sorted(held)}
+
+    def expert_loads(self) -> list[list[int]]:
+        """See :class:`.SpreadExecutor`."""
+        experts = self._model.experts if self._model is not None else None
+        if experts is None:
+            return []
+        experts.take_counts()
+        loads: list[list[int]] = experts.tokens_per_expert.tolist()
+        return loads
 
     def set_threads(self, threads: int, cores: Sequence[int] = ()) -> None:
         """See :class:`.Executor`."""

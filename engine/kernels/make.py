@@ -120,6 +120,8 @@ def make_program(model: LoadedModel, block_size: int) -> Program | None:
         tiles += f", weights compressed by {100 * share:.0f} %"
     if codes := program.quantized_bytes:
         tiles += f", {100 * codes / program.weight_bytes:.0f} % of the weights' bytes are codes"
+    if program.half_bytes:
+        tiles += ", weights in float16"
     logger.info("native kernels: on%s (prepared in %.1f s)", tiles, time.monotonic() - began)
     return program
 
@@ -304,7 +306,8 @@ def _let_go(model: LoadedModel) -> None:
     base = getattr(model.module, model.module.base_model_prefix)
     names = base_parts(base)
     embedding = getattr(getattr(base, names["embedding"]), "weight", None)
-    for part in (getattr(base, names["layers"]), model.module.lm_head):
+    laid_out = (getattr(base, names[role]) for role in ("layers", "projection") if role in names)
+    for part in (*laid_out, model.module.lm_head):
         for weight in part.parameters():
             if id(weight) not in kept and weight is not embedding:
                 weight.data = weight.data.new_empty(0)

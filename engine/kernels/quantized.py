@@ -1,4 +1,4 @@
-"""Weights as codes of 4 or 8 bits in panels, as ``quantized.hpp`` reads them.
+"""Weights as codes or as float16, in panels, as ``quantized.hpp`` reads them.
 
 A product has the bits that it would have with the widened weights, so nothing depends on which weights of a
 model are kept as codes.
@@ -134,6 +134,37 @@ def _laid(parts: Sequence[Sequence[torch.Tensor]], arena: Arena) -> list[torch.T
         home.copy_(whole)
         laid.append(home.flatten(0, -3))
     return laid
+
+
+HALF = 16
+"""Bits of a float16."""
+_FEW = 4096
+"""Numbers that are looked at first, which is enough for most weights in float32."""
+
+
+def halves(parts: Sequence[torch.Tensor], arena: Arena) -> QuantizedPanels | None:
+    """Panels [..., panels, inputs, 16, 1] in a row, if all numbers are float16."""
+    for part in parts:
+        some = part.flatten()[:_FEW] if part.is_contiguous() else part[..., :1, :1, :, :]
+        if part.dtype != torch.float32 or part.shape[-3] % 2 or not (_are_halves(some) and _are_halves(part)):
+            return None
+    dim = parts[0].ndim - 4
+    shape = [*parts[0].shape]
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    laid = arena.zeros(tuple(shape), torch.float16)
+    for begin, part in zip(_begins(parts, dim), parts, strict=True):
+        laid.narrow(dim, begin, part.shape[dim]).copy_(part)
+    lines = laid.view(-1, shape[-3] // 2, LANES * 2).view(torch.int32)
+    return QuantizedPanels(lines, torch.zeros(0, 1, LANES), None, HALF)
+
+
+def _begins(parts: Sequence[torch.Tensor], dim: int) -> list[int]:
+    """Where each part begins along a dimension."""
+    return [sum(part.shape[dim] for part in parts[:number]) for number in range(len(parts))]
+
+
+def _are_halves(numbers: torch.Tensor) -> bool:
+    return bool(torch.equal(numbers.to(torch.float16).to(torch.float32), numbers))
 
 
 def _beside(parts: Sequence[Codes]) -> Codes:

@@ -8,6 +8,7 @@ from engine.kernels.decoder import Attention, Decoder, Layer, Mlp, Moe
 from engine.kernels.experts import PackedExperts
 from engine.kernels.packing import Laid, Packer
 from engine.kernels.recognition.latent import Latents
+from engine.kernels.recognition.per_layer import LayerInput
 from engine.model.quantization.attached import reader_of
 from parallel.parts import parts_here
 
@@ -23,9 +24,12 @@ def num_bytes(decoder: Decoder) -> int:
 
 def _weights(decoder: Decoder) -> list[torch.Tensor]:
     weights: list[torch.Tensor] = [] if decoder.output is None else [decoder.output.head]
+    if decoder.embedding is not None and decoder.embedding.inputs is not None:
+        weights.append(decoder.embedding.inputs.projection)
     for layer in decoder.layers:
         mlp = layer.mlp
         weights += [*layer.attention.qkv, layer.attention.out, *_of_latents(layer.attention.latents)]
+        weights += [] if layer.input is None else [layer.input.gate, layer.input.out]
         for dense in (mlp if isinstance(mlp, Mlp) else mlp.shared,):
             parts = () if dense is None else (dense.gate, dense.up, dense.down)
             weights += [each for each in parts if each is not None]
@@ -64,7 +68,7 @@ class PackedMoe:
         self.shared_gate = None if moe.shared_gate is None else packer.panels(moe.shared_gate, multiple=32)
         self.experts: PackedExperts | None = None
         if not spread:
-            self.experts = PackedExperts.of(moe.experts, moe.form, packer, ranks if moe.is_partial else 1)
+            self.experts = PackedExperts.of(moe.experts, moe.form, packer, ranks if moe.has_parts else 1)
 
 
 class PackedLatents:
@@ -101,6 +105,15 @@ def _of_latents(latents: Latents | None) -> list[torch.Tensor]:
     return [] if latents is None else [*(each.weight for each in latents.normed), latents.expand]
 
 
+class PackedInput:
+    """The weights for a layer's input beside the stream."""
+
+    def __init__(self, layer_input: LayerInput, packer: Packer) -> None:
+        self.input = layer_input
+        self.gate = packer.panels(layer_input.gate, multiple=32)
+        self.out = packer.panels(layer_input.out, multiple=32)
+
+
 class PackedLayer:
     """The weights of one layer."""
 
@@ -122,14 +135,15 @@ class PackedLayer:
             self.mlp = PackedMlp(layer.mlp, packer, ranks)
         else:
             self.mlp = PackedMoe(layer.mlp, packer, attention.out.dtype, ranks, spread=spread)
+        self.input = None if layer.input is None else PackedInput(layer.input, packer)
 
 
 def _projections(attention: Attention) -> list[torch.Tensor]:
     """Weights of queries, keys and values, their heads in the order of computation."""
-    query, key, value = attention.qkv
+    turned, values = attention.qkv[:2], attention.qkv[2:]
     if attention.places is None:
-        return [query, key, value]
-    return [_ordered(query, attention), _ordered(key, attention), value]
+        return [*attention.qkv]
+    return [*(_ordered(weight, attention) for weight in turned), *values]
 
 
 def _ordered(weight: torch.Tensor, attention: Attention) -> torch.Tensor:
@@ -148,6 +162,9 @@ class PackedDecoder:
         self.decoder = decoder
         self.layers = [PackedLayer(layer, packer, ranks, spread=spread) for layer in decoder.layers]
         self.head = None if decoder.output is None else packer.panels(decoder.output.head, multiple=32)
+        inputs = None if decoder.embedding is None else decoder.embedding.inputs
+        self.inputs = None if inputs is None else packer.panels(inputs.projection, multiple=32)
+        """What makes the layers' inputs beside the stream."""
 
     def __repr__(self) -> str:
         return f"<PackedDecoder {len(self.layers)} layers, {self.decoder.dtype}>"

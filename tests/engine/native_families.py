@@ -68,6 +68,25 @@ LATENT: dict[str, Any] = {
 DEEPSEEK_YARN = extended("yarn", beta_fast=32.0, beta_slow=1.0, mscale=0.7, mscale_all_dim=0.9)
 
 
+GEMMA4: dict[str, Any] = SMALL | {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "final_logit_softcapping": 20.0,
+}
+"""Layers of two kinds, with heads of different sizes."""
+
+MULTIPLIERS: dict[str, Any] = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.25,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 6.0,
+}
+
+
 def granite(**multipliers: float) -> Any:
     """A Granite model in which no other multipliers than these have an effect."""
     without = {"residual_multiplier": 1.0, "embedding_multiplier": 1.0, "logits_scaling": 1.0}
@@ -141,6 +160,18 @@ NATIVE: dict[str, Callable[[], Any]] = {
         layer_types=ALTERNATING,
         rope_parameters=BY_LAYER,
     ),
+    "gemma4": lambda: transformers.Gemma4TextConfig(**GEMMA4, attention_k_eq_v=True),
+    "gemma4_small": lambda: transformers.Gemma4TextConfig(
+        **GEMMA4
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB,
+            "use_double_wide_mlp": True,
+        }
+    ),
     "phi3": lambda: transformers.Phi3Config(**SMALL, sliding_window=WINDOW),
     "phi": lambda: transformers.PhiConfig(
         **SMALL, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}
@@ -191,13 +222,22 @@ MIXTURES: dict[str, Callable[[], Any]] = {
         **WIDER, num_experts=8, num_experts_per_tok=3, norm_topk_prob=False
     ),
     "granite_moe": lambda: transformers.GraniteMoeConfig(
+        **WIDER, **MULTIPLIERS, num_local_experts=8, num_experts_per_tok=3
+    ),
+    "granite_moe_shared": lambda: transformers.GraniteMoeSharedConfig(
+        **WIDER, **MULTIPLIERS, num_local_experts=8, num_experts_per_tok=3, shared_intermediate_size=80
+    ),
+    "granite4": lambda: transformers.GraniteMoeHybridConfig(
         **WIDER,
+        **MULTIPLIERS,
         num_local_experts=8,
         num_experts_per_tok=3,
-        embedding_multiplier=12.0,
-        attention_multiplier=0.25,
-        residual_multiplier=0.22,
-        logits_scaling=6.0,
+        shared_intermediate_size=80,
+        layer_types=["attention"] * 3,
+        position_embedding_type="rope",
+    ),
+    "gemma4_moe": lambda: transformers.Gemma4TextConfig(
+        **GEMMA4 | WIDER, enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=48
     ),
     "ernie4_5_moe": lambda: transformers.Ernie4_5_MoeConfig(
         **WIDER, moe_num_experts=8, moe_k=3, moe_intermediate_size=48, moe_layer_start_index=1
@@ -250,7 +290,7 @@ MIXTURES: dict[str, Callable[[], Any]] = {
 }
 """Mixtures that choose experts in other ways than Mixtral, or whose experts are others."""
 NATIVE.update(MIXTURES)
-SOME_MIXTURES = ["qwen2_moe", "deepseek_v3", "gpt_oss"]
+SOME_MIXTURES = ["qwen2_moe", "deepseek_v3", "gpt_oss", "gemma4_moe"]
 """Those of them that are tried for each push; at night all are."""
 TRIED = [family for family in NATIVE if NIGHTLY or family not in MIXTURES or family in SOME_MIXTURES]
 
