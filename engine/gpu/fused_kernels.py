@@ -1,6 +1,7 @@
 """Triton kernels of norms, rotary embeddings, gates, and the races of the sampler.
 
-Each takes the place of many operators. They read tensors by their strides, so that parts of a merged product need no copy, and compute in float32.
+Each takes the place of many operators. They read tensors by their strides, so that parts of a merged product
+need no copy, and compute in float32.
 """
 
 from __future__ import annotations
