@@ -75,11 +75,13 @@ class _Norm:
     """``forward`` of a norm."""
 
     def __init__(self, module: Any, plus_one: bool) -> None:
-        self._weight = module.weight
+        self._module, self._weight = module, module.weight
         self._epsilon = float(getattr(module, "variance_epsilon", getattr(module, "eps", 0.0)))
         self._plus_one = plus_one
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        if rest or more:
+            return type(self._module).forward(self._module, hidden, *rest, **more)
         from engine.gpu import fused_launches
 
         return fused_launches.rms_norm(hidden, self._weight, self._epsilon, plus_one=self._plus_one)
@@ -206,9 +208,10 @@ class _GatedLayer:
     def __init__(self, module: Any, product: MergedLinear, gate: _Gate) -> None:
         self._module, self._product, self._gate = module, product, gate
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self._module.down_proj(self._gate(self._product(hidden)))
-        return result
+    def __call__(self, hidden: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        if rest or more:
+            return type(self._module).forward(self._module, hidden, *rest, **more)
+        return self._module.down_proj(self._gate(self._product(hidden)))
 
 
 def _gated_alike(module: Any, product: MergedLinear, tanh: bool) -> bool:
@@ -316,6 +319,8 @@ def _are_alike(ours: Callable[[], torch.Tensor], theirs: Callable[[], torch.Tens
             found, expected = ours(), theirs()
     except Exception as error:  # noqa: BLE001 (a compiler of kernels may raise anything, and families take other arguments)
         logger.debug("not fused: %s: %s", type(error).__name__, error)
+        return False
+    if not isinstance(expected, torch.Tensor):
         return False
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False

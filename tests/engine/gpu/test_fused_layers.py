@@ -140,6 +140,32 @@ def test_a_norm_that_computes_something_else_is_left_as_it_is(make_norm) -> None
     assert "forward" not in vars(norm)
 
 
+class OddLayer(torch.nn.Module):
+    """A feed-forward layer that may be asked for more than a tensor."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.always = always
+        self.gate_proj, self.up_proj = torch.nn.Linear(4, 8), torch.nn.Linear(4, 8)
+        self.down_proj = torch.nn.Linear(8, 4)
+
+    def forward(self, hidden: torch.Tensor, more: bool = False):
+        inner = torch.nn.functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden)
+        return (self.down_proj(inner), inner) if more or self.always else self.down_proj(inner)
+
+
+def test_layers_that_give_more_than_a_tensor_keep_their_way() -> None:
+    hidden = torch.randn(1, 3, 4).to(DEVICE)
+    with torch.no_grad():
+        odd, sometimes = OddLayer(always=True).to(DEVICE), OddLayer(always=False).to(DEVICE)
+        assert fuse_layers(odd)["gates"] == 0
+        assert isinstance(odd(hidden), tuple)
+        expected = sometimes(hidden)
+        assert fuse_layers(sometimes)["gates"] == 1
+        torch.testing.assert_close(sometimes(hidden), expected)
+        torch.testing.assert_close(sometimes(hidden, more=True)[0], expected)
+
+
 def test_rotary_embeddings_of_another_kind_are_left_as_they_are() -> None:
     interleaved = FusedRotary(lambda q, k, cos, sin: (q * cos[:, None], k * cos[:, None]))
     assert not interleaved.agrees()
