@@ -17,7 +17,14 @@ import torch
 from coordinator.messages import GroupPlan
 from coordinator.numerics import TORCH, Arithmetic
 from engine.attention import Backend, make_attention
-from engine.attention.base import PLAN_KEYWORD, AttentionUse, CapturableAttention, PackedRows, PagedAttention
+from engine.attention.base import (
+    PLAN_KEYWORD,
+    AttentionUse,
+    CapturableAttention,
+    LayerShape,
+    PackedRows,
+    PagedAttention,
+)
 from engine.attention.torch_paged import gather_bytes
 from engine.compute import invariance
 from engine.compute.decode_graphs import CudaCapture, DecodeGraphs, make_graphs
@@ -32,7 +39,7 @@ from engine.host.cores import has_gpu
 from engine.kernels import library
 from engine.kernels.buffers import Room
 from engine.kernels.cache import NativeCache
-from engine.kernels.make import bytes_for_program, make_program
+from engine.kernels.make import bytes_for_program, cached_layers, make_program
 from engine.kernels.program import Program
 from engine.model.checkpoint import CheckpointError, ModelInfo, chosen_dtype
 from engine.model.choice import choose_backend
@@ -101,6 +108,8 @@ class UniExecutor:
         self._attention = self._attention_before = AttentionUse()
         """Time in attention, now and before the last step."""
         self._program: Program | None = None
+        self._cached: tuple[LayerShape, ...] = ()
+        """What the layers cache of a token."""
         self._on_torch = config.device.on_torch
         library.choose(native_kind(config.device))
         self._backend: Backend = "TORCH_SDPA"
@@ -154,6 +163,9 @@ class UniExecutor:
             )
             self._held.check_limit(self._most_held)
             self._held.rehearse()
+        self._cached = model.layers
+        if not self._on_torch:
+            self._cached = cached_layers(model, self._config.cache.block_size)
         progress(f"loaded {model.weight_bytes / 2**20:.0f} MiB in {time.monotonic() - began:.1f} s")
         return ModelFacts(
             architecture=self._info.architecture,
@@ -162,18 +174,21 @@ class UniExecutor:
             vocab_size=model.vocab_size,
             dtype=str(dtype).removeprefix("torch."),
             device=str(device),
-            kv=KVSpec(num_layers=len(model.layers), bytes_per_token=self._kv_bytes(model)),
+            kv=KVSpec(num_layers=len(model.layers), bytes_per_token=self._kv_bytes),
         )
-
-    def _kv_bytes(self, model: LoadedModel) -> int:
-        """Bytes of a token in the KV cache."""
-        return model.kv_bytes_per_token(self._config.cache.kv_codes)
 
     def _when_read(self) -> None:
         """Compile the kernels of a shard now: later its groups' deadlines would include it."""
         if not self._shard.is_whole and self._device().type == "cpu" and not self._on_torch:
             library.load()
         self._before_first_run()
+
+    @property
+    def _kv_bytes(self) -> int:
+        """Bytes of a token in the KV cache, with numbers or with codes."""
+        assert self._model is not None, "load() comes first"
+        dtype, codes = self._model.dtype, self._config.cache.kv_codes
+        return sum(layer.bytes_per_token(dtype, codes) for layer in self._cached)
 
     @property
     def layers(self) -> range:
@@ -368,16 +383,21 @@ class UniExecutor:
         self._num_blocks = num_blocks
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
-        self._untouched = memory.Untouched(num_blocks, block_size * self._kv_bytes(model))
+        self._untouched = memory.Untouched(num_blocks, block_size * self._kv_bytes)
         if self._program is None and not self._on_torch:
             self._program = make_program(model, block_size)
             self._on_torch = self._program is None
         self._check_kernels()
+        if self._program is None and self._cached != model.layers:
+            raise CheckpointError(
+                f"the native kernels cannot compute {self._info.architecture} after all, as the log says. "
+                "Torch needs a larger KV cache: set LOCKSTEP_NATIVE_KERNELS=0"
+            )
         if self._program is None and self._config.device.batch_invariant:
             self._fix_blocks(model)
         if self._program is not None:
             native = NativeCache(
-                model.layers,
+                self._program.cached,
                 num_blocks=num_blocks,
                 block_size=block_size,
                 dtype=model.dtype,

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.attention.base import AttentionUse, Int64s, PackedRows
+from engine.attention.base import AttentionUse, Int64s, LayerShape, PackedRows
 from engine.kernels import operations
 from engine.kernels.buffers import Buffers, Room
 from engine.kernels.cache import NativeCache, NativePlan
@@ -130,6 +130,11 @@ class Program:
     def is_order_fixed(self) -> bool:
         """Whether all sums are made in the order of one worker's."""
         return all(is_order_fixed(inputs, self._size) for inputs in self._decoder.inputs_of_sums(self._size))
+
+    @property
+    def cached(self) -> tuple[LayerShape, ...]:
+        """What the layers cache of a token."""
+        return self._decoder.cached
 
     def __repr__(self) -> str:
         return f"<Program {len(self._packed.layers)} layers, {self._decoder.dtype}, {self._room}>"
