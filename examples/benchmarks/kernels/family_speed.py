@@ -65,12 +65,23 @@ OF_EXPERTS = {
     "shared_intermediate_size": 512,
 }
 """Widths of mixtures, which have eight experts."""
+OF_LATENTS = {
+    "num_key_value_heads": 16,
+    "q_lora_rank": 512,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "head_dim": 32,
+}
+"""Widths of latent attention."""
 
 
 def make_config(family: str) -> Any:
     """The family's tiny configuration with larger sizes."""
     tiny = NATIVE[family]().to_dict()
     wanted = SIZES | (OF_EXPERTS if family in MIXTURES else {})
+    wanted |= OF_LATENTS if tiny.get("kv_lora_rank") else {}
     sizes = {name: size for name, size in wanted.items() if tiny.get(name)}
     if tiny.get("layer_types"):
         sizes["layer_types"] = (tiny["layer_types"] * LAYERS)[:LAYERS]
