@@ -20,7 +20,7 @@ MESH_TESTS = $(MESH_LONG) $(filter-out $(MESH_LONG) $(MESH_SHORT),$(MESH_FILES))
 # One more than cores: a fifth of the time of these tests is waiting for something.
 PLAIN_PROCESSES ?= 3
 
-.PHONY: serve test check docs format bench bench-collectives bench-growth bench-hosts bench-kv-room bench-lockstep bench-offline bench-overhead bench-prompts bench-router bench-scale bench-serving bench-startup bench-transfers bench-wake bench-structured gpu-first structured soak chaos kills joins nightly fuzz crowd clients deployments programs screenshots simulate model clean
+.PHONY: serve test check docs format bench bench-collectives bench-drains bench-growth bench-hosts bench-kv-room bench-lockstep bench-offline bench-overhead bench-prompts bench-router bench-scale bench-serving bench-startup bench-transfers bench-wake bench-structured gpu-first structured soak chaos kills joins nightly fuzz crowd clients deployments programs screenshots simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -57,6 +57,9 @@ bench: $(STAMP)  ## collectives, then other serving systems (examples/benchmarks
 bench-collectives: $(STAMP)  ## plain sockets, tcp, shared memory and gloo side by side, 64 bytes to 4 MB, 2 and 4 members
 	$(BIN)/python examples/benchmarks/bench_collectives.py --output-json build/bench-collectives.json $(ARGS)
 
+bench-drains: $(STAMP)  ## what clients notice of a drain with 32 running requests, with their KV blocks moving or not
+	$(BIN)/python examples/benchmarks/transfers/bench_drains.py --output-json build/bench-drains.json $(ARGS)
+
 bench-growth: $(STAMP)  ## tokens per second against requests at once, context and instances, as plots (about five minutes)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python examples/benchmarks/bench_growth.py --output-json build/bench-growth.json --plots build/plots $(ARGS)
@@ -84,7 +87,7 @@ bench-prompts: $(STAMP)  ## first tokens by length of prompt beside vLLM and lla
 bench-router: $(STAMP)  ## CPU of a front end per token and per request, beside sglang-router's and vLLM's where installed
 	$(BIN)/python examples/benchmarks/bench_router.py --output-json build/bench-router.json $(ARGS)
 
-bench-scale: $(STAMP)  ## one coordinator with 1,024 simulated instances, a router and seven watchers (about a minute)
+bench-scale: $(STAMP)  ## one coordinator with 1,024 simulated instances, routers and watchers (about a minute)
 	$(BIN)/python examples/benchmarks/scale/bench_scale.py --output-json build/bench-scale.json $(ARGS)
 
 bench-serving: $(STAMP)  ## the load generator against the shipped model: table and JSON
@@ -92,7 +95,7 @@ bench-serving: $(STAMP)  ## the load generator against the shipped model: table 
 
 bench-transfers: $(STAMP)  ## first token of a prompt that another instance holds: fetched, computed, cached (some minutes)
 	$(BIN)/python examples/benchmarks/make_bench_models.py build/models dense-0.5b
-	$(BIN)/python examples/benchmarks/bench_transfers.py --model build/models/dense-0.5b --output-json build/bench-transfers.json $(ARGS)
+	$(BIN)/python examples/benchmarks/transfers/bench_transfers.py --model build/models/dense-0.5b --output-json build/bench-transfers.json $(ARGS)
 
 bench-wake: $(STAMP)  ## what the first token after a sleep costs
 	$(BIN)/python examples/benchmarks/bench_wake.py --output-json build/bench-wake.json $(ARGS)

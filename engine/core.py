@@ -19,6 +19,8 @@ from engine.messages import (
     Capacity,
     InstanceReport,
     LockstepCounters,
+    Prefetch,
+    Prefetched,
     RequestRefused,
     Submit,
     logprobs_bytes,
@@ -26,7 +28,7 @@ from engine.messages import (
 from engine.model.checkpoint import ModelInfo
 from engine.sampling import BadParameter
 from engine.scheduling.block_log import BlockLog
-from engine.scheduling.blocks import BlockPool
+from engine.scheduling.blocks import BlockHash, BlockPool, hash_block
 from engine.scheduling.grammar_compiler import GrammarCompiler
 from engine.scheduling.outcomes import outgoing_tokens_of
 from engine.scheduling.outgoing_tokens import OutgoingTokens
@@ -167,11 +169,33 @@ class EngineCore:
             self._queue(request)
         return None
 
-    def take_fetched(self) -> None:
-        """Act on what transfers of KV blocks did, and queue requests whose blocks have come."""
+    def prefetch(self, peer: Peer, wish: Prefetch) -> None:
+        """Fetch the blocks of a request that is to move here; :meth:`take_fetched` has the answer."""
+        vocab_size, ids = self._info.vocab_size, wish.token_ids
+        is_valid = 0 < len(ids) <= self._max_model_len and min(ids) >= 0 and max(ids) < vocab_size
+        size = self._config.cache.block_size
+        names: list[BlockHash] = []
+        for start in range(0, (len(ids) - 1) // size * size if is_valid else 0, size):
+            parent = names[-1] if names else None
+            names.append(hash_block(parent, ids[start : start + size], wish.cache_salt))
         if self.exchange is not None:
-            for request in self.exchange.turn(self.scheduler.blocks_being_filled):
-                self.scheduler.add(request)
+            self.exchange.copy((peer, wish.number), names, wish.blocks_at)
+
+    def take_fetched(self) -> list[tuple[Peer, Prefetched]]:
+        """Act on what transfers of KV blocks did, and queue requests whose blocks have come.
+
+        Returns answers to :class:`engine.messages.Prefetch`.
+        """
+        if self.exchange is None:
+            return []
+        for request in self.exchange.turn(self.scheduler.blocks_being_filled):
+            self.scheduler.add(request)
+        return [(peer, Prefetched(number, size)) for (peer, number), size in self.exchange.take_copied()]
+
+    @property
+    def lends(self) -> bool:
+        """Whether other instances can fetch KV blocks from here."""
+        return self.exchange is not None and self.exchange.is_open
 
     def take_compiled(self) -> list[tuple[Peer, RequestRefused]]:
         """Queue requests whose grammars are ready; returns refusals of failed ones."""
@@ -203,6 +227,7 @@ class EngineCore:
         here = [*self.scheduler.requests, *self.grammars.requests]
         if self.exchange is not None:
             here += self.exchange.requests
+            self.exchange.forget_copies(peer)
         numbers = [request.key[1] for request in here if request.key[0] == peer]
         self.abort(peer, numbers)
         self._outgoing.pop(peer, None)  # also of requests that have ended

@@ -348,7 +348,7 @@ class Instance:
         if self._executor is not None:
             self._executor.check()
         if membership.refusal is not None and self._server is not None:
-            self._server.drain(0.0)
+            self._server.leave()
         elif self._drains and not self._announced_draining:
             self._announced_draining = True
             logger.info("draining for at most %.0f s", self._server.drain_time_left if self._server else 0.0)
@@ -434,7 +434,7 @@ class Instance:
         if self._server is None or not self._serving:
             raise Ended(0, "asked to stop before it was ready")
         if self._stop_signals > 1:
-            self._server.drain(0.0)
+            self._server.leave()
         else:
             left = self._server.drain_time_left if self._told_to_drain else math.inf
             self._server.drain(min(self._config.drain_timeout, left))

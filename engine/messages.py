@@ -84,7 +84,22 @@ class Recall(msgspec.Struct, frozen=True, tag="recall"):
     requests: list[int]
 
 
-ToInstance = Attach | Submit | Abort | Recall | Wake
+class Prefetch(msgspec.Struct, frozen=True, tag="prefetch", omit_defaults=True):
+    """Fetch the full blocks of a running request that is to move here.
+
+    :class:`Prefetched` answers.
+    """
+
+    number: int
+    """The router's number of the copy."""
+    token_ids: list[int]
+    """Prompt, then output."""
+    blocks_at: str
+    """:attr:`Capacity.blocks_at` of the instance where it runs."""
+    cache_salt: str = ""
+
+
+ToInstance = Attach | Submit | Abort | Recall | Prefetch | Wake
 """Also from other instances: :class:`parallel.lockstep.Wake`."""
 
 # ---- instance -> router
@@ -130,6 +145,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     The queue ends where the first of the request is computed.
     """
+    num_cached_output: int = 0
+    """Tokens of ``Submit.output_ids`` found in the prefix cache (meaningful in the first delta)."""
 
     @property
     def is_single(self) -> bool:
@@ -346,4 +363,18 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
     """The router asked again, over the same connection: what it has here is not lost."""
 
 
-ToRouter = Tokens | RequestRefused | Recalled | Attached
+class Prefetched(msgspec.Struct, frozen=True, tag="prefetched"):
+    """A copy is over; the prefix cache has so many of the first tokens."""
+
+    number: int
+    tokens: int
+
+
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """The time of a drain is over: the requests here are to move.
+
+    They may take their KV blocks with them.
+    """
+
+
+ToRouter = Tokens | RequestRefused | Recalled | Attached | Prefetched | Leaving

@@ -22,6 +22,9 @@ from engine.messages import (
     Delta,
     FinishReason,
     InstanceReport,
+    Leaving,
+    Prefetch,
+    Prefetched,
     Recall,
     Recalled,
     RequestRefused,
@@ -45,13 +48,17 @@ MAX_MESSAGES_PER_TURN = 1000
 ROUTER_TIMEOUT = 10.0
 """Seconds without a message after which a router and its requests are dropped.
 
-A router attaches every second.
+A router attaches every second, one with thousands of instances every four seconds.
 """
 FAREWELL, FAREWELL_INTERVAL = 1.0, 0.01
 """Most seconds that a leaving instance waits for its routers, and between two looks."""
 RATE_WINDOW = 2.0
 """Seconds over which the token rate is measured."""
 NOTHING = OutgoingTokens()
+MOVE_TIMEOUT = 15.0
+"""Seconds after a drain's deadline in which requests may move with their KV blocks.
+
+Then they move without."""
 
 
 class _Router(msgspec.Struct):
@@ -127,6 +134,9 @@ class Server:
         """Tokens of the last step, which are handed out while workers compute the next one."""
         self._draining = threading.Event()
         self._drain_until = 0.0
+        self._moves_until: float | None = None
+        """When the requests here must have moved, once routers were asked to move them."""
+        self._goes_at_once = False
         core.grammars.on_done = self._listener.interrupt
         self.progress = Progress(core.capacity.num_blocks)
         self.leaves_requests = False
@@ -145,9 +155,17 @@ class Server:
         return self._listener.refused_peers + total_refused()
 
     def drain(self, timeout: float) -> None:
-        """Finish what is here within ``timeout`` seconds, take nothing new, then let :meth:`run` return."""
+        """Finish what is here within ``timeout`` seconds, take nothing new, then let :meth:`run` return.
+
+        What is not finished by then is moved by its routers, with its KV blocks where that can be done.
+        """
         self._drain_until = time.monotonic() + timeout
         self._draining.set()
+
+    def leave(self) -> None:
+        """Let :meth:`run` return at once; routers resume what is here on other instances."""
+        self._goes_at_once = True
+        self.drain(0.0)
 
     @property
     def drain_time_left(self) -> float:
@@ -258,9 +276,12 @@ class Server:
                     self._core.abort(peer, numbers)
                 case Recall(numbers):
                     self._tell(peer, Recalled(self._core.recall(peer, numbers)))
+                case Prefetch():
+                    self._prefetch(peer, message)
         for peer, refused in self._core.take_compiled():
             self._tell(peer, refused)
-        self._core.take_fetched()
+        for peer, copied in self._core.take_fetched():
+            self._tell(peer, copied)
         self._forget_silent_routers()
         if self._core.has_work and not had_work:
             self.progress.stepped(self._core.snapshot)
@@ -288,6 +309,12 @@ class Server:
         if refused is not None:
             self._tell(peer, refused)
 
+    def _prefetch(self, peer: Peer, wish: Prefetch) -> None:
+        if self._core.lends and not self._draining.is_set():
+            self._core.prefetch(peer, wish)
+        else:
+            self._tell(peer, Prefetched(wish.number, 0))
+
     def _drop_everything(self) -> None:
         """Abort all requests: the group went on without this instance.
 
@@ -297,7 +324,7 @@ class Server:
             self._core.abort_all(peer)
             self._tell(peer, Attached(self._instance, self._core.capacity))
 
-    def _tell(self, peer: Peer, message: Attached | Recalled | RequestRefused) -> None:
+    def _tell(self, peer: Peer, message: Attached | Recalled | RequestRefused | Prefetched | Leaving) -> None:
         """Send a message to a router, and forget the router if it cannot be reached.
 
         It would wait for the message for ever. It is sent :class:`Attached` when it attaches again.
@@ -384,10 +411,25 @@ class Server:
             return True
         if time.monotonic() < self._drain_until:
             return False
-        if self._core.is_empty:  # others compute what they have not got by now
+        if self._core.is_empty and self._moves_until is None:  # others compute what they lack by now
+            return True
+        if self._has_time_to_move():
+            return False
+        if self._core.is_empty:
             return True
         logger.warning("the drain deadline is over: %r is left to the routers", self._core)
         self.leaves_requests = True
         for peer in list(self._routers):
             self._core.abort_all(peer)
         return True
+
+    def _has_time_to_move(self) -> bool:
+        """Whether to wait until requests have moved; their routers are asked to move them first."""
+        if self._goes_at_once or not self._core.lends:
+            return False
+        if self._moves_until is None:
+            self._moves_until = time.monotonic() + MOVE_TIMEOUT
+            logger.info("the drain deadline is over: %r is to move", self._core)
+            for peer in list(self._routers):
+                self._tell(peer, Leaving())
+        return time.monotonic() < self._moves_until

@@ -1,4 +1,4 @@
-"""Triton kernels that take the place of many small operators: norms, and rotary position embeddings.
+"""Triton kernels in the place of many operators: norms, rotary embeddings, races of the sampler.
 
 They read tensors by their strides, so that parts of a merged product need no copy, and compute in float32.
 """
@@ -85,3 +85,52 @@ def rotate(
     cosine = tl.load(cosines + angle + HALF, mask=inside, other=0.0).to(tl.float32)
     sine = tl.load(sines + angle + HALF, mask=inside, other=0.0).to(tl.float32)
     tl.store(target + HALF, (upper * cosine + lower * sine).to(element), mask=inside)
+
+
+@triton.jit
+def mixed(bits):
+    """The 32-bit finaliser of MurmurHash3 (Appleby 2011), in wrapping int32."""
+    bits = bits ^ ((bits >> 16) & 0xFFFF)
+    bits = bits * -2048144789
+    bits = bits ^ ((bits >> 13) & 0x7FFFF)
+    bits = bits * -1028477387
+    return bits ^ ((bits >> 16) & 0xFFFF)
+
+
+@triton.jit(
+    do_not_specialize=["logits_row", "width", "parts"]
+)  # else the first request would compile it anew
+def race(
+    logits,
+    best,
+    temperatures,
+    lowest,
+    keys,
+    speeds,
+    winners,
+    logits_row,
+    width,
+    parts,
+    BLOCK: tl.constexpr,
+):
+    """Program (row, part): the fastest of ``BLOCK`` tokens in the race of ``engine.compute.torch_logits``.
+
+    logits [rows, width]; of each row the best logit, the temperature, the lowest scaled logit that may come,
+    and two keys. speeds and winners [rows, parts].
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = part * BLOCK + tl.arange(0, BLOCK)
+    inside = token < width
+    logit = tl.load(logits + row * logits_row + token, mask=inside, other=float("-inf")).to(tl.float32)
+    scaled = (logit - tl.load(best + row)) / tl.load(temperatures + row)
+    hashed = mixed(mixed(token * -1640531527 + tl.load(keys + 2 * row)) + tl.load(keys + 2 * row + 1))
+    uniform = tl.minimum(
+        ((hashed & 0x7FFFFFFF).to(tl.float32) + 0.5) * 4.656612873077393e-10, 0.9999999403953552
+    )
+    rest = 1.0 - uniform
+    clock = tl.where(rest == 1.0, uniform, -tl.log(rest) * (uniform / (1.0 - rest)))  # -log1p(-uniform)
+    speed = tl.where(inside & (scaled >= tl.load(lowest + row)), tl.exp(scaled) / clock, -1.0)
+    fastest = tl.max(speed, 0)
+    first = tl.min(tl.where(speed == fastest, token, width - 1), 0)
+    tl.store(speeds + row * parts + part, fastest)
+    tl.store(winners + row * parts + part, first)

@@ -1,10 +1,13 @@
-"""Launches the kernels of norms and rotary embeddings (loads triton)."""
+"""Launches the kernels of norms, rotary embeddings and races (loads triton)."""
 
 from __future__ import annotations
 
 import torch
 
 from engine.gpu import fused_kernels as kernels
+
+RACE_BLOCK = 4096
+"""Tokens of a program of a race."""
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, *, plus_one: bool) -> torch.Tensor:
@@ -62,3 +65,35 @@ def rotate(
             BLOCK=1 << max(dim // 2 - 1, 0).bit_length(),
         )
     return turned_query.transpose(0, 1).unsqueeze(0), turned_key.transpose(0, 1).unsqueeze(0)
+
+
+def race(
+    logits: torch.Tensor,
+    best: torch.Tensor,
+    temperatures: torch.Tensor,
+    lowest: torch.Tensor,
+    keys: torch.Tensor,
+) -> torch.Tensor:
+    """Winners [rows] int64 of the races of logits [rows, vocabulary].
+
+    Of each row: best logit, temperature and the lowest scaled logit that may come, float32 [rows]; keys int32
+    [rows, 2].
+    """
+    rows, width = logits.shape
+    parts = -(-width // RACE_BLOCK)
+    speeds = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
+    winners = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
+    kernels.race[(rows, parts)](
+        logits,
+        best,
+        temperatures,
+        lowest,
+        keys,
+        speeds,
+        winners,
+        logits.stride(0),
+        width,
+        parts,
+        BLOCK=RACE_BLOCK,
+    )
+    return winners.gather(1, speeds.argmax(1, keepdim=True))[:, 0]

@@ -33,7 +33,7 @@ def fuse_layers(model: Any) -> dict[str, int]:
     norms, seen = 0, dict[tuple[type, int], bool | None]()
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and getattr(module, "weight", None) is not None:
-            norms += _fuse_norm(module, seen)
+            norms += _fuse_norm(module, getattr(model, "dtype", module.weight.dtype), seen)
     merged = sum(_merge(module, names) for module in model.modules() for names in MERGED)
     rotary = sum(_fuse_rotary(sys.modules[name]) for name in _modules_of_layers(model))
     found = {"norms": norms, "merged products": merged, "rotary embeddings": rotary}
@@ -44,14 +44,16 @@ def fuse_layers(model: Any) -> dict[str, int]:
 # ---- norms
 
 
-def _fuse_norm(module: Any, seen: dict[tuple[type, int], bool | None]) -> bool:
+def _fuse_norm(module: Any, dtype: torch.dtype, seen: dict[tuple[type, int], bool | None]) -> bool:
     """Give a norm our kernel, if it computes the same; whether it did.
 
-    ``seen``: by kind, whether its weight is one less than the factor; None: the kernel does not fit.
+    ``dtype`` is the model's, and its inputs'. ``seen``: by kind, whether its weight is one less than the
+    factor; None: the kernel does not fit.
     """
     kind = (type(module), module.weight.numel())
     if kind not in seen:
-        seen[kind] = next((plus_one for plus_one in (False, True) if _norms_alike(module, plus_one)), None)
+        found = (plus_one for plus_one in (False, True) if _norms_alike(module, dtype, plus_one))
+        seen[kind] = next(found, None)
     plus_one = seen[kind]
     if plus_one is None:
         return False
@@ -73,10 +75,15 @@ class _Norm:
         return fused_launches.rms_norm(hidden, self._weight, self._epsilon, plus_one=self._plus_one)
 
 
-def _norms_alike(module: Any, plus_one: bool) -> bool:
+def _norms_alike(module: Any, dtype: torch.dtype, plus_one: bool) -> bool:
+    """Whether the kernel computes what a norm does.
+
+    Rows become smaller and smaller, so that its epsilon counts.
+    """
     weight = module.weight
     rows = torch.randn(1, CHECKED_ROWS, 2, weight.numel(), generator=torch.Generator().manual_seed(1))
-    rows = rows.to(weight.device, weight.dtype)
+    rows *= torch.logspace(0, -4, CHECKED_ROWS)[:, None, None]
+    rows = rows.to(weight.device, dtype)
     return _are_alike(lambda: _Norm(module, plus_one)(rows), lambda: module(rows))
 
 
@@ -204,7 +211,7 @@ def fits(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor) -> bool:
         and tuple(cos.shape) == (1, tokens, dim)
         and key.shape[-1] == dim
         and dim % 2 == 0
-        and query.dtype == key.dtype
+        and query.dtype == key.dtype == cos.dtype
         and query.stride(-1) == key.stride(-1) == cos.stride(-1) == 1
     )
 

@@ -41,7 +41,7 @@ class Room(NamedTuple):
 def num_bytes(decoder: Decoder, wanted: Room) -> int:
     """Bytes that :class:`Buffers` take for this, with what experts exchange."""
     room, itemsize = Room().grown(wanted), decoder.dtype.itemsize
-    widths = *3 * [decoder.hidden], *_widths(decoder), _latent_width(decoder)
+    widths = *3 * [decoder.hidden], *_widths(decoder), _latent_width(decoder), _apart_width(decoder)
     own = sum(pitch_of(width, decoder.dtype) for width in widths)
     total: int = itemsize * (own * room.own + pitch_of(decoder.hidden, decoder.dtype) * room.selected)
     total += (4 * decoder.vocab + 8) * room.selected
@@ -88,6 +88,8 @@ class Buffers:
         """Queries, keys and values, and latents before a norm."""
         self.latent = rows(room.own, _latent_width(decoder))
         """What heads are made from, behind a norm."""
+        self.apart = rows(room.own, _apart_width(decoder))
+        """Queries before they meet latents, and sums of latents once they are values."""
         self.attended = rows(room.own, attended)
         self.middle = rows(room.own, middle)
         self.inputs = rows(room.own if _inputs_width(decoder) else 0, _inputs_width(decoder))
@@ -126,7 +128,7 @@ def _widths(decoder: Decoder) -> tuple[int, int, int]:
     inputs = [layer.input.width for layer in decoder.layers if layer.input is not None]
     return (
         max(each.projected_width for each in attentions),
-        max(each.width for each in attentions),
+        max(each.attended_width for each in attentions),
         max([*(mlp.width for mlp in dense), *inputs], default=0),
     )
 
@@ -140,7 +142,7 @@ def _rounded_bytes(decoder: Decoder, room: Room) -> int:
     """Bytes of rows in 8 bits, of the widest kind."""
     moes = _mlps(decoder, Moe)
     pairs = max((room.total * moe.top_k for moe in moes), default=0)
-    widest = max(decoder.hidden, *_widths(decoder), *(moe.width for moe in moes))
+    widest = max(decoder.hidden, *_widths(decoder), _latent_width(decoder), *(moe.width for moe in moes))
     return (max(room.own, room.selected, pairs) + SLACK) * bytes_pitch(widest)
 
 
@@ -149,6 +151,12 @@ def _latent_width(decoder: Decoder) -> int:
     found = [layer.attention.latents for layer in decoder.layers]
     sizes = [each.size for latents in found if latents is not None for each in latents.normed]
     return max(sizes, default=0)
+
+
+def _apart_width(decoder: Decoder) -> int:
+    """Widest rows of heads whose latents are cached, as they are without these."""
+    kept = [layer.attention for layer in decoder.layers if layer.attention.keeps_latents]
+    return max((each.heads * max(each.dim - each.shared, each.value_dim) for each in kept), default=0)
 
 
 def _widened_pitch(decoder: Decoder) -> int:

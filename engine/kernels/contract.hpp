@@ -171,9 +171,11 @@ struct Operation {
     int64_t codes;         // which: see kv_cache.hpp
     int64_t width;         // numbers of a row, where those of the operation are part of a wider one; 0: they are all
     int64_t shared;        // numbers at the beginning of a key that are the same for all heads
+    int64_t groups;        // of outputs, each with inputs of its own or the same ones; of the queries of a KV head; 0: one
+    int64_t step_in, step_out;  // numbers from one group to the next
 };
 constexpr int64_t ADD = 1, AS_FLOAT = 2, SELECTED = 4, COMPRESSED = 8, TO_CHOOSE = 16, CENTRED = 32, NORM_LAST = 64,
-                  QUANTIZED = 128, WIDE = 256, ROUNDED = 512, QUERIES_ONLY = 1024;
+                  QUANTIZED = 128, WIDE = 256, ROUNDED = 512, QUERIES_ONLY = 1024, WITHIN = 2048;
 
 constexpr int64_t BOTH = 2;  // norms over all heads: of queries, and of keys
 

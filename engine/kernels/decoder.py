@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ from engine.kernels.recognition.turning import (
     order_of_pairs,
     rotary_of,
 )
+from engine.model.quantization.attached import reader_of, rows_of
 from engine.model.shard import PassThrough
 from parallel.tensor_parallel import SummedExperts, VocabularyParallel
 
@@ -125,6 +127,11 @@ class Attention:
 
     They lie between queries and keys. Last come the numbers that all keys of a token begin with.
     """
+    keeps_latents: bool = False
+    """Whether the latents of keys are cached instead of keys and values.
+
+    Queries are multiplied by what would make keys of them, and sums of latents by what would make values.
+    """
 
     @property
     def shared(self) -> int:
@@ -137,13 +144,29 @@ class Attention:
         return self.is_partial + (self.wide_norms is not None and self.wide_norms[0].over is not None)
 
     @property
+    def cached(self) -> LayerShape:
+        """What is cached of a token, and looked at."""
+        window = self.window or None
+        if self.latents is None or not self.keeps_latents:
+            return LayerShape(self.kv_heads, self.dim, self.value_dim, window)
+        size = self.latents.keys.size
+        return LayerShape(1, self.shared + size, size, window)
+
+    @property
     def projected_width(self) -> int:
         """Numbers of a token's queries, keys and values, and of what they are made from."""
         if self.source is not None:
             return self.heads * self.dim
         latents = 0 if self.latents is None else self.latents.width
-        of_kv_head = self.dim - self.shared + self.value_dim
-        return self.heads * self.dim + latents + self.kv_heads * of_kv_head
+        queries = self.heads * self.cached.key_dim
+        if self.keeps_latents:
+            return queries + latents
+        return queries + latents + self.kv_heads * (self.dim - self.shared + self.value_dim)
+
+    @property
+    def attended_width(self) -> int:
+        """Numbers that are summed up over the keys of a token, for all heads."""
+        return self.heads * self.cached.value_dim
 
     @property
     def width(self) -> int:
@@ -310,6 +333,11 @@ class Decoder:
     rotaries: tuple[Rotary, ...]
     """Rotary embeddings by kind of layer."""
     dtype: torch.dtype
+
+    @property
+    def cached(self) -> tuple[LayerShape, ...]:
+        """What the layers cache."""
+        return tuple(layer.attention.cached for layer in self.layers)
 
     @property
     def vocab(self) -> int:
@@ -489,7 +517,8 @@ def _attention(
     sizes = (heads * dim, kv_heads * dim, kv_heads * value_dim)[: 1 if source is not None else 3]
     weights = [each.weight for each in projections]
     if is_joined(inward):
-        weights = list(weights[0].split(sizes))
+        ends = list(accumulate(sizes, initial=0))
+        weights = [rows_of(weights[0], slice(begin, end)) for begin, end in pairwise(ends)]
     if tuple(map(len, weights)) != sizes:
         raise NotUsual("projections of another size than its heads")
     rotary = rotary_of(base, module)
@@ -581,7 +610,21 @@ def _latent_attention(
         sinks=None if seen.sinks is None else _copy(seen.sinks),
         factors=_factors(module.config, seen.factors),
         latents=latents,
+        keeps_latents=_can_keep(latents, dim, value_dim),
     )
+
+
+def _can_keep(latents: Latents, dim: int, value_dim: int) -> bool:
+    """Whether latents can be cached: whether the products of each head fill whole panels.
+
+    It does not depend on the number of heads, so ranks with fewer of them do the same. Where the latent is
+    rounded to 8 bits before keys and values are made of it, they are made, and cached.
+    """
+    reader = reader_of(latents.expand)
+    if reader is not None and reader.rounds:
+        return False
+    shared, pair = latents.num_shared, 2 * LANES
+    return not (shared % LANES or (dim - shared) % 2 or value_dim % pair or latents.keys.size % pair)
 
 
 SAME = 1e-4
@@ -730,7 +773,7 @@ def _dense(module: Any, projections: list[Any]) -> Mlp:
     width = down.weight.shape[1]
     gate, up = (inward[0].weight, inward[-1].weight) if len(inward) == 2 else (None, inward[0].weight)
     if up.shape[0] == 2 * width:
-        gate, up = up.chunk(2)
+        gate, up = rows_of(up, slice(0, width)), rows_of(up, slice(width, 2 * width))
     if up.shape[0] != width:
         raise NotUsual("an MLP whose parts have different widths")
     down_bias = None if down.bias is None else _copy(down.bias)

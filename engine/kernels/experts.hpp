@@ -41,7 +41,7 @@ void offer(const Operation& op, const Step& step, Team& team) {
     ++*exchange.rounds;
     publish(op, OFFERED);
     if (!is_linked(exchange)) return;
-    exchange.linkage->area = op.a, exchange.linkage->area_bytes = rows * op.k;
+    exchange.linkage->area = op.a, exchange.linkage->area_bytes = rows * op.k, exchange.linkage->now = &exchange;
     post_offer(exchange, rows);
     if (!exchange.linkage->are_sums) team.pending = {go_on_with, &exchange};
 }
@@ -290,7 +290,7 @@ void sort_pairs(const Operation& op, const Step& step, Work& work) {
             for (int64_t token = 0; token < exchange.sizes[home]; ++token) {
                 bool is_here = false;
                 for (int64_t pair = token * k; pair < (token + 1) * k; ++pair) {
-                    int64_t owner = exchange.owners[ids[pair]];
+                    int64_t owner = owner_of(exchange, home, token, ids[pair]);
                     if (owner == exchange.rank) body(home, pair, is_remote ? num_here : token, ids[pair]);
                     is_here |= is_remote && linkage->hosts[owner] == linkage->hosts[exchange.rank];
                 }
@@ -448,7 +448,7 @@ void combine(const Operation& op, const Step& step, Work& work) {
     work.for_each(rows_of(op, step), [&](int64_t token) {
         for (int64_t choice = 0; choice < op.k; ++choice) {
             int64_t pair = token * op.k + choice;
-            const char* arena = exchange.returned[exchange.owners[ids[pair]]];
+            const char* arena = exchange.returned[owner_of(exchange, exchange.rank, token, ids[pair])];
             int64_t place = reinterpret_cast<const int64_t*>(arena + exchange.places_at)[before + pair];
             results[size_t(choice)] = {reinterpret_cast<const E*>(arena + exchange.results_at) + place * pitch, place};
         }

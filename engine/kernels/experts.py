@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +125,22 @@ class NativeExperts:
         self._library = library
         self._packer = Packer(library)
         self._packed: dict[int, tuple[weakref.ref[torch.Tensor], PackedExperts]] = {}
+        """By module: the weight that was packed."""
+        self._ready: dict[int, tuple[weakref.ref[torch.Tensor], PackedExperts]] = {}
+        """By weight, those that a module will get."""
+
+    def prepare(self, module: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Pack weights that a module will get, while steps run in another thread."""
+        if not len(parameters["gate_up_proj"]):
+            return
+        stand_in = copy.copy(module)
+        stand_in.__dict__["_parameters"] = {**module._parameters, **parameters}
+        packed = PackedExperts.of(stand_in, form_of(stand_in), Packer(self._library))
+        weight = parameters["gate_up_proj"]
+        dead = [key for key, (known, _) in list(self._ready.items()) if known() is None]
+        for key in dead:
+            self._ready.pop(key, None)
+        self._ready[id(weight)] = weakref.ref(weight), packed
 
     def packed(self, module: Any) -> PackedExperts:
         """The module's weights, packed when they are seen for the first time."""
@@ -131,6 +148,10 @@ class NativeExperts:
         known = self._packed.get(id(module))
         if known is not None and known[0]() is weight:
             return known[1]
+        ready = self._ready.pop(id(weight), None)
+        if ready is not None and ready[0]() is weight:
+            self._packed[id(module)] = ready
+            return ready[1]
         packed = PackedExperts.of(module, form_of(module), self._packer)
         self._packed[id(module)] = (weakref.ref(weight), packed)
         return packed

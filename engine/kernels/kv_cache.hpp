@@ -61,7 +61,7 @@ void store_value(uint32_t* block, const typename T::Element* value, int64_t dim,
 // QUERIES_ONLY in [tokens, heads * dim], whose keys and values another layer has stored. extra: keys,
 // out: values; codes, scales: how they are kept; factors: weights [value_dim] of a norm of each value, or none, which adds cap; the rest:
 // Turning. shared: numbers that all keys of a token begin with. They lie once before what each key has of its own; what is rotated is
-// among them. width: numbers of a row, whose end are keys and values.
+// among them. width: numbers of a row, whose end are keys and values. WITHIN: a value is the end of its key.
 template <class T>
 class Projected {
     using E = typename T::Element;
@@ -109,7 +109,7 @@ class Projected {
     Projected(const Operation& op, const Step& step)
         : op(op), step(step), heads(op.a), kv_heads(op.b), dim(op.c), value_dim(op.n), shared(op.shared),
           pitch(pitch_of<T>(projected_width(op))), values_at(projected_width(op) - kv_heads * value_dim),
-          keys_at(values_at - kv_heads * (dim - shared)),
+          keys_at(op.flags & WITHIN ? projected_width(op) - dim : values_at - kv_heads * (dim - shared)),
           rows(static_cast<E*>(const_cast<void*>(op.in))), turning(op, step),
           value_norm{op.factors, nullptr, float(op.cap), false}, has_keys(!(op.flags & QUERIES_ONLY)),
           all_keys(static_cast<char*>(const_cast<void*>(op.extra))), all_values(static_cast<char*>(op.out)),
@@ -156,11 +156,14 @@ class Projected {
     }
 };
 
+// Whether ATTEND does what QKV would: no row reads what another one of this step stores, and a thread has all queries of a key.
+inline bool is_apart(const Operation& qkv, const Step& step) { return step.apart && !(qkv.flags & WITHIN); }
+
 // Queries, keys and values of all tokens. Where no row reads what another one of this step stores, ATTEND does it: what a thread
 // has stored it reads from its own cache.
 template <class T>
 void qkv(const Operation& op, const Step& step, Work& work) {
-    if (step.apart) return;
+    if (is_apart(op, step)) return;
     Projected<T> projected(op, step);
     // Where a token goes is known long before it does, and in decode nothing has touched those lines since the last
     // step: asked for one token ahead, they come while this one is turned.

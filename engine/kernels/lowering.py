@@ -32,6 +32,7 @@ from engine.kernels.operations import (
     SELECTED,
     TO_CHOOSE,
     WIDE,
+    WITHIN,
     OperationKind,
     Operations,
 )
@@ -44,6 +45,7 @@ from engine.kernels.sums import Area, OwnSums, Sums, norm_parts
 from engine.kernels.weights import (
     PackedDecoder,
     PackedInput,
+    PackedKept,
     PackedLatents,
     PackedLayer,
     PackedMlp,
@@ -89,6 +91,36 @@ def _behind_zeros(bias: torch.Tensor | None, count: int) -> torch.Tensor | None:
     return None if bias is None else torch.cat([torch.zeros(count), bias])
 
 
+def _with_latent_last(latents: Latents) -> torch.Tensor | None:
+    """Biases of latents, those of what all keys share before those of the keys' latent."""
+    if latents.bias is None:
+        return None
+    *before, kept = [each.size for each in latents.normed]
+    parts = latents.bias.split([*before, kept, latents.num_shared])
+    return torch.cat([*parts[:-2], parts[-1], parts[-2]])
+
+
+LEAST_QUERIES = 8
+"""Least queries of a task, where a KV head has more.
+
+Fewer would go through its keys no faster.
+"""
+
+
+def _groups(attention: Attention) -> int:
+    """Groups of the queries of a KV head, each of which is a task.
+
+    A KV head of all queries would leave most threads without a task.
+    """
+    if not attention.keeps_latents:
+        return 1
+    return next(
+        groups
+        for groups in range(max(1, attention.heads // LEAST_QUERIES), 0, -1)
+        if attention.heads % groups == 0
+    )
+
+
 @dataclass
 class StepList:
     """The operations of a step, and where they are cut for an exchange through Python."""
@@ -132,6 +164,8 @@ class Lowering:
         self._sums, self._ranks, self._factors = sums, ranks, factors
         self._num_sums = 0
         """Sums written so far."""
+        self._num_sparse = 0
+        """Layers with experts whose exchange was written so far."""
         self._cuts: list[tuple[int, Layer | PartialSums | None]] = []
         self._list = Operations(OPERATIONS_PER_LAYER * len(packed.layers) + OTHER_OPERATIONS)
         self._stream, self._rows = buffers.stream, 0
@@ -306,6 +340,9 @@ class Lowering:
         if attention.latents is not None and packed.latents is not None:
             self._project_latents(packed.latents, attention, attention.latents, into)
             return
+        if attention.latents is not None and packed.kept is not None:
+            self._project_to_keep(packed.kept, attention, attention.latents, into)
+            return
         projected = self._buffers.projected
         self._list.add(
             OperationKind.LINEAR,
@@ -374,7 +411,7 @@ class Lowering:
         begin = num_queries if packed.queries is not None else 0
         self._list.add(
             OperationKind.LINEAR,
-            into=into,
+            into=self._rounded(into, packed.inward, self._hidden),
             out=row + begin * itemsize,
             weights=packed.inward,
             more=_behind_zeros(latents.bias, num_queries - begin),
@@ -390,7 +427,7 @@ class Lowering:
             self._normalise(latent.norm, row + at * itemsize, buffers.latent, latent.size, n=wide)
             self._list.add(
                 OperationKind.LINEAR,
-                into=buffers.latent,
+                into=self._rounded(buffers.latent, weights, latent.size),
                 out=row + place * itemsize,
                 weights=weights,
                 n=outputs,
@@ -399,17 +436,72 @@ class Lowering:
             )
             at += latent.size
 
+    def _project_to_keep(
+        self, packed: PackedKept, attention: Attention, latents: Latents, into: torch.Tensor | int
+    ) -> None:
+        """Queries that meet latents, what all keys share, and the latent of keys.
+
+        They are in one row of a token. The latent of queries, if they have one, is behind them.
+        """
+        buffers, wide, cached = self._buffers, attention.projected_width, attention.cached
+        row, itemsize = buffers.projected.data_ptr(), buffers.projected.element_size()
+        begin, own = attention.heads * cached.key_dim, attention.dim - attention.shared
+        self._list.add(
+            OperationKind.LINEAR,
+            into=self._rounded(into, packed.inward, self._hidden),
+            out=row + begin * itemsize,
+            weights=packed.inward,
+            more=_with_latent_last(latents),
+            n=latents.width,
+            k=self._hidden,
+            width=wide,
+        )
+        source, size = into, self._hidden
+        if latents.queries is not None:
+            source, size = buffers.latent, latents.queries.size
+            self._normalise(latents.queries.norm, row + begin * itemsize, source, size, n=wide)
+        self._list.add(
+            OperationKind.LINEAR,
+            into=self._rounded(source, packed.own, size),
+            out=buffers.apart,
+            weights=packed.own,
+            n=attention.heads * own,
+            k=size,
+        )
+        heads = {"groups": attention.heads, "step_out": cached.key_dim, "width": wide}
+        self._list.add(
+            OperationKind.LINEAR,
+            into=self._rounded(source, packed.shared, size),
+            out=row,
+            weights=packed.shared,
+            n=attention.shared,
+            k=size,
+            **heads,
+        )
+        self._list.add(
+            OperationKind.LINEAR,
+            into=buffers.apart,
+            out=row + attention.shared * itemsize,
+            weights=packed.to_latent,
+            n=cached.value_dim,
+            k=own,
+            step_in=own,
+            **heads,
+        )
+        kept = row + (wide - cached.value_dim) * itemsize
+        self._normalise(latents.keys.norm, kept, kept, cached.value_dim, n=wide, width=wide)
+
     def _attention(self, number: int, packed: PackedLayer, layer: Layer) -> None:
         buffers, attention, norms = self._buffers, layer.attention, layer.attention.head_norms
         stored = number if attention.source is None else attention.source
         keys, values = self._cache.keys[stored], self._cache.values[stored]
         alone = 0 if attention.source is None else QUERIES_ONLY
+        cached, groups = attention.cached, _groups(attention)
         shape = {
             "a": attention.heads,
-            "b": attention.kv_heads,
-            "c": attention.dim,
+            "c": cached.key_dim,
             "d": attention.window,
-            "n": attention.value_dim,
+            "n": cached.value_dim,
             "scales": self._cache.scales[stored],
             "codes": self._cache.codes,
             "width": attention.projected_width,
@@ -426,8 +518,12 @@ class Lowering:
             factors=None if of_values is None else of_values.weights,
             cap=0.0 if of_values is None else of_values.eps,
             k=0 if attention.rotary is None else attention.rotary + 1,
-            flags=centred | (NORM_LAST if attention.is_norm_last else 0) | alone,
-            shared=attention.shared,
+            flags=centred
+            | (NORM_LAST if attention.is_norm_last else 0)
+            | (WITHIN if attention.keeps_latents else 0)
+            | alone,
+            shared=0 if attention.keeps_latents else attention.shared,
+            b=cached.kv_heads,
             **shape,
         )
         self._list.add(
@@ -441,10 +537,27 @@ class Lowering:
             cap=attention.cap,
             factors=None if attention.factors is None else self._factors[attention.factors],
             flags=self._rows | alone,
+            b=cached.kv_heads * groups,
+            groups=groups,
             **shape,
         )
+        attended = buffers.attended
+        if packed.kept is not None:
+            attended = buffers.apart
+            self._list.add(
+                OperationKind.LINEAR,
+                into=buffers.attended,
+                out=attended,
+                weights=packed.kept.from_latent,
+                n=attention.value_dim,
+                k=cached.value_dim,
+                groups=attention.heads,
+                step_in=cached.value_dim,
+                step_out=attention.value_dim,
+                flags=self._rows,
+            )
         product = _Product(
-            buffers.attended,
+            attended,
             packed.out,
             attention.width,
             attention.out_bias,
@@ -668,25 +781,27 @@ class Lowering:
     ) -> None:
         """The experts' results, summed up in ``to``."""
         buffers, moe, alone = self._buffers, packed.moe, isinstance(exchange, Alone)
+        record = exchange.of_layer(self._num_sparse)
+        self._num_sparse += 1
         if not alone:
-            self._list.add(OperationKind.OFFER, extra=exchange.record, flags=self._rows)
+            self._list.add(OperationKind.OFFER, extra=record, flags=self._rows)
         if packed.shared is not None and moe.norms is None:  # while the others' rows come
             self._shared(packed, exchange.own + exchange.layout.rows_at, to, flags, layer.factor)
             flags = ADD
         area = self._area() if moe.is_partial else None
         if isinstance(exchange, Linked):  # what is here first, the others' rows when they have come
-            self._list.add(OperationKind.LOOK, extra=exchange.record, flags=self._rows)
-            self._products_of(packed, exchange, area, number=1)
+            self._list.add(OperationKind.LOOK, extra=record, flags=self._rows)
+            self._products_of(packed, exchange, record, area, number=1)
         if not alone:
-            self._list.add(OperationKind.MEET, extra=exchange.record)
-        self._products_of(packed, exchange, area, number=2 if isinstance(exchange, Linked) else 0)
+            self._list.add(OperationKind.MEET, extra=record)
+        self._products_of(packed, exchange, record, area, number=2 if isinstance(exchange, Linked) else 0)
         if not alone:
-            self._list.add(OperationKind.HOME, extra=exchange.record)
+            self._list.add(OperationKind.HOME, extra=record)
         self._list.add(
             OperationKind.COMBINE,
             into=buffers.scores,
             out=to,
-            extra=exchange.record,
+            extra=record,
             n=self._hidden,
             k=moe.top_k,
             number=_factor(layer.factor),
@@ -694,13 +809,20 @@ class Lowering:
             **({} if area is None else self._of_ranks(area, moe)),
         )
 
-    def _products_of(self, packed: PackedMoe, exchange: Exchange, area: Area | None, number: int) -> None:
-        """Results of the experts here; ``number``: see SORT."""
+    def _products_of(
+        self,
+        packed: PackedMoe,
+        exchange: Exchange,
+        record: np.ndarray[Any, Any],
+        area: Area | None,
+        number: int,
+    ) -> None:
+        """Results of the experts here; ``record``: of the layer, ``number``: see SORT."""
         buffers, moe = self._buffers, packed.moe
         experts = packed.experts or self._products.packed(moe.experts)
         results = exchange.own + exchange.layout.results_at if area is None else area.address
-        self._list.add(OperationKind.SORT, extra=exchange.record, a=number, flags=self._rows)
-        self._list.add(OperationKind.GATHER, extra=exchange.record)
+        self._list.add(OperationKind.SORT, extra=record, a=number, flags=self._rows)
+        self._list.add(OperationKind.GATHER, extra=record)
         begins, first = exchange.begins, moe.first_whole
         if area is not None and first is not None:  # all rows have a place, and others' experts give 0
             begins = begins[first : first + experts.count + 1]
@@ -717,7 +839,7 @@ class Lowering:
             rounded=buffers.rounded,
         )
         if not isinstance(exchange, Alone):
-            self._list.add(OperationKind.RETURN, extra=exchange.record, a=number)
+            self._list.add(OperationKind.RETURN, extra=record, a=number)
 
     def _of_ranks(self, area: Area, moe: Moe) -> dict[str, Any]:
         """Where the ranks' parts of the experts' results are, once they are there."""

@@ -112,6 +112,7 @@ class NarrowCopy:
             for shape, layer in zip(model.layers, decoder.layers, strict=True)
         )
         """What the copy's layers cache."""
+        self._keep_latents = [layer.attention.keeps_latents for layer in decoder.layers]
         self.decoder = self._recognise(torch.float32)
         """The copy's parts, with whole sums, whatever the model's sums are."""
 
@@ -136,7 +137,12 @@ class NarrowCopy:
         self.decoder = self._recognise(dtype)
 
     def _recognise(self, dtype: torch.dtype) -> Decoder:
-        return _with_whole_sums(recognise(self.module, self.layers, dtype))
+        decoder = _with_whole_sums(recognise(self.module, self.layers, dtype))
+        layers = (
+            replace(layer, attention=replace(layer.attention, keeps_latents=keeps))
+            for layer, keeps in zip(decoder.layers, self._keep_latents, strict=True)
+        )
+        return replace(decoder, layers=tuple(layers))
 
 
 def _parts(module: Any) -> list[Any]:

@@ -379,14 +379,15 @@ class Widened {
     int64_t count = 0;
 
    public:
-    // `wanted` rows of [wanted, k] from `in` on, which do not change while this lives; both lie as pitch_of says.
+    // `wanted` rows of [wanted, k] from `in` on, `pitch` numbers apart, which do not change while this lives. The floats lie as
+    // pitch_of says.
     template <class T>
-    const float* of(const typename T::Element* in, int64_t k, int64_t wanted) {
+    const float* of(const typename T::Element* in, int64_t k, int64_t wanted, int64_t pitch_in) {
         static thread_local std::vector<float> room;
         if (in == rows && count == wanted) return room.data();
         int64_t pitch = widened_pitch<T>(k);
         if (int64_t(room.size()) < wanted * pitch) room.resize(size_t(wanted * pitch));
-        for (int64_t row = 0; row < wanted; ++row) widen_row<T>(in + row * pitch_of<T>(k), k, room.data() + row * pitch);
+        for (int64_t row = 0; row < wanted; ++row) widen_row<T>(in + row * pitch_in, k, room.data() + row * pitch);
         rows = in, count = wanted;
         return room.data();
     }
@@ -401,7 +402,7 @@ class Products {
     using E = typename T::Element;
     Body body;
     Place place;
-    const int64_t parts;
+    const int64_t parts, width;           // of the inputs
     alignas(64) float sums[2][MOST_PARTS][PART_SUMS];
     Tag waiting{};                        // whose sums wait in sums[side]: rows next ... count, from row first on
     const E* waiting_in = nullptr;        // their inputs, and the panels
@@ -411,6 +412,9 @@ class Products {
     int side = 0, next = 0, count = 0;
     Wanted wanted;
     Widened widened;
+
+    // Numbers from one row of inputs to the next.
+    int64_t pitch_in(int64_t k) const { return pitch_of<T>(width != 0 ? width : k); }
 
     // The sum of what the parts of a row's inputs give with a panel, of COUNT parts or any number of them (0).
     template <int64_t COUNT = 0, class At>
@@ -434,7 +438,7 @@ class Products {
     void finish(int rows) {
         for (int stop = std::min(count, next + rows); next < stop; ++next) {
             const int64_t line = next / TILE * 2 * TILE * LANES + next % TILE * LANES;
-            const E* row = waiting_in + (first + next) * pitch_of<T>(waiting_k);
+            const E* row = waiting_in + (first + next) * pitch_in(waiting_k);
             auto sum = [&](const Panel& panel, int64_t at) {
                 return sum_of_parts(panel, row, waiting_k, [&](int64_t part) { return load(sums[side][part] + at); });
             };
@@ -446,7 +450,7 @@ class Products {
     template <int ROW_TILES>
     void multiply_some(Source source, const E* in, int64_t k, int64_t begin, int64_t stop, Panels now, Panels then,
                        const Tag& tag, uint32_t* keep) {
-        int64_t pitch = pitch_of<T>(k) * int64_t(sizeof(E)), steps = k / T::PACK, tiles = steps / TILE;
+        int64_t pitch = pitch_in(k) * int64_t(sizeof(E)), steps = k / T::PACK, tiles = steps / TILE;
         auto* from = reinterpret_cast<const char*>(in) + begin * pitch;
         int some = int((count + tiles - 1) / tiles), claim = int((2 * TILE + tiles - 1) / tiles);
         auto store = [this, &tag, some, claim, row = begin, stop]() mutable {
@@ -489,7 +493,7 @@ class Products {
             const auto multiply = multiply_codes_for(*now.a.quantized, keep == nullptr ? rows : MOST_CODED_ROWS + 1);
             for (int64_t part = 0; part < parts; ++part)
                 multiply(sum[part], now.a, now.b, part * some, some, steps, reinterpret_cast<const char*>(in),
-                         pitch_of<T>(k) * int64_t(sizeof(E)), then.a.bytes(0), then.b.bytes(0), keep);
+                         pitch_in(k) * int64_t(sizeof(E)), then.a.bytes(0), then.b.bytes(0), keep);
             rows = std::min<int64_t>(rows, MOST_CODED_ROWS);
             for (int64_t row = 0; row < rows; ++row) {
                 auto total = [&](int panel) {
@@ -504,7 +508,8 @@ class Products {
 
    public:
     // of_parts: the inputs are these many equal parts, a power of two; each is added up by itself, then neighbours are added.
-    Products(Body with, Place at, int64_t of_parts) : body(with), place(at), parts(of_parts) {}
+    // of_width: numbers of a row of which the inputs are part, 0 if they are all.
+    Products(Body with, Place at, int64_t of_parts, int64_t of_width) : body(with), place(at), parts(of_parts), width(of_width) {}
 
     // `rows` rows of `in` [rows, k] (see pitch_of) with two panels. `in` can be read up to a multiple of 16 rows; what lies
     // there does not matter. then: the panels that come next. cold: nobody has seen these panels in this step. keep: room for
@@ -543,9 +548,9 @@ class Products {
         }
         int64_t passes = (rows - done + MAX_ROWS - 1) / MAX_ROWS;
         const char* inputs = reinterpret_cast<const char*>(in);
-        int64_t pitch = pitch_of<T>(k) * int64_t(sizeof(E));
+        int64_t pitch = pitch_in(k) * int64_t(sizeof(E));
         if constexpr (widens<T>()) {
-            inputs = reinterpret_cast<const char*>(widened.of<T>(in, k, rows));
+            inputs = reinterpret_cast<const char*>(widened.of<T>(in, k, rows, pitch_in(k)));
             pitch = widened_pitch<T>(k) * int64_t(sizeof(float));
         }
         const int64_t first_rows = (rows + passes - 1) / std::max<int64_t>(1, passes);
@@ -568,7 +573,7 @@ class Products {
             auto put = [&](auto count) {
                 for (int row = 0; row < now; ++row) {
                     auto total = [&](const Panel& panel, int which) {
-                        return sum_of_parts<count>(panel, in + (begin + row) * pitch_of<T>(k), k,
+                        return sum_of_parts<count>(panel, in + (begin + row) * pitch_in(k), k,
                                                    [&](int64_t part) { return sum[part][row][which]; });
                     };
                     body(tag, begin + row, total(a, 0), total(b, 1));
@@ -593,7 +598,9 @@ class Products {
 };
 
 template <class T, class Tag, class Body, class Place>
-auto products_into(Body body, Place place, int64_t parts = 1) { return Products<T, Tag, Body, Place>(body, place, parts); }
+auto products_into(Body body, Place place, int64_t parts = 1, int64_t width = 0) {
+    return Products<T, Tag, Body, Place>(body, place, parts, width);
+}
 
 // Bytes of weights that rows go through together, a block of rows after the other: they stay in a core's own cache,
 // and so do the inputs of a block.

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.attention.base import AttentionUse, Int64s, PackedRows
+from engine.attention.base import AttentionUse, Int64s, LayerShape, PackedRows
 from engine.kernels import operations
 from engine.kernels.buffers import Buffers, Room
 from engine.kernels.cache import NativeCache, NativePlan
@@ -131,6 +131,11 @@ class Program:
         """Whether all sums are made in the order of one worker's."""
         return all(is_order_fixed(inputs, self._size) for inputs in self._decoder.inputs_of_sums(self._size))
 
+    @property
+    def cached(self) -> tuple[LayerShape, ...]:
+        """What the layers cache of a token."""
+        return self._decoder.cached
+
     def __repr__(self) -> str:
         return f"<Program {len(self._packed.layers)} layers, {self._decoder.dtype}, {self._room}>"
 
@@ -162,6 +167,10 @@ class Program:
         """
         assert self._experts is not None
         self._experts.use_products(self._products)
+
+    def prepare_experts(self, module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Lay out the tensors that an experts module will get, while steps run."""
+        self._products.prepare(module, parameters)
 
     def join(self, group: Communicator, placement: Placement) -> None:
         """Spread the experts over this group from the next step on.

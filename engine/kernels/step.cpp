@@ -202,18 +202,22 @@ inline Floats added_to(const typename T::Element* there, Floats value, Mask lane
 
 // out [tokens, n] = in [tokens, k] x weights (+ bias), activated, times a factor (+ out: see added_to). b: parts of the inputs, 0 for
 // one; c: the activation, extra: its numbers; number: the factor, 0 for none; width: numbers of a row of out, of which these are part.
-// In: what inputs are, Bytes where they were rounded
+// groups: n outputs for each, with k inputs step_in numbers behind those of the one before, stored step_out numbers behind; n is a
+// multiple of 16 then, and of 32 unless step_in is 0. In: what inputs are, Bytes where they were rounded, which parts of rows are not
 template <class T, class In = T>
 void linear(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
     int64_t rows = rows_of(op, step);
     if (rows == 0) return;
-    int64_t panel = op.k / In::PACK * LANES, pairs = (op.n + 2 * LANES - 1) / (2 * LANES);
-    int64_t pitch = op.flags & AS_FLOAT ? op.n : pitch_of<T>(op.width != 0 ? op.width : op.n);
+    const int64_t groups = std::max<int64_t>(1, op.groups), outputs = groups * op.n, out_width = op.width != 0 ? op.width : outputs;
+    const int64_t in_width = op.step_in != 0 ? groups * op.step_in : op.k;
+    int64_t panel = op.k / In::PACK * LANES, pairs = (outputs + 2 * LANES - 1) / (2 * LANES);
+    int64_t pitch = op.flags & AS_FLOAT ? out_width : pitch_of<T>(out_width);
+    auto place_of = [&](int64_t column) { return op.groups == 0 ? column : column / op.n * op.step_out + column % op.n; };
     auto* bias = static_cast<const float*>(op.more);
     const Floats factor = factor_of(op.number);
     struct Columns {
-        int64_t first, column;  // of rows and columns
+        int64_t first, column, next;  // of rows and columns; those of the second panel
         Mask low, high;
     };
     auto put = [&](void* out, Floats value, Mask lanes, int64_t column, int64_t row) {
@@ -230,8 +234,8 @@ void linear(const Operation& op, const Step& step, Work& work) {
     auto place = [&](const Columns& to, int64_t row) { return line(to, row) + to.column * size; };
     auto products = products_into<In, Columns>([&](const Columns& to, int64_t row, Floats one, Floats two) {
         put(line(to, row), one, to.low, to.column, to.first + row);
-        put(line(to, row), two, to.high, to.column + LANES, to.first + row);
-    }, place, std::max<int64_t>(1, op.b));
+        put(line(to, row), two, to.high, to.next, to.first + row);
+    }, place, std::max<int64_t>(1, op.b), in_width);
     Weights weights(op, op.k / In::PACK, In::PACK);
     auto panels_of = [&](int64_t pair) { return Panels{weights.panel(2 * pair), weights.panel(2 * pair + 1)}; };
     work.share_out(pairs, CACHED_BYTES / (8 * panel), [&](Share now, Share next) {
@@ -240,10 +244,10 @@ void linear(const Operation& op, const Step& step, Work& work) {
         row_blocks<In>(op.k, rows, [&](int64_t first, int64_t count) {
             for (int64_t pair = now.begin; pair < now.end; ++pair) {
                 int64_t column = 2 * pair * LANES, then = behind_in(pair, now, next);
-                products.multiply(static_cast<const typename In::Element*>(op.in) + first * pitch_of<In>(op.k), op.k, count, panels_of(pair),
-                                  panels_of(then), first == 0,
-                                  {first, column, lanes_of(int(op.n - column)),
-                                   lanes_of(int(std::max<int64_t>(0, op.n - column - LANES)))},
+                auto* inputs = static_cast<const typename In::Element*>(op.in) + first * pitch_of<In>(in_width) + column / op.n * op.step_in;
+                products.multiply(inputs, op.k, count, panels_of(pair), panels_of(then), first == 0,
+                                  {first, place_of(column), place_of(column + LANES), lanes_of(int(outputs - column)),
+                                   lanes_of(int(std::max<int64_t>(0, outputs - column - LANES)))},
                                   room == nullptr ? nullptr : room + (pair - now.begin) * 2 * panel);
             }
         });
@@ -365,7 +369,9 @@ extern "C" {
 
 // Whether a member's word has risen to a target; what has come from it over its link is taken first.
 int64_t lockstep_has_arrived(const void* exchange, int64_t rank, const void* word, int64_t target) {
-    auto& with = *static_cast<const Exchange*>(exchange);
+    auto& common = *static_cast<const Exchange*>(exchange);
+    const void* now = is_linked(common) ? common.linkage->now : nullptr;
+    auto& with = now == nullptr ? common : *static_cast<const Exchange*>(now);
     auto* at = static_cast<const int64_t*>(word);
     for (int64_t which : {OFFERED, RETURNED})
         if (is_linked(with) && at == words_of(with, rank, which) + which && target == *with.rounds) look_at(with, rank, which);

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.attention.base import PLAN_KEYWORD, Int64s, LayerShape, PackedRows
+from engine.attention.base import PLAN_KEYWORD, Int64s, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import Decoder, NotUsual, base_parts
@@ -144,29 +144,29 @@ def _deviations(
         given, expected = run.states[number], run.states[number + 1]
         kind = copy.layers[number], *_fields(layer)
         if kind not in programs or layer.attention.source is not None:
-            programs[kind] = _program_of(kernels, copy, replace(decoder, output=None), run, number)
+            programs[kind] = _program_of(kernels, replace(decoder, output=None), run, number)
         found = _compute(programs[kind], given, run.inputs)
         yield from _too_far(number, (found - expected).norm(dim=-1), (expected - given).norm(dim=-1))
     if copy.decoder.embedding is not None and copy.decoder.embedding.inputs is not None:
         first = replace(decoder, embedding=copy.decoder.embedding, layers=decoder.layers[:1], output=None)
-        program = _program(kernels, first, copy.layers[:1], len(positions))
+        program = _program(kernels, first, len(positions))
         found, (given, expected) = _compute(program, run.ids), run.states[:2]
         yield from _too_far(0, (found - expected).norm(dim=-1), (expected - given).norm(dim=-1))
     if run.logits is None:
         return
-    last = _program_of(kernels, copy, decoder, run, len(copy.layers) - 1)
+    last = _program_of(kernels, decoder, run, len(copy.layers) - 1)
     found = _compute(last, run.states[-2], run.inputs)
     for half, expected in zip(_halves(found), _halves(run.logits), strict=True):  # one of which is louder
         yield from _too_far(len(copy.layers), (half - expected).norm(dim=-1), expected.norm(dim=-1))
 
 
-def _program_of(kernels: Library, copy: NarrowCopy, decoder: Decoder, run: _Run, number: int) -> Program:
+def _program_of(kernels: Library, decoder: Decoder, run: _Run, number: int) -> Program:
     """A program of one layer alone, with another's keys and values if it reads them."""
     layer, count = decoder.layers[number], len(run.states[0])
     source = layer.attention.source
     if source is None:
-        return _program(kernels, replace(decoder, layers=(layer,)), copy.layers[number : number + 1], count)
-    stored = _program_of(kernels, copy, replace(decoder, output=None), run, source)
+        return _program(kernels, replace(decoder, layers=(layer,)), count)
+    stored = _program_of(kernels, replace(decoder, output=None), run, source)
     _compute(stored, run.states[source], run.inputs)
     alone = replace(layer, attention=replace(layer.attention, source=0))
     program = Program(kernels, replace(decoder, layers=(alone,)))
@@ -222,7 +222,7 @@ def _compare_rounding(kernels: Library, copy: NarrowCopy, positions: Int64s, dty
     copy.convert(dtype)
     rounded = _run(copy, positions)
     decoder = _placed(copy.decoder, positions)
-    program = _program(kernels, decoder, copy.layers, len(positions))
+    program = _program(kernels, decoder, len(positions))
     found = _compute(program, rounded.states[0], rounded.inputs)
     size = (exact - exact.mean(dim=-1, keepdim=True)).norm(dim=-1)
     by_torch, by_kernels = (
@@ -314,10 +314,10 @@ def _prompt(decoder: Decoder, positions: Int64s, draw: int) -> tuple[dict[str, t
     return {"input_ids": (ids + first).unsqueeze(0)}, embedded
 
 
-def _program(kernels: Library, decoder: Decoder, layers: tuple[LayerShape, ...], count: int) -> Program:
+def _program(kernels: Library, decoder: Decoder, count: int) -> Program:
     program = Program(kernels, decoder)
     program.use(
-        NativeCache(layers, num_blocks=_num_blocks(count), block_size=BLOCK_SIZE, dtype=decoder.dtype)
+        NativeCache(decoder.cached, num_blocks=_num_blocks(count), block_size=BLOCK_SIZE, dtype=decoder.dtype)
     )
     return program
 

@@ -52,7 +52,7 @@ from engine.model.text_parts import NAMES, OTHER_MODALITIES, class_with_head
 from engine.model.uncut import UncutRun, uncut_run
 from engine.model.weight_files import open_weights
 from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
-from parallel.expert_parallel import Dispatch, ExpertParallel, expert_forward
+from parallel.expert_parallel import LAYER_ATTRIBUTE, Dispatch, ExpertParallel, expert_forward
 from parallel.placement import assign_experts
 from parallel.sliced_experts import SlicedExpertParallel
 from parallel.tensor_parallel import TensorRank
@@ -309,16 +309,16 @@ def _spread_experts(
     """
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, expert_forward)
     local_experts = ALL_EXPERTS_FUNCTIONS[choose_experts_function(module)]
+    layers = tuple(expert_modules(module).values())
+    facts = share.placement, share.rank, dispatch, local_experts
     if shard.size > 1:
         ranks = TensorRank(shard.rank, shard.size, shard.ranks)
-        experts: ExpertParallel = SlicedExpertParallel(
-            share.placement, share.rank, dispatch, local_experts, ranks
-        )
+        experts: ExpertParallel = SlicedExpertParallel(*facts, ranks, max(1, len(layers)))
     else:
-        experts = ExpertParallel(share.placement, share.rank, dispatch, local_experts)
-    layers = tuple(expert_modules(module).values())
-    for layer in layers:
+        experts = ExpertParallel(*facts, max(1, len(layers)))
+    for number, layer in enumerate(layers):
         setattr(layer, EXPERTS_ATTRIBUTE, experts)
+        setattr(layer, LAYER_ATTRIBUTE, number)
     module.set_experts_implementation(IMPLEMENTATION)
     return experts, layers
 

@@ -49,6 +49,7 @@ def _delta(outcome: Outcome) -> Delta:
         num_cached_tokens=request.num_cached,
         times=_times(request) if request.arrived_at else None,
         error=request.error,
+        num_cached_output=request.num_cached_output,
     )
 
 

@@ -75,6 +75,8 @@ class Request:
     """Blocks of this request that the pool knows by hash."""
     num_cached: int = 0
     """Prompt tokens found in the cache at first admission."""
+    num_cached_output: int = 0
+    """Tokens of an earlier try's output found in the cache at first admission."""
     blocks_at: str = ""
     """Address of an instance that has more of its blocks; empty for none."""
     num_fetched: int = 0

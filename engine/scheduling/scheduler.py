@@ -571,6 +571,7 @@ class Scheduler:
         if not request.was_admitted:
             request.was_admitted = True
             request.num_cached = min(request.num_computed, request.num_prompt)
+            request.num_cached_output = request.num_computed - request.num_cached
             self._totals.on_first_admission(request)
         return admit_of(request, request.slot)
 

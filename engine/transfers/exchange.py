@@ -3,7 +3,8 @@
 Only the step loop knows which blocks are free, named, or about to be filled. It holds blocks that are lent
 until the mover's :class:`.Return`, and those that are being written until its :class:`.Ended`; no clock ends
 either. A request waits here while its prefix is fetched, and is then queued like any other: it finds the
-blocks that came by their names. If none came it is computed.
+blocks that came by their names. If none came it is computed. Blocks of a request that is about to move here
+are fetched the same way, while it still runs elsewhere (a *copy*).
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ FETCHED_PART = 2
 """Divisor of the free blocks: those that one transfer may take."""
 LEAST_SECONDS, MOST_SECONDS = 0.25, 10.0
 """Seconds that a transfer may take, where computing would take less or more."""
+MOST_COPIES = 16
+"""Copies at once; further ones are answered by what is here."""
 MOST_SHUNNED = 256
 """Sources that are remembered for having been wrong."""
 
@@ -53,7 +56,12 @@ class _Transfer:
 
     wanted: Wanted
     requests: dict[RequestKey, Request] = field(default_factory=dict)
+    copies: set[Key] = field(default_factory=set)
     is_cancelled: bool = False
+
+    @property
+    def is_wanted(self) -> bool:
+        return bool(self.requests or self.copies)
 
 
 class BlockExchange:
@@ -80,6 +88,9 @@ class BlockExchange:
         self._numbers = 0
         self._on_the_way: dict[BlockHash, _Transfer] = {}
         self._waiting: dict[RequestKey, _Transfer] = {}
+        self._copies: dict[Key, Sequence[BlockHash]] = {}
+        """Copies under way, by the router and its number: the names of all their blocks."""
+        self._copied: list[tuple[Key, int]] = []
         self._shunned: dict[Source, None] = {}
         self._counters = TransferCounters()
 
@@ -96,6 +107,11 @@ class BlockExchange:
     @property
     def requests(self) -> list[Request]:
         return [transfer.requests[key] for key, transfer in self._waiting.items()]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether blocks are moved at all."""
+        return not self._mover.has_ended and self._pool.is_caching
 
     @property
     def is_idle(self) -> bool:
@@ -123,16 +139,14 @@ class BlockExchange:
     def takes(self, request: Request) -> bool:
         """Whether a request waits here for blocks; else it is queued at once."""
         source = request.blocks_at
-        if not source or self._mover.has_ended or not self._pool.is_caching:
+        if not source or not self.is_open:
             return False
         names = request.prefix_hashes(self._block_size)
         known = len(self._pool.find_prefix(names))
         missing = names[known : known + MOST_BLOCKS]
         if not missing:
             return False
-        transfer = self._on_the_way.get(missing[0])
-        if transfer is None:
-            transfer = self._begin(missing, source)
+        transfer = self._on_the_way.get(missing[0]) or self._begin(missing, source)
         if transfer is None:
             return False
         transfer.requests[request.key] = request
@@ -145,10 +159,39 @@ class BlockExchange:
         if transfer is None:
             return False
         del transfer.requests[key]
-        if not transfer.requests and not transfer.is_cancelled:
-            transfer.is_cancelled = True
-            self._mover.cancel(transfer.wanted.number)
+        self._cancel_unwanted(transfer)
         return True
+
+    def copy(self, key: Key, names: Sequence[BlockHash], source: Source) -> None:
+        """Fetch what is missing of these blocks, whatever it costs: their request runs on meanwhile.
+
+        Ends by one of :meth:`take_copied`.
+        """
+        self._copies[key] = names
+        known = len(self._pool.find_prefix(names))
+        missing = list(names[known : known + MOST_BLOCKS])
+        if not missing or not source or not self.is_open or len(self._copies) > MOST_COPIES:
+            self._end_copy(key)
+            return
+        transfer = self._on_the_way.get(missing[0]) or self._begin(missing, source, at_any_price=True)
+        if transfer is None:
+            self._end_copy(key)
+        else:
+            transfer.copies.add(key)
+
+    def take_copied(self) -> list[tuple[Key, int]]:
+        """Copies that have ended, each with the tokens of it that the cache has."""
+        found, self._copied = self._copied, []
+        return found
+
+    def forget_copies(self, peer: bytes) -> None:
+        """Forget the copies of a router that is gone."""
+        self._copied = [each for each in self._copied if each[0][0] != peer]
+        for key in [key for key in self._copies if key[0] == peer]:
+            del self._copies[key]
+        for transfer in self._transfers.values():
+            transfer.copies = {key for key in transfer.copies if key[0] != peer}
+            self._cancel_unwanted(transfer)
 
     def admitted(self, request: Request) -> None:
         """Count what was fetched for a request that begins to be computed."""
@@ -200,15 +243,28 @@ class BlockExchange:
         self._count(lent_blocks=self._counters.lent_blocks + len(blocks))
         self._mover.found(loan, blocks)
 
-    def _begin(self, names: list[BlockHash], source: Source) -> _Transfer | None:
+    def _end_copy(self, key: Key) -> None:
+        names = self._copies.pop(key)
+        self._copied.append((key, len(self._pool.find_prefix(names)) * self._block_size))
+
+    def _cancel_unwanted(self, transfer: _Transfer) -> None:
+        if not transfer.is_wanted and not transfer.is_cancelled:
+            transfer.is_cancelled = True
+            self._mover.cancel(transfer.wanted.number)
+
+    def _begin(
+        self, names: list[BlockHash], source: Source, *, at_any_price: bool = False
+    ) -> _Transfer | None:
         now = self._clock()
         names = names[: self._pool.num_free // FETCHED_PART]
         tokens = len(names) * self._block_size
-        if source in self._shunned or not self.price.pays(tokens, now):
+        if not names or source in self._shunned:
+            return None
+        if not at_any_price and not self.price.pays(tokens, now):
             return None
         blocks = self._pool.take(len(names))
         assert blocks is not None, "there are more free ones"
-        computing = self.price.seconds_to_compute(tokens)
+        computing = None if at_any_price else self.price.seconds_to_compute(tokens)
         seconds = MOST_SECONDS if computing is None else min(MOST_SECONDS, max(LEAST_SECONDS, computing))
         self._numbers += 1
         transfer = _Transfer(Wanted(self._numbers, source, names, blocks, seconds))
@@ -244,6 +300,8 @@ class BlockExchange:
         for request in found:
             del self._waiting[request.key]
             request.num_fetched = tokens
+        for key in transfer.copies:
+            self._end_copy(key)
         return found
 
     def _shun(self, end: Ended) -> None:
@@ -270,6 +328,8 @@ class BlockExchange:
         self._transfers.clear()
         self._on_the_way.clear()
         self._waiting.clear()
+        for key in list(self._copies):
+            self._end_copy(key)
         return found
 
     def _count(self, **changes: object) -> None:

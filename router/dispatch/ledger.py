@@ -62,10 +62,14 @@ class Loss:
             f"{self.computed} tokens computed again, {self.cached} were cached"
         )
 
-    def back(self, work: int, cached: int, now: float) -> None:
-        """Count a request of ``work`` tokens whose first new token came."""
+    def spared(self) -> None:
+        """A request ended before it had to move."""
         self.away -= 1
-        self.waits.append(now - self.at)
+
+    def back(self, work: int, cached: int, seconds: float) -> None:
+        """Count a request of ``work`` tokens whose first new token came after ``seconds``."""
+        self.away -= 1
+        self.waits.append(seconds)
         self.computed += work - cached
         self.cached += cached
 
@@ -113,6 +117,8 @@ class Entry:
     """When the client's request came, on the monotonic clock."""
     loss: Loss | None = None
     """The loss that made the request move, until it has a token again."""
+    left_at: float = 0.0
+    """When it left its instance, where that was later than the loss."""
     blocks_at: str = ""
     """Where the instance of its current try may fetch KV blocks (``Submit.blocks_at``)."""
     sink: TokenSink | None = None
@@ -139,13 +145,13 @@ class Entry:
             blocks_at=self.blocks_at,
         )
 
-    def moves(self, loss: Loss) -> None:
+    def moves(self, loss: Loss, now: float = 0.0) -> None:
         """Record that the request lost its instance.
 
         A request that has not come back from an earlier loss counts for the later one.
         """
         self.ends_its_move()
-        self.loss = loss
+        self.loss, self.left_at = loss, max(now, loss.at)
 
     def uncount_try(self) -> None:
         """Take the current try out of the count of fruitless tries.
@@ -194,7 +200,8 @@ class Entry:
         loss, self.loss = self.loss, None
         if loss is None:
             return None
-        loss.back(self.work - len(delta.token_ids), delta.num_cached_tokens, now)
+        cached = delta.num_cached_tokens + delta.num_cached_output
+        loss.back(self.work - len(delta.token_ids), cached, now - self.left_at)
         return None if loss.away else loss
 
     @property

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from coordinator.numerics import is_invariant
 from engine.messages import Abort, Delta, Recall
+from router.dispatch import departures
 from router.dispatch.chooser import Chooser, unavailable
+from router.dispatch.departures import Departures
 from router.dispatch.instance_connection import InstanceConnection
 from router.dispatch.ledger import MAX_FRUITLESS, Entry, Ledger, Loss, named
 from router.dispatch.pool import ANSWER_TIMEOUT, Instance, Pool
@@ -51,6 +53,7 @@ class RequestMover:
         self._connections = connections
         self._faults = faults
         self._recaller = Recaller(pool, ledger)
+        self._departures = Departures(self._choose_if_any)
         self._moves_queued = moves_queued
         self._orphans: list[Entry] = []
         """Requests that wait for an instance."""
@@ -147,7 +150,9 @@ class RequestMover:
         Returns False if it was lost already.
         """
         self._pool.index.forget(instance.name)
-        return instance.lost(time.monotonic())
+        was_attached = instance.lost(time.monotonic())
+        self._depart(self._departures.gone(instance))
+        return was_attached
 
     def resume(self, entry: Entry, failed: Instance, patience: float = ORPHAN_TIMEOUT) -> None:
         """Continue a request on another instance from the tokens that its client already has.
@@ -163,18 +168,10 @@ class RequestMover:
 
         Without an instance that can take it, a request waits for at most ``patience`` seconds.
         """
-        lost = []
-        for entry in self._ledger.of_instance(instance.name):
-            if entry.prompt.background:
-                self._abort(entry)
-                self.give_up(entry, unavailable(f"instance {instance.rank} is lost, or leaves"))
-            else:
-                lost.append(entry)
+        self._depart(self._departures.gone(instance))
+        lost = self._to_move(instance, reason)
         if not lost:
             return
-        text = f"{len(lost)} requests of instance {instance.rank} go on elsewhere"
-        logger.info("%s (%s): %s", text, reason, named(entry.prompt.request_id for entry in lost))
-        self._faults.record(FaultEvent.RESUME, reason, text, time.time(), len(lost))
         numbers = [entry.address[1] for entry in lost if entry.address]
         self._connections[instance.name].send(Abort(numbers))
         loss = Loss(instance.rank, time.monotonic(), len(lost))
@@ -184,6 +181,61 @@ class RequestMover:
             if instance.is_leaving:
                 entry.uncount_try()
             self.resume(entry, instance, patience)
+
+    def let_go(self, instance: Instance) -> None:
+        """Move all requests of an instance that leaves, with their KV blocks if possible."""
+        lost = self._to_move(instance, "drained")
+        loss = Loss(instance.rank, time.monotonic(), len(lost))
+        for entry in lost:
+            entry.owed = True
+        self._depart(self._departures.begin(instance, lost, loss))
+
+    def copied(self, target: Instance, number: int, tokens: int) -> None:
+        """An instance has copied blocks of a request that is to move there."""
+        self._depart(self._departures.copied(target, number, tokens))
+
+    def _depart(self, actions: Iterable[departures.Action]) -> None:
+        waiting = deque(actions)
+        while waiting:
+            match action := waiting.popleft():
+                case departures.Copy(target, message):
+                    connection = self._connections.get(target.name)
+                    if connection is None or not connection.send(message):
+                        waiting.extend(self._departures.gone(target))
+                case departures.HandOver():
+                    self._hand_over(action)
+
+    def _hand_over(self, action: departures.HandOver) -> None:
+        entry, source = action.entry, action.source
+        if entry.address is None or entry.address[0] != source.name:
+            action.loss.spared()  # it ended, or went, by what came of the actions before
+            return
+        self._abort(entry)
+        entry.moves(action.loss, time.monotonic())
+        entry.uncount_try()
+        if action.target is None:
+            self.resume(entry, source)
+        else:
+            entry.failed_at(source.rank)
+            self._dispatch(entry, action.target)
+
+    def _to_move(self, instance: Instance, reason: str) -> list[Entry]:
+        """The requests of an instance that have to go on elsewhere.
+
+        Background requests are given up.
+        """
+        found = []
+        for entry in self._ledger.of_instance(instance.name):
+            if entry.prompt.background:
+                self._abort(entry)
+                self.give_up(entry, unavailable(f"instance {instance.rank} is lost, or leaves"))
+            else:
+                found.append(entry)
+        if found:
+            text = f"{len(found)} requests of instance {instance.rank} go on elsewhere"
+            logger.info("%s (%s): %s", text, reason, named(entry.prompt.request_id for entry in found))
+            self._faults.record(FaultEvent.RESUME, reason, text, time.time(), len(found))
+        return found
 
     def leave_idle_instances(self) -> None:
         """Move requests away from instances that no group has taken in for ORPHAN_TIMEOUT seconds."""
@@ -261,6 +313,12 @@ class RequestMover:
 
     def _choose(self, entry: Entry) -> Instance:
         return self._chooser.choose(entry, time.monotonic(), self.waiting_for)
+
+    def _choose_if_any(self, entry: Entry) -> Instance | None:
+        try:
+            return self._choose(entry)
+        except MeshError:
+            return None
 
     def _begin(self, entry: Entry, instance: Instance) -> None:
         """Send a new request to an instance, as :meth:`_dispatch`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 from coordinator.messages import State
-from engine.messages import Attached, Recalled, RequestRefused, Tokens, ToRouter
+from engine.messages import Attached, Leaving, Prefetched, Recalled, RequestRefused, Tokens, ToRouter
 from router.dispatch.chooser import unavailable
 from router.dispatch.delivery import Delivery
 from router.dispatch.instance_connection import InstanceConnection
@@ -50,6 +50,11 @@ class MessageReceiver:
                 self._on_refused(instance, message)
             case Recalled(numbers):
                 self._mover.take_back(instance, numbers)
+            case Prefetched(number, size):
+                self._mover.copied(instance, number, size)
+            case Leaving():
+                instance.leaves = True
+                self._mover.let_go(instance)
             case Attached():
                 self._on_attached(instance, message)
 

@@ -57,14 +57,18 @@ GROUPED: dict[str, Any] = {
 }
 """Experts beside a shared one, behind a dense layer."""
 LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
     "q_lora_rank": 40,
-    "kv_lora_rank": 24,
+    "kv_lora_rank": 64,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
-    "v_head_dim": 48,
+    "v_head_dim": 32,
 }
-"""Heads that are made from latents, with values wider than keys."""
+"""Heads that are made from latents, which are cached."""
+FEW = {"num_attention_heads": 4, "num_key_value_heads": 4}
+NOT_KEPT = LATENT | FEW | {"kv_lora_rank": 24, "v_head_dim": 48}
+"""Latents that fill no panels, with values wider than keys: both are cached."""
 DEEPSEEK_YARN = extended("yarn", beta_fast=32.0, beta_slow=1.0, mscale=0.7, mscale_all_dim=0.9)
 
 
@@ -196,8 +200,8 @@ NATIVE: dict[str, Callable[[], Any]] = {
     "apertus": lambda: transformers.ApertusConfig(
         **SMALL, hidden_act="xielu", rope_parameters=LLAMA3["rope_parameters"]
     ),
-    "minicpm3": lambda: transformers.MiniCPM3Config(**SMALL | LATENT),
-    "youtu": lambda: transformers.YoutuConfig(**SMALL | LATENT, attention_bias=True),
+    "minicpm3": lambda: transformers.MiniCPM3Config(**SMALL | NOT_KEPT),
+    "youtu": lambda: transformers.YoutuConfig(**SMALL | LATENT | FEW, attention_bias=True),
 }
 """The kernels compute these, and have to go on doing so."""
 
@@ -256,7 +260,7 @@ MIXTURES: dict[str, Callable[[], Any]] = {
         sliding_window=None,
     ),
     "deepseek_v2": lambda: transformers.DeepseekV2Config(
-        **WIDER | LATENT | DEEPSEEK_YARN,
+        **WIDER | NOT_KEPT | DEEPSEEK_YARN,
         **EXPERTS,
         **GROUPED | {"norm_topk_prob": False},
         topk_method="group_limited_greedy",
@@ -270,9 +274,11 @@ MIXTURES: dict[str, Callable[[], Any]] = {
         **WIDER | LATENT | DEEPSEEK_YARN, **EXPERTS, **GROUPED, n_group=4, topk_group=2
     ),
     "kimi_k2": lambda: transformers.DeepseekV3Config(
-        **WIDER | LATENT | {"v_head_dim": 16}, **EXPERTS, **GROUPED, n_group=1, topk_group=1
+        **WIDER | LATENT | {"v_head_dim": 64}, **EXPERTS, **GROUPED, n_group=1, topk_group=1
     ),
-    "axk1": lambda: transformers.AXK1Config(**WIDER | LATENT, **EXPERTS, **GROUPED, n_group=4, topk_group=2),
+    "axk1": lambda: transformers.AXK1Config(
+        **WIDER | NOT_KEPT, **EXPERTS, **GROUPED, n_group=4, topk_group=2
+    ),
     "glm4_moe_lite": lambda: transformers.Glm4MoeLiteConfig(
         **WIDER | LATENT,
         **EXPERTS,

@@ -22,6 +22,9 @@ from engine.messages import (
     Counters,
     Delta,
     InstanceReport,
+    Leaving,
+    Prefetch,
+    Prefetched,
     Recall,
     Recalled,
     RequestRefused,
@@ -39,6 +42,7 @@ from parallel.links.errors import CollectiveError
 from parallel.links.keys import LinkKey
 from parallel.links.meeting import MeetingClient, MeetingHost
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, expected_output
+from tests.engine.transfers.test_exchange import FakeMover
 
 INFO = ModelInfo(
     directory="", architecture="", model_type="", vocab_size=VOCAB, context_length=64, dtype="float32",
@@ -92,6 +96,8 @@ class Router:
         self._finished: set[int] = set()
         self.errors: dict[int, str] = {}
         self.attached: list[Attached] = []
+        self.prefetched: list[Prefetched] = []
+        self.leaving = 0
         listener = self.server._listener
         send = listener.send
 
@@ -118,6 +124,9 @@ class Router:
             message = self._decoder.decode(self._socket.recv())
             if isinstance(message, Attached):
                 self.attached.append(message)
+            if isinstance(message, Prefetched):
+                self.prefetched.append(message)
+            self.leaving += isinstance(message, Leaving)
             if isinstance(message, Tokens):
                 singles = iter(message.singles)
                 for number, token in zip(singles, singles, strict=True):
@@ -419,6 +428,61 @@ def test_who_has_no_time_left_says_so_and_waits_for_nobody() -> None:
     router.say(Attach("r"), submit(1, 40))
     run_until_idle(router, stop_early=True)
     assert router.server.leaves_requests
+    router.close()
+
+
+def lending() -> Router:
+    """One that can lend its KV blocks, with a running request."""
+    router = Router(Watched([], computes_apart=False), [])
+    router.core.exchange_blocks(FakeMover(), address="a", identity="i", token_bytes=1.0)
+    router.say(Attach("r"), submit(1, 2000))
+    return router
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_who_has_no_time_left_has_its_requests_moved_if_they_are_in_time(
+    moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.server.MOVE_TIMEOUT", 20.0 if moves else 0.05)
+    router, turns_after = lending(), 0
+
+    def between() -> None:
+        nonlocal turns_after
+        time.sleep(0.005)
+        if router.core.has_work and not turns_after:
+            router.server.drain(0.0)
+            turns_after = 1
+        elif turns_after:
+            turns_after += 1
+            if moves and turns_after == 5:
+                router.say(Abort([1]))
+
+    router.server.run(between)
+    router.tokens(timeout=1.0)
+    assert router.leaving == 1
+    assert router.server.leaves_requests == (not moves)
+    router.close()
+
+
+def test_who_is_told_to_go_at_once_does_not_wait_for_moves() -> None:
+    router = lending()
+    router.server.run(lambda: router.server.leave() if router.core.has_work else None)
+    router.tokens(timeout=0.2)
+    assert (router.leaving, router.server.leaves_requests) == (0, True)
+    router.close()
+
+
+def test_a_router_is_told_how_much_of_a_copy_is_there() -> None:
+    router = lending()
+    router.say(Prefetch(7, PROMPT + list(range(9)), "b"), Prefetch(8, [-1] * 60, "b"), submit(2, 20))
+
+    def between() -> None:
+        if router.core.snapshot.generation_tokens >= 20:
+            router.server.leave()
+
+    router.server.run(between)
+    router.tokens(timeout=0.2)
+    assert router.prefetched == [Prefetched(8, 0)], "the first one's blocks are on their way"
     router.close()
 
 

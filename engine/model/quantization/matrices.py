@@ -64,6 +64,11 @@ class Codes:
         zeros = None if self.zeros is None else self.zeros[number]
         return replace(self, codes=self.codes[number], scales=self.scales[number], zeros=zeros)
 
+    def to(self, device: torch.device) -> Codes:
+        """The same on another device."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros)
+
     def product(self, x: torch.Tensor, parts: int = 1) -> torch.Tensor:
         """Product of rows [..., inputs], rounded as these weights want: float32 [..., outputs]."""
         assert self.rounding is not None

@@ -67,22 +67,25 @@ OF_EXPERTS = {
 """Widths of mixtures, which have eight experts."""
 OF_LATENTS = {
     "num_key_value_heads": 16,
-    "q_lora_rank": 512,
-    "kv_lora_rank": 256,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 64,
-    "head_dim": 32,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 704,
 }
-"""Widths of latent attention."""
+"""Sizes of latent attention: DeepSeek's."""
 
 
 def make_config(family: str) -> Any:
     """The family's tiny configuration with larger sizes."""
     tiny = NATIVE[family]().to_dict()
-    wanted = SIZES | (OF_EXPERTS if family in MIXTURES else {})
-    wanted |= OF_LATENTS if tiny.get("kv_lora_rank") else {}
+    wanted = (
+        SIZES | (OF_EXPERTS if family in MIXTURES else {}) | (OF_LATENTS if "kv_lora_rank" in tiny else {})
+    )
     sizes = {name: size for name, size in wanted.items() if tiny.get(name)}
+    if tiny.get("mlp_layer_types"):
+        sizes["mlp_layer_types"] = ["dense"] + ["sparse"] * (LAYERS - 1)
     if tiny.get("layer_types"):
         sizes["layer_types"] = (tiny["layer_types"] * LAYERS)[:LAYERS]
     if tiny.get("no_rope_layers"):
@@ -125,7 +128,7 @@ def compare(model: LoadedModel, program: Program, step: PackedRows, times: int) 
     ids = np.arange(len(step.positions)) % model.vocab_size
     wanted = np.cumsum(step.counts) - 1
     room = {"num_blocks": int(step.block_tables.max()) + 1, "block_size": BLOCK_SIZE, "dtype": model.dtype}
-    program.use(NativeCache(model.layers, **room))
+    program.use(NativeCache(program.cached, **room))
     cache = TorchPagedAttention(model.layers, device=model.device, **room)
 
     def by_torch() -> None:

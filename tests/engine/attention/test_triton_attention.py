@@ -284,6 +284,20 @@ compile_grouped(
     GATHER=True, BIAS=True, WIDEN=False,
 )
 compile_grouped(grouped.weighted_sum, 80, EXPERTS=60, WIDTH=2048, BLOCK=1024)
+from engine.gpu import fused_kernels as fused
+
+
+def compile_fused(kernel, floats, **constants):
+    types = {name: "i32" for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr") | floats
+    triton.compile(ASTSource(fn=kernel, signature=types, constexprs=constants), target=GPUTarget("cuda", 80, 32))
+
+
+rows = dict.fromkeys(["rows", "weight", "normed"], "*bf16")
+compile_fused(fused.rms_norm, rows | {"epsilon": "fp32"}, WIDTH=1024, BLOCK=1024, PLUS_ONE=False)
+vectors = ["query", "key", "cosines", "sines", "rotated_query", "rotated_key"]
+compile_fused(fused.rotate, dict.fromkeys(vectors, "*bf16"), HEADS=16, KV_HEADS=8, DIM=128, BLOCK=64)
+numbers = dict.fromkeys(["logits", "best", "temperatures", "lowest", "speeds"], "*fp32")
+compile_fused(fused.race, numbers | {"keys": "*i32", "winners": "*i64"}, BLOCK=4096)
 if EVERY:
     compile(kernels.merge, 90, HEADS=16, VALUE_DIM=64, BLOCK_N=64, BLOCK_V=64, WINDOWED=True, SINKS=True)
 

@@ -104,14 +104,36 @@ class OtherRMSNorm(torch.nn.Module):
         return self.weight * torch.nn.functional.layer_norm(hidden + 2.0, (8,))
 
 
-def test_what_computes_something_else_is_left_as_it_is() -> None:
-    norm = OtherRMSNorm()
-    assert fuse_layers(torch.nn.Sequential(norm)) == {
-        "norms": 0,
-        "merged products": 0,
-        "rotary embeddings": 0,
-    }
+class NamelessRMSNorm(torch.nn.Module):
+    """One whose epsilon has another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(hidden, (8,), self.weight, 1e-6)
+
+
+def test_a_layer_that_rounds_its_inputs_is_not_merged() -> None:
+    attention = torch.nn.Module()
+    for name in ("q_proj", "k_proj", "v_proj"):
+        setattr(attention, name, torch.nn.Linear(4, 4))
+    attention.k_proj.forward = lambda inputs: inputs.round()  # type: ignore[method-assign]
+    assert fuse_layers(attention)["merged products"] == 0
+    assert torch.equal(attention.k_proj(torch.full((1, 4), 1.4)), torch.ones(1, 4))
+    del attention.k_proj.forward
+    assert fuse_layers(attention)["merged products"] == 1
+
+
+@pytest.mark.parametrize("make_norm", [OtherRMSNorm, NamelessRMSNorm])
+def test_a_norm_that_computes_something_else_is_left_as_it_is(make_norm) -> None:
+    norm = make_norm().to(DEVICE)
+    assert fuse_layers(torch.nn.Sequential(norm))["norms"] == 0
     assert "forward" not in vars(norm)
+
+
+def test_rotary_embeddings_of_another_kind_are_left_as_they_are() -> None:
     interleaved = FusedRotary(lambda q, k, cos, sin: (q * cos[:, None], k * cos[:, None]))
     assert not interleaved.agrees()
     refuses = FusedRotary(lambda q, k, freqs: (q, k))
@@ -132,6 +154,9 @@ def test_what_does_not_fit_takes_the_familys_own_way() -> None:
     assert fused_layers.fits(query, key, torch.ones(1, 3, 8))
     assert not fused_layers.fits(query, key, torch.ones(1, 3, 4)), "only a part of each vector is turned"
     assert not fused_layers.fits(query, key, torch.ones(3, 3, 8))
+    assert not fused_layers.fits(query, key, torch.ones(1, 3, 8, dtype=torch.float64)), (
+        "results have its type"
+    )
     assert not fused_layers.fits(query[..., ::2], key[..., ::2], torch.ones(1, 3, 4))
     assert fused_launches.rotate(query[:, :, :0], key[:, :, :0], query[:, 0, :0], query[:, 0, :0])[
         0

@@ -14,11 +14,12 @@ import torch
 import transformers
 
 from engine.config import DeviceConfig, EngineConfig, ModelConfig
+from engine.executor import uni
 from engine.executor.uni import UniExecutor
 from engine.kernels import library, packing
 from engine.kernels.make import make_program
 from engine.kernels.program import Program
-from engine.model.checkpoint import read_model_info
+from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.model.weights import _fix_rope_scaling
 from engine.settings import resolve
 from tests.engine.compute.test_exactness import prompts
@@ -116,6 +117,26 @@ def test_bits_are_those_of_each_request_alone(family: str, directories: Callable
     found, counters = instance.answers(submits, How(cache=256, budget=64))
     assert found == alone
     assert counters.prefix_cache_hits > 0
+
+
+def test_a_token_takes_room_for_its_latents_or_is_refused(
+    directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch would need more room than the cache was given."""
+    directory = directories("deepseek_v3")
+
+    def loaded() -> tuple[UniExecutor, int]:
+        executor = UniExecutor(settings(directory, block_size=BLOCK_SIZE), read_model_info(directory), 1)
+        return executor, executor.load(lambda _phase: None).kv.bytes_per_token
+
+    executor, latents = loaded()
+    assert latents == 3 * 4 * (16 + 64 + 64)
+    with monkeypatch.context() as without:
+        without.setattr(library, "load", lambda: None)
+        assert loaded()[1] == 3 * 4 * 16 * (32 + 32)
+    monkeypatch.setattr(uni, "make_program", lambda *_: None)
+    with pytest.raises(CheckpointError, match="set LOCKSTEP_NATIVE_KERNELS=0"):
+        executor.allocate(8)
 
 
 def test_a_checkpoint_in_float16_is_computed_in_float32(

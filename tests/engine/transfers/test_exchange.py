@@ -12,7 +12,7 @@ from engine.messages import Submit
 from engine.sampling import SamplingParams
 from engine.scheduling.blocks import BlockPool, hash_block
 from engine.scheduling.request import Request, from_submit
-from engine.transfers.exchange import LENT_PART, BlockExchange
+from engine.transfers.exchange import LENT_PART, MOST_COPIES, BlockExchange
 from engine.transfers.fetching import Ended, Outcome, Wanted
 from engine.transfers.lending import Key, Look, Return
 from engine.transfers.price import FEWEST, UNKNOWN, WORTH, FetchPrice
@@ -307,3 +307,76 @@ def test_names_of_blocks_are_those_of_their_tokens(setup: Setup) -> None:
     setup.exchange.takes(setup.request())
     first = hash_block(None, list(range(SIZE)))
     assert request.prefix_hashes(SIZE)[0] == setup.mover.fetches[0].names[0] == first
+
+
+# ---- copies of requests that run elsewhere
+
+
+def copy(setup: Setup, number: int, request: Request, source: str = "s") -> None:
+    setup.exchange.copy((b"router", number), request.prefix_hashes(SIZE), source)
+
+
+def test_a_copy_ends_with_the_tokens_that_the_cache_has(setup: Setup) -> None:
+    request = setup.request()
+    setup.computed(setup.request(2 * SIZE + 1))
+    copy(setup, 1, request)
+    (wanted,) = setup.mover.fetches
+    assert wanted.names == request.prefix_hashes(SIZE)[2:]
+    assert setup.exchange.take_copied() == []
+    setup.mover.ends(wanted, 5, Outcome.LOST)
+    assert setup.turn() == []
+    assert setup.exchange.take_copied() == [((b"router", 1), 7 * SIZE)]
+    assert setup.exchange.is_idle
+
+
+def test_a_copy_is_made_at_any_price_and_of_one_block(setup: Setup) -> None:
+    setup.price.computed(1000, 0.001)
+    setup.price.fetched(1000, 10.0, setup.now)
+    assert not setup.exchange.takes(setup.request())
+    copy(setup, 1, setup.request(SIZE + 1))
+    assert [len(each.names) for each in setup.mover.fetches] == [1]
+
+
+def test_what_cannot_be_copied_is_answered_at_once(setup: Setup) -> None:
+    here = setup.request(3 * SIZE + 1)
+    setup.computed(here)
+    copy(setup, 1, here)
+    copy(setup, 2, setup.request(first=500), source="")
+    setup.mover.has_ended = True
+    copy(setup, 3, setup.request(first=500))
+    assert setup.exchange.take_copied() == [((b"router", n), size) for n, size in ((1, 48), (2, 0), (3, 0))]
+    assert setup.mover.fetches == []
+
+
+def test_copies_are_bounded() -> None:
+    setup = Setup(num_blocks=4000)
+    for number in range(MOST_COPIES + 2):
+        copy(setup, number, setup.request(first=200 * number))
+    assert len(setup.mover.fetches) == MOST_COPIES
+    assert [key[1] for key, _ in setup.exchange.take_copied()] == [MOST_COPIES, MOST_COPIES + 1]
+
+
+def test_copies_of_a_router_that_is_gone_are_cancelled_unless_a_request_waits(setup: Setup) -> None:
+    request = setup.request()
+    copy(setup, 1, request)
+    assert setup.exchange.takes(request)
+    assert len(setup.mover.fetches) == 1, "it waits for the copy"
+    setup.exchange.forget_copies(b"router")
+    assert setup.mover.cancelled == []
+    copy(setup, 2, setup.request(first=500))
+    setup.exchange.forget_copies(b"another")
+    assert setup.mover.cancelled == []
+    setup.exchange.forget_copies(b"router")
+    assert setup.mover.cancelled == [setup.mover.fetches[1].number]
+    setup.mover.ends(setup.mover.fetches[1], 0, Outcome.CANCELLED)
+    setup.mover.ends(setup.mover.fetches[0], 10)
+    assert setup.turn() == [request]
+    assert setup.exchange.take_copied() == []
+
+
+def test_copies_end_when_nothing_is_moved_any_more(setup: Setup) -> None:
+    copy(setup, 1, setup.request())
+    setup.mover.has_ended = True
+    assert setup.turn() == []
+    assert setup.exchange.take_copied() == [((b"router", 1), 0)]
+    assert setup.pool.num_used == 0

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import signal
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from engine.config import SHIPPED_MODEL
@@ -103,3 +107,57 @@ def test_blocks_stay_where_they_are_if_that_is_wished(tmp_path: Path) -> None:
         assert ask(ports, 10, rank=1) == computed
         assert of(ports, "vllm:external_prefix_cache_queries_total", 1) == 0
         assert command.stop() == 0
+
+
+def test_requests_of_a_drained_instance_move_with_their_blocks(tmp_path: Path) -> None:
+    ports = Ports()
+    flags = [*FLAGS, "--num-gpu-blocks-override", "1200", "--drain-timeout", "0"]
+    prompts = [[4 + (90 * each + 7 * index) % 4000 for index in range(600)] for each in range(8)]
+    with serve(tmp_path / "log", "-dp", "2", *ports.head(), *flags) as command:
+        command.wait_for("2 instances ready")
+        moved = asyncio.run(streams(ports, prompts, command.child("Engine_1").terminate))
+        wait_until(lambda: "are back after" in command.log, 10, "all have moved")
+        found = re.search(r"8 requests of .* (\d+) tokens computed again, (\d+) were cached", command.log)
+        assert found is not None, command.log
+        computed, cached = map(int, found.groups())
+        assert computed <= 8 * 2 * 16, "at most the block in the making, and one that got full meanwhile"
+        assert cached >= 8 * 592
+        assert "is left to the routers" not in command.log
+        assert asyncio.run(streams(ports, prompts)) == moved
+        wait_until(lambda: of(ports, "vllm:kv_cache_usage_perc", 0) == 0, 10, "nothing is held")
+        assert "Traceback" not in command.log
+        command.stop()
+
+
+async def streams(
+    ports: Ports, prompts: list[list[int]], act: Callable[[], object] | None = None
+) -> list[tuple[list[int], list[str]]]:
+    """Token ids and log-probabilities of answers.
+
+    With ``act``, all run at instance 1, and it is called once they have begun.
+    """
+    begun: set[int] = set()
+
+    async def ask(client: openai.AsyncOpenAI, index: int) -> tuple[list[int], list[str]]:
+        extra = {"x-data-parallel-rank": "1"} if act is not None else {}
+        tokens: list[int] = []
+        logprobs: list[str] = []
+        async for chunk in await client.completions.create(
+            model=SHIPPED_MODEL, prompt=prompts[index], max_tokens=250, temperature=0.8, seed=5, logprobs=1,
+            stream=True, extra_headers=extra, extra_body={"return_token_ids": True, "ignore_eos": True},
+        ):  # fmt: skip
+            for choice in chunk.choices:
+                tokens += choice.token_ids  # type: ignore[attr-defined]
+                logprobs += (
+                    [] if choice.logprobs is None else map(float.hex, choice.logprobs.token_logprobs or ())
+                )
+            if len(tokens) > 3:
+                begun.add(index)
+        return tokens, logprobs
+
+    async with openai.AsyncOpenAI(base_url=f"{ports.url}/v1", api_key="none", max_retries=0) as client:
+        asked = [asyncio.create_task(ask(client, index)) for index in range(len(prompts))]
+        if act is not None:
+            await asyncio.to_thread(wait_until, lambda: len(begun) == len(prompts), 20, "all have begun")
+            act()
+        return await asyncio.gather(*asked)

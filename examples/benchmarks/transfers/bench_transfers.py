@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Benchmark of the first token of a prompt that another instance holds: fetched, computed, and cached.
+"""Benchmark of first tokens where another instance has the prompt's KV blocks.
 
-    python examples/benchmarks/bench_transfers.py --model build/models/dense-0.5b --output-json transfers.json
+    python examples/benchmarks/transfers/bench_transfers.py --model build/models/dense-0.5b
 
 Two instances, each asked by its rank. In each round a new prompt is computed by the first one. The second one
 then answers another new prompt (computed), that of the first instance (fetched), and that again (cached).

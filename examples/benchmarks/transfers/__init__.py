@@ -1,0 +1,1 @@
+"""Benchmarks of KV blocks that move between instances."""

@@ -1,0 +1,170 @@
+"""Requests that leave an instance with their KV blocks (pure).
+
+An instance whose drain is over asks for its requests to be moved. Each goes on there while another instance
+copies its full blocks. What is computed meanwhile is copied next, until nothing is missing but the block in
+the making. Then the request is handed over: the other instance computes that block's tokens again, and goes
+on. What cannot be copied is handed over at once, and computed again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from engine.messages import Prefetch
+from router.dispatch.ledger import Address, Entry, Loss
+from router.dispatch.pool import Instance
+
+MOST_COPIES = 4
+"""Requests of one instance whose blocks are copied at once."""
+MOST_ROUNDS = 6
+"""Copies of one request, each of what came since the one before.
+
+Then it is handed over as it is.
+"""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Have an instance fetch a request's blocks; where that cannot be sent, call :meth:`Departures.gone`."""
+
+    target: Instance
+    message: Prefetch
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """Move a request now: to ``target``, or to whichever can take it."""
+
+    entry: Entry
+    source: Instance
+    target: Instance | None
+    loss: Loss
+
+
+Action = Copy | HandOver
+
+
+@dataclass
+class _Departure:
+    """An instance that its requests leave."""
+
+    source: Instance
+    loss: Loss
+    waiting: deque[Entry]
+    num_copied: int = 0
+    """Requests that are copied now."""
+
+
+@dataclass
+class _Move:
+    """A request whose blocks are copied."""
+
+    entry: Entry
+    address: Address
+    """Its try at the source: another one means that it has gone."""
+    departure: _Departure
+    target: Instance
+    tokens: int = 0
+    """Tokens that the target had after the last round."""
+    rounds: int = field(default=1)
+
+
+class Departures:
+    """All requests of one router that leave with their blocks."""
+
+    def __init__(self, choose: Callable[[Entry], Instance | None]) -> None:
+        """``choose`` gives the instance where a request had best go on; None: there is none."""
+        self._choose = choose
+        self._moves: dict[int, _Move] = {}
+        self._numbers = 0
+
+    def __repr__(self) -> str:
+        return f"<Departures: {len(self._moves)} copies under way>"
+
+    def begin(self, source: Instance, entries: Iterable[Entry], loss: Loss) -> list[Action]:
+        """Move the requests of an instance, which goes on with them meanwhile."""
+        actions: list[Action] = []
+        waiting: deque[Entry] = deque()
+        for entry in entries:
+            if entry.emitted and not entry.fruitless:
+                waiting.append(entry)
+            else:  # nobody reads it yet
+                actions.append(HandOver(entry, source, None, loss))
+        return [*actions, *self._next(_Departure(source, loss, waiting))]
+
+    def copied(self, target: Instance, number: int, tokens: int) -> list[Action]:
+        """Act on the end of a copy: the target has ``tokens`` of the request."""
+        move = self._moves.get(number)
+        if move is None or move.target is not target:
+            return []
+        del self._moves[number]
+        before, move.tokens = move.tokens, tokens
+        is_stuck = tokens <= before or move.rounds >= MOST_ROUNDS
+        if move.entry.address == move.address and not is_stuck and _num_missing(move):
+            move.rounds += 1
+            return [self._copy(move)]
+        return self._over(move)
+
+    def gone(self, target: Instance) -> list[Action]:
+        """An instance is lost: what it copied is handed over to another one at once."""
+        found = [number for number, move in self._moves.items() if move.target is target]
+        return [action for number in found for action in self._over(self._moves.pop(number))]
+
+    # ---- helpers
+
+    def _next(self, departure: _Departure) -> list[Action]:
+        actions: list[Action] = []
+        while departure.waiting and departure.num_copied < MOST_COPIES:
+            entry = departure.waiting.popleft()
+            address = entry.address
+            if address is None or address[0] != departure.source.name:
+                departure.loss.spared()
+                continue
+            target = self._choose(entry)
+            if target is None or not _can_copy(departure.source, target):
+                actions.append(HandOver(entry, departure.source, target, departure.loss))
+                continue
+            departure.num_copied += 1
+            actions.append(self._copy(_Move(entry, address, departure, target)))
+        return actions
+
+    def _copy(self, move: _Move) -> Copy:
+        assert move.departure.source.capacity is not None
+        self._numbers += 1
+        self._moves[self._numbers] = move
+        prompt = move.entry.prompt
+        return Copy(
+            move.target,
+            Prefetch(
+                self._numbers,
+                prompt.prompt_ids + move.entry.emitted,
+                move.departure.source.capacity.blocks_at,
+                prompt.cache_salt,
+            ),
+        )
+
+    def _over(self, move: _Move) -> list[Action]:
+        """End a request's copies: hand it over, unless it has ended or gone meanwhile."""
+        departure = move.departure
+        departure.num_copied -= 1
+        if move.entry.address != move.address:
+            departure.loss.spared()
+            return self._next(departure)
+        target = move.target if move.target.ready else None
+        return [HandOver(move.entry, departure.source, target, departure.loss), *self._next(departure)]
+
+
+def _can_copy(source: Instance, target: Instance) -> bool:
+    one, other = source.capacity, target.capacity
+    if one is None or other is None or not source.lends or not target.lends:
+        return False
+    return one.cache_identity == other.cache_identity
+
+
+def _num_missing(move: _Move) -> int:
+    """Full blocks of the request that the target lacks."""
+    assert move.target.capacity is not None
+    size = move.target.capacity.block_size
+    return (move.entry.work - 1) // size - move.tokens // size

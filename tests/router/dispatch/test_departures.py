@@ -1,0 +1,170 @@
+"""Requests that leave with their KV blocks, as lists of events."""
+
+from __future__ import annotations
+
+import random
+
+from engine.messages import Capacity, Delta
+from engine.sampling import SamplingParams
+from router.dispatch.departures import MOST_COPIES, MOST_ROUNDS, Action, Copy, Departures, HandOver
+from router.dispatch.ledger import Entry, Ledger, Loss
+from router.dispatch.pool import Instance
+from router.mesh import Prompt
+from tests.router.dispatch.test_mesh_parts import member
+
+SIZE = 16
+
+
+def instance(name: str, rank: int, identity: str = "x") -> Instance:
+    found = Instance(member(name, rank))
+    found.attached = True
+    found.capacity = Capacity(SIZE, 1000, 64, 512, 100, blocks_at=f"at {name}", cache_identity=identity)
+    return found
+
+
+class World:
+    """Requests at ``a``, which leaves; ``b`` is where they go."""
+
+    def __init__(self, count: int = 1, length: int = 100) -> None:
+        self.ledger = Ledger()
+        self.source, self.target = instance("a", 0), instance("b", 1)
+        self.chosen: Instance | None = self.target
+        self.departures = Departures(lambda _: self.chosen)
+        self.loss = Loss(0, 1.0, count)
+        self.entries = []
+        for number in range(count):
+            ids = list(range(number, number + length))
+            entry = Entry(Prompt(request_id=str(number), prompt_ids=ids, params=SamplingParams(), seed=9))
+            self.ledger.place(entry, "a", number)
+            self.give(entry)
+            self.entries.append(entry)
+
+    def give(self, entry: Entry, tokens: int = 1) -> None:
+        for _ in range(tokens):
+            self.ledger.book(entry, Delta(0, [7]))
+
+    def begin(self) -> list[Action]:
+        self.source.leaves = True
+        return self.departures.begin(self.source, self.entries, self.loss)
+
+    def copied(self, action: Action, tokens: int | None = None) -> list[Action]:
+        """All that was asked for has been copied, or so many tokens."""
+        assert isinstance(action, Copy)
+        whole = (len(action.message.token_ids) - 1) // SIZE * SIZE
+        return self.departures.copied(
+            action.target, action.message.number, whole if tokens is None else tokens
+        )
+
+
+def test_a_request_is_handed_over_once_all_its_full_blocks_are_there() -> None:
+    world = World()
+    (entry,) = world.entries
+    (copy,) = world.begin()
+    assert isinstance(copy, Copy)
+    assert copy.target is world.target
+    assert copy.message.blocks_at == "at a"
+    assert copy.message.token_ids == [*range(100), 7]
+    world.give(entry, 15)  # 116 tokens: a block more is full
+    (second,) = world.copied(copy)
+    assert isinstance(second, Copy)
+    assert second.message.token_ids == [*range(100), *[7] * 16]
+    world.give(entry, 10)
+    assert world.copied(second) == [HandOver(entry, world.source, world.target, world.loss)]
+    assert world.copied(second) == [], "once only"
+
+
+def test_copies_of_a_request_that_outruns_them_end() -> None:
+    world = World()
+    (action,) = world.begin()
+    for rounds in range(1, MOST_ROUNDS + 1):
+        world.give(world.entries[0], SIZE)
+        (following,) = world.copied(action)
+        assert isinstance(following, HandOver) == (rounds == MOST_ROUNDS)
+        action = following
+
+
+def test_copies_that_bring_nothing_end() -> None:
+    world = World()
+    (action,) = world.begin()
+    assert world.copied(action, 0) == [HandOver(world.entries[0], world.source, world.target, world.loss)]
+
+
+def test_few_are_copied_at_once_and_the_others_follow() -> None:
+    world = World(count=MOST_COPIES + 3)
+    actions = world.begin()
+    assert len(actions) == MOST_COPIES
+    world.ledger.drop(world.entries[MOST_COPIES])  # it ends meanwhile
+    handed, copy = world.copied(actions[1])
+    assert isinstance(handed, HandOver)
+    assert handed.entry is world.entries[1]
+    assert isinstance(copy, Copy)
+    assert copy.message.token_ids[0] == MOST_COPIES + 1
+    assert world.loss.away == MOST_COPIES + 2
+
+
+def test_a_request_that_ended_while_it_was_copied_is_not_handed_over() -> None:
+    world = World()
+    (action,) = world.begin()
+    world.ledger.drop(world.entries[0])
+    assert world.copied(action) == []
+    assert world.loss.away == 0
+
+
+def test_a_request_that_moved_otherwise_is_left_alone() -> None:
+    world = World()
+    (action,) = world.begin()
+    world.ledger.place(world.entries[0], "c", 1)  # its instance died
+    assert world.copied(action) == []
+
+
+def test_what_cannot_be_copied_is_handed_over_at_once() -> None:
+    for target in (None, instance("b", 1, identity="y")):
+        world = World()
+        world.chosen = target
+        assert world.begin() == [HandOver(world.entries[0], world.source, target, world.loss)]
+    world = World()
+    world.ledger.place(world.entries[0], "a", 7)  # it has no token of this try
+    assert world.begin() == [HandOver(world.entries[0], world.source, None, world.loss)]
+
+
+def test_where_the_target_is_lost_its_requests_go_elsewhere() -> None:
+    world = World(count=MOST_COPIES + 1)
+    actions = world.begin()
+    world.target.attached = False
+    world.chosen = None
+    found = world.departures.gone(world.target)
+    assert {each.entry for each in found if isinstance(each, HandOver)} == set(world.entries)
+    assert all(isinstance(each, HandOver) and each.target is None for each in found)
+    assert world.copied(actions[0]) == []
+
+
+def test_each_request_is_handed_over_once_or_has_ended_in_any_order_of_events() -> None:
+    for seed in range(300):
+        chance = random.Random(seed)
+        world = World(count=chance.randrange(1, 14))
+        pending, handed, ended = world.begin(), [], 0
+        while pending:
+            action = pending.pop(chance.randrange(len(pending)))
+            match chance.randrange(8):
+                case 0 if alive := [
+                    each for each in world.entries if each.address and each.address[0] == "a"
+                ]:
+                    world.ledger.drop(chance.choice(alive))
+                    ended += 1
+                case 1:
+                    for entry in world.entries:
+                        if entry.address:
+                            world.give(entry, chance.randrange(20))
+            if isinstance(action, HandOver):
+                handed.append(action.entry)
+                if action.entry.address:
+                    assert action.entry.address[0] == "a"
+                    world.ledger.place(action.entry, "b", len(handed))
+            elif chance.randrange(10):
+                pending += world.copied(action, None if chance.randrange(4) else chance.randrange(100))
+            else:
+                world.target.attached = bool(chance.randrange(2))
+                pending += world.departures.gone(world.target)
+        assert len(set(map(id, handed))) == len(handed), seed
+        assert {id(each) for each in world.entries if each.address} <= set(map(id, handed)), seed
+        assert "0 copies" in repr(world.departures)
