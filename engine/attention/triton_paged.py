@@ -30,7 +30,7 @@ MOST_KEYS = 64
 QUERY_LINES = 64
 """Queries times heads of a tile of a longer row."""
 WIDE_LINES = 16
-"""The same in float32: more would not fit the registers, and take half a minute to compile."""
+"""The same in float32: more would not fit the registers, and compile slowly."""
 PROGRAMS_PER_PROCESSOR = 2
 
 

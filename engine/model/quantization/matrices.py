@@ -194,7 +194,7 @@ class QuantizedMatrix(ABC):
         return Codes(codes, scales, zeros, bits, rounding=rounding)
 
     def _inputs_each(self, columns: slice) -> int:
-        """Inputs of a range that share a scale; 0 if a group is cut or scattered."""
+        """Inputs of a range that share a scale; 0 if a group is cut."""
         size = self._group_size()
         if size and (columns.start % size or columns.stop % size):
             if columns.start // size != (columns.stop - 1) // size:
