@@ -87,7 +87,7 @@ bench-prompts: $(STAMP)  ## first tokens by length of prompt beside vLLM and lla
 bench-router: $(STAMP)  ## CPU of a front end per token and per request, beside sglang-router's and vLLM's where installed
 	$(BIN)/python examples/benchmarks/bench_router.py --output-json build/bench-router.json $(ARGS)
 
-bench-scale: $(STAMP)  ## one coordinator with 1,024 simulated instances, a router and seven watchers (about a minute)
+bench-scale: $(STAMP)  ## one coordinator with 1,024 simulated instances, routers and watchers (about a minute)
 	$(BIN)/python examples/benchmarks/scale/bench_scale.py --output-json build/bench-scale.json $(ARGS)
 
 bench-serving: $(STAMP)  ## the load generator against the shipped model: table and JSON
@@ -103,10 +103,10 @@ bench-wake: $(STAMP)  ## what the first token after a sleep costs
 bench-startup: $(STAMP)  ## from the command line to the first token, and where the time goes
 	$(BIN)/python examples/benchmarks/bench_startup.py --output-json build/bench-startup.json $(ARGS)
 
-bench-gpu-first: $(STAMP)  ## the first ten minutes on a GPU: environment, tests, models beside transformers, two instances (ARGS='--device cpu --tiny' tries it)
+gpu-first: $(STAMP)  ## the first ten minutes on a GPU: environment, tests, models beside transformers, two instances (ARGS='--device cpu --tiny' tries it)
 	$(BIN)/python -m examples.benchmarks.gpu.gpu_first --output-json build/gpu-first/results.json $(ARGS)
 
-structured: $(STAMP)  ## what structured outputs cost: masks per step, compiling schemas
+bench-structured: $(STAMP)  ## what structured outputs cost: masks per step, compiling schemas
 	$(BIN)/python examples/benchmarks/bench_structured.py --output-json build/bench-structured.json $(ARGS)
 
 structured: $(STAMP)  ## 200 JSON schemas at temperature 1, every answer validated, and again while an instance is killed

@@ -22,6 +22,7 @@ AGREED = {
     "pipeline_split": "--pipeline-split",
     "enable_expert_parallel": "-ep",
     "expert_placement_strategy": "--expert-placement-strategy",
+    "balancing": "--enable-eplb with --eplb-config and --eplb-survive",
     "all2all_backend": "--all2all-backend",
     "mesh_transport": "--mesh-transport",
     "data_parallel_size": "-dp",

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import zmq.asyncio
 
 from coordinator.member_connection import fetch_view
-from coordinator.messages import Answer, Drain, FromCoordinator, Scale, ToCoordinator, View
+from coordinator.messages import Answer, FromCoordinator, OperatorCommand, ToCoordinator, View
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import AsyncConnection
 
@@ -61,7 +61,9 @@ async def _may_be_there(endpoint: str, patience: float) -> bool:
         await asyncio.sleep(KNOCK_INTERVAL)
 
 
-async def ask(endpoint: str, command: Drain | Scale, timeout: float, keys: MeshKeys | None = None) -> Answer:
+async def ask(
+    endpoint: str, command: OperatorCommand, timeout: float, keys: MeshKeys | None = None
+) -> Answer:
     """The answer to a command, which is repeated until it comes.
 
     Raises:
@@ -81,7 +83,7 @@ async def ask(endpoint: str, command: Drain | Scale, timeout: float, keys: MeshK
 
 
 async def _repeat(
-    connection: AsyncConnection[FromCoordinator, ToCoordinator], command: Drain | Scale
+    connection: AsyncConnection[FromCoordinator, ToCoordinator], command: OperatorCommand
 ) -> None:
     while True:
         sent = connection.send(command)

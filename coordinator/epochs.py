@@ -5,7 +5,8 @@ members again until they are in it. The next one is formed when
 
 - the mesh starts: as many instances as ``-dp`` says have their weights;
 - a member is gone (:mod:`coordinator.suspicion` decides who), or the group broke though all live: at once;
-- the group has begun everywhere, and somebody wants in, or is drained and wants out;
+- the group has begun everywhere, and somebody wants in, or is drained and wants out; or experts move
+  (:mod:`coordinator.rebalancing`);
 - forming took too long;
 - somebody is left out whom others do not reach (:mod:`coordinator.reach`), or is let back;
 - a restarted coordinator finds that something was going on. It takes over the newest group that anybody
@@ -21,6 +22,7 @@ from collections.abc import Collection
 
 from coordinator.messages import GroupPlan, Settings, State
 from coordinator.reach import Reachability
+from coordinator.rebalancing import Rebalancing
 from coordinator.records import Record, Records, Rules
 from parallel.placement import Placement, assign_experts, cover
 
@@ -40,6 +42,7 @@ class Epochs:
         self._rules = rules
         self._records = records
         self._reach = reach
+        self.rebalancing = Rebalancing()
         self.number = 0
         """The highest epoch known."""
         self.form: GroupPlan | None = None
@@ -124,6 +127,8 @@ class Epochs:
         entered = all(member is not None and member.epoch >= form.epoch for member in members)
         self._begun = entered and not any(map(self._records.named, form.leavers))
         self._begun_at = now
+        if self._begun:
+            self.rebalancing.begun(form)
         return self._begun
 
     def lost(self, epoch: int, suspects: Collection[str], *, entered: bool) -> bool:
@@ -221,9 +226,12 @@ class Epochs:
         """
         if self._adopted_at is not None and not self._adoption_ends(size, now):
             return None
-        why = self._reason(size, now)
+        self.rebalancing.begin()
+        why = self._reason(size, settings, now)
         if why is None:
             return None
+        if self.form is not None and not self._is_well():
+            self.rebalancing.failed(self.form, now)
         members = self._members(settings)
         leavers = [record for record in self._records.values() if record.state is State.DRAINED]
         if _shortage(settings, members) and (members or not leavers):
@@ -232,17 +240,20 @@ class Epochs:
         in_a_row = again and now - self._formed_at < 2 * MAX_BACK_OFF
         self._failures = self._failures + 1 if in_a_row else 0
         self.number += 1
+        placement = self._placement(settings, members) if members else Placement((), 0)
         form = GroupPlan(
             epoch=self.number,
             store=members[0].store if members else "",
             peers=[member.group_peer() for member in members],
-            owners=self._placement(settings, members).owners if members else (),
+            owners=placement.owners,
+            replicas=placement.replicas,
             ranks=settings.tensor_parallel_size,
             leavers=tuple(record.instance for record in leavers),
             broken=self._broken,
             token=self._rules.token,
         )
         self._formed_at, self._begun, self._apart = now, False, False
+        self.rebalancing.formed(form)
         self._take(form)
         return form, why
 
@@ -251,7 +262,7 @@ class Epochs:
         self._names = frozenset(peer.instance for peer in form.peers)
         self._recipients = self._names.union(form.leavers)
 
-    def _reason(self, size: int | None, now: float) -> str | None:
+    def _reason(self, size: int | None, settings: Settings, now: float) -> str | None:
         """Why another group is to be formed."""
         form, gone, since = self.form, self._gone(), now - self._formed_at
         if form is None:
@@ -274,7 +285,8 @@ class Epochs:
         before, after = self._names, {record.instance for record in self._candidates()}
         joins, leaves = len(after - before), len(before - after)
         changes = [f"{joins} join" if joins else "", f"{leaves} leave" if leaves else ""]
-        return ", ".join(filter(None, changes)) or None
+        why = ", ".join(filter(None, changes))
+        return why or self.rebalancing.reason(settings, form, self._candidates(), now)
 
     def _is_well(self) -> bool:
         """Whether the newest group has begun and goes on, as far as is known."""
@@ -356,7 +368,11 @@ class Epochs:
             first = assign_experts(settings.num_experts, len(room), "round_robin" if dealt else "linear")
             if all(not limit or len(first.experts_of(rank)) <= limit for rank, limit in enumerate(room)):
                 return first
-        held = [of_rank for member in members for of_rank in [*member.experts, *[()] * ranks][:ranks]]
+        if self.form is not None:
+            balanced = self.rebalancing.placement(settings, members, lost=not self._is_well())
+            if balanced is not None:
+                return balanced
+        held = [member.held(rank, 0) for member in members for rank in range(ranks)]
         return cover(settings.num_experts, held, room)
 
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 import zmq.asyncio
@@ -18,6 +18,7 @@ from coordinator.messages import (
     AdmissionRefused,
     Answer,
     Drain,
+    ExpertLoads,
     FromCoordinator,
     GroupPlan,
     Leave,
@@ -169,16 +170,20 @@ class MemberConnection:
         phase: str | None = None,
         address: str | None = None,
         store: str | None = None,
-        experts: Iterable[Iterable[int]] | None = None,
+        experts: Sequence[Sequence[Sequence[int]]] | None = None,
+        expert_layers: int | None = None,
+        loads: ExpertLoads | None = None,
         max_experts: int | None = None,
         ready_epoch: int | None = None,
         numerics: Numerics | None = None,
     ) -> None:
-        """Send changed facts about this instance at once."""
+        """Send changed facts about this instance at once. ``experts``: by rank and layer."""
         mine = self._state
         mine.store = store or mine.store
         if experts is not None:
-            mine.experts = tuple(tuple(sorted(of_rank)) for of_rank in experts)
+            mine.hold(experts)
+        mine.expert_layers = mine.expert_layers if expert_layers is None else expert_layers
+        mine.loads = loads or mine.loads
         mine.max_experts = mine.max_experts if max_experts is None else max_experts
         mine.ready_epoch = mine.ready_epoch if ready_epoch is None else ready_epoch
         mine.numerics = numerics or mine.numerics
@@ -216,8 +221,7 @@ class MemberConnection:
                 self._complain_of_silence()
                 self._changed.clear()
                 sent = [connection.send(message) for message in self._state.outgoing(self._load())]
-                welcome = self._state.welcome
-                interval = welcome.heartbeat_interval if welcome else ASK_INTERVAL
+                interval = self._state.heartbeat_interval or ASK_INTERVAL
                 interval = interval if all(sent) else RECONNECT_INTERVAL
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), interval)

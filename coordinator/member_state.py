@@ -7,7 +7,7 @@ every message is sent again and again, and a lost one does no harm.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -15,6 +15,7 @@ from coordinator.messages import (
     AdmissionRefused,
     AdmissionWait,
     Beat,
+    ExpertLoads,
     FromCoordinator,
     GroupPlan,
     Heartbeat,
@@ -46,6 +47,10 @@ class MemberState:
         self.phase = "starting"
         self.address = self.store = ""
         self.experts: tuple[tuple[int, ...], ...] = ()
+        self.experts_by_layer: tuple[tuple[tuple[int, ...], ...], ...] = ()
+        self.expert_layers = 0
+        self.loads: ExpertLoads | None = None
+        """Loads of the last window of steps, sent again until the next one."""
         self.max_experts = self.ready_epoch = 0
         self.numerics: Numerics | None = None
         """Its numerics class, once it has its weights."""
@@ -55,6 +60,8 @@ class MemberState:
         self.waits_for: str | None = None
         """Why the coordinator has neither admitted nor refused this instance yet."""
         self.neighbours = 1
+        self.heartbeat_interval: float | None = None
+        """Seconds from one heartbeat to the next; None before the coordinator has answered."""
         self.epoch = register.epoch
         """The highest one heard of."""
         self.form: GroupPlan | None = None
@@ -72,6 +79,12 @@ class MemberState:
     def __repr__(self) -> str:
         rank = self.welcome.rank if self.welcome else "?"
         return f"<MemberState rank {rank} {self.state} epoch {self.epoch}>"
+
+    def hold(self, experts: Sequence[Sequence[Sequence[int]]]) -> None:
+        """This instance holds these experts now, by tensor-parallel rank and layer."""
+        alike = all(of_layer == of_rank[0] for of_rank in experts for of_layer in of_rank)
+        self.experts = tuple(tuple(of_rank[0]) if of_rank else () for of_rank in experts) if alike else ()
+        self.experts_by_layer = () if alike else tuple(tuple(map(tuple, of_rank)) for of_rank in experts)
 
     def enter(self, group: GroupPlan | None) -> None:
         """This instance steps in another group now, or in none."""
@@ -95,6 +108,9 @@ class MemberState:
             store=self.store,
             load=load,
             experts=self.experts,
+            experts_by_layer=self.experts_by_layer,
+            expert_layers=self.expert_layers,
+            loads=self.loads,
             max_experts=self.max_experts,
             epoch=self._group.epoch if self._group is not None else 0,
             ready_epoch=self.ready_epoch,
@@ -114,8 +130,10 @@ class MemberState:
             case AdmissionRefused(reason):
                 self.refusal = reason
                 return True
-            case Beat(epoch, neighbours):
+            case Beat(epoch, neighbours, interval):
                 self.epoch, self.neighbours = max(self.epoch, epoch), neighbours
+                usual = self.welcome.heartbeat_interval if self.welcome is not None else None
+                self.heartbeat_interval = interval if interval is not None else usual
             case GroupPlan():
                 self._take_form(message)
             case Probe(number):
@@ -129,6 +147,7 @@ class MemberState:
 
     def _welcomed(self, message: Welcome) -> None:
         self.welcome, self.epoch = message, max(self.epoch, message.epoch)
+        self.heartbeat_interval = message.heartbeat_interval
         self.register = msgspec.structs.replace(
             self.register,
             rank=message.rank,
@@ -163,5 +182,5 @@ class MemberState:
         if self.welcome is None:
             return False
         self.register = msgspec.structs.replace(self.register, epoch=self.epoch, group=self._group)
-        self.welcome, self._answers = None, 0
+        self.welcome, self.heartbeat_interval, self._answers = None, None, 0
         return True

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from coordinator.numerics import Numerics
+from parallel.placement import Copies, Placement
 
 Epoch = Annotated[int, Meta(ge=0, le=2**53)]
 """The number of a group.
@@ -26,6 +27,21 @@ MAX_ODD = 1000
 """Instances that one router may name for what they computed."""
 MAX_REACH_PEERS = 64
 """Instances that one instance is asked to connect to at a time."""
+
+
+class Balancing(msgspec.Struct, frozen=True, kw_only=True):
+    """How the load of spread experts is balanced (``--enable-eplb``)."""
+
+    window_size: int
+    """Steps over which loads are counted."""
+    windows: int
+    """Windows between two looks whether a change pays."""
+    num_redundant: int = 0
+    """Copies of experts in each layer beyond one of each."""
+    survive: int = 0
+    """Instances that may die without the last copy of any expert, where copies suffice."""
+    log_every: int = 0
+    """Windows between two log lines with the balancedness; 0: none."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +72,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Instances among which the experts are spread at first; 0 without expert parallelism."""
     num_experts: int = 0
     """Routed experts of a layer that are spread; 0 if none are."""
+    balancing: Balancing | None = None
+    """None: experts keep their places."""
     pipeline_split: str = ""
     """Layers of each pipeline stage, such as 10,12,10, where experts are spread.
 
@@ -149,6 +167,16 @@ class Register(msgspec.Struct, frozen=True, tag="register", kw_only=True):
     """Its numerics class; None before the weights are loaded."""
 
 
+class ExpertLoads(msgspec.Struct, frozen=True, array_like=True):
+    """Rows that an instance's experts computed in a window of steps."""
+
+    epoch: Epoch
+    number: int
+    """Number of the window in its epoch, from 1: the same for all members."""
+    rows: tuple[tuple[int, ...], ...]
+    """By layer and expert."""
+
+
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     """Sign of life of an instance, with its state."""
 
@@ -162,10 +190,16 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     """host:port where this instance would host the rendezvous of a group, if it can."""
     load: Load
     experts: tuple[tuple[int, ...], ...] = ()
-    """The experts that it holds, ascending, by tensor-parallel rank.
+    """The experts that it holds in every layer, ascending, by tensor-parallel rank.
 
     An expert that is not split is on one rank each.
     """
+    experts_by_layer: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """The experts that it holds by tensor-parallel rank and layer, where layers differ."""
+    expert_layers: int = 0
+    """Layers with experts that it computes, if their load is balanced."""
+    loads: ExpertLoads | None = None
+    """Loads of the last window in which they were counted."""
     max_experts: int = 0
     """How many each of its ranks has room for; 0: any number."""
     epoch: Epoch = 0
@@ -253,6 +287,12 @@ class Drain(msgspec.Struct, frozen=True, tag="drain", kw_only=True):
     """Name of the instance that must have this rank; empty for any."""
 
 
+class Rebalance(msgspec.Struct, frozen=True, tag="rebalance", kw_only=True):
+    """An operator wants experts to move now where that makes steps faster."""
+
+    command: str
+
+
 class Scale(msgspec.Struct, frozen=True, tag="scale", kw_only=True):
     """An operator wants so many instances in all.
 
@@ -274,7 +314,12 @@ class Answer(msgspec.Struct, frozen=True, tag="answer", kw_only=True):
     """Text for the operator: what happens now, or what prevents it and what to do."""
 
 
-ToCoordinator = Register | Heartbeat | Lost | Reached | Leave | Exited | Watch | Drain | Scale | Answer
+OperatorCommand = Drain | Scale | Rebalance
+"""Wishes of operators, each answered by an :class:`Answer`."""
+
+ToCoordinator = (
+    Register | Heartbeat | Lost | Reached | Leave | Exited | Watch | Drain | Scale | Rebalance | Answer
+)
 
 
 # ---- from the coordinator
@@ -329,10 +374,13 @@ class GroupPlan(msgspec.Struct, frozen=True, tag="form", kw_only=True):
     Ranks may have gaps, a member's number in the group is its place here. Empty when all who are left leave.
     """
     owners: tuple[int, ...] = ()
-    """Owner of each expert, the same in every pipeline stage.
+    """Owner of each expert, the same in every layer and pipeline stage.
 
-    It is the tensor-parallel rank ``owner % ranks`` of the member ``owner // ranks``.
+    Empty if there are ``replicas``. It is the tensor-parallel rank ``owner % ranks`` of the member
+    ``owner // ranks``.
     """
+    replicas: tuple[Copies, ...] = ()
+    """Owners of each expert by layer, where layers differ or experts have several."""
     ranks: Annotated[int, Meta(ge=1)] = 1
     """Tensor-parallel ranks of each member."""
     leavers: tuple[str, ...] = ()
@@ -345,6 +393,11 @@ class GroupPlan(msgspec.Struct, frozen=True, tag="form", kw_only=True):
     One that was restarted may reuse an epoch number that its predecessor sent to an instance that is away
     now. Those two groups must never meet at a rendezvous.
     """
+
+    @property
+    def placement(self) -> Placement:
+        """Where the experts are, over all ranks of all members."""
+        return Placement(self.owners, len(self.peers) * self.ranks, self.replicas)
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
@@ -398,6 +451,32 @@ def ranks_by_class(members: Sequence[Member]) -> dict[Numerics, list[int]]:
     return ranks
 
 
+class ExpertBalance(msgspec.Struct, frozen=True, kw_only=True):
+    """How the load of spread experts is balanced, as far as the coordinator knows."""
+
+    windows: int = 0
+    """Windows of steps whose loads are known, since the coordinator began."""
+    balancedness: float = 1.0
+    """Mean over maximum of the instances' rows in the newest one, summed over layers."""
+    by_layer: tuple[float, ...] = ()
+    held: dict[int, int] = {}
+    """Copies of experts over all layers, by rank of the instance."""
+    changes: int = 0
+    """Groups that were formed to move experts, and have begun."""
+    failures: int = 0
+    """Those that have not."""
+    is_failing: bool = False
+    """The last ones in a row have not."""
+    moves: int = 0
+    """Copies of experts that these changes moved."""
+    copies: int = 1
+    """Copies of the expert that has fewest."""
+    wanted_copies: int = 1
+    """Copies of each expert that ``--eplb-survive`` asks for."""
+    most_copies: int = 1
+    """Copies of each expert for which ``num_redundant_experts`` and room suffice, if that is less."""
+
+
 class View(msgspec.Struct, frozen=True, tag="view", kw_only=True):
     """The world as the coordinator knows it."""
 
@@ -414,6 +493,8 @@ class View(msgspec.Struct, frozen=True, tag="view", kw_only=True):
     """What is still missing before all of ``size`` are ready; empty when nothing is."""
     refused_peers: int = 0
     """Connections that the coordinator refused for want of the mesh's key."""
+    balance: ExpertBalance | None = None
+    """None where the load of experts is not balanced."""
     complete: bool = True
     """False at first: instances that serve may not have noticed this coordinator yet.
 
@@ -481,6 +562,7 @@ class ViewChange(msgspec.Struct, frozen=True, tag="change", kw_only=True, omit_d
     size: int | None
     waiting_for: str
     refused_peers: int = 0
+    balance: ExpertBalance | None = None
     complete: bool = True
     settings: Settings | None = None
     """None: as before."""
@@ -500,12 +582,14 @@ class ViewCurrent(msgspec.Struct, frozen=True, tag="current"):
     number: int
 
 
-class Beat(msgspec.Struct, frozen=True, tag="beat"):
+class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     """Answer to a heartbeat: the coordinator lives, and this is the epoch."""
 
     epoch: int
     neighbours: int
     """Instances on the asking one's host, itself included: they share its cores."""
+    interval: float | None = None
+    """Seconds until the next heartbeat in a large mesh; None: as in the welcome."""
 
 
 FromCoordinator = (

@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from coordinator.messages import (
+    ExpertLoads,
     FromCoordinator,
     Heartbeat,
     Load,
@@ -45,6 +46,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """Refuse an instance whose numerics class is not that of the mesh."""
     heartbeat_interval: float = 0.5
     """Seconds between two heartbeats of an instance."""
+    most_heartbeats: float = 2048.0
+    """Heartbeats of all instances together each second; those of a larger mesh come less often."""
     member_timeout: float = 5.0
     """Seconds of silence after which an instance that has loaded is removed."""
     loading_timeout: float = 30.0
@@ -125,6 +128,9 @@ class Record:
     store: str = ""
     load: Load = field(default_factory=Load)
     experts: tuple[tuple[int, ...], ...] = ()
+    experts_by_layer: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    expert_layers: int = 0
+    loads: ExpertLoads | None = None
     max_experts: int = 0
     epoch: int = 0
     """Epoch of the group that it steps in."""
@@ -143,6 +149,8 @@ class Record:
         self.state, self.phase, self.address = message.state, message.phase, message.address
         self.store = message.store
         self.experts, self.max_experts = message.experts, message.max_experts
+        self.experts_by_layer, self.loads = message.experts_by_layer, message.loads
+        self.expert_layers = message.expert_layers
         self.epoch, self.ready_epoch = message.epoch, message.ready_epoch
         self.numerics = message.numerics or self.numerics
         return (self.state, self.phase, self.address, self.numerics) != before
@@ -168,6 +176,12 @@ class Record:
             return False
         self.odd[router] = count
         return True
+
+    def held(self, rank: int, layer: int) -> tuple[int, ...]:
+        """The experts of a layer that one of its tensor-parallel ranks holds."""
+        if rank < len(self.experts_by_layer):
+            return self.experts_by_layer[rank][layer]
+        return self.experts[rank] if rank < len(self.experts) else ()
 
     def group_peer(self) -> GroupPeer:
         """As the members of its group see it."""

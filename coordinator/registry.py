@@ -28,12 +28,14 @@ from coordinator.messages import (
     Drain,
     Evidence,
     Exited,
+    ExpertBalance,
     Heartbeat,
     Leave,
     Lost,
     Member,
     Probe,
     Reached,
+    Rebalance,
     Register,
     Scale,
     Settings,
@@ -45,7 +47,7 @@ from coordinator.messages import (
     Welcome,
 )
 from coordinator.numerics import Numerics, combined
-from coordinator.operations import Operations
+from coordinator.operations import ACCEPTED, CONFLICT, Operations
 from coordinator.reach import Asked, Reachability
 from coordinator.records import Instruction, Note, Peer, Publish, Record, Records, Rules, Send
 from coordinator.suspicion import Suspicions
@@ -55,6 +57,8 @@ MAX_WATCHERS = 10_000
 """Peers that get each change of the view; any more get only answers."""
 MAX_NAMED = 8
 """Instances that are named as missing; of more, the number is given."""
+SILENT_INTERVALS = 4
+"""Least heartbeats of an instance that are missed before it is taken out."""
 ALIVE_INTERVALS = 1.2
 """An instance is alive if its last heartbeat is at most this many intervals old."""
 
@@ -113,6 +117,8 @@ class Registry:
                 return list(self._watch(peer, message, now))
             case Drain():
                 return list(self._drain(peer, message))
+            case Rebalance():
+                return [Send(peer, self._rebalance(message)), *self._go_on(now)]
             case Scale():
                 return [Send(*sent) for sent in self._operations.scale(peer, message, now)]
             case Answer():
@@ -166,6 +172,7 @@ class Registry:
             members=[],
             waiting_for=self._shortage() or self._waiting_for(),
             refused_peers=self.refused_peers,
+            balance=self._epochs.rebalancing.summary if self._balances else None,
             complete=self._complete,
         )
 
@@ -251,7 +258,8 @@ class Registry:
 
     def _may_be_dead(self, record: Record, now: float) -> bool:
         """Whether a heartbeat of this instance is overdue."""
-        return now - record.heard_at > self._rules.heartbeat_interval * ALIVE_INTERVALS
+        interval = self._longer_interval or self._rules.heartbeat_interval
+        return now - record.heard_at > interval * ALIVE_INTERVALS
 
     def _may_all_be_dead(self, numerics: Numerics | None, now: float) -> bool:
         """Whether heartbeats of all instances of other numerics classes are overdue.
@@ -329,9 +337,21 @@ class Registry:
         wish = self._operations.still_wanted(record)
         if wish is not None:
             yield Send(peer, wish)
-        yield Send(peer, Beat(self._epochs.number, self._records.num_on_host(record.host)))
+        neighbours = self._records.num_on_host(record.host)
+        yield Send(peer, Beat(self._epochs.number, neighbours, self._longer_interval))
         if changed:
             self._log.touch(record.instance)
+
+    @property
+    def _longer_interval(self) -> float | None:
+        """Seconds between two heartbeats of an instance where there are very many.
+
+        Even then some are due before an instance counts as silent.
+        """
+        shared = len(self._records) / self._rules.most_heartbeats
+        if shared <= self._rules.heartbeat_interval:
+            return None
+        return min(shared, max(self._rules.heartbeat_interval, self._rules.member_timeout / SILENT_INTERVALS))
 
     def _refuse_class(self, peer: Peer, record: Record, remark: str, now: float) -> Iterator[Instruction]:
         """Take out an instance of another class.
@@ -435,7 +455,9 @@ class Registry:
         if self._reach.is_undecided(now):
             return
         size = self._size or self._settings.data_parallel_size
+        before = self._epochs.rebalancing.summary
         following = self._epochs.next_form(size, self._settings, now)
+        yield from self._tell_balance(before)
         if following is None:
             return
         form, why = following
@@ -446,6 +468,29 @@ class Registry:
             if self._epochs.awaits(record) is not None:
                 yield Send(record.peer, form)
         self._log.touch_head()
+
+    def _tell_balance(self, before: ExpertBalance) -> Iterator[Instruction]:
+        """Log what the balance of experts has to say, and show it to watchers."""
+        rebalancing = self._epochs.rebalancing
+        notes, rebalancing.notes = rebalancing.notes, []
+        for text, warning in notes:
+            yield Note(text, warning)
+        if rebalancing.summary != before:
+            self._log.touch_head()
+
+    def _rebalance(self, message: Rebalance) -> Answer:
+        """Answer an operator who wants experts to move now."""
+        if not self._balances:
+            problem = "the load of experts is not balanced here: start the instances with --enable-eplb"
+            return Answer(command=message.command, status=CONFLICT, text=problem)
+        self._epochs.rebalancing.ask()
+        text = "experts move now, where that makes steps faster: lockstep status shows it"
+        return Answer(command=message.command, status=ACCEPTED, text=text)
+
+    @property
+    def _balances(self) -> bool:
+        """Whether the load of experts is balanced."""
+        return self._spreads and self._settings is not None and self._settings.balancing is not None
 
     def _look_at_ways(self, settings: Settings, now: float) -> Iterator[Instruction]:
         """Leave instances that others do not reach out of groups, and let them back."""

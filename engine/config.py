@@ -11,6 +11,8 @@ from msgspec import Meta
 from coordinator.addresses import check_not_wildcard, check_written, is_loopback
 from coordinator.config import LogLevel, MeshConfig
 from coordinator.settings.flags import Bytes, Count, Natural, Port, Size, flag
+from engine import eplb_config
+from engine.eplb_config import EplbConfig
 from engine.quantization_config import ONLINE, OnlineName, QuantizationName
 from engine.speculation_config import SpeculativeConfig, read_config
 from engine.step import CRUMBS, most_tokens
@@ -363,6 +365,28 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "free."
         ),
     ] = None
+    enable_eplb: Annotated[
+        bool,
+        flag(
+            help="Balance the load of spread experts: copies of those with most rows are put on several "
+            "workers, and experts move, while requests are served."
+        ),
+    ] = False
+    eplb_config: Annotated[
+        str | None,
+        flag(
+            json=True,
+            help='JSON object for --enable-eplb, like {"window_size": 1000, "step_interval": 3000, '
+            '"num_redundant_experts": 2, "log_balancedness": true}.',
+        ),
+    ] = None
+    eplb_survive: Annotated[
+        Natural,
+        flag(
+            help="Instances that may die at once without any expert being read by the others: with "
+            "--enable-eplb each expert is kept on so many more, where num_redundant_experts allows it."
+        ),
+    ] = 0
     all2all_backend: Annotated[
         Literal["auto", "tcp", "shared_memory", "allgather_reducescatter", "all_to_all", "nccl"],
         flag(
@@ -424,6 +448,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = ()
 
     def __post_init__(self) -> None:
+        self._check_balancing()
         if self.wants_native and (self.device == "cuda" or self.attention_backend != "auto"):
             backend = f"--attention-backend {self.attention_backend}"
             raise ValueError(
@@ -453,6 +478,29 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                     f"--pipeline-split {self.pipeline_split} is for {len(self.split or ())} stages, but "
                     f"--pipeline-parallel-size is {self.pipeline_parallel_size}"
                 )
+
+    def _check_balancing(self) -> None:
+        if self.eplb_config is not None:
+            eplb_config.read_config(self.eplb_config)
+        if not self.enable_eplb and (self.eplb_config is not None or self.eplb_survive):
+            given = "--eplb-config" if self.eplb_config is not None else "--eplb-survive"
+            raise ValueError(f"{given} does nothing without --enable-eplb: add it, or drop {given}")
+        if self.enable_eplb and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"--enable-eplb is not built for pipeline stages (-pp {self.pipeline_parallel_size}): use "
+                "-pp 1, or drop it"
+            )
+        if self.enable_eplb and self.device == "cuda":
+            raise ValueError("--enable-eplb is not built for GPUs: drop it, or use --device cpu")
+        if self.enable_eplb and self.enable_expert_parallel is False:
+            raise ValueError("--enable-eplb balances spread experts: drop --no-enable-expert-parallel")
+
+    @property
+    def eplb(self) -> EplbConfig | None:
+        """``eplb_config``, read; None: experts keep their places."""
+        if not self.enable_eplb:
+            return None
+        return EplbConfig() if self.eplb_config is None else eplb_config.read_config(self.eplb_config)[0]
 
     @property
     def wants_native(self) -> bool:

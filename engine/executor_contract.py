@@ -164,7 +164,7 @@ class SpreadExecutor(Executor, Protocol):
         ...
 
     def prepare(self, form: GroupPlan, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
-        """Read the experts of the plan's member at ``place``; returns how many were read.
+        """Read the experts of a plan's member; returns how many, in a layer.
 
         Called in a background thread while steps run.
 
@@ -188,8 +188,15 @@ class SpreadExecutor(Executor, Protocol):
         """
         ...
 
-    def experts_held(self) -> list[list[int]]:
-        """The experts that are here, of each layer, by tensor-parallel rank."""
+    def experts_held(self) -> list[list[list[int]]]:
+        """The experts that are here, by tensor-parallel rank and layer.
+
+        One layer if all are alike.
+        """
+        ...
+
+    def expert_loads(self) -> list[list[int]]:
+        """Rows computed here since the start, by layer with experts and expert."""
         ...
 
     def max_experts(self, free_bytes: int) -> int:

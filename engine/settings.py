@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
-from coordinator.messages import Settings
+from coordinator.messages import Balancing, Settings
 from engine.config import SHIPPED_MODEL, CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.eplb_config import read_config
 from engine.host.cores import has_gpu
 from engine.model.checkpoint import (
     CheckpointError,
@@ -147,6 +148,7 @@ def _adopted(config: EngineConfig, settings: Settings) -> EngineConfig:
             pipeline_split=settings.pipeline_split or config.device.pipeline_split,
             enable_expert_parallel=settings.enable_expert_parallel,
             expert_placement_strategy=settings.expert_placement_strategy,
+            **_flags_of(settings.balancing),
             all2all_backend=settings.all2all_backend,
             mesh_transport=settings.mesh_transport,
         ),
@@ -194,6 +196,7 @@ def ignored_when_joining(config: EngineConfig) -> list[str]:
         "--expert-placement-strategy": (
             config.device.expert_placement_strategy != DeviceConfig().expert_placement_strategy
         ),
+        "--enable-eplb": config.device.enable_eplb,
         "--all2all-backend": config.device.all2all_backend != DeviceConfig().all2all_backend,
         "--mesh-transport": config.device.mesh_transport != DeviceConfig().mesh_transport,
         "-pp": config.device.pipeline_parallel_size != DeviceConfig().pipeline_parallel_size,
@@ -214,8 +217,36 @@ def _expert_settings(config: EngineConfig, info: ModelInfo, size: int) -> dict[s
         "mesh_transport": device.mesh_transport,
         "data_parallel_size": size if spread else 0,
         "num_experts": info.num_experts if spread else 0,
+        "balancing": _balancing(device, spreads=spread),
         "pipeline_split": (device.pipeline_split or "") if spread else "",
     }
+
+
+def _balancing(device: DeviceConfig, *, spreads: bool) -> Balancing | None:
+    """How the load of experts is balanced, if they are spread."""
+    if device.eplb is None:
+        return None
+    if not spreads:
+        logger.warning("--enable-eplb ignored: each instance holds all experts")
+        return None
+    for remark in read_config(device.eplb_config)[1] if device.eplb_config is not None else ():
+        logger.warning("--eplb-config: %s", remark)
+    return device.eplb.balancing(device.eplb_survive)
+
+
+def _flags_of(balancing: Balancing | None) -> dict[str, Any]:
+    """The flags for which a mesh agreed on this."""
+    if balancing is None:
+        return {"enable_eplb": False, "eplb_config": None, "eplb_survive": 0}
+    config = {
+        "window_size": balancing.window_size,
+        "step_interval": balancing.window_size * balancing.windows,
+        "num_redundant_experts": balancing.num_redundant,
+        "log_balancedness": balancing.log_every > 0,
+        "log_balancedness_interval": max(1, balancing.log_every),
+    }
+    text = msgspec.json.encode(config).decode()
+    return {"enable_eplb": True, "eplb_config": text, "eplb_survive": balancing.survive}
 
 
 def _spreads(config: EngineConfig, info: ModelInfo, size: int) -> bool:

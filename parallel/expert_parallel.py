@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -34,11 +34,14 @@ import torch
 from parallel.communicators.base import Communicator, carries
 from parallel.expert_products import ExpertProducts
 from parallel.placement import Placement
+from parallel.replicas import Ints, Replicas, line
 
 Dispatch = Literal["allgather_reducescatter", "all_to_all"]
 
 ATTRIBUTE = "lockstep_experts"
 """Attribute of an experts module that holds its :class:`ExpertParallel`."""
+LAYER_ATTRIBUTE = "lockstep_expert_layer"
+"""Attribute of an experts module with its number among those of the :class:`ExpertParallel`."""
 
 _LARGE = 256 << 10
 """Bytes of results from which on a single move is worth its extra calls.
@@ -65,9 +68,6 @@ class Products(Protocol):
         ...
 
 
-Ints = npt.NDArray[np.integer[Any]]
-
-
 class Times:
     """Seconds of the last step, over all layers, and pairs per expert since the start."""
 
@@ -90,16 +90,21 @@ class ExpertParallel:
     """
 
     def __init__(
-        self, placement: Placement, rank: int, dispatch: Dispatch, local_experts: LocalExperts
+        self,
+        placement: Placement,
+        rank: int,
+        dispatch: Dispatch,
+        local_experts: LocalExperts,
+        num_layers: int = 1,
     ) -> None:
-        """``local_experts`` computes on devices other than the CPU."""
+        """``local_experts`` computes on devices other than the CPU. ``num_layers``: counted apart."""
         self.times = Times()
         self._dispatch = dispatch
         self._local_experts = local_experts
         self._products: Products = ExpertProducts()
         self._local_table: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
-        """Pairs computed on a device by local number, since they were last taken."""
+        """Pairs computed on a device by layer and local number, since they were last taken."""
         self._set_placement(placement, rank)
         self._group: Communicator | None = None
         self.signature = 0
@@ -107,9 +112,9 @@ class ExpertParallel:
         self._signatures: list[int] | None = None
         self.sizes: Sequence[int] = ()
         """Tokens of each rank in this step."""
-        self._ends: Sequence[int] = ()
-        self.tokens_per_expert = np.zeros(len(placement.owners), dtype=np.int64)
-        """Pairs computed here by expert, over all layers and steps."""
+        self._line: Sequence[int] = (0,)
+        self.tokens_per_expert = np.zeros((num_layers, placement.num_experts), dtype=np.int64)
+        """Pairs computed here [layers, experts], over all steps."""
 
     def __repr__(self) -> str:
         return f"<ExpertParallel rank {self.rank} of {self.placement.num_ranks}, {self._dispatch}>"
@@ -125,8 +130,10 @@ class ExpertParallel:
         The group before is left to its owner. The modules must hold the experts of this rank in the group by
         then.
         """
-        if placement.num_ranks != group.size or len(placement.owners) != len(self.placement.owners):
+        if placement.num_ranks != group.size or placement.num_experts != self.placement.num_experts:
             raise ValueError(f"{placement} does not fit {group!r}")
+        if placement.num_layers not in (None, len(self.tokens_per_expert)):
+            raise ValueError(f"{placement} is not for {len(self.tokens_per_expert)} layers")
         self.take_counts()
         self._set_placement(placement, group.rank)
         self._group = group
@@ -136,9 +143,7 @@ class ExpertParallel:
         self._local_table = None
         self.placement = placement
         self.rank = rank
-        self._owners = np.array(placement.owners)
-        self._local_numbers = np.array(placement.local_numbers())
-        self._mine = np.array(placement.experts_of(rank))
+        self._replicas = Replicas(placement, rank)
 
     def use_products(self, products: Products) -> None:
         """Compute the experts held here with these products from now on."""
@@ -149,7 +154,7 @@ class ExpertParallel:
 
         Before the first one of a group with links all tell each other their :attr:`signature`.
         """
-        self.sizes, self._ends = sizes, list(accumulate(sizes))
+        self.sizes, self._line = sizes, line(sizes)
         self.times.reset()
         if self._signatures is None and self._group is not None and hasattr(self._group, "links_address"):
             self._signatures = [number for (number,) in self._group.all_gather_ints([self.signature])]
@@ -176,7 +181,7 @@ class ExpertParallel:
         With zero tokens it only takes part in what the others need. ``combine`` sums up at home; None does it
         as transformers does, in the type of ``hidden``.
         """
-        if self._group is not None and not hidden.is_cpu and carries(self._group, hidden):
+        if self._group is not None and self._adds_on_device(self._group, hidden):
             return self._on_device(module, self._group, hidden, expert_ids, weights)
         if self._group is None or self._group.size == 1:
             outputs = self._compute_alone(module, hidden, expert_ids)
@@ -190,7 +195,8 @@ class ExpertParallel:
 
     def _compute_alone(self, module: Any, hidden: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         flat = _to_host(expert_ids).reshape(-1)
-        mine = (self._owners[flat] == self.rank).nonzero()[0]
+        places = np.arange(len(flat)) // expert_ids.shape[1]
+        mine = (self._owners(module, flat, places, len(hidden)) == self.rank).nonzero()[0]
         outputs = hidden.new_zeros(len(flat), hidden.shape[1])
         outputs[_like(hidden, mine)] = self._compute(module, hidden, mine // expert_ids.shape[1], flat[mine])
         return outputs
@@ -203,17 +209,18 @@ class ExpertParallel:
         packed = _on_host(_pack(hidden, expert_ids))
         gathered = group.all_gather_view(packed, self.sizes)  # read before the combine
         all_hidden, all_ids = _unpack(gathered, hidden)
-        owners = self._owners[all_ids.reshape(-1)]
+        flat = all_ids.reshape(-1)
+        owners = self._owners(module, flat, np.arange(len(flat)) // top_k, len(all_ids))
         mine = (owners == self.rank).nonzero()[0]
         # Results in pair order are in the order of home ranks; how many go to each and come from each
         # follows from the routing, which is here.
-        ends = [end * top_k for end in self._ends]
+        ends = [end * top_k for end in self._line[1:]]
         upto = [0, *mine.searchsorted(ends).tolist()]
         send = [after - before for before, after in pairwise(upto)]
         own = owners[ends[self.rank] - expert_ids.numel() : ends[self.rank]]
         receive = np.bincount(own, minlength=group.size).tolist()
         arrived = time.perf_counter()
-        computed = self._compute(module, all_hidden, mine // top_k, all_ids.reshape(-1)[mine])
+        computed = self._compute(module, all_hidden, mine // top_k, flat[mine])
         done = time.perf_counter()
         outputs = _bring_home(group, computed, send, receive, own.argsort(kind="stable"))
         self._note(began, arrived, done)
@@ -223,7 +230,9 @@ class ExpertParallel:
         self, module: Any, group: Communicator, hidden: torch.Tensor, expert_ids: torch.Tensor
     ) -> torch.Tensor:
         began = time.perf_counter()
-        owners = self._owners[_to_host(expert_ids).reshape(-1)]
+        flat = _to_host(expert_ids).reshape(-1)
+        places = self._line[self.rank] + np.arange(len(flat)) // expert_ids.shape[1]
+        owners = self._owners(module, flat, places, self._line[-1])
         order = owners.argsort(kind="stable")
         send = np.bincount(owners, minlength=group.size).tolist()
         counts = group.all_gather_ints(send)
@@ -238,6 +247,10 @@ class ExpertParallel:
         outputs = _bring_home(group, computed, receive, send, order)
         self._note(began, arrived, done)
         return outputs
+
+    def _adds_on_device(self, group: Communicator, hidden: torch.Tensor) -> bool:
+        """Whether the group carries a device's tensors, and each expert is on one rank."""
+        return not (self.placement.replicas or hidden.is_cpu) and carries(group, hidden)
 
     def _on_device(
         self,
@@ -263,12 +276,12 @@ class ExpertParallel:
             return hidden
         ids, shares = gathered[:, width:].contiguous().view(torch.int32).split(top_k, dim=1)
         local = self._local_on(hidden.device).index_select(0, ids.reshape(-1)).view(ids.shape)
-        is_mine = local < len(self._mine)
+        is_mine = local < len(self._replicas.mine[0])
         shares = shares.contiguous().view(torch.float32).masked_fill(~is_mine, 0.0)
         arrived = time.perf_counter()
         module._is_expert_parallel = True  # for transformers' own functions: numbers beyond the last are none
         partial = self._local_experts(module, gathered[:, :width], local, shares.to(weights.dtype))
-        self._count(local)
+        self._count(_layer_of(module), local)
         done = time.perf_counter()
         total = group.reduce_scatter(partial, self.sizes)
         self._note(began, arrived, done)
@@ -277,30 +290,38 @@ class ExpertParallel:
     def _local_on(self, device: torch.device) -> torch.Tensor:
         """[experts] number of each expert here; one beyond the last for those that are elsewhere."""
         if self._local_table is None:
-            numbers = np.where(self._owners == self.rank, self._local_numbers, len(self._mine))
-            self._local_table = torch.from_numpy(numbers).to(device)
+            numbers = self._replicas.numbers[0]
+            elsewhere = np.where(numbers < 0, len(self._replicas.mine[0]), numbers)
+            self._local_table = torch.from_numpy(elsewhere).to(device)
         return self._local_table
 
-    def _count(self, local: torch.Tensor) -> None:
-        """Count pairs by local number, on their device."""
+    def _count(self, layer: int, local: torch.Tensor) -> None:
+        """Count the pairs of a layer by local number, on their device."""
         if self._counts is None:
-            self._counts = torch.zeros(len(self._mine) + 1, dtype=torch.int64, device=local.device)
+            shape = len(self.tokens_per_expert), len(self._replicas.mine[0]) + 1
+            self._counts = torch.zeros(shape, dtype=torch.int64, device=local.device)
         flat = local.reshape(-1)
-        self._counts.index_add_(0, flat, torch.ones_like(flat))
+        self._counts[layer].index_add_(0, flat, torch.ones_like(flat))
 
     def take_counts(self) -> None:
         """Add what was counted on a device to :attr:`tokens_per_expert`; waits for the device."""
         counts, self._counts = self._counts, None
         if counts is not None:
-            self.tokens_per_expert[self._mine] += _to_host(counts)[:-1]
+            self.tokens_per_expert[:, self._replicas.mine[0]] += _to_host(counts)[:, :-1]
 
     # ---- helpers
 
+    def _owners(self, module: Any, experts: Ints, places: Ints, total: int) -> Ints:
+        """Ranks that serve pairs, whose tokens are at ``places`` of all ``total`` tokens."""
+        return self._replicas.owners(_layer_of(module), experts, places, total)
+
     def _compute(self, module: Any, hidden: torch.Tensor, tokens: Ints, expert_ids: Ints) -> torch.Tensor:
         """Outputs [n, H] of pairs: hidden[tokens[i]] at expert expert_ids[i], all of which are held here."""
-        local = self._local_numbers[expert_ids]
-        counts = np.bincount(local, minlength=len(self._mine))
-        self.tokens_per_expert[self._mine] += counts
+        number = _layer_of(module)
+        at = self._replicas.row_of(number)
+        local = self._replicas.numbers[at, expert_ids]
+        counts = np.bincount(local, minlength=len(self._replicas.mine[at]))
+        self.tokens_per_expert[number][self._replicas.mine[at]] += counts
         if not len(local):
             return hidden.new_empty(0, hidden.shape[1])
         order = local.argsort(kind="stable")
@@ -324,6 +345,11 @@ def expert_forward(
     """Forward function for transformers' expert layers; the module knows its group."""
     parallel: ExpertParallel = getattr(module, ATTRIBUTE)
     return parallel.forward(module, hidden, expert_ids, weights)
+
+
+def _layer_of(module: Any) -> int:
+    """Number of an experts module among those of its :class:`ExpertParallel`."""
+    return int(getattr(module, LAYER_ATTRIBUTE, 0))
 
 
 def _bring_home(

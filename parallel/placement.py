@@ -20,24 +20,41 @@ _LONGEST_CHAIN = 100
 """Most members in a chain that hands experts on to keep one in place."""
 
 
+Copies = tuple[tuple[int, ...], ...]
+"""Ranks that hold each expert of a layer, ascending."""
+
+
 class Placement(msgspec.Struct, frozen=True):
-    """Owners of the experts of one layer."""
+    """Ranks that hold the experts of each layer."""
 
     owners: tuple[int, ...]
-    """Rank that holds each expert."""
+    """Rank that holds each expert; empty where layers differ or experts have replicas."""
     num_ranks: int
+    replicas: tuple[Copies, ...] = ()
+    """By layer with experts; empty where all have one owner, the same in each layer."""
 
-    def experts_of(self, rank: int) -> list[int]:
+    @property
+    def num_experts(self) -> int:
+        return len(self.replicas[0] if self.replicas else self.owners)
+
+    @property
+    def num_layers(self) -> int | None:
+        """Layers with experts; None if all are alike."""
+        return len(self.replicas) or None
+
+    def copies(self, layer: int = 0) -> Copies:
+        """Holders of the experts of a layer, counted among those with experts."""
+        return self.replicas[layer] if self.replicas else tuple((owner,) for owner in self.owners)
+
+    def experts_of(self, rank: int, layer: int = 0) -> list[int]:
         """The experts of a rank, ascending: expert ``experts_of(rank)[i]`` is its local number i."""
-        return [expert for expert, owner in enumerate(self.owners) if owner == rank]
+        return [expert for expert, ranks in enumerate(self.copies(layer)) if rank in ranks]
 
-    def local_numbers(self) -> list[int]:
-        """Each expert's number among those of its owner."""
-        counts = [0] * self.num_ranks
-        numbers = []
-        for owner in self.owners:
-            numbers.append(counts[owner])
-            counts[owner] += 1
+    def numbers_at(self, rank: int, layer: int = 0) -> list[int]:
+        """Each expert's number among those of a rank; -1 where it is elsewhere."""
+        numbers = [-1] * self.num_experts
+        for number, expert in enumerate(self.experts_of(rank, layer)):
+            numbers[expert] = number
         return numbers
 
 
@@ -131,13 +148,15 @@ def _keep(num_experts: int, holdings: Sequence[Collection[int]], quotas: Sequenc
     return owners
 
 
-def owned_by_rank(owners: Sequence[int], ranks: int, index: int) -> list[list[int]]:
-    """The experts of one instance, ascending, by tensor-parallel rank.
+def held_by_rank(placement: Placement, ranks: int, index: int) -> list[list[list[int]]]:
+    """The experts of one instance, ascending, by tensor-parallel rank and layer.
+
+    There is one layer where all are alike.
 
     Args:
-        owners: of each expert, the rank ``owner % ranks`` of the instance ``owner // ranks``.
+        placement: over all ranks of all instances, those of an instance side by side.
         ranks: tensor-parallel ranks of each instance.
         index: the instance's number in its group.
     """
-    first = index * ranks
-    return [[expert for expert, owner in enumerate(owners) if owner == first + rank] for rank in range(ranks)]
+    layers = range(placement.num_layers or 1)
+    return [[placement.experts_of(index * ranks + rank, layer) for layer in layers] for rank in range(ranks)]

@@ -31,9 +31,10 @@ class SlicedExpertParallel(ExpertParallel):
         dispatch: Dispatch,
         local_experts: LocalExperts,
         ranks: TensorRank,
+        num_layers: int = 1,
     ) -> None:
         """``ranks``: those of this instance. The others are as for :class:`ExpertParallel`."""
-        super().__init__(placement, rank, dispatch, local_experts)
+        super().__init__(placement, rank, dispatch, local_experts, num_layers)
         self._ranks = ranks
 
     def begin(self, sizes: Sequence[int]) -> None:

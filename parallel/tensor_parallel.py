@@ -80,13 +80,15 @@ class RowParallelLinear(torch.nn.Module):  # type: ignore[misc]
     Partial sums are added up over the ranks, then the bias is added.
     """
 
-    def __init__(
-        self, whole: torch.nn.Linear, ranks: TensorRank, start: int, stop: int, *, split_input: bool
-    ) -> None:
+    def __init__(self, whole: Any, ranks: TensorRank, start: int, stop: int, *, split_input: bool) -> None:
         super().__init__()
-        self.weight = empty_parameter(whole.weight, (whole.out_features, stop - start))
+        self.is_turned = is_turned(whole)
+        """Whether the weight is [inputs, outputs]."""
+        outputs, inputs = outputs_of(whole), stop - start
+        shape = (inputs, outputs) if self.is_turned else (outputs, inputs)
+        self.weight = empty_parameter(whole.weight, shape)
         self.bias = whole.bias
-        self.in_features, self.out_features = stop - start, whole.out_features
+        self.in_features, self.out_features = inputs, outputs
         self._ranks = ranks
         self._input = slice(start, stop) if split_input else None
 
@@ -97,7 +99,8 @@ class RowParallelLinear(torch.nn.Module):  # type: ignore[misc]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., inputs of this rank, or all if it selects its own] -> [..., outputs]."""
-        total = self.sum_over_ranks(F.linear(self.own_inputs(inputs), self.weight))
+        weight = self.weight.mT if self.is_turned else self.weight
+        total = self.sum_over_ranks(F.linear(self.own_inputs(inputs), weight))
         return total if self.bias is None else total + self.bias
 
     @property
@@ -143,7 +146,22 @@ class ParallelRMSNorm(torch.nn.Module):  # type: ignore[misc]
         self.weight = empty_parameter(whole.weight, (size,))
         self.variance_epsilon = float(whole.variance_epsilon)
         self._width = whole.weight.shape[0] * copies
+        self._copies = copies
         self._ranks = ranks
+
+    @property
+    def whole_width(self) -> int:
+        """Numbers that the norm is over, each counted once."""
+        return int(self._width) // self._copies
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no rank before this one has the same numbers."""
+        return self._ranks.rank % self._copies == 0
+
+    def be_alone(self) -> None:
+        """Become the norm of this rank's part by itself."""
+        self._ranks, self._width, self._copies = TensorRank(0, 1), int(self.weight.numel()), 1
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., part of the width] -> the same."""
@@ -176,6 +194,8 @@ class SummedExperts:
     """Mixin for a module of experts that gives partial sums."""
 
     _ranks: TensorRank
+    first_whole: int | None = None
+    """Number of the first expert here; None where each rank has a part of all."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._ranks.all_reduce(super().forward(*args, **kwargs))  # type: ignore[misc]
@@ -194,6 +214,33 @@ class FirstRankOnly(torch.nn.Module):  # type: ignore[misc]
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., width] -> the same, or zeros."""
         return hidden if self._is_first else torch.zeros_like(hidden)
+
+
+class OwnNumbers:
+    """A configuration in which a module of one rank has some numbers of its own."""
+
+    def __init__(self, config: Any, **own: int) -> None:
+        self.__dict__.update(own, _config=config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["_config"], name)
+
+
+def is_turned(linear: Any) -> bool:
+    """Whether a linear layer keeps its weight as [inputs, outputs]: transformers' ``Conv1D``."""
+    return hasattr(linear, "nf")
+
+
+def outputs_of(linear: Any) -> int:
+    """Number of a linear layer's outputs."""
+    return int(linear.weight.shape[1 if is_turned(linear) else 0])
+
+
+def inputs_of(linear: Any) -> int:
+    """Number of a linear layer's inputs."""
+    return int(linear.weight.shape[0 if is_turned(linear) else 1])
 
 
 def mix_in(mixin: type, module: Any, ranks: TensorRank) -> None:

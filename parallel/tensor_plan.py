@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,13 +22,17 @@ import torch
 from parallel.tensor_parallel import (
     FirstRankOnly,
     GatheredLinear,
+    OwnNumbers,
     ParallelRMSNorm,
     RowParallelLinear,
     SummedExperts,
     TensorRank,
     VocabularyParallel,
     empty_parameter,
+    inputs_of,
+    is_turned,
     mix_in,
+    outputs_of,
 )
 from parallel.topology import CannotCut, kv_heads_of
 
@@ -39,6 +43,8 @@ QUERY_LIKE = {"q_proj", "q_b_proj", "kv_b_proj"}
 
 Those of latent attention include keys and values.
 """
+JOINED_QKV = {"qkv_proj", "c_attn"}
+"""Children of attention modules with all queries, then all keys, then all values."""
 KEY_LIKE = {"k_proj", "v_proj"}
 """Children of attention modules with outputs per KV head."""
 REPLICATED = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
@@ -164,8 +170,11 @@ class _Cutter:
     def cut_children(self, path: str, module: Any) -> None:
         """Cut what the plan names directly below ``path``."""
         styles = {name: self.style(f"{path}.{name}") for name, _ in module.named_children()}
-        if QUERY_LIKE & {name for name, style in styles.items() if style is not None}:
+        named = {name for name, style in styles.items() if style is not None}
+        if QUERY_LIKE & named:
             self._cut_attention(path, module, styles)
+        elif JOINED_QKV & named:
+            self._cut_joined_attention(path, module, styles)
         elif {name: style for name, style in styles.items() if style is not None} == JOINED_MLP:
             self._cut_joined_mlp(path, module)
         else:
@@ -186,15 +195,15 @@ class _Cutter:
         if child is None or style in REPLICATED or any(child is each for each in self._vocabulary):
             return
         if style == "colwise":
-            self._colwise(where, parent, name, *self._ranks.share(child.out_features, where))
+            self._colwise(where, parent, name, self._ranks.share(outputs_of(child), where))
         elif style in ("rowwise", "rowwise_split_input"):
-            start, stop = self._ranks.share(child.in_features, where)
+            start, stop = self._ranks.share(inputs_of(child), where)
             self._rowwise(where, parent, name, start, stop, split_input=style == "rowwise_split_input")
         elif style == "colwise_gather_output":
-            start, stop = self._ranks.even(child.out_features)
-            self._note(f"{where}.weight", -2, child.weight, start, stop)
+            part = self._ranks.even(child.out_features)
+            self._note(f"{where}.weight", -2, child.weight, part)
             if child.bias is not None:
-                self._note(f"{where}.bias", -1, child.bias, start, stop)
+                self._note(f"{where}.bias", -1, child.bias, part)
             setattr(parent, name, GatheredLinear(child, self._ranks))
         elif style == "moe_tp_experts":
             self._cut_experts(where, child)
@@ -205,26 +214,33 @@ class _Cutter:
         else:
             raise CannotCut(f"{where}: the plan's style {style!r} is not built: use -tp 1")
 
-    def _colwise(self, where: str, parent: Any, name: str, start: int, stop: int) -> None:
+    def _colwise(self, where: str, parent: Any, name: str, *ranges: tuple[int, int]) -> None:
+        """Keep these ranges of a linear layer's outputs."""
         whole = getattr(parent, name)
-        self._note(f"{where}.weight", -2, whole.weight, start, stop)
-        part = torch.nn.Linear(1, 1, bias=False, device="meta")
-        part.weight = empty_parameter(whole.weight, (stop - start, whole.in_features))
-        part.in_features, part.out_features = whole.in_features, stop - start
+        self._note(f"{where}.weight", -1 if is_turned(whole) else -2, whole.weight, *ranges)
+        inputs, outputs = inputs_of(whole), sum(stop - start for start, stop in ranges)
+        if is_turned(whole):
+            with torch.device("meta"):
+                part = type(whole)(outputs, inputs)
+            part.weight = empty_parameter(whole.weight, (inputs, outputs))
+        else:
+            part = torch.nn.Linear(1, 1, bias=False, device="meta")
+            part.weight = empty_parameter(whole.weight, (outputs, inputs))
+            part.in_features, part.out_features = inputs, outputs
         if whole.bias is not None:
-            self._note(f"{where}.bias", -1, whole.bias, start, stop)
-            part.bias = empty_parameter(whole.bias, (stop - start,))
+            self._note(f"{where}.bias", -1, whole.bias, *ranges)
+            part.bias = empty_parameter(whole.bias, (outputs,))
         setattr(parent, name, part)
 
     def _rowwise(
         self, where: str, parent: Any, name: str, start: int, stop: int, *, split_input: bool
     ) -> None:
         whole = getattr(parent, name)
-        self._note(f"{where}.weight", -1, whole.weight, start, stop)
+        self._note(f"{where}.weight", -2 if is_turned(whole) else -1, whole.weight, (start, stop))
         setattr(parent, name, RowParallelLinear(whole, self._ranks, start, stop, split_input=split_input))
 
-    def _note(self, name: str, dim: int, whole: torch.Tensor, start: int, stop: int) -> None:
-        self._done.cuts[name] = Cut(dim, whole.shape[dim], ((start, stop),))
+    def _note(self, name: str, dim: int, whole: torch.Tensor, *ranges: tuple[int, int]) -> None:
+        self._done.cuts[name] = Cut(dim, whole.shape[dim], ranges)
 
     def _cut_joined_mlp(self, path: str, module: Any) -> None:
         """Cut an MLP whose gate and up are one layer: the same columns of both.
@@ -236,11 +252,7 @@ class _Cutter:
         whole = getattr(module, joined)
         width = whole.out_features // 2
         start, stop = self._ranks.share(width, f"{path}.{joined}")
-        self._colwise(f"{path}.{joined}", module, joined, 2 * start, 2 * stop)
-        both = (start, stop), (width + start, width + stop)
-        for name in (f"{path}.{joined}.weight", f"{path}.{joined}.bias"):
-            if name in self._done.cuts:
-                self._done.cuts[name] = replace(self._done.cuts[name], ranges=both)
+        self._colwise(f"{path}.{joined}", module, joined, (start, stop), (width + start, width + stop))
         self._rowwise(f"{path}.{down}", module, down, start, stop, split_input=False)
 
     # ---- attention
@@ -273,16 +285,43 @@ class _Cutter:
                 each = child.out_features // units[name]
                 start, stop = ranges[name]
                 widths[name] = child.out_features
-                self._colwise(f"{path}.{name}", module, name, start * each, stop * each)
+                self._colwise(f"{path}.{name}", module, name, (start * each, stop * each))
             else:
                 self._cut_child(path, module, name, "rowwise" if style == "rowwise_split_input" else style)
         for norm, projection in (("q_norm", "q_proj"), ("k_norm", "k_proj")):
-            self._cut_wide_norm(path, module, norm, projection, widths)
-        self._tell_heads(module, ranges)
+            if projection in widths and units[projection] > 1:  # else it is of the one head, which all have
+                self._cut_wide_norm(path, module, norm, projection, widths)
+                self._cut_norm_of_each_head(path, module, norm, units[projection], ranges[projection])
+        self._tell_heads(module, ranges["q_proj"], ranges["k_proj"])
+
+    def _cut_joined_attention(self, path: str, module: Any, styles: Mapping[str, str | None]) -> None:
+        """Cut attention whose queries, keys and values are one layer: the same heads of each."""
+        heads, kv_heads = self._heads(path, module)
+        joined = next(name for name in JOINED_QKV if styles.get(name) is not None)
+        where, total = f"{path}.{joined}", heads + 2 * kv_heads
+        outputs = outputs_of(getattr(module, joined))
+        if outputs % total:
+            raise CannotCut(f"{where}: {outputs} outputs are not {total} heads: use -tp 1")
+        dim, own = outputs // total, self._ranks.share(heads, path)
+        own_kv = kv_heads_of(heads, kv_heads, self._ranks.rank, self._ranks.size)
+        parts = (0, own), (heads, own_kv), (heads + kv_heads, own_kv)
+        self._applied.add(_pattern(where))
+        ranges = [((before + first) * dim, (before + stop) * dim) for before, (first, stop) in parts]
+        self._colwise(where, module, joined, *ranges)
+        for name, style in styles.items():
+            if name != joined and style is not None:
+                self._cut_child(path, module, name, "rowwise" if style == "rowwise_split_input" else style)
+        self._tell_heads(module, own, own_kv)
+        # Some split what the joined layer gives by their configuration's numbers.
+        module.config = OwnNumbers(
+            module.config, num_attention_heads=own[1] - own[0], num_key_value_heads=own_kv[1] - own_kv[0]
+        )
+        if hasattr(module, "split_size"):
+            module.split_size = (own[1] - own[0]) * dim
 
     def _heads(self, path: str, module: Any) -> tuple[int, int]:
         heads = int(self._config.num_attention_heads)
-        kv_heads = int(getattr(self._config, "num_key_value_heads", None) or heads)
+        kv_heads = self._kv_heads(module, heads)
         for names, count in ((QUERY_LIKE, heads), (KEY_LIKE, kv_heads)):
             for name in names:
                 child = getattr(module, name, None)
@@ -291,6 +330,13 @@ class _Cutter:
                         f"{path}.{name}: {child.out_features} outputs are not {count} heads: use -tp 1"
                     )
         return heads, kv_heads
+
+    def _kv_heads(self, module: Any, heads: int) -> int:
+        """KV heads of an attention module: some layers have another number than their model."""
+        key, groups = getattr(module, "k_proj", None), getattr(module, "num_key_value_groups", None)
+        if key is not None and isinstance(groups, int):
+            return heads // groups
+        return int(getattr(self._config, "num_key_value_heads", None) or heads)
 
     def _cut_wide_norm(
         self, path: str, module: Any, norm: str, projection: str, widths: Mapping[str, int]
@@ -304,9 +350,19 @@ class _Cutter:
         self._done.cuts[f"{path}.{norm}.weight"] = Cut(-1, cut.total, cut.ranges)
         setattr(module, norm, ParallelRMSNorm(whole, self._ranks, cut.size, copies))
 
-    def _tell_heads(self, module: Any, ranges: Mapping[str, tuple[int, int]]) -> None:
+    def _cut_norm_of_each_head(
+        self, path: str, module: Any, norm: str, heads: int, own: tuple[int, int]
+    ) -> None:
+        """Keep the weights of this rank's heads, where each head has its own."""
+        part: Any = getattr(module, norm, None)
+        weight = getattr(part, "weight", None)
+        if weight is not None and weight.ndim == 2 and weight.shape[0] == heads:
+            self._note(f"{path}.{norm}.weight", -2, weight, own)
+            part.weight = empty_parameter(weight, (own[1] - own[0], weight.shape[1]))
+
+    def _tell_heads(self, module: Any, own: tuple[int, int], own_kv: tuple[int, int]) -> None:
         """Set the numbers of heads that some families compute with."""
-        local, local_kv = (stop - start for start, stop in (ranges["q_proj"], ranges["k_proj"]))
+        local, local_kv = own[1] - own[0], own_kv[1] - own_kv[0]
         for names, count in (
             (("num_heads", "num_attention_heads"), local),
             (("num_kv_heads", "num_key_value_heads"), local_kv),
@@ -341,7 +397,7 @@ class _Cutter:
             if parameter.shape[0] == total:
                 self._done.cuts[f"{where}.{name}"] = Cut(0, total, ((first, stop),))
                 setattr(experts, name, empty_parameter(parameter, (stop - first, *parameter.shape[1:])))
-        experts.num_experts = stop - first
+        experts.num_experts, experts.first_whole = stop - first, first
         self._done.whole_experts[where] = (first, stop)
 
     def _cut_parameter(self, path: str, module: Any, name: str, parameter: torch.Tensor, style: str) -> None:
@@ -377,7 +433,7 @@ class _Cutter:
         tied = getattr(head, "weight", 0) is getattr(embedding, "weight", 1)
         if isinstance(embedding, torch.nn.Embedding):
             start, stop = self._ranks.even(embedding.weight.shape[0])
-            self._note(f"{paths[id(embedding)]}.weight", -2, embedding.weight, start, stop)
+            self._note(f"{paths[id(embedding)]}.weight", -2, embedding.weight, (start, stop))
             embedding.weight = empty_parameter(embedding.weight, (stop - start, embedding.weight.shape[1]))
             embedding.num_embeddings, embedding.padding_idx = stop - start, None
             mix_in(VocabularyParallel, embedding, self._ranks)
@@ -386,7 +442,7 @@ class _Cutter:
             path, _, name = paths[id(head)].rpartition(".")
             parent = self._model.get_submodule(path)
             start, stop = self._ranks.even(head.weight.shape[0])
-            self._colwise(paths[id(head)], parent, name, start, stop)
+            self._colwise(paths[id(head)], parent, name, (start, stop))
             getattr(parent, name).first = start
             if tied:
                 getattr(parent, name).weight = embedding.weight

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from coordinator.messages import ExpertBalance
 from coordinator.numerics import UNKNOWN as UNKNOWN_CLASS
 from coordinator.numerics import Numerics
 from engine.messages import Delta, InstanceReport
@@ -202,6 +203,10 @@ class MeshFacts(Protocol):
 
         The keys are ``coordinator`` and the ranks of instances.
         """
+        ...
+
+    def balance(self) -> ExpertBalance | None:
+        """How the load of experts is balanced; None where it is not."""
         ...
 
     def choices(self) -> Mapping[str, int]:

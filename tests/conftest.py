@@ -14,11 +14,11 @@ import os
 import shutil
 import signal
 import tempfile
-from pathlib import Path
 
 import hypothesis
 import pytest
 
+from parallel.devices import has_device
 from tests.nightly import examples, runs_now
 
 pytest_plugins = ["tests.measured"]
@@ -29,7 +29,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the cores
     os.environ["OMP_NUM_THREADS"] = "1"
 
-if importlib.util.find_spec("triton") is not None and not Path("/dev/nvidiactl").exists():
+if importlib.util.find_spec("triton") is not None and not has_device():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton asks when it is loaded, so before anything does
 
 

@@ -290,3 +290,11 @@ def test_every_package_and_module_says_what_it_is() -> None:
     for package in ORDER:
         for path in sources(package):
             assert facts(path).docstring, f"{path} has no docstring"
+
+
+def test_each_command_of_the_makefile_has_one_rule() -> None:
+    text = (ROOT / "Makefile").read_text()
+    names = re.search(r"^\.PHONY:(.*)$", text, re.MULTILINE)
+    assert names is not None
+    rules = re.findall(r"^([a-z][a-z-]*):", text, re.MULTILINE)
+    assert sorted(rules) == sorted(set(names[1].split())), "written twice, or without a rule"

@@ -70,6 +70,12 @@ answers, whatever a process computes. One that is stopped does not, but those wh
 sooner.
 """
 
+BACKLOG = 4096
+"""Connections that wait to be accepted, as far as the kernel allows (``net.core.somaxconn``).
+
+All instances of a mesh connect at once when its coordinator is started again.
+"""
+
 HANDSHAKE_MS = 15_000
 """Milliseconds until a peer must have shown what it is.
 
@@ -166,6 +172,7 @@ class _Bound(Generic[In]):
         self._socket = context.socket(zmq.ROUTER)
         _set_options(self._socket, endpoint, max_bytes)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         self._guard = Guard(context, self._socket, keys, name) if keys is not None else None
         if listen_fd is not None:
             self._socket.setsockopt(zmq.USE_FD, listen_fd)

@@ -25,7 +25,7 @@ from engine.compute.logits_backend import NEVER, LogitsBackend, SampleRow
 from engine.compute.native_logits import NativeLogits
 from engine.compute.reasoning_budget import forced_token
 from engine.compute.token_rules import Columns, RuleTensors, TokenRules
-from engine.compute.torch_logits import TorchLogits, most_likely, numbers
+from engine.compute.torch_logits import TorchLogits, is_race_right, most_likely, numbers
 from engine.kernels import library
 from engine.messages import TokenLogprobs
 from engine.sampling import SamplingParams
@@ -185,9 +185,14 @@ class Sampler:
 
 
 def backend_on(device: torch.device, *, row_by_row: bool = False) -> LogitsBackend:
-    """The native kernels on a CPU where they are loaded, else torch."""
+    """The native kernels on a CPU where they are loaded, else torch's operators.
+
+    On a GPU a kernel of ours runs the races, if it is right.
+    """
     kernels = library.loaded() if device.type == "cpu" else None
-    return TorchLogits(row_by_row=row_by_row) if kernels is None else NativeLogits(kernels)
+    if kernels is not None:
+        return NativeLogits(kernels)
+    return TorchLogits(row_by_row=row_by_row, by_kernel=device.type == "cuda" and is_race_right(device))
 
 
 def _forced(rows: Sequence[SampleRow]) -> dict[int, int]:

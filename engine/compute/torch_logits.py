@@ -12,7 +12,9 @@ On a GPU all of it is only launched: nothing here waits for the device.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,11 @@ import torch
 from engine.attention.base import Int64s
 from engine.attention.transfer import upload
 from engine.compute.logits_backend import NEVER, SampleRow
+from engine.compute.token_rules import TokenRules
+from engine.gpu.product_choice import has_triton
+from engine.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Elements of a chunk of rows that are sampled or normalised together.
@@ -37,14 +44,23 @@ LEAST_TEMPERATURE = 1e-30
 """Temperature that stands for all lower ones."""
 BELOW_ONE = 1.0 - 2.0**-24
 """The largest float32 number below 1."""
+CHECKED_RACES = 16
+"""Rows whose winners a kernel must find before it is used."""
+
+Choose = Callable[[torch.Tensor, Sequence[SampleRow]], torch.Tensor]
+"""Chooses a token [rows] for logits [rows, vocabulary]."""
 
 
 class TorchLogits:
     """A :class:`.LogitsBackend` of torch's operators."""
 
-    def __init__(self, *, row_by_row: bool = False) -> None:
-        """``row_by_row``: compute each row by itself, so that no other one decides its bits."""
+    def __init__(self, *, row_by_row: bool = False, by_kernel: bool = False) -> None:
+        """``row_by_row``: compute each row by itself, so that no other one decides its bits.
+
+        ``by_kernel``: races over the whole vocabulary are one kernel (:func:`is_race_right`).
+        """
         self._row_by_row = row_by_row
+        self._by_kernel = by_kernel
 
     def __repr__(self) -> str:
         return "TorchLogits()"
@@ -67,13 +83,8 @@ class TorchLogits:
     def draw(self, shaped: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
         """See :class:`.LogitsBackend`."""
         chosen = torch.empty(len(rows), dtype=torch.int64, device=shaped.device)
-        kinds: tuple[tuple[Callable[[torch.Tensor, Sequence[SampleRow]], torch.Tensor], list[int]], ...] = (
-            (most_likely, [i for i, row in enumerate(rows) if row.params.greedy]),
-            (_draw, [i for i, row in enumerate(rows) if not (row.params.greedy or row.truncates)]),
-            (_draw_truncated, [i for i, row in enumerate(rows) if row.truncates]),
-        )
         step = self._rows_per_chunk(shaped)
-        for choose, indices in kinds:
+        for choose, indices in _ways(rows, shaped.device, self._by_kernel):
             for begin in range(0, len(indices), step):
                 part = indices[begin : begin + step]
                 where = numbers(part, shaped.device)
@@ -117,6 +128,22 @@ class TorchLogits:
         if self._row_by_row:
             return 1
         return max(CHUNK_ELEMENTS[logits.device.type] // int(logits.shape[1]), 1)
+
+
+def _ways(rows: Sequence[SampleRow], device: torch.device, by_kernel: bool) -> list[tuple[Choose, list[int]]]:
+    """How each row's token is chosen.
+
+    On a GPU rows with top-k do not share the full sort of those without: the former look at few tokens.
+    """
+    truncated = [i for i, row in enumerate(rows) if row.truncates]
+    whole = [i for i, row in enumerate(rows) if not (row.params.greedy or row.truncates)]
+    apart = [i for i in truncated if device.type == "cuda" and rows[i].params.top_k <= 0]
+    return [
+        (most_likely, [i for i, row in enumerate(rows) if row.params.greedy]),
+        (race_by_kernel if by_kernel else _draw, whole),
+        (_draw_truncated, sorted({*truncated} - {*apart})),
+        (_draw_truncated, apart),
+    ]
 
 
 def most_likely(logits: torch.Tensor, _rows: Sequence[SampleRow] = ()) -> torch.Tensor:
@@ -190,9 +217,44 @@ def _column(device: torch.device, values: Sequence[float]) -> torch.Tensor:
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Draw from the whole vocabulary."""
+    """Draw from the whole vocabulary: forty operators that go over all of it."""
     vocabulary = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)[None]
     return _race(_scale(logits, rows), vocabulary, rows)
+
+
+def race_by_kernel(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """The same by one kernel of Triton."""
+    from engine.gpu import fused_launches
+
+    device = logits.device
+    return fused_launches.race(
+        logits,
+        logits.amax(dim=-1),
+        _temperatures(device, rows),
+        _column(device, [row.params.min_p for row in rows]).log(),
+        upload(_row_keys([row.seed for row in rows], [row.position for row in rows]), device),
+    )
+
+
+@cache
+def is_race_right(device: torch.device) -> bool:
+    """Whether the kernel chooses as torch's operators do, but for near ties.
+
+    The first call of a process compares them, and waits for the device.
+    """
+    if not has_triton():
+        return False
+    params = [SamplingParams(temperature=0.5 + 0.1 * i, min_p=0.01 * (i % 3)) for i in range(CHECKED_RACES)]
+    nothing = np.zeros(0, dtype=np.int64)
+    rows = [SampleRow(each, i, 7 * i, nothing, 0, TokenRules(each)) for i, each in enumerate(params)]
+    logits = torch.randn(CHECKED_RACES, 9000, generator=torch.Generator().manual_seed(6))
+    try:
+        logits = logits.to(device)
+        same = int((race_by_kernel(logits, rows) == _draw(logits, rows)).sum())
+    except Exception as error:  # noqa: BLE001 (a compiler of kernels may raise anything)
+        logger.debug("races by torch: %s: %s", type(error).__name__, error)
+        return False
+    return same >= CHECKED_RACES - 1
 
 
 def _draw_truncated(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:

@@ -36,7 +36,7 @@ from parallel.communicators.base import CollectiveError
 from parallel.communicators.renewable import RenewableCommunicator
 from parallel.links.counts import LinkCount, added
 from parallel.links.keys import LinkKey
-from parallel.placement import assign_experts, owned_by_rank
+from parallel.placement import assign_experts, held_by_rank
 
 if TYPE_CHECKING:
     from parallel.communicators.base import Communicator
@@ -90,7 +90,7 @@ class SpreadMpExecutor(MpExecutor):
         self._control: GroupControl | None = None
         self._group: InstanceGroup | None = None
         """Group of this epoch, once there is one."""
-        self._held: list[list[int]] = []
+        self._held: list[list[list[int]]] = []
         self._untouched = Untouched()
         """Unwritten parts of the KV caches of all workers."""
         self._epoch = 0
@@ -117,7 +117,7 @@ class SpreadMpExecutor(MpExecutor):
         (here, size), device = self._place or (0, 1), self._config.device
         ranks = device.tensor_parallel_size
         first = assign_experts(self._info.num_experts, size * ranks, device.expert_placement_strategy)
-        self._held = [first.experts_of(here * ranks + rank) for rank in range(ranks)]
+        self._held = held_by_rank(first, ranks, here)
         controls = [worker.more_channels[0] for worker in self._workers if isinstance(worker, LocalWorker)]
         self._control = GroupControl(controls, self._on_silence)
         return facts
@@ -237,7 +237,7 @@ class SpreadMpExecutor(MpExecutor):
                     self._serves = False
                     raise WorkerLost(f"{worker} does not come out of its step")
                 self._take_in(self._poll.poll(left * 1000))
-        self._held = owned_by_rank(group.form.owners, group.form.ranks, group.rank)
+        self._held = held_by_rank(placement, group.form.ranks, group.rank)
 
     def _has_joined(self, inbox: deque[FromWorker]) -> bool:
         """Whether the worker has joined; earlier messages are dropped."""
@@ -263,7 +263,7 @@ class SpreadMpExecutor(MpExecutor):
 
     # ---- the rest of the contract
 
-    def experts_held(self) -> list[list[int]]:
+    def experts_held(self) -> list[list[list[int]]]:
         """See :class:`.SpreadExecutor`."""
         return self._held
 
@@ -271,7 +271,7 @@ class SpreadMpExecutor(MpExecutor):
         """See :class:`.SpreadExecutor`. As many as fit on the worker that has least room."""
         free = max(0, free_bytes) // max(1, len(self._expert_bytes))
         largest = max(self._expert_bytes, default=0)
-        held = min((len(of_rank) for of_rank in self._held), default=0)
+        held = min((max(map(len, of_rank)) for of_rank in self._held), default=0)
         if not largest:
             return 0
         limit = self._config.device.expert_memory_bytes
@@ -297,6 +297,11 @@ class SpreadMpExecutor(MpExecutor):
             for expert, tokens in (each.tokens_per_expert if each else {}).items():
                 total[expert] = total.get(expert, 0) + tokens
         return total
+
+    def expert_loads(self) -> list[list[int]]:
+        """See :class:`.SpreadExecutor`; as of a second ago, over the ranks of its stage."""
+        known = [each.expert_loads for each in self._groups.counts if each and each.expert_loads]
+        return [[sum(rows) for rows in zip(*layers, strict=True)] for layers in zip(*known, strict=True)]
 
     def link_counts(self) -> list[LinkCount]:
         """See :class:`.SpreadExecutor`; as of a second ago."""

@@ -17,7 +17,14 @@ import torch
 from coordinator.messages import GroupPlan
 from coordinator.numerics import TORCH, Arithmetic
 from engine.attention import Backend, make_attention
-from engine.attention.base import PLAN_KEYWORD, AttentionUse, CapturableAttention, PackedRows, PagedAttention
+from engine.attention.base import (
+    PLAN_KEYWORD,
+    AttentionUse,
+    CapturableAttention,
+    LayerShape,
+    PackedRows,
+    PagedAttention,
+)
 from engine.attention.torch_paged import gather_bytes
 from engine.compute import invariance
 from engine.compute.decode_graphs import CudaCapture, DecodeGraphs, make_graphs
@@ -32,7 +39,7 @@ from engine.host.cores import has_gpu
 from engine.kernels import library
 from engine.kernels.buffers import Room
 from engine.kernels.cache import NativeCache
-from engine.kernels.make import bytes_for_program, make_program
+from engine.kernels.make import bytes_for_program, cached_layers, make_program
 from engine.kernels.program import Program
 from engine.model.checkpoint import CheckpointError, ModelInfo, chosen_dtype
 from engine.model.choice import choose_backend
@@ -47,7 +54,7 @@ from parallel.communicators.base import Communicator
 from parallel.devices import device_sharers
 from parallel.expert_parallel import Dispatch
 from parallel.links.counts import LinkCount
-from parallel.placement import Placement, assign_experts, owned_by_rank
+from parallel.placement import Placement, assign_experts, held_by_rank
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +65,8 @@ The second is for --performance-mode throughput.
 """
 CPU_KV_SHARE = 0.4
 """Share of free memory that the cache gets on CPU, up to the limit."""
+KERNEL_COPIES = 2
+"""Copies of each spread expert in memory: native kernels lay out their own."""
 
 
 class UniExecutor:
@@ -99,6 +108,8 @@ class UniExecutor:
         self._attention = self._attention_before = AttentionUse()
         """Time in attention, now and before the last step."""
         self._program: Program | None = None
+        self._cached: tuple[LayerShape, ...] = ()
+        """What the layers cache of a token."""
         self._on_torch = config.device.on_torch
         library.choose(native_kind(config.device))
         self._backend: Backend = "TORCH_SDPA"
@@ -115,6 +126,10 @@ class UniExecutor:
         if device.type == "cuda" and self._config.device.batch_invariant:
             raise CheckpointError(
                 "--batch-invariant is not built for GPUs: leave it out, or compute on the CPU (--device cpu)"
+            )
+        if device.type == "cuda" and self._config.device.enable_eplb:
+            raise CheckpointError(
+                "--enable-eplb is not built for GPUs: leave it out, or compute on the CPU (--device cpu)"
             )
         if device.type == "cpu" and not self._on_torch:
             library.begin_build()
@@ -146,8 +161,11 @@ class UniExecutor:
                 limit,
                 self._config.model.online,
             )
-            self._held.check_limit()
+            self._held.check_limit(self._most_held)
             self._held.rehearse()
+        self._cached = model.layers
+        if not self._on_torch:
+            self._cached = cached_layers(model, self._config.cache.block_size)
         progress(f"loaded {model.weight_bytes / 2**20:.0f} MiB in {time.monotonic() - began:.1f} s")
         return ModelFacts(
             architecture=self._info.architecture,
@@ -156,18 +174,21 @@ class UniExecutor:
             vocab_size=model.vocab_size,
             dtype=str(dtype).removeprefix("torch."),
             device=str(device),
-            kv=KVSpec(num_layers=len(model.layers), bytes_per_token=self._kv_bytes(model)),
+            kv=KVSpec(num_layers=len(model.layers), bytes_per_token=self._kv_bytes),
         )
-
-    def _kv_bytes(self, model: LoadedModel) -> int:
-        """Bytes of a token in the KV cache."""
-        return model.kv_bytes_per_token(self._config.cache.kv_codes)
 
     def _when_read(self) -> None:
         """Compile the kernels of a shard now: later its groups' deadlines would include it."""
         if not self._shard.is_whole and self._device().type == "cpu" and not self._on_torch:
             library.load()
         self._before_first_run()
+
+    @property
+    def _kv_bytes(self) -> int:
+        """Bytes of a token in the KV cache, with numbers or with codes."""
+        assert self._model is not None, "load() comes first"
+        dtype, codes = self._model.dtype, self._config.cache.kv_codes
+        return sum(layer.bytes_per_token(dtype, codes) for layer in self._cached)
 
     @property
     def layers(self) -> range:
@@ -223,7 +244,7 @@ class UniExecutor:
         """See :class:`.Executor`. On CUDA, after a run of the largest step."""
         assert self._model is not None, "load() comes first"
         if self._model.device.type == "cpu":
-            free = memory.available_memory() - self._bytes_for_program()
+            free = memory.available_memory() - self._bytes_for_program() - self._bytes_for_copies()
             more = self._config.scheduler.goes_for_throughput
             limit = CPU_THROUGHPUT_KV_LIMIT if more else CPU_KV_LIMIT
             return min(limit, max(0, int(free * CPU_KV_SHARE)))
@@ -260,7 +281,7 @@ class UniExecutor:
         wanted = experts_after_loss(self._info.num_experts, self._place[1], self._shard.size)
         if not wanted:
             return share
-        more = max(0, wanted - len(self._held.experts)) * self.expert_bytes
+        more = max(0, wanted - self._held.most) * self.expert_bytes
         room = int(more / (1 - memory.MARGIN))
         smaller = leave_room(share, left, room)
         if left + share - smaller < room:
@@ -328,6 +349,33 @@ class UniExecutor:
         num_bytes = bytes_for_program(self._model, self._config.cache.block_size, room)
         return num_bytes * self._shard.neighbours
 
+    @property
+    def _most_held(self) -> int:
+        """Experts of each layer that this worker is to hold, copies for balance included."""
+        eplb, place = self._config.device.eplb, self._place
+        if eplb is None or place is None:
+            return 0
+        return -(-(self._info.num_experts + eplb.num_redundant_experts) // place[1])
+
+    def _bytes_for_copies(self) -> int:
+        """What copies of experts will take that are not here yet.
+
+        Raises:
+            CheckpointError: that is more than is free.
+        """
+        held = self._held
+        if held is None or not held.bytes_per_expert:
+            return 0
+        more = max(0, self._most_held - held.most)
+        needed = more * held.bytes_per_expert * KERNEL_COPIES * self._shard.neighbours
+        free = memory.available_memory()
+        if needed > free:
+            raise CheckpointError(
+                f"--eplb-config: {more} more experts of each layer on a worker take {needed / 2**20:.0f} "
+                f"MiB, of which {free / 2**20:.0f} MiB are free: lower num_redundant_experts"
+            )
+        return needed
+
     def allocate(self, num_blocks: int) -> None:
         """See :class:`.Executor`."""
         model, block_size = self._model, self._config.cache.block_size
@@ -335,16 +383,21 @@ class UniExecutor:
         self._num_blocks = num_blocks
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
-        self._untouched = memory.Untouched(num_blocks, block_size * self._kv_bytes(model))
+        self._untouched = memory.Untouched(num_blocks, block_size * self._kv_bytes)
         if self._program is None and not self._on_torch:
             self._program = make_program(model, block_size)
             self._on_torch = self._program is None
         self._check_kernels()
+        if self._program is None and self._cached != model.layers:
+            raise CheckpointError(
+                f"the native kernels cannot compute {self._info.architecture} after all, as the log says. "
+                "Torch needs a larger KV cache: set LOCKSTEP_NATIVE_KERNELS=0"
+            )
         if self._program is None and self._config.device.batch_invariant:
             self._fix_blocks(model)
         if self._program is not None:
             native = NativeCache(
-                model.layers,
+                self._program.cached,
                 num_blocks=num_blocks,
                 block_size=block_size,
                 dtype=model.dtype,
@@ -355,8 +408,9 @@ class UniExecutor:
             self._runner = ModelRunner(model, None, block_size, self._program)
             self._attention = self._program.attention
             if self._held is not None:
-                self._held.copies = 2
-                self._held.check_limit()
+                self._held.copies = KERNEL_COPIES
+                self._held.on_built = self._program.prepare_experts
+                self._held.check_limit(self._most_held)
             return
         cache = self._make_cache(num_blocks)
         self._stored = cache.stored if model.device.type == "cpu" else []
@@ -506,8 +560,8 @@ class UniExecutor:
         assert self._model is not None
         assert self._model.experts is not None
         assert self._held is not None
-        mine = placement.experts_of(group.rank)
-        self._held.install(mine, self.spare_memory)
+        mine = held_by_rank(placement, 1, group.rank)
+        self._held.install(mine[0], self.spare_memory)
         self._model.experts.join(group, placement)
         if self._program is not None:
             self._program.join(group, placement)
@@ -515,7 +569,7 @@ class UniExecutor:
     def prepare(self, form: GroupPlan, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
         """See :class:`.SpreadExecutor`."""
         assert self._held is not None, "experts are not spread"
-        experts = owned_by_rank(form.owners, form.ranks, place)[self._shard.rank]
+        experts = held_by_rank(form.placement, form.ranks, place)[self._shard.rank]
         return self._held.prepare(experts, free_bytes, should_stop)
 
     def connect(self, form: GroupPlan, group: Communicator, should_stop: Callable[[], bool]) -> Communicator:
@@ -526,9 +580,9 @@ class UniExecutor:
         """See :class:`.SpreadExecutor`. One group carries headers and tokens."""
         return []
 
-    def experts_held(self) -> list[list[int]]:
+    def experts_held(self) -> list[list[list[int]]]:
         """See :class:`.SpreadExecutor`; of a shard, of its own rank alone."""
-        return [list(self._held.experts)] if self._held is not None else []
+        return [[list(of_layer) for of_layer in self._held.experts]] if self._held is not None else []
 
     @property
     def expert_bytes(self) -> int:
@@ -569,8 +623,19 @@ class UniExecutor:
             return {}
         experts = self._model.experts
         experts.take_counts()
-        counts = experts.tokens_per_expert.tolist()
-        return {expert: counts[expert] for expert in experts.placement.experts_of(experts.rank)}
+        counts = experts.tokens_per_expert
+        held = {e for layer in range(len(counts)) for e in experts.placement.experts_of(experts.rank, layer)}
+        total = counts.sum(axis=0).tolist()
+        return {expert: total[expert] for expert in sorted(held)}
+
+    def expert_loads(self) -> list[list[int]]:
+        """See :class:`.SpreadExecutor`."""
+        experts = self._model.experts if self._model is not None else None
+        if experts is None:
+            return []
+        experts.take_counts()
+        loads: list[list[int]] = experts.tokens_per_expert.tolist()
+        return loads
 
     def set_threads(self, threads: int, cores: Sequence[int] = ()) -> None:
         """See :class:`.Executor`."""

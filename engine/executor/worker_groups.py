@@ -42,7 +42,6 @@ from parallel.communicators.renewable import RenewableCommunicator
 from parallel.links.counts import LinkCount, added, link_counts
 from parallel.links.keys import LinkKey
 from parallel.links.meeting import join_meeting
-from parallel.placement import Placement
 
 if TYPE_CHECKING:
     from engine.executor.messages import Begin
@@ -138,7 +137,7 @@ class WorkerGroups:
         threading.Thread(target=before.close, name="closing", daemon=True).start()
         form, experts = preparation.form, prepared.experts
         assert experts is not None
-        self._executor.join(experts, Placement(form.owners, len(form.peers) * form.ranks))
+        self._executor.join(experts, form.placement)
         return True
 
     def fail(self, error: CollectiveError) -> tuple[int | None, str]:
@@ -183,7 +182,9 @@ class WorkerGroups:
             case TellCounts():
                 assert self._executor is not None
                 executor = self._executor
-                self._tell(Counts(executor.tokens_per_expert(), executor.spare_memory(), *self._links()))
+                loads = executor.expert_loads() if self._begin.config.device.enable_eplb else []
+                counted = executor.tokens_per_expert(), executor.spare_memory()
+                self._tell(Counts(*counted, *self._links(), loads))
 
     def _prepare(self, message: PrepareGroups) -> None:
         preparation: Preparation[EpochGroups] = Preparation(

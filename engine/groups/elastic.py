@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
-from coordinator.messages import Evidence, GroupPlan, Lost
+from coordinator.messages import Evidence, ExpertLoads, GroupPlan, Lost
 from coordinator.rpc.keys import MeshKeys
+from engine.groups.expert_loads import LoadWindows
 from engine.groups.link_totals import LinkTotals
 from engine.groups.preparation import Preparation
 from engine.groups.recovery import (
@@ -39,7 +40,6 @@ from parallel.communicators.renewable import RenewableCommunicator
 from parallel.communicators.segments import Watch
 from parallel.links.counts import LinkCount, added, link_counts
 from parallel.lockstep import Wake
-from parallel.placement import Placement
 
 if TYPE_CHECKING:
     from engine.executor_contract import SpreadExecutor
@@ -72,6 +72,10 @@ class Mesh(Protocol):
 
     def drained(self) -> None: ...
 
+    def counted(self, loads: ExpertLoads) -> None:
+        """Called with the loads of its experts at the end of each window of steps."""
+        ...
+
 
 class Elastic:
     """See :class:`engine.groups.stepping.Stepping`."""
@@ -86,12 +90,14 @@ class Elastic:
         free_bytes: Callable[[], int],
         wake_loop: Callable[[], None],
         keys: MeshKeys | None = None,
+        windows: LoadWindows | None = None,
     ) -> None:
         """
         Args:
             connect: forms the group of a plan.
             free_bytes: memory that more experts may use now.
             wake_loop: ends the step loop's sleep; called from any thread.
+            windows: for the loads of experts, if they are balanced.
         """
         self._instance = instance
         self._executor = executor
@@ -100,6 +106,7 @@ class Elastic:
         self._free_bytes = free_bytes
         self._wake_loop = wake_loop
         self._keys = keys
+        self._windows = windows
         self._lock = threading.RLock()
         self._recovery = Recovery(instance)
         self._preparations: dict[int, Preparation[Communicator]] = {}
@@ -180,6 +187,10 @@ class Elastic:
         assert self._stepping is not None, "turn() says whether there is a group"
         agreement = self._stepping.agree(num_tokens, queued_prefill, longest, in_flight, self.ready_epoch)
         self.times.stepped(time.monotonic())
+        if agreement.runs and self._windows is not None:
+            loads = self._windows.stepped(self._executor.expert_loads)
+            if loads is not None:
+                self._mesh.counted(loads)
         if agreement.switches_to:
             with self._lock:
                 self._carry_out(self._recovery.switched(agreement.switches_to))
@@ -230,10 +241,12 @@ class Elastic:
             return
         self._retire()
         self.link_totals()  # a last time, of the group before
-        self._executor.join(group, Placement(form.owners, len(form.peers) * form.ranks))
+        self._executor.join(group, form.placement)
         others = [peer.address for peer in form.peers if peer.instance != self._instance]
         self._stepping = InLockstep(group, form.epoch, others, self._keys)
         self._waits = False
+        if self._windows is not None:
+            self._windows.entered(form.epoch, self._executor.expert_loads())
         self._links.entered([peer.rank for peer in form.peers])
         self._group = group
         self.times.entered(
@@ -388,7 +401,7 @@ def _what_for(form: GroupPlan, recovery: Recovery) -> str:
         return f"{who}, after a loss in epoch {current.epoch}"
     before = {peer.instance for peer in current.peers}
     come, leave = len({peer.instance for peer in form.peers} - before), len(form.leavers)
-    return f"{who}; {come} come, {leave} leave"
+    return f"{who}; {come} come, {leave} leave" if come or leave else f"{who}; experts move"
 
 
 def _transport(group: Communicator) -> str:

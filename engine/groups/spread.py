@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable
 
 from coordinator.member_connection import COMPLAINT_INTERVAL, MemberConnection
-from coordinator.messages import GroupPlan, Lost, Settings, State
+from coordinator.messages import ExpertLoads, GroupPlan, Lost, Settings, State
 from coordinator.rpc.keys import MeshKeys, link_key
 from engine.config import DeviceConfig
 from engine.executor_contract import SpreadExecutor
 from engine.groups.elastic import Elastic
+from engine.groups.expert_loads import LoadWindows
 from engine.groups.rendezvous import Rendezvous
 from engine.groups.stepping import NoGroup
 from parallel.communicators.base import Communicator
@@ -67,6 +68,7 @@ class Spread:
         self._was_ready = False
         self.drains = False
         """Whether it drains; it is then no longer reported as ready."""
+        self._balances = device.eplb is not None
         self._meeting = Rendezvous(host, device, link_key(keys) if keys is not None else None)
         self.stepping = Elastic(
             name,
@@ -76,6 +78,7 @@ class Spread:
             free_bytes=self._free_bytes,
             wake_loop=wake_loop,
             keys=keys,
+            windows=LoadWindows(device.eplb.window_size) if device.eplb is not None else None,
         )
         membership.follow(self.stepping.on_form, self.stepping.on_fenced)
         membership.update(
@@ -84,6 +87,7 @@ class Spread:
             address=endpoint,
             store=self._meeting.address,
             experts=executor.experts_held(),
+            expert_layers=len(executor.expert_loads()) if self._balances else 0,
             max_experts=self._max_experts(),
         )
 
@@ -131,6 +135,7 @@ class Spread:
             phase=None if self.drains else "serving",
             store=self._meeting.address,
             experts=self._executor.experts_held(),
+            expert_layers=len(self._executor.expert_loads()) if self._balances else 0,
             max_experts=self._max_experts(),
             ready_epoch=self.stepping.ready_epoch,
         )
@@ -147,6 +152,10 @@ class Spread:
     def drained(self) -> None:
         """See :class:`engine.groups.elastic.Mesh`."""
         self._membership.update(state=State.DRAINED, phase="drained")
+
+    def counted(self, loads: ExpertLoads) -> None:
+        """See :class:`engine.groups.elastic.Mesh`."""
+        self._membership.update(loads=loads, expert_layers=len(loads.rows))
 
     # ----
 

@@ -269,7 +269,7 @@ void attend_to_all(const Operation& op, const Operation& before, const Step& ste
     };
     for (look_up_next(now); now.queries > 0; std::swap(now, next)) {
         look_up_next(next);
-        if (step.apart) projected.keep(step.offsets[now.row], now.kv_head);
+        if (is_apart(before, step)) projected.keep(step.offsets[now.row], now.kv_head);
         attend_to<T, AnyPass>(op, step, now, next, wanted);
     }
 }

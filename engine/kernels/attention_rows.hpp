@@ -45,6 +45,7 @@ class Room {
 // What ATTEND is given: in: what qkv leaves; out [tokens, or those selected, heads * value_dim]; a heads, b kv_heads, c dim, n value_dim, d window
 // or 0; number: scale; extra: keys, weights: values; codes, scales: how these are kept; more: a logit for each head that joins the
 // softmax, or none; cap: scores are cap * tanh(score / cap), 0 for none; factors: what queries are multiplied by, by position, or none.
+// groups: in so many tasks are the queries of a KV head; each counts as a KV head in b.
 struct AttentionShape {
     int64_t heads, kv_heads, group, dim, value_dim, window;
     float scale, cap;
@@ -58,13 +59,14 @@ struct AttentionShape {
 // Some queries of a row of the step, which follow one another, and a KV head.
 struct AttentionTask {
     int64_t row = 0, first = 0, queries = 0, kv_head = 0;  // no queries: there is no such task
+    int64_t keys_of = 0;                                    // KV head in the cache
     int64_t place = 0;                                      // row of the first one's result
     int64_t position = 0;                                   // of the first one
     int64_t begin = 0;                                      // the first block of keys that they look at
     std::vector<int64_t> numbers;                           // of the blocks from there on, in the cache; one at least
 
     int64_t end() const { return begin + int64_t(numbers.size()); }
-    bool same_keys(const AttentionTask& other) const { return row == other.row && kv_head == other.kv_head; }
+    bool same_keys(const AttentionTask& other) const { return row == other.row && keys_of == other.keys_of; }
 };
 
 inline int64_t num_tasks_of(const Operation& op, const Step& step) { return op.flags & SELECTED ? step.num_chosen_tasks : step.num_tasks; }
@@ -77,13 +79,15 @@ inline void look_up(const Operation& op, const Step& step, int64_t number, Atten
     const int32_t* described = (op.flags & SELECTED ? step.chosen_tasks : step.tasks) + 4 * (number / kv_heads);
     task.row = described[0], task.first = described[1], task.queries = described[2], task.place = described[3];
     task.kv_head = number % kv_heads;
+    const int64_t groups = std::max<int64_t>(1, op.groups);
+    task.keys_of = task.kv_head / groups;
     task.position = step.starts[task.row] + task.first;
     int64_t behind = (task.position + task.queries - 1) / LANES + 1, sub = step.block_size / LANES;
     task.begin = window > 0 ? std::max<int64_t>(0, task.position - window + 1) / LANES : 0;
     const int32_t* table = step.tables + task.row * step.table_width;
     task.numbers.clear();
     for (int64_t block = task.begin, within = block % sub, entry = block / sub; block < behind; ++entry, within = 0) {
-        int64_t first = (table[entry] * kv_heads + task.kv_head) * sub;
+        int64_t first = (table[entry] * (kv_heads / groups) + task.keys_of) * sub;
         for (; within < sub && block < behind; ++within, ++block) task.numbers.push_back(first + within);
     }
 }

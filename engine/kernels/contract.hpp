@@ -147,7 +147,7 @@ class Team {
 
 enum Kind : int64_t {
     EMBED, NORM, LINEAR, QKV, ATTEND, GATED, ROUTE, SORT, EXPERTS_UP, EXPERTS_DOWN, COMBINE, SELECT,
-    OFFER, MEET, RETURN, HOME, CHOOSE, GATHER, SUM, BEST_OF_ALL, LOOK, CAP, WIDEN, ROUND
+    OFFER, MEET, RETURN, HOME, CHOOSE, GATHER, SUM, BEST_OF_ALL, LOOK, CAP, WIDEN, ROUND, SQUARES, CLEAR, SCALE, INPUTS, TIMES
 };
 // Of the thread that the caller called in: it may call back.
 constexpr bool is_callers(int64_t kind) {
@@ -165,15 +165,19 @@ struct Operation {
     int64_t flags;
     double number;
     int64_t a, b, c, d;
-    double cap;            // of scores, 0 for none
-    const float* factors;  // of queries, by position, or none; of rows, by row
+    double cap;            // of scores, 0 for none; or what a norm of values adds
+    const float* factors;  // of queries, by position, or none; of rows, by row; weights of a norm of values
     void* scales;          // of keys and values, where these are kept as codes
     int64_t codes;         // which: see kv_cache.hpp
     int64_t width;         // numbers of a row, where those of the operation are part of a wider one; 0: they are all
     int64_t shared;        // numbers at the beginning of a key that are the same for all heads
+    int64_t groups;        // of outputs, each with inputs of its own or the same ones; of the queries of a KV head; 0: one
+    int64_t step_in, step_out;  // numbers from one group to the next
 };
 constexpr int64_t ADD = 1, AS_FLOAT = 2, SELECTED = 4, COMPRESSED = 8, TO_CHOOSE = 16, CENTRED = 32, NORM_LAST = 64,
-                  QUANTIZED = 128, WIDE = 256, ROUNDED = 512;
+                  QUANTIZED = 128, WIDE = 256, ROUNDED = 512, QUERIES_ONLY = 1024, WITHIN = 2048;
+
+constexpr int64_t BOTH = 2;  // norms over all heads: of queries, and of keys
 
 // Of a kind of rotary embedding, [positions, half]: the first 2 * half numbers of a head are turned.
 struct Angles {

@@ -13,26 +13,47 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
-from engine.attention.base import LayerShape
+from engine.attention.base import LAYER_ATTRIBUTE, LayerShape
 from engine.kernels.packing import LANES, PACK
 from engine.kernels.recognition.activations import Activation, activation_of
 from engine.kernels.recognition.ends import embedding_factor, of_logits
 from engine.kernels.recognition.experts import ExpertForm, form_of
 from engine.kernels.recognition.latent import Latents, is_latent, latent_parts, noted_latent
 from engine.kernels.recognition.norms import Norm, norm_of
-from engine.kernels.recognition.order import order_of
+from engine.kernels.recognition.order import Inside, order_of
+from engine.kernels.recognition.per_layer import (
+    PROJECTION,
+    TABLE,
+    TABLE_NORM,
+    LayerInput,
+    LayerInputs,
+    input_of,
+    inputs_of,
+    without_input,
+    without_inputs,
+)
 from engine.kernels.recognition.projections import (
+    QUERIES_ALONE,
+    VALUES_OF_KEYS,
     Linear,
     attention_projections,
+    is_joined,
     linear_of,
     mlp_projections,
     whole,
 )
-from engine.kernels.recognition.routing import Routing, router_of, routing_of, weights_of
+from engine.kernels.recognition.routing import (
+    Routing,
+    router_of,
+    routing_of,
+    scaled_routing_of,
+    weights_of,
+)
 from engine.kernels.recognition.stand_ins import NotUsual
 from engine.kernels.recognition.turning import (
     TOKENS,
@@ -43,6 +64,7 @@ from engine.kernels.recognition.turning import (
     order_of_pairs,
     rotary_of,
 )
+from engine.model.quantization.attached import reader_of, rows_of
 from engine.model.shard import PassThrough
 from parallel.tensor_parallel import SummedExperts, VocabularyParallel
 
@@ -93,10 +115,22 @@ class Attention:
     """[heads] float32: a logit of each query head that joins the sum of its softmax."""
     factors: QueryFactors | None = None
     """What the queries of a position are multiplied by."""
+    value_norm: Norm | None = None
+    """Norm of the values of each head: weights [value_dim]."""
+    source: int | None = None
+    """Number of the layer, among those here, whose keys and values it reads.
+
+    It has queries alone then. None: it has its own.
+    """
     latents: Latents | None = None
     """What the heads are made from; None: from the hidden numbers.
 
     They lie between queries and keys. Last come the numbers that all keys of a token begin with.
+    """
+    keeps_latents: bool = False
+    """Whether the latents of keys are cached instead of keys and values.
+
+    Queries are multiplied by what would make keys of them, and sums of latents by what would make values.
     """
 
     @property
@@ -105,11 +139,34 @@ class Attention:
         return 0 if self.latents is None else self.latents.num_shared
 
     @property
+    def num_sums(self) -> int:
+        """Sums over the tensor-parallel ranks."""
+        return self.is_partial + (self.wide_norms is not None and self.wide_norms[0].over is not None)
+
+    @property
+    def cached(self) -> LayerShape:
+        """What is cached of a token, and looked at."""
+        window = self.window or None
+        if self.latents is None or not self.keeps_latents:
+            return LayerShape(self.kv_heads, self.dim, self.value_dim, window)
+        size = self.latents.keys.size
+        return LayerShape(1, self.shared + size, size, window)
+
+    @property
     def projected_width(self) -> int:
         """Numbers of a token's queries, keys and values, and of what they are made from."""
+        if self.source is not None:
+            return self.heads * self.dim
         latents = 0 if self.latents is None else self.latents.width
-        of_kv_head = self.dim - self.shared + self.value_dim
-        return self.heads * self.dim + latents + self.kv_heads * of_kv_head
+        queries = self.heads * self.cached.key_dim
+        if self.keeps_latents:
+            return queries + latents
+        return queries + latents + self.kv_heads * (self.dim - self.shared + self.value_dim)
+
+    @property
+    def attended_width(self) -> int:
+        """Numbers that are summed up over the keys of a token, for all heads."""
+        return self.heads * self.cached.value_dim
 
     @property
     def width(self) -> int:
@@ -134,9 +191,31 @@ class Mlp:
     down_bias: torch.Tensor | None
 
     @property
+    def has_parts(self) -> bool:
+        """Whether ranks have some inputs each of the last product."""
+        return self.is_partial
+
+    @property
     def num_sums(self) -> int:
         """Sums over the tensor-parallel ranks."""
         return int(self.is_partial)
+
+
+@dataclass(frozen=True)
+class MoeNorms:
+    """Norms of the parts of a mixture that stands beside an MLP, its shared expert.
+
+    The layer's norms are before the MLP, and behind the sum of both.
+    """
+
+    router: Norm
+    """Before the router."""
+    experts: Norm
+    """Before the experts."""
+    shared_last: Norm
+    """Behind the MLP."""
+    experts_last: Norm
+    """Behind the experts."""
 
 
 @dataclass(frozen=True)
@@ -153,10 +232,14 @@ class Moe:
     is_partial: bool
     """As in :class:`Attention`."""
     num_experts: int
+    first_whole: int | None = None
+    """Number of the first expert here, where each tensor-parallel rank has whole ones."""
     shared: Mlp | None = None
     """An expert of all tokens, whose result is added."""
     shared_gate: torch.Tensor | None = None
     """[1, hidden]: the sigmoid of its product is a factor on the shared expert's result."""
+    norms: MoeNorms | None = None
+    """None: the layer's norms are those of all parts."""
 
     @property
     def width(self) -> int:
@@ -165,6 +248,11 @@ class Moe:
     @property
     def top_k(self) -> int:
         return self.routing.top_k
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether ranks have some inputs each of the experts' last product."""
+        return self.is_partial and self.first_whole is None
 
     @property
     def num_sums(self) -> int:
@@ -190,6 +278,10 @@ class Layer:
     """Whether the MLP sees the stream as attention does, without what that adds."""
     factor: float
     """Factor on what both add."""
+    stream_factor: float = 1.0
+    """Factor on the stream behind all parts."""
+    input: LayerInput | None = None
+    """What is done, behind the MLP, with an input beside the stream."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +294,9 @@ class Embedding:
     """Whether other ranks have other tokens."""
     factor: float
     positions: torch.Tensor | None
-    """[positions, hidden]: learned vectors that are added."""
+    """[positions, hidden]: learned vectors that are added, by the rank that has the first token."""
+    inputs: LayerInputs | None = None
+    """What makes inputs that layers have beside the stream."""
 
 
 @dataclass(frozen=True)
@@ -241,6 +335,11 @@ class Decoder:
     dtype: torch.dtype
 
     @property
+    def cached(self) -> tuple[LayerShape, ...]:
+        """What the layers cache."""
+        return tuple(layer.attention.cached for layer in self.layers)
+
+    @property
     def vocab(self) -> int:
         """Width of the logits that are computed here."""
         return 0 if self.output is None else self.output.vocab
@@ -257,13 +356,13 @@ class Decoder:
         """Numbers of inputs, of all ranks, of products that the ranks add up."""
         attentions = [layer.attention for layer in self.layers if layer.attention.is_partial]
         here = {each.width for each in attentions}
-        here |= {mlp.width for layer in self.layers for mlp in _mlps(layer.mlp) if mlp.is_partial}
+        here |= {mlp.width for layer in self.layers for mlp in _mlps(layer.mlp) if mlp.has_parts}
         return {inputs * ranks for inputs in here}
 
     @property
     def num_sums(self) -> int:
         """Sums over the tensor-parallel ranks in one step."""
-        partial = [layer.attention.is_partial + layer.mlp.num_sums for layer in self.layers]
+        partial = [layer.attention.num_sums + layer.mlp.num_sums for layer in self.layers]
         return sum(partial) + (self.embedding is not None and self.embedding.is_partial)
 
 
@@ -305,12 +404,14 @@ def recognise(module: Any, shapes: Sequence[LayerShape], dtype: torch.dtype) -> 
     return Decoder(embedding, layers, output, hidden, tuple(rotaries.values()), dtype)
 
 
+PER_LAYER = {"table": (TABLE,), "projection": (PROJECTION,), "table_norm": (TABLE_NORM,)}
 BASE = {
     "embedding": ("embed_tokens", "wte"),
     "layers": ("layers", "h"),
     "norm": ("norm", "ln_f", "final_layernorm"),
     "rotary": ("rotary_emb",),
     "positions": ("wpe",),
+    **PER_LAYER,
 }
 """Names of the parts of a base model, by role."""
 
@@ -335,10 +436,9 @@ def _embedding(base: Any, names: dict[str, str], hidden: int, dtype: torch.dtype
         raise NotUsual("an embedding of another width")
     is_partial = isinstance(module, VocabularyParallel)
     positions = getattr(base, names["positions"]).weight if "positions" in names else None
-    if is_partial and positions is not None:
-        raise NotUsual("an embedding of positions that is not cut as that of tokens")
-    factor = embedding_factor(base, names, hidden, dtype)
-    return Embedding(module.weight, module.first if is_partial else 0, is_partial, factor, positions)
+    factor = embedding_factor(without_inputs(base), names, hidden, dtype)
+    first = module.first if is_partial else 0
+    return Embedding(module.weight, first, is_partial, factor, positions, inputs_of(base, dtype))
 
 
 def _output(module: Any, norm: Any, hidden: int) -> Output | None:
@@ -365,21 +465,25 @@ def _layer(
     rotaries: dict[tuple[str, ...], Rotary],
     dtype: torch.dtype,
 ) -> Layer:
-    order = order_of(layer, hidden)
+    order = order_of(without_input(layer), hidden)
+    stack = getattr(base, base_parts(base)["layers"])
 
     def norm(name: str | None) -> Norm | None:
         return None if name is None else norm_of(getattr(layer, name), hidden)
 
-    block = getattr(layer, order.mlp)
-    behind = norm(order.behind_mlp)
-    if hasattr(block, "experts"):
-        mlp: Mlp | Moe = _mixture(block, hidden, dtype)
-        own = _norm_in(block)
-        if order.before_mlp is None or order.is_parallel or (behind is not None and own is not None):
+    block, beside = getattr(layer, order.mlp), None if order.beside is None else getattr(layer, order.beside)
+    behind, has_experts = norm(order.behind_mlp), hasattr(block, "experts")
+    mlp = _mixture(block, beside, hidden, dtype) if has_experts else _mlp(block)
+    if has_experts and (own := _norm_in(block)) is not None:
+        if behind is not None or order.factor != 1.0:
             raise NotUsual("experts with norms in another place")
-        behind = behind if own is None else norm_of(own, hidden)
-    else:
-        mlp = _mlp(block)
+        behind = norm_of(own, hidden)
+    if order.inside is not None:
+        if order.factor != 1.0 or order.is_parallel or behind is None:
+            raise NotUsual("an MLP beside experts in another order")
+        mlp = _mixture_beside(layer, order.inside, mlp, hidden)
+    elif isinstance(mlp, Moe) and mlp.shared_gate is not None and behind is not None:
+        raise NotUsual("a norm behind a shared expert with a gate")
     return Layer(
         norm=norm(order.before_attention),
         attention=_attention(getattr(layer, order.attention), shape, base, rotaries),
@@ -389,6 +493,8 @@ def _layer(
         mlp_last_norm=behind,
         is_parallel=order.is_parallel,
         factor=order.factor,
+        stream_factor=order.stream_factor,
+        input=input_of(layer, hidden, [*stack].index(layer), len(stack)),
     )
 
 
@@ -401,21 +507,27 @@ def _attention(
     if is_latent(module):
         return _latent_attention(module, shape, base, rotaries)
     inward, out_name = attention_projections(module)
-    projections = [whole(each) for each in inward.values()]
-    heads = (sum(each.outputs for each in projections) - kv_heads * (dim + value_dim)) // dim
-    sizes = heads * dim, kv_heads * dim, kv_heads * value_dim
-    if len(projections) > 1 and tuple(each.outputs for each in projections) != sizes:
-        raise NotUsual("projections of another size than its heads")
+    projections, source = [whole(each) for each in inward.values()], _source(module, base)
+    if (source is not None) != (tuple(inward) == QUERIES_ALONE):
+        raise NotUsual("attention that has no keys of its own, nor another layer's")
+    if len(projections) == len(VALUES_OF_KEYS):
+        projections.append(projections[1])
+    of_keys = 0 if source is not None else kv_heads * (dim + value_dim)
+    heads = (sum(each.outputs for each in projections) - of_keys) // dim
+    sizes = (heads * dim, kv_heads * dim, kv_heads * value_dim)[: 1 if source is not None else 3]
     weights = [each.weight for each in projections]
-    if len(weights) == 1:
-        weights = list(weights[0].split(sizes))
+    if is_joined(inward):
+        ends = list(accumulate(sizes, initial=0))
+        weights = [rows_of(weights[0], slice(begin, end)) for begin, end in pairwise(ends)]
+    if tuple(map(len, weights)) != sizes:
+        raise NotUsual("projections of another size than its heads")
     rotary = rotary_of(base, module)
     seen = noted(module, rotary, shape, heads, _telling(module.config))
     turning, out = seen.turning, linear_of(getattr(module, out_name))
     number, places = _rotary_number(seen, rotary, rotaries, dim)
     norms, qkv_bias = turning.norms, _joined_bias(projections)
     if places is not None:
-        everywhere = _everywhere(places, heads + kv_heads, dim)
+        everywhere = _everywhere(places, heads + (kv_heads if source is None else 0), dim)
         if norms is not None:
             norms = Norm(norms.weights[everywhere], norms.eps, norms.is_centred)
         if turning.wide_norms is not None:
@@ -442,7 +554,26 @@ def _attention(
         cap=seen.cap,
         sinks=None if seen.sinks is None else _copy(seen.sinks),
         factors=_factors(module.config, seen.factors),
+        value_norm=seen.value_norm,
+        source=source,
     )
+
+
+def _source(module: Any, base: Any) -> int | None:
+    """See :attr:`Attention.source`."""
+    if not getattr(module, "is_kv_shared_layer", False):
+        return None
+    stack = getattr(base, base_parts(base)["layers"])
+    here = [attention_of(layer) for layer in stack if not isinstance(layer, PassThrough)]
+    for number, other in enumerate(here):
+        if other.store_full_length_kv and other.layer_type == module.layer_type:
+            return number
+    raise NotUsual("keys and values of a layer that is not here")
+
+
+def attention_of(layer: Any) -> Any:
+    """The attention of a layer."""
+    return next(part for _, part in layer.named_children() if hasattr(part, LAYER_ATTRIBUTE))
 
 
 def _latent_attention(
@@ -479,7 +610,21 @@ def _latent_attention(
         sinks=None if seen.sinks is None else _copy(seen.sinks),
         factors=_factors(module.config, seen.factors),
         latents=latents,
+        keeps_latents=_can_keep(latents, dim, value_dim),
     )
+
+
+def _can_keep(latents: Latents, dim: int, value_dim: int) -> bool:
+    """Whether latents can be cached: whether the products of each head fill whole panels.
+
+    It does not depend on the number of heads, so ranks with fewer of them do the same. Where the latent is
+    rounded to 8 bits before keys and values are made of it, they are made, and cached.
+    """
+    reader = reader_of(latents.expand)
+    if reader is not None and reader.rounds:
+        return False
+    shared, pair = latents.num_shared, 2 * LANES
+    return not (shared % LANES or (dim - shared) % 2 or value_dim % pair or latents.keys.size % pair)
 
 
 SAME = 1e-4
@@ -554,21 +699,22 @@ def _mlp(module: Any) -> Mlp:
     return _dense(module, projections)
 
 
-def _mixture(block: Any, hidden: int, dtype: torch.dtype) -> Moe:
-    """A block with a router, experts, and maybe one that all tokens share."""
+def _mixture(block: Any, beside: Any, hidden: int, dtype: torch.dtype) -> Moe:
+    """A block with a router and experts; one of all tokens may be beside it."""
     children = {name for name, part in block.named_children() if part is not _norm_in(block)}
     children -= {"experts", "gate", "router", "act_fn"}
     shared = shared_of(block)
+    if beside is not None and shared is not None:
+        raise NotUsual("two experts of all tokens")
     others = children - SHARED - {SHARED_GATE}
     if others or len(children & SHARED) > 1 or (SHARED_GATE in children and shared is None):
         raise NotUsual(f"{type(block).__name__} has the parts {', '.join(sorted(children))}")
     experts = block.experts
-    form, is_partial = form_of(experts), isinstance(experts, SummedExperts)
-    if form.hidden != hidden:
-        raise NotUsual("experts laid out the other way round")
+    form, is_partial = _form_of(experts, hidden)
     router, bias = weights_of(router_of(block))
-    if is_partial and (form.has_bias or len(experts.down_proj) != len(router)):
-        raise NotUsual("experts that tensor-parallel ranks have whole, or with biases")
+    first_whole = experts.first_whole if is_partial else None
+    if is_partial and form.has_bias and first_whole is None:
+        raise NotUsual("experts with biases of which tensor-parallel ranks have parts")
     return Moe(
         router=router,
         router_bias=None if bias is None else _copy(bias),
@@ -577,8 +723,37 @@ def _mixture(block: Any, hidden: int, dtype: torch.dtype) -> Moe:
         form=form,
         is_partial=is_partial,
         num_experts=router.shape[0],
-        shared=_mlp(shared) if shared is not None else None,
+        first_whole=first_whole,
+        shared=next((_mlp(each) for each in (shared, beside) if each is not None), None),
         shared_gate=whole(getattr(block, SHARED_GATE)).weight if SHARED_GATE in children else None,
+    )
+
+
+def _form_of(experts: Any, hidden: int) -> tuple[ExpertForm, bool]:
+    """The form of experts, and whether they give partial sums."""
+    form = form_of(experts)
+    if form.hidden != hidden:
+        raise NotUsual("experts laid out the other way round")
+    return form, isinstance(experts, SummedExperts)
+
+
+def _mixture_beside(layer: Any, inside: Inside, mlp: Mlp | Moe, hidden: int) -> Moe:
+    """A mixture that stands beside an MLP, each with norms of its own."""
+    assert isinstance(mlp, Mlp)
+    experts = getattr(layer, inside.experts)
+    form, is_partial = _form_of(experts, hidden)
+    product, norm, routing = scaled_routing_of(getattr(layer, inside.router))
+    names = inside.before_experts, inside.behind_mlp, inside.behind_experts
+    return Moe(
+        router=whole(product).weight,
+        router_bias=None,
+        routing=routing,
+        experts=experts,
+        form=form,
+        is_partial=is_partial,
+        num_experts=product.weight.shape[0],
+        shared=mlp,
+        norms=MoeNorms(norm, *(norm_of(getattr(layer, name), hidden) for name in names)),
     )
 
 
@@ -598,7 +773,7 @@ def _dense(module: Any, projections: list[Any]) -> Mlp:
     width = down.weight.shape[1]
     gate, up = (inward[0].weight, inward[-1].weight) if len(inward) == 2 else (None, inward[0].weight)
     if up.shape[0] == 2 * width:
-        gate, up = up.chunk(2)
+        gate, up = rows_of(up, slice(0, width)), rows_of(up, slice(width, 2 * width))
     if up.shape[0] != width:
         raise NotUsual("an MLP whose parts have different widths")
     down_bias = None if down.bias is None else _copy(down.bias)

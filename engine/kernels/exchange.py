@@ -21,7 +21,8 @@ from engine.kernels.operations import EXCHANGE
 from engine.kernels.rows import SLACK, pitch_of
 from engine.kernels.waits import NativeWaits
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
-from parallel.placement import Placement
+from parallel.placement import Placement, assign_experts
+from parallel.replicas import Ints, Replicas, line
 
 WORDS_BYTES = 4096
 """Bytes at the beginning of an arena that hold its words."""
@@ -78,22 +79,42 @@ class Layout(NamedTuple):
 class Exchange:
     """The expert layers of one instance, or what groups have in common."""
 
-    def __init__(self, shape: Shape, rows: int, num_local: int | None = None) -> None:
-        """``rows``: of all members, at most, in a step. ``num_local``: experts computed here."""
+    def __init__(self, shape: Shape, rows: int, replicas: Replicas) -> None:
+        """``rows``: of all members, at most, in a step."""
         self.shape, self.rows = shape, rows
         self.layout = Layout.of(shape, rows)
-        self.num_local = shape.num_experts if num_local is None else num_local
+        self._replicas = replicas
         self.record = np.zeros((), dtype=EXCHANGE)
         """Addresses that the kernels get; all that they point to is kept here."""
+        self._layers: dict[int, np.ndarray[Any, Any]] = {}
         self._kept: dict[str, Any] = {}
-        self.begins = self.keep("begins", np.zeros(self.num_local + 1, dtype=np.int64))
+        most = max(map(len, replicas.mine))
+        self.begins = self.keep("begins", np.zeros(most + 1, dtype=np.int64))
         self.record["top_k"], self.record["hidden"] = shape.top_k, shape.hidden
-        self.record["num_experts"], self.record["num_local"] = shape.num_experts, self.num_local
+        self.record["num_experts"], self.record["most_copies"] = shape.num_experts, replicas.most_copies
         for name in ("rows_at", "ids_at", "places_at", "results_at"):
             self.record[name] = getattr(self.layout, name)
         self.keep("rounds", np.zeros(1, dtype=np.int64))
+        self._counted: Ints | None = None
         self.firsts = np.zeros(0, dtype=np.int64)
         """Number of the first pair of each member in a step."""
+        self._line = np.zeros(0, dtype=np.int64)
+
+    def of_layer(self, layer: int) -> np.ndarray[Any, Any]:
+        """The record for a layer, counted among those with experts.
+
+        It is written anew, in the same memory, and stays as long as this exchange.
+        """
+        record = self._layers.setdefault(layer, np.zeros((), dtype=EXCHANGE))
+        record[...] = self.record
+        replicas, at = self._replicas, self._replicas.row_of(layer)
+        record["num_local"] = len(replicas.mine[at])
+        record["copies"] = replicas.ranks[at].ctypes.data
+        record["counts"] = replicas.counts[at].ctypes.data
+        record["numbers"] = replicas.numbers[at].ctypes.data
+        if self._counted is not None:
+            record["counted"] = self._counted[layer].ctypes.data
+        return record
 
     def keep(self, name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Let the field point to this array."""
@@ -113,7 +134,9 @@ class Exchange:
         return gathered
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Prepare for a step. ``sizes``: rows of each member, if there are several."""
+        """Prepare for a step. ``sizes``: rows of each member by its header."""
+        if sizes:
+            self._line[:] = line(sizes)
 
     @property
     def error(self) -> BaseException | None:
@@ -126,24 +149,23 @@ class Exchange:
         address: int = self._kept["arenas"][int(self.record["rank"])]
         return int(address)
 
-    def _place(self, rank: int, arenas: Sequence[int], owners: Sequence[int], numbers: Sequence[int]) -> None:
-        self.record["rank"], self.record["size"] = rank, len(arenas)
+    def _place(self, arenas: Sequence[int]) -> None:
+        self.record["rank"], self.record["size"] = self._replicas.rank, len(arenas)
         self.keep("arenas", np.array(arenas, dtype=np.int64))
         self.record["returned"] = self.record["arenas"]
         self.firsts = self.keep("firsts", np.zeros(len(arenas), dtype=np.int64))
         self.keep("sizes", np.zeros(len(arenas), dtype=np.int64))
-        self.keep("owners", np.array(owners, dtype=np.int64))
-        self.keep("numbers", np.array(numbers, dtype=np.int64))
+        self._line = self.keep("line", np.zeros(len(arenas) + 1, dtype=np.int64))
 
 
 class Alone(Exchange):
     """Exchange of one instance that has all experts."""
 
     def __init__(self, shape: Shape, rows: int) -> None:
-        super().__init__(shape, rows)
+        super().__init__(shape, rows, Replicas(assign_experts(shape.num_experts, 1), 0))
         self._arena = torch.zeros(self.layout.num_bytes + _ALIGNMENT, dtype=torch.uint8)
         address = -(-self._arena.data_ptr() // _ALIGNMENT) * _ALIGNMENT
-        self._place(0, [address], [0] * shape.num_experts, range(shape.num_experts))
+        self._place([address])
 
 
 class Joined(Exchange):
@@ -158,18 +180,13 @@ class Joined(Exchange):
         num_layers: int,
         counted: np.ndarray[Any, Any],
     ) -> None:
-        """``counted``: pairs computed here so far by expert, counted on."""
+        """``counted``: pairs computed here so far [layers, experts], counted on."""
         room = Layout.room(shape, group.arena_bytes)
-        super().__init__(shape, room, len(placement.experts_of(group.rank)))
+        super().__init__(shape, room, Replicas(placement, group.rank))
         self._group = group
         self._members = group.arenas  # keeps the memory mapped
-        self._place(
-            group.rank,
-            [member.arena for member in self._members],
-            placement.owners,
-            placement.local_numbers(),
-        )
-        self.keep("counted", counted)
+        self._place([member.arena for member in self._members])
+        self._counted = counted
         self.record["crowded"] = group.is_crowded
         self.waits = NativeWaits(group, "an expert layer")
         self.record["check"] = self.waits.address
@@ -202,6 +219,7 @@ class Joined(Exchange):
         Raises:
             parallel.communicators.base.CollectiveError: the group is broken.
         """
+        super().begin(sizes)
         self.waits.begin()
 
     def _signature_of(self, rank: int) -> ctypes.c_int64:

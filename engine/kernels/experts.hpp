@@ -41,7 +41,7 @@ void offer(const Operation& op, const Step& step, Team& team) {
     ++*exchange.rounds;
     publish(op, OFFERED);
     if (!is_linked(exchange)) return;
-    exchange.linkage->area = op.a, exchange.linkage->area_bytes = rows * op.k;
+    exchange.linkage->area = op.a, exchange.linkage->area_bytes = rows * op.k, exchange.linkage->now = &exchange;
     post_offer(exchange, rows);
     if (!exchange.linkage->are_sums) team.pending = {go_on_with, &exchange};
 }
@@ -103,6 +103,7 @@ struct Routing {
     double least;              // the least sum that weights are divided by
     double near;               // above 0: a weight is the share among the experts left that are this near, relative to their size
     const float* correction;   // [n], added to the scores to choose by; null: none
+    const float* scales;       // [n], factors on the weights of each expert, which are exact then; null: none
 };
 
 // The experts that one token's router may still choose from.
@@ -251,6 +252,8 @@ void route(const Operation& op, const Step& step, Work& work) {
         });
         Floats by = filled(how.is_normalised ? std::max(chosen, float(how.least)) : 1.f), factor = filled(float(how.factor));
         for_weights(weights, op.k, [&](Floats weight, Mask) { return rounded(weight / by * factor); });
+        if (how.scales != nullptr)
+            for (int64_t place = 0; place < op.k; ++place) weights[place] *= how.scales[ids[place]];
     });
 }
 
@@ -287,7 +290,7 @@ void sort_pairs(const Operation& op, const Step& step, Work& work) {
             for (int64_t token = 0; token < exchange.sizes[home]; ++token) {
                 bool is_here = false;
                 for (int64_t pair = token * k; pair < (token + 1) * k; ++pair) {
-                    int64_t owner = exchange.owners[ids[pair]];
+                    int64_t owner = owner_of(exchange, home, token, ids[pair]);
                     if (owner == exchange.rank) body(home, pair, is_remote ? num_here : token, ids[pair]);
                     is_here |= is_remote && linkage->hosts[owner] == linkage->hosts[exchange.rank];
                 }
@@ -376,8 +379,17 @@ void experts_up(const Operation& op, Work& work) {
     products.finish();
 }
 
+// out float [rows, n] = 0 of all rows but those of experts [a, b); extra: first row of each of c experts
+void clear(const Operation& op, Work& work) {
+    auto* begins = static_cast<const int64_t*>(op.extra);
+    work.for_each(begins[op.c], [&](int64_t row) {
+        if (row >= begins[op.a] && row < begins[op.b]) return;
+        std::memset(static_cast<float*>(op.out) + row * op.n, 0, size_t(op.n) * sizeof(float));
+    });
+}
+
 // out [rows, n] = in [rows, k] x weights of its expert (+ more: bias [experts, n]); b: parts of the inputs. With AS_FLOAT out is
-// float [rows, n], for others to add what they have of it, and there is no bias.
+// float [rows, n], for others to add what they have of it. There is no bias where they have parts of the same expert.
 template <class T, class In = T>
 void experts_down(const Operation& op, Work& work) {
     using E = typename T::Element;
@@ -416,7 +428,7 @@ void experts_down(const Operation& op, Work& work) {
     products.finish();
 }
 
-// out [rows, n] += sum over its k pairs, in order, of in (weights, float) * results, wherever they are. extra: the exchange; more: that of
+// out [rows, n] = sum over its k pairs, in order, of in (weights, float) * results, wherever they are (+ out). extra: the exchange; more: that of
 // ranks which have a part of each result, float [pairs, n] from byte a of each arena, or none; number: a factor on the sum
 template <class T>
 void combine(const Operation& op, const Step& step, Work& work) {
@@ -436,7 +448,7 @@ void combine(const Operation& op, const Step& step, Work& work) {
     work.for_each(rows_of(op, step), [&](int64_t token) {
         for (int64_t choice = 0; choice < op.k; ++choice) {
             int64_t pair = token * op.k + choice;
-            const char* arena = exchange.returned[exchange.owners[ids[pair]]];
+            const char* arena = exchange.returned[owner_of(exchange, exchange.rank, token, ids[pair])];
             int64_t place = reinterpret_cast<const int64_t*>(arena + exchange.places_at)[before + pair];
             results[size_t(choice)] = {reinterpret_cast<const E*>(arena + exchange.results_at) + place * pitch, place};
         }
@@ -450,7 +462,7 @@ void combine(const Operation& op, const Step& step, Work& work) {
                 sum = fmadd(filled(weights[token * op.k + choice]), result, sum);
             }
             E* to = static_cast<E*>(op.out) + token * pitch + i;
-            T::store(to, fmadd(sum, factor, op.flags & ADD ? T::load(to, lanes) : filled(0.f)), lanes);
+            T::store(to, op.flags & ADD ? fmadd(sum, factor, T::load(to, lanes)) : sum * factor, lanes);
         }
     });
 }

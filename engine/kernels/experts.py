@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,15 +51,16 @@ class PackedExperts:
         begins: Any,
         ranks: int = 1,
         *,
+        as_float: bool = False,
         rounded: torch.Tensor | None = None,
     ) -> None:
         """Add the two products to a list of operations.
 
         Rows [n, hidden] are sorted by expert: number i has those from ``begins[i]`` on. They go through
         ``middle`` [n, width] to ``out`` [n, hidden]. All three lie as :mod:`engine.kernels.rows` describes;
-        rows and middle can be read ``SLACK`` rows beyond. Where ``ranks`` have a part of each expert, out is
-        float32 [n, hidden], side by side, to which theirs are to be added. ``rounded``: room for rows of the
-        wider kind, where weights want them in 8 bits.
+        rows and middle can be read ``SLACK`` rows beyond. Where ``ranks`` have a part of each expert,
+        or other experts (``as_float``), out is float32 [n, hidden], side by side, to be added to theirs.
+        ``rounded``: room for rows of the wider kind, where weights want them in 8 bits.
         """
         shared, form, activation = {"extra": begins, "a": self.count}, self.form, self.form.activation
         up_bias, down_bias = self.biases or (None, None)
@@ -84,7 +86,7 @@ class PackedExperts:
             n=form.hidden,
             k=form.width,
             b=parts_here(form.width, ranks),
-            flags=AS_FLOAT if ranks > 1 else 0,
+            flags=AS_FLOAT if ranks > 1 or as_float else 0,
             **shared,
         )
 
@@ -123,6 +125,22 @@ class NativeExperts:
         self._library = library
         self._packer = Packer(library)
         self._packed: dict[int, tuple[weakref.ref[torch.Tensor], PackedExperts]] = {}
+        """By module: the weight that was packed."""
+        self._ready: dict[int, tuple[weakref.ref[torch.Tensor], PackedExperts]] = {}
+        """By weight, those that a module will get."""
+
+    def prepare(self, module: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Pack weights that a module will get, while steps run in another thread."""
+        if not len(parameters["gate_up_proj"]):
+            return
+        stand_in = copy.copy(module)
+        stand_in.__dict__["_parameters"] = {**module._parameters, **parameters}
+        packed = PackedExperts.of(stand_in, form_of(stand_in), Packer(self._library))
+        weight = parameters["gate_up_proj"]
+        dead = [key for key, (known, _) in list(self._ready.items()) if known() is None]
+        for key in dead:
+            self._ready.pop(key, None)
+        self._ready[id(weight)] = weakref.ref(weight), packed
 
     def packed(self, module: Any) -> PackedExperts:
         """The module's weights, packed when they are seen for the first time."""
@@ -130,6 +148,10 @@ class NativeExperts:
         known = self._packed.get(id(module))
         if known is not None and known[0]() is weight:
             return known[1]
+        ready = self._ready.pop(id(weight), None)
+        if ready is not None and ready[0]() is weight:
+            self._packed[id(module)] = ready
+            return ready[1]
         packed = PackedExperts.of(module, form_of(module), self._packer)
         self._packed[id(module)] = (weakref.ref(weight), packed)
         return packed

@@ -34,8 +34,11 @@ int64_t block_bytes(const Operation& op, int64_t dim) {
 constexpr int64_t BLOCK_SCALES = 2 * LANES;
 inline uint16_t* scales_of(const Operation& op, int64_t block) { return static_cast<uint16_t*>(op.scales) + block * BLOCK_SCALES; }
 
-// Numbers of a row of queries, keys and values. With `width`: other numbers may lie behind the queries.
-inline int64_t projected_width(const Operation& op) { return op.width != 0 ? op.width : (op.a + op.b) * op.c + op.b * op.n; }
+// Numbers of a row of queries, keys and values, or of queries alone. With `width`: other numbers may lie behind the queries.
+inline int64_t projected_width(const Operation& op) {
+    if (op.width != 0) return op.width;
+    return op.flags & QUERIES_ONLY ? op.a * op.c : (op.a + op.b) * op.c + op.b * op.n;
+}
 
 // One key or value of a head into lane `lane` of its block.
 template <class T>
@@ -54,9 +57,11 @@ void store_value(uint32_t* block, const typename T::Element* value, int64_t dim,
     }
 }
 
-// What QKV is given: in [tokens, (heads + kv_heads) * dim + kv_heads * value_dim], a heads, b kv_heads, c dim, n value_dim; extra: keys,
-// out: values; codes, scales: how they are kept; the rest: Turning. shared: numbers that all keys of a token begin with. They lie once
-// before what each key has of its own; what is rotated is among them. width: numbers of a row, whose end are keys and values.
+// What QKV is given: in [tokens, (heads + kv_heads) * dim + kv_heads * value_dim], a heads, b kv_heads, c dim, n value_dim; with
+// QUERIES_ONLY in [tokens, heads * dim], whose keys and values another layer has stored. extra: keys,
+// out: values; codes, scales: how they are kept; factors: weights [value_dim] of a norm of each value, or none, which adds cap; the rest:
+// Turning. shared: numbers that all keys of a token begin with. They lie once before what each key has of its own; what is rotated is
+// among them. width: numbers of a row, whose end are keys and values. WITHIN: a value is the end of its key.
 template <class T>
 class Projected {
     using E = typename T::Element;
@@ -65,6 +70,8 @@ class Projected {
     int64_t heads, kv_heads, dim, value_dim, shared, pitch, values_at, keys_at;
     E* rows;
     Turning<T> turning;
+    const Norm value_norm;
+    const bool has_keys;
     char *all_keys, *all_values;
     int64_t key_bytes, value_bytes;  // of a block
 
@@ -102,8 +109,9 @@ class Projected {
     Projected(const Operation& op, const Step& step)
         : op(op), step(step), heads(op.a), kv_heads(op.b), dim(op.c), value_dim(op.n), shared(op.shared),
           pitch(pitch_of<T>(projected_width(op))), values_at(projected_width(op) - kv_heads * value_dim),
-          keys_at(values_at - kv_heads * (dim - shared)),
+          keys_at(op.flags & WITHIN ? projected_width(op) - dim : values_at - kv_heads * (dim - shared)),
           rows(static_cast<E*>(const_cast<void*>(op.in))), turning(op, step),
+          value_norm{op.factors, nullptr, float(op.cap), false}, has_keys(!(op.flags & QUERIES_ONLY)),
           all_keys(static_cast<char*>(const_cast<void*>(op.extra))), all_values(static_cast<char*>(op.out)),
           key_bytes(block_bytes<T>(op, dim)), value_bytes(block_bytes<T>(op, value_dim)) {}
 
@@ -112,9 +120,11 @@ class Projected {
         int64_t group = heads / kv_heads, position = step.positions[token];
         E* row = rows + token * pitch;
         for (int64_t query = head * group; query < (head + 1) * group; ++query) turning.turn(row + query * dim, query, position);
+        if (!has_keys) return;
         E* key = key_of(row, head);
-        const E* value = row + values_at + head * value_dim;
+        E* value = row + values_at + head * value_dim;
         turning.turn(key, heads + head, position);
+        if (value_norm.weights != nullptr) norm_row<T>(value, value, value_norm, value_dim);
         int64_t slot = step.slots[token], lane = slot % LANES;
         int64_t block = block_number(slot, head, kv_heads, step.block_size);
         if (lane == 0) forget_earlier(token, block);
@@ -133,6 +143,7 @@ class Projected {
 
     // Asks for the lines that keep() stores to.
     void fetch_places(int64_t token) const {
+        if (!has_keys) return;
         int64_t slot = step.slots[token];
         for (int64_t head = 0; head < kv_heads; ++head) {
             int64_t block = block_number(slot, head, kv_heads, step.block_size);
@@ -145,11 +156,14 @@ class Projected {
     }
 };
 
+// Whether ATTEND does what QKV would: no row reads what another one of this step stores, and a thread has all queries of a key.
+inline bool is_apart(const Operation& qkv, const Step& step) { return step.apart && !(qkv.flags & WITHIN); }
+
 // Queries, keys and values of all tokens. Where no row reads what another one of this step stores, ATTEND does it: what a thread
 // has stored it reads from its own cache.
 template <class T>
 void qkv(const Operation& op, const Step& step, Work& work) {
-    if (step.apart) return;
+    if (is_apart(op, step)) return;
     Projected<T> projected(op, step);
     // Where a token goes is known long before it does, and in decode nothing has touched those lines since the last
     // step: asked for one token ahead, they come while this one is turned.

@@ -54,6 +54,7 @@ struct Linkage {
     double products;        // seconds that those of a layer take, learned
     double offered_at, began_at, first_pass, next_look;
     int64_t num_missing;    // offers of this layer
+    const void* now;        // the exchange of the layer that was offered last, or of all sums
     int64_t problem, problem_rank, problem_note, problem_bytes;
 };
 
@@ -62,8 +63,11 @@ struct Exchange {
     int64_t rows_at, ids_at, places_at, results_at;  // bytes from the beginning of each arena
     char* const* arenas;      // [size]
     char* const* returned;    // [size] where results are, as in an arena
-    const int64_t* owners;    // [num_experts]
-    const int64_t* numbers;   // [num_experts] of each expert among those of its owner
+    const int64_t* copies;    // [num_experts, most_copies] ranks that hold each expert in this layer, rising
+    const int64_t* counts;    // [num_experts] how many hold it
+    int64_t most_copies;
+    const int64_t* numbers;   // [num_experts] of each expert among those held here
+    const int64_t* line;      // [size + 1] rows of the members before each, by the headers of the step
     int64_t* sizes;           // [size] rows of each member in this layer, which SORT looks up: soon they offer others
     int64_t* firsts;          // [size] number of the first pair of each member
     int64_t* rounds;          // layers so far, in all steps
@@ -80,6 +84,15 @@ struct Exchange {
 inline int64_t* words_of(const Exchange& exchange, int64_t rank, int64_t which = OFFERED) {
     char* const* arenas = which == RETURNED ? exchange.returned : exchange.arenas;
     return reinterpret_cast<int64_t*>(arenas[rank]);
+}
+// The rank that serves a member's row for an expert. Rows stand in a line, member by member, and each copy serves a span of it: see
+// parallel/replicas.py.
+inline int64_t owner_of(const Exchange& exchange, int64_t home, int64_t row, int64_t expert) {
+    const int64_t* copies = exchange.copies + expert * exchange.most_copies;
+    const int64_t count = exchange.counts[expert];
+    if (count == 1) return copies[0];
+    const int64_t total = std::max<int64_t>(exchange.line[exchange.size], 1);
+    return copies[std::min(count - 1, (exchange.line[home] + row) * count / total)];
 }
 inline bool is_linked(const Exchange& exchange) { return exchange.linkage != nullptr; }
 inline bool has_role(const Exchange& exchange, int64_t rank, Role role) {
@@ -101,7 +114,7 @@ void for_needed(const Exchange& exchange, int64_t home, int64_t rows, int64_t ho
     const int64_t* hosts = exchange.linkage->hosts;
     for (int64_t token = 0; token < rows; ++token)
         for (int64_t choice = 0; choice < exchange.top_k; ++choice)
-            if (hosts[exchange.owners[ids[token * exchange.top_k + choice]]] == host) {
+            if (hosts[owner_of(exchange, home, token, ids[token * exchange.top_k + choice])] == host) {
                 body(token);
                 break;
             }
@@ -157,7 +170,7 @@ void post_offer(const Exchange& exchange, int64_t rows) {
     // Results come by owner in the order of the pairs: where each will be is known now.
     auto* ids = reinterpret_cast<const int64_t*>(arena + exchange.ids_at);
     for (int64_t pair = 0; pair < rows * exchange.top_k; ++pair) {
-        int64_t owner = exchange.owners[ids[pair]];
+        int64_t owner = owner_of(exchange, exchange.rank, pair / exchange.top_k, ids[pair]);
         if (!has_role(exchange, owner, REMOTE)) continue;
         auto* places = reinterpret_cast<int64_t*>(exchange.returned[owner] + exchange.places_at);
         places[exchange.firsts[exchange.rank] + pair] = linkage.peers[owner].expected++;
@@ -172,7 +185,7 @@ void post_results(const Exchange& exchange, int64_t home) {
     auto* ids = reinterpret_cast<const int64_t*>(exchange.arenas[home] + exchange.ids_at);
     post_message(exchange, home, linkage.peers[home].results, note_of(RESULTS, *exchange.rounds, 0), [&](Parts& parts) {
         for (int64_t pair = 0; pair < exchange.sizes[home] * exchange.top_k; ++pair)
-            if (exchange.owners[ids[pair]] == exchange.rank)
+            if (owner_of(exchange, home, pair / exchange.top_k, ids[pair]) == exchange.rank)
                 parts.add(arena + exchange.results_at + places[pair] * exchange.row_bytes, exchange.row_bytes);
     });
 }

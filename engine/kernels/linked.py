@@ -32,6 +32,7 @@ from parallel.communicators.native_links import LinksTable
 from parallel.communicators.rounds import CALLS
 from parallel.expert_parallel import ExpertParallel
 from parallel.placement import Placement
+from parallel.replicas import Replicas
 
 ARENA_BYTES = 1 << 30
 """Size of a member's arena with its mirrors.
@@ -219,13 +220,13 @@ class Linked(Exchange):
         """
         hosts = hosts_of(group)
         room = Layout.room(shape, arena_bytes, hosts.num_mirrors)
-        super().__init__(shape, room, len(placement.experts_of(group.rank)))
+        super().__init__(shape, room, Replicas(placement, group.rank))
         self._group, self._experts = group, experts
         self._memory = Memory(group, self.layout.num_bytes, self.layout.places_at)
-        self._place(group.rank, self._memory.arenas, placement.owners, placement.local_numbers())
+        self._place(self._memory.arenas)
         results = self._memory.results(hosts, self.layout.num_bytes)
         self.keep("returned", np.array(results, dtype=np.int64))
-        self.keep("counted", experts.tokens_per_expert)
+        self._counted = experts.tokens_per_expert
         self.record["row_bytes"] = pitch_of(shape.hidden, shape.dtype) * shape.dtype.itemsize
         self.linkage = Linkage(library, group, "an expert layer", self.record)
         experts.signature = signature_of(library.key, *shape, num_layers, arena_bytes)
@@ -260,6 +261,7 @@ class Linked(Exchange):
         Raises:
             parallel.communicators.base.CollectiveError: the group is broken.
         """
+        super().begin(sizes)
         self.linkage.most[:] = sizes
         pairs = np.array(sizes, dtype=np.int64) * self.shape.top_k
         self.firsts[:] = pairs.cumsum() - pairs

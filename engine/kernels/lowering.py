@@ -19,7 +19,7 @@ import torch
 
 from engine.kernels.buffers import Buffers
 from engine.kernels.cache import NativeCache
-from engine.kernels.decoder import Attention, Embedding, Layer, Moe, NotUsual, Output
+from engine.kernels.decoder import Attention, Embedding, Layer, Moe, MoeNorms, NotUsual, Output
 from engine.kernels.exchange import Alone, Exchange
 from engine.kernels.experts import NativeExperts, add_rounding
 from engine.kernels.linked import Linked
@@ -28,18 +28,29 @@ from engine.kernels.operations import (
     AS_FLOAT,
     CENTRED,
     NORM_LAST,
+    QUERIES_ONLY,
     SELECTED,
     TO_CHOOSE,
     WIDE,
+    WITHIN,
     OperationKind,
     Operations,
 )
 from engine.kernels.packing import Laid
 from engine.kernels.recognition.latent import Latents
-from engine.kernels.recognition.norms import Norm
+from engine.kernels.recognition.norms import Norm, OverRanks
+from engine.kernels.recognition.per_layer import LayerInputs
 from engine.kernels.recognition.turning import QueryFactors
-from engine.kernels.sums import Area, OwnSums, Sums
-from engine.kernels.weights import PackedDecoder, PackedLatents, PackedLayer, PackedMlp, PackedMoe
+from engine.kernels.sums import Area, OwnSums, Sums, norm_parts
+from engine.kernels.weights import (
+    PackedDecoder,
+    PackedInput,
+    PackedKept,
+    PackedLatents,
+    PackedLayer,
+    PackedMlp,
+    PackedMoe,
+)
 from parallel.parts import parts_here
 
 OPERATIONS_PER_LAYER = 55
@@ -78,6 +89,36 @@ def _factor(factor: float) -> float:
 def _behind_zeros(bias: torch.Tensor | None, count: int) -> torch.Tensor | None:
     """A bias of the last outputs of a product, of which these many come before."""
     return None if bias is None else torch.cat([torch.zeros(count), bias])
+
+
+def _with_latent_last(latents: Latents) -> torch.Tensor | None:
+    """Biases of latents, those of what all keys share before those of the keys' latent."""
+    if latents.bias is None:
+        return None
+    *before, kept = [each.size for each in latents.normed]
+    parts = latents.bias.split([*before, kept, latents.num_shared])
+    return torch.cat([*parts[:-2], parts[-1], parts[-2]])
+
+
+LEAST_QUERIES = 8
+"""Least queries of a task, where a KV head has more.
+
+Fewer would go through its keys no faster.
+"""
+
+
+def _groups(attention: Attention) -> int:
+    """Groups of the queries of a KV head, each of which is a task.
+
+    A KV head of all queries would leave most threads without a task.
+    """
+    if not attention.keeps_latents:
+        return 1
+    return next(
+        groups
+        for groups in range(max(1, attention.heads // LEAST_QUERIES), 0, -1)
+        if attention.heads % groups == 0
+    )
 
 
 @dataclass
@@ -123,6 +164,8 @@ class Lowering:
         self._sums, self._ranks, self._factors = sums, ranks, factors
         self._num_sums = 0
         """Sums written so far."""
+        self._num_sparse = 0
+        """Layers with experts whose exchange was written so far."""
         self._cuts: list[tuple[int, Layer | PartialSums | None]] = []
         self._list = Operations(OPERATIONS_PER_LAYER * len(packed.layers) + OTHER_OPERATIONS)
         self._stream, self._rows = buffers.stream, 0
@@ -133,6 +176,8 @@ class Lowering:
         decoder, buffers = self._packed.decoder, self._buffers
         if decoder.embedding is not None:
             self._embed(decoder.embedding)
+            if decoder.embedding.inputs is not None:
+                self._make_inputs(decoder.embedding.inputs)
         for number, packed in enumerate(self._packed.layers):
             layer = packed.layer
             cut = isinstance(layer.mlp, Moe) and not exchanges
@@ -140,24 +185,19 @@ class Lowering:
             self._project(packed, layer.attention, into)
             if number == len(self._packed.layers) - 1 and not cut and decoder.output is not None:
                 self._select()
-            seen = self._norm(layer.second_norm, buffers.normed) if layer.is_parallel else None
+            exchange = None if cut else self._exchange
+            seen = self._seen(packed, layer, exchange) if layer.is_parallel else None
             self._attention(number, packed, layer)
+            if seen is None:
+                seen = self._seen(packed, layer, exchange)
             if isinstance(packed.mlp, PackedMlp):
-                if seen is None:
-                    seen = self._norm(layer.second_norm, buffers.normed)
                 self._mlp(packed.mlp, layer, seen)
-            elif cut:
-                self._norm(layer.second_norm, buffers.normed)
-                self._router(packed.mlp, buffers.normed, buffers.ids)
-                self._shared(packed.mlp, layer, buffers.normed)
-                self._cuts.append((len(self._list), layer))
-                self._add_branch(layer)
             else:
-                assert self._exchange is not None
-                own, layout = self._exchange.own, self._exchange.layout
-                self._norm(layer.second_norm, own + layout.rows_at)
-                self._router(packed.mlp, own + layout.rows_at, own + layout.ids_at)
-                self._experts(packed.mlp, layer, self._exchange)
+                self._mixture(packed.mlp, layer, seen, exchange)
+            if packed.input is not None:
+                self._add_input(packed.input)
+            if layer.stream_factor != 1.0:
+                self._scale(layer.stream_factor)
         if self._num_sums == 1:
             self._meet(0, 0)  # or what was given for this step's sum could be gone before all have read it
         if decoder.output is not None:
@@ -172,9 +212,11 @@ class Lowering:
             self._list.add(OperationKind.EMBED, out=self._buffers.stream, more=positions, **weights)
             return
         area = self._area()
+        positions = embedding.positions if embedding.first == 0 else None
         self._list.add(
             OperationKind.EMBED,
             out=area.address,
+            more=None if positions is None else positions.data,
             n=len(embedding.weight),
             a=embedding.first,
             flags=AS_FLOAT,
@@ -223,6 +265,54 @@ class Lowering:
         self._list.add(OperationKind.SELECT, into=self._stream, out=self._buffers.last, k=self._hidden)
         self._stream, self._rows = self._buffers.last, SELECTED
 
+    def _make_inputs(self, inputs: LayerInputs) -> None:
+        """Inputs of all layers beside the stream, from what the embedding gives."""
+        total = inputs.table.shape[1]
+        self._list.add(
+            OperationKind.LINEAR,
+            into=self._rounded(self._buffers.stream, self._packed.inputs, self._hidden),
+            out=self._buffers.inputs,
+            weights=self._packed.inputs,
+            n=total,
+            k=self._hidden,
+            number=_factor(inputs.projection_factor),
+        )
+        self._list.add(
+            OperationKind.INPUTS,
+            into=inputs.table.data,
+            out=self._buffers.inputs,
+            more=inputs.norm.weights,
+            factors=inputs.factors,
+            n=total,
+            k=inputs.width,
+            number=inputs.norm.eps,
+        )
+
+    def _add_input(self, packed: PackedInput) -> None:
+        """Add what a layer makes of its input beside the stream."""
+        buffers, own = self._buffers, packed.input
+        self._list.add(
+            OperationKind.LINEAR,
+            into=self._rounded(self._stream, packed.gate, self._hidden),
+            out=buffers.middle,
+            weights=packed.gate,
+            extra=own.activation.numbers,
+            c=own.activation.kind,
+            n=own.width,
+            k=self._hidden,
+            flags=self._rows,
+        )
+        begin = buffers.inputs.data_ptr() + own.place * own.width * buffers.inputs.element_size()
+        self._list.add(
+            OperationKind.TIMES, into=begin, out=buffers.middle, n=own.total, k=own.width, flags=self._rows
+        )
+        self._add_product(_Product(buffers.middle, packed.out, own.width, None, False), own.norm, 1.0)
+
+    def _scale(self, factor: float) -> None:
+        """Multiply the stream."""
+        rows = {"into": self._stream, "out": self._stream}
+        self._list.add(OperationKind.SCALE, k=self._hidden, number=factor, flags=self._rows, **rows)
+
     def _norm(self, norm: Norm | None, out: torch.Tensor | int) -> torch.Tensor | int:
         """Where the rows are that a part reads: ``out``, behind a norm, or the stream."""
         if norm is None:
@@ -231,7 +321,7 @@ class Lowering:
         return out
 
     def _normalise(
-        self, norm: Norm, into: torch.Tensor | int, out: torch.Tensor | int, size: int, **more: int
+        self, norm: Norm, into: torch.Tensor | int, out: torch.Tensor | int, size: int, **more: Any
     ) -> None:
         flags = self._rows | (CENTRED if norm.is_centred else 0) | more.pop("flags", 0)
         self._list.add(
@@ -250,6 +340,9 @@ class Lowering:
         if attention.latents is not None and packed.latents is not None:
             self._project_latents(packed.latents, attention, attention.latents, into)
             return
+        if attention.latents is not None and packed.kept is not None:
+            self._project_to_keep(packed.kept, attention, attention.latents, into)
+            return
         projected = self._buffers.projected
         self._list.add(
             OperationKind.LINEAR,
@@ -261,11 +354,48 @@ class Lowering:
             k=self._hidden,
         )
         if attention.wide_norms is not None:
-            begin = projected.data_ptr()
-            for norm, heads in zip(attention.wide_norms, (attention.heads, attention.kv_heads), strict=True):
-                wide = attention.projected_width
-                self._normalise(norm, begin, begin, heads * attention.dim, n=wide, width=wide)
-                begin += heads * attention.dim * projected.element_size()
+            self._normalise_all_heads(attention, attention.wide_norms)
+
+    def _normalise_all_heads(self, attention: Attention, norms: tuple[Norm, Norm]) -> None:
+        """Norms over all queries together, and over all keys, maybe of several ranks."""
+        projected, width = self._buffers.projected, attention.projected_width
+        widths = [number * attention.dim for number in (attention.heads, attention.kv_heads)]
+        begins = [projected.data_ptr(), projected.data_ptr() + widths[0] * projected.element_size()]
+        over = [
+            OverRanks(here, True) if norm.over is None else norm.over
+            for norm, here in zip(norms, widths, strict=True)
+        ]
+        parts = [norm_parts(each.width, here) for each, here in zip(over, widths, strict=True)]
+        if norms[0].over is None:
+            for norm, begin, here, some in zip(norms, begins, widths, parts, strict=True):
+                self._normalise(norm, begin, begin, here, n=width, width=width, b=some)
+            return
+        area = self._area()
+        for number, (begin, here, some, each) in enumerate(zip(begins, widths, parts, over, strict=True)):
+            self._list.add(
+                OperationKind.SQUARES,
+                into=begin,
+                out=area.address,
+                n=width,
+                k=here,
+                b=some,
+                c=number,
+                d=each.width if each.is_first else 0,
+            )
+        record = self._meet_for(area, len(norms))
+        for number, (norm, begin, here, each) in enumerate(zip(norms, begins, widths, over, strict=True)):
+            self._normalise(
+                norm,
+                begin,
+                begin,
+                here,
+                n=width,
+                width=width,
+                extra=record,
+                a=area.begin,
+                c=number,
+                d=each.width,
+            )
 
     def _project_latents(
         self, packed: PackedLatents, attention: Attention, latents: Latents, into: torch.Tensor | int
@@ -281,7 +411,7 @@ class Lowering:
         begin = num_queries if packed.queries is not None else 0
         self._list.add(
             OperationKind.LINEAR,
-            into=into,
+            into=self._rounded(into, packed.inward, self._hidden),
             out=row + begin * itemsize,
             weights=packed.inward,
             more=_behind_zeros(latents.bias, num_queries - begin),
@@ -297,7 +427,7 @@ class Lowering:
             self._normalise(latent.norm, row + at * itemsize, buffers.latent, latent.size, n=wide)
             self._list.add(
                 OperationKind.LINEAR,
-                into=buffers.latent,
+                into=self._rounded(buffers.latent, weights, latent.size),
                 out=row + place * itemsize,
                 weights=weights,
                 n=outputs,
@@ -306,20 +436,78 @@ class Lowering:
             )
             at += latent.size
 
+    def _project_to_keep(
+        self, packed: PackedKept, attention: Attention, latents: Latents, into: torch.Tensor | int
+    ) -> None:
+        """Queries that meet latents, what all keys share, and the latent of keys.
+
+        They are in one row of a token. The latent of queries, if they have one, is behind them.
+        """
+        buffers, wide, cached = self._buffers, attention.projected_width, attention.cached
+        row, itemsize = buffers.projected.data_ptr(), buffers.projected.element_size()
+        begin, own = attention.heads * cached.key_dim, attention.dim - attention.shared
+        self._list.add(
+            OperationKind.LINEAR,
+            into=self._rounded(into, packed.inward, self._hidden),
+            out=row + begin * itemsize,
+            weights=packed.inward,
+            more=_with_latent_last(latents),
+            n=latents.width,
+            k=self._hidden,
+            width=wide,
+        )
+        source, size = into, self._hidden
+        if latents.queries is not None:
+            source, size = buffers.latent, latents.queries.size
+            self._normalise(latents.queries.norm, row + begin * itemsize, source, size, n=wide)
+        self._list.add(
+            OperationKind.LINEAR,
+            into=self._rounded(source, packed.own, size),
+            out=buffers.apart,
+            weights=packed.own,
+            n=attention.heads * own,
+            k=size,
+        )
+        heads = {"groups": attention.heads, "step_out": cached.key_dim, "width": wide}
+        self._list.add(
+            OperationKind.LINEAR,
+            into=self._rounded(source, packed.shared, size),
+            out=row,
+            weights=packed.shared,
+            n=attention.shared,
+            k=size,
+            **heads,
+        )
+        self._list.add(
+            OperationKind.LINEAR,
+            into=buffers.apart,
+            out=row + attention.shared * itemsize,
+            weights=packed.to_latent,
+            n=cached.value_dim,
+            k=own,
+            step_in=own,
+            **heads,
+        )
+        kept = row + (wide - cached.value_dim) * itemsize
+        self._normalise(latents.keys.norm, kept, kept, cached.value_dim, n=wide, width=wide)
+
     def _attention(self, number: int, packed: PackedLayer, layer: Layer) -> None:
         buffers, attention, norms = self._buffers, layer.attention, layer.attention.head_norms
-        keys, values = self._cache.keys[number], self._cache.values[number]
+        stored = number if attention.source is None else attention.source
+        keys, values = self._cache.keys[stored], self._cache.values[stored]
+        alone = 0 if attention.source is None else QUERIES_ONLY
+        cached, groups = attention.cached, _groups(attention)
         shape = {
             "a": attention.heads,
-            "b": attention.kv_heads,
-            "c": attention.dim,
+            "c": cached.key_dim,
             "d": attention.window,
-            "n": attention.value_dim,
-            "scales": self._cache.scales[number],
+            "n": cached.value_dim,
+            "scales": self._cache.scales[stored],
             "codes": self._cache.codes,
             "width": attention.projected_width,
         }
         centred = CENTRED if norms is not None and norms.is_centred else 0
+        of_values = attention.value_norm
         self._list.add(
             OperationKind.QKV,
             into=buffers.projected,
@@ -327,9 +515,15 @@ class Lowering:
             extra=keys,
             more=None if norms is None else norms.weights,
             number=0.0 if norms is None else norms.eps,
+            factors=None if of_values is None else of_values.weights,
+            cap=0.0 if of_values is None else of_values.eps,
             k=0 if attention.rotary is None else attention.rotary + 1,
-            flags=centred | (NORM_LAST if attention.is_norm_last else 0),
-            shared=attention.shared,
+            flags=centred
+            | (NORM_LAST if attention.is_norm_last else 0)
+            | (WITHIN if attention.keeps_latents else 0)
+            | alone,
+            shared=0 if attention.keeps_latents else attention.shared,
+            b=cached.kv_heads,
             **shape,
         )
         self._list.add(
@@ -342,11 +536,28 @@ class Lowering:
             number=attention.scale,
             cap=attention.cap,
             factors=None if attention.factors is None else self._factors[attention.factors],
-            flags=self._rows,
+            flags=self._rows | alone,
+            b=cached.kv_heads * groups,
+            groups=groups,
             **shape,
         )
+        attended = buffers.attended
+        if packed.kept is not None:
+            attended = buffers.apart
+            self._list.add(
+                OperationKind.LINEAR,
+                into=buffers.attended,
+                out=attended,
+                weights=packed.kept.from_latent,
+                n=attention.value_dim,
+                k=cached.value_dim,
+                groups=attention.heads,
+                step_in=cached.value_dim,
+                step_out=attention.value_dim,
+                flags=self._rows,
+            )
         product = _Product(
-            buffers.attended,
+            attended,
             packed.out,
             attention.width,
             attention.out_bias,
@@ -360,13 +571,14 @@ class Lowering:
         layer: Layer,
         into: torch.Tensor | int,
         row_factors: torch.Tensor | None = None,
-        *,
-        is_shared: bool = False,
     ) -> None:
-        """An MLP on some rows; ``row_factors``: see :class:`_Product`.
+        """An MLP on some rows; ``row_factors``: see :class:`_Product`."""
+        self._add_product(self._middle(packed, into, row_factors), layer.mlp_last_norm, layer.factor)
 
-        Where ``is_shared``, the result waits in the branch for that of experts, if a norm is behind both.
-        """
+    def _middle(
+        self, packed: PackedMlp, into: torch.Tensor | int, row_factors: torch.Tensor | None = None
+    ) -> _Product:
+        """An MLP up to its last product, which is returned."""
         buffers, mlp, activation = self._buffers, packed.mlp, packed.mlp.activation
         into = self._rounded(into, packed.inward, self._hidden)
         shape = {"into": into, "out": buffers.middle, "n": mlp.width, "k": self._hidden, "flags": self._rows}
@@ -383,23 +595,23 @@ class Lowering:
                 c=activation.kind,
                 **shape,
             )
-        product = _Product(buffers.middle, packed.down, mlp.width, mlp.down_bias, mlp.is_partial, row_factors)
-        self._add_product(product, layer.mlp_last_norm, layer.factor, waits=is_shared)
+        return _Product(buffers.middle, packed.down, mlp.width, mlp.down_bias, mlp.is_partial, row_factors)
 
-    def _add_product(
-        self, product: _Product, norm: Norm | None, factor: float, *, waits: bool = False
-    ) -> None:
-        """Multiply rows by weights and add the result, behind its norm, to the stream.
+    def _add_product(self, product: _Product, norm: Norm | None, factor: float) -> None:
+        """Multiply rows by weights and add the result, behind its norm, to the stream."""
+        if norm is None:
+            return self._multiply(product, self._stream, ADD, factor)
+        if factor != 1.0:
+            raise NotUsual("a factor on what a norm gives")
+        self._multiply(product, self._buffers.branch)
+        self._normalise(norm, self._buffers.branch, self._stream, self._hidden, flags=ADD)
 
-        If it is a partial sum, it is added over all ranks first. If it ``waits``, its norm comes later.
-        """
+    def _multiply(self, product: _Product, out: torch.Tensor, flags: int = 0, factor: float = 1.0) -> None:
+        """Multiply rows by weights; a partial sum is added over all ranks first."""
         parts = parts_here(product.width, self._ranks if product.is_partial else 1)
         into = self._rounded(product.into, product.weights, product.width)
         fields = {"into": into, "weights": product.weights, "n": self._hidden, "k": product.width}
-        to: dict[str, Any] = {"out": self._stream, "number": _factor(factor), "factors": product.row_factors}
-        flags = ADD
-        if norm is not None:
-            to, flags = {"out": self._buffers.branch}, 0
+        to: dict[str, Any] = {"out": out, "number": _factor(factor), "factors": product.row_factors}
         if product.is_partial:
             area = self._area()
             self._list.add(
@@ -410,19 +622,6 @@ class Lowering:
             self._list.add(
                 OperationKind.LINEAR, more=product.bias, flags=self._rows | flags, b=parts, **fields, **to
             )
-        if norm is not None and not waits:
-            self._add_normed(norm, factor)
-
-    def _add_normed(self, norm: Norm, factor: float) -> None:
-        """Add what is in the branch, behind its norm, to the stream."""
-        if factor != 1.0:
-            raise NotUsual("a factor on what a norm gives")
-        self._normalise(norm, self._buffers.branch, self._stream, self._hidden, flags=ADD)
-
-    def _add_branch(self, layer: Layer) -> None:
-        """Add what a mixture gave, if a norm is behind it."""
-        if layer.mlp_last_norm is not None:
-            self._add_normed(layer.mlp_last_norm, layer.factor)
 
     def _rounded(self, into: Any, weights: Laid | None, width: int) -> Any:
         """Where a product finds its rows: rounded to 8 bits, if its weights want that."""
@@ -509,12 +708,31 @@ class Lowering:
             flags=self._rows,
         )
 
-    def _shared(self, packed: PackedMoe, layer: Layer, rows: torch.Tensor | int) -> None:
-        """Add what the expert of all tokens gives, if there is one."""
-        if packed.shared is None:
-            return
+    def _seen(self, packed: PackedLayer, layer: Layer, exchange: Exchange | None) -> torch.Tensor | int:
+        """Where the rows are that the MLP or the mixture reads.
+
+        Those of a mixture lie where they are exchanged.
+        """
+        norm, normed = layer.second_norm, self._buffers.normed
+        if isinstance(packed.mlp, PackedMlp):
+            return self._norm(norm, normed)
+        moe = packed.mlp.moe
+        if moe.norms is not None:
+            norm = moe.norms.experts
+        rows = normed if exchange is None else exchange.own + exchange.layout.rows_at
+        if self._norm(norm, rows) is self._stream:
+            self._list.add(OperationKind.SCALE, into=self._stream, out=rows, k=self._hidden, flags=self._rows)
+        return rows
+
+    def _shared(
+        self, packed: PackedMoe, rows: torch.Tensor | int, to: torch.Tensor, flags: int, factor: float
+    ) -> None:
+        """What the expert of all tokens gives."""
+        assert packed.shared is not None
         logits = None
         if packed.shared_gate is not None:
+            if not flags & ADD:
+                raise NotUsual("a gate on what a norm is given with other experts' results")
             logits = self._buffers.shared_logits
             self._list.add(
                 OperationKind.LINEAR,
@@ -525,55 +743,103 @@ class Lowering:
                 k=self._hidden,
                 flags=self._rows | AS_FLOAT,
             )
-        self._mlp(packed.shared, layer, rows, logits, is_shared=True)
+        self._multiply(self._middle(packed.shared, rows, logits), to, flags, factor)
 
-    def _experts(self, packed: PackedMoe, layer: Layer, exchange: Exchange) -> None:
+    def _mixture(
+        self, packed: PackedMoe, layer: Layer, rows: torch.Tensor | int, exchange: Exchange | None
+    ) -> None:
+        """A mixture of these rows; without an ``exchange`` the list is cut at its experts."""
+        buffers, norms = self._buffers, packed.moe.norms
+        to, flags = (self._stream, ADD) if layer.mlp_last_norm is None else (buffers.mixed, 0)
+        if to is not self._stream and layer.factor != 1.0:
+            raise NotUsual("a factor on what a norm gives")
+        ids = buffers.ids if exchange is None else exchange.own + exchange.layout.ids_at
+        if norms is not None:
+            self._mlp_beside(packed, layer, norms)
+        self._router(packed, rows if norms is None else self._norm(norms.router, buffers.mixed), ids)
+        if exchange is None:
+            if packed.shared is not None and norms is None:
+                self._shared(packed, rows, to, flags, layer.factor)
+            self._cuts.append((len(self._list), layer))
+        else:
+            self._experts(packed, layer, exchange, to, flags)
+        if norms is not None:
+            self._normalise(norms.experts_last, buffers.mixed, buffers.branch, self._hidden, flags=ADD)
+        if layer.mlp_last_norm is not None:
+            added = buffers.mixed if norms is None else buffers.branch
+            self._normalise(layer.mlp_last_norm, added, self._stream, self._hidden, flags=ADD)
+
+    def _mlp_beside(self, packed: PackedMoe, layer: Layer, norms: MoeNorms) -> None:
+        """What the MLP beside a mixture gives, behind its norm."""
+        assert packed.shared is not None
+        into, branch = self._norm(layer.second_norm, self._buffers.mixed), self._buffers.branch
+        self._multiply(self._middle(packed.shared, into), branch)
+        self._normalise(norms.shared_last, branch, branch, self._hidden)
+
+    def _experts(
+        self, packed: PackedMoe, layer: Layer, exchange: Exchange, to: torch.Tensor, flags: int
+    ) -> None:
+        """The experts' results, summed up in ``to``."""
         buffers, moe, alone = self._buffers, packed.moe, isinstance(exchange, Alone)
+        record = exchange.of_layer(self._num_sparse)
+        self._num_sparse += 1
         if not alone:
-            self._list.add(OperationKind.OFFER, extra=exchange.record, flags=self._rows)
-        self._shared(packed, layer, exchange.own + exchange.layout.rows_at)  # while the others' rows come
+            self._list.add(OperationKind.OFFER, extra=record, flags=self._rows)
+        if packed.shared is not None and moe.norms is None:  # while the others' rows come
+            self._shared(packed, exchange.own + exchange.layout.rows_at, to, flags, layer.factor)
+            flags = ADD
         area = self._area() if moe.is_partial else None
         if isinstance(exchange, Linked):  # what is here first, the others' rows when they have come
-            self._list.add(OperationKind.LOOK, extra=exchange.record, flags=self._rows)
-            self._products_of(packed, exchange, area, number=1)
+            self._list.add(OperationKind.LOOK, extra=record, flags=self._rows)
+            self._products_of(packed, exchange, record, area, number=1)
         if not alone:
-            self._list.add(OperationKind.MEET, extra=exchange.record)
-        self._products_of(packed, exchange, area, number=2 if isinstance(exchange, Linked) else 0)
+            self._list.add(OperationKind.MEET, extra=record)
+        self._products_of(packed, exchange, record, area, number=2 if isinstance(exchange, Linked) else 0)
         if not alone:
-            self._list.add(OperationKind.HOME, extra=exchange.record)
-        is_normed = layer.mlp_last_norm is not None
+            self._list.add(OperationKind.HOME, extra=record)
         self._list.add(
             OperationKind.COMBINE,
             into=buffers.scores,
-            out=buffers.branch if is_normed else self._stream,
-            extra=exchange.record,
+            out=to,
+            extra=record,
             n=self._hidden,
             k=moe.top_k,
             number=_factor(layer.factor),
-            flags=self._rows | (0 if is_normed and packed.shared is None else ADD),
+            flags=self._rows | flags,
             **({} if area is None else self._of_ranks(area, moe)),
         )
-        self._add_branch(layer)
 
-    def _products_of(self, packed: PackedMoe, exchange: Exchange, area: Area | None, number: int) -> None:
-        """Results of the experts here; ``number``: see SORT."""
+    def _products_of(
+        self,
+        packed: PackedMoe,
+        exchange: Exchange,
+        record: np.ndarray[Any, Any],
+        area: Area | None,
+        number: int,
+    ) -> None:
+        """Results of the experts here; ``record``: of the layer, ``number``: see SORT."""
         buffers, moe = self._buffers, packed.moe
         experts = packed.experts or self._products.packed(moe.experts)
         results = exchange.own + exchange.layout.results_at if area is None else area.address
-        self._list.add(OperationKind.SORT, extra=exchange.record, a=number, flags=self._rows)
-        self._list.add(OperationKind.GATHER, extra=exchange.record)
-        ranks = self._ranks if moe.is_partial else 1
+        self._list.add(OperationKind.SORT, extra=record, a=number, flags=self._rows)
+        self._list.add(OperationKind.GATHER, extra=record)
+        begins, first = exchange.begins, moe.first_whole
+        if area is not None and first is not None:  # all rows have a place, and others' experts give 0
+            begins = begins[first : first + experts.count + 1]
+            fields = {"extra": exchange.begins, "a": first, "b": first + experts.count, "c": moe.num_experts}
+            self._list.add(OperationKind.CLEAR, out=results, n=self._hidden, **fields)
         experts.write(
             self._list,
             buffers.gathered,
             buffers.expert_middle,
             results,
-            exchange.begins,
-            ranks,
+            begins,
+            self._ranks if moe.is_partial and first is None else 1,
+            as_float=moe.is_partial,
             rounded=buffers.rounded,
         )
         if not isinstance(exchange, Alone):
-            self._list.add(OperationKind.RETURN, extra=exchange.record, a=number)
+            self._list.add(OperationKind.RETURN, extra=record, a=number)
 
     def _of_ranks(self, area: Area, moe: Moe) -> dict[str, Any]:
         """Where the ranks' parts of the experts' results are, once they are there."""

@@ -22,15 +22,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.attention.base import PLAN_KEYWORD, Int64s, PackedRows
+from engine.attention.base import PLAN_KEYWORD, Int64s, LayerShape, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.host.memory import MARGIN, available_memory
 from engine.kernels import buffers, library
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import Decoder, NotUsual, base_parts, recognise
 from engine.kernels.program import Program
+from engine.kernels.recognition.latent import is_latent
 from engine.kernels.trial import judge
-from engine.kernels.weights import num_bytes
+from engine.kernels.weights import num_bytes, weights_of
 from engine.model.quantization.attached import forget_codes
 from engine.model.weights import LoadedModel
 from parallel.communicators.base import CollectiveError
@@ -76,6 +77,22 @@ def bytes_for_program(model: LoadedModel, block_size: int, largest: buffers.Room
         return 0
 
 
+def cached_layers(model: LoadedModel, block_size: int) -> tuple[LayerShape, ...]:
+    """What the layers cache, as the kernels compute them, or torch.
+
+    The kernels may keep less than torch. Then they are tried now: a cache with room for that is too small for
+    torch, so :func:`make_program` must not fail later for a reason that can be known.
+    """
+    has_latents = model.device.type == "cpu" and any(map(is_latent, model.module.modules()))
+    kernels = library.load() if has_latents else None
+    if kernels is None:
+        return model.layers
+    try:
+        return _prove(kernels, model, block_size).decoder.cached
+    except _Off:
+        return model.layers
+
+
 def make_program(model: LoadedModel, block_size: int) -> Program | None:
     """A program that computes what the model does, or None where torch computes.
 
@@ -113,13 +130,15 @@ def make_program(model: LoadedModel, block_size: int) -> Program | None:
         return None
     if model.experts is not None:
         program.spread()
-    _let_go(model)
+    _let_go(model, proven.decoder)
     tiles = {"amx": ", with AMX", "avx2": ", with AVX2", "avx512": ""}[program.kind]
     if saved := program.saved_bytes:
         share = saved / (program.weight_bytes + saved)
         tiles += f", weights compressed by {100 * share:.0f} %"
     if codes := program.quantized_bytes:
         tiles += f", {100 * codes / program.weight_bytes:.0f} % of the weights' bytes are codes"
+    if program.half_bytes:
+        tiles += ", weights in float16"
     logger.info("native kernels: on%s (prepared in %.1f s)", tiles, time.monotonic() - began)
     return program
 
@@ -267,7 +286,7 @@ def _difference(program: Program, model: LoadedModel, block_size: int, samples: 
 
     Median over tokens. 0 before the last stage.
     """
-    program.use(NativeCache(model.layers, num_blocks=8, block_size=block_size, dtype=model.dtype))
+    program.use(NativeCache(program.cached, num_blocks=8, block_size=block_size, dtype=model.dtype))
     differences = [torch.zeros(1)]
     with torch.inference_mode():
         for packed, ids, expected in samples:
@@ -295,8 +314,8 @@ def _computed(program: Program, model: LoadedModel, packed: PackedRows, ids: Int
         return torch.full(shape, torch.nan, dtype=torch.float32 if last else model.dtype)
 
 
-def _let_go(model: LoadedModel) -> None:
-    """Empty the model's layers, of which the program has its own copy.
+def _let_go(model: LoadedModel, decoder: Decoder) -> None:
+    """Empty the model's layers and the decoder's parts: the program has its own copy.
 
     Spread experts stay: a change of the placement may assign them anew.
     """
@@ -304,8 +323,12 @@ def _let_go(model: LoadedModel) -> None:
     base = getattr(model.module, model.module.base_model_prefix)
     names = base_parts(base)
     embedding = getattr(getattr(base, names["embedding"]), "weight", None)
-    for part in (getattr(base, names["layers"]), model.module.lm_head):
+    laid_out = (getattr(base, names[role]) for role in ("layers", "projection") if role in names)
+    for part in (*laid_out, model.module.lm_head):
         for weight in part.parameters():
             if id(weight) not in kept and weight is not embedding:
                 weight.data = weight.data.new_empty(0)
                 forget_codes(weight)
+    for weight in (each for layer in decoder.layers for each in weights_of(layer)):
+        if id(weight) not in kept:
+            weight.data = weight.data.new_empty(0)

@@ -22,10 +22,25 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from engine.attention.base import LAYER_ATTRIBUTE
-from engine.kernels.decoder import Attention, Decoder, Layer, Mlp, Moe, base_parts, recognise, shared_of
+from engine.kernels.decoder import (
+    Attention,
+    Decoder,
+    Layer,
+    Mlp,
+    Moe,
+    attention_of,
+    base_parts,
+    recognise,
+    shared_of,
+)
 from engine.kernels.recognition.activations import ActivationKind
 from engine.kernels.recognition.latent import is_latent, latent_modules
-from engine.kernels.recognition.projections import attention_projections, linear_of, mlp_projections
+from engine.kernels.recognition.projections import (
+    attention_projections,
+    is_joined,
+    linear_of,
+    mlp_projections,
+)
 from engine.kernels.recognition.routing import CORRECTION
 from engine.kernels.recognition.turning import NORMS
 from engine.model.expert_weights import expert_modules
@@ -33,7 +48,7 @@ from engine.model.experts_function import EXPERTS_IMPLEMENTATION
 from engine.model.shard import PassThrough, StageInput
 from engine.model.weights import LoadedModel
 from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
-from parallel.tensor_parallel import TensorRank
+from parallel.tensor_parallel import ParallelRMSNorm, TensorRank, VocabularyParallel
 
 MOST_KV_HEADS, MOST_QUERY_HEADS = 2, 2
 """KV heads of a copy, and query heads of each.
@@ -79,9 +94,13 @@ class NarrowCopy:
                 part.received = None
             elif isinstance(part, Conv1D):
                 part.nf = part.weight.shape[1]
+            elif isinstance(part, ParallelRMSNorm):
+                part.be_alone()
+            elif isinstance(part, VocabularyParallel):
+                part.first = 0
         for layer, part in zip(decoder.layers, _parts(self.module), strict=True):
-            module = _attention_of(part)
-            if not is_latent(module) and len(attention_projections(module)[0]) == 1:
+            module = attention_of(part)
+            if not is_latent(module) and is_joined(attention_projections(module)[0]):
                 _tell_heads(module, *_heads(layer.attention), layer.attention.dim)
         experts = {layer.mlp.num_experts for layer in decoder.layers if isinstance(layer.mlp, Moe)}
         for part in expert_modules(self.module).values():
@@ -93,6 +112,7 @@ class NarrowCopy:
             for shape, layer in zip(model.layers, decoder.layers, strict=True)
         )
         """What the copy's layers cache."""
+        self._keep_latents = [layer.attention.keeps_latents for layer in decoder.layers]
         self.decoder = self._recognise(torch.float32)
         """The copy's parts, with whole sums, whatever the model's sums are."""
 
@@ -117,18 +137,18 @@ class NarrowCopy:
         self.decoder = self._recognise(dtype)
 
     def _recognise(self, dtype: torch.dtype) -> Decoder:
-        return _with_whole_sums(recognise(self.module, self.layers, dtype))
+        decoder = _with_whole_sums(recognise(self.module, self.layers, dtype))
+        layers = (
+            replace(layer, attention=replace(layer.attention, keeps_latents=keeps))
+            for layer, keeps in zip(decoder.layers, self._keep_latents, strict=True)
+        )
+        return replace(decoder, layers=tuple(layers))
 
 
 def _parts(module: Any) -> list[Any]:
     base = getattr(module, module.base_model_prefix)
     layers = getattr(base, base_parts(base)["layers"])
     return [layer for layer in layers if not isinstance(layer, PassThrough)]
-
-
-def _attention_of(layer: Any) -> Any:
-    """The attention of a layer."""
-    return next(part for _, part in layer.named_children() if hasattr(part, LAYER_ATTRIBUTE))
 
 
 def _mlp_of(layer: Any) -> list[Any] | None:
@@ -173,8 +193,13 @@ def _with_whole_sums(decoder: Decoder) -> Decoder:
 
 def _with_whole_sum(layer: Layer) -> Layer:
     attention, mlp = replace(layer.attention, is_partial=False), replace(layer.mlp, is_partial=False)
-    if isinstance(mlp, Moe) and mlp.shared is not None:
-        mlp = replace(mlp, shared=replace(mlp.shared, is_partial=False))
+    if attention.wide_norms is not None:
+        query, key = (replace(norm, over=None) for norm in attention.wide_norms)
+        attention = replace(attention, wide_norms=(query, key))
+    if isinstance(mlp, Moe):
+        mlp = replace(mlp, first_whole=None)
+        if mlp.shared is not None:
+            mlp = replace(mlp, shared=replace(mlp.shared, is_partial=False))
     return replace(layer, attention=attention, mlp=mlp)
 
 
@@ -214,11 +239,14 @@ class _Weights:
         self.memo: dict[int, Any] = {}
         """Memo of ``deepcopy``."""
         for layer, part in zip(decoder.layers, _parts(model.module), strict=True):
-            self._attention(layer.attention, _attention_of(part))
+            self._attention(layer.attention, attention_of(part))
             self._mlp(layer.mlp, _mlp_of(part))
         if decoder.embedding is not None:
             weight = decoder.embedding.weight
             self._put(weight, (min(len(weight), MOST_TOKENS), decoder.hidden), size=1.0)
+            if decoder.embedding.inputs is not None:
+                table = decoder.embedding.inputs.table
+                self._put(table, (min(len(table), MOST_TOKENS), table.shape[1]), size=1.0)
         if decoder.output is not None:
             rows = min(len(decoder.output.head), MOST_TOKENS)
             self._put(decoder.output.head, (rows, decoder.hidden), loud_rows=range(rows // 2, rows))
@@ -251,13 +279,13 @@ class _Weights:
             return
         sizes = heads * dim, kv_heads * dim, kv_heads * value_dim
         inward, out = attention_projections(module)
-        if len(inward) == 1:
+        if is_joined(inward):
             before = sizes[0] + sizes[1]
             loud = [*loud_query, *(before + index for index in loud_value)]
             self._linear(next(iter(inward.values())), sum(sizes), hidden, loud_rows=loud)
         else:
             for each, rows, loud_rows in zip(
-                inward.values(), sizes, (loud_query, (), loud_value), strict=True
+                inward.values(), sizes, (loud_query, (), loud_value), strict=False
             ):
                 self._linear(each, rows, hidden, loud_rows=loud_rows)
         self._linear(getattr(module, out), hidden, heads * value_dim, quiet_columns=loud_out)

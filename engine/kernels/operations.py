@@ -16,18 +16,19 @@ from engine.kernels.quantized import ROUNDING, EightBitPanels, QuantizedPanels
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}
 
 ADD, AS_FLOAT, SELECTED, COMPRESSED, TO_CHOOSE, CENTRED, NORM_LAST = 1, 2, 4, 8, 16, 32, 64
-QUANTIZED, WIDE, ROUNDED = 128, 256, 512
+QUANTIZED, WIDE, ROUNDED, QUERIES_ONLY, WITHIN = 128, 256, 512, 1024, 2048
 """Flags of operations.
 
 They add to what is there; write float32; compute the selected rows only; read compressed weights; run only if
 tokens are chosen; have norms around the mean, or norms behind the rotation; read codes of weights; multiply
-float32 whatever the step's type; multiply inputs that were rounded to 8 bits.
+float32 whatever the step's type; multiply inputs that were rounded to 8 bits; have queries, but no keys and
+values; have values that are the end of keys.
 """
 
 _OPERATION = np.dtype(
     [(name, np.float64 if name in ("number", "cap") else np.int64) for name in (
         "kind", "into", "out", "weights", "more", "extra", "n", "k", "flags", "number", "a", "b", "c", "d",
-        "cap", "factors", "scales", "codes", "width", "shared"
+        "cap", "factors", "scales", "codes", "width", "shared", "groups", "step_in", "step_out"
     )]
 )  # fmt: skip
 _STEP = np.dtype(
@@ -40,15 +41,16 @@ _STEP = np.dtype(
 EXCHANGE = np.dtype(
     [(name, np.int64) for name in (
         "rank", "size", "num_experts", "num_local", "top_k", "hidden", "rows_at", "ids_at", "places_at",
-        "results_at", "arenas", "returned", "owners", "numbers", "sizes", "firsts", "rounds", "counted",
-        "begins", "sources", "gathered", "check", "crowded", "linkage", "row_bytes"
+        "results_at", "arenas", "returned", "copies", "counts", "most_copies", "numbers", "line",
+        "sizes", "firsts", "rounds", "counted", "begins", "sources", "gathered", "check", "crowded",
+        "linkage", "row_bytes"
     )]
 )  # fmt: skip
 """See ``linked.hpp``, as for the next two."""
 ROUTING = np.dtype(
     [(name, np.float64 if name in ("factor", "least", "near") else np.int64) for name in (
         "is_sigmoid", "is_normalised", "is_exact", "groups", "kept", "best_of_group", "factor", "least",
-        "near", "correction"
+        "near", "correction", "scales"
     )]
 )  # fmt: skip
 """See ``experts.hpp``."""
@@ -56,7 +58,7 @@ _LEARNED = "budget", "arrival", "products", "offered_at", "began_at", "first_pas
 LINKAGE = np.dtype(
     [(name, np.float64 if name in _LEARNED else np.int64) for name in (
         "links", "are_sums", "peers", "hosts", "roles", "most", "area", "area_bytes", "look", *_LEARNED,
-        "num_missing", "problem", "problem_rank", "problem_note", "problem_bytes"
+        "num_missing", "now", "problem", "problem_rank", "problem_note", "problem_bytes"
     )]
 )  # fmt: skip
 PEER = np.dtype(
@@ -97,6 +99,11 @@ class OperationKind(enum.IntEnum):
     CAP = 21
     WIDEN = 22
     ROUND = 23
+    SQUARES = 24
+    CLEAR = 25
+    SCALE = 26
+    INPUTS = 27
+    TIMES = 28
 
 
 class StepArguments:

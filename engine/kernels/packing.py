@@ -1,6 +1,7 @@
 """Laying out weights for ``step.cpp``: panels of 16 outputs.
 
-A word of 32 bits holds one float32 or two bfloat16 that are neighbours along the inputs.
+A word of 32 bits holds one float32 or two bfloat16 that are neighbours along the inputs. Weights in float32
+that are all numbers of float16, as those of a checkpoint in it, are kept so, and widened as they are read.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from engine.kernels.compression import Compressed, can_compress, compressed
 from engine.kernels.library import Library
 from engine.kernels.pages import Arena
-from engine.kernels.quantized import EightBitPanels, QuantizedPanels, quantized
+from engine.kernels.quantized import EightBitPanels, QuantizedPanels, halves, quantized
 
 Laid: TypeAlias = "torch.Tensor | Compressed | QuantizedPanels | EightBitPanels"
 LANES = 16
@@ -48,6 +49,8 @@ class Packer:
         """Bytes that compression saves of them."""
         self.quantized_bytes = 0
         """Bytes of weights that are kept as codes."""
+        self.half_bytes = 0
+        """Bytes of weights that are kept as float16, and computed in float32."""
 
     def panels(self, *weights: torch.Tensor, multiple: int = LANES, parts: int = 1) -> Laid:
         """See the function of this name, for several weights in a row.
@@ -83,6 +86,10 @@ class Packer:
     def _lay(self, parts: Sequence[torch.Tensor]) -> Laid:
         shape, dtype = _shape(parts), parts[0].dtype
         as_they_are = math.prod(shape) * dtype.itemsize
+        if (as_halves := halves(parts, self._arena)) is not None:
+            self.num_bytes += as_halves.num_bytes
+            self.half_bytes += as_halves.num_bytes
+            return as_halves
         if can_compress(self._library, shape, dtype):
             laid = compressed(self._library, _written(parts), self._arena)
             if laid is not None:

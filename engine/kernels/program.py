@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.attention.base import AttentionUse, Int64s, PackedRows
+from engine.attention.base import AttentionUse, Int64s, LayerShape, PackedRows
 from engine.kernels import operations
 from engine.kernels.buffers import Buffers, Room
 from engine.kernels.cache import NativeCache, NativePlan
@@ -75,8 +75,8 @@ class Program:
 
         Without spread experts.
         """
-        self.quantized_bytes = packer.quantized_bytes
-        """Bytes of the weights that are kept as codes."""
+        self.quantized_bytes, self.half_bytes = packer.quantized_bytes, packer.half_bytes
+        """Bytes of the weights that are kept as codes, and as float16."""
         self._angles: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Cosines and sines [positions, half] of each rotary embedding."""
         self._angle_table = np.zeros(0, dtype=np.int64)
@@ -131,6 +131,11 @@ class Program:
         """Whether all sums are made in the order of one worker's."""
         return all(is_order_fixed(inputs, self._size) for inputs in self._decoder.inputs_of_sums(self._size))
 
+    @property
+    def cached(self) -> tuple[LayerShape, ...]:
+        """What the layers cache of a token."""
+        return self._decoder.cached
+
     def __repr__(self) -> str:
         return f"<Program {len(self._packed.layers)} layers, {self._decoder.dtype}, {self._room}>"
 
@@ -145,6 +150,12 @@ class Program:
             return False
         return not output.is_partial or (self._is_common(tokens) and can_contest(draws))
 
+    @property
+    def cache(self) -> NativeCache:
+        """The cache in use."""
+        assert self._cache is not None
+        return self._cache
+
     def use(self, cache: NativeCache) -> None:
         """Keep keys and values in this cache from now on."""
         self._cache, self._room = cache, self._room._replace(own=0)
@@ -156,6 +167,10 @@ class Program:
         """
         assert self._experts is not None
         self._experts.use_products(self._products)
+
+    def prepare_experts(self, module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Lay out the tensors that an experts module will get, while steps run."""
+        self._products.prepare(module, parameters)
 
     def join(self, group: Communicator, placement: Placement) -> None:
         """Spread the experts over this group from the next step on.
@@ -186,13 +201,19 @@ class Program:
         return True
 
     def forward(
-        self, packed: PackedRows, input_ids: Int64s, wanted: Int64s, hidden: torch.Tensor | None = None
+        self,
+        packed: PackedRows,
+        input_ids: Int64s,
+        wanted: Int64s,
+        hidden: torch.Tensor | None = None,
+        inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits [wanted, vocabulary of this rank] in float32, valid until the next call.
 
         Before the last stage it is hidden [1, tokens, hidden], as ``hidden`` is of the stage before.
+        ``inputs`` [tokens, numbers of all layers]: what layers have beside it, where there is no embedding.
         """
-        self._compute(packed, input_ids, wanted, hidden)
+        self._compute(packed, input_ids, wanted, hidden, inputs=inputs)
         assert self._buffers is not None
         if self._decoder.output is None:
             return self._buffers.stream[None, : len(input_ids), : self._decoder.hidden]
@@ -242,6 +263,7 @@ class Program:
         wanted: Int64s,
         hidden: torch.Tensor | None = None,
         draws: Draws | None = None,
+        inputs: torch.Tensor | None = None,
     ) -> tuple[StepArguments, NativePlan]:
         assert self._cache is not None
         self.going_on = None
@@ -253,6 +275,9 @@ class Program:
         if hidden is not None:
             assert self._buffers is not None
             self._buffers.stream[:tokens, : self._decoder.hidden] = hidden[0]
+        if inputs is not None:
+            assert self._buffers is not None
+            self._buffers.inputs[:tokens, : inputs.shape[1]] = inputs
         arguments = self._arguments(plan, packed, input_ids, wanted, draws)
         self._run(arguments, tokens)
         return arguments, plan
@@ -431,11 +456,12 @@ class Program:
         with torch.inference_mode():
             rows = buffers.normed[:tokens, :hidden].contiguous()
             given = self._experts.forward(moe.experts, rows, ids, weights, combine)
-            is_normed = layer.mlp_last_norm is not None
-            into = (buffers.branch if is_normed else buffers.stream)[:tokens, :hidden]
-            if is_normed and moe.shared is None:
-                into.zero_()
-            into += given if layer.factor == 1.0 else given * layer.factor
+            given = given if layer.factor == 1.0 else given * layer.factor
+            to = buffers.stream if layer.mlp_last_norm is None else buffers.mixed
+            if to is buffers.stream or (moe.shared is not None and moe.norms is None):
+                to[:tokens, :hidden] += given
+            else:
+                to[:tokens, :hidden] = given
 
     def _make_room(self, wanted: Room) -> None:
         """Make buffers for so many tokens; written lists of others are dropped."""

@@ -24,7 +24,7 @@ struct Quantized {
     const uint32_t* codes;   // [panels, lines of codes, 16]; of 4 bits each is 8 too large, so that none is negative
     const float* scales;     // [panels, groups, 16]: an output each
     const float* zeros;      // the same; null: all are 0
-    int64_t bits;            // 4 or 8
+    int64_t bits;            // 4 or 8; 16: the codes are halves in the order of the panels' numbers, without scales
     int64_t groups;          // that follow one another along the inputs, each with as many
     int64_t is_float;        // codes are floats: a sign, 4 bits of exponent, 3 of mantissa; scales are FLOAT8 times as large, zeros null
 };
@@ -111,10 +111,21 @@ void widen_panel(const Quantized& from, int64_t panel, int64_t words, typename T
     }
 }
 
+// Halves as floats.
+inline void widen_halves(const Quantized& from, int64_t panel, int64_t words, float* out, const char* ahead) {
+    const char* halves = reinterpret_cast<const char*>(from.codes) + panel * words * LANES * 2;
+    for (int64_t word = 0; word < words; word += 2, halves += 64, ahead += 64, out += 2 * LANES) {
+        _mm_prefetch(ahead, _MM_HINT_T0);
+        store(out, load_halves(halves)), store(out + LANES, load_halves(halves + 32));
+    }
+}
+
 // The words of a panel, so many along the inputs. Asks for the codes of a panel that is wanted next, `ahead`.
 template <class T>
 void widen(const Quantized& from, int64_t panel, int64_t words, uint32_t* to, const char* ahead) {
     auto* out = reinterpret_cast<typename T::Element*>(to);
+    if constexpr (T::PACK == 1)
+        if (from.bits == 16) return widen_halves(from, panel, words, out, ahead);
     if (from.is_float) widen_panel<T, FloatsOfEightBits, false>(from, panel, words, out, ahead);
     else if (from.bits == 4 && from.zeros != nullptr) widen_panel<T, FourBits, true>(from, panel, words, out, ahead);
     else if (from.bits == 4) widen_panel<T, FourBits, false>(from, panel, words, out, ahead);

@@ -26,11 +26,12 @@ namespace {
 // ---- operations; each is called by all threads that take part, and returns when all of it is taken
 
 // number: a factor; more: rows of positions that are added, or none. With AS_FLOAT out is float [tokens, k], of the n tokens from
-// number a on; 0 for others, which another rank has.
+// number a on; 0 for others, which another rank has. Positions are added by one rank, to whichever token.
 template <class T>
 void embed(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
     const Floats factor = factor_of(op.number);
+    auto* placed = static_cast<const E*>(op.more);
     if (op.flags & AS_FLOAT) {
         work.for_each(step.tokens, [&](int64_t token) {
             int64_t number = step.ids[token] - op.a;
@@ -39,6 +40,7 @@ void embed(const Operation& op, const Step& step, Work& work) {
             for (int64_t i = 0; i < op.k; i += LANES) {
                 Mask lanes = lanes_of(int(op.k - i));
                 Floats value = is_here ? T::load(from + i, lanes) * factor : filled(0.f);
+                if (placed != nullptr) value = value + T::load(placed + step.positions[token] * op.k + i, lanes);
                 store(static_cast<float*>(op.out) + token * op.k + i, value, lanes);
             }
         });
@@ -47,7 +49,6 @@ void embed(const Operation& op, const Step& step, Work& work) {
     work.for_each(step.tokens, [&](int64_t token) {
         E* to = static_cast<E*>(op.out) + token * pitch_of<T>(op.k);
         const E* from = static_cast<const E*>(op.in) + step.ids[token] * op.k;
-        auto* placed = static_cast<const E*>(op.more);
         if (op.number == 0 && placed == nullptr) return void(std::memcpy(to, from, op.k * sizeof(E)));
         for (int64_t i = 0; i < op.k; i += LANES) {
             Mask lanes = lanes_of(int(op.k - i));
@@ -69,19 +70,88 @@ void select(const Operation& op, const Step& step, Work& work) {
 }
 
 // out [rows, k] = the norm of in (+ out). n: numbers of a row of in, of which these are part, 0 for k; width: the same of out. more:
-// weights [k], with CENTRED the bias [k] behind them; number: what is added to the mean square.
+// weights [k], with CENTRED the bias [k] behind them; number: what is added to the mean square. b: parts whose squares are added up by
+// themselves, if not 0. extra: an exchange of ranks that have parts of such a row: what SQUARES gave of each, from byte a of its arena on;
+// c, d: as there
 template <class T>
 void norm(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
     int64_t pitch_in = pitch_of<T>(op.n != 0 ? op.n : op.k), pitch_out = pitch_of<T>(op.width != 0 ? op.width : op.k);
     bool is_centred = op.flags & CENTRED;
     auto* weights = static_cast<const float*>(op.more);
+    auto* ranks = static_cast<const Exchange*>(op.extra);
     const Norm norm{weights, is_centred ? weights + op.k : nullptr, float(op.number), is_centred};
     work.for_each(rows_of(op, step), [&](int64_t row) {
         const E* from = static_cast<const E*>(op.in) + row * pitch_in;
         E* to = static_cast<E*>(op.out) + row * pitch_out;
-        if (op.flags & ADD) norm_row<T, true>(from, to, norm, op.k);
-        else norm_row<T>(from, to, norm, op.k);
+        if (ranks != nullptr) {
+            float squares = sum_of(sum_over_ranks(*ranks, op.a, row * BOTH + op.c, Mask(1)), Mask(1));
+            scale_row<T>(from, to, norm, op.k, filled(0.f), scale_of(squares, op.d, norm));
+        } else if (op.b != 0) {
+            scale_row<T>(from, to, norm, op.k, filled(0.f), scale_of(squares_in_parts<T>(from, op.k, op.b), op.k, norm));
+        } else if (op.flags & ADD) {
+            norm_row<T, true>(from, to, norm, op.k);
+        } else {
+            norm_row<T>(from, to, norm, op.k);
+        }
+    });
+}
+
+// out float [rows, 2], number c of each row = the sum of the squares of in [rows, k], rows which are part of wider ones, of n numbers, in
+// b parts. d: numbers of all ranks; 0 where a rank before this one has the same numbers: what it gives is 0.
+template <class T>
+void squares(const Operation& op, const Step& step, Work& work) {
+    using E = typename T::Element;
+    work.for_each(rows_of(op, step), [&](int64_t row) {
+        const E* from = static_cast<const E*>(op.in) + row * pitch_of<T>(op.n);
+        static_cast<float*>(op.out)[row * BOTH + op.c] = op.d == 0 ? 0.f : squares_in_parts<T>(from, op.k, op.b);
+    });
+}
+
+// out [rows, k] = in * number
+template <class T>
+void scale(const Operation& op, const Step& step, Work& work) {
+    using E = typename T::Element;
+    const Floats factor = factor_of(op.number);
+    work.for_each(rows_of(op, step), [&](int64_t row) {
+        for (int64_t i = 0; i < op.k; i += LANES) {
+            Mask lanes = lanes_of(int(op.k - i));
+            int64_t at = row * pitch_of<T>(op.k) + i;
+            T::store(static_cast<E*>(op.out) + at, T::load(static_cast<const E*>(op.in) + at, lanes) * factor, lanes);
+        }
+    });
+}
+
+// out [tokens, n], of each layer k numbers: their norm, plus those of the token in a table [tokens of the vocabulary, n]. more: the norm's
+// weights [k]; number: what it adds; factors: on the table's numbers, and on the sum
+template <class T>
+void inputs(const Operation& op, const Step& step, Work& work) {
+    using E = typename T::Element;
+    const Norm norm{static_cast<const float*>(op.more), nullptr, float(op.number), false};
+    const Floats of_table = filled(op.factors[0]), of_sum = filled(op.factors[1]);
+    work.for_each(step.tokens, [&](int64_t token) {
+        E* to = static_cast<E*>(op.out) + token * pitch_of<T>(op.n);
+        const E* table = static_cast<const E*>(op.in) + step.ids[token] * op.n;
+        for (int64_t first = 0; first < op.n; first += op.k) norm_row<T>(to + first, to + first, norm, op.k);
+        for (int64_t i = 0; i < op.n; i += LANES) {
+            Mask lanes = lanes_of(int(op.n - i));
+            T::store(to + i, fmadd(T::load(table + i, lanes), of_table, T::load(to + i, lanes)) * of_sum, lanes);
+        }
+    });
+}
+
+// out [rows, k] is multiplied by in, of tokens' rows which are part of wider ones, of n numbers
+template <class T>
+void times(const Operation& op, const Step& step, Work& work) {
+    using E = typename T::Element;
+    work.for_each(rows_of(op, step), [&](int64_t row) {
+        int64_t token = op.flags & SELECTED ? step.chosen[row] : row;
+        const E* from = static_cast<const E*>(op.in) + token * pitch_of<T>(op.n);
+        E* to = static_cast<E*>(op.out) + row * pitch_of<T>(op.k);
+        for (int64_t i = 0; i < op.k; i += LANES) {
+            Mask lanes = lanes_of(int(op.k - i));
+            T::store(to + i, T::load(to + i, lanes) * T::load(from + i, lanes), lanes);
+        }
     });
 }
 
@@ -132,18 +202,22 @@ inline Floats added_to(const typename T::Element* there, Floats value, Mask lane
 
 // out [tokens, n] = in [tokens, k] x weights (+ bias), activated, times a factor (+ out: see added_to). b: parts of the inputs, 0 for
 // one; c: the activation, extra: its numbers; number: the factor, 0 for none; width: numbers of a row of out, of which these are part.
-// In: what inputs are, Bytes where they were rounded
+// groups: n outputs for each, with k inputs step_in numbers behind those of the one before, stored step_out numbers behind; n is a
+// multiple of 16 then, and of 32 unless step_in is 0. In: what inputs are, Bytes where they were rounded, which parts of rows are not
 template <class T, class In = T>
 void linear(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
     int64_t rows = rows_of(op, step);
     if (rows == 0) return;
-    int64_t panel = op.k / In::PACK * LANES, pairs = (op.n + 2 * LANES - 1) / (2 * LANES);
-    int64_t pitch = op.flags & AS_FLOAT ? op.n : pitch_of<T>(op.width != 0 ? op.width : op.n);
+    const int64_t groups = std::max<int64_t>(1, op.groups), outputs = groups * op.n, out_width = op.width != 0 ? op.width : outputs;
+    const int64_t in_width = op.step_in != 0 ? groups * op.step_in : op.k;
+    int64_t panel = op.k / In::PACK * LANES, pairs = (outputs + 2 * LANES - 1) / (2 * LANES);
+    int64_t pitch = op.flags & AS_FLOAT ? out_width : pitch_of<T>(out_width);
+    auto place_of = [&](int64_t column) { return op.groups == 0 ? column : column / op.n * op.step_out + column % op.n; };
     auto* bias = static_cast<const float*>(op.more);
     const Floats factor = factor_of(op.number);
     struct Columns {
-        int64_t first, column;  // of rows and columns
+        int64_t first, column, next;  // of rows and columns; those of the second panel
         Mask low, high;
     };
     auto put = [&](void* out, Floats value, Mask lanes, int64_t column, int64_t row) {
@@ -160,8 +234,8 @@ void linear(const Operation& op, const Step& step, Work& work) {
     auto place = [&](const Columns& to, int64_t row) { return line(to, row) + to.column * size; };
     auto products = products_into<In, Columns>([&](const Columns& to, int64_t row, Floats one, Floats two) {
         put(line(to, row), one, to.low, to.column, to.first + row);
-        put(line(to, row), two, to.high, to.column + LANES, to.first + row);
-    }, place, std::max<int64_t>(1, op.b));
+        put(line(to, row), two, to.high, to.next, to.first + row);
+    }, place, std::max<int64_t>(1, op.b), in_width);
     Weights weights(op, op.k / In::PACK, In::PACK);
     auto panels_of = [&](int64_t pair) { return Panels{weights.panel(2 * pair), weights.panel(2 * pair + 1)}; };
     work.share_out(pairs, CACHED_BYTES / (8 * panel), [&](Share now, Share next) {
@@ -170,10 +244,10 @@ void linear(const Operation& op, const Step& step, Work& work) {
         row_blocks<In>(op.k, rows, [&](int64_t first, int64_t count) {
             for (int64_t pair = now.begin; pair < now.end; ++pair) {
                 int64_t column = 2 * pair * LANES, then = behind_in(pair, now, next);
-                products.multiply(static_cast<const typename In::Element*>(op.in) + first * pitch_of<In>(op.k), op.k, count, panels_of(pair),
-                                  panels_of(then), first == 0,
-                                  {first, column, lanes_of(int(op.n - column)),
-                                   lanes_of(int(std::max<int64_t>(0, op.n - column - LANES)))},
+                auto* inputs = static_cast<const typename In::Element*>(op.in) + first * pitch_of<In>(in_width) + column / op.n * op.step_in;
+                products.multiply(inputs, op.k, count, panels_of(pair), panels_of(then), first == 0,
+                                  {first, place_of(column), place_of(column + LANES), lanes_of(int(outputs - column)),
+                                   lanes_of(int(std::max<int64_t>(0, outputs - column - LANES)))},
                                   room == nullptr ? nullptr : room + (pair - now.begin) * 2 * panel);
             }
         });
@@ -268,6 +342,11 @@ bool run(const Operation* operations, int64_t count, const Step& step, int threa
                 case WIDEN: widen<T>(op, step, work); break;
                 case CAP: cap(op, step, work); break;
                 case ROUND: round_rows<T>(op, step, work); break;
+                case SQUARES: squares<T>(op, step, work); break;
+                case CLEAR: clear(op, work); break;
+                case SCALE: scale<T>(op, step, work); break;
+                case INPUTS: inputs<T>(op, step, work); break;
+                case TIMES: times<T>(op, step, work); break;
             }
             team.leave(number);
         }
@@ -290,7 +369,9 @@ extern "C" {
 
 // Whether a member's word has risen to a target; what has come from it over its link is taken first.
 int64_t lockstep_has_arrived(const void* exchange, int64_t rank, const void* word, int64_t target) {
-    auto& with = *static_cast<const Exchange*>(exchange);
+    auto& common = *static_cast<const Exchange*>(exchange);
+    const void* now = is_linked(common) ? common.linkage->now : nullptr;
+    auto& with = now == nullptr ? common : *static_cast<const Exchange*>(now);
     auto* at = static_cast<const int64_t*>(word);
     for (int64_t which : {OFFERED, RETURNED})
         if (is_linked(with) && at == words_of(with, rank, which) + which && target == *with.rounds) look_at(with, rank, which);

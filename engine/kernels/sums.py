@@ -26,15 +26,26 @@ import torch
 
 from engine.kernels.exchange import WORDS_BYTES
 from engine.kernels.operations import EXCHANGE
+from engine.kernels.packing import LANES
 from engine.kernels.pages import mapped
 from engine.kernels.waits import NativeWaits
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
+from parallel.parts import MOST_PARTS
 from parallel.tensor_parallel import TensorRank
 
 NUM_AREAS = 4
 _ALIGNMENT = 64
 _OFFERED = 0
 """Index of an arena's word that counts the sums given by its rank."""
+
+
+def norm_parts(width: int, here: int) -> int:
+    """Parts of a norm's squares that are added up by themselves, ``here`` of ``width``.
+
+    Ranks have whole heads, so the parts of one worker are theirs whenever they can be cut alike.
+    """
+    whole = next((parts for parts in (MOST_PARTS, 2) if width % (parts * LANES) == 0), 1)
+    return max(1, whole * here // width)
 
 
 class Area(NamedTuple):

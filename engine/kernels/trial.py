@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.attention.base import PLAN_KEYWORD, Int64s, LayerShape, PackedRows
+from engine.attention.base import PLAN_KEYWORD, Int64s, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import Decoder, NotUsual, base_parts
@@ -143,17 +143,35 @@ def _deviations(
     for number, layer in enumerate(decoder.layers):
         given, expected = run.states[number], run.states[number + 1]
         kind = copy.layers[number], *_fields(layer)
-        if kind not in programs:
-            alone = replace(decoder, layers=(layer,), output=None)
-            programs[kind] = _program(kernels, alone, copy.layers[number : number + 1], len(positions))
-        found = _compute(programs[kind], given)
+        if kind not in programs or layer.attention.source is not None:
+            programs[kind] = _program_of(kernels, replace(decoder, output=None), run, number)
+        found = _compute(programs[kind], given, run.inputs)
         yield from _too_far(number, (found - expected).norm(dim=-1), (expected - given).norm(dim=-1))
+    if copy.decoder.embedding is not None and copy.decoder.embedding.inputs is not None:
+        first = replace(decoder, embedding=copy.decoder.embedding, layers=decoder.layers[:1], output=None)
+        program = _program(kernels, first, len(positions))
+        found, (given, expected) = _compute(program, run.ids), run.states[:2]
+        yield from _too_far(0, (found - expected).norm(dim=-1), (expected - given).norm(dim=-1))
     if run.logits is None:
         return
-    last = replace(decoder, layers=decoder.layers[-1:])
-    found = _compute(_program(kernels, last, copy.layers[-1:], len(positions)), run.states[-2])
+    last = _program_of(kernels, decoder, run, len(copy.layers) - 1)
+    found = _compute(last, run.states[-2], run.inputs)
     for half, expected in zip(_halves(found), _halves(run.logits), strict=True):  # one of which is louder
         yield from _too_far(len(copy.layers), (half - expected).norm(dim=-1), expected.norm(dim=-1))
+
+
+def _program_of(kernels: Library, decoder: Decoder, run: _Run, number: int) -> Program:
+    """A program of one layer alone, with another's keys and values if it reads them."""
+    layer, count = decoder.layers[number], len(run.states[0])
+    source = layer.attention.source
+    if source is None:
+        return _program(kernels, replace(decoder, layers=(layer,)), count)
+    stored = _program_of(kernels, replace(decoder, output=None), run, source)
+    _compute(stored, run.states[source], run.inputs)
+    alone = replace(layer, attention=replace(layer.attention, source=0))
+    program = Program(kernels, replace(decoder, layers=(alone,)))
+    program.use(stored.cache)
+    return program
 
 
 def _fields(part: Any) -> Iterator[Any]:
@@ -204,7 +222,8 @@ def _compare_rounding(kernels: Library, copy: NarrowCopy, positions: Int64s, dty
     copy.convert(dtype)
     rounded = _run(copy, positions)
     decoder = _placed(copy.decoder, positions)
-    found = _compute(_program(kernels, decoder, copy.layers, len(positions)), rounded.states[0])
+    program = _program(kernels, decoder, len(positions))
+    found = _compute(program, rounded.states[0], rounded.inputs)
     size = (exact - exact.mean(dim=-1, keepdim=True)).norm(dim=-1)
     by_torch, by_kernels = (
         float(((each.float() - exact).norm(dim=-1) / size).quantile(QUANTILE))
@@ -224,6 +243,10 @@ class _Run(NamedTuple):
     """[tokens, hidden] before each layer, and behind the last one."""
     logits: torch.Tensor | None
     """[tokens, vocabulary]; None before the last stage."""
+    ids: torch.Tensor
+    """[tokens], if there is an embedding."""
+    inputs: torch.Tensor | None
+    """[tokens, numbers of all layers] that layers were given beside the stream."""
 
     @property
     def result(self) -> torch.Tensor:
@@ -235,6 +258,12 @@ def _run(copy: NarrowCopy, positions: Int64s, draw: int = 0) -> _Run:
     decoder, count = copy.decoder, len(positions)
     given, embedded = _prompt(decoder, positions, draw)
     states: list[torch.Tensor] = []
+    inputs: list[torch.Tensor] = []
+
+    def note(_part: Any, arguments: tuple[Any, ...]) -> None:
+        states.append(arguments[0][0].clone())
+        inputs.extend(each[0].clone() for each in arguments[1:2] if isinstance(each, torch.Tensor))
+
     cache = TorchPagedAttention(
         copy.layers,
         num_blocks=_num_blocks(count),
@@ -243,7 +272,7 @@ def _run(copy: NarrowCopy, positions: Int64s, draw: int = 0) -> _Run:
         device=copy.module.device,
     )
     hooks = [
-        part.register_forward_pre_hook(lambda _part, hidden: states.append(hidden[0][0].clone()))
+        part.register_forward_pre_hook(note)
         for part in (*copy.parts, getattr(copy.base, base_parts(copy.base)["norm"]))
     ]
     whole = copy.module if decoder.output is not None else copy.base
@@ -261,7 +290,10 @@ def _run(copy: NarrowCopy, positions: Int64s, draw: int = 0) -> _Run:
         raise NotUsual(f"{len(states) - 1} calls of {len(copy.layers)} layers")
     if decoder.embedding is not None and not torch.equal(states[0], embedded):
         raise NotUsual("it changes what the embedding gives")
-    return _Run(states, None if decoder.output is None else outputs.logits[0])
+    has_inputs = any(layer.input is not None for layer in decoder.layers)
+    ids = given.get("input_ids", torch.zeros(1, count, dtype=torch.int64))[0]
+    logits = None if decoder.output is None else outputs.logits[0]
+    return _Run(states, logits, ids, torch.cat(inputs, dim=1) if has_inputs else None)
 
 
 def _prompt(decoder: Decoder, positions: Int64s, draw: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -282,22 +314,24 @@ def _prompt(decoder: Decoder, positions: Int64s, draw: int) -> tuple[dict[str, t
     return {"input_ids": (ids + first).unsqueeze(0)}, embedded
 
 
-def _program(kernels: Library, decoder: Decoder, layers: tuple[LayerShape, ...], count: int) -> Program:
+def _program(kernels: Library, decoder: Decoder, count: int) -> Program:
     program = Program(kernels, decoder)
     program.use(
-        NativeCache(layers, num_blocks=_num_blocks(count), block_size=BLOCK_SIZE, dtype=decoder.dtype)
+        NativeCache(decoder.cached, num_blocks=_num_blocks(count), block_size=BLOCK_SIZE, dtype=decoder.dtype)
     )
     return program
 
 
-def _compute(program: Program, hidden: torch.Tensor) -> torch.Tensor:
-    """The kernels' result for [tokens, hidden], in the same shape.
+def _compute(program: Program, given: torch.Tensor, inputs: torch.Tensor | None = None) -> torch.Tensor:
+    """The kernels' result for hidden or ids [tokens], as [tokens, hidden].
 
-    If there is an output layer, it is float32 logits.
+    If there is an output layer, it is float32 logits. ``inputs``: see :class:`_Run`.
     """
-    count = len(hidden)
-    given = program.forward(_packed(count), np.zeros(count, dtype=np.int64), np.arange(count), hidden[None])
-    return given.reshape(count, -1).clone()
+    count, are_ids = len(given), given.ndim == 1
+    ids = given.numpy() if are_ids else np.zeros(count, dtype=np.int64)
+    hidden = None if are_ids else given[None]
+    found = program.forward(_packed(count), ids, np.arange(count), hidden, None if are_ids else inputs)
+    return found.reshape(count, -1).clone()
 
 
 def _num_blocks(tokens: int) -> int:

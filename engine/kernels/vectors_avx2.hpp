@@ -60,6 +60,10 @@ inline Floats load(const float* from, Mask lanes) {
 inline Floats load(const float* from, Mask lanes, Floats otherwise) {
     return lanes == EVERY_LANE ? load(from) : picked(lanes, load(from, lanes), otherwise);
 }
+inline Floats load_halves(const void* from) {
+    auto* at = static_cast<const __m128i*>(from);
+    return {_mm256_cvtph_ps(_mm_loadu_si128(at)), _mm256_cvtph_ps(_mm_loadu_si128(at + 1))};
+}
 inline Words load_words(const void* from) {
     auto* at = static_cast<const __m256i*>(from);
     return {_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)};

@@ -24,6 +24,7 @@ inline Words numbers_to_15() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 
 inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
 inline Floats load(const float* from, Mask lanes) { return _mm512_maskz_loadu_ps(lanes, from); }
 inline Floats load(const float* from, Mask lanes, Floats otherwise) { return _mm512_mask_loadu_ps(otherwise, lanes, from); }
+inline Floats load_halves(const void* from) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from))); }
 inline Words load_words(const void* from) { return _mm512_loadu_si512(from); }
 inline Words load_words(const void* from, Mask lanes) { return _mm512_maskz_loadu_epi32(lanes, from); }
 inline void store(float* to, Floats value) { _mm512_storeu_ps(to, value); }

@@ -26,8 +26,12 @@ from engine.quantization_config import OnlineName
 logger = logging.getLogger(__name__)
 
 
+Held = tuple[tuple[int, ...], ...]
+"""Experts by layer, each ascending."""
+
+
 class HeldExperts:
-    """The experts of a model, in the order of their numbers.
+    """The experts of a model, by layer and in the order of their numbers.
 
     :meth:`prepare`, then :meth:`install`, exchange them.
     """
@@ -40,7 +44,7 @@ class HeldExperts:
         limit_bytes: int | None = None,
         online: OnlineName | None = None,
     ) -> None:
-        """``limit_bytes``: of all experts that are held, whatever memory is free.
+        """``experts``: in each layer. ``limit_bytes``: of all that are held, whatever memory is free.
 
         ``online``: how plain weights are quantised while they are read.
         """
@@ -49,13 +53,15 @@ class HeldExperts:
         self._model = model
         self._directory = directory
         self._layers = expert_modules(model)
-        self.experts = tuple(experts)
-        self.bytes_per_expert: int = sum(
-            parameter[0].nbytes if len(parameter) else 0
+        self.experts: Held = (tuple(experts),) * len(self._layers)
+        self._bytes: list[int] = [
+            sum(parameter[0].nbytes if len(parameter) else 0 for _, parameter in expert_parameters(module))
             for module in self._layers.values()
-            for _, parameter in expert_parameters(module)
-        )
+        ]
+        self.bytes_per_expert: int = sum(self._bytes)
         """Bytes of an expert over all layers."""
+        self.on_built: Callable[[Any, dict[str, torch.nn.Parameter]], None] | None = None
+        """Called while this prepares, with a module and the tensors it will get."""
         self.copies = 1
         """Copies of each expert in memory; native kernels keep one of their own.
 
@@ -67,7 +73,12 @@ class HeldExperts:
         """Held while tensors are made from those that are held, or take their place."""
 
     def __repr__(self) -> str:
-        return f"<HeldExperts {len(self.experts)} of each of {len(self._layers)} layers>"
+        return f"<HeldExperts {self.most} of each of {len(self._layers)} layers>"
+
+    @property
+    def most(self) -> int:
+        """Most experts held in a layer."""
+        return max(map(len, self.experts), default=0)
 
     def rehearse(self) -> None:
         """Read one expert as a change does, to find out now whether that works.
@@ -77,7 +88,8 @@ class HeldExperts:
         Raises:
             CheckpointError: experts of this checkpoint cannot be read one by one.
         """
-        read_experts(self._model, self._directory, self.experts[:1], online=self._online)
+        first = [experts[:1] for experts in self.experts]
+        read_experts(self._model, self._directory, first, online=self._online)
 
     def max_experts(self, free_bytes: int) -> int:
         """How many experts of each layer fit, with so much free memory beside them.
@@ -87,30 +99,39 @@ class HeldExperts:
         if not self.bytes_per_expert:
             return 0
         each = self.bytes_per_expert * self.copies
-        fit = len(self.experts) + max(0, free_bytes) // each
+        fit = self.most + max(0, free_bytes) // each
         return fit if self._limit_bytes is None else min(fit, max(1, self._limit_bytes // each))
 
-    def check_limit(self) -> None:
+    def check_limit(self, most_held: int = 0) -> None:
         """Check that the experts held from the start are within the limit.
+
+        ``most_held``: experts of each layer that are to be held later, with copies for balance.
 
         Raises:
             CheckpointError: they take more.
         """
-        count, each = len(self.experts), self.bytes_per_expert * self.copies
+        count, each = max(self.most, most_held), self.bytes_per_expert * self.copies
+        fewer = ", or lower num_redundant_experts" if most_held > self.most else ""
         if self._limit_bytes is not None and count * each > self._limit_bytes:
             raise CheckpointError(
                 f"{count} experts of {each / 2**20:.1f} MiB each are more than --expert-memory-bytes "
-                f"{self._limit_bytes}: raise it, or start more instances (-dp)"
+                f"{self._limit_bytes}: raise it, or start more instances (-dp){fewer}"
             )
 
     def prepare(
-        self, experts: Sequence[int], free_bytes: int, should_stop: Callable[[], bool] = lambda: False
+        self,
+        experts: Sequence[Sequence[int]],
+        free_bytes: int,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> int:
         """Prepare to hold exactly these experts; returns how many had to be read.
+
+        That is in the layer of which most had to.
 
         Meant for another thread than the one that computes; what was prepared before is dropped.
 
         Args:
+            experts: by layer, or one list for all layers.
             free_bytes: memory that may be used beside what is held.
             should_stop: returns True when these experts are not wanted any more.
 
@@ -122,42 +143,54 @@ class HeldExperts:
             if should_stop():
                 raise ReadingStopped
             self._next = None
-            self._next, num_missing = self._prepare(tuple(sorted(experts)), free_bytes, should_stop)
+            self._next, num_missing = self._prepare(self._of_layers(experts), free_bytes, should_stop)
             return num_missing
 
-    def _prepare(
-        self, wanted: tuple[int, ...], free_bytes: int, should_stop: Callable[[], bool]
-    ) -> tuple[_Change, int]:
+    def _of_layers(self, experts: Sequence[Sequence[int]]) -> Held:
+        repeated = experts if len(experts) == len(self._layers) else list(experts) * len(self._layers)
+        return tuple(tuple(sorted(of_layer)) for of_layer in repeated)
+
+    def _prepare(self, wanted: Held, free_bytes: int, should_stop: Callable[[], bool]) -> tuple[_Change, int]:
         held = (
             self.experts
         )  # others may be installed while this reads: what it makes from these does not fit then
-        missing = [expert for expert in wanted if expert not in held]
-        if len(missing) * self.bytes_per_expert * self.copies > free_bytes:
+        missing = [
+            [expert for expert in after if expert not in before]
+            for after, before in zip(wanted, held, strict=True)
+        ]
+        num_missing = max(map(len, missing), default=0)
+        missing_bytes = self._bytes_of(missing) * self.copies
+        if missing_bytes > free_bytes:
             raise CheckpointError(
-                f"{len(missing)} more experts of {self.bytes_per_expert / 2**20:.0f} MiB each do not fit "
-                f"into the {free_bytes / 2**20:.0f} MiB that are free"
+                f"{num_missing} more experts of {missing_bytes / 2**20:.1f} MiB do not fit into the "
+                f"{free_bytes / 2**20:.1f} MiB that are free"
             )
         began = time.monotonic()
         rows = {}
-        if missing:
+        if num_missing:
             rows = read_experts(self._model, self._directory, missing, should_stop, self._online)
         change = _Change(held, wanted, missing, rows)
-        if len(wanted) * self.bytes_per_expert <= free_bytes and wanted != held:
+        changed = [after if after != before else () for after, before in zip(wanted, held, strict=True)]
+        if self._bytes_of(changed) * self.copies <= free_bytes and wanted != held:
             with self._swapping:
                 if self.experts == held:
-                    change.build(self._layers)
-        logger.debug("experts %s read in %.3f s", missing, time.monotonic() - began)
-        return change, len(missing)
+                    change.build(self._layers, self.on_built)
+        logger.debug("%d experts read in %.3f s", num_missing, time.monotonic() - began)
+        return change, num_missing
 
-    def is_prepared(self, experts: Sequence[int]) -> bool:
+    def _bytes_of(self, experts: Sequence[Sequence[int]]) -> int:
+        """Bytes of experts by layer, in one copy."""
+        return sum(len(of_layer) * each for of_layer, each in zip(experts, self._bytes, strict=True))
+
+    def is_prepared(self, experts: Sequence[Sequence[int]]) -> bool:
         """Whether these can be installed: they are held, or were prepared from what is held."""
-        wanted = tuple(sorted(experts))
+        wanted = self._of_layers(experts)
         change = self._next
         return wanted == self.experts or (
             change is not None and (change.before, change.after) == (self.experts, wanted)
         )
 
-    def install(self, experts: Sequence[int], free_bytes: Callable[[], int]) -> None:
+    def install(self, experts: Sequence[Sequence[int]], free_bytes: Callable[[], int]) -> None:
         """Hold these experts from now on; between two steps.
 
         Experts that were not prepared, or were prepared from others than are held now, are read first.
@@ -165,10 +198,10 @@ class HeldExperts:
         Raises:
             CheckpointError: they do not fit into ``free_bytes``, or cannot be read any more.
         """
-        while not self._install_prepared(tuple(sorted(experts))):
+        while not self._install_prepared(self._of_layers(experts)):
             self.prepare(experts, free_bytes())
 
-    def _install_prepared(self, wanted: tuple[int, ...]) -> bool:
+    def _install_prepared(self, wanted: Held) -> bool:
         with self._swapping:
             change = self._next
             if not self.is_prepared(wanted):
@@ -182,62 +215,80 @@ class HeldExperts:
 
 
 class _Change:
-    """The change from one set of experts to another."""
+    """The change from one set of experts to another, of the layers that differ."""
 
     def __init__(
-        self,
-        before: tuple[int, ...],
-        after: tuple[int, ...],
-        missing: list[int],
-        rows: dict[str, torch.Tensor],
+        self, before: Held, after: Held, missing: Sequence[Sequence[int]], rows: dict[str, torch.Tensor]
     ) -> None:
-        """``rows``: of the missing ones, parameter -> [missing, ...]."""
+        """``rows``: of the missing ones, parameter -> [missing in its layer, ...]."""
         self.before, self.after = before, after
-        self._kept = [(row, before.index(expert)) for row, expert in enumerate(after) if expert in before]
-        self._new = [(row, missing.index(expert)) for row, expert in enumerate(after) if expert in missing]
+        self._missing = missing
         self._rows = rows
         found = {name: reader_of(tensor) for name, tensor in rows.items()}
         self._readers = {name: reader for name, reader in found.items() if reader is not None}
         """How to read the codes of the missing ones."""
-        self._built: dict[str, torch.Tensor] = {}
+        self._built: dict[str, dict[str, torch.nn.Parameter]] = {}
+        """New parameters by the path of their module, if they were laid out before."""
 
     def __repr__(self) -> str:
         return f"<_Change {self.before} -> {self.after}>"
 
-    def build(self, layers: dict[str, Any]) -> None:
+    def build(
+        self,
+        layers: dict[str, Any],
+        on_built: Callable[[Any, dict[str, torch.nn.Parameter]], None] | None = None,
+    ) -> None:
         """Lay out all new tensors beside the old ones."""
-        for path, module in layers.items():
-            for name, parameter in expert_parameters(module):
-                self._built[f"{path}.{name}"] = self._tensor(f"{path}.{name}", parameter)
+        for number, (path, module) in enumerate(layers.items()):
+            if self.before[number] != self.after[number]:
+                self._built[path] = self._parameters(number, path, module)
+                if on_built is not None:
+                    on_built(module, self._built[path])
 
     def install(self, layers: dict[str, Any]) -> None:
-        for path, module in layers.items():
-            for name, parameter in expert_parameters(module):
-                full = f"{path}.{name}"
-                codes = self._codes(full, parameter)
-                tensor = self._built[full] if full in self._built else self._tensor(full, parameter)
-                fresh = torch.nn.Parameter(tensor, requires_grad=False)
-                if codes is not None:
-                    keep_codes(fresh, name, codes)
-                setattr(module, name, fresh)
-            module.num_experts = len(self.after)
+        for number, (path, module) in enumerate(layers.items()):
+            if self.before[number] == self.after[number]:
+                continue
+            parameters = self._built.get(path) or self._parameters(number, path, module)
+            for name, parameter in parameters.items():
+                setattr(module, name, parameter)
+            module.num_experts = len(self.after[number])
 
-    def _codes(self, full: str, parameter: torch.nn.Parameter) -> CodesReader | None:
+    def _parameters(self, number: int, path: str, module: Any) -> dict[str, torch.nn.Parameter]:
+        return {
+            name: self._parameter(number, path, name, parameter)
+            for name, parameter in expert_parameters(module)
+        }
+
+    def _parameter(
+        self, number: int, path: str, name: str, parameter: torch.nn.Parameter
+    ) -> torch.nn.Parameter:
+        full = f"{path}.{name}"
+        codes = self._codes(number, full, parameter)
+        fresh = torch.nn.Parameter(self._tensor(number, full, parameter), requires_grad=False)
+        if codes is not None:
+            keep_codes(fresh, name, codes)
+        return fresh
+
+    def _codes(self, number: int, full: str, parameter: torch.nn.Parameter) -> CodesReader | None:
         """How to read the codes of these experts; None where one has none."""
+        before, missing = self.before[number], self._missing[number]
         held, read = reader_of(parameter), self._readers.get(full)
-        if (held is None and self._kept) or (read is None and self._new):
-            return None
-        experts = {row: (held, old) for row, old in self._kept} | {row: (read, new) for row, new in self._new}
-        ordered = [experts[row] for row in sorted(experts)]
-        return CodesReader.of_experts([(reader, at) for reader, at in ordered if reader is not None])
+        found = [
+            (read, missing.index(expert)) if expert in missing else (held, before.index(expert))
+            for expert in self.after[number]
+        ]
+        known = [(reader, at) for reader, at in found if reader is not None]
+        return CodesReader.of_experts(known) if len(known) == len(found) else None
 
-    def _tensor(self, full: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+    def _tensor(self, number: int, full: str, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The rows [after, ...] of one parameter, as it is typed and placed."""
-        tensor = parameter.data.new_empty(len(self.after), *parameter.shape[1:])
-        for row, old in self._kept:
-            tensor[row].copy_(parameter.data[old])
-        if self._new:
-            rows = self._rows.pop(full)
-            for row, new in self._new:
-                tensor[row].copy_(rows[new])
+        before, after, missing = self.before[number], self.after[number], self._missing[number]
+        tensor = parameter.data.new_empty(len(after), *parameter.shape[1:])
+        rows = self._rows.pop(full) if missing else None
+        for row, expert in enumerate(after):
+            if rows is not None and expert in missing:
+                tensor[row].copy_(rows[missing.index(expert)])
+            else:
+                tensor[row].copy_(parameter.data[before.index(expert)])
         return tensor

@@ -87,25 +87,27 @@ def expert_parameters(module: Any) -> list[tuple[str, torch.nn.Parameter]]:
 def read_experts(
     model: Any,
     directory: Path,
-    experts: Sequence[int],
+    experts: Sequence[Sequence[int]],
     should_stop: Callable[[], bool] = lambda: False,
     online: OnlineName | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Read some experts of all layers: parameter -> [len(experts), ...], in their order.
+    """Read some experts by layer: parameter -> [experts of its layer, ...], in their order.
 
-    Only their bytes are read; the model, which may hold other ones, is not changed. Where they are quantised,
-    the tensors know their codes. ``online``: how plain weights are quantised.
+    Only their bytes are read; the model, which may hold other ones, is not changed. Parameters of layers of
+    which none are wanted are left out. Where they are quantised, the tensors know their codes.
+
+    ``online``: how plain weights are quantised.
 
     Raises:
         CheckpointError: the checkpoint lacks some of them (any more).
         ReadingStopped: ``should_stop``, which is asked before each tensor, returned True.
     """
     layers = expert_modules(model)
-    wanted = [f"{path}.{name}" for path, module in layers.items() for name, _ in expert_parameters(module)]
     reader = ExpertReader(model, layers, experts)
     found = reader.read_experts(directory, model.dtype, should_stop, online)
-    for name in wanted:
-        if name not in found or found[name].shape[0] != len(experts):
+    wanted = {name: len(of_layer) for name, of_layer in reader.wanted.items() if of_layer}
+    for name, count in wanted.items():
+        if name not in found or found[name].shape[0] != count:
             raise CheckpointError(f"{directory} lacks experts of {name}: has it changed since the start?")
     return {name: found[name] for name in wanted}
 
@@ -129,7 +131,7 @@ def only_experts_of(
     try:
         for kind in kinds:
             kind.__init__ = _smaller(originals[kind], share)
-        yield ExpertReader(whole, layers, share.experts).read(files)
+        yield ExpertReader(whole, layers, [share.experts] * len(layers)).read(files)
     finally:
         for kind, original in originals.items():
             kind.__init__ = original
@@ -146,17 +148,17 @@ def _smaller(original: Any, share: ExpertShare) -> Any:
 
 
 class _Shapes:
-    """Stand-in for a model with ``count`` experts when a conversion asks for shapes."""
+    """Stand-in for a model with some experts when a conversion asks for shapes."""
 
-    def __init__(self, known: Mapping[str, torch.Tensor], of_experts: set[str], count: int) -> None:
+    def __init__(self, known: Mapping[str, torch.Tensor], wanted: Mapping[str, Sequence[int]]) -> None:
+        """``wanted``: experts by parameter, for those that have a row for each."""
         self._known = known
-        self._of_experts = of_experts
-        self._count = count
+        self._wanted = wanted
 
     def get_parameter(self, name: str) -> torch.Tensor:
         """Shape and nothing else, as :meth:`torch.nn.Module.get_parameter` would give it."""
         rows, *rest = self._known[name].shape
-        return torch.empty(self._count if name in self._of_experts else rows, *rest, device="meta")
+        return torch.empty(len(self._wanted[name]) if name in self._wanted else rows, *rest, device="meta")
 
 
 class ExpertReader:
@@ -165,16 +167,19 @@ class ExpertReader:
     The model may hold any number of them itself.
     """
 
-    def __init__(self, model: Any, layers: dict[str, Any], experts: Sequence[int]) -> None:
+    def __init__(self, model: Any, layers: dict[str, Any], experts: Sequence[Sequence[int]]) -> None:
+        """``experts``: by layer."""
         transforms = get_model_conversion_mapping(model, NAMES)  # names that only language parts have
         self._converters = [item for item in transforms if isinstance(item, WeightConverter)]
         self._renamings = [item for item in transforms if not isinstance(item, WeightConverter)]
         self._prefix = model.base_model_prefix
         self._known = model.state_dict()
-        self._expert_parameters = {
-            f"{path}.{name}" for path, module in layers.items() for name, _ in expert_parameters(module)
+        self.wanted: dict[str, Sequence[int]] = {
+            f"{path}.{name}": of_layer
+            for (path, module), of_layer in zip(layers.items(), experts, strict=True)
+            for name, _ in expert_parameters(module)
         }
-        self._local = {expert: number for number, expert in enumerate(experts)}
+        """Experts to read by parameter."""
 
     def read(self, files: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Read the experts and all that is no expert.
@@ -185,8 +190,8 @@ class ExpertReader:
         for opened in files:
             for name in opened.keys():  # noqa: SIM118 (safe_open is no dict)
                 target = self._target(name)[0]
-                if target in self._expert_parameters:
-                    self.take(opened, name, tensors)
+                if target in self.wanted:
+                    self.take(opened, name, target, tensors)
                 elif target in self._known or not OTHER_MODALITIES.search(name):
                     tensors[name] = opened.get_tensor(name)
         return tensors
@@ -205,10 +210,11 @@ class ExpertReader:
                 for name in opened.keys():  # noqa: SIM118 (safe_open is no dict)
                     if should_stop():
                         raise ReadingStopped
-                    if self._target(name)[0] in self._expert_parameters:
-                        self.take(opened, name, tensors)
+                    target = self._target(name)[0]
+                    if self.wanted.get(target):
+                        self.take(opened, name, target, tensors)
         converted = self._convert(tensors)
-        readers = readers_of(files, self._target, self._converters, self._expert_parameters)
+        readers = readers_of(files, self._target, self._converters, self.wanted)
         for name, reader in readers.items():
             setattr(converted[name], CODES, reader)
         return converted
@@ -232,32 +238,32 @@ class ExpertReader:
                 continue
             converter = running.setdefault(target, deepcopy(by_pattern[pattern]))
             converter.add_tensor(target, name, pattern, lambda name=name: tensors[name])
-        shapes = _Shapes(self._known, self._expert_parameters, len(self._local))
+        shapes = _Shapes(self._known, self.wanted)
         for target, converter in running.items():
             for name, value in converter.convert(target, model=shapes).items():
                 converted[name] = value[0] if isinstance(value, list) else value
         return converted
 
-    def take(self, opened: Any, name: str, tensors: dict[str, torch.Tensor]) -> None:
+    def take(self, opened: Any, name: str, target: str, tensors: dict[str, torch.Tensor]) -> None:
         """Read the experts' part of one tensor of a file.
 
-        The tensor is of an experts module's parameter.
+        The tensor is of ``target``, a parameter of an experts module.
         """
-        match = ONE_EXPERT.search(name)
+        match, experts = ONE_EXPERT.search(name), self.wanted[target]
         if match is None:
-            tensors[name] = self._slices(opened.get_slice(name))
+            tensors[name] = _slices(opened.get_slice(name), list(experts))
             return
-        local = self._local.get(int(match[1]))
-        if local is not None:
+        if int(match[1]) in experts:
+            local = experts.index(int(match[1]))
             tensors[f"{name[: match.start(1)]}{local}{name[match.end(1) :]}"] = opened.get_tensor(name)
 
-    def _slices(self, fused: Any) -> torch.Tensor:
-        """The share's rows of a tensor that holds all experts.
 
-        Neighbours are read together.
-        """
-        experts = list(self._local)
-        if experts == list(range(experts[0], experts[-1] + 1)):
-            neighbours: torch.Tensor = fused[experts[0] : experts[-1] + 1]
-            return neighbours
-        return torch.cat([fused[expert : expert + 1] for expert in experts])
+def _slices(fused: Any, experts: Sequence[int]) -> torch.Tensor:
+    """Some experts' rows of a tensor that holds all.
+
+    Neighbours are read together.
+    """
+    if experts == list(range(experts[0], experts[-1] + 1)):
+        neighbours: torch.Tensor = fused[experts[0] : experts[-1] + 1]
+        return neighbours
+    return torch.cat([fused[expert : expert + 1] for expert in experts])

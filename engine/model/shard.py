@@ -48,6 +48,12 @@ GAPS: dict[str, dict[str, str]] = {
     "qwen3_vl_text": _ATTENTION | _MLP,
     "hunyuan_v1_dense": _ATTENTION | _MLP,
     "deepseek_v3": _LATENT_ATTENTION,
+    "gpt2": {
+        "h.*.attn.c_attn": "colwise",
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    },
     "gpt_oss": _ATTENTION | {"layers.*.self_attn.sinks": "heads", "layers.*.mlp.experts": "whole_experts"},
     "qwen2_moe": {
         "layers.*.mlp.shared_expert.gate_proj": "colwise",
@@ -212,7 +218,7 @@ class ShardedClass:
 
     def stage_of(self, module: Any) -> Stage:
         """The ends of a model of this class."""
-        parts = list(module.base_model.layers)
+        parts = list(stack_of(module.base_model))
         first = next((part for part in parts if isinstance(part, StageInput)), None)
         last = next((part for part in parts if isinstance(part, StageOutput)), None)
         return Stage(self.shard, self.layers, first, last)
@@ -284,7 +290,7 @@ def tensor_plan(name: str, whole: Any) -> dict[str, str]:
         )
     prefix = f"{whole.base_model_prefix}."
     plan = {prefix + path: style for path, style in plan.items()}
-    if not any(".self_attn." in path for path in plan):
+    if not any(re.search(r"attn\.|\.attention\.", path) for path in plan):
         logger.warning("%s: its tensor-parallel plan leaves attention whole on every worker", name)
     return plan
 
@@ -299,9 +305,22 @@ def _without_experts(plan: dict[str, str], whole: Any) -> dict[str, str]:
     }
 
 
+STACKS = "layers", "h"
+"""Names of a base model's list of layers."""
+EMBEDDINGS = "embed_tokens", "wte", "wpe"
+"""Names of its embeddings of tokens, and of positions."""
+LAST_NORMS = "norm", "ln_f", "final_layernorm"
+"""Names of the norm behind its layers."""
+
+
+def stack_of(base: Any) -> Any:
+    """The list of a base model's layers; None if it has none."""
+    return next((getattr(base, name) for name in STACKS if hasattr(base, name)), None)
+
+
 def _layers_of_stage(name: str, whole: Any, shard: Shard) -> range:
     base = whole.base_model
-    stack = getattr(base, "layers", None)
+    stack = stack_of(base)
     if shard.num_stages == 1:
         return range(len(stack)) if isinstance(stack, torch.nn.ModuleList) else range(0)
     if not isinstance(stack, torch.nn.ModuleList):
@@ -309,14 +328,15 @@ def _layers_of_stage(name: str, whole: Any, shard: Shard) -> range:
     extra = [
         path
         for path, child in base.named_children()
-        if path not in ("embed_tokens", "layers", "norm") and next(child.parameters(), None) is not None
+        if path not in (*EMBEDDINGS, *STACKS, *LAST_NORMS) and next(child.parameters(), None) is not None
     ]
     if extra:
         raise CheckpointError(
             f"{name} has {', '.join(extra)} beside its layers, which no stage takes: use -pp 1"
         )
     sizes = [_num_parameters(layer) for layer in stack]
-    ends = _num_parameters(base.get_input_embeddings()), _num_parameters(getattr(base, "norm", None))
+    norms = [getattr(base, name, None) for name in LAST_NORMS]
+    ends = _num_parameters(base.get_input_embeddings()), sum(map(_num_parameters, norms))
     head = _num_parameters(whole.get_output_embeddings())
     try:
         check_split(shard.split, len(sizes), shard.num_stages)
@@ -349,20 +369,22 @@ def _cut(model: Any, sharded: ShardedClass) -> None:
 def _keep_stage(model: Any, shard: Shard, layers: range) -> None:
     """Keep the layers of a stage, at their indices, by which models look things up.
 
-    The final norm stays on all stages: it is small, and some models use it before their first layer, too.
+    The final norm stays on all stages: it is small, and some models use it before their first layer, too. So
+    do learned positions, which a model adds before its first layer.
     """
     base = model.base_model
-    for index, layer in enumerate(list(base.layers)):
+    stack = stack_of(base)
+    for index, layer in enumerate(list(stack)):
         if index == layers.start - 1:
-            base.layers[index] = StageInput().looks_like(layer)
+            stack[index] = StageInput().looks_like(layer)
         elif index == layers.stop:
-            base.layers[index] = StageOutput().looks_like(layer)
+            stack[index] = StageOutput().looks_like(layer)
         elif index not in layers:
-            base.layers[index] = PassThrough().looks_like(layer)
+            stack[index] = PassThrough().looks_like(layer)
     if not shard.is_last:
         model.set_output_embeddings(PassThrough())
     if not shard.is_first:
-        base.embed_tokens = PassThrough()
+        base.set_input_embeddings(PassThrough())
     # The two may be on different workers now: each is read, nothing is tied.
     model.all_tied_weights_keys = {}
     base.all_tied_weights_keys = {}

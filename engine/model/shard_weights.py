@@ -18,7 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
 
 from engine.model.checkpoint import CheckpointError
-from engine.model.expert_weights import ExpertReader, expert_modules, expert_parameters
+from engine.model.expert_weights import ExpertReader, expert_modules
 from engine.model.shard import ShardedClass
 
 PACKED_SUFFIX = re.compile(r"_(blocks|scales)$")
@@ -77,10 +77,8 @@ class _Reader:
         self._experts: ExpertReader | None = None
         self._spread: set[str] = set()
         if sharded.share is not None:
-            self._experts = ExpertReader(whole, layers, sharded.share.experts)
-            self._spread = {
-                f"{path}.{name}" for path, each in layers.items() for name, _ in expert_parameters(each)
-            }
+            self._experts = ExpertReader(whole, layers, [sharded.share.experts] * len(layers))
+            self._spread = set(self._experts.wanted)
         self._ignored = [re.compile(each) for each in whole._keys_to_ignore_on_load_unexpected or ()]
         self._head = _name_of(whole, whole.get_output_embeddings()) if sharded.ties_head else None
         self._embedding = _name_of(whole, whole.get_input_embeddings())
@@ -94,7 +92,7 @@ class _Reader:
             tensors.setdefault(self._head, self._part(opened, name, self._head))
         if target in self._spread:
             if target in self._kept and self._experts is not None:
-                self._experts.take(opened, name, tensors)
+                self._experts.take(opened, name, target, tensors)
         elif target in self._kept:
             if pattern is not None and target in self._cuts:
                 self._check_conversion(name, pattern)

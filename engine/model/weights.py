@@ -26,6 +26,8 @@ from transformers.utils import logging as transformers_logging
 from engine.attention.base import IMPLEMENTATION, LayerShape, paged_attention
 from engine.attention.kv_codes import KVCodes
 from engine.config import ModelConfig
+from engine.gpu.fused_layers import fuse_layers
+from engine.gpu.product_choice import has_triton
 from engine.host.deferred import run_deferred
 from engine.model.checkpoint import CheckpointError, ModelInfo, format_of_weights, is_laid_out_as_usual
 from engine.model.cut_check import check, share_run
@@ -50,7 +52,7 @@ from engine.model.text_parts import NAMES, OTHER_MODALITIES, class_with_head
 from engine.model.uncut import UncutRun, uncut_run
 from engine.model.weight_files import open_weights
 from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
-from parallel.expert_parallel import Dispatch, ExpertParallel, expert_forward
+from parallel.expert_parallel import LAYER_ATTRIBUTE, Dispatch, ExpertParallel, expert_forward
 from parallel.placement import assign_experts
 from parallel.sliced_experts import SlicedExpertParallel
 from parallel.tensor_parallel import TensorRank
@@ -219,6 +221,8 @@ def _read_model(
         module.set_experts_implementation(choose_experts_function(module))
     if round_inputs(module) and share is None:
         sum_experts_in_order(module)
+    if device.type == "cuda" and has_triton():
+        fuse_layers(module)
     _fix_rope_scaling(module, _longest(info, settings))
     if sharded is None:
         return _ReadModel(module, experts, expert_layers, WHOLE_STAGE, None)
@@ -305,16 +309,16 @@ def _spread_experts(
     """
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, expert_forward)
     local_experts = ALL_EXPERTS_FUNCTIONS[choose_experts_function(module)]
+    layers = tuple(expert_modules(module).values())
+    facts = share.placement, share.rank, dispatch, local_experts
     if shard.size > 1:
         ranks = TensorRank(shard.rank, shard.size, shard.ranks)
-        experts: ExpertParallel = SlicedExpertParallel(
-            share.placement, share.rank, dispatch, local_experts, ranks
-        )
+        experts: ExpertParallel = SlicedExpertParallel(*facts, ranks, max(1, len(layers)))
     else:
-        experts = ExpertParallel(share.placement, share.rank, dispatch, local_experts)
-    layers = tuple(expert_modules(module).values())
-    for layer in layers:
+        experts = ExpertParallel(*facts, max(1, len(layers)))
+    for number, layer in enumerate(layers):
         setattr(layer, EXPERTS_ATTRIBUTE, experts)
+        setattr(layer, LAYER_ATTRIBUTE, number)
     module.set_experts_implementation(IMPLEMENTATION)
     return experts, layers
 

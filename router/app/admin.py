@@ -1,4 +1,4 @@
-"""The admin API: view of the mesh, requests, faults, drain and scale, under ``/admin``.
+"""The admin API: view of the mesh, requests, faults, drain, scale and rebalancing, under ``/admin``.
 
 JSON in and out. It has a port of its own (``--admin-port``), or a key of its own (``--admin-api-key``), or
 both; clients of the endpoint never get in by accident. Commands go through the coordinator, like ``lockstep
@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.config import MAX_INSTANCES
-from coordinator.messages import Answer, Drain, Load, Scale, View
+from coordinator.messages import Answer, Drain, ExpertBalance, Load, OperatorCommand, Rebalance, Scale, View
 from coordinator.operations import ACCEPTED
 from router.app.app import exception_handlers
 from router.app.middleware import OPEN_PATHS, KeyCheck, RequestIds, foreign_host
@@ -37,6 +37,8 @@ BODY_LIMITS = HttpConfig(max_request_bytes=10_000, request_timeout=10.0)
 RETRY_AFTER = "1"
 ELASTIC = "/scale_elastic_ep"
 """vLLM's path for a wish to scale; here it needs what the admin API needs."""
+REBALANCE = "/eplb/rebalance"
+"""Path for a wish that experts move now; it needs what the admin API needs."""
 MAX_REQUESTS = 1000
 """Most requests in an answer."""
 
@@ -57,7 +59,7 @@ class Watched(Protocol):
     def flights(self, most: int) -> Sequence[Flight]: ...
 
 
-Command = Callable[[Drain | Scale], Awaitable[Answer]]
+Command = Callable[[OperatorCommand], Awaitable[Answer]]
 """Has the coordinator do something.
 
 Raises TimeoutError if no answer comes, which a launcher gives to a wish to scale when it has started all.
@@ -82,6 +84,10 @@ class ElasticRequest(msgspec.Struct):
     new_data_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_INSTANCES)]
     drain_timeout: float | None = None
     """Refused: each instance has its own --drain-timeout."""
+
+
+class RebalanceRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Nothing can be chosen."""
 
 
 class ElasticAnswer(msgspec.Struct, frozen=True):
@@ -113,6 +119,8 @@ class WorldAnswer(msgspec.Struct, frozen=True):
     """Seconds; this answer is at least so old."""
     front_end: int
     instances: list[InstanceAnswer]
+    balance: ExpertBalance | None
+    """None where the load of experts is not balanced."""
 
 
 class RequestsAnswer(msgspec.Struct, frozen=True):
@@ -141,6 +149,7 @@ class FaultsAnswer(msgspec.Struct, frozen=True):
 _read_drain = decoder(DrainRequest)
 _read_scale = decoder(ScaleRequest)
 _read_elastic = decoder(ElasticRequest)
+_read_rebalance = decoder(RebalanceRequest)
 
 
 def make_admin_app(
@@ -186,10 +195,14 @@ def make_admin_app(
         text = await obtain(Scale(command=_name(), size=wanted.new_data_parallel_size))
         return _json(ElasticAnswer(text))
 
-    async def carry_out(wish: Drain | Scale) -> Response:
+    async def rebalance(request: Request) -> Response:
+        _read_rebalance(await read_body(request, BODY_LIMITS) or b"{}")
+        return await carry_out(Rebalance(command=_name()))
+
+    async def carry_out(wish: OperatorCommand) -> Response:
         return _json(CommandAnswer(True, await obtain(wish)), ACCEPTED)
 
-    async def obtain(wish: Drain | Scale) -> str:
+    async def obtain(wish: OperatorCommand) -> str:
         try:
             answer = await command(wish)
         except TimeoutError as error:
@@ -208,6 +221,7 @@ def make_admin_app(
             Route("/admin/drain", drain, methods=["POST"]),
             Route("/admin/scale", scale, methods=["POST"]),
             Route(ELASTIC, scale_elastic_ep, methods=["POST"]),
+            Route(REBALANCE, rebalance, methods=["POST"]),
         ],
         middleware=[Middleware(RequestIds)],
         exception_handlers=exception_handlers(),
@@ -239,7 +253,7 @@ class AdminGate:
         if scope["type"] != "http":
             return self._endpoint
         path: str = scope["path"]
-        is_admin = path in ("/admin", ELASTIC) or path.startswith("/admin/")
+        is_admin = path in ("/admin", ELASTIC, REBALANCE) or path.startswith("/admin/")
         on_admin_port = self._port is not None and (scope.get("server") or ("", 0))[1] == self._port
         if not is_admin:
             if on_admin_port and path not in OPEN_PATHS:
@@ -284,6 +298,7 @@ def _world(view: View, mesh: Watched, front_end: int) -> WorldAnswer:
             )
             for member in view.members
         ],
+        balance=view.balance,
     )
 
 

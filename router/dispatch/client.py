@@ -21,7 +21,7 @@ import zmq.asyncio
 
 from coordinator.commands import ask
 from coordinator.member_connection import Watcher
-from coordinator.messages import Answer, Drain, Settings, State, View, ranks_by_class
+from coordinator.messages import Answer, Drain, ExpertBalance, Settings, State, View, ranks_by_class
 from coordinator.numerics import Numerics
 from coordinator.rpc.complaints import Complaints
 from coordinator.rpc.keys import MeshKeys
@@ -225,6 +225,10 @@ class MeshClient:
         refused = {str(member.rank): member.load.refused_peers for member in self.view.members}
         return {"coordinator": self.view.refused_peers, **refused}
 
+    def balance(self) -> ExpertBalance | None:
+        """How the load of experts is balanced: see :class:`router.mesh.MeshFacts`."""
+        return self.view.balance if self.view is not None else None
+
     def instance_health(self) -> Mapping[int, InstanceHealth]:
         """Health of each instance as this router sees it, by rank."""
         counts = self._mover.num_at_instances()
@@ -310,6 +314,7 @@ class MeshClient:
                 self._keys,
                 router=self._name,
                 wants_blocks=self._chooser.wants_blocks,
+                count=lambda: len(self._connections),
             )
         except zmq.ZMQError as error:
             self._unconnected.add(f"instance {instance.rank} at {instance.member.address}: {error}")

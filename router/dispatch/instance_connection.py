@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -23,9 +24,21 @@ from router.dispatch.pool import Instance
 logger = logging.getLogger(__name__)
 
 ATTACH_INTERVAL = 1.0
-"""Seconds between two signs of life to an instance."""
+"""Least seconds between two signs of life to an instance."""
+LONGEST_ATTACH_INTERVAL = 4.0
+"""Most seconds between two, however many instances there are.
+
+An instance forgets a router that was silent for more than twice as long.
+"""
+ATTACHES = 1024.0
+"""Signs of life per second to all instances together, above which they come less often."""
 RECONNECT_INTERVAL = 0.05
 """Seconds between two tries while there is no connection."""
+
+
+def attach_interval(count: int) -> float:
+    """Seconds between two signs of life to each of so many instances."""
+    return max(ATTACH_INTERVAL, min(count / ATTACHES, LONGEST_ATTACH_INTERVAL))
 
 
 class Receiver(Protocol):
@@ -48,10 +61,13 @@ class InstanceConnection:
         *,
         router: str,
         wants_blocks: bool,
+        count: Callable[[], int] = lambda: 1,
     ) -> None:
+        """``count``: instances to which this router has such connections."""
         self._instance = instance
         self._receiver = receiver
         self._attach = Attach(router, wants_blocks)
+        self._count = count
         self._connection: AsyncConnection[ToRouter, ToInstance] = AsyncConnection(
             context, instance.member.address, ToRouter, name=f"instance {instance.rank}", keys=keys
         )
@@ -105,7 +121,8 @@ class InstanceConnection:
     async def _attach_again(self) -> None:
         while True:
             sent = self.send(msgspec.structs.replace(self._attach, unanswered=not self._instance.attached))
-            await asyncio.sleep(ATTACH_INTERVAL if sent else RECONNECT_INTERVAL)
+            interval = attach_interval(self._count()) if self._instance.attached else ATTACH_INTERVAL
+            await asyncio.sleep(interval if sent else RECONNECT_INTERVAL)
 
     async def _watch(self) -> None:
         """A broken connection is the first sign of a dead instance.

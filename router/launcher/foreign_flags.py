@@ -65,7 +65,7 @@ _IGNORED_SWITCHES = {
         "enable-batch-sharded-sampling", "long-prefill-token-threshold-adaptive", "swa-bounded-replay",
     ),
     _LOADING: ("use-tqdm-on-load",),
-    _PLACES: ("enable-eplb", "enable-ep-weight-filter"),
+    _PLACES: ("enable-ep-weight-filter",),
     _ALWAYS: (
         "enable-server-load-tracking", "language-model-only", "skip-mm-profiling", "enable-fault-tolerance",
         "enable-elastic-ep", "skip-server-warmup", "disable-fastapi-docs", "fail-on-environ-validation",
@@ -134,7 +134,6 @@ _IGNORED_VALUES = {
         "safetensors-prefetch-block-size", "pt-load-map-location", "ignore-patterns",
         "model-loader-extra-config",
     ),
-    _PLACES: ("eplb-config", "num-redundant-experts"),
     _NO_LORA: (
         "max-loras", "max-lora-rank", "max-cpu-loras", "lora-dtype", "lora-extra-vocab-size",
         "max-lora-cls-labels",
@@ -293,6 +292,7 @@ _NAMED = {
     ),
     "--execute-model-timeout": ("watchdog-timeout",),
     "--all2all-backend": ("moe-a2a-backend",),
+    "--eplb-config.num_redundant_experts": ("num-redundant-experts", "ep-num-redundant-experts"),
     _SPECULATION: (
         "spec-method", "spec-model", "spec-tokens", "speculative-algorithm", "speculative-num-draft-tokens",
         "speculative-num-steps", "speculative-model", "num-speculative-tokens",

@@ -18,6 +18,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from engine.messages import FinishReason, InstanceReport
 from router.faults import KINDS, Faults
 from router.mesh import MeshFacts, ShadowResult
+from router.metrics.balance_metrics import balance_metrics
 from router.metrics.histograms import Histogram
 from router.metrics.http_counts import HttpCounts
 from router.metrics.label_counts import OUTCOMES, LabelCounts
@@ -278,6 +279,8 @@ class Metrics:
         for by, count in sorted(self._mesh.refused_peers().items()):
             refused.add_metric((by,), count)
         yield refused
+        if (balance := self._mesh.balance()) is not None:
+            yield from balance_metrics(balance)
 
 
 def _in_flight(others: Sequence[Snapshot]) -> int:

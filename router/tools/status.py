@@ -15,7 +15,7 @@ from rich.table import Table
 from coordinator.commands import find_view
 from coordinator.config import MeshConfig
 from coordinator.member_connection import fetch_view
-from coordinator.messages import Member, View
+from coordinator.messages import ExpertBalance, Member, View
 from coordinator.process import process
 from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.handshakes import KeyRefused
@@ -112,19 +112,34 @@ def as_table(view: View) -> Table:
     model = view.settings.served_model_name[0] if view.settings else "no model yet"
     missing = f"; waiting for {view.waiting_for}" if view.waiting_for else ""
     count = len(view.members)
-    table = Table(title=f"{model}: epoch {view.epoch}, {count} instance{'s' * (count != 1)}{missing}")
-    for name in ("rank", "state", "epoch", "load", "KV use", "tokens/s", "numerics", "address"):
+    title = f"{model}: epoch {view.epoch}, {count} instance{'s' * (count != 1)}{missing}"
+    table = Table(title=title, caption=_balance(view.balance) if view.balance is not None else None)
+    experts = ("experts",) if view.balance is not None else ()
+    for name in ("rank", "state", "epoch", "load", *experts, "KV use", "tokens/s", "numerics", "address"):
         table.add_column(
             name,
             justify="left" if name in ("state", "load", "numerics", "address") else "right",
             no_wrap=True,
         )
     for member in view.members:
-        table.add_row(*_row(member, view.epoch))
+        table.add_row(*_row(member, view.epoch, view.balance))
     return table
 
 
-def _row(member: Member, epoch: int) -> list[str]:
+def _balance(balance: ExpertBalance) -> str:
+    """How the load of experts is balanced, in one line."""
+    measured = f"balancedness {balance.balancedness:.2f}" if balance.windows else "loads not counted yet"
+    parts = [f"experts: {measured}", f"{balance.changes} changes moved {balance.moves} copies"]
+    if balance.failures:
+        parts.append(f"{balance.failures} failed{', the last ones in a row' if balance.is_failing else ''}")
+    if balance.wanted_copies > 1:
+        parts.append(f"at least {balance.copies} of {balance.wanted_copies} copies each")
+        if balance.most_copies < balance.wanted_copies:
+            parts.append("num_redundant_experts or room do not suffice for more")
+    return "; ".join(parts)
+
+
+def _row(member: Member, epoch: int, balance: ExpertBalance | None) -> list[str]:
     load = member.load
     state = (
         str(member.state) if member.phase in ("serving", member.state) else f"{member.state}: {member.phase}"
@@ -138,6 +153,7 @@ def _row(member: Member, epoch: int) -> list[str]:
         state,
         str(epoch),
         f"{load.running} running, {load.waiting} waiting",
+        *([] if balance is None else [str(balance.held.get(member.rank, "-"))]),
         f"{load.blocks_used / load.blocks_total:.1%}" if load.blocks_total else "-",
         f"{load.tokens_per_second:.1f}",
         f"{member.numerics.kernels} {member.numerics.fingerprint}" if member.numerics else "-",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from coordinator.messages import (
+    Balancing,
     Evidence,
     FromCoordinator,
     GroupPlan,
@@ -19,7 +20,7 @@ from coordinator.messages import (
 )
 from coordinator.records import Instruction, Note, Rules
 from coordinator.registry import Registry
-from parallel.placement import owned_by_rank
+from parallel.placement import held_by_rank
 from tests.coordinator.test_registry import EXPERTS, register, to
 
 SPREAD = msgspec.structs.replace(EXPERTS, num_experts=8, data_parallel_size=3)
@@ -29,12 +30,19 @@ NAMES = "abcdefgh"
 class Mesh:
     """A real registry, with each instance represented by its last heartbeat."""
 
-    def __init__(self, size: int = 3, room: int = 0, ranks: int = 1, **rules: float) -> None:
+    def __init__(
+        self,
+        size: int = 3,
+        room: int = 0,
+        ranks: int = 1,
+        balancing: Balancing | None = None,
+        **rules: float,
+    ) -> None:
         """``ranks``: tensor-parallel ones of each instance."""
-        self.settings = SPREAD
+        self.settings = msgspec.structs.replace(SPREAD, balancing=balancing)
         if ranks > 1:
             self.settings = msgspec.structs.replace(
-                SPREAD, data_parallel_size=size, tensor_parallel_size=ranks
+                self.settings, data_parallel_size=size, tensor_parallel_size=ranks
             )
         self.rules = Rules(size=size, **rules)  # type: ignore[arg-type]
         self.registry = Registry(self.rules)
@@ -84,8 +92,17 @@ class Mesh:
         """Report that an instance steps in the group that it was sent last."""
         form = self.forms[name]
         place = [peer.instance for peer in form.peers].index(name)
-        experts = tuple(map(tuple, owned_by_rank(form.owners, form.ranks, place)))
-        self.says(name, state=state, epoch=form.epoch, ready_epoch=form.epoch, experts=experts)
+        held = held_by_rank(form.placement, form.ranks, place)
+        by_layer = tuple(tuple(map(tuple, of_rank)) for of_rank in held) if form.replicas else ()
+        experts = () if form.replicas else tuple(tuple(of_rank[0]) for of_rank in held)
+        self.says(
+            name,
+            state=state,
+            epoch=form.epoch,
+            ready_epoch=form.epoch,
+            experts=experts,
+            experts_by_layer=by_layer,
+        )
 
     def all_enter(self, names: str, state: State = State.READY) -> None:
         for name in names:

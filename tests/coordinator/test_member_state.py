@@ -125,3 +125,14 @@ def test_waits_and_refusals_are_remembered() -> None:
     assert member.waits_for == "somebody holds the rank"
     assert member.take(AdmissionRefused("no"))
     assert member.refusal == "no"
+
+
+def test_heartbeats_come_as_often_as_the_coordinator_asks_for(member: MemberState) -> None:
+    assert member.heartbeat_interval == 0.5
+    member.take(Beat(9, 2, 1.25))
+    assert member.heartbeat_interval == 1.25
+    member.take(Beat(9, 2))
+    assert member.heartbeat_interval == 0.5, "the mesh has become smaller"
+    member.take(Beat(9, 2, 1.25))
+    member.take(Unknown())
+    assert member.heartbeat_interval is None

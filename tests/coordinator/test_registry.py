@@ -158,6 +158,18 @@ def test_a_sign_of_life_costs_the_same_in_any_mesh() -> None:
     assert lines(200) == lines(5)
 
 
+def test_heartbeats_of_a_large_mesh_come_less_often_and_some_are_always_due() -> None:
+    def interval(size: int) -> float | None:
+        registry = Registry(Rules(size=size, most_heartbeats=8.0, member_timeout=5.0))
+        for rank in range(size):
+            joined(registry, f"i{rank}", rank)
+        (beat,) = to(b"x", registry.handle(b"x", heartbeat("i0"), 1.0))
+        assert isinstance(beat, Beat)
+        return beat.interval
+
+    assert [interval(size) for size in (1, 4, 6, 40)] == [None, None, 0.75, 1.25]
+
+
 def test_watchers_get_the_view_at_once_and_each_change() -> None:
     registry = Registry(Rules(size=1, token="t"))
     (view,) = to(b"w", registry.handle(b"w", Watch("router"), 0.0))

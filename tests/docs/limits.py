@@ -195,7 +195,7 @@ def shown(limit: Limit) -> str:
     if limit.name.endswith("_MS"):
         return f"{number} ms"
     timed = ("seconds", "timeout", "interval", "grace", "reach_patience", "steady_after")
-    seconds = limit.name.lower().endswith(timed) or re.search(r"\bseconds?\b", text)
+    seconds = limit.name.lower().endswith(timed) or re.search(r"(?<!each )\bseconds?\b", text)
     return f"{number} s" if seconds else number
 
 

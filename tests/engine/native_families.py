@@ -57,15 +57,38 @@ GROUPED: dict[str, Any] = {
 }
 """Experts beside a shared one, behind a dense layer."""
 LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
     "q_lora_rank": 40,
-    "kv_lora_rank": 24,
+    "kv_lora_rank": 64,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
-    "v_head_dim": 48,
+    "v_head_dim": 32,
 }
-"""Heads that are made from latents, with values wider than keys."""
+"""Heads that are made from latents, which are cached."""
+FEW = {"num_attention_heads": 4, "num_key_value_heads": 4}
+NOT_KEPT = LATENT | FEW | {"kv_lora_rank": 24, "v_head_dim": 48}
+"""Latents that fill no panels, with values wider than keys: both are cached."""
 DEEPSEEK_YARN = extended("yarn", beta_fast=32.0, beta_slow=1.0, mscale=0.7, mscale_all_dim=0.9)
+
+
+GEMMA4: dict[str, Any] = SMALL | {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "final_logit_softcapping": 20.0,
+}
+"""Layers of two kinds, with heads of different sizes."""
+
+MULTIPLIERS: dict[str, Any] = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.25,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 6.0,
+}
 
 
 def granite(**multipliers: float) -> Any:
@@ -141,6 +164,18 @@ NATIVE: dict[str, Callable[[], Any]] = {
         layer_types=ALTERNATING,
         rope_parameters=BY_LAYER,
     ),
+    "gemma4": lambda: transformers.Gemma4TextConfig(**GEMMA4, attention_k_eq_v=True),
+    "gemma4_small": lambda: transformers.Gemma4TextConfig(
+        **GEMMA4
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB,
+            "use_double_wide_mlp": True,
+        }
+    ),
     "phi3": lambda: transformers.Phi3Config(**SMALL, sliding_window=WINDOW),
     "phi": lambda: transformers.PhiConfig(
         **SMALL, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}
@@ -165,8 +200,8 @@ NATIVE: dict[str, Callable[[], Any]] = {
     "apertus": lambda: transformers.ApertusConfig(
         **SMALL, hidden_act="xielu", rope_parameters=LLAMA3["rope_parameters"]
     ),
-    "minicpm3": lambda: transformers.MiniCPM3Config(**SMALL | LATENT),
-    "youtu": lambda: transformers.YoutuConfig(**SMALL | LATENT, attention_bias=True),
+    "minicpm3": lambda: transformers.MiniCPM3Config(**SMALL | NOT_KEPT),
+    "youtu": lambda: transformers.YoutuConfig(**SMALL | LATENT | FEW, attention_bias=True),
 }
 """The kernels compute these, and have to go on doing so."""
 
@@ -191,13 +226,22 @@ MIXTURES: dict[str, Callable[[], Any]] = {
         **WIDER, num_experts=8, num_experts_per_tok=3, norm_topk_prob=False
     ),
     "granite_moe": lambda: transformers.GraniteMoeConfig(
+        **WIDER, **MULTIPLIERS, num_local_experts=8, num_experts_per_tok=3
+    ),
+    "granite_moe_shared": lambda: transformers.GraniteMoeSharedConfig(
+        **WIDER, **MULTIPLIERS, num_local_experts=8, num_experts_per_tok=3, shared_intermediate_size=80
+    ),
+    "granite4": lambda: transformers.GraniteMoeHybridConfig(
         **WIDER,
+        **MULTIPLIERS,
         num_local_experts=8,
         num_experts_per_tok=3,
-        embedding_multiplier=12.0,
-        attention_multiplier=0.25,
-        residual_multiplier=0.22,
-        logits_scaling=6.0,
+        shared_intermediate_size=80,
+        layer_types=["attention"] * 3,
+        position_embedding_type="rope",
+    ),
+    "gemma4_moe": lambda: transformers.Gemma4TextConfig(
+        **GEMMA4 | WIDER, enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=48
     ),
     "ernie4_5_moe": lambda: transformers.Ernie4_5_MoeConfig(
         **WIDER, moe_num_experts=8, moe_k=3, moe_intermediate_size=48, moe_layer_start_index=1
@@ -216,7 +260,7 @@ MIXTURES: dict[str, Callable[[], Any]] = {
         sliding_window=None,
     ),
     "deepseek_v2": lambda: transformers.DeepseekV2Config(
-        **WIDER | LATENT | DEEPSEEK_YARN,
+        **WIDER | NOT_KEPT | DEEPSEEK_YARN,
         **EXPERTS,
         **GROUPED | {"norm_topk_prob": False},
         topk_method="group_limited_greedy",
@@ -230,9 +274,11 @@ MIXTURES: dict[str, Callable[[], Any]] = {
         **WIDER | LATENT | DEEPSEEK_YARN, **EXPERTS, **GROUPED, n_group=4, topk_group=2
     ),
     "kimi_k2": lambda: transformers.DeepseekV3Config(
-        **WIDER | LATENT | {"v_head_dim": 16}, **EXPERTS, **GROUPED, n_group=1, topk_group=1
+        **WIDER | LATENT | {"v_head_dim": 64}, **EXPERTS, **GROUPED, n_group=1, topk_group=1
     ),
-    "axk1": lambda: transformers.AXK1Config(**WIDER | LATENT, **EXPERTS, **GROUPED, n_group=4, topk_group=2),
+    "axk1": lambda: transformers.AXK1Config(
+        **WIDER | NOT_KEPT, **EXPERTS, **GROUPED, n_group=4, topk_group=2
+    ),
     "glm4_moe_lite": lambda: transformers.Glm4MoeLiteConfig(
         **WIDER | LATENT,
         **EXPERTS,
@@ -250,7 +296,7 @@ MIXTURES: dict[str, Callable[[], Any]] = {
 }
 """Mixtures that choose experts in other ways than Mixtral, or whose experts are others."""
 NATIVE.update(MIXTURES)
-SOME_MIXTURES = ["qwen2_moe", "deepseek_v3", "gpt_oss"]
+SOME_MIXTURES = ["qwen2_moe", "deepseek_v3", "gpt_oss", "gemma4_moe"]
 """Those of them that are tried for each push; at night all are."""
 TRIED = [family for family in NATIVE if NIGHTLY or family not in MIXTURES or family in SOME_MIXTURES]
 

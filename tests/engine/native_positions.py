@@ -87,7 +87,7 @@ def load_both(directory: Path, dtype: torch.dtype) -> Both:
     program = make_program(model, BLOCK_SIZE)
     assert program is not None, "the kernels do not compute this model"
     blocks = MOST_TEXTS * TABLE
-    program.use(NativeCache(model.layers, num_blocks=blocks, block_size=BLOCK_SIZE, dtype=dtype))
+    program.use(NativeCache(program.cached, num_blocks=blocks, block_size=BLOCK_SIZE, dtype=dtype))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, attn_implementation="eager"
     ).eval()

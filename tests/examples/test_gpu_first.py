@@ -62,7 +62,7 @@ def test_a_part_that_hangs_or_fails_costs_only_itself(tmp_path: Path) -> None:
 
 
 def test_all_parts_together_fit_ten_minutes() -> None:
-    assert gpu_first.MOST_SECONDS <= 590.0
+    assert gpu_first.MOST_SECONDS + 10.0 <= 590.0
     parts = gpu_first.Parts(Path("/dev/null"), 20.0)
     assert parts.left(90.0) <= 20.0
 
@@ -74,3 +74,17 @@ def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
     assert 6.0e9 < one < 7.5e9  # about 3.3 billion parameters of a token, but for the embedding
     assert all_of_them == pytest.approx(weights - 151936 * 2048 * 2)
     assert shapes.read_bytes(config, weights, 2, 100, 1000) > one + 200_000
+
+
+def test_a_model_has_as_many_layers_as_fit_the_device() -> None:
+    large, small = (shapes.config_of(shape, tiny=False) for shape in ("qwen3-30b-a3b", "qwen3-0.6b"))
+    assert shapes.layers_that_fit(large, 144 << 30) == shapes.layers_that_fit(large, 80 << 30) == 48
+    assert shapes.layers_that_fit(small, 8 << 30) == 28
+    assert 10 < shapes.layers_that_fit(large, 24 << 30) < 16
+    assert shapes.layers_that_fit(large, 0) == 1
+
+
+def test_the_last_line_of_tests_counts_not_what_libraries_print_after_it(tmp_path: Path) -> None:
+    prints = [sys.executable, "-c", "print('3 passed, 1 failed in 2 s'); print('leaked')"]
+    result = gpu_first.call(prints, 20.0, tmp_path / "log")
+    assert result["last_lines"][-1] == "3 passed, 1 failed in 2 s"

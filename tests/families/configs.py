@@ -64,10 +64,10 @@ EXPERTS = {
 }
 LATENT = {
     "q_lora_rank": 32,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 16,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 16,
-    "v_head_dim": 48,
+    "v_head_dim": 32,
     "index_topk": 16,
     "index_n_heads": 2,
     "index_head_dim": 16,

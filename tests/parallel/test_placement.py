@@ -18,8 +18,9 @@ def test_every_expert_has_one_owner_and_loads_differ_by_one_at_most(
     held = [placement.experts_of(rank) for rank in range(num_ranks)]
     assert sorted(expert for experts in held for expert in experts) == list(range(num_experts))
     assert max(map(len, held)) - min(map(len, held)) <= 1
-    for expert, (owner, local) in enumerate(zip(placement.owners, placement.local_numbers(), strict=True)):
-        assert held[owner][local] == expert
+    for expert, owner in enumerate(placement.owners):
+        assert held[owner][placement.numbers_at(owner)[expert]] == expert
+        assert [placement.numbers_at(rank)[expert] >= 0 for rank in range(num_ranks)].count(True) == 1
 
 
 def test_strategies() -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from coordinator.messages import ExpertBalance
 from coordinator.numerics import Numerics
 from engine.messages import Delta, FinishReason, InstanceReport, TokenLogprobs
 from router.mesh import MeshError, NumericsChange, Prompt, ServedModel, TokenSink
@@ -123,6 +124,7 @@ class Facts:
     block_size: int | None = None
     instances: Mapping[str, int] = field(default_factory=dict)
     refused_peers: Mapping[str, int] = field(default_factory=dict)
+    balance: ExpertBalance | None = None
     choices: Mapping[str, int] = field(default_factory=dict)
     numerics_changes: Mapping[str, int] = field(default_factory=dict)
     shadow_checks: Mapping[str, int] = field(default_factory=dict)
@@ -177,6 +179,9 @@ class FakeMesh:
 
     def numerics(self) -> Mapping[Numerics, list[int]]:
         return self._facts.numerics
+
+    def balance(self) -> ExpertBalance | None:
+        return self._facts.balance
 
     def refused_peers(self) -> Mapping[str, int]:
         return self._facts.refused_peers

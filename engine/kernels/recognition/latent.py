@@ -172,7 +172,7 @@ def noted_latent(
     scores = {pairs: _scores(queries, keys, pairs, angles) for pairs, angles in ways}
     best = min(scores, key=lambda pairs: distance(found, scores[pairs]))
     factors = (found * scores[best]).sum((0, 2)) / scores[best].square().sum((0, 2))
-    return Noted(Turning(angles=best), notes.scale, notes.cap, notes.sinks, factors)
+    return Noted(Turning(angles=best), None, notes.scale, notes.cap, notes.sinks, factors)
 
 
 def _scores(

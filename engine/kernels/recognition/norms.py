@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from engine.kernels.recognition.stand_ins import NotUsual, distance, made_up
+from engine.kernels.recognition.stand_ins import NotUsual, distance, made_up, with_parts
 from parallel.tensor_parallel import ParallelRMSNorm
+
+
+@dataclass(frozen=True)
+class OverRanks:
+    """A norm's numbers that other tensor-parallel ranks have."""
+
+    width: int
+    """Numbers of all ranks."""
+    is_first: bool
+    """Whether no rank before this one has the same numbers."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +30,8 @@ class Norm:
     eps: float
     is_centred: bool
     """Whether it is by the deviation from the mean, and not by the numbers themselves."""
+    over: OverRanks | None = None
+    """None: all of its numbers are here."""
 
 
 def norm_of(module: Any, width: int) -> Norm:
@@ -27,6 +39,21 @@ def norm_of(module: Any, width: int) -> Norm:
 
     Of the known kinds it is the nearest one; whether that is what it computes is tried elsewhere.
     """
+    if not isinstance(module, ParallelRMSNorm):
+        return _nearest(module, width)
+    return replace(_nearest(alone(module), width), over=OverRanks(module.whole_width, module.is_first))
+
+
+def alone(norm: Any) -> Any:
+    """A norm that asks no other rank: that of this rank's part by itself."""
+    if not isinstance(norm, ParallelRMSNorm):
+        return norm
+    made = with_parts(norm, {})
+    made.be_alone()
+    return made
+
+
+def _nearest(module: Any, width: int) -> Norm:
     weight, bias, eps = _parts(module, width)
     shifted = [weight + 1, torch.zeros(width)]
     given = made_up(4, width, seed=1, dtype=torch.float32) + 0.5
@@ -55,8 +82,6 @@ def _parts(module: Any, width: int) -> tuple[torch.Tensor, torch.Tensor, float]:
 
     The tensors are copies in float32, since the model's own are emptied.
     """
-    if isinstance(module, ParallelRMSNorm):
-        raise NotUsual("a norm over the heads of all ranks")
     own = dict(module.named_parameters())
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not own.keys() <= {"weight", "bias"} or any(each.numel() != width for each in own.values()):

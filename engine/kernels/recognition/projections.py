@@ -35,6 +35,7 @@ def linear_of(module: Any) -> Linear:
     """A linear layer of one of the known kinds."""
     is_partial, is_turned = type(module) is RowParallelLinear, type(module) is Conv1D
     usual = is_turned or type(module) is torch.nn.Linear
+    is_turned |= is_partial and module.is_turned
     if module.splits_input if is_partial else not usual:
         raise NotUsual(f"a projection of type {type(module).__name__}")
     weight = module.weight.data.t() if is_turned else module.weight
@@ -52,6 +53,10 @@ def whole(module: Any) -> Linear:
 
 
 SEPARATE = "q_proj", "k_proj", "v_proj"
+VALUES_OF_KEYS = SEPARATE[:2]
+"""Names where what gives keys gives values, too."""
+QUERIES_ALONE = SEPARATE[:1]
+"""Names where keys and values are another layer's."""
 JOINED = "qkv_proj", "c_attn"
 OUT = "o_proj", "out_proj", "dense", "c_proj"
 GATED = "gate_proj", "up_proj", "down_proj"
@@ -62,15 +67,22 @@ PLAIN = ("up_proj", "down_proj"), ("c_fc", "c_proj"), ("fc1", "fc2"), ("dense_h_
 def attention_projections(module: Any) -> tuple[dict[str, Any], str]:
     """Modules before attention by name, and the name of the one behind it.
 
-    The former are those of queries, keys and values, or one for all of them.
+    The former are those of queries, keys and values; or of queries and keys, which are values, too; or of
+    queries alone; or one for all of them.
     """
     names = {name for name, _ in module.named_children()}
     out = [name for name in OUT if name in names]
     joined = [name for name in JOINED if name in names]
-    inward = list(SEPARATE) if names.issuperset(SEPARATE) else joined
-    if len(out) != 1 or len(inward) not in (1, 3):
+    separate = [each for each in (SEPARATE, VALUES_OF_KEYS, QUERIES_ALONE) if names.issuperset(each)]
+    inward = list(separate[0]) if separate else joined
+    if len(out) != 1 or len(inward) not in (1, 2, 3):
         raise NotUsual(f"{type(module).__name__} has the parts {', '.join(sorted(names))}")
     return {name: getattr(module, name) for name in inward}, out[0]
+
+
+def is_joined(inward: dict[str, Any]) -> bool:
+    """Whether one module gives queries, keys and values."""
+    return set(inward) <= set(JOINED)
 
 
 def mlp_projections(module: Any) -> list[Any] | None:

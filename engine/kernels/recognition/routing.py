@@ -7,13 +7,14 @@ alone is the same as theirs of all, divided by their sum.) What a router does be
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from engine.kernels.operations import ROUTING
+from engine.kernels.recognition.norms import Norm, norm_of
 from engine.kernels.recognition.stand_ins import NotUsual
 
 LEAST = 1e-20
@@ -21,6 +22,10 @@ LEAST = 1e-20
 ROUTERS = ("gate", "router")
 """Names of a router in its block."""
 CORRECTION = "e_score_correction_bias"
+FACTORS = "routed_scaling_factor", "router_scaling_factor"
+"""Names of the factor on the weights."""
+EXACT = "num_group", "router_scaling_factor"
+"""Attributes of routers that compute in float32."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class Routing:
     """A weight is a share among experts whose logits are this near; 0: among all."""
     correction: torch.Tensor | None = None
     """[experts] in float32, added to the scores to choose by."""
+    scales: torch.Tensor | None = None
+    """[experts] in float32: factors on the weights of each. They are exact then."""
 
     def record(self, dtype: torch.dtype) -> np.ndarray[Any, Any]:
         """The record that the kernels get; ``dtype``: of the step. It points to the correction."""
@@ -56,6 +63,8 @@ class Routing:
         record["factor"], record["least"], record["near"] = self.factor, self.least, self.near
         if self.correction is not None:
             record["correction"] = self.correction.data_ptr()
+        if self.scales is not None:
+            record["scales"] = self.scales.data_ptr()
         return record
 
 
@@ -106,16 +115,37 @@ def routing_of(block: Any, dtype: torch.dtype) -> Routing:
         raise NotUsual(f"{groups} groups of experts, of which {kept} do not hold {top_k}")
     return Routing(
         top_k=top_k,
-        is_sigmoid=is_own,
+        is_sigmoid=is_own or getattr(router, "expert_selection_fn", None) == "sigmoid",
         normalised=bool(getattr(router, "norm_topk_prob", not hasattr(router, "topk_method"))),
-        factor=float(getattr(router, "routed_scaling_factor", 1.0)),
+        factor=float(next((getattr(router, name) for name in FACTORS if hasattr(router, name)), 1.0)),
         least=float(getattr(router, "norm_min", LEAST)),
-        is_exact=weight.dtype != dtype or hasattr(router, "num_group") or near > 0,
+        is_exact=weight.dtype != dtype or near > 0 or any(hasattr(router, name) for name in EXACT),
         groups=groups if limits_groups else 1,
         kept_groups=kept if limits_groups else 1,
         best_of_group=1 if correction is None else 2,
         near=near,
         correction=correction,
+    )
+
+
+def scaled_routing_of(router: Any) -> tuple[Any, Norm, Routing]:
+    """Product, norm and choice of a router with factors on both sides.
+
+    Raises:
+        NotUsual: it is another router.
+    """
+    parameters = {name for name, _ in router.named_parameters()}
+    if parameters != {"scale", "per_expert_scale", "proj.weight"}:
+        raise NotUsual(f"a router with {', '.join(sorted(parameters))}")
+    hidden = router.proj.weight.shape[1]
+    norm = norm_of(router.norm, hidden)
+    scale = router.scale.detach().float() * float(router.scalar_root_size)
+    scales = router.per_expert_scale.detach().to(torch.float32, copy=True)
+    top_k = int(router.config.top_k_experts)
+    return (
+        router.proj,
+        replace(norm, weights=norm.weights * scale),
+        Routing(top_k, is_exact=True, scales=scales),
     )
 
 

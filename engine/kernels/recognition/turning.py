@@ -13,12 +13,20 @@ from typing import Any
 import torch
 
 from engine.attention.base import PLAN_KEYWORD, AttentionUse, LayerShape
-from engine.kernels.recognition.norms import Norm, norm_of
-from engine.kernels.recognition.projections import attention_projections
+from engine.kernels.recognition.norms import Norm, alone, norm_of
+from engine.kernels.recognition.projections import (
+    QUERIES_ALONE,
+    VALUES_OF_KEYS,
+    attention_projections,
+    is_joined,
+)
 from engine.kernels.recognition.stand_ins import Gives, NotUsual, distance, made_up, with_parts
+from parallel.tensor_parallel import ParallelRMSNorm
 
 NORMS = ("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"), ("q_layernorm", "k_layernorm")
 """Names of the norms of queries and keys."""
+VALUE_NORM = "v_norm"
+NORM_NAMES = {name for both in NORMS for name in both}
 TOKENS = 6
 
 
@@ -91,6 +99,8 @@ class Noted:
     """What an attention module gives its attention function."""
 
     turning: Turning
+    value_norm: Norm | None
+    """Norm of the values of each head: weights [value dim]."""
     scale: float
     cap: float
     sinks: torch.Tensor | None
@@ -110,13 +120,13 @@ class Notes:
         _layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        _value: torch.Tensor,
+        value: torch.Tensor,
         *,
         scale: float,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        self.query, self.key = query.transpose(0, 1), key.transpose(0, 1)
+        self.query, self.key, self.value = (each.transpose(0, 1) for each in (query, key, value))
         self.scale, self.cap, self.sinks = float(scale), float(softcap or 0), sinks
         return query.new_zeros(query.shape[1], query.shape[0], self._value_dim)
 
@@ -141,8 +151,11 @@ def noted(
         made_up(1, TOKENS, number * width, seed=3 + place, dtype=torch.float32)
         for place, (number, width) in enumerate(((heads, dim), (kv_heads, dim), (kv_heads, shape.value_dim)))
     ]
-    given = raw if len(names) > 1 else [torch.cat(raw, dim=-1)]
+    given = [torch.cat(raw, dim=-1)] if is_joined(names) else raw[: len(names)]
+    if len(names) == len(VALUES_OF_KEYS):
+        raw[2] = raw[1]
     parts = {name: Gives(each) for name, each in zip(names, given, strict=True)}
+    parts |= {name: alone(part) for name, part in module.named_children() if name in NORM_NAMES}
     notes = Notes(shape.value_dim)
     angles = None if rotary is None else rotary(torch.arange(TOKENS)[None])
     with_parts(module, parts | {out: Gives(lambda rows: rows)})(
@@ -151,24 +164,44 @@ def noted(
         attention_mask=None,
         position_ids=positions[None],
         past_key_values=None,
+        **_others_of(module, raw[1:], kv_heads),
         **{PLAN_KEYWORD: notes},
     )
     query, key = (rows.view(TOKENS, -1, dim) for rows in raw[:2])
     norms = _norms(module)
     ways = list(_ways(module, norms, dim, heads, kv_heads, angles))
-    turned = [_turned(key, 1, way, norms, angles) for way in ways]
-    off = [distance(notes.key, each) for each in turned]
+    which, rows, seen = (0, query, notes.query) if tuple(names) == QUERIES_ALONE else (1, key, notes.key)
+    off = [distance(seen, _turned(rows, which, way, norms, angles)) for way in ways]
     way = ways[off.index(min(off))]
     expected = _turned(query, 0, way, norms, angles)
     factors = (notes.query * expected).sum((1, 2)) / expected.square().sum((1, 2))
-    return Noted(way, notes.scale, notes.cap, notes.sinks, factors)
+    value_norm = _value_norm(module, raw[2].view(TOKENS, -1, shape.value_dim), notes.value)
+    return Noted(way, value_norm, notes.scale, notes.cap, notes.sinks, factors)
+
+
+def _others_of(module: Any, raw: list[torch.Tensor], kv_heads: int) -> dict[str, Any]:
+    """Arguments that some attention modules must be given: keys and values of other layers."""
+    if "shared_kv_states" not in inspect.signature(module.forward).parameters:
+        return {}
+    both = tuple(each.view(1, TOKENS, kv_heads, -1).transpose(1, 2) for each in raw)
+    return {"shared_kv_states": {module.layer_type: both}}
+
+
+def _value_norm(module: Any, raw: torch.Tensor, found: torch.Tensor) -> Norm | None:
+    """What is done with values [tokens, heads, dim]."""
+    norm = getattr(module, VALUE_NORM, None)
+    if norm is None or distance(found, raw) < distance(found, norm(raw)):
+        return None
+    value_norm = norm_of(norm, raw.shape[-1])
+    if value_norm.is_centred:
+        raise NotUsual(f"a norm of values of type {type(norm).__name__}")
+    return value_norm
 
 
 def _norms(module: Any) -> tuple[Any, Any] | None:
-    return next(
-        ((getattr(module, query), getattr(module, key)) for query, key in NORMS if hasattr(module, query)),
-        None,
-    )
+    """Norms of queries and of keys; the latter is None where keys are another layer's."""
+    found = (pair for pair in NORMS if hasattr(module, pair[0]))
+    return next(((getattr(module, query), getattr(module, key, None)) for query, key in found), None)
 
 
 def _ways(
@@ -185,7 +218,8 @@ def _ways(
         yield from (Turning(angles=pair) for pair in pairs)
         return
     weight = getattr(norms[0], "weight", None)
-    wide = weight is not None and weight.ndim == 1 and weight.numel() == heads * dim and heads > 1
+    is_vector = weight is not None and weight.ndim == 1 and weight.numel() == heads * dim
+    wide = is_vector and (heads > 1 or isinstance(norms[0], ParallelRMSNorm))
     if wide:
         each = norm_of(norms[0], heads * dim), norm_of(norms[1], kv_heads * dim)
         yield from (Turning(wide_norms=each, angles=pair) for pair in pairs)
@@ -203,6 +237,8 @@ def _of_heads(module: Any, norms: tuple[Any, Any], dim: int, heads: int, kv_head
     """
     found = []
     for norm, number in zip(norms, (heads, kv_heads), strict=True):
+        if norm is None:
+            continue
         if getattr(norm, "weight", None) is None or norm.weight.numel() == dim:
             one = norm_of(norm, dim)
             weights = one.weights[:dim].repeat(number)
@@ -212,7 +248,7 @@ def _of_heads(module: Any, norms: tuple[Any, Any], dim: int, heads: int, kv_head
         if one.is_centred and getattr(norm, "bias", None) is not None:
             raise NotUsual("a bias in the norms of heads")
         found.append(Norm(weights, one.eps, one.is_centred))
-    if found[0].eps != found[1].eps or found[0].is_centred != found[1].is_centred:
+    if len({(each.eps, each.is_centred) for each in found}) > 1:
         raise NotUsual(f"norms of different kinds in {type(module).__name__}")
     return Norm(torch.cat([each.weights for each in found]), found[0].eps, found[0].is_centred)
 
@@ -244,7 +280,7 @@ def _turned(
         if norms is None:
             return given
         shaped = given.flatten(1) if way.wide_norms is not None else given
-        result: torch.Tensor = norms[which](shaped)
+        result: torch.Tensor = alone(norms[which])(shaped)
         return result.float().view(given.shape)
 
     if not way.is_norm_last:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -18,6 +18,7 @@ from transformers.core_model_loading import WeightConverter, dot_natural_key, re
 from engine.model.quantization.matrices import Codes, QuantizedMatrix
 from engine.model.quantization.view import CodedFiles
 
+Rows: TypeAlias = "torch.Tensor | slice"
 ATTRIBUTE = "lockstep_codes"
 """Attribute of a parameter: how to read its codes."""
 
@@ -47,10 +48,10 @@ class CodesReader:
         """Reader of a stack of these: each is one of another reader's."""
         return cls([reader._experts[number] for reader, number in experts], is_stack=True)
 
-    def keep(self) -> Codes | None:
-        """The codes, which stay in memory once they were read."""
-        if self._kept is None:
-            self._kept = self.read()
+    def keep(self, device: torch.device) -> Codes | None:
+        """The codes, which stay in memory of this device once they were read."""
+        if self._kept is None and (found := self.read()) is not None:
+            self._kept = found.to(device)
         return self._kept
 
     def read(self) -> Codes | None:
@@ -62,6 +63,47 @@ class CodesReader:
             return stack[0]
         return _joined([_stacked(each) for each in stack], 0)
 
+    def forget(self) -> None:
+        """Let go of the codes and their files: nobody will read them again."""
+        self._experts, self._kept = (), None
+
+
+class _Rearranged(CodesReader):
+    """How to read outputs of other weights [outputs, inputs], in a row."""
+
+    def __init__(self, parts: Sequence[tuple[CodesReader, Rows]]) -> None:
+        super().__init__([], is_stack=False)
+        self._parts = parts
+
+    def __repr__(self) -> str:
+        return f"<outputs of {[reader for reader, _ in self._parts]}>"
+
+    @property
+    def rounds(self) -> bool:
+        """See the base."""
+        return all(reader.rounds for reader, _ in self._parts)
+
+    def read(self) -> Codes | None:
+        """See the base."""
+        return _joined([_rows_of(reader.read(), rows) for reader, rows in self._parts], -2)
+
+
+def rows_of(weight: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Some outputs of a weight [outputs, inputs], which know their codes."""
+    chosen, reader = weight.data[rows], reader_of(weight)
+    if reader is not None:
+        setattr(chosen, ATTRIBUTE, _Rearranged([(reader, rows)]))
+    return chosen
+
+
+def in_a_row(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Outputs of several weights, which know their codes if all do."""
+    joined = torch.cat([weight.data for weight in weights])
+    readers = [reader for weight in weights if (reader := reader_of(weight)) is not None]
+    if len(readers) == len(weights):
+        setattr(joined, ATTRIBUTE, _Rearranged([(reader, slice(None)) for reader in readers]))
+    return joined
+
 
 def reader_of(parameter: torch.Tensor) -> CodesReader | None:
     """How to read the codes of a parameter; None for one that was not quantised."""
@@ -71,7 +113,9 @@ def reader_of(parameter: torch.Tensor) -> CodesReader | None:
 
 def forget_codes(parameter: torch.Tensor) -> None:
     """Let go of what a parameter knows of its codes: memory, and open files."""
-    parameter.__dict__.pop(ATTRIBUTE, None)
+    reader: CodesReader | None = parameter.__dict__.pop(ATTRIBUTE, None)
+    if reader is not None:
+        reader.forget()
 
 
 def codes_of(parameter: torch.Tensor) -> Codes | None:
@@ -138,6 +182,13 @@ def readers_of(
 def _parts(matrix: QuantizedMatrix) -> list[Codes | None]:
     """What was read of a matrix, in that order."""
     return [matrix.read_codes(rows, columns) for rows, columns in matrix.taken]
+
+
+def _rows_of(codes: Codes | None, rows: Rows) -> Codes | None:
+    if codes is None:
+        return None
+    zeros = None if codes.zeros is None else codes.zeros[rows]
+    return replace(codes, codes=codes.codes[rows], scales=codes.scales[rows], zeros=zeros)
 
 
 def _stacked(codes: Codes | None) -> Codes | None:

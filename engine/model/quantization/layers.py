@@ -75,7 +75,7 @@ def _known(weight: torch.Tensor) -> Codes | None:
     None for a made-up one, of a copy of the model.
     """
     reader = reader_of(weight)
-    return None if reader is None else reader.keep()
+    return None if reader is None else reader.keep(weight.device)
 
 
 def _forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:

@@ -90,7 +90,8 @@ class Model:
         self._report = report
         self.per_request = (context + 200) // BLOCK + 1
         directory = Path(tempfile.mkdtemp())
-        self.config = write_config(shape, tiny, directory)
+        room = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
+        self.config = write_config(shape, tiny, directory, room)
         settings = EngineConfig(
             model=ModelConfig(model=str(directory), load_format="dummy", max_model_len=2048),
             device=DeviceConfig(device=device),  # type: ignore[arg-type]
@@ -109,6 +110,7 @@ class Model:
         report.add(
             shape=shape,
             tiny=tiny,
+            layers=self.config["num_hidden_layers"],
             parameters=self.facts.num_parameters,
             weight_bytes=self.facts.weight_bytes,
             kv_bytes_per_token=self.facts.kv.bytes_per_token,

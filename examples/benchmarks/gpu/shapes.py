@@ -65,9 +65,27 @@ def config_of(shape: str, tiny: bool) -> dict[str, Any]:
     return config | {name: size for name, size in TINY.items() if name in config} if tiny else config
 
 
-def write_config(shape: str, tiny: bool, directory: Path) -> dict[str, Any]:
-    """Write config.json into a directory; weights are random, so that there are no other files."""
+def layers_that_fit(config: dict[str, Any], device_bytes: int) -> int:
+    """How many layers' weights leave a quarter of a device free."""
+    hidden, heads, kv_heads = (
+        config[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
+    attention = 2 * hidden * (heads + kv_heads) * config["head_dim"]
+    inner = config.get("moe_intermediate_size", 0) * config.get("num_experts", 0)
+    layer = 2 * (attention + 3 * hidden * (inner or config["intermediate_size"]))
+    outside = 2 * config["vocab_size"] * hidden * (1 if config["tie_word_embeddings"] else 2)
+    room = device_bytes * 3 // 4 - outside
+    return max(1, min(int(config["num_hidden_layers"]), room // layer))
+
+
+def write_config(shape: str, tiny: bool, directory: Path, device_bytes: int | None = None) -> dict[str, Any]:
+    """Write config.json into a directory; weights are random, so that there are no other files.
+
+    With ``device_bytes`` the model has fewer layers where all would not fit.
+    """
     config = config_of(shape, tiny)
+    if device_bytes is not None:
+        config["num_hidden_layers"] = layers_that_fit(config, device_bytes)
     (directory / "config.json").write_text(json.dumps(config))
     return config
 

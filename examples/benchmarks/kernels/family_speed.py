@@ -31,7 +31,8 @@ from engine.kernels.make import make_program
 from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info
 from engine.model.weights import LoadedModel, load_model
-from tests.engine.native_families import NATIVE
+from router.tools.bench.report import machine
+from tests.engine.native_families import MIXTURES, NATIVE
 
 HIDDEN, LAYERS, CONTEXT, BLOCK_SIZE = 1024, 8, 4096, 16
 BEHIND = 256
@@ -51,13 +52,40 @@ SIZES = {
     "n_head": 16,
     "n_positions": CONTEXT,
     "sliding_window": 1024,
+    "rotary_dim": 32,
+    "global_head_dim": 128,
+    "num_global_key_value_heads": 2,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 32_000,
 }
+OF_EXPERTS = {
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "shared_intermediate_size": 512,
+}
+"""Widths of mixtures, which have eight experts."""
+OF_LATENTS = {
+    "num_key_value_heads": 16,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 704,
+}
+"""Sizes of latent attention: DeepSeek's."""
 
 
 def make_config(family: str) -> Any:
     """The family's tiny configuration with larger sizes."""
     tiny = NATIVE[family]().to_dict()
-    sizes = {name: size for name, size in SIZES.items() if tiny.get(name) is not None}
+    wanted = (
+        SIZES | (OF_EXPERTS if family in MIXTURES else {}) | (OF_LATENTS if "kv_lora_rank" in tiny else {})
+    )
+    sizes = {name: size for name, size in wanted.items() if tiny.get(name)}
+    if tiny.get("mlp_layer_types"):
+        sizes["mlp_layer_types"] = ["dense"] + ["sparse"] * (LAYERS - 1)
     if tiny.get("layer_types"):
         sizes["layer_types"] = (tiny["layer_types"] * LAYERS)[:LAYERS]
     if tiny.get("no_rope_layers"):
@@ -100,7 +128,7 @@ def compare(model: LoadedModel, program: Program, step: PackedRows, times: int) 
     ids = np.arange(len(step.positions)) % model.vocab_size
     wanted = np.cumsum(step.counts) - 1
     room = {"num_blocks": int(step.block_tables.max()) + 1, "block_size": BLOCK_SIZE, "dtype": model.dtype}
-    program.use(NativeCache(model.layers, **room))
+    program.use(NativeCache(program.cached, **room))
     cache = TorchPagedAttention(model.layers, device=model.device, **room)
 
     def by_torch() -> None:
@@ -128,6 +156,7 @@ def main() -> None:
     parser.add_argument("families", nargs="+", choices=sorted(NATIVE))
     parser.add_argument("--times", type=int, default=5)
     options = parser.parse_args()
+    print(f"{machine()}, {torch.get_num_threads()} threads\n")
     print(f"| family | 1 row | 8 rows | 32 rows | prompt of {PROMPT} |\n|---|---|---|---|---|")
     for family in options.families:
         print(measure(family, options.times), flush=True)

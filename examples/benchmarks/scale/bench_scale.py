@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Benchmark of scale: one coordinator, thousands of simulated instances, a router and seven more watchers.
+"""Benchmark of scale: one coordinator, thousands of simulated instances, routers and watchers.
 
     python examples/benchmarks/scale/bench_scale.py --instances 1024 --output-json build/scale.json
 
@@ -86,7 +86,7 @@ class Mesh:
         self.coordinator = self._start_coordinator()
         where = ["--coordinator", f"tcp://127.0.0.1:{self.port}", *self._key]
         self.watchers = Child(str(HERE / "watchers.py"), *where, "--watchers", str(args.watchers))
-        self.router = Child(str(HERE / "watchers.py"), *where)
+        self.routers = [Child(str(HERE / "watchers.py"), *where) for _ in range(args.routers)]
         common = ["--model", SHIPPED_MODEL, "--of", str(args.instances)]
         count = -(-args.instances // INSTANCES_PER_PROCESS)
         self.crowds = [
@@ -110,20 +110,22 @@ class Mesh:
 
     def share(self, number: int) -> int:
         """Instances of one process."""
-        total, count = self._args.instances, len(self.crowds)
+        total: int = self._args.instances
+        count = len(self.crowds)
         return total // count + (number < total % count)
 
     def wait(self, done: Callable[[dict[str, Any]], bool], timeout: float = 120.0) -> float:
-        """Seconds until the router and all watchers see something."""
+        """Seconds until all routers and watchers see something."""
         began = time.monotonic()
-        while not (done(self.router.seen()) and done(self.watchers.seen())):
+        followers = [*self.routers, self.watchers]
+        while not all(done(each.seen()) for each in followers):
             if time.monotonic() - began > timeout:
-                raise TimeoutError(f"{self.router.seen()}, {self.watchers.seen()} after {timeout:.0f} s")
+                raise TimeoutError(f"{[each.seen() for each in followers]} after {timeout:.0f} s")
             time.sleep(0.05)
         return time.monotonic() - began
 
     def end(self) -> None:
-        for child in (*self.crowds, self.router, self.watchers, self.coordinator):
+        for child in (*self.crowds, *self.routers, self.watchers, self.coordinator):
             child.end()
 
 
@@ -144,9 +146,12 @@ class Phase:
     def __exit__(self, *_: object) -> None:
         took = time.monotonic() - self._began
         cpu, received = self._cpu_times(), bytes_of(self._mesh)
-        sizes = {name: each.memory_info().rss for name, each in self._processes().items()}
+        sizes = {
+            name: max(each.memory_info().rss for each in found) for name, found in self._processes().items()
+        }
         watched = received["watchers"] - self._bytes["watchers"]
         shares = {name: (cpu[name] - before) / took for name, before in self._cpu.items()}
+        shares["router"] /= len(self._mesh.routers)
         shares["watcher"] = shares.pop("watchers") / self._num_watchers
         news = self._mesh.watchers.seen()["news"] - self._news
         self.figures = {
@@ -156,22 +161,27 @@ class Phase:
             "bytes_per_second": {
                 "loopback": round((loopback_bytes() - self._sent) / took),
                 "to_each_watcher": round(watched / took / self._num_watchers),
-                "to_router": round((received["router"] - self._bytes["router"]) / took),
+                "to_each_router": round(
+                    (received["router"] - self._bytes["router"]) / took / len(self._mesh.routers)
+                ),
             },
             "news_per_second": round(news / took / self._num_watchers, 1),
         }
 
-    def _processes(self) -> dict[str, psutil.Process]:
+    def _processes(self) -> dict[str, list[psutil.Process]]:
         mesh = self._mesh
         return {
-            "coordinator": mesh.coordinator.process,
-            "router": mesh.router.process,
-            "watchers": mesh.watchers.process,
-            "instances": mesh.crowds[0].process,
+            "coordinator": [mesh.coordinator.process],
+            "router": [each.process for each in mesh.routers],
+            "watchers": [mesh.watchers.process],
+            "instances": [each.process for each in mesh.crowds],
         }
 
     def _cpu_times(self) -> dict[str, float]:
-        return {name: sum(process.cpu_times()[:2]) for name, process in self._processes().items()}
+        return {
+            name: sum(sum(each.cpu_times()[:2]) for each in processes)
+            for name, processes in self._processes().items()
+        }
 
 
 def loopback_bytes() -> int:
@@ -185,7 +195,7 @@ def bytes_of(mesh: Mesh) -> dict[str, int]:
     ).stdout
     found = {"router": 0, "watchers": 0}
     for head, facts in zip(*[iter(listed.splitlines())] * 2, strict=False):
-        for name, child in (("router", mesh.router), ("watchers", mesh.watchers)):
+        for name, child in (*(("router", each) for each in mesh.routers), ("watchers", mesh.watchers)):
             if f"pid={child.popen.pid}," in head and (number := re.search(r"bytes_received:(\d+)", facts)):
                 found[name] += int(number[1])
     return found
@@ -256,7 +266,10 @@ def missed(phases: dict[str, Any], instances: int) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Scale of a coordinator.", epilog="Needs `ss` of iproute2.")
     parser.add_argument("--instances", type=int, nargs="+", default=[1024])
-    parser.add_argument("--watchers", type=int, default=7, help="beside the router")
+    parser.add_argument("--routers", type=int, default=1, help="each with a connection to every instance")
+    parser.add_argument(
+        "--watchers", type=int, default=7, help="beside the routers, without such connections"
+    )
     parser.add_argument("--seconds", type=float, default=10.0, help="of the steady phase, and of churn")
     parser.add_argument("--churn", type=float, default=0.01, help="share of instances that leave each second")
     parser.add_argument("--keys", action=argparse.BooleanOptionalAction, default=True, help="with a mesh key")

@@ -88,8 +88,7 @@ class SimulatedInstance:
             self.changed.clear()
             for message in self.state.outgoing(self._load()):
                 self._connection.send(message)
-            welcome = self.state.welcome
-            interval = welcome.heartbeat_interval if welcome else ASK_INTERVAL
+            interval = self.state.heartbeat_interval or ASK_INTERVAL
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), interval)
 

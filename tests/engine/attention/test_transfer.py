@@ -15,9 +15,11 @@ from engine.compute import runner as runner_module
 from engine.compute import sampler, token_rules, torch_logits
 from engine.compute.runner import ModelRunner
 from engine.compute.sampler import Sampler
+from engine.gpu import fused_launches
 from engine.messages import TokenLogprobs
 from engine.sampling import SamplingParams
 from engine.step import Admit, Masks, Step
+from tests.engine.gpu.recorder import Kernels
 from tests.engine.pretended_device import Indexing, Launches
 
 VOCAB = 50
@@ -53,9 +55,14 @@ class PretendedDevice:
         return np.zeros(tuple(tensor.shape), dtype=np.float64 if tensor.is_floating_point() else np.int64)
 
 
-@pytest.mark.parametrize("kinds", [slice(0, 1), slice(0, 3), slice(None)])
-def test_a_step_waits_once(kinds: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "by_kernel"), [(slice(0, 1), False), (slice(0, 3), True), (slice(None), False)]
+)
+def test_a_step_waits_once(kinds: slice, by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     device = PretendedDevice()
+    launched: list[str] = []
+    monkeypatch.setattr(sampler, "is_race_right", lambda _: by_kernel)
+    monkeypatch.setattr(fused_launches, "kernels", Kernels(launched))
     monkeypatch.setattr(runner_module, "upload", device.upload)
     monkeypatch.setattr(runner_module, "fetch", device.fetch)
     for module in (sampler, torch_logits, token_rules):
@@ -91,6 +98,7 @@ def test_a_step_waits_once(kinds: slice, monkeypatch: pytest.MonkeyPatch) -> Non
     with FakeTensorMode(), Launches(), Indexing():
         result = runner.run(step)
     assert device.fetched == 1
+    assert launched == ["race"] * by_kernel
     assert len(result.tokens) == len(all_params)
     if len(all_params) > 3:
         assert isinstance(result.logprobs.get(6), TokenLogprobs)
@@ -100,6 +108,7 @@ def test_a_step_waits_once(kinds: slice, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_rehearsal_of_sampling_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (sampler, torch_logits):
         monkeypatch.setattr(module, "upload", PretendedDevice().upload)
+    monkeypatch.setattr(sampler, "is_race_right", lambda _: True)
     with FakeTensorMode(), Launches() as launches, Indexing():
         Sampler(torch.device("cuda")).rehearse(torch.empty(6, VOCAB, dtype=torch.bfloat16, device="cuda"))
     assert "sort" in launches.names

@@ -18,7 +18,7 @@ from engine.groups.stepping import NoGroup
 from engine.model.checkpoint import ReadingStopped
 from parallel.communicators.base import CollectiveError, Communicator
 from parallel.links.counts import LinkCount
-from parallel.placement import Placement, assign_experts, owned_by_rank
+from parallel.placement import Placement, assign_experts, held_by_rank
 from tests.parallel.thread_group import ThreadCommunicator, thread_group
 from tests.waiting import until
 
@@ -77,7 +77,7 @@ class Weights:
             if should_stop():
                 raise ReadingStopped
             time.sleep(0.001)
-        return len(set(owned_by_rank(form.owners, form.ranks, place)[0]) - set(self.held))
+        return len(set(held_by_rank(form.placement, form.ranks, place)[0][0]) - set(self.held))
 
     def join(self, group: Communicator, placement: Placement) -> None:
         self.held = placement.experts_of(group.rank)

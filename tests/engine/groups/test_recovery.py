@@ -21,7 +21,7 @@ from engine.groups.recovery import (
     Turn,
     names,
 )
-from parallel.placement import owned_by_rank
+from parallel.placement import held_by_rank
 
 
 def form(epoch: int, members: str = "abc", leavers: str = "", broken: int = 0) -> GroupPlan:
@@ -57,9 +57,10 @@ def recovery() -> Recovery:
 def test_a_group_of_a_form() -> None:
     assert names(form(1)) == ["a", "b", "c"]
     whole = form(1)
-    assert [owned_by_rank(whole.owners, whole.ranks, index) for index in range(3)] == [[[0, 3]], [[1]], [[2]]]
+    held = [held_by_rank(whole.placement, whole.ranks, index) for index in range(3)]
+    assert held == [[[[0, 3]]], [[[1]]], [[[2]]]]
     two_ranks = msgspec.structs.replace(form(1, "ab"), owners=(0, 1, 2, 3), ranks=2)
-    assert owned_by_rank(two_ranks.owners, two_ranks.ranks, 1) == [[2], [3]]
+    assert held_by_rank(two_ranks.placement, two_ranks.ranks, 1) == [[[2]], [[3]]]
 
 
 # ---- by agreement

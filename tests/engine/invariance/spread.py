@@ -45,11 +45,17 @@ class Members:
     """Instances of one group, each with its own scheduler, cache and share of the experts."""
 
     def __init__(
-        self, directory: Path, size: int, group: Group = thread_group, ranks: int = 1, **device: Any
+        self,
+        directory: Path,
+        size: int,
+        group: Group = thread_group,
+        ranks: int = 1,
+        num_blocks: int = NUM_BLOCKS,
+        **device: Any,
     ) -> None:
         """``group``: makes what experts travel over; as :func:`thread_group`, hosts of their own.
 
-        ``ranks``: tensor-parallel ones of each instance.
+        ``ranks``: tensor-parallel ones of each instance; ``num_blocks``: KV blocks of each.
         """
         info, config = read_model_info(directory), settings(directory, **device)
         placement = assign_experts(info.num_experts, size * ranks, config.device.expert_placement_strategy)
@@ -65,7 +71,7 @@ class Members:
                 else ThreadedShards(config, info, tp=ranks, place=place)
             )
             executor.load(lambda _phase: None)
-            executor.allocate(NUM_BLOCKS)
+            executor.allocate(num_blocks)
             if ranks == 1:
                 executor.join(ends[member.rank], placement)
             else:
@@ -73,7 +79,7 @@ class Members:
             steppings.append(ThreadStepping(member, steppings))
             self.executors.append(executor)
             self.cores.append(
-                EngineCore(config, info, executor, steppings[-1], num_blocks=NUM_BLOCKS, max_model_len=1024)
+                EngineCore(config, info, executor, steppings[-1], num_blocks=num_blocks, max_model_len=1024)
             )
 
     def answers(self, submits: Sequence[Submit]) -> Answers:

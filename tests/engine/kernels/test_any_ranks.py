@@ -45,6 +45,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": WIDE,  # biases
     "gemma2": WIDE | {"head_dim": 32},  # norms behind parts, factors, caps
     "qwen3_moe": WIDE | {"head_dim": 32, "moe_intermediate_size": 128, "num_experts_per_tok": 3},
+    "olmoe": WIDE | {"num_key_value_heads": 2, "intermediate_size": 128},  # norms over all heads
+    "gpt_oss": WIDE | {"head_dim": 32, "intermediate_size": 128},  # whole experts with biases
 }
 DTYPES = [torch.float32, torch.bfloat16]
 

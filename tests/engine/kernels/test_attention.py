@@ -15,7 +15,7 @@ from engine.attention.kv_codes import KVCodes, quantized, widened
 from engine.kernels import library
 from engine.kernels.cache import NativeCache
 from engine.kernels.library import Library
-from engine.kernels.operations import OperationKind, Operations, StepArguments
+from engine.kernels.operations import WITHIN, OperationKind, Operations, StepArguments
 from engine.kernels.rows import SLACK, pitch_of
 from tests.engine.kernels.emulated_tiles import ABLE, emulated_tiles
 
@@ -38,6 +38,12 @@ class Layer(NamedTuple):
     cap: float = 0.0
     has_sinks: bool = False
     has_factors: bool = False
+    gap: int = 0
+    """Other numbers between queries and keys."""
+    shared: int = 0
+    """Numbers that all keys of a token begin with."""
+    groups: int = 0
+    """Tasks of the queries of the KV head; values are the ends of keys then."""
 
     @property
     def heads(self) -> int:
@@ -45,7 +51,10 @@ class Layer(NamedTuple):
 
     @property
     def width(self) -> int:
-        return (self.heads + self.kv_heads) * self.dim + self.kv_heads * self.value_dim
+        before = self.heads * self.dim + self.gap
+        if self.groups:
+            return before + self.dim
+        return before + self.shared + self.kv_heads * (self.dim - self.shared + self.value_dim)
 
     @property
     def scale(self) -> float:
@@ -72,6 +81,8 @@ LAYERS = [
     Layer(group=8, dim=64, value_dim=64, has_sinks=True),
     Layer(group=2, dim=64, value_dim=64, has_factors=True),
     Layer(group=2, dim=96, value_dim=32, window=300, cap=5.0, has_sinks=True, has_factors=True),
+    Layer(group=1, dim=48, value_dim=32, kv_heads=3, gap=24, shared=16),
+    Layer(group=20, dim=96, value_dim=64, kv_heads=1, gap=24, groups=2),
 ]
 
 
@@ -98,7 +109,7 @@ def kernels_of(kind: str) -> Library:
 def tokens_of(layer: Layer, count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Queries, keys and values [count, width]; scores reach from about -12 to 12."""
     numbers = torch.randn(count, layer.width, generator=torch.Generator().manual_seed(seed))
-    numbers[:, : (layer.heads + layer.kv_heads) * layer.dim] *= 1.7
+    numbers[:, : layer.width - layer.kv_heads * layer.value_dim] *= 1.7
     return numbers.to(dtype)
 
 
@@ -172,16 +183,17 @@ class Sequences:
         width = layer.heads * layer.value_dim
         shape = {
             "a": layer.heads,
-            "b": layer.kv_heads,
             "c": layer.dim,
             "d": layer.window,
             "n": layer.value_dim,
+            "width": layer.width,
             "codes": self.cache.codes,
             "scales": self.cache.scales[0],
         }
+        of_keys = {"b": layer.kv_heads, "shared": layer.shared, "flags": WITHIN if layer.groups else 0}
         keys, values = self.cache.keys[0], self.cache.values[0]
         operations = Operations(2)
-        operations.add(OperationKind.QKV, into=into, out=values, extra=keys, **shape)
+        operations.add(OperationKind.QKV, into=into, out=values, extra=keys, **of_keys, **shape)
         operations.add(
             OperationKind.ATTEND,
             into=into,
@@ -192,6 +204,8 @@ class Sequences:
             number=layer.scale,
             cap=layer.cap,
             factors=layer.factors(),
+            b=layer.kv_heads * max(1, layer.groups),
+            groups=layer.groups,
             **shape,
         )
         step = StepArguments(
@@ -207,6 +221,7 @@ class Sequences:
             offsets=plan.offsets,
             tables=plan.tables,
             tasks=plan.tasks,
+            apart=int((packed.counts == 1).all()),
         )
         assert operations.run(self._kernels, step, self._dtype)
         return out[:count, :width].clone()
@@ -214,16 +229,29 @@ class Sequences:
 
 def split(layer: Layer, tokens: torch.Tensor) -> list[torch.Tensor]:
     """Queries [heads, tokens, dim], keys and values [kv_heads, tokens, ...]."""
-    sizes = layer.heads * layer.dim, layer.kv_heads * layer.dim, layer.kv_heads * layer.value_dim
-    parts, widths = tokens.split(sizes, dim=1), (layer.dim, layer.dim, layer.value_dim)
-    return [
-        part.view(len(tokens), -1, width).transpose(0, 1) for part, width in zip(parts, widths, strict=True)
-    ]
+    count, own = len(tokens), layer.dim - layer.shared
+    query, _, rest = tokens.split(
+        [layer.heads * layer.dim, layer.gap, layer.width - layer.heads * layer.dim - layer.gap], dim=1
+    )
+    if layer.groups:
+        key, value = rest[:, None], rest[:, None, layer.dim - layer.value_dim :]
+    else:
+        sizes = [layer.shared, layer.kv_heads * own, layer.kv_heads * layer.value_dim]
+        shared, key, value = rest.split(sizes, dim=1)
+        every = shared[:, None].expand(-1, layer.kv_heads, -1)
+        key = torch.cat([every, key.reshape(count, layer.kv_heads, own)], dim=2)
+        value = value.reshape(count, layer.kv_heads, layer.value_dim)
+    return [part.transpose(0, 1) for part in (query.reshape(count, layer.heads, layer.dim), key, value)]
 
 
-def plainly(layer: Layer, tokens: torch.Tensor) -> torch.Tensor:
-    """The same in float64, one operation after the other."""
+def plainly(layer: Layer, tokens: torch.Tensor, codes: KVCodes | None = None) -> torch.Tensor:
+    """The same in float64, one operation after the other.
+
+    With ``codes``: of what is left of keys and values as these.
+    """
     query, key, value = split(layer, tokens.double())
+    if codes is not None:
+        key, value = (widened(*quantized(each, codes), codes, torch.float64) for each in (key, value))
     key, value = (each.repeat_interleave(layer.group, dim=0) for each in (key, value))
     scores = query @ key.transpose(1, 2) * layer.scale
     factors = layer.factors()
@@ -239,15 +267,6 @@ def plainly(layer: Layer, tokens: torch.Tensor) -> torch.Tensor:
         scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(tokens), 1)], dim=2)
     weights = scores.softmax(dim=2)[:, :, : len(tokens)]
     return (weights @ value).transpose(0, 1).reshape(len(tokens), -1)
-
-
-def with_codes(layer: Layer, tokens: torch.Tensor, codes: KVCodes) -> torch.Tensor:
-    """Tokens, in float64, whose keys and values are what is left of them as codes."""
-    sizes = layer.heads * layer.dim, layer.kv_heads * layer.dim, layer.kv_heads * layer.value_dim
-    queries, *others = tokens.double().split(sizes, dim=1)
-    heads = [each.view(len(tokens), layer.kv_heads, -1) for each in others]
-    kept = [widened(*quantized(each, codes), codes, torch.float64) for each in heads]
-    return torch.cat([queries, *(each.flatten(1) for each in kept)], dim=1)
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -300,8 +319,8 @@ def test_bits_do_not_depend_on_how_tokens_come(layer: Layer, dtype: torch.dtype,
         assert all(map(torch.equal, pieces.results[1:], other.results))
 
 
-CODED = [PLAIN, LAYERS[1], LAYERS[3], LAYERS[5], LAYERS[-1]]
-"""Layers whose keys and values are kept as codes: few rows and many, all properties."""
+CODED = [PLAIN, LAYERS[1], LAYERS[3], LAYERS[5], LAYERS[11], LAYERS[-1]]
+"""Layers with keys and values as codes: few rows and many, all properties."""
 
 
 @pytest.mark.parametrize("codes", ["int8", "fp8"])
@@ -316,7 +335,7 @@ def test_codes_are_computed_as_exactly_as_numbers(
     sequences.step([1, 1])
     sequences.step([29, 0])
     for given, found in zip(tokens, sequences.results, strict=True):
-        expected = plainly(layer, with_codes(layer, given, codes))
+        expected = plainly(layer, given, codes)
         assert error(found, expected) < (3e-6 if dtype == torch.float32 else 4e-3)
 
 

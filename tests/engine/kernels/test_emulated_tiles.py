@@ -122,6 +122,12 @@ def test_attention(dim: int, group: int, apart: bool) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("step_in", [0, 64])
+def test_products_of_groups(step_in: int) -> None:
+    test_kernels.test_linear_of_groups(40, step_in, 32, torch.bfloat16)
+
+
+@pytest.mark.usefixtures("kernels")
 def test_experts() -> None:
     test_kernels.test_experts_compute_each_row_with_its_own(torch.bfloat16)
 

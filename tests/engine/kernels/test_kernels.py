@@ -93,6 +93,39 @@ def test_linear(tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 8, 40])
+@pytest.mark.parametrize(("step_in", "outputs"), [(0, 16), (64, 32), (96, 96)])
+def test_linear_of_groups(tokens: int, step_in: int, outputs: int, dtype: torch.dtype) -> None:
+    """Groups of outputs lie apart; all have the same inputs, or each its own."""
+    groups, inputs, begin = 3, 64, 8
+    x = random(tokens, groups * step_in or inputs, dtype=dtype)
+    weight = random(groups, outputs, inputs, dtype=dtype)
+    given = x.unflatten(1, (groups, -1))[:, :, :inputs] if step_in else x[:, None].expand(-1, groups, -1)
+    expected = torch.einsum("tgk,gok->tgo", given.float(), weight.float())
+    width = groups * (outputs + 24)
+    out = spaced(torch.full((tokens, width), torch.nan, dtype=dtype))
+    run(
+        OperationKind.LINEAR,
+        tokens,
+        dtype,
+        into=spaced(x),
+        out=out.data_ptr() + begin * out.element_size(),
+        weights=panels(weight.flatten(0, 1), 32),
+        n=outputs,
+        k=inputs,
+        groups=groups,
+        step_in=step_in,
+        step_out=outputs + 24,
+        width=width,
+    )
+    found = out[:tokens, begin : begin + width].unflatten(1, (groups, -1))
+    close(found[:, :, :outputs], expected, dtype)
+    assert found[:, :-1, outputs:].isnan().all()
+    assert out[:, :begin].isnan().all()
+    assert out[tokens:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(
     ("dim", "group"), [(16, 1), (48, 5), (64, 2), (64, 13), (80, 3), (128, 1), (128, 4), (192, 2), (192, 7)]

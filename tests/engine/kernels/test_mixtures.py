@@ -18,6 +18,7 @@ import transformers
 
 from engine.executor.uni import UniExecutor
 from engine.kernels import library
+from engine.messages import Submit
 from engine.model.checkpoint import read_model_info
 from tests.engine.compute.test_exactness import prompts
 from tests.engine.greedy import greedy_outputs
@@ -34,13 +35,11 @@ from tests.nightly import NIGHTLY
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
 
 BLOCK_SIZE = 16
-NUM_REQUESTS = 12
+NUM_REQUESTS, NUM_MIXED = (32, 48) if NIGHTLY else (12, 16)
+"""Greedy requests in float32, and mixed ones in bfloat16."""
+NUM_BLOCKS = 6
+"""Room that is too small for all requests at once."""
 SHAPES = ["alone", "tp2", "pp2", "spread"]
-NOT_CUT = {"olmoe", "minimax_m2", "gpt_oss"}
-"""Families that torch computes on tensor-parallel ranks.
-
-Their norms are over the heads of all ranks, or their experts have biases.
-"""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -90,16 +89,34 @@ def test_greedy_tokens_are_those_of_generate(shape: str, directory: Path, genera
         executor,
         directory,
         greedy()[:NUM_REQUESTS],
-        num_blocks=6,
+        num_blocks=NUM_BLOCKS,
         budget=24,
         block_size=BLOCK_SIZE,
     )
-    is_native = shape != "tp2" or directory.name not in NOT_CUT
-    assert all((program is not None) == is_native for program in programs_of(executor))
+    assert all(program is not None for program in programs_of(executor))
     executor.close()
     assert found == generated
     assert counters.preemptions > 0, "the cache was not small enough to prove anything"
     assert counters.prefix_cache_hits > 0, "the shared beginning was not found"
+
+
+def test_greedy_tokens_of_spread_experts_are_those_of_generate(
+    directory: Path, generated: list[list[int]]
+) -> None:
+    """Over two instances, in shared memory."""
+    submits = [
+        Submit(request=index, request_id=str(index), prompt_ids=prompts()[index], params=params, seed=index)
+        for index, params in enumerate(greedy()[:NUM_REQUESTS])
+    ]
+    members = Members(directory, 2, in_shared_memory, num_blocks=NUM_BLOCKS, dtype="float32")
+    found = members.answers(submits)
+    counters = [core.scheduler.counters() for core in members.cores]
+    exchanges = [each._program._joined for each in members.executors]
+    members.close()
+    assert all(exchange is not None for exchange in exchanges), "Python exchanges the rows"
+    assert [found[index].token_ids for index in range(NUM_REQUESTS)] == generated
+    assert sum(each.preemptions for each in counters) > 0
+    assert sum(each.prefix_cache_hits for each in counters) > 0
 
 
 class Alone:
@@ -112,7 +129,7 @@ class Alone:
         executor.allocate(8)
         assert executor._program is not None, "torch computes it"
         self.instance = Instance(directory, executor)
-        self.submits = requests(7, count=16, vocab_size=VOCAB, longest=60, most=6, greedy=None)
+        self.submits = requests(7, count=NUM_MIXED, vocab_size=VOCAB, longest=60, most=6, greedy=None)
         self.submits = [each for each in self.submits if each.params.grammar is None]
         self.answers: Answers = self.instance.answers(self.submits, ALONE)[0]
 
@@ -133,8 +150,6 @@ def test_bits_are_those_of_each_request_alone(shape: str, alone: Alone) -> None:
         assert all(exchange is not None for exchange in exchanges), "Python exchanges the rows"
         assert found == alone.answers
         return
-    if shape == "tp2" and alone.directory.name in NOT_CUT:
-        pytest.skip("torch computes it")
     if shape == "alone":
         instance = alone.instance
     else:

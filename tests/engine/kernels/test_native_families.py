@@ -5,7 +5,6 @@ For each push some families run in some layouts, at night all.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -15,11 +14,12 @@ import torch
 import transformers
 
 from engine.config import DeviceConfig, EngineConfig, ModelConfig
+from engine.executor import uni
 from engine.executor.uni import UniExecutor
-from engine.kernels import library
+from engine.kernels import library, packing
 from engine.kernels.make import make_program
 from engine.kernels.program import Program
-from engine.model.checkpoint import read_model_info
+from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.model.weights import _fix_rope_scaling
 from engine.settings import resolve
 from tests.engine.compute.test_exactness import prompts
@@ -27,24 +27,24 @@ from tests.engine.greedy import greedy_outputs
 from tests.engine.invariance.answers import ALONE, How
 from tests.engine.invariance.answers import load as load_instance
 from tests.engine.invariance.mixed import requests
+from tests.engine.kernels.test_kernels import SCENARIO, everything, packed_rows, program_of
 from tests.engine.kernels.test_native_trial import load
 from tests.engine.model.test_sharding import LAYOUTS, NUM_IN_TABLE, greedy, run, settings, shards
 from tests.engine.native_families import MIXTURES, NATIVE, make_family
 from tests.engine.tiny_models import VOCAB, make_tiny_model
+from tests.nightly import NIGHTLY
 from tests.router.tiny_tokenizer import byte_level
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
 
-NIGHTLY = bool(os.environ.get("LOCKSTEP_NIGHTLY"))
 BLOCK_SIZE = 16
 DENSE = [family for family in NATIVE if "moe" not in family and family not in ("mixtral", *MIXTURES)]
-EACH_PUSH = ["gemma2", "gemma3", "phi3", "glm4", "olmo2", "cohere2", "granite", "gpt2"]
+EACH_PUSH = ["gemma2", "gemma3", "gemma4", "phi3", "glm4", "olmo2", "cohere2", "granite", "gpt2"]
 """Families that have all operations between them."""
-UNCUT = {"phi3", "phi", "olmo2", "olmo3", "cohere_head_norms"}
-"""Families that torch computes with tensor-parallel ranks.
-
-Their plan gathers in the middle of a layer, or they have none, or norms over all heads.
-"""
+UNSPLIT = {"gemma4_small"}
+"""Families that no stages take: all layers have inputs from a second embedding."""
+NUM_REQUESTS, NUM_MIXED = (32, 48) if NIGHTLY else (NUM_IN_TABLE, 10)
+"""Greedy requests in float32, and mixed ones in bfloat16."""
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,8 @@ def references(directories: Callable[[str], Path]) -> Callable[[str], list[list[
         )
         # An instance has one scaling of rotary angles for all lengths.
         _fix_rope_scaling(model, read_model_info(directories(family)).context_length)
-        lengths = [int(params.max_tokens or 0) for params in greedy()[:NUM_IN_TABLE]]
-        return greedy_outputs(model, prompts()[:NUM_IN_TABLE], lengths)
+        lengths = [int(params.max_tokens or 0) for params in greedy()[:NUM_REQUESTS]]
+        return greedy_outputs(model, prompts()[:NUM_REQUESTS], lengths)
 
     return cache(made)
 
@@ -77,7 +77,7 @@ def test_tokens_are_those_of_transformers(
     directory = directories(family)
     alone = UniExecutor(settings(directory, block_size=BLOCK_SIZE), read_model_info(directory), 1)
     alone.load(lambda _phase: None)
-    params = greedy()[:NUM_IN_TABLE]
+    params = greedy()[:NUM_REQUESTS]
     outputs, counters = run(alone, directory, params, num_blocks=9, budget=24, block_size=BLOCK_SIZE)
     assert alone._program is not None
     assert outputs == references(family)
@@ -86,19 +86,19 @@ def test_tokens_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
-@pytest.mark.parametrize("family", DENSE if NIGHTLY else ["gemma3", "glm4"])
+@pytest.mark.parametrize("family", DENSE if NIGHTLY else ["gemma3", "glm4", "gpt2"])
 def test_shards_compute_the_same(
     family: str,
     layout: str,
     directories: Callable[[str], Path],
     references: Callable[[str], list[list[int]]],
 ) -> None:
-    if (family in UNCUT and layout == "tp2") or family in ("gpt2", "phi"):
-        pytest.skip("torch computes it, or it cannot be cut")
+    if family in UNSPLIT and layout == "pp2":
+        pytest.skip("its layers are not split into stages")
     directory = directories(family)
     executor = shards(directory, LAYOUTS[layout], BLOCK_SIZE)
     try:
-        params = greedy()[:NUM_IN_TABLE]
+        params = greedy()[:NUM_REQUESTS]
         outputs, _ = run(executor, directory, params, num_blocks=9, budget=24, block_size=BLOCK_SIZE)
         assert outputs == references(family)
         assert all(worker.executor._program is not None for worker in executor.workers)
@@ -112,11 +112,31 @@ def test_bits_are_those_of_each_request_alone(family: str, directories: Callable
     directory = directories(family)
     byte_level().save(str(directory / "tokenizer.json"))
     instance = load_instance(directory)
-    submits = requests(5, vocab_size=VOCAB, greedy=False, count=48 if NIGHTLY else 10, longest=90, most=8)
+    submits = requests(5, vocab_size=VOCAB, greedy=False, count=NUM_MIXED, longest=90, most=8)
     alone, _ = instance.answers(submits, ALONE)
     found, counters = instance.answers(submits, How(cache=256, budget=64))
     assert found == alone
     assert counters.prefix_cache_hits > 0
+
+
+def test_a_token_takes_room_for_its_latents_or_is_refused(
+    directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch would need more room than the cache was given."""
+    directory = directories("deepseek_v3")
+
+    def loaded() -> tuple[UniExecutor, int]:
+        executor = UniExecutor(settings(directory, block_size=BLOCK_SIZE), read_model_info(directory), 1)
+        return executor, executor.load(lambda _phase: None).kv.bytes_per_token
+
+    executor, latents = loaded()
+    assert latents == 3 * 4 * (16 + 64 + 64)
+    with monkeypatch.context() as without:
+        without.setattr(library, "load", lambda: None)
+        assert loaded()[1] == 3 * 4 * 16 * (32 + 32)
+    monkeypatch.setattr(uni, "make_program", lambda *_: None)
+    with pytest.raises(CheckpointError, match="set LOCKSTEP_NATIVE_KERNELS=0"):
+        executor.allocate(8)
 
 
 def test_a_checkpoint_in_float16_is_computed_in_float32(
@@ -138,6 +158,28 @@ def test_a_checkpoint_in_float16_is_computed_in_float32(
             model=ModelConfig(model=str(directory), dtype=asked), device=DeviceConfig(device="cpu")
         )
         assert resolve(chosen)[1].dtype == asked
+
+
+@pytest.mark.parametrize("avx2", [False, True])
+def test_weights_in_float16_are_kept_and_give_the_bits_of_float32(
+    avx2: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For one row and for many, in dense layers and experts."""
+    kernels = library.Library(library.compiled(avx2=True)) if avx2 else library.load()
+    directory = make_tiny_model(tmp_path, "qwen3_moe", dtype=torch.float16, moe_intermediate_size=64)
+    found, sizes = [], []
+    for are_kept in (True, False):
+        if not are_kept:
+            monkeypatch.setattr(packing, "halves", lambda *_: None)
+        program = program_of(load(directory, torch.float32), kernels=kernels)
+        sizes.append((program.weight_bytes, program.half_bytes))
+        with torch.inference_mode():
+            for rows in SCENARIO:
+                packed, ids = packed_rows(rows)
+                found.append(program.forward(packed, ids, everything(ids)).clone())
+    steps = len(SCENARIO)
+    assert all(map(torch.equal, found[:steps], found[steps:]))
+    assert sizes == [(sizes[1][0] // 2, sizes[1][0] // 2), (sizes[1][0], 0)]
 
 
 def test_the_kernels_for_avx2_know_all_operations(

@@ -191,19 +191,21 @@ def test_all_workers_have_the_kernels_or_none(
     assert outputs == run(alone, directory, greedy()[:NUM_IN_TABLE], num_blocks=600, budget=512)[0]
 
 
-def test_a_norm_over_the_heads_of_all_ranks_is_told_apart(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """OLMoE's norm: one head for each rank gives it a head norm's shape."""
+@pytest.mark.parametrize("layout", ["tp2", "tp4"])
+def test_a_norm_over_the_heads_of_all_ranks_adds_up_what_each_has(layout: str, tmp_path: Path) -> None:
+    """OLMoE's norm: with four ranks one head for each gives it a head norm's shape."""
     directory = make_tiny_model(tmp_path, "olmoe", layers=LAYERS)
-    executor = shards(directory, LAYOUTS["tp4"], BLOCK_SIZE)
-    try:
-        with caplog.at_level("INFO"):
-            tokens_of(executor, directory, num_blocks=200, budget=512)
-    finally:
-        executor.close()
-    assert not any(programs(executor))
-    assert "a norm over the heads of all ranks" in caplog.text
+    alone = UniExecutor(settings(directory, block_size=BLOCK_SIZE), read_model_info(directory), 1)
+    alone.load(lambda _phase: None)
+    expected = tokens_of(alone, directory, num_blocks=200, budget=512)
+    for group in (None, shared_group):
+        how = {} if group is None else {"group": group}
+        executor = shards(directory, LAYOUTS[layout], BLOCK_SIZE, **how)
+        try:
+            assert tokens_of(executor, directory, num_blocks=200, budget=512) == expected
+            assert all(program is not None for program in programs(executor))
+        finally:
+            executor.close()
 
 
 def test_experts_are_counted_as_often_as_they_are_held(tmp_path: Path) -> None:

@@ -131,6 +131,25 @@ def test_a_term_that_is_planted_anywhere_is_found(
         assert wanted in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("kv_a_layernorm", scaled(1.001)),
+        ("q_b_proj", clamped(8.0)),
+        ("kv_b_proj", clamped(8.0)),
+        ("kv_a_proj_with_mqa", scaled(1.01)),
+    ],
+)
+def test_a_term_between_latents_and_heads_is_found(
+    part: str, change: Change, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load(make_family(tmp_path, "youtu"))
+    plant(model.module.get_submodule(f"model.layers.1.self_attn.{part}"), change)
+    with caplog.at_level("INFO"):
+        assert make_program(model, BLOCK_SIZE) is None
+    assert "layer 1 differs by " in caplog.text
+
+
 def plant(part: Any, change: Change) -> None:
     """Change what a module computes, and nothing that it is recognised by."""
     kind = type(part)

@@ -175,12 +175,10 @@ def test_mistakes_in_the_ends_are_found(
     elif what == "output":
         own_colwise = tensor_plan._Cutter._colwise
 
-        def colwise(self: Any, place: str, parent: Any, name: str, start: int, stop: int) -> None:
-            total = getattr(parent, name).out_features
-            shift = total // 2 if name == "lm_head" else 0
-            own_colwise(
-                self, place, parent, name, (start + shift) % total, (start + shift) % total + stop - start
-            )
+        def colwise(self: Any, place: str, parent: Any, name: str, part: tuple[int, int]) -> None:
+            total, (start, stop) = getattr(parent, name).out_features, part
+            first = (start + (total // 2 if name == "lm_head" else 0)) % total
+            own_colwise(self, place, parent, name, (first, first + stop - start))
 
         monkeypatch.setattr(tensor_plan._Cutter, "_colwise", colwise)
     else:

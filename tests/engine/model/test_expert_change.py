@@ -59,14 +59,14 @@ def test_a_model_gets_other_experts(directory: Path, whole: Any, free_bytes: int
     model = load(directory, ExpertShare(assign_experts(num_experts, 2), 0))
     held = HeldExperts(model, directory, range(num_experts // 2))
     for wanted in ([0, num_experts - 1], [num_experts - 1], range(num_experts), [], [1, 2], [1, 2]):
-        missing = len(set(wanted) - set(held.experts))
-        before = list(held.experts)
+        before = list(held.experts[0])
+        missing = len(set(wanted) - set(before))
         free = max(free_bytes, missing * held.bytes_per_expert)
-        assert held.prepare(wanted, free) == missing
+        assert held.prepare([wanted], free) == missing
         assert_holds(model, whole, before)
-        held.install(wanted, lambda: 0)
+        held.install([wanted], lambda: 0)
         assert_holds(model, whole, list(wanted))
-        assert not held.is_prepared([0])
+        assert not held.is_prepared([[0]])
 
 
 def test_what_does_not_fit_is_refused(directory: Path) -> None:
@@ -83,10 +83,10 @@ def test_what_does_not_fit_is_refused(directory: Path) -> None:
     with pytest.raises(CheckpointError, match="more than --expert-memory-bytes"):
         limited.check_limit()
     with pytest.raises(CheckpointError, match=r"2 more experts of .* do not fit"):
-        held.prepare(range(num_experts // 2 + 2), free)
+        held.prepare([range(num_experts // 2 + 2)], free)
     with pytest.raises(ReadingStopped):
-        held.prepare(range(num_experts), PLENTY, lambda: True)
-    assert not held.is_prepared(range(num_experts))
+        held.prepare([range(num_experts)], PLENTY, lambda: True)
+    assert not held.is_prepared([range(num_experts)])
 
 
 def test_experts_that_were_read_for_others_than_are_held_now_are_read_again(
@@ -97,7 +97,7 @@ def test_experts_that_were_read_for_others_than_are_held_now_are_read_again(
     model = load(directory, ExpertShare(assign_experts(num_experts, 2), 0))
     held = HeldExperts(model, directory, range(num_experts // 2))
     between, last = [1], [0, 1, num_experts - 1]
-    held.prepare(between, PLENTY)
+    held.prepare([between], PLENTY)
     prepared, reads = held._next, []
     assert prepared is not None
 
@@ -106,15 +106,16 @@ def test_experts_that_were_read_for_others_than_are_held_now_are_read_again(
         reads.append(args[2])
         if len(reads) == 1:  # the steps' thread is faster
             prepared.install(held._layers)
-            held.experts = (1,)
+            held.experts = ((1,),) * len(held.experts)
         return rows
 
     monkeypatch.setattr("engine.model.expert_change.read_experts", read_late)
-    held.prepare(last, PLENTY)
+    held.prepare([last], PLENTY)
     assert_holds(model, whole, between)
-    assert not held.is_prepared(last)
-    held.install(last, lambda: PLENTY)
-    assert reads == [[num_experts - 1], [0, num_experts - 1]]
+    assert not held.is_prepared([last])
+    held.install([last], lambda: PLENTY)
+    layers = len(held.experts)
+    assert reads == [[[num_experts - 1]] * layers, [[0, num_experts - 1]] * layers]
     assert_holds(model, whole, last)
 
 
@@ -224,7 +225,10 @@ def test_three_two_and_three_instances_give_the_same_tokens(
     owners = [2, 1, 0, 0, 2, 1, 0, 1][:num_experts]
     march.regroup([0, 1, 2], owners)
     for rank in range(3):
-        assert march.executors[rank].experts_held() == [[e for e, o in enumerate(owners) if o == rank]]
+        (held,) = march.executors[rank].experts_held()
+        assert {tuple(of_layer) for of_layer in held} == {
+            tuple(expert for expert, owner in enumerate(owners) if owner == rank)
+        }
     for index in range(NUM_REQUESTS // 2, NUM_REQUESTS):
         march.submit(index, index % 3)
     march.steps(60)

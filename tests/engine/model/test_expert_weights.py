@@ -170,7 +170,7 @@ def test_experts_of_a_language_part_are_read_in_the_layout_of_the_whole(tmp_path
     share = ExpertShare(assign_experts(info.num_experts, 2), 1)
     cpu = torch.device("cpu")
     model = load_model(info, settings, dtype=torch.float32, device=cpu, share=share).module
-    others = read_experts(model, tmp_path, [0, 3])
+    others = read_experts(model, tmp_path, [[0, 3]] * len(expert_modules(model)))
     for path, module in expert_modules(model).items():
         expected = whole.model.language_model.get_submodule(path.removeprefix("model."))
         for name, parameter in expert_parameters(module):

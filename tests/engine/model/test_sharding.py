@@ -296,13 +296,13 @@ def test_what_cannot_be_cut_says_why(tmp_path: Path) -> None:
     )
     assert "3 pipeline stages are more than the 2 layers" in refusal(llama, pp=3)
     assert "the split 1,2 adds up to 3 layers, but the model has 2" in refusal(llama, pp=2, split=(1, 2))
-    gpt2 = tmp_path / "gpt2"
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=96)
+    opt = tmp_path / "opt"
+    config = transformers.OPTConfig(
+        num_hidden_layers=2, num_attention_heads=4, hidden_size=32, word_embed_proj_dim=32, vocab_size=96
     )
-    model.save_pretrained(gpt2)
-    assert "has no tensor-parallel plan" in refusal(gpt2, tp=2)
-    assert "has no list of layers that could be split into stages" in refusal(gpt2, pp=2)
+    transformers.OPTForCausalLM(config).save_pretrained(opt)
+    assert "has no tensor-parallel plan" in refusal(opt, tp=2)
+    assert "has no list of layers that could be split into stages" in refusal(opt, pp=2)
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused_by_the_worker_that_needs_it(tmp_path: Path) -> None:

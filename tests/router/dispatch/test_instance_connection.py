@@ -54,6 +54,11 @@ class Receiver:
         raise AssertionError
 
 
+@pytest.mark.parametrize(("count", "seconds"), [(1, 1.0), (1024, 1.0), (2048, 2.0), (100_000, 4.0)])
+def test_signs_of_life_to_very_many_instances_come_less_often(count: int, seconds: float) -> None:
+    assert instance_connection.attach_interval(count) == seconds
+
+
 def test_a_router_that_lost_the_answer_asks_for_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """News of an old connection's end may come after the answer on the new one."""
     monkeypatch.setattr(instance_connection, "ATTACH_INTERVAL", 0.05)

@@ -76,7 +76,7 @@ def test_each_says_why_and_what_instead(flag: Any) -> None:
     assert bool(flag.here) != bool(flag.why)
     assert flag.here or flag.harmless is None or flag.instead
     if flag.here.startswith("--"):
-        name = flag.here.split()[0]
+        name = flag.here.split()[0].partition(".")[0]  # such as --eplb-config.num_redundant_experts
         assert name in flags.make_parser(ServeConfig, prog="", description="")._option_string_actions
 
 
@@ -147,7 +147,7 @@ def test_what_changes_nothing_is_ignored_and_takes_no_other_word(argv: list[str]
         (["--swap-space"], "argument --swap-space: expected one argument"),
         (["--max-model-length", "4"], "unrecognized arguments: --max-model-length 4; did you mean --max-mod"),
         (["--max_model_length=4"], "--max_model_length=4; did you mean --max-model-len?"),
-        (["--enable-lor"], "unrecognized arguments: --enable-lor (see"),
+        (["--enable-lor"], "unrecognized arguments: --enable-lor"),
     ],
 )
 def test_what_means_something_is_refused(

@@ -7,19 +7,22 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 
+from tests.simulator.elastic.balanced import simulate_balanced
 from tests.simulator.elastic.world import simulate
 from tests.simulator.schedule import Violation
 
 CHUNK = 250
 
 
-def run_chunk(first: int, count: int) -> tuple[Counter[str], str | None]:
+def run_chunk(first: int, count: int, balanced: bool) -> tuple[Counter[str], str | None]:
     """Run some schedules; what came up in them, and the first violation."""
     counts: Counter[str] = Counter()
+    run = simulate_balanced if balanced else simulate
     for seed in range(first, first + count):
         try:
-            counts += simulate(seed).checker.counts
+            counts += run(seed).checker.counts
         except Violation as violation:
             return counts, "\n".join([str(violation), *violation.__notes__])
     return counts, None
@@ -31,16 +34,18 @@ def main() -> int:
     parser.add_argument("--schedules", type=int, default=50_000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--balanced", action="store_true", help="with experts that move for their load")
     args = parser.parse_args()
     if args.seed is not None:
-        print(simulate(args.seed).report(args.seed, most_lines=100_000))
+        world = simulate_balanced(args.seed) if args.balanced else simulate(args.seed)
+        print(world.report(args.seed, most_lines=100_000))
         return 0
     began = time.monotonic()
     counts: Counter[str] = Counter()
     firsts = range(args.first, args.first + args.schedules, CHUNK)
     sizes = [min(CHUNK, args.first + args.schedules - first) for first in firsts]
     with ProcessPoolExecutor(args.jobs) as pool:
-        for some, violation in pool.map(run_chunk, firsts, sizes):
+        for some, violation in pool.map(run_chunk, firsts, sizes, repeat(args.balanced)):
             counts += some
             if violation is not None:
                 print(violation)

@@ -34,6 +34,7 @@ class Rule(enum.StrEnum):
     RECOVERS = "not everybody serves in one group again, or not all work is done"
     SERVES = "though some reach each other and have room for all experts, nobody serves, or others are tried"
     REACHED = "somebody is left out whom all others reach"
+    BALANCED = "an expert has fewer copies than it is to have, though all is well"
 
 
 Position = tuple[int, str, int]
@@ -116,15 +117,27 @@ class Checker(AgreementChecker[str, Position]):
 
     def computed(self, members: list[Instance], form: GroupPlan) -> None:
         """All members are in a step's forward pass: the plan must match the experts held."""
-        if len(form.owners) != self._num_experts:
-            self.broken(Rule.OWNED, f"{form} has owners for {len(form.owners)} experts")
-        for expert, owner in enumerate(form.owners):
-            if expert not in members[owner].held:
-                self.broken(Rule.OWNED, f"{members[owner].name} owns {expert} in {form} and does not hold it")
-        for place, member in enumerate(members):
-            if 0 < member.room < form.owners.count(place):
-                self.broken(Rule.OWNED, f"{member.name} has room for {member.room} experts in {form}")
+        placement = form.placement
+        for layer in range(placement.num_layers or 1):
+            copies = placement.copies(layer)
+            if len(copies) != self._num_experts or not all(copies):
+                self.broken(Rule.OWNED, f"{form} has owners for {len(list(filter(None, copies)))} experts")
+            for expert, ranks in enumerate(copies):
+                for owner in ranks:
+                    if (layer, expert) not in members[owner].held:
+                        name = members[owner].name
+                        self.broken(Rule.OWNED, f"{name} owns {expert} in {form} and does not hold it")
+            for place, member in enumerate(members):
+                if 0 < member.room < len(placement.experts_of(place, layer)):
+                    self.broken(Rule.OWNED, f"{member.name} has room for {member.room} experts in {form}")
         self.counts["forward passes"] += 1
+        self.counts["forward passes with copies"] += bool(form.replicas)
+
+    def balanced(self, form: GroupPlan, least: int) -> None:
+        """Check at the end that each expert has so many copies on members."""
+        self.counts["ends with copies"] += least > 1
+        if any(len(ranks) < least for layer in form.replicas or ((),) for ranks in layer):
+            self.broken(Rule.BALANCED, f"{form} keeps fewer than {least} copies of some expert")
 
     # ---- membership
 

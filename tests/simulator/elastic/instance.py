@@ -21,9 +21,10 @@ from coordinator.messages import (
 )
 from coordinator.numerics import Numerics
 from engine.groups import recovery as protocol
+from engine.groups.expert_loads import LoadWindows
 from engine.groups.recovery import Recovery, names
 from parallel.lockstep import Header, Lockstep, RunStep, Switch, Wake
-from parallel.placement import owned_by_rank
+from parallel.placement import held_by_rank
 from tests.simulator.elastic.group import End, Group
 from tests.simulator.elastic.settings import ASK_INTERVAL, RULES, TICKS_PER_SECOND
 
@@ -65,7 +66,12 @@ class Instance:
         """The highest epoch that the others are known to have left without it."""
         self.phase = Phase.LOADING
         self.room = world.settings.room + 2 * world.up_to(1) if world.settings.room else 0
-        self.held: set[int] = set()
+        self.held: set[tuple[int, int]] = set()
+        """(layer, expert)"""
+        balancing = world.mesh_settings.balancing
+        self._windows = LoadWindows(balancing.window_size) if balancing is not None else None
+        self._rows = [[0] * world.settings.num_experts for _ in range(world.num_layers)]
+        """Rows computed here, by layer and expert."""
         self.requests: list[tuple[Request, int]] = []
         """Running requests: (request, attempt)."""
         self.draining = False
@@ -149,6 +155,7 @@ class Instance:
             self.member_state.state = State.LOADED
             self.member_state.address = self.member_state.store = self.name
             self.member_state.max_experts = self.room
+            self.member_state.expert_layers = self.world.num_layers if self._windows is not None else 0
             self.member_state.numerics = CLASSES[self.number % len(CLASSES)]
             self.phase = Phase.WAITING
             self.say()
@@ -189,14 +196,19 @@ class Instance:
         """The experts of a plan are here; go to its rendezvous."""
         if self.recovery.target is not form:
             return
+        if not self._owned(form) <= self.held and self.world.reading_fails():
+            self.world.checker.counts["reading failed"] += 1
+            self._carry_out(self.recovery.failed(form.epoch))
+            return
         self.held |= self._owned(form)
         self.world.provoke("read", self)
         self.world.group_of(form).join(self)
 
-    def _owned(self, form: GroupPlan) -> set[int]:
-        """The experts that are its own in a group."""
-        of_ranks = owned_by_rank(form.owners, form.ranks, names(form).index(self.name))
-        return {expert for of_rank in of_ranks for expert in of_rank}
+    def _owned(self, form: GroupPlan) -> set[tuple[int, int]]:
+        """The experts that are its own in a group, by layer."""
+        (layers,) = held_by_rank(form.placement, form.ranks, names(form).index(self.name))
+        repeated = layers if form.replicas else layers * self.world.num_layers
+        return {(layer, expert) for layer, experts in enumerate(repeated) for expert in experts}
 
     def group_formed(self, group: Group) -> None:
         """All members have come to the rendezvous."""
@@ -272,7 +284,10 @@ class Instance:
         if self.world.chance(0.7):
             self.held &= self._owned(form)
         self.member_state.enter(form)
-        self.member_state.experts = (tuple(sorted(self.held)),)
+        layers = range(self.world.num_layers)
+        self.member_state.hold([[sorted(e for at, e in self.held if at == layer) for layer in layers]])
+        if self._windows is not None:
+            self._windows.entered(form.epoch, [list(rows) for rows in self._rows])
         self.member_state.ready_epoch = self.recovery.ready_epoch
         if not self.draining:
             self.member_state.state = State.READY
@@ -332,7 +347,9 @@ class Instance:
         self.world.note(self.name, decision)
         self.world.checker.decided(self, decision)
         match decision:
-            case RunStep():
+            case RunStep(sizes):
+                if any(sizes) and self._windows is not None:
+                    self._count(sum(sizes), self._windows)
                 self.phase = Phase.COMPUTING
                 self.world.step_after(
                     self, 1 + self.world.up_to(self.world.settings.compute), self._computed, self.group
@@ -344,6 +361,20 @@ class Instance:
                 if self.recovery.broken:
                     self.world.checker.interrupted(self, f"cannot follow the others into epoch {epoch}")
         self.loop()
+
+    def _count(self, tokens: int, windows: LoadWindows) -> None:
+        """Count the rows of a step; report those of a window."""
+        loads = windows.stepped(lambda: [list(rows) for rows in self._rows])
+        if loads is not None:
+            self.world.checker.counts["windows"] += 1
+            self.member_state.loads = loads
+            self.say()
+        assert self.group is not None
+        placement, place = self.group.form.placement, names(self.group.form).index(self.name)
+        for layer, rows in enumerate(self._rows):
+            for expert, ranks in enumerate(placement.copies(layer)):
+                if place in ranks:
+                    rows[expert] += tokens * self.world.popularity[layer][expert] // len(ranks)
 
     def _computed(self, group: Group) -> None:
         if self.phase is Phase.COMPUTING and group is self.group:

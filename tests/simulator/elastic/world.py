@@ -83,6 +83,9 @@ class World(Schedule[Call]):
         super().__init__(seed)
         self.settings = Settings.draw(self.rng)
         self._bound = self.settings.bound
+        self.num_layers = 1
+        self.popularity: list[list[int]] = []
+        """Rows of each expert for each token, by layer."""
         if self.settings.splits:  # those who are left out are looked at as long as it lasts
             self.most_events += EVENTS_OF_A_TICK * self.settings.split
         self.checker = Checker(has_faults=self.settings.has_faults, num_experts=self.settings.num_experts)
@@ -149,6 +152,10 @@ class World(Schedule[Call]):
             self.after(None, self.up_to(settings.span + 100), self._spawn, None)
         self.last_fault = 100 + settings.span
         self.after(None, COORDINATOR_TICK, self._tick)
+
+    def reading_fails(self) -> bool:
+        """Whether experts that a plan gives to an instance cannot be read now."""
+        return False
 
     def provoke(self, point: str, instance: Instance) -> None:
         """Perhaps let a fault happen now: it is one of the worst moments."""
@@ -508,8 +515,13 @@ class World(Schedule[Call]):
             return
         event.what(*event.arguments)
         self.is_over = self._steady_since is not None and self.now - self._steady_since >= STEADY
+        if self.is_over:
+            self.ends()
         if not self.is_over and self.now > self.last_fault + self._bound:
             self.checker.broken(Rule.RECOVERS, f"{self.now - self.last_fault} ticks after the last fault")
+
+    def ends(self) -> None:
+        """Called when all has been steady for long enough."""
 
     def state(self) -> Iterable[object]:
         return [self.registry, *self.instances.values()]

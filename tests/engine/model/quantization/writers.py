@@ -25,7 +25,7 @@ Quantize = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
 """Parts by their last names, and the widened matrix."""
 
 LINEAR = re.compile(
-    r"\.(self_attn\.\w+_proj|mlp\.\w+_proj|experts\.\d+\.\w+|shared_experts?\.\w+_proj)\.weight$"
+    r"\.(self_attn\.\w+_proj(?:_with_mqa)?|mlp\.\w+_proj|experts\.\d+\.\w+|shared_experts?\.\w+_proj)\.weight$"
 )
 E4M3 = torch.float8_e4m3fn
 
@@ -234,6 +234,7 @@ KINDS: dict[str, Callable[[], tuple[dict[str, Any], Quantize]]] = {
         symmetric=True,
     ),
     "deepseek's fp8": lambda: fp8_blocks(20),
+    "fp8 in blocks of 32": lambda: fp8_blocks(32),
     "fp8 per tensor": fp8_tensor,
     "gptq": lambda: gptq(4, 16),
     "gptq in another order": lambda: gptq(4, 16, ordered=True),

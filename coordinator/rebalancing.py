@@ -1,0 +1,224 @@
+"""Balance of the load of experts over a group's members (pure).
+
+A rebalancing is an epoch with the same members: they prepare it while they step, and enter it at an agreed
+step, as they do where one joins. So it has no protocol of its own. Members count the rows of their experts in
+windows of steps and report them with their heartbeats; what is lost makes a placement worse, never wrong.
+
+A group that lost a member goes on with what is held, so that as little as possible is read; a group after
+that puts copies where they are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from coordinator.messages import Balancing, ExpertBalance, GroupPlan, Settings
+from coordinator.records import Record
+from parallel.balance import Balanced, Seats, Terms, balance, balancedness, keep, least_copies
+from parallel.placement import Copies, Placement
+
+BACK_OFF = 10.0
+MAX_BACK_OFF = 600.0
+"""Seconds until the next rebalancing after one that failed, rising while each fails."""
+MANY_FAILURES = 3
+"""Rebalancings that failed in a row from which on a warning is given."""
+MOST_MOVED = 2
+"""At most one in so many copies moves where nothing must."""
+
+
+class Rebalancing:
+    """Loads of the experts of the newest group, and what follows from them."""
+
+    def __init__(self) -> None:
+        self._next: Balanced | None = None
+        """Placement of the next group, if that is formed to balance."""
+        self._epoch = 0
+        """Epoch of the group that was formed to balance last, until it began or failed."""
+        self._moves = 0
+        """Copies that it moves."""
+        self._looked_at = 0
+        """Epoch of the newest group that was looked at."""
+        self._window = 0
+        """Newest window of that group whose loads are known."""
+        self._loads: list[list[int]] = []
+        self._not_before = 0.0
+        self._in_a_row = 0
+        """Failures since the last success."""
+        self._asked = False
+        self.summary = ExpertBalance()
+        self.notes: list[tuple[str, bool]] = []
+        """Lines for the log, and whether they are warnings."""
+
+    def __repr__(self) -> str:
+        return f"<Rebalancing epoch {self._looked_at}, window {self._window}, {self.summary!r}>"
+
+    def ask(self) -> None:
+        """An operator wants a look now, with the loads of the newest window."""
+        self._asked, self._not_before = True, 0.0
+
+    # ---- whether to move experts
+
+    def reason(
+        self, settings: Settings, form: GroupPlan, members: Sequence[Record], now: float
+    ) -> str | None:
+        """Why a group that is well is to be followed by one with other places.
+
+        Its placement is :meth:`placement` then.
+        """
+        terms = settings.balancing
+        if terms is None or now < self._not_before or not _layers(members):
+            return None
+        is_new = self._hear(settings, form, members)
+        if is_new and terms.log_every and self._window % terms.log_every == 0:
+            line = f"balancedness {self.summary.balancedness:.2f} over {terms.window_size} steps"
+            self.notes.append((line, False))
+        is_due = is_new and self._window % terms.windows == 0
+        if not (is_due or self._asked or self._looked_at != form.epoch):
+            return None
+        asked, self._asked = self._asked, False
+        self._looked_at = form.epoch
+        found = self._balance(settings, terms, members, asked=asked)
+        if found.moves == 0:
+            return None
+        self._next = found
+        return f"{found.moves} copies of experts move, balancedness {found.before:.2f} to {found.after:.2f}"
+
+    def begin(self) -> None:
+        """Another look at what follows the newest group."""
+        self._next = None
+
+    def formed(self, form: GroupPlan) -> None:
+        """The group of the last :meth:`reason` is formed, or one for another reason."""
+        if self._next is not None:
+            self._epoch, self._moves, self._next = form.epoch, self._next.moves, None
+
+    def begun(self, form: GroupPlan) -> None:
+        """A group has begun: what was formed to balance has succeeded."""
+        self._window = 0
+        least = min((len(ranks) for layer in form.replicas for ranks in layer), default=1)
+        ranks = [copy for layer in form.replicas for holders in layer for copy in holders]
+        held = {peer.rank: 0 for peer in form.peers}
+        for rank in ranks:
+            held[form.peers[rank // form.ranks].rank] += 1
+        self.summary = msgspec.structs.replace(self.summary, copies=least, held=held if ranks else {})
+        if self._epoch == form.epoch:
+            self._epoch = self._in_a_row = 0
+            self.summary = msgspec.structs.replace(
+                self.summary,
+                changes=self.summary.changes + 1,
+                moves=self.summary.moves + self._moves,
+                is_failing=False,
+            )
+
+    def failed(self, form: GroupPlan, now: float) -> bool:
+        """A group broke or did not begin; whether it was formed to balance.
+
+        The members go on where their experts are, and the next try comes later.
+        """
+        if self._epoch == 0 or self._epoch != form.epoch:
+            return False
+        self._epoch = 0
+        self._not_before = now + min(MAX_BACK_OFF, BACK_OFF * 2**self._in_a_row)
+        self._in_a_row += 1
+        is_failing = self._in_a_row >= MANY_FAILURES
+        self.summary = msgspec.structs.replace(
+            self.summary, failures=self.summary.failures + 1, is_failing=is_failing
+        )
+        tries = f"{self._in_a_row} times in a row" if is_failing else "once"
+        wait = self._not_before - now
+        self.notes.append((f"experts could not move ({tries}): the next try in {wait:.0f} s", True))
+        return True
+
+    # ---- where experts are
+
+    def placement(self, settings: Settings, members: Sequence[Record], *, lost: bool) -> Placement | None:
+        """Where experts are in the next group; None if their load is not balanced.
+
+        ``lost``: the group before is of no use any more, and what is held stays.
+        """
+        terms, layers = settings.balancing, _layers(members)
+        if terms is None or not layers:
+            return None
+        seats = _seats(settings, members)
+        if self._next is not None:
+            return Placement((), seats.size, self._next.layers)
+        held = _held(settings, members)
+        found = keep(held, seats.room) if lost else self._balance(settings, terms, members).layers
+        return Placement((), seats.size, found)
+
+    # ----
+
+    def _hear(self, settings: Settings, form: GroupPlan, members: Sequence[Record]) -> bool:
+        """Take over the loads of a window that all report; False if there is none."""
+        loads = [member.loads for member in members]
+        known = [each for each in loads if each is not None and each.epoch == form.epoch]
+        numbers = {each.number for each in known}
+        shapes = {(len(each.rows), *map(len, each.rows)) for each in known}
+        expected = (_layers(members), *[settings.num_experts] * _layers(members))
+        if len(known) < len(members) or len(numbers) != 1 or shapes != {expected}:
+            return False
+        if numbers == {self._window}:
+            return False
+        self._window = numbers.pop()
+        layers = list(zip(*(each.rows for each in known), strict=True))
+        self._loads = [[sum(rows) for rows in zip(*of_layer, strict=True)] for of_layer in layers]
+        totals = [[float(sum(rows)) for rows in of_layer] for of_layer in layers]
+        measured = [(sum(rows) / len(rows), max(rows)) for rows in totals]
+        self.summary = msgspec.structs.replace(
+            self.summary,
+            windows=self.summary.windows + 1,
+            balancedness=balancedness(measured),
+            by_layer=tuple(balancedness([each]) for each in measured),
+        )
+        return True
+
+    def _balance(
+        self, settings: Settings, terms: Balancing, members: Sequence[Record], *, asked: bool = False
+    ) -> Balanced:
+        held, seats = _held(settings, members), _seats(settings, members)
+        loads = self._loads if len(self._loads) == len(held) else [[0] * settings.num_experts] * len(held)
+        conditions = Terms(
+            num_redundant=terms.num_redundant,
+            survive=terms.survive,
+            horizon=float("inf") if asked else float(terms.windows),
+            most_moves=max(1, len(held) * (settings.num_experts + terms.num_redundant) // MOST_MOVED),
+        )
+        found = balance(loads, held, seats, conditions)
+        self.summary = msgspec.structs.replace(
+            self.summary,
+            wanted_copies=terms.survive + 1,
+            most_copies=least_copies(settings.num_experts, seats, conditions),
+        )
+        return found
+
+
+def _layers(members: Sequence[Record]) -> int:
+    """Layers with experts; 0 while some member has not said."""
+    return min((member.expert_layers for member in members), default=0)
+
+
+def _seats(settings: Settings, members: Sequence[Record]) -> Seats:
+    each = settings.tensor_parallel_size
+    ranks = [(number, member) for number, member in enumerate(members) for _ in range(each)]
+    return Seats(
+        tuple(member.max_experts for _, member in ranks),
+        tuple(number for number, _ in ranks),
+        tuple(member.host for _, member in ranks),
+    )
+
+
+def _held(settings: Settings, members: Sequence[Record]) -> list[Copies]:
+    """Ranks that hold each expert, by layer."""
+    each = settings.tensor_parallel_size
+    held = []
+    for layer in range(_layers(members)):
+        ranks: list[list[int]] = [[] for _ in range(settings.num_experts)]
+        for number, member in enumerate(members):
+            for rank in range(each):
+                for expert in member.held(rank, layer):
+                    if expert < settings.num_experts:
+                        ranks[expert].append(number * each + rank)
+        held.append(tuple(map(tuple, ranks)))
+    return held

@@ -1,0 +1,329 @@
+"""Fewer launches per layer: norms, rotary embeddings, gates, products with one input.
+
+A decode step on a GPU takes as long as its launches where there are few requests. transformers' code stays as
+it is. A norm gets another ``forward``, and so does a feed-forward layer. The projections of one input compute
+together when the first is called. A family's function for rotary embeddings is replaced by one that takes
+ours where it fits. What is replaced is compared first, norms with the model's own weights, and is left as it
+was where it differs.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+logger = logging.getLogger(__name__)
+
+ROTARY = "apply_rotary_pos_emb"
+"""What families call their function for rotary embeddings, in the module of their layers."""
+MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linear layers that have one input, by the names that families give them."""
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+CHECKED_ROWS = 5
+
+Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def fuse_layers(model: Any) -> dict[str, int]:
+    """Fuse what can be fused in a loaded model; how many of each kind."""
+    norms, seen = 0, dict[tuple[type, int], bool | None]()
+    dtype = getattr(model, "dtype", None)
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm") and getattr(module, "weight", None) is not None:
+            norms += _fuse_norm(module, dtype or module.weight.dtype, seen)
+    merged = [each for module in model.modules() for names in MERGED if (each := _merge(module, names))]
+    gates = _fuse_gates(model, {id(each.layers[0]): each for each in merged})
+    rotary = sum(_fuse_rotary(sys.modules[name]) for name in _modules_of_layers(model))
+    found = {
+        "norms": norms,
+        "merged products": len(merged),
+        "gates": gates,
+        "rotary embeddings": rotary,
+    }
+    logger.info("fused: %s", ", ".join(f"{count} {name}" for name, count in found.items()))
+    return found
+
+
+# ---- norms
+
+
+def _fuse_norm(module: Any, dtype: torch.dtype, seen: dict[tuple[type, int], bool | None]) -> bool:
+    """Give a norm our kernel, if it computes the same; whether it did.
+
+    ``dtype`` is the model's, and its inputs'. ``seen``: by kind, whether its weight is one less than the
+    factor; None: the kernel does not fit.
+    """
+    kind = (type(module), module.weight.numel())
+    if kind not in seen:
+        found = (plus_one for plus_one in (False, True) if _norms_alike(module, dtype, plus_one))
+        seen[kind] = next(found, None)
+    plus_one = seen[kind]
+    if plus_one is None:
+        return False
+    module.forward = _Norm(module, plus_one)
+    return True
+
+
+class _Norm:
+    """``forward`` of a norm."""
+
+    def __init__(self, module: Any, plus_one: bool) -> None:
+        self._module, self._weight = module, module.weight
+        self._epsilon = float(getattr(module, "variance_epsilon", getattr(module, "eps", 0.0)))
+        self._plus_one = plus_one
+
+    def __call__(self, hidden: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        if rest or more:
+            return type(self._module).forward(self._module, hidden, *rest, **more)
+        from engine.gpu import fused_launches
+
+        return fused_launches.rms_norm(hidden, self._weight, self._epsilon, plus_one=self._plus_one)
+
+
+def _norms_alike(module: Any, dtype: torch.dtype, plus_one: bool) -> bool:
+    """Whether the kernel computes what a norm does.
+
+    Rows become smaller and smaller, so that its epsilon counts.
+    """
+    weight = module.weight
+    rows = torch.randn(1, CHECKED_ROWS, 2, weight.numel(), generator=torch.Generator().manual_seed(1))
+    rows *= torch.logspace(0, -4, CHECKED_ROWS)[:, None, None]
+    rows = rows.to(weight.device, dtype)
+    return _are_alike(lambda: _Norm(module, plus_one)(rows), lambda: module(rows))
+
+
+# ---- products with one input
+
+
+def _merge(module: Any, names: Sequence[str]) -> MergedLinear | None:
+    """Merge these linear layers of a module, if all are there and plain.
+
+    One that rounds its inputs has a ``forward`` of its own, and is not.
+    """
+    layers: list[Any] = [getattr(module, name, None) for name in names]
+    if not all(type(layer) is torch.nn.Linear and "forward" not in vars(layer) for layer in layers):
+        return None
+    if len({(layer.in_features, layer.bias is None, layer.weight.dtype) for layer in layers}) != 1:
+        return None
+    merged = MergedLinear(layers)
+    for index, layer in enumerate(layers):
+        layer.forward = merged.part(index)
+    return merged
+
+
+class MergedLinear:
+    """Linear layers whose weights stand below each other, as one product.
+
+    The first that is called computes for all; the others take their parts if they get the same input.
+    """
+
+    def __init__(self, layers: Sequence[torch.nn.Linear]) -> None:
+        self.layers = layers
+        self._sizes = [layer.out_features for layer in layers]
+        self.weight = torch.cat([layer.weight.data for layer in layers])
+        biases = [layer.bias for layer in layers]
+        self.bias = None if biases[0] is None else torch.cat([bias.data for bias in biases])
+        for layer, part in zip(layers, self.weight.split(self._sizes), strict=True):
+            layer.weight = torch.nn.Parameter(part, requires_grad=False)  # frees the one before
+        self._input: torch.Tensor | None = None
+        self._parts: tuple[torch.Tensor, ...] = ()
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """All outputs beside each other."""
+        return F.linear(inputs, self.weight, self.bias)
+
+    def part(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """``forward`` of one of the layers."""
+
+        def forward(inputs: torch.Tensor) -> torch.Tensor:
+            if index == 0:
+                self._input = inputs
+                self._parts = self(inputs).split(self._sizes, dim=-1)
+                return self._parts[0]
+            if inputs is not self._input:
+                return F.linear(inputs, self.layers[index].weight, self.layers[index].bias)
+            found = self._parts[index]
+            if index == len(self._sizes) - 1:
+                self._input, self._parts = None, ()
+            return found
+
+        return forward
+
+
+# ---- gates
+
+
+def _fuse_gates(model: Any, merged: dict[int, MergedLinear]) -> int:
+    """Let one kernel compute each gate of experts and of merged products; how many.
+
+    ``merged``: by the id of the first layer of each.
+    """
+    count, seen = 0, dict[tuple[type, type], bool | None]()
+    for module in list(model.modules()):
+        kind = (type(module), type(getattr(module, "act_fn", None)))
+        product = merged.get(id(getattr(module, "gate_proj", None)))
+        if product is not None and hasattr(module, "down_proj"):
+            if kind not in seen:
+                seen[kind] = _gate_of(partial(_gated_alike, module, product))
+            if (tanh := seen[kind]) is not None:
+                module.forward = _GatedLayer(module, product, _Gate(tanh))
+                count += 1
+        elif getattr(module, "has_gate", False) and hasattr(module, "_apply_gate"):
+            if kind not in seen:
+                seen[kind] = _gate_of(partial(_experts_alike, module))
+            if (tanh := seen[kind]) is not None:
+                module._apply_gate = _Gate(tanh)
+                count += 1
+    return count
+
+
+def _gate_of(is_alike: Callable[[bool], bool]) -> bool | None:
+    """Whether a gate is GELU's; None if it is another one than that and SiLU's."""
+    return next((tanh for tanh in (False, True) if is_alike(tanh)), None)
+
+
+@dataclass(frozen=True)
+class _Gate:
+    """Activations of the first half of each row, times the second half."""
+
+    tanh: bool
+    """GELU by its tanh, else SiLU."""
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        from engine.gpu import fused_launches
+
+        return fused_launches.gated(rows, tanh=self.tanh)
+
+
+class _GatedLayer:
+    """``forward`` of a feed-forward layer."""
+
+    def __init__(self, module: Any, product: MergedLinear, gate: _Gate) -> None:
+        self._module, self._product, self._gate = module, product, gate
+
+    def __call__(self, hidden: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        if rest or more:
+            return type(self._module).forward(self._module, hidden, *rest, **more)
+        return self._module.down_proj(self._gate(self._product(hidden)))
+
+
+def _gated_alike(module: Any, product: MergedLinear, tanh: bool) -> bool:
+    """Whether a layer computes this before its last product, which workers may share."""
+    rows = _random_rows(product.weight, product.weight.shape[1])
+    last = module._modules["down_proj"]
+    module._modules["down_proj"] = torch.nn.Identity()
+    try:
+        return _are_alike(lambda: _Gate(tanh)(product(rows)), lambda: module(rows))
+    finally:
+        module._modules["down_proj"] = last
+
+
+def _experts_alike(module: Any, tanh: bool) -> bool:
+    weight = module.gate_up_proj
+    rows = _random_rows(weight, weight.shape[2 if module.is_transposed else 1])[0]
+    return _are_alike(lambda: _Gate(tanh)(rows), lambda: module._apply_gate(rows))
+
+
+def _random_rows(like: torch.Tensor, width: int) -> torch.Tensor:
+    """[1, rows, width] on the device of a weight, of its type."""
+    rows = torch.randn(1, CHECKED_ROWS, width, generator=torch.Generator().manual_seed(3))
+    return rows.to(like.device, like.dtype)
+
+
+# ---- rotary embeddings
+
+
+def _modules_of_layers(model: Any) -> set[str]:
+    """Modules of Python in which the attention of a model is defined."""
+    return {
+        type(module).__module__
+        for module in model.modules()
+        if hasattr(module, "o_proj") and hasattr(sys.modules[type(module).__module__], ROTARY)
+    }
+
+
+def _fuse_rotary(family: Any) -> int:
+    """Replace the function of a family, if ours computes the same."""
+    before = getattr(family, ROTARY)
+    if isinstance(before, FusedRotary):
+        return 1
+    fused = FusedRotary(before)
+    if not fused.agrees():
+        return 0
+    setattr(family, ROTARY, fused)
+    return 1
+
+
+class FusedRotary:
+    """A family's function for rotary embeddings, and ours where a GPU computes."""
+
+    def __init__(self, plain: Rotary) -> None:
+        self.plain = plain
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        *rest: Any,
+        **more: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys [1, heads, tokens, dim], turned by angles [1, tokens, dim]."""
+        if query.device.type != "cuda" or rest or more or not fits(query, key, cos):
+            return self.plain(query, key, cos, sin, *rest, **more)
+        from engine.gpu import fused_launches
+
+        return fused_launches.rotate(query, key, cos, sin)
+
+    def agrees(self) -> bool:
+        """Whether ours gives what the family's does."""
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        generator = torch.Generator().manual_seed(2)
+        query, key = (torch.randn(1, heads, 3, 8, generator=generator).to(device) for heads in (4, 2))
+        cos, sin = torch.randn(2, 1, 3, 8, generator=generator).to(device)
+
+        def ours() -> torch.Tensor:
+            from engine.gpu import fused_launches
+
+            return torch.cat(fused_launches.rotate(query, key, cos, sin), dim=1)
+
+        return _are_alike(ours, lambda: torch.cat(self.plain(query, key, cos, sin), dim=1))
+
+
+def fits(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor) -> bool:
+    """Whether all of each vector is turned, by one angle per token and dimension."""
+    tokens, dim = query.shape[-2:]
+    return (
+        query.dim() == 4
+        and query.shape[0] == 1
+        and tuple(cos.shape) == (1, tokens, dim)
+        and key.shape[-1] == dim
+        and dim % 2 == 0
+        and query.dtype == key.dtype == cos.dtype
+        and query.stride(-1) == key.stride(-1) == cos.stride(-1) == 1
+    )
+
+
+def _are_alike(ours: Callable[[], torch.Tensor], theirs: Callable[[], torch.Tensor]) -> bool:
+    """Whether a kernel gives what it replaces gives, but for rounding."""
+    try:
+        with torch.inference_mode():
+            found, expected = ours(), theirs()
+    except Exception as error:  # noqa: BLE001 (a compiler of kernels may raise anything, and families take other arguments)
+        logger.debug("not fused: %s: %s", type(error).__name__, error)
+        return False
+    if not isinstance(expected, torch.Tensor):
+        return False
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    difference = (found.double() - expected.double()).norm()
+    limit = TOLERANCE.get(found.dtype, 2e-2) * expected.double().norm()
+    return bool(difference <= limit)

@@ -1,0 +1,47 @@
+"""Metrics of how the load of spread experts is balanced, from the coordinator's view."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from coordinator.messages import ExpertBalance
+
+Family = CounterMetricFamily | GaugeMetricFamily
+
+
+def balance_metrics(balance: ExpertBalance) -> Iterator[Family]:
+    """Gauges of the newest window of steps, and counters since the coordinator began."""
+    yield GaugeMetricFamily(
+        "lockstep:eplb_balancedness",
+        "Mean over maximum of the instances' rows in expert layers, in the newest window of steps.",
+        balance.balancedness,
+    )
+    by_layer = GaugeMetricFamily(
+        "lockstep:eplb_layer_balancedness", "The same for each layer with experts.", labels=("layer",)
+    )
+    for layer, value in enumerate(balance.by_layer):
+        by_layer.add_metric((str(layer),), value)
+    yield by_layer
+    held = GaugeMetricFamily(
+        "lockstep:eplb_copies", "Copies of experts that an instance holds, over all layers.", labels=("rank",)
+    )
+    for rank, copies in sorted(balance.held.items()):
+        held.add_metric((str(rank),), copies)
+    yield held
+    yield GaugeMetricFamily(
+        "lockstep:eplb_least_copies", "Copies of the expert that has fewest.", balance.copies
+    )
+    yield GaugeMetricFamily(
+        "lockstep:eplb_failing",
+        "1 if the last rebalancings in a row have failed.",
+        int(balance.is_failing),
+    )
+    for name, text, value in (
+        ("windows", "Windows of steps whose loads are known.", balance.windows),
+        ("rebalancings", "Groups that were formed to move experts, and have begun.", balance.changes),
+        ("failed_rebalancings", "Groups that were formed to move experts, and have not.", balance.failures),
+        ("moves", "Copies of experts that moved.", balance.moves),
+    ):
+        yield CounterMetricFamily(f"lockstep:eplb_{name}", text, value)

@@ -1,0 +1,212 @@
+"""Groups that are formed so that the load of experts is balanced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator.messages import Answer, Balancing, ExpertLoads, GroupPlan, Rebalance, State
+from coordinator.records import Note, Send
+from tests.coordinator.group_mesh import Mesh
+
+LAYERS = 2
+BALANCING = Balancing(window_size=10, windows=2)
+SKEWED = (9000, 9000, 9000, 10, 10, 10, 10, 10)
+"""Rows of the experts; the first three are on one instance at first."""
+TWICE = Balancing(window_size=10, windows=2, num_redundant=8, survive=1)
+
+
+def begun(balancing: Balancing = BALANCING, names: str = "abc", room: int = 0) -> Mesh:
+    """A mesh in its first group, of members with layers of experts."""
+    mesh = Mesh(size=len(names), balancing=balancing, room=room)
+    mesh.begin(names)
+    for name in names:
+        mesh.says(name, expert_layers=LAYERS)
+    mesh.wait(1.0, names)
+    return mesh
+
+
+def report(mesh: Mesh, names: str, number: int, rows: Sequence[int] = SKEWED) -> None:
+    """Each member reports rows of the experts that it serves, in each layer."""
+    for name in names:
+        form = mesh.forms[name]
+        place = [peer.instance for peer in form.peers].index(name)
+        layers = []
+        for layer in range(LAYERS):
+            copies = form.placement.copies(layer)
+            shares = zip(rows, copies, strict=True)
+            layers.append(tuple(all // len(ranks) if place in ranks else 0 for all, ranks in shares))
+        mesh.says(name, loads=ExpertLoads(form.epoch, number, tuple(layers)))
+    mesh.wait(0.5, names)
+
+
+def newest(mesh: Mesh) -> GroupPlan | None:
+    forms = [form for _, form in mesh.new_forms()]
+    return max(forms, key=lambda form: form.epoch) if forms else None
+
+
+def test_experts_move_after_as_many_windows_as_was_asked() -> None:
+    mesh = begun()
+    mesh.new_forms()
+    report(mesh, "abc", 1)
+    assert newest(mesh) is None, "a look comes with every second window"
+    balance = mesh.registry.view().balance
+    assert balance is not None
+    assert (balance.windows, round(balance.balancedness, 2)) == (1, 0.33)
+    report(mesh, "abc", 2)
+    form = newest(mesh)
+    assert form is not None
+    assert [peer.instance for peer in form.peers] == list("abc")
+    for copies in form.replicas:
+        assert len({copies[expert] for expert in range(3)}) == 3, "the busy ones are apart"
+        assert all(len(ranks) == 1 for ranks in copies)
+    mesh.all_enter("abc")
+    report(mesh, "abc", 1)
+    report(mesh, "abc", 2)
+    assert newest(mesh) is None, "nothing is left to gain"
+    balance = mesh.registry.view().balance
+    assert balance is not None
+    assert balance.changes == 1
+    assert balance.moves > 0
+    assert balance.balancedness > 0.9
+    assert balance.held == {0: 5, 1: 6, 2: 5} or sum(balance.held.values()) == 8 * LAYERS
+
+
+def test_windows_count_only_if_all_report_the_same_one_of_this_group() -> None:
+    mesh = begun()
+    mesh.new_forms()
+    report(mesh, "ab", 2)
+    assert newest(mesh) is None, "c has not reported"
+    rows = ((9000,) * 8,) * LAYERS
+    mesh.says("c", loads=ExpertLoads(mesh.forms["c"].epoch - 1, 2, rows))
+    mesh.wait(0.5, "abc")
+    assert newest(mesh) is None, "c's is of another group"
+    mesh.says("c", loads=ExpertLoads(mesh.forms["c"].epoch, 2, rows[:1]))
+    mesh.wait(0.5, "abc")
+    assert newest(mesh) is None, "c's is of another model"
+
+
+def test_an_even_load_moves_nothing() -> None:
+    mesh = begun()
+    mesh.new_forms()
+    for number in (1, 2, 3, 4):
+        report(mesh, "abc", number, (1000, 1010, 990, 1000, 1000, 1010, 1500, 1500))
+    assert newest(mesh) is None
+
+
+def test_each_expert_is_put_on_two_instances_at_once_and_a_death_reads_nothing() -> None:
+    mesh = begun(TWICE)
+    form = newest(mesh)
+    assert form is not None
+    assert all(len(ranks) == 2 for copies in form.replicas for ranks in copies)
+    mesh.all_enter("abc")
+    balance = mesh.registry.view().balance
+    assert balance is not None
+    assert (balance.copies, balance.wanted_copies, balance.most_copies) == (2, 2, 2)
+    mesh.new_forms()
+    mesh.leave("b")
+    left = newest(mesh)
+    assert left is not None
+    for before, after in zip(form.replicas, left.replicas, strict=True):
+        moved = {0: 0, 2: 1}
+        assert after == tuple(tuple(moved[rank] for rank in ranks if rank != 1) for ranks in before)
+    mesh.all_enter("ac")
+    mesh.wait(0.5, "ac")
+    again = newest(mesh)
+    assert again is not None
+    assert all(len(ranks) == 2 for copies in again.replicas for ranks in copies), "copies come back after it"
+
+
+def test_it_says_when_copies_do_not_suffice() -> None:
+    mesh = begun(Balancing(window_size=10, windows=1, num_redundant=4, survive=1))
+    mesh.all_enter("abc")
+    balance = mesh.registry.view().balance
+    assert balance is not None
+    assert (balance.copies, balance.wanted_copies, balance.most_copies) == (1, 2, 1)
+
+
+def test_a_newcomer_gets_a_share_and_who_leaves_gives_its_up() -> None:
+    mesh = begun(TWICE)
+    mesh.all_enter("abc")
+    mesh.register("d")
+    mesh.says("d", state=State.LOADED, expert_layers=LAYERS)
+    mesh.new_forms()
+    mesh.wait(0.5, "abcd")
+    form = newest(mesh) or mesh.forms["a"]
+    assert len(form.peers) == 4
+    for layer in range(LAYERS):
+        assert [len(form.placement.experts_of(rank, layer)) for rank in range(4)] == [4] * 4
+    mesh.all_enter("abcd")
+    mesh.new_forms()
+    mesh.says("a", state=State.DRAINED)
+    mesh.wait(0.5, "abcd")
+    left = newest(mesh)
+    assert left is not None
+    assert [peer.instance for peer in left.peers] == list("bcd")
+    assert all(len(ranks) == 2 for copies in left.replicas for ranks in copies)
+
+
+def test_a_move_that_fails_leaves_the_experts_where_they_are_and_is_tried_later() -> None:
+    mesh = begun()
+    report(mesh, "abc", 1)
+    mesh.new_forms()
+    report(mesh, "abc", 2)
+    tried = newest(mesh)
+    assert tried is not None
+    mesh.lost("b", tried.epoch, "")
+    mesh.answer("ac")
+    mesh.wait(1.0, "abc")
+    back = newest(mesh)
+    assert back is not None
+    for rank in range(3):
+        first = mesh.beats["abc"[rank]].experts[0]
+        assert all(tuple(back.placement.experts_of(rank, layer)) == first for layer in range(LAYERS))
+    mesh.all_enter("abc")
+    balance = mesh.registry.view().balance
+    assert balance is not None
+    assert (balance.changes, balance.failures, balance.is_failing) == (0, 1, False)
+    assert any("experts could not move (once): the next try in 10 s" in note for note in mesh.notes)
+    report(mesh, "abc", 1)
+    report(mesh, "abc", 2)
+    assert newest(mesh) is None, "not yet"
+    mesh.wait(10.0, "abc")
+    report(mesh, "abc", 4)
+    assert newest(mesh) is not None
+
+
+def test_an_operator_may_ask_for_a_look_now() -> None:
+    mesh = begun()
+    mesh.new_forms()
+    report(mesh, "abc", 1)
+    answer = mesh.registry.handle(b"op", Rebalance(command="x"), mesh.now)
+    sent = [item.message for item in answer if isinstance(item, Send) and item.peer == b"op"]
+    assert isinstance(sent[0], Answer)
+    assert sent[0].status == 202
+    assert any(isinstance(item, Send) and isinstance(item.message, GroupPlan) for item in answer)
+    assert any(isinstance(item, Note) and "copies of experts move" in item.text for item in answer)
+
+
+def test_without_the_flag_an_operator_is_refused() -> None:
+    mesh = Mesh()
+    mesh.begin()
+    (sent,) = [
+        item.message
+        for item in mesh.registry.handle(b"op", Rebalance(command="x"), mesh.now)
+        if isinstance(item, Send)
+    ]
+    assert isinstance(sent, Answer)
+    assert sent.status == 409
+    assert "--enable-eplb" in sent.text
+    assert mesh.registry.view().balance is None
+
+
+def test_a_coordinator_that_was_restarted_leaves_copies_where_they_are() -> None:
+    mesh = begun(TWICE)
+    mesh.all_enter("abc")
+    before = mesh.forms["a"]
+    mesh.new_forms()
+    mesh.restart_coordinator()
+    for name in "abc":
+        mesh.register(name, epoch=before.epoch, group=before)
+        mesh.enters(name)
+    mesh.wait(8.0, "abc")
+    assert newest(mesh) is None

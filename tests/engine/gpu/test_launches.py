@@ -1,0 +1,116 @@
+"""Launches per layer of a decode step, on a pretended CUDA device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+from engine.attention import triton_paged
+from engine.attention.base import IMPLEMENTATION, PLAN_KEYWORD, LayerShape, paged_attention
+from engine.gpu import fused_launches, fused_layers, grouped_experts, grouped_products, product_choice
+from engine.model.experts_function import choose_experts_function
+from tests.engine.compute.test_capturable import to_device
+from tests.engine.gpu.recorder import Kernels
+from tests.engine.pretended_device import Indexing, Launches
+
+VIEWS = frozenset(
+    [
+        "view",
+        "_unsafe_view",
+        "transpose",
+        "t",
+        "unsqueeze",
+        "squeeze",
+        "slice",
+        "select",
+        "expand",
+        "permute",
+        "reshape",
+        "alias",
+        "detach",
+        "split",
+        "chunk",
+        "unbind",
+        "as_strided",
+        "empty",
+        "new_empty",
+        "empty_like",
+        "lift_fresh",
+        "split_with_sizes",
+        "empty_strided",
+        "device",
+        "promote_types",
+    ]
+)
+"""Operators that launch nothing."""
+ROWS = 32
+SIZES: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+MIXTURE: dict[str, Any] = {
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
+}  # fmt: skip
+
+
+def launches_of(config: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Operators and kernels of one step, by name."""
+    launches = Launches()
+    for module in (triton_paged, grouped_products, fused_launches):
+        monkeypatch.setattr(module, "kernels", Kernels(launches.names))
+    layers = [LayerShape(8, 128, 128, None)] * config.num_hidden_layers
+    cuda = torch.device("cuda")
+    with FakeTensorMode(), torch.no_grad(), Indexing():  # in inference mode some operators stand for several
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=IMPLEMENTATION
+        )
+        to_device(model.eval())
+        if model._can_set_experts_implementation():
+            model.set_experts_implementation(choose_experts_function(model))
+        fused_layers.fuse_layers(model)
+        index = 0
+        for module in model.modules():
+            if hasattr(module, "o_proj"):
+                module.lockstep_layer = index
+                index += 1
+        cache = triton_paged.TritonPagedAttention(
+            layers, programs=264, num_blocks=600, block_size=16, dtype=torch.bfloat16, device=cuda
+        )
+        plan = cache.decode_buffers(ROWS, 4096).plan(ROWS)
+        numbers = torch.empty(2, ROWS, dtype=torch.int64, device="cuda")
+        with launches:
+            launches.names.clear()
+            model(
+                input_ids=numbers[0:1], position_ids=numbers[1:2], use_cache=False, **{PLAN_KEYWORD: plan}
+            )  # fmt: skip
+    return Counter(name for name in launches.names if name not in VIEWS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "count"),
+    [("dense", (9, 0), 15), ("mixture", (9, 0), 26), ("mixture", (8, 0), 24)],
+)
+def test_launches_per_layer(kind: str, capability, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything of a layer; transformers' own has 53 and 71 without attention."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(product_choice, "has_triton", lambda: True)
+    monkeypatch.setattr(grouped_experts, "check_experts", lambda layers: None)
+    monkeypatch.setattr(fused_layers, "_are_alike", lambda ours, theirs: True)
+    AttentionInterface.register(IMPLEMENTATION, paged_attention)
+    make = Qwen3Config if kind == "dense" else Qwen3MoeConfig
+    options = SIZES if kind == "dense" else SIZES | MIXTURE
+    one, two = (launches_of(make(**options, num_hidden_layers=layers), monkeypatch) for layers in (1, 2))
+    per_layer = two - one
+    assert per_layer["attend"] == per_layer["rotate"] == 1
+    assert per_layer["rms_norm"] == 4
+    assert sum(per_layer.values()) == count, per_layer
+    assert sum((one - per_layer).values()) <= 20, one - per_layer
