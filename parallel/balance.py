@@ -178,8 +178,12 @@ def _kept(copies: Copies, room: Sequence[int]) -> Copies:
 
 def least_copies(num_experts: int, seats: Seats, terms: Terms) -> int:
     """Copies that each expert is to have, on as many instances, as room allows."""
-    wanted = min(terms.survive + 1, len(set(seats.instances)))
-    return max(1, min(wanted, _slots(num_experts, seats, terms)[1] // num_experts))
+    slots, total = _slots(num_experts, seats, terms)
+    room: dict[int, int] = {}
+    for instance, most in zip(seats.instances, slots, strict=True):
+        room[instance] = min(room.get(instance, 0) + most, num_experts)
+    wanted = min(terms.survive + 1, len(room))
+    return max(1, min(wanted, min(total, sum(room.values())) // num_experts))
 
 
 class _Change(msgspec.Struct, frozen=True):

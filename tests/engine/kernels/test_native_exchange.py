@@ -24,6 +24,7 @@ from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info
 from engine.model.expert_weights import ExpertShare
 from engine.model.weights import LoadedModel, load_model
+from engine.quantization_config import OnlineName
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.links.meeting import MeetingHost
@@ -49,12 +50,19 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Member:
     """One instance: its share of the experts, its program, its end of the group."""
 
-    def __init__(self, directory: Path, rank: int, size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        size: int,
+        dtype: torch.dtype,
+        quantization: OnlineName | None = None,
+    ) -> None:
         info = read_model_info(directory)
         self.placement = assign_experts(info.num_experts, size, "round_robin")
         self.model: LoadedModel = load_model(
             info,
-            ModelConfig(),
+            ModelConfig(quantization=quantization),
             dtype=dtype,
             device=torch.device("cpu"),
             share=ExpertShare(self.placement, rank) if size > 1 else None,

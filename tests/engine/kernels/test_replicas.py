@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from engine.kernels import library
+from engine.kernels.quantized import EightBitPanels, QuantizedPanels
 from engine.model.checkpoint import read_model_info
 from engine.model.expert_change import HeldExperts
+from engine.quantization_config import OnlineName
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.placement import Placement, held_by_rank
 from tests.engine.kernels.linked_group import linked_group, of_all
@@ -35,12 +37,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def expected(directory: Path, dtype: torch.dtype) -> list[torch.Tensor]:
+def expected(
+    directory: Path, dtype: torch.dtype, quantization: OnlineName | None = None
+) -> list[torch.Tensor]:
     """Logits of the scenario in an instance with all experts.
 
     Models are loaded by one thread.
     """
-    alone = Member(directory, 0, 1, dtype).program
+    alone = Member(directory, 0, 1, dtype, quantization).program
     with torch.inference_mode():
         return [run(alone, rows) for rows in SCENARIO]
 
@@ -48,13 +52,15 @@ def expected(directory: Path, dtype: torch.dtype) -> list[torch.Tensor]:
 class Moving:
     """Members whose experts move between groups."""
 
-    def __init__(self, directory: Path, size: int, dtype: torch.dtype) -> None:
-        self.size, self.dtype, self._known = size, dtype, expected(directory, dtype)
-        self.members = [Member(directory, rank, size, dtype) for rank in range(size)]
+    def __init__(
+        self, directory: Path, size: int, dtype: torch.dtype, quantization: OnlineName | None = None
+    ) -> None:
+        self.size, self.dtype, self._known = size, dtype, expected(directory, dtype, quantization)
+        self.members = [Member(directory, rank, size, dtype, quantization) for rank in range(size)]
         self.num_layers = len(self.members[0].model.expert_layers)
         self.num_experts = read_model_info(directory).num_experts
         self.held = [
-            HeldExperts(each.model.module, directory, each.placement.experts_of(rank))
+            HeldExperts(each.model.module, directory, each.placement.experts_of(rank), online=quantization)
             for rank, each in enumerate(self.members)
         ]
         for held, member in zip(self.held, self.members, strict=True):
@@ -152,6 +158,19 @@ def test_no_bit_depends_on_where_the_copies_are(
         way(moving)
         passes = sum(TOKENS[step] for plan in PLANS[:size] for step in plan if step is not None)
         assert moving.computed() - before == 2 * passes * moving.num_layers, "every pair once"
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int8_per_channel_weight_only"])
+def test_codes_go_with_the_experts(directory: Path, quantization: OnlineName) -> None:
+    moving, chance = Moving(directory, 2, torch.bfloat16, quantization), random.Random(5)
+    for _ in range(2):
+        moving.move(moving.draw(chance))
+        over_shared_memory(moving)
+        kinds = {
+            type(moving.members[0].program._products.packed(layer).up)
+            for layer in moving.members[0].model.expert_layers
+        }
+        assert kinds == {EightBitPanels if quantization == "int8" else QuantizedPanels}
 
 
 @pytest.mark.nightly

@@ -15,9 +15,10 @@ what the same request gets in the same mesh undisturbed. Printed for each kill, 
     usual gap   the same in the two seconds before
 
 and where it went, by the log lines of the slower survivor and of the router: ``form`` until the coordinator's word,
-``experts`` until the missing ones are read, ``group`` until it is formed, ``step`` until the first step; ``told``
-until the router has sent the dead one's requests elsewhere, ``first back`` and ``last back`` from then until the
-first and the last of them have a token again, ``again`` the tokens that had to be computed for that.
+``experts`` until the missing ones are read (``read``: how many in each layer), ``group`` until it is formed,
+``step`` until the first step; ``told`` until the router has sent the dead one's requests elsewhere, ``first back`` and
+``last back`` from then until the first and the last of them have a token again, ``again`` the tokens that had to be
+computed for that.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ STRANDED = 60.0
 """Seconds that a recovery may take before it counts as none."""
 
 RECOVERED = re.compile(
-    r"recovered in epoch \d+ after (\d+) ms .*form (\d+) ms, \d+ experts read (\d+) ms, "
+    r"recovered in epoch \d+ after (\d+) ms .*form (\d+) ms, (\d+) experts read (\d+) ms, "
     r"group (\d+) ms, first step (\d+) ms"
 )
 BACK = re.compile(
@@ -102,18 +103,26 @@ class Case:
         """Whether survivors depend on the dead."""
         return "-ep" in self.how
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether each expert is to be on two instances."""
+        return "--eplb-survive" in self.how
 
+
+TWICE = '{"num_redundant_experts": 8}'
+"""As many copies of the shipped model's experts as there are experts."""
 CASES = {
     "moe": Case(3, ("-ep",)),
+    "moe-twice": Case(3, ("-ep", "--enable-eplb", "--eplb-survive", "1", "--eplb-config", TWICE)),
     "two-of-four": Case(4, ("-ep",), at_once=2),
     "tp": Case(2, ("-tp", "2", "--no-enable-expert-parallel"), victims=workers),
     "dense": Case(3, ("--no-enable-expert-parallel",), dense=True),
     "coordinator-then-rank": Case(3, ("-ep",), coordinator="before"),
     "coordinator-and-rank": Case(3, ("-ep",), coordinator="with"),
 }
-"""Cases by name; the last two are not part of ``all``.
+"""Cases by name; those of coordinators and of copies are not part of ``all``.
 
-Each of their kills takes ten seconds more: a coordinator whose deaths follow each other is started ever later.
+Each kill of a coordinator takes ten seconds more: one whose deaths follow each other is started ever later.
 """
 ALL = ("moe", "two-of-four", "tp", "dense")
 
@@ -134,6 +143,8 @@ class Kills:
         ):  # whose successor is held back after a short life: that is not measured here
             born = self._mesh.command.child("Coordinator").create_time()
             time.sleep(max(0.0, born + QUICKLY_STEADY + 1.0 - time.time()))
+        if self._case.has_copies:
+            wait_until(self._is_twice, 30, "each expert is on two instances")
         ranks = self._rng.sample(self._mesh.ready(), self._case.at_once)
         wait_until(lambda: min(map(self._mesh.running, ranks)) > 2, 30, "the victims have requests")
         victims = self._case.victims(self._mesh, ranks)
@@ -173,6 +184,10 @@ class Kills:
         self.found.append(found)
         return found
 
+    def _is_twice(self) -> bool:
+        balance = self._mesh.view().balance
+        return balance is not None and balance.copies > 1
+
     def _replace_coordinator(self) -> float:
         """Kill the coordinator; returns seconds until its successor knows all instances."""
         before = self._mesh.view().epoch
@@ -205,7 +220,7 @@ def _parts(recovered: list[tuple[float, str]]) -> dict[str, float]:
     found = [match for _, line in recovered if (match := RECOVERED.search(line))]
     return {
         part: max(float(match[number]) for match in found)
-        for number, part in enumerate(("form", "experts", "group", "step"), start=2)
+        for number, part in enumerate(("form", "read", "experts", "group", "step"), start=2)
         if found
     }
 
@@ -222,7 +237,7 @@ def _back(back: list[tuple[float, str]]) -> dict[str, float]:
 
 # ---- what is said of it
 
-COUNTS = ("moved", "again")
+COUNTS = ("moved", "again", "read")
 """Measured quantities that are counts, not times."""
 
 
@@ -236,7 +251,11 @@ def table(found: Sequence[dict[str, float]]) -> str:
     lines = ["| ms from the kill | p50 | p90 | max |", "|---|---:|---:|---:|"]
     for name in found[0]:
         values = [each[name] for each in found if name in each]
-        shown = {"moved": "requests moved", "again": "their tokens computed again"}.get(name, name)
+        shown = {
+            "moved": "requests moved",
+            "again": "their tokens computed again",
+            "read": "experts read in each layer",
+        }.get(name, name)
         lines.append(
             f"| {shown} | {statistics.median(values):.0f} | {percentile(values, 0.9):.0f} | {max(values):.0f} |"
         )
