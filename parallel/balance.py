@@ -177,16 +177,13 @@ def _kept(copies: Copies, room: Sequence[int]) -> Copies:
 
 
 def least_copies(num_experts: int, seats: Seats, terms: Terms) -> int:
-    """Copies that each expert is to have, on as many instances, as room allows.
-
-    An instance holds each expert once, so what it has room for beyond that does not count.
-    """
+    """Copies that each expert is to have, on as many instances, as room allows."""
     slots, total = _slots(num_experts, seats, terms)
-    room = dict.fromkeys(seats.instances, 0)
-    for instance, each in zip(seats.instances, slots, strict=True):
-        room[instance] = min(num_experts, room[instance] + each)
+    room: dict[int, int] = {}
+    for instance, most in zip(seats.instances, slots, strict=True):
+        room[instance] = min(room.get(instance, 0) + most, num_experts)
     wanted = min(terms.survive + 1, len(room))
-    return max(1, min(wanted, total // num_experts, sum(room.values()) // num_experts))
+    return max(1, min(wanted, min(total, sum(room.values())) // num_experts))
 
 
 class _Change(msgspec.Struct, frozen=True):

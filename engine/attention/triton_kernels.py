@@ -85,7 +85,6 @@ def attend(
     softcap,
     window,
     splits,
-    block_size,
     query_head,
     query_token,
     table_width,
@@ -93,6 +92,7 @@ def attend(
     KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -147,8 +147,8 @@ def attend(
     for start in range(begin, end, BLOCK_N):
         key_position = start + n
         inside = key_position < end
-        block = tl.load(tables + row * table_width + key_position // block_size, mask=inside, other=0)
-        cell = (block.to(tl.int64) * block_size + key_position % block_size) * KV_HEADS + kv_head
+        block = tl.load(tables + row * table_width + key_position // BLOCK_SIZE, mask=inside, other=0)
+        cell = (block.to(tl.int64) * BLOCK_SIZE + key_position % BLOCK_SIZE) * KV_HEADS + kv_head
         key = tl.load(
             keys + cell[None, :] * KEY_DIM + k[:, None], mask=inside[None, :] & in_key[:, None], other=0.0
         )

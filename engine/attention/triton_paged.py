@@ -29,6 +29,8 @@ TILE_BYTES = 16 << 10
 MOST_KEYS = 64
 QUERY_LINES = 64
 """Queries times heads of a tile of a longer row."""
+WIDE_LINES = 16
+"""The same in float32: more would not fit the registers, and compile slowly."""
 PROGRAMS_PER_PROCESSOR = 2
 
 
@@ -166,7 +168,7 @@ class TritonAttentionPlan:
         if self._singles is not None:
             launch.attend(query, attended, self._tables, self._singles, 1)
         group = heads // shape.kv_heads
-        queries = max(QUERY_LINES // group, 1)
+        queries = queries_per_tile(group, query.dtype)
         long_tiles = self._tiles_of(queries)
         if long_tiles is not None:
             launch.attend(query, attended, self._tables, long_tiles, queries)
@@ -307,7 +309,6 @@ class _Launch:
             1.0 if self.softcap is None else self.softcap,
             window,
             splits,
-            self.cache.block_size,
             query.stride(0),
             query.stride(1),
             tables.stride(0),
@@ -315,6 +316,7 @@ class _Launch:
             KV_HEADS=shape.kv_heads,
             KEY_DIM=shape.key_dim,
             VALUE_DIM=shape.value_dim,
+            BLOCK_SIZE=self.cache.block_size,
             BLOCK_M=_padded(queries * self.heads // shape.kv_heads),
             BLOCK_N=block_n,
             BLOCK_K=self.block_k,
@@ -347,6 +349,12 @@ class _Launch:
     def _keys_at_once(self) -> int:
         bytes_per_key = max(self.block_k, self.block_v) * int(self.cache.dtype.itemsize)
         return max(SMALLEST_PRODUCT, min(MOST_KEYS, TILE_BYTES // bytes_per_key))
+
+
+def queries_per_tile(group: int, dtype: torch.dtype) -> int:
+    """Queries of a tile of a longer row, by heads for each KV head."""
+    lines = QUERY_LINES if dtype.itemsize <= 2 else min(QUERY_LINES, WIDE_LINES)
+    return max(lines // group, 1)
 
 
 def _padded(size: int) -> int:

@@ -1,4 +1,4 @@
-"""Launches the kernels of norms, rotary embeddings and races (loads triton)."""
+"""Launches the kernels of norms, rotary embeddings, gates and races (loads triton)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 
 from engine.gpu import fused_kernels as kernels
 
+GATE_BLOCK = 1024
+"""Numbers of a program of a gate."""
 RACE_BLOCK = 4096
 """Tokens of a program of a race."""
 
@@ -65,6 +67,22 @@ def rotate(
             BLOCK=1 << max(dim // 2 - 1, 0).bit_length(),
         )
     return turned_query.transpose(0, 1).unsqueeze(0), turned_key.transpose(0, 1).unsqueeze(0)
+
+
+def gated(rows: torch.Tensor, *, tanh: bool) -> torch.Tensor:
+    """Activations of the first half of rows [..., 2 width] times the second half.
+
+    SiLU, or with ``tanh`` GELU by its tanh.
+    """
+    rows = rows.contiguous()
+    width = rows.shape[-1] // 2
+    results = rows.new_empty(*rows.shape[:-1], width)
+    if results.numel():
+        block = min(GATE_BLOCK, 1 << (width - 1).bit_length())
+        kernels.gated[(results.numel() // width, -(-width // block))](
+            rows, results, 2 * width, WIDTH=width, BLOCK=block, TANH=tanh
+        )
+    return results
 
 
 def race(

@@ -1,9 +1,10 @@
-"""Fewer launches per layer: norms, rotary embeddings, products with one input.
+"""Fewer launches per layer: norms, rotary embeddings, gates, products with one input.
 
 A decode step on a GPU takes as long as its launches where there are few requests. transformers' code stays as
-it is: a norm gets another ``forward``, the projections of one input compute together when the first is
-called, and a family's function for rotary embeddings is replaced by one that takes ours where it fits. What
-is replaced is compared first, norms with the model's own weights, and is left as it was where it differs.
+it is. A norm gets another ``forward``, and so does a feed-forward layer. The projections of one input compute
+together when the first is called. A family's function for rotary embeddings is replaced by one that takes
+ours where it fits. What is replaced is compared first, norms with the model's own weights, and is left as it
+was where it differs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,12 +34,19 @@ Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 def fuse_layers(model: Any) -> dict[str, int]:
     """Fuse what can be fused in a loaded model; how many of each kind."""
     norms, seen = 0, dict[tuple[type, int], bool | None]()
+    dtype = getattr(model, "dtype", None)
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and getattr(module, "weight", None) is not None:
-            norms += _fuse_norm(module, getattr(model, "dtype", module.weight.dtype), seen)
-    merged = sum(_merge(module, names) for module in model.modules() for names in MERGED)
+            norms += _fuse_norm(module, dtype or module.weight.dtype, seen)
+    merged = [each for module in model.modules() for names in MERGED if (each := _merge(module, names))]
+    gates = _fuse_gates(model, {id(each.layers[0]): each for each in merged})
     rotary = sum(_fuse_rotary(sys.modules[name]) for name in _modules_of_layers(model))
-    found = {"norms": norms, "merged products": merged, "rotary embeddings": rotary}
+    found = {
+        "norms": norms,
+        "merged products": len(merged),
+        "gates": gates,
+        "rotary embeddings": rotary,
+    }
     logger.info("fused: %s", ", ".join(f"{count} {name}" for name, count in found.items()))
     return found
 
@@ -65,11 +75,13 @@ class _Norm:
     """``forward`` of a norm."""
 
     def __init__(self, module: Any, plus_one: bool) -> None:
-        self._weight = module.weight
+        self._module, self._weight = module, module.weight
         self._epsilon = float(getattr(module, "variance_epsilon", getattr(module, "eps", 0.0)))
         self._plus_one = plus_one
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        if rest or more:
+            return type(self._module).forward(self._module, hidden, *rest, **more)
         from engine.gpu import fused_launches
 
         return fused_launches.rms_norm(hidden, self._weight, self._epsilon, plus_one=self._plus_one)
@@ -90,20 +102,20 @@ def _norms_alike(module: Any, dtype: torch.dtype, plus_one: bool) -> bool:
 # ---- products with one input
 
 
-def _merge(module: Any, names: Sequence[str]) -> int:
+def _merge(module: Any, names: Sequence[str]) -> MergedLinear | None:
     """Merge these linear layers of a module, if all are there and plain.
 
     One that rounds its inputs has a ``forward`` of its own, and is not.
     """
     layers: list[Any] = [getattr(module, name, None) for name in names]
     if not all(type(layer) is torch.nn.Linear and "forward" not in vars(layer) for layer in layers):
-        return 0
+        return None
     if len({(layer.in_features, layer.bias is None, layer.weight.dtype) for layer in layers}) != 1:
-        return 0
+        return None
     merged = MergedLinear(layers)
     for index, layer in enumerate(layers):
         layer.forward = merged.part(index)
-    return 1
+    return merged
 
 
 class MergedLinear:
@@ -113,7 +125,7 @@ class MergedLinear:
     """
 
     def __init__(self, layers: Sequence[torch.nn.Linear]) -> None:
-        self._layers = layers
+        self.layers = layers
         self._sizes = [layer.out_features for layer in layers]
         self.weight = torch.cat([layer.weight.data for layer in layers])
         biases = [layer.bias for layer in layers]
@@ -123,22 +135,106 @@ class MergedLinear:
         self._input: torch.Tensor | None = None
         self._parts: tuple[torch.Tensor, ...] = ()
 
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """All outputs beside each other."""
+        return F.linear(inputs, self.weight, self.bias)
+
     def part(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """``forward`` of one of the layers."""
 
         def forward(inputs: torch.Tensor) -> torch.Tensor:
             if index == 0:
                 self._input = inputs
-                self._parts = F.linear(inputs, self.weight, self.bias).split(self._sizes, dim=-1)
+                self._parts = self(inputs).split(self._sizes, dim=-1)
                 return self._parts[0]
             if inputs is not self._input:
-                return F.linear(inputs, self._layers[index].weight, self._layers[index].bias)
+                return F.linear(inputs, self.layers[index].weight, self.layers[index].bias)
             found = self._parts[index]
             if index == len(self._sizes) - 1:
                 self._input, self._parts = None, ()
             return found
 
         return forward
+
+
+# ---- gates
+
+
+def _fuse_gates(model: Any, merged: dict[int, MergedLinear]) -> int:
+    """Let one kernel compute each gate of experts and of merged products; how many.
+
+    ``merged``: by the id of the first layer of each.
+    """
+    count, seen = 0, dict[tuple[type, type], bool | None]()
+    for module in list(model.modules()):
+        kind = (type(module), type(getattr(module, "act_fn", None)))
+        product = merged.get(id(getattr(module, "gate_proj", None)))
+        if product is not None and hasattr(module, "down_proj"):
+            if kind not in seen:
+                seen[kind] = _gate_of(partial(_gated_alike, module, product))
+            if (tanh := seen[kind]) is not None:
+                module.forward = _GatedLayer(module, product, _Gate(tanh))
+                count += 1
+        elif getattr(module, "has_gate", False) and hasattr(module, "_apply_gate"):
+            if kind not in seen:
+                seen[kind] = _gate_of(partial(_experts_alike, module))
+            if (tanh := seen[kind]) is not None:
+                module._apply_gate = _Gate(tanh)
+                count += 1
+    return count
+
+
+def _gate_of(is_alike: Callable[[bool], bool]) -> bool | None:
+    """Whether a gate is GELU's; None if it is another one than that and SiLU's."""
+    return next((tanh for tanh in (False, True) if is_alike(tanh)), None)
+
+
+@dataclass(frozen=True)
+class _Gate:
+    """Activations of the first half of each row, times the second half."""
+
+    tanh: bool
+    """GELU by its tanh, else SiLU."""
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        from engine.gpu import fused_launches
+
+        return fused_launches.gated(rows, tanh=self.tanh)
+
+
+class _GatedLayer:
+    """``forward`` of a feed-forward layer."""
+
+    def __init__(self, module: Any, product: MergedLinear, gate: _Gate) -> None:
+        self._module, self._product, self._gate = module, product, gate
+
+    def __call__(self, hidden: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        if rest or more:
+            return type(self._module).forward(self._module, hidden, *rest, **more)
+        return self._module.down_proj(self._gate(self._product(hidden)))
+
+
+def _gated_alike(module: Any, product: MergedLinear, tanh: bool) -> bool:
+    """Whether a layer computes this before its last product, which workers may share."""
+    rows = _random_rows(product.weight, product.weight.shape[1])
+    last = module._modules["down_proj"]
+    module._modules["down_proj"] = torch.nn.Identity()
+    try:
+        return _are_alike(lambda: _Gate(tanh)(product(rows)), lambda: module(rows))
+    finally:
+        module._modules["down_proj"] = last
+
+
+def _experts_alike(module: Any, tanh: bool) -> bool:
+    weight = module.gate_up_proj
+    rows = _random_rows(weight, weight.shape[2 if module.is_transposed else 1])[0]
+    return _are_alike(lambda: _Gate(tanh)(rows), lambda: module._apply_gate(rows))
+
+
+def _random_rows(like: torch.Tensor, width: int) -> torch.Tensor:
+    """[1, rows, width] on the device of a weight, of its type."""
+    rows = torch.randn(1, CHECKED_ROWS, width, generator=torch.Generator().manual_seed(3))
+    return rows.to(like.device, like.dtype)
 
 
 # ---- rotary embeddings
@@ -223,6 +319,8 @@ def _are_alike(ours: Callable[[], torch.Tensor], theirs: Callable[[], torch.Tens
             found, expected = ours(), theirs()
     except Exception as error:  # noqa: BLE001 (a compiler of kernels may raise anything, and families take other arguments)
         logger.debug("not fused: %s: %s", type(error).__name__, error)
+        return False
+    if not isinstance(expected, torch.Tensor):
         return False
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False

@@ -315,7 +315,7 @@ def _computed(program: Program, model: LoadedModel, packed: PackedRows, ids: Int
 
 
 def _let_go(model: LoadedModel, decoder: Decoder) -> None:
-    """Empty the model's layers, of which the program has its own copy, and the decoder's parts of them.
+    """Empty the model's layers and the decoder's parts: the program has its own copy.
 
     Spread experts stay: a change of the placement may assign them anew.
     """

@@ -127,6 +127,12 @@ constexpr int MOST_CODED_ROWS = 8;  // that are multiplied while codes are widen
 
 #if LOCKSTEP_AVX512
 
+// body(0), body(1) ... of so many, each a constant: what they index stays in registers, which of long loops it may not.
+template <class Body, int... NUMBERS>
+inline void for_each_of(std::integer_sequence<int, NUMBERS...>, Body body) { (body(std::integral_constant<int, NUMBERS>()), ...); }
+template <int COUNT, class Body>
+inline void for_each_of(Body body) { for_each_of(std::make_integer_sequence<int, COUNT>(), body); }
+
 // The products of rows with `steps` words of two panels of codes, from word `begin` on; each line of words goes from the codes
 // right into the products. Asks for the same lines of the panels that come next. KEEPS: all words are also left in `keep`, a's and
 // then b's, for more rows.
@@ -137,13 +143,16 @@ void multiply_codes(Floats (&sum)[MAX_ROWS][2], const Panel& a, const Panel& b, 
     const Codes codes;
     const Quantized& from = *a.quantized;
     const int64_t in_panel = whole / LINES, in_group = in_panel / from.groups, first = begin / LINES, last = first + steps / LINES;
-    Floats sums[2 * ROWS];
-#pragma GCC unroll 16
-    for (auto& each : sums) each = filled(0.f);
+    Floats sums_a[ROWS], sums_b[ROWS];
+    for_each_of<ROWS>([&](auto row) { sums_a[row] = sums_b[row] = filled(0.f); });
+    constexpr int GROUP = 3;                     // rows that share a pointer
+    constexpr int GROUPS = (ROWS + GROUP - 1) / GROUP;
+    const char* rows_in[GROUPS];
+    for_each_of<GROUPS>([&](auto group) { rows_in[group] = in + 4 * LINES * first + GROUP * group * pitch; });
     for (int64_t line = first; line < last;) {
         const int64_t group = line / in_group, stop = std::min(last, (group + 1) * in_group);
         const int64_t at_a = (a.number * from.groups + group) * LANES, at_b = (b.number * from.groups + group) * LANES;
-        Floats scales[2][2], zeros[2][2];
+        alignas(64) Floats scales[2][2], zeros[2][2];
         for (int half = 0; half < 2; ++half) {
             scales[0][half] = twice(load(from.scales + at_a), half), scales[1][half] = twice(load(from.scales + at_b), half);
             zeros[0][half] = HAS_ZEROS ? twice(load(from.zeros + at_a), half) : filled(0.f);
@@ -154,7 +163,6 @@ void multiply_codes(Floats (&sum)[MAX_ROWS][2], const Panel& a, const Panel& b, 
             const Words coded[2] = {load_words(codes_a + line * LANES), load_words(codes_b + line * LANES)};
             _mm_prefetch(ahead_a + 64 * line, _MM_HINT_T0);
             _mm_prefetch(ahead_b + 64 * line, _MM_HINT_T0);
-            const char* inputs = in + 4 * line * LINES;
             auto multiply_line = [&](auto number) {
                 constexpr int ONE = 2 * number, TWO = ONE + 1;
                 auto widened = [&](int panel) {
@@ -167,12 +175,12 @@ void multiply_codes(Floats (&sum)[MAX_ROWS][2], const Panel& a, const Panel& b, 
                     uint32_t* to = keep + (line * LINES + number) * LANES;
                     store(to, wa), store(to + whole * LANES, wb);
                 }
-#pragma GCC unroll 8
-                for (int row = 0; row < ROWS; ++row) {
-                    Words input = filled_words(*reinterpret_cast<const int*>(inputs + row * pitch + 4 * number));
-                    sums[2 * row] = BFloat16::madd(sums[2 * row], wa, input);
-                    sums[2 * row + 1] = BFloat16::madd(sums[2 * row + 1], wb, input);
-                }
+                auto multiply_row = [&](auto row) {
+                    Words input = filled_words(*reinterpret_cast<const int*>(rows_in[row / GROUP] + row % GROUP * pitch + 4 * number));
+                    sums_a[row] = BFloat16::madd(sums_a[row], wa, input);
+                    sums_b[row] = BFloat16::madd(sums_b[row], wb, input);
+                };
+                for_each_of<ROWS>(multiply_row);
             };
             multiply_line(std::integral_constant<int, 0>());
             multiply_line(std::integral_constant<int, 1>());
@@ -180,16 +188,16 @@ void multiply_codes(Floats (&sum)[MAX_ROWS][2], const Panel& a, const Panel& b, 
                 multiply_line(std::integral_constant<int, 2>());
                 multiply_line(std::integral_constant<int, 3>());
             }
+            for_each_of<GROUPS>([&](auto group) { rows_in[group] += 4 * LINES; });
         }
     }
-#pragma GCC unroll 8
-    for (int row = 0; row < ROWS; ++row) sum[row][0] = sums[2 * row], sum[row][1] = sums[2 * row + 1];
+    for_each_of<ROWS>([&](auto row) { sum[row][0] = sums_a[row], sum[row][1] = sums_b[row]; });
 }
 
 template <class Codes, bool HAS_ZEROS, int... BEFORE>
 constexpr auto multiply_codes_of(std::integer_sequence<int, BEFORE...>) {
     return std::array{&multiply_codes<Codes, HAS_ZEROS, false, BEFORE + 1>...,
-                      &multiply_codes<Codes, HAS_ZEROS, true, MOST_CODED_ROWS>};
+                      &multiply_codes<Codes, HAS_ZEROS, true, MAX_ROWS>};
 }
 
 // The function for so many rows of these codes; or for as many as can be, if their words are kept for more.
@@ -469,7 +477,9 @@ class Products {
     // The words of panels of codes, in `words`: a's, then b's. How many rows, of the first ones, were multiplied on the way.
     int64_t widen_codes(const E* in, int64_t k, int64_t rows, Panels now, Panels then, const Tag& tag, uint32_t* words) {
         const int64_t steps = k / T::PACK;
-        if (goes_through_codes(steps)) return multiply_few(in, k, rows, now, then, tag, words);
+        // Those of 4 bits are widened so fast that sums of many rows, which fill all registers, would only wait for it.
+        if (now.a.quantized->bits == 8 && rows > MAX_ROWS && goes_through_codes(steps))
+            return multiply_few(in, k, rows, now, then, tag, words);
         if constexpr (T::PACK <= 2) {
             widen<T>(*now.a.quantized, now.a.number, steps, words, then.a.bytes(0));
             widen<T>(*now.b.quantized, now.b.number, steps, words + steps * LANES, then.b.bytes(0));
@@ -494,7 +504,7 @@ class Products {
             for (int64_t part = 0; part < parts; ++part)
                 multiply(sum[part], now.a, now.b, part * some, some, steps, reinterpret_cast<const char*>(in),
                          pitch_in(k) * int64_t(sizeof(E)), then.a.bytes(0), then.b.bytes(0), keep);
-            rows = std::min<int64_t>(rows, MOST_CODED_ROWS);
+            rows = std::min<int64_t>(rows, MAX_ROWS);  // of which there may be more in a pass: what they give is left
             for (int64_t row = 0; row < rows; ++row) {
                 auto total = [&](int panel) {
                     return sum_of_neighbours(parts, [&](int64_t part) { return sum[part][row][panel]; });

@@ -105,7 +105,7 @@ def quantized(
     if len({each.kind for each in given}) > 1:
         return None
     for row, part in zip(rows, given, strict=True):
-        if not torch.equal(part.widened(dtype), torch.cat([weight.data for weight in row], dim=-2)):
+        if not _give(part, row, dtype):
             logger.warning("codes of a quantised matrix do not give its weights: they stay widened")
             return None
     rounding = common([each.rounding for each in given])
@@ -125,13 +125,24 @@ def quantized(
     return QuantizedPanels(laid[0], laid[1], laid[2] if has_zeros else None, first.bits, first.is_float)
 
 
+def _give(codes: Codes, weights: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
+    """Whether codes of outputs in a row give these weights, to the bit."""
+    begin, right = 0, True
+    for weight in weights:
+        rows = slice(begin, begin + weight.shape[-2])
+        right = right and weight.dtype == dtype and codes.rows(rows).gives(weight.data)
+        begin = rows.stop
+    return right and begin == codes.codes.shape[-2]
+
+
 def _laid(parts: Sequence[Sequence[torch.Tensor]], arena: Arena) -> list[torch.Tensor]:
     """Tensors [..., panels, lines, 16] of several rows of panels, where they stay."""
     laid = []
     for pieces in zip(*parts, strict=True):
-        whole = torch.cat(list(pieces), dim=-3)
-        home = arena.zeros(tuple(whole.shape), whole.dtype)
-        home.copy_(whole)
+        first, rows = pieces[0], [piece.shape[-3] for piece in pieces]
+        home = arena.zeros((*first.shape[:-3], sum(rows), *first.shape[-2:]), first.dtype)
+        for place, piece in zip(home.split(rows, dim=-3), pieces, strict=True):
+            place.copy_(piece)
         laid.append(home.flatten(0, -3))
     return laid
 
@@ -188,33 +199,34 @@ def _byte_panels(part: Codes, multiple: int, parts: int) -> list[torch.Tensor]:
 
     Scales are [..., panels, 1, 16], sums [..., panels, parts, 16].
     """
-    missing = -part.codes.shape[-2] % multiple
-    codes = F.pad(part.codes, (0, 0, 0, missing)).contiguous()
+    codes, scales = _filled_up(part.codes, multiple), _filled_up(part.scales, multiple)
     sums = codes.unflatten(-1, (parts, -1)).sum(-1, dtype=torch.int32)
-    scales = F.pad(part.scales, (0, 0, 0, missing))
-    by_output = codes.view(torch.int32), scales, sums
-    return [value.unflatten(-2, (-1, LANES)).transpose(-2, -1) for value in by_output]
+    return [_by_lane(value) for value in (codes.view(torch.int32), scales, sums)]
 
 
 def _panels(part: Codes, multiple: int, has_zeros: bool, pack: int) -> list[torch.Tensor]:
     """Words of codes [..., panels, lines, 16], scales [..., panels, groups, 16], zeros if wanted."""
     each = WORD_BITS // part.bits
-    missing = -part.codes.shape[-2] % multiple
-    offset = 8 if part.bits == 4 else 0  # so that none is negative
-    codes = F.pad(part.codes, (0, 0, 0, missing)).to(torch.int32) + offset
+    codes = _filled_up(part.codes, multiple)
     # Numbers in the order of a panel's memory: 16 outputs, each with `pack` inputs that are neighbours.
-    lines = codes.unflatten(-1, (-1, pack)).unflatten(-3, (-1, LANES)).transpose(-3, -2)
-    chunks = lines.flatten(-3).unflatten(-1, (-1, each, LANES))
-    places = torch.arange(each, dtype=torch.int32) * part.bits
-    numbers = (chunks & ((1 << part.bits) - 1)) << places[:, None]
-    words = torch.zeros_like(numbers[..., 0, :])
-    for number in range(each):
-        words |= numbers[..., number, :]
+    lines = _by_lane(codes.view(torch.int16) if pack == 2 else codes).contiguous().view(torch.int8)
+    chunks = lines.flatten(-2).unflatten(-1, (-1, each, LANES))
+    if part.bits == 4:
+        chunks = (chunks + 8) & 15  # none is negative
+        chunks = chunks[..., 0::2, :] | (chunks[..., 1::2, :] << 4)
+    words = chunks.transpose(-2, -1).contiguous().view(torch.int32).squeeze(-1)
     wanted = [part.scales]
     if has_zeros:
         wanted.append(torch.zeros_like(part.scales) if part.zeros is None else part.zeros)
-    by_output = [
-        F.pad(value, (0, 0, 0, missing)).unflatten(-2, (-1, LANES)).transpose(-2, -1).contiguous()
-        for value in wanted
-    ]
-    return [words, *by_output]
+    return [words, *(_by_lane(_filled_up(value, multiple)) for value in wanted)]
+
+
+def _filled_up(values: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Values [..., outputs, numbers], contiguous, with zeros up to a multiple of outputs."""
+    missing = -values.shape[-2] % multiple
+    return F.pad(values, (0, 0, 0, missing)) if missing else values.contiguous()
+
+
+def _by_lane(values: torch.Tensor) -> torch.Tensor:
+    """Values of outputs in panels: [..., panels * 16, numbers] -> [..., panels, numbers, 16]."""
+    return values.unflatten(-2, (-1, LANES)).transpose(-2, -1)

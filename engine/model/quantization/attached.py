@@ -64,7 +64,7 @@ class CodesReader:
         return _joined([_stacked(each) for each in stack], 0)
 
     def forget(self) -> None:
-        """Let go of the codes and of the files that they were read from: nobody will read them again."""
+        """Let go of the codes and their files: nobody will read them again."""
         self._experts, self._kept = (), None
 
 

@@ -13,13 +13,16 @@ AWQ packs eight columns so that its kernels get even and odd ones apart (AutoAWQ
 
 
 def unpacked(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Numbers of ``bits`` bits of each word in the last dimension, as int32.
+    """Numbers of 4 or 8 bits of each word in the last dimension, as uint8.
 
-    Lowest bits come first. ``order`` gives the place in a word of each number. ``bits`` divides 32.
+    Lowest bits come first. ``order`` gives the place in a word of each number.
     """
-    places = torch.tensor(order or range(WORD_BITS // bits), dtype=torch.int32)
-    numbers = (words.to(torch.int32).unsqueeze(-1) >> (places * bits)) & ((1 << bits) - 1)
-    return numbers.flatten(-2)
+    numbers = torch.empty(words.shape, dtype=torch.int32).copy_(words).view(torch.uint8)
+    if bits == 4:
+        numbers = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(-2)
+    if order is not None:
+        numbers = numbers.unflatten(-1, (-1, WORD_BITS // bits))[..., list(order)].flatten(-2)
+    return numbers
 
 
 def word_range(numbers: slice, bits: int) -> tuple[slice, slice]:

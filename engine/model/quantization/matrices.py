@@ -8,7 +8,7 @@ They look like the slices of safetensors, so that a worker reads its own rows or
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -23,6 +23,31 @@ from engine.model.quantization.rounding import MOST_INPUTS, WORD_INPUTS, Roundin
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _CODE_DTYPES = ("I8", "F8_E4M3")
 FLOAT8 = torch.float8_e4m3fn
+AT_ONCE = 1 << 18
+"""Numbers that are computed with at once: in float32 they stay in a cache."""
+
+
+def few_rows(shape: tuple[int, ...]) -> Iterator[slice]:
+    """Rows of a matrix, some at a time."""
+    outputs, inputs = shape
+    step = max(1, AT_ONCE // max(1, inputs))
+    return (slice(begin, begin + step) for begin in range(0, outputs, step))
+
+
+def widened(
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Weights of codes [outputs, inputs]; scales and zeros are [outputs, groups]."""
+    weights = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    groups = scales.shape[-1]
+    for rows in few_rows(codes.shape):
+        numbers = codes[rows].float()
+        grouped = numbers.unflatten(-1, (groups, codes.shape[-1] // max(1, groups)))
+        if zeros is not None:
+            grouped -= zeros[rows, :, None]
+        grouped *= scales[rows, :, None]
+        weights[rows] = numbers
+    return weights
 
 
 class Stored(Protocol):
@@ -74,13 +99,27 @@ class Codes:
         assert self.rounding is not None
         return self.rounding.product(x, self.codes, self.scales[:, 0], parts)
 
+    def rows(self, rows: slice) -> Codes:
+        """Some outputs."""
+        zeros = None if self.zeros is None else self.zeros[..., rows, :]
+        return replace(self, codes=self.codes[..., rows, :], scales=self.scales[..., rows, :], zeros=zeros)
+
     def widened(self, dtype: torch.dtype) -> torch.Tensor:
         """The weights."""
         codes = self.codes.view(FLOAT8) if self.is_float else self.codes
-        groups = codes.unflatten(-1, (self.scales.shape[-1], -1)).float()
-        if self.zeros is not None:
-            groups = groups - self.zeros[..., None]
-        return (groups * self.scales[..., None]).flatten(-2).to(dtype)
+        flat = (None if each is None else each.flatten(0, -2) for each in (self.scales, self.zeros))
+        scales, zeros = flat
+        assert scales is not None
+        return widened(codes.flatten(0, -2), scales, zeros, dtype).view(codes.shape)
+
+    def gives(self, weights: torch.Tensor) -> bool:
+        """Whether these are the weights, to the bit."""
+        if self.codes.shape != weights.shape:
+            return False
+        if weights.dim() > 2:
+            return all(self.of(number).gives(each) for number, each in enumerate(weights))
+        some = few_rows(weights.shape)
+        return all(torch.equal(self.rows(rows).widened(weights.dtype), weights[rows]) for rows in some)
 
 
 class QuantizedMatrix(ABC):
@@ -130,38 +169,38 @@ class QuantizedMatrix(ABC):
         """
         rows, columns = ranges_of(index, self.shape)
         self.taken.append((rows, columns))
-        weights = self._codes(rows, columns).float()
-        zeros = self._zeros(rows, columns)
-        if zeros is not None:
-            weights -= zeros
-        weights *= self._scales(rows, columns)
-        return weights.to(self._dtype)
+        size = self._inputs_each(columns) or 1
+        scales, zeros = self._scales(rows, columns, size), self._zeros(rows, columns, size)
+        return widened(self._codes(rows, columns), scales, zeros, self._dtype)
 
     def read_codes(self, rows: slice, columns: slice) -> Codes | None:
         """A part of the matrix as codes.
 
         None where it has none of 4 or 8 bits, or where a group is cut, or not of neighbours.
         """
-        bits, size = self._code_bits(), self._group_size()
+        bits, size = self._code_bits(), self._inputs_each(columns)
         if not bits or not size:
             return None
-        if columns.start % size or columns.stop % size:
-            if columns.start // size != (columns.stop - 1) // size:
-                return None
-            size = columns.stop - columns.start
-        middle = self._middle(bits)
-        stored = self._codes(rows, columns)
+        stored, scales = self._codes(rows, columns), self._scales(rows, columns, size).contiguous()
         if stored.dtype == FLOAT8:
-            scales = self._scales(rows, columns)[:, ::size].contiguous()
             return Codes(stored.contiguous().view(torch.int8), scales, None, bits, is_float=True)
-        codes = (stored - middle).to(torch.int8)
-        zeros = self._zeros(rows, columns)
+        middle = self._middle(bits)
+        codes = (stored - middle if middle else stored).contiguous().view(torch.int8)
+        zeros = self._zeros(rows, columns, size)
         if zeros is not None:
-            zeros = zeros[:, ::size] - middle
+            zeros = zeros - middle
             zeros = zeros.contiguous() if bool(zeros.any()) else None
-        scales = self._scales(rows, columns)[:, ::size].contiguous()
         rounding = self.rounding if scales.shape[1] == 1 and zeros is None else None
         return Codes(codes, scales, zeros, bits, rounding=rounding)
+
+    def _inputs_each(self, columns: slice) -> int:
+        """Inputs of a range that share a scale; 0 if a group is cut."""
+        size = self._group_size()
+        if size and (columns.start % size or columns.stop % size):
+            if columns.start // size != (columns.stop - 1) // size:
+                return 0
+            size = columns.stop - columns.start
+        return size
 
     @property
     def rounding(self) -> Rounding | None:
@@ -187,13 +226,16 @@ class QuantizedMatrix(ABC):
     def _check(self) -> None: ...
 
     @abstractmethod
-    def _codes(self, rows: slice, columns: slice) -> torch.Tensor: ...
+    def _codes(self, rows: slice, columns: slice) -> torch.Tensor:
+        """Codes as int8, uint8 or floats of 8 bits."""
 
     @abstractmethod
-    def _scales(self, rows: slice, columns: slice) -> torch.Tensor: ...
+    def _scales(self, rows: slice, columns: slice, every: int) -> torch.Tensor:
+        """Scales of each ``every``-th input: float32 [outputs, inputs / every]."""
 
     @abstractmethod
-    def _zeros(self, rows: slice, columns: slice) -> torch.Tensor | None: ...
+    def _zeros(self, rows: slice, columns: slice, every: int) -> torch.Tensor | None:
+        """Zero points of the same inputs, as they are stored: float32."""
 
     # ---- for all layouts
 
@@ -212,9 +254,9 @@ class QuantizedMatrix(ABC):
             raise self._refuse(f"{self.SCALES} has a scale that is no number: the checkpoint is broken")
         return scales
 
-    def _group_of(self, columns: slice, size: int) -> torch.Tensor:
-        """The group of each input, with groups of neighbours."""
-        return torch.arange(columns.start, columns.stop) // size
+    def _group_of(self, columns: slice, size: int, every: int = 1) -> torch.Tensor:
+        """The group of each ``every``-th input, with groups of neighbours."""
+        return torch.arange(columns.start, columns.stop, every) // size
 
     def _check_groups(self, groups: int, inputs: int) -> int:
         """Inputs of a group."""
@@ -249,11 +291,11 @@ class _WithGrid(QuantizedMatrix):
         first, second = (*shape, 1, 1)[:2]
         return first, second
 
-    def _scales(self, rows: slice, columns: slice) -> torch.Tensor:
-        return self._checked_scales(self._spread(self.SCALES, rows, columns))
+    def _scales(self, rows: slice, columns: slice, every: int) -> torch.Tensor:
+        return self._checked_scales(self._spread(self.SCALES, rows, columns, every))
 
-    def _spread(self, part: str, rows: slice, columns: slice) -> torch.Tensor:
-        """Values of a part that has one for each range, for each of these weights."""
+    def _spread(self, part: str, rows: slice, columns: slice, every: int) -> torch.Tensor:
+        """Values of a part with one for each range, for every ``every``-th weight."""
         stored = self._parts[part]
         values = stored[...] if len(stored.get_shape()) < 2 else None
         if values is not None:
@@ -263,15 +305,18 @@ class _WithGrid(QuantizedMatrix):
             low, left = rows.start // self._rows_each, columns.start // self._columns_each
             high, right = -(-rows.stop // self._rows_each), -(-columns.stop // self._columns_each)
             values = stored[low:high, left:right]
-        return self._expand(values, rows, columns, low, left)
+        return self._expand(values, rows, columns, every, (low, left))
 
-    def _expand(self, values: torch.Tensor, rows: slice, columns: slice, low: int, left: int) -> torch.Tensor:
-        of_rows = torch.arange(rows.start, rows.stop) // self._rows_each - low
-        of_columns = self._column_groups(columns) - left
+    def _expand(
+        self, values: torch.Tensor, rows: slice, columns: slice, every: int, first: tuple[int, int]
+    ) -> torch.Tensor:
+        """Values for these weights; ``first``: row and column that values begin with."""
+        of_rows = torch.arange(rows.start, rows.stop) // self._rows_each - first[0]
+        of_columns = self._column_groups(columns, every) - first[1]
         return values[of_rows][:, of_columns]
 
-    def _column_groups(self, columns: slice) -> torch.Tensor:
-        return self._group_of(columns, self._columns_each)
+    def _column_groups(self, columns: slice, every: int) -> torch.Tensor:
+        return self._group_of(columns, self._columns_each, every)
 
     def _group_size(self) -> int:
         return self._columns_each
@@ -300,10 +345,10 @@ class ScaledMatrix(_WithGrid):
     def _code_bits(self) -> int:
         return 8
 
-    def _zeros(self, rows: slice, columns: slice) -> torch.Tensor | None:
+    def _zeros(self, rows: slice, columns: slice, every: int) -> torch.Tensor | None:
         if "weight_zero_point" not in self._parts:
             return None
-        return self._spread("weight_zero_point", rows, columns).float()
+        return self._spread("weight_zero_point", rows, columns, every).float()
 
     @cached_property
     def rounding(self) -> Rounding | None:
@@ -369,9 +414,10 @@ class PackedMatrix(_WithGrid):
 
     def _codes(self, rows: slice, columns: slice) -> torch.Tensor:
         words, among = word_range(columns, self._bits)
-        return unpacked(self._parts[self.CODES][rows, words], self._bits)[:, among] - (1 << (self._bits - 1))
+        numbers = unpacked(self._parts[self.CODES][rows, words], self._bits)[:, among]
+        return (numbers - (1 << (self._bits - 1))).contiguous().view(torch.int8)
 
-    def _zeros(self, rows: slice, columns: slice) -> torch.Tensor | None:
+    def _zeros(self, rows: slice, columns: slice, every: int) -> torch.Tensor | None:
         if "weight_zero_point" not in self._parts:
             return None
         # Packed along the outputs: a word holds those of some neighbours.
@@ -379,14 +425,14 @@ class PackedMatrix(_WithGrid):
         high = -(-rows.stop // self._rows_each)
         words, among = word_range(slice(low, high), self._bits)
         stored = self._parts["weight_zero_point"][words, :]
-        zeros = unpacked(stored.T, self._bits)[:, among].T - (1 << (self._bits - 1))
-        return self._expand(zeros.float(), rows, columns, low, 0)
+        zeros = unpacked(stored.T, self._bits)[:, among].T.float() - (1 << (self._bits - 1))
+        return self._expand(zeros, rows, columns, every, (low, 0))
 
-    def _spread(self, part: str, rows: slice, columns: slice) -> torch.Tensor:
+    def _spread(self, part: str, rows: slice, columns: slice, every: int) -> torch.Tensor:
         if not self._has_order:
-            return super()._spread(part, rows, columns)
+            return super()._spread(part, rows, columns, every)
         low, high = rows.start // self._rows_each, -(-rows.stop // self._rows_each)
-        return self._expand(self._parts[part][low:high, :], rows, columns, low, 0)
+        return self._expand(self._parts[part][low:high, :], rows, columns, every, (low, 0))
 
     def _code_bits(self) -> int:
         return self._bits
@@ -394,10 +440,10 @@ class PackedMatrix(_WithGrid):
     def _group_size(self) -> int:
         return 0 if self._has_order else self._columns_each
 
-    def _column_groups(self, columns: slice) -> torch.Tensor:
+    def _column_groups(self, columns: slice, every: int) -> torch.Tensor:
         if self._has_order:
-            return self._parts["weight_g_idx"][columns].long()
-        return super()._column_groups(columns)
+            return self._parts["weight_g_idx"][columns][::every].long()
+        return super()._column_groups(columns, every)
 
 
 class _Transposed(QuantizedMatrix):
@@ -443,13 +489,13 @@ class _Transposed(QuantizedMatrix):
             raise self._refuse(f"g_idx names a group that none of its {self._num_groups} is")
         return groups
 
-    def _scales(self, rows: slice, columns: slice) -> torch.Tensor:
-        return self._checked_scales(self._parts[self.SCALES][:, rows])[self._groups(columns)].T
+    def _scales(self, rows: slice, columns: slice, every: int) -> torch.Tensor:
+        return self._checked_scales(self._parts[self.SCALES][:, rows])[self._groups(columns)[::every]].T
 
-    def _zeros(self, rows: slice, columns: slice) -> torch.Tensor | None:
+    def _zeros(self, rows: slice, columns: slice, every: int) -> torch.Tensor | None:
         words, among = word_range(rows, self._form.bits)
         zeros = unpacked(self._parts["qzeros"][:, words], self._form.bits, self.ORDER)[:, among]
-        return (zeros + self._form.zero_offset).float()[self._groups(columns)].T
+        return (zeros.float() + self._form.zero_offset)[self._groups(columns)[::every]].T
 
 
 class GptqMatrix(_Transposed):

@@ -15,7 +15,7 @@ import torch
 
 from engine.model.checkpoint import CheckpointError
 from engine.model.quantization.formats import online_format
-from engine.model.quantization.matrices import FLOAT8, QuantizedMatrix, Stored
+from engine.model.quantization.matrices import FLOAT8, QuantizedMatrix, Stored, few_rows
 from engine.model.quantization.rounding import MOST_INPUTS, WORD_INPUTS, Rounding
 from engine.model.quantization.view import WEIGHT, QuantizedFiles
 from engine.quantization_config import OnlineName
@@ -71,6 +71,7 @@ class _OnlineMatrix(QuantizedMatrix):
 
     LAYOUT = "online"
     CODES = SCALES = WEIGHT
+    CODE_DTYPE = torch.int8
 
     def _find_shape(self) -> tuple[int, int]:
         outputs, inputs = self._shape_of(WEIGHT, 2)
@@ -96,26 +97,37 @@ class _OnlineMatrix(QuantizedMatrix):
         """The scale of numbers along the last dimension, which stays, with one number."""
 
     def _codes(self, rows: slice, columns: slice) -> torch.Tensor:
-        weights, scales = self._parts[WEIGHT][rows, columns].float(), self._scales(rows, columns)
-        return self._rounded(torch.where(scales == 0, 0, weights / scales))
+        weights = self._parts[WEIGHT][rows, columns]
+        size = self._inputs_each(columns) or 1
+        scales = self._scales(rows, columns, size)[..., None]
+        codes = torch.empty(weights.shape, dtype=self.CODE_DTYPE)
+        for some in few_rows(weights.shape):
+            numbers = weights[some].float().unflatten(-1, (-1, size))
+            numbers = torch.where(scales[some] == 0, 0, numbers / scales[some])
+            codes[some] = self._rounded(numbers).flatten(-2)
+        return codes
 
     def _rounded(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers.round().clamp(*self._range()).to(torch.int8)
+        """Numbers that a code can hold, in place of these."""
+        return numbers.round_().clamp_(*self._range())
 
     def _range(self) -> tuple[int, int]:
         return -127, 127
 
-    def _scales(self, rows: slice, columns: slice) -> torch.Tensor:
+    def _scales(self, rows: slice, columns: slice, every: int) -> torch.Tensor:
         key = rows.start, rows.stop
         if key not in self._found:
             self._found[key] = self._checked_scales(self._scales_of(rows))
-        return self._found[key][:, self._group_of(columns, self._size)]
+        return self._found[key][:, self._group_of(columns, self._size, every)]
 
     def _scales_of(self, rows: slice) -> torch.Tensor:
         """Scales [outputs, groups] of a range of outputs."""
-        return self._scale_of(self._parts[WEIGHT][rows, :].float().unflatten(-1, (-1, self._size)))[..., 0]
+        weights = self._parts[WEIGHT][rows, :]
+        some = (weights[few].float().unflatten(-1, (-1, self._size)) for few in few_rows(weights.shape))
+        found = [self._scale_of(numbers)[..., 0] for numbers in some]
+        return torch.cat(found) if found else weights.new_zeros(0, self.shape[1] // self._size).float()
 
-    def _zeros(self, rows: slice, columns: slice) -> torch.Tensor | None:
+    def _zeros(self, rows: slice, columns: slice, every: int) -> torch.Tensor | None:
         return None
 
 
@@ -154,8 +166,10 @@ class _Int4(_OnlineMatrix):
 class _Float8(_OnlineMatrix):
     """Floats of 8 bits, one scale for an output."""
 
+    CODE_DTYPE = FLOAT8
+
     def _rounded(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8)
+        return numbers.clamp_(-LARGEST_FLOAT8, LARGEST_FLOAT8)
 
     def _scale_of(self, numbers: torch.Tensor) -> torch.Tensor:
         return numbers.abs().amax(-1, keepdim=True) / LARGEST_FLOAT8

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installed
+
 from examples.benchmarks.transfers.bench_transfers import Mesh, mesh
 from router.tools.bench.report import machine, percentile
 

@@ -185,6 +185,7 @@ def test_a_backend_is_chosen_if_it_agrees(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(splits, "SPLIT_KEYS", 8)
     monkeypatch.setattr(triton_paged, "MOST_KEYS", 16)
     monkeypatch.setattr(triton_paged, "QUERY_LINES", 32)
+    monkeypatch.setattr(triton_paged, "WIDE_LINES", 32)
     cut: set[int] = set()
     splits_of = triton_paged.TritonPagedAttention.splits
 
@@ -261,8 +262,8 @@ options = dict(WINDOWED=True, CAPPED=True, SINKS=True, WIDEN=False)
 compile(kernels.store, 80, **shape)
 EVERY = sys.argv[1] == "True"  # at night
 if EVERY:
-    compile(kernels.attend, 90, HEADS=16, BLOCK_M=64, BLOCK_N=64, SPLIT=False, **shape, **options)
-compile(kernels.attend, 80, HEADS=16, BLOCK_M=16, BLOCK_N=64, SPLIT=True, **shape, **options)
+    compile(kernels.attend, 90, HEADS=16, BLOCK_SIZE=16, BLOCK_M=64, BLOCK_N=64, SPLIT=False, **shape, **options)
+compile(kernels.attend, 80, HEADS=16, BLOCK_SIZE=16, BLOCK_M=16, BLOCK_N=64, SPLIT=True, **shape, **options)
 from engine.gpu import grouped_kernels as grouped
 
 INTS = {"*i32": {"order", "places", "ends"}, "*i64": {"expert_ids"}}
@@ -296,6 +297,7 @@ rows = dict.fromkeys(["rows", "weight", "normed"], "*bf16")
 compile_fused(fused.rms_norm, rows | {"epsilon": "fp32"}, WIDTH=1024, BLOCK=1024, PLUS_ONE=False)
 vectors = ["query", "key", "cosines", "sines", "rotated_query", "rotated_key"]
 compile_fused(fused.rotate, dict.fromkeys(vectors, "*bf16"), HEADS=16, KV_HEADS=8, DIM=128, BLOCK=64)
+compile_fused(fused.gated, dict.fromkeys(["rows", "results"], "*bf16"), WIDTH=3072, BLOCK=1024, TANH=True)
 numbers = dict.fromkeys(["logits", "best", "temperatures", "lowest", "speeds"], "*fp32")
 compile_fused(fused.race, numbers | {"keys": "*i32", "winners": "*i64"}, BLOCK=4096)
 if EVERY:
@@ -308,6 +310,13 @@ for kernel, sizes in ((kernels.attend, {"splits", "table_width"}), (kernels.merg
     places = {each.name for each in kernel.params if each.do_not_specialize_on_alignment}
     assert places >= (tiles | parts) & set(kernel.arg_names), places
 """
+
+
+def test_tiles_of_wide_numbers_are_small() -> None:
+    """In float32, 64 lines spill kilobytes of registers per thread."""
+    for dtype, lines in ((torch.bfloat16, 64), (torch.float16, 64), (torch.float32, 16)):
+        found = [triton_paged.queries_per_tile(group, dtype) for group in (1, 2, 5, 100)]
+        assert found == [lines, lines // 2, lines // 5, 1]
 
 
 def test_kernels_compile_for_real_devices(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_the_cache_leaves_room_for_the_experts_of_a_lost_instance(
     executor._info = SimpleNamespace(num_experts=8)
     executor._place = (1, 4)
     executor._shard = SimpleNamespace(size=1)
-    executor._held = SimpleNamespace(experts=[2], bytes_per_expert=50, copies=1)
+    executor._held = SimpleNamespace(experts=[2], most=1, bytes_per_expert=50, copies=1)
     assert executor._leave_room(share, left) == found
     assert said in caplog.text
     executor._place = None

@@ -53,25 +53,32 @@ def _families_get_back_their_functions():
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "norms", "merged"),
+    ("family", "dtype", "norms", "merged", "gates"),
     [
-        ("qwen3", torch.float32, 9, 4),
-        ("llama", torch.bfloat16, 5, 4),
-        ("gemma2", torch.float32, 17, 8),  # weights are one less than the factors
-        ("qwen3_moe", torch.float32, 9, 2),
+        ("qwen3", torch.float32, 9, 4, 2),
+        ("llama", torch.bfloat16, 5, 4, 2),
+        ("gemma2", torch.float32, 17, 8, 4),  # weights are one less than the factors; GELU
+        ("qwen3_moe", torch.float32, 9, 2, 2),
+        ("gpt_oss", torch.float32, 9, 4, 0),  # a gate of its own, and half as many angles
     ],
 )
-def test_a_fused_model_gives_the_same_logits(family, dtype, norms, merged, anywhere) -> None:
+def test_a_fused_model_gives_the_same_logits(family, dtype, norms, merged, gates, anywhere) -> None:
     model = make(family, dtype)
     ids = torch.tensor([[5, 9, 3, 77]], device=DEVICE)
     with torch.inference_mode():
         expected = model(input_ids=ids, use_cache=False).logits.float()
         found = fuse_layers(model)
         logits = model(input_ids=ids, use_cache=False).logits.float()
-    assert found == {"norms": norms, "merged products": merged, "rotary embeddings": 1}
+    assert found == {
+        "norms": norms,
+        "merged products": merged,
+        "gates": gates,
+        "rotary embeddings": int(family != "gpt_oss"),
+    }
     tolerance = 1e-4 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(logits, expected, atol=tolerance * float(expected.abs().max()), rtol=tolerance)
-    assert isinstance(sys.modules[type(model).__module__].apply_rotary_pos_emb, FusedRotary)
+    rotary = sys.modules[type(model).__module__].apply_rotary_pos_emb
+    assert isinstance(rotary, FusedRotary) == (family != "gpt_oss")
 
 
 def test_products_with_one_input_are_one_product() -> None:
@@ -131,6 +138,32 @@ def test_a_norm_that_computes_something_else_is_left_as_it_is(make_norm) -> None
     norm = make_norm().to(DEVICE)
     assert fuse_layers(torch.nn.Sequential(norm))["norms"] == 0
     assert "forward" not in vars(norm)
+
+
+class OddLayer(torch.nn.Module):
+    """A feed-forward layer that may be asked for more than a tensor."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.always = always
+        self.gate_proj, self.up_proj = torch.nn.Linear(4, 8), torch.nn.Linear(4, 8)
+        self.down_proj = torch.nn.Linear(8, 4)
+
+    def forward(self, hidden: torch.Tensor, more: bool = False):
+        inner = torch.nn.functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden)
+        return (self.down_proj(inner), inner) if more or self.always else self.down_proj(inner)
+
+
+def test_layers_that_give_more_than_a_tensor_keep_their_way() -> None:
+    hidden = torch.randn(1, 3, 4).to(DEVICE)
+    with torch.no_grad():
+        odd, sometimes = OddLayer(always=True).to(DEVICE), OddLayer(always=False).to(DEVICE)
+        assert fuse_layers(odd)["gates"] == 0
+        assert isinstance(odd(hidden), tuple)
+        expected = sometimes(hidden)
+        assert fuse_layers(sometimes)["gates"] == 1
+        torch.testing.assert_close(sometimes(hidden), expected)
+        torch.testing.assert_close(sometimes(hidden, more=True)[0], expected)
 
 
 def test_rotary_embeddings_of_another_kind_are_left_as_they_are() -> None:

@@ -320,7 +320,7 @@ def test_bits_do_not_depend_on_how_tokens_come(layer: Layer, dtype: torch.dtype,
 
 
 CODED = [PLAIN, LAYERS[1], LAYERS[3], LAYERS[5], LAYERS[11], LAYERS[-1]]
-"""Layers whose keys and values are kept as codes: few rows and many, all properties, values within keys."""
+"""Layers with keys and values as codes: few rows and many, all properties."""
 
 
 @pytest.mark.parametrize("codes", ["int8", "fp8"])

@@ -1,4 +1,4 @@
-"""Codes follow weights that are laid out in another order, or joined: of latents, turned heads, joined projections."""
+"""Codes follow weights that are laid out in another order, or joined."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C
 
 BLOCK_SIZE = 16
 PUBLISHED, ROUNDED = "fp8 in blocks of 32", "w8a8 per channel"
-"""The form in which DeepSeek-V3 is published, with smaller blocks, and one that wants inputs in 8 bits."""
+"""DeepSeek-V3's published form with smaller blocks, and one with inputs in 8 bits."""
 DEEPSEEK: dict[str, Any] = (
     WIDER
     | LATENT

@@ -55,7 +55,12 @@ class Known:
 
 
 def quantised(
-    *shape: int, bits: int, group: int, zeros: bool = False, dtype: torch.dtype = torch.bfloat16
+    *shape: int,
+    bits: int,
+    group: int,
+    zeros: bool = False,
+    is_float: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> torch.nn.Parameter:
     """Random weights [..., outputs, inputs] that know their codes."""
     generator = torch.Generator().manual_seed(sum(shape) + bits)
@@ -64,7 +69,9 @@ def quantised(
     grid = (*shape[:-1], shape[-1] // group)
     scales = torch.rand(grid, generator=generator) * 0.02
     points = torch.randint(low, high, grid, generator=generator).float() if zeros else None
-    known = Codes(codes, scales, points, bits)
+    if is_float:
+        codes[(codes & 127) == 127] = 1  # those are no numbers
+    known = Codes(codes, scales, points, bits, is_float)
     weight = torch.nn.Parameter(known.widened(dtype), requires_grad=False)
     setattr(weight, ATTRIBUTE, Known(known))
     return weight
@@ -75,12 +82,13 @@ FORMS = {
     "int4 with zeros": {"bits": 4, "group": 16, "zeros": True},
     "int8 per channel": {"bits": 8, "group": 192},
     "int8 with zeros": {"bits": 8, "group": 64, "zeros": True},
+    "fp8 in blocks": {"bits": 8, "group": 64, "is_float": True},
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rows", [1, 5, 9, 33, 230])
+@pytest.mark.parametrize("rows", [1, 5, 9, 14, 33, 230])
 @pytest.mark.parametrize("outputs", [64, 250])
 def test_products_have_the_same_bits(
     kernels: library.Library, rows: int, outputs: int, form: str, dtype: torch.dtype
@@ -141,6 +149,8 @@ def test_codes_that_do_not_give_the_weights_are_not_used(kernels: library.Librar
         ("llama", "w8a8 per channel"),
         ("llama", "gptq"),
         ("llama", "awq"),
+        ("llama", "fp8 per channel"),
+        ("llama", "fp8 in blocks"),
         ("qwen3_moe", "w4a16 groups"),
     ],
 )
