@@ -141,13 +141,16 @@ class EngineCore:
         """Whether blocks are held for a transfer, in either direction."""
         return self.exchange is not None and not self.exchange.is_idle
 
-    def exchange_blocks(self, mover: Mover, *, address: str, identity: str, token_bytes: float) -> None:
+    def exchange_blocks(
+        self, mover: Mover, *, address: str, identity: str, token_bytes: float, checks: bool = False
+    ) -> None:
         """Fetch KV blocks from other instances from now on, and lend them blocks.
 
-        ``address`` is where they ask for them; ``token_bytes`` those of one token in the cache.
+        ``address`` is where they ask for them; ``token_bytes`` those of one token in the cache. ``checks``:
+        bits do not depend on the batch, so some fetched blocks are computed as well, and compared.
         """
-        size = self._config.cache.block_size
-        self.exchange = BlockExchange(self._pool, mover, FetchPrice(token_bytes), size)
+        size, checks = self._config.cache.block_size, checks and self._executor.in_flight == 1
+        self.exchange = BlockExchange(self._pool, mover, FetchPrice(token_bytes), size, checks=checks)
         self._blocks_at, self._cache_identity = address, identity
 
     def submit(self, peer: Peer, submit: Submit) -> RequestRefused | None:
@@ -324,6 +327,9 @@ class EngineCore:
         self.scheduler.timed(step, self._finished_at - began)
         if self.exchange is not None and len(step.slots) < step.num_tokens:
             self.exchange.price.computed(step.num_tokens, self._finished_at - began)
+        if self.exchange is not None:
+            for request in self.exchange.wrong_requests():
+                self.scheduler.set_back(request)
         times = self._executor.expert_times()
         if times is not None and agreement.sizes:
             self._profile.stepped(agreement, step.num_tokens, self._finished_at - began, times)

@@ -288,6 +288,7 @@ class Instance:
             address=mover.address,
             identity=identity,
             token_bytes=memory.block_bytes / cache.block_size,
+            checks=self._numerics.invariant,
         )
         logger.info("KV blocks are lent at %s (cache %s)", mover.address, identity)
         return mover

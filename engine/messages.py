@@ -261,6 +261,10 @@ class TransferCounters(msgspec.Struct, frozen=True, array_like=True):
     """Blocks that were held for other instances."""
     prompt_tokens: int = 0
     """Tokens of prompts that were fetched, and so not computed."""
+    checked_blocks: int = 0
+    """Fetched blocks that were computed as well, and compared."""
+    wrong_blocks: int = 0
+    """Checked blocks that differed."""
 
 
 class InstanceReport(msgspec.Struct, frozen=True, array_like=True):

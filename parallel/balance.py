@@ -217,7 +217,7 @@ class _Change(msgspec.Struct, frozen=True):
 def _change(load: Sequence[float], held: Copies, seats: Seats, terms: Terms) -> _Change:
     slots, total = _slots(len(load), seats, terms)
     layer = _Layer(load, held, seats, slots, total, least_copies(len(load), seats, terms))
-    must = not layer.is_sound()
+    must, is_crowded = not layer.is_sound(), layer.is_crowded()
     layer.settle_copies()
     layer.refine()
     copies, is_sound, least = layer.copies(), layer.is_sound(), layer.greatest / WORSE
@@ -227,7 +227,7 @@ def _change(load: Sequence[float], held: Copies, seats: Seats, terms: Terms) -> 
         layer.refine()
         if layer.greatest < least and layer.is_sound():
             copies, is_sound, least = layer.copies(), True, layer.greatest
-    must = must and (is_sound or not all(held))
+    must = must and (is_sound or not all(held) or is_crowded)
     moves = sum(len(set(new) - set(old)) for new, old in zip(copies, held, strict=True))
     return _Change(
         copies,
@@ -295,6 +295,12 @@ class _Layer:
         fewest = int(self._total >= len(self._slots))
         return all(fewest <= len(experts) <= slots for experts, slots in within) and all(
             self._num_instances(ranks) >= self._least for ranks in self._ranks
+        )
+
+    def is_crowded(self) -> bool:
+        """Whether a rank has more experts than it has room for."""
+        return any(
+            0 < room < len(experts) for room, experts in zip(self._seats.room, self._experts, strict=True)
         )
 
     def _num_instances(self, ranks: Collection[int]) -> int:

@@ -30,7 +30,7 @@ MOST_KEYS = 64
 QUERY_LINES = 64
 """Queries times heads of a tile of a longer row."""
 WIDE_LINES = 16
-"""The same in float32, of which more would not fit the registers, and take half a minute to compile."""
+"""The same in float32: more would not fit the registers, and compile slowly."""
 PROGRAMS_PER_PROCESSOR = 2
 
 
@@ -352,7 +352,7 @@ class _Launch:
 
 
 def queries_per_tile(group: int, dtype: torch.dtype) -> int:
-    """Queries of a tile of a longer row, with so many heads for each KV head."""
+    """Queries of a tile of a longer row, by heads for each KV head."""
     lines = QUERY_LINES if dtype.itemsize <= 2 else min(QUERY_LINES, WIDE_LINES)
     return max(lines // group, 1)
 

@@ -142,6 +142,18 @@ class BlockPool:
             if self._observer is not None:
                 self._observer.stored(block_hash)
 
+    def unname(self, hashes: Iterable[BlockHash]) -> None:
+        """Take blocks whose content may be wrong out of the prefix index.
+
+        Requests that hold them keep them.
+        """
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is not None:
+                self._forget(block)
+                if self._references[block] == 0:
+                    self._free.move_to_end(block, last=False)
+
     def release(self, blocks: Sequence[int]) -> None:
         """Drop a reference to each block of a request, given in order.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -81,6 +82,10 @@ class Request:
     """Address of an instance that has more of its blocks; empty for none."""
     num_fetched: int = 0
     """Tokens whose blocks came from there."""
+    most_cached: int | None = None
+    """Most blocks that its first admission takes from the cache; None: all that are there."""
+    checked: tuple[str, Sequence[BlockHash]] | None = None
+    """Source and blocks of a transfer whose last block it computes (:mod:`engine.transfers.checking`)."""
     was_admitted: bool = False
     arrived_at: float = 0.0
     """Arrival in seconds of ``time.perf_counter``; 0 once its times were sent."""

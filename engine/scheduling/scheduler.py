@@ -237,6 +237,14 @@ class Scheduler:
             return False
         return self.abort(key)
 
+    def set_back(self, request: Request) -> None:
+        """Compute a running request anew: what it found in the cache is wrong.
+
+        It is in no step but the one that is updated next, whose token for it is dropped.
+        """
+        if request.status is Status.RUNNING:
+            self._preempt(request)
+
     # ---- one step
 
     @property
@@ -547,6 +555,8 @@ class Scheduler:
                     break
                 continue
             known = self._pool.find_prefix(request.prefix_hashes(self._rules.block_size))
+            if request.most_cached is not None:
+                known = known[: request.most_cached]
             request.num_computed = len(known) * self._rules.block_size
             count = self._chunk(request, rows)
             in_all = self._blocks_for(len(request.token_ids))

@@ -20,6 +20,7 @@ import msgspec
 from engine.messages import TransferCounters
 from engine.scheduling.blocks import BlockHash, BlockPool
 from engine.scheduling.request import Request, RequestKey
+from engine.transfers.checking import BlockChecks
 from engine.transfers.fetching import Ended, Outcome, Source, Wanted
 from engine.transfers.lending import Key, Look, Return
 from engine.transfers.messages import MOST_BLOCKS
@@ -48,6 +49,7 @@ class Mover(Protocol):
     def fetch(self, wanted: Wanted) -> None: ...
     def cancel(self, number: int) -> None: ...
     def found(self, loan: Key, blocks: Sequence[int]) -> None: ...
+    def same(self, one: int, other: int) -> bool: ...
 
 
 @dataclass
@@ -74,7 +76,10 @@ class BlockExchange:
         price: FetchPrice,
         block_size: int,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        checks: bool = False,
     ) -> None:
+        """``checks``: some fetched blocks are computed as well, since their bits must be equal."""
         self._pool = pool
         self._mover = mover
         self._clock = clock
@@ -93,6 +98,7 @@ class BlockExchange:
         self._copied: list[tuple[Key, int]] = []
         self._shunned: dict[Source, None] = {}
         self._counters = TransferCounters()
+        self._checks = BlockChecks(pool, block_size) if checks else None
 
     def __repr__(self) -> str:
         return f"<BlockExchange {len(self._lent)} lent, {len(self._transfers)} on the way>"
@@ -197,6 +203,21 @@ class BlockExchange:
         """Count what was fetched for a request that begins to be computed."""
         tokens, request.num_fetched = min(request.num_fetched, request.num_cached), 0
         self._count(prompt_tokens=self._counters.prompt_tokens + tokens)
+        if self._checks is not None:
+            self._checks.admitted(request)
+
+    def wrong_requests(self) -> list[Request]:
+        """Requests that found wrong blocks, by the checks of the step that just ended."""
+        if not self._checks:
+            return []
+        count, wrong = self._checks.compare(self._mover.same)
+        self._count(
+            checked_blocks=self._counters.checked_blocks + count,
+            wrong_blocks=self._counters.wrong_blocks + len(wrong),
+        )
+        for check in wrong:
+            self._shun(check.source, "a block of it is not what was computed here", is_wrong=True)
+        return [check.request for check in wrong]
 
     def price_now(self) -> float:
         """What a fetched token costs, in tokens to compute; 1 where nothing is fetched."""
@@ -295,23 +316,23 @@ class BlockExchange:
         if end.outcome in (Outcome.WHOLE, Outcome.SLOW):
             self.price.fetched(end.num_bytes, end.seconds, now)
         if end.for_good:
-            self._shun(end)
+            is_wrong = end.outcome is Outcome.WRONG
+            why = "what it sent is not what it named" if is_wrong else "its cache differs"
+            self._shun(end.source, why, is_wrong=is_wrong)
         found = list(transfer.requests.values())
         for request in found:
             del self._waiting[request.key]
             request.num_fetched = tokens
+        if found and end.count and self._checks is not None:
+            self._checks.fetched(found[0], end.source, wanted.names[: end.count])
         for key in transfer.copies:
             self._end_copy(key)
         return found
 
-    def _shun(self, end: Ended) -> None:
-        logger.log(
-            logging.ERROR if end.outcome is Outcome.WRONG else logging.INFO,
-            "KV blocks of %s are not asked for any more: %s",
-            end.source,
-            "what it sent is not what it named" if end.outcome is Outcome.WRONG else "its cache differs",
-        )
-        self._shunned[end.source] = None
+    def _shun(self, source: Source, why: str, *, is_wrong: bool) -> None:
+        level = logging.ERROR if is_wrong else logging.INFO
+        logger.log(level, "KV blocks of %s are not asked for any more: %s", source, why)
+        self._shunned[source] = None
         while len(self._shunned) > MOST_SHUNNED:
             del self._shunned[next(iter(self._shunned))]
 

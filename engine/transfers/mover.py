@@ -127,6 +127,10 @@ class BlockMover:
         """The answer to a :class:`Look`; the blocks are held until its :class:`Return`."""
         self._call(lambda: self._lend(self._lender.found(loan, blocks)))
 
+    def same(self, one: int, other: int) -> bool:
+        """Whether two blocks, which the step loop holds, have the same bytes."""
+        return bool((self._memory.read([one]) == self._memory.read([other])).all())
+
     @property
     def has_ended(self) -> bool:
         """Whether nothing is read or written any more, nor will be."""

@@ -145,6 +145,10 @@ def _of_transfers(model: str, reports: Mapping[int, InstanceReport]) -> Iterable
     lent = CounterMetricFamily(
         "lockstep:kv_lent_blocks", "KV blocks that were held for other instances.", labels=LABELS
     )
+    checked = CounterMetricFamily(
+        "lockstep:kv_checked", "Fetched KV blocks that were computed as well, and compared.", labels=LABELS
+    )
+    wrong = CounterMetricFamily("lockstep:kv_wrong", "Of those, KV blocks that differed.", labels=LABELS)
     price = GaugeMetricFamily(
         "lockstep:kv_fetch_price",
         "Measured time to fetch a token over that to compute one; 1: nothing is fetched.",
@@ -159,8 +163,10 @@ def _of_transfers(model: str, reports: Mapping[int, InstanceReport]) -> Iterable
         num_bytes.add_metric(labels, counters.fetched_bytes)
         seconds.add_metric(labels, counters.fetch_seconds)
         lent.add_metric(labels, counters.lent_blocks)
+        checked.add_metric(labels, counters.checked_blocks)
+        wrong.add_metric(labels, counters.wrong_blocks)
         price.add_metric(labels, report.fetch_price)
-    return [outcomes, num_bytes, seconds, lent, price]
+    return [outcomes, num_bytes, seconds, lent, checked, wrong, price]
 
 
 def _of_lockstep(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[Metric]:

@@ -194,10 +194,7 @@ class QuantizedMatrix(ABC):
         return Codes(codes, scales, zeros, bits, rounding=rounding)
 
     def _inputs_each(self, columns: slice) -> int:
-        """Inputs of a range that share a scale.
-
-        0 where they are not neighbours, or a group is cut.
-        """
+        """Inputs of a range that share a scale; 0 if a group is cut."""
         size = self._group_size()
         if size and (columns.start % size or columns.stop % size):
             if columns.start // size != (columns.stop - 1) // size:
@@ -298,7 +295,7 @@ class _WithGrid(QuantizedMatrix):
         return self._checked_scales(self._spread(self.SCALES, rows, columns, every))
 
     def _spread(self, part: str, rows: slice, columns: slice, every: int) -> torch.Tensor:
-        """Values of a part with one for each range, for each ``every``-th input."""
+        """Values of a part with one for each range, for every ``every``-th weight."""
         stored = self._parts[part]
         values = stored[...] if len(stored.get_shape()) < 2 else None
         if values is not None:
@@ -313,10 +310,7 @@ class _WithGrid(QuantizedMatrix):
     def _expand(
         self, values: torch.Tensor, rows: slice, columns: slice, every: int, first: tuple[int, int]
     ) -> torch.Tensor:
-        """Values for these weights.
-
-        ``first``: the row and column in the grid that values begin with.
-        """
+        """Values for these weights; ``first``: row and column that values begin with."""
         of_rows = torch.arange(rows.start, rows.stop) // self._rows_each - first[0]
         of_columns = self._column_groups(columns, every) - first[1]
         return values[of_rows][:, of_columns]

@@ -231,10 +231,10 @@ def measure(args: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
     phases["churn"] = phase.figures
     mesh.command(lambda _: "churn 0")
     mesh.wait(all_ready)
+    before = {series for each in (*mesh.routers, mesh.watchers) for series in each.seen()["series"]}
     mesh.restart_coordinator()
     with Phase(mesh, args.watchers) as phase:
-        time.sleep(1)
-        mesh.wait(all_ready)
+        mesh.wait(lambda seen: before.isdisjoint(seen["series"]) and all_ready(seen))
     phases["restart"] = phase.figures
     return phases
 

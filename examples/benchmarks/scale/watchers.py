@@ -58,7 +58,8 @@ async def main() -> None:
         if router is not None:
             found[0]["ready"] = router.num_ready
         least = {key: min(each[key] for each in found) for key in found[0]}
-        print(json.dumps({**least, "news": news[0]}), flush=True)
+        series = sorted({view.series for view in views if view})
+        print(json.dumps({**least, "news": news[0], "series": series}), flush=True)
 
 
 if __name__ == "__main__":

@@ -103,25 +103,26 @@ def run(args: argparse.Namespace, kind: str) -> dict[str, Any]:
         if errors := [client.error for client in clients if client.error]:
             raise SystemExit(f"a request failed: {errors[0]!r}")
         found = [sum(map(int, each)) for each in zip(*BACK.findall(running.log), strict=True)] or [0, 0, 0]
+    usual = sorted(gap for client in clients for gap in client.gaps(before, began))
     return {
         "kind": kind,
         "seconds": ended - began,
         "moved": found[0],
         "computed_again": found[1],
         "cached": found[2],
-        "undisturbed": [gap for client in clients for gap in client.gaps(before, began)],
+        "undisturbed": {f"p{percent}": percentile(usual, percent) for percent in (50, 99)},
         "gaps": [max(client.gaps(began, ended), default=0.0) for client in clients],
         "tokens": [client.tokens for client in clients],
     }
 
 
 def summary(result: dict[str, Any]) -> str:
-    gaps, usual = sorted(result["gaps"]), sorted(result["undisturbed"])
+    gaps, usual = sorted(result["gaps"]), result["undisturbed"]
     return (
         f"{result['kind']}: {result['moved']} requests in {result['seconds']:.1f} s, "
         f"{result['computed_again']} tokens computed again, longest gap p50 {percentile(gaps, 50):.0f} "
-        f"p99 {percentile(gaps, 99):.0f} ms (before the drain: p50 {percentile(usual, 50):.0f} "
-        f"p99 {percentile(usual, 99):.0f} ms)"
+        f"p99 {percentile(gaps, 99):.0f} ms (before the drain: p50 {usual['p50']:.0f} "
+        f"p99 {usual['p99']:.0f} ms)"
     )
 
 
@@ -146,7 +147,8 @@ def main() -> int:
     same = all(each == answers[0] for each in answers)
     print("all answers are equal" if same else "ANSWERS DIFFER")
     if args.output_json:
-        facts = {**machine(), "requests": args.requests, "length": args.length, "equal": same}
+        facts = {**machine(), "equal": same}
+        facts |= {"requests": args.requests, "length": args.length, "tokens": args.tokens}
         args.output_json.write_text(json.dumps({**facts, "rounds": results}, indent=1) + "\n")
     return 0 if same else 1
 

@@ -313,7 +313,7 @@ for kernel, sizes in ((kernels.attend, {"splits", "table_width"}), (kernels.merg
 
 
 def test_tiles_of_wide_numbers_are_small() -> None:
-    """In float32 64 lines spill kilobytes of registers per thread, on all devices that were compiled for."""
+    """In float32, 64 lines spill kilobytes of registers per thread."""
     for dtype, lines in ((torch.bfloat16, 64), (torch.float16, 64), (torch.float32, 16)):
         found = [triton_paged.queries_per_tile(group, dtype) for group in (1, 2, 5, 100)]
         assert found == [lines, lines // 2, lines // 5, 1]

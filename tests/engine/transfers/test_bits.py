@@ -12,7 +12,8 @@ import pytest
 from engine.core import EngineCore
 from engine.kernels import library
 from engine.messages import Submit
-from engine.transfers import price
+from engine.scheduling.request import from_submit
+from engine.transfers import checking, price
 from engine.transfers.identity import CacheFacts, identity_of
 from engine.transfers.mover import BlockMover
 from tests.engine.invariance.answers import ALONE, PEER, Answer, Answers, How, Instance, load, step
@@ -49,7 +50,9 @@ class Serving:
             address=self.mover.address,
             identity=identity,
             token_bytes=memory.block_bytes / instance.block_size,
+            checks=True,
         )
+        self.memory, self.pool = memory, self.core._pool
         self.found: Answers = {}
 
     def submit(self, submits: list[Submit], blocks_at: str = "") -> None:
@@ -145,3 +148,50 @@ def test_a_source_that_dies_costs_its_blocks_only(both: tuple[Serving, Serving])
     serve(taker)
     assert taker.found == source.found
     assert taker.core.report(0, 0).blocks_used == 0
+
+
+@pytest.mark.parametrize("wrong", [None, -1, -2])
+def test_a_source_that_computed_wrongly_is_found_and_costs_no_answer(
+    pair: tuple[Instance, Instance],
+    wrong: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """``wrong``: index of the block in which bits flip at the source; None for none."""
+    monkeypatch.setattr(checking, "CHECK_INTERVAL", 1)
+    submits = requests(4, count=16, vocab_size=VOCAB, longest=300, most=8, greedy=True)
+    plain = [each for each in submits if each.params.prompt_logprobs is None]
+    submit = max(plain, key=lambda each: len(each.prompt_ids))
+    alone = pair[0].answers([submit], ALONE)[0]
+    source, taker = (Serving(each, How(cache=16384)) for each in pair)
+    try:
+        source.submit([submit])
+        serve(source)
+        size = pair[0].block_size
+        names = from_submit(submit, PEER, arrival=1, eos_ids=(), max_model_len=10**6).prefix_hashes(size)
+        blocks = source.pool.find_prefix(names)
+        assert len(blocks) == len(names) > 2
+        if wrong is not None:
+            flipped = source.memory.read([blocks[wrong]])[0] ^ 0x21
+            source.memory.write(blocks[wrong], flipped.data)
+        taker.submit([submit], source.mover.address)
+        serve(source, taker)
+        assert taker.found == alone
+        exchange = taker.core.exchange
+        assert exchange is not None
+        counters = exchange.counters()
+        assert (counters.checked_blocks, counters.wrong_blocks) == (1, int(wrong is not None))
+        assert counters.outcomes == {"whole": 1}, "its digests were right"
+        assert ("is not what was computed here" in caplog.text) == (wrong is not None)
+        assert taker.core.report(0, 0).blocks_used == 0
+        again = taker.pool.find_prefix(names)
+        if wrong is not None:  # what is in the cache by now was computed here
+            assert len(again) == len(names)
+            assert not (taker.memory.read([again[wrong]])[0] == flipped).all()
+            assert not exchange.takes(from_submit(
+                msgspec.structs.replace(submit, request=99, cache_salt="x", blocks_at=source.mover.address),
+                PEER, arrival=1, eos_ids=(), max_model_len=10**6,
+            )), "it is not asked again"  # fmt: skip
+    finally:
+        for each in (source, taker):
+            each.mover.close()

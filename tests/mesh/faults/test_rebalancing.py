@@ -34,7 +34,7 @@ CONFIG = {"window_size": 5, "step_interval": 1000000, "num_redundant_experts": 2
 STREAMS = 6
 """Streams at once whose tokens are alike."""
 CHANGES, MOST_ROUNDS = 10, 10
-"""Rebalancings that the answers pass through, and how often all are asked for to get them."""
+"""Rebalancings that answers pass through, and how often all are asked for."""
 
 
 def balance(admin: int) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def rebalance(admin: int) -> None:
 
 @contextmanager
 def moving(ports: Ports, admin: int) -> Iterator[None]:
-    """Streams that go through the same few experts, now these and now those, and wishes that experts move."""
+    """Streams through few experts that change, and wishes that experts move."""
     numbers, over = count(), threading.Event()
 
     def stream() -> None:

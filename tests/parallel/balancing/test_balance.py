@@ -120,6 +120,11 @@ def test_copies_for_a_death_yield_to_room() -> None:
     assert least_copies(8, seats(2, room=8), Terms(num_redundant=8, survive=1)) == 2
     assert least_copies(8, seats(2), Terms(num_redundant=7, survive=1)) == 1
     assert least_copies(8, seats(1), Terms(num_redundant=8, survive=1)) == 1
+    uneven = Seats((0, 0, 1), (0, 0, 1), ("h",) * 3)
+    assert least_copies(2, uneven, Terms(num_redundant=2, survive=1)) == 1, "one instance lacks room for both"
+    held: Copies = ((0, 1, 2), (0, 1, 2))
+    (copies,) = balance([[0.0, 0.0]], [held], uneven, Terms(num_redundant=2, survive=1)).layers
+    assert sum(2 in ranks for ranks in copies) == 1, "who has too many gives some away"
     with pytest.raises(ValueError, match="8 experts do not fit"):
         balance([[0.0] * 8], [dealt(8, 2)], seats(2, room=3), FREE)
 
