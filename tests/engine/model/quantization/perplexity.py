@@ -74,6 +74,18 @@ class Work:
 Write = Callable[[Work], Written]
 
 
+def _static_scales(training: Windows) -> dict[str, torch.Tensor]:
+    """Scales of the inputs of each matrix; an expert that no token chose has the largest."""
+    largest = reference.largest_inputs(SHIPPED, training)
+    scales = {}
+    for name in load_file(SHIPPED / "model.safetensors"):
+        if writers.LINEAR.search(name):
+            owner = name.removesuffix(".weight")
+            found = largest.get(owner.replace("gate_proj", "up_proj"), max(largest.values()))
+            scales[owner] = torch.tensor([found / 127])
+    return scales
+
+
 def _of_layout(layout: Callable[[], Layout], inputs: QuantizationArgs | None = None) -> Write:
     """A checkpoint in this layout; ``inputs``: how activations are rounded."""
 
@@ -81,13 +93,7 @@ def _of_layout(layout: Callable[[], Layout], inputs: QuantizationArgs | None = N
         quantized, wide = work.directory / "quantized", work.directory / "wide"
         scales: dict[str, torch.Tensor] = {}
         if inputs is not None and not inputs.dynamic:
-            largest = reference.largest_inputs(SHIPPED, work.training[:CALIBRATION])
-            scales = {name: torch.tensor([value / 127]) for name, value in largest.items()}
-            scales |= {
-                name.replace("up_proj", "gate_proj"): value.clone()
-                for name, value in scales.items()
-                if "up_proj" in name
-            }
+            scales = _static_scales(work.training[:CALIBRATION])
         write_copies(
             SHIPPED,
             layout(),
@@ -250,8 +256,8 @@ def measure(name: str, work: Work, text: Windows) -> Result:
 def training_windows(text: Path) -> Windows:
     """The first of the text that the model was trained on."""
     tokenizer = Tokenizer.from_file(str(SHIPPED / "tokenizer.json"))
-    chapter = "\n\n".join(load_corpus(text).chapters[0])
-    ids = tokenizer.encode(chapter).ids
+    chapters = ["\n\n".join(each) for each in load_corpus(text).chapters[:CALIBRATION]]
+    ids = tokenizer.encode("\n\n".join(chapters)).ids
     return [ids[at : at + WINDOW + 1] for at in range(0, len(ids) - WINDOW, WINDOW)]
 
 
