@@ -1,4 +1,4 @@
-"""Each family in each format over ranks, stages and spread experts: the answers of one worker."""
+"""Families in all formats over ranks and stages: the answers of one worker."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def alone(directory: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize(("family", "kind", "layout"), CASES)
 def test_answers_are_those_of_one_worker(family: str, kind: str, layout: str, tmp_path: Path) -> None:
-    """Of the widened model, where inputs are not rounded."""
+    """Where inputs are not rounded, it is one of the widened model."""
     plain = make_tiny_model(tmp_path / "plain", family, intermediate_size=128)
     quantized = tmp_path / "quantized"
     write_quantized(plain, kind, quantized, tmp_path / "wide")
