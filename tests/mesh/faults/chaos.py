@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from coordinator.messages import Member, State, View
+from engine.config import SHIPPED_MODEL
 from examples.benchmarks.links import netns
 from tests.mesh.faults.load import LONGEST, Load, Verdict, body_of, undisturbed
 from tests.mesh.faults.rest import Growth, assert_at_rest
@@ -217,7 +218,15 @@ def run(asked: argparse.Namespace, directory: Path, stack: contextlib.ExitStack)
     """Run chaos as asked, and return the report."""
     hosts = netns.ends_here() if asked.namespaces else None
     mesh = SpreadMesh(
-        directory, stack, asked.instances, apart=True, backend=asked.backend, flags=FLAGS, hosts=hosts
+        directory,
+        stack,
+        asked.instances,
+        apart=True,
+        backend=asked.backend,
+        model=asked.model,
+        how=("-ep", "--served-model-name", SHIPPED_MODEL),
+        flags=FLAGS,
+        hosts=hosts,
     )
     bodies = [body_of(number, longest=asked.longest) for number in range(NUM_BODIES)]
     truth = undisturbed(mesh.url, bodies, asked.streams)
@@ -243,6 +252,7 @@ def run(asked: argparse.Namespace, directory: Path, stack: contextlib.ExitStack)
         "seed": asked.seed,
         "seconds": round(time.monotonic() - chaos.began, 1),
         "instances": asked.instances,
+        "model": asked.model,
         "link": str(asked.namespaces or ""),
         "streams": asked.streams,
         "events": dict(chaos.events),
@@ -267,6 +277,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--instances", type=int, default=3)
+    parser.add_argument("--model", default=SHIPPED_MODEL)
     parser.add_argument("--backend", default="auto", help="--all2all-backend of the mesh")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of a prompt at most")
