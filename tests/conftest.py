@@ -65,3 +65,11 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+
+
+def pytest_unconfigure() -> None:
+    """Let the end of the process free what was kept.
+
+    Else triton's bindings print hundreds of lines about objects that leak.
+    """
+    gc.unfreeze()

@@ -42,7 +42,7 @@ def store(
     key and value [kv_heads, tokens, dim] (strides given, last one 1) go to ``slots[token]`` of keys and
     values [slots, kv_heads, dim].
     """
-    token, head = tl.program_id(0), tl.program_id(1)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cell = tl.load(slots + token).to(tl.int64) * KV_HEADS + head
     k, v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     in_key, in_value = k < KEY_DIM, v < VALUE_DIM
@@ -113,7 +113,7 @@ def attend(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(tile_rows + tile).to(tl.int64)
-    first = tl.load(tile_tokens + tile).to(tl.int32)
+    first = tl.load(tile_tokens + tile).to(tl.int64)  # times a stride, it may be beyond int32
     count = tl.load(tile_counts + tile).to(tl.int32)
     position = tl.load(tile_positions + tile).to(tl.int32)
     m = tl.arange(0, BLOCK_M)
@@ -225,7 +225,7 @@ def merge(
     They become one line of attended [tokens, heads, value_dim].
     """
     tile, head = tl.program_id(0), tl.program_id(1)
-    token = tl.load(tile_tokens + tile).to(tl.int32)
+    token = tl.load(tile_tokens + tile).to(tl.int64)
     v = tl.arange(0, BLOCK_V)
     in_value = v < VALUE_DIM
     peak = tl.full([1], float("-inf"), tl.float32)

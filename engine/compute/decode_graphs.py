@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
@@ -79,7 +80,12 @@ class CudaCapture:
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            with torch.cuda.graph(
+                graph,
+                pool=self._pool,
+                stream=self._stream,
+                capture_error_mode="thread_local",  # what other threads do does not spoil it
+            ):
                 output = compute()
         finally:
             torch.cuda.set_stream(current)  # if the end of a capture fails, torch leaves ours the current one
@@ -96,7 +102,9 @@ class CudaCapture:
 def _waits_raise() -> Iterator[None]:
     """While it lasts, operators of torch that wait for the device raise, with their names."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():  # torch warns that the mode is a prototype
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

@@ -13,8 +13,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+STEP_ADDRESSES = ["order", "places", "ends"]
+"""Arguments whose alignment depends on the number of pairs.
 
-@triton.jit(do_not_specialize=["pairs"])
+Nothing is to be compiled anew for it while an instance serves.
+"""
+
+
+@triton.jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=STEP_ADDRESSES)
 def sort_pairs(
     expert_ids,
     order,
@@ -75,7 +81,7 @@ def group_of_tile(ends, tile, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOC
     return expert, first, tl.sum(tl.where(chosen, stop, 0), 0)
 
 
-@triton.jit(do_not_specialize=["top_k"])
+@triton.jit(do_not_specialize=["top_k"], do_not_specialize_on_alignment=STEP_ADDRESSES)
 def grouped_product(
     rows,
     weights,
@@ -136,7 +142,7 @@ def grouped_product(
         )
 
 
-@triton.jit(do_not_specialize=["top_k"])
+@triton.jit(do_not_specialize=["top_k"], do_not_specialize_on_alignment=[*STEP_ADDRESSES, "weights"])
 def weighted_sum(
     computed,
     weights,

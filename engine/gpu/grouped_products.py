@@ -40,11 +40,11 @@ class Pairs:
         count = flat.numel()
         if count > SORTED_BY_KERNEL:
             ordered, order = torch.sort(flat, stable=True)
-            experts = torch.arange(num_experts, device=flat.device)
+            experts = torch.arange(num_experts, device=flat.device, dtype=flat.dtype)
             ends = torch.searchsorted(ordered, experts, right=True, out_int32=True)
-            places = torch.empty_like(order)
-            places[order] = torch.arange(count, device=flat.device)
-            return Pairs(order, places, ends, expert_ids.shape[1])
+            places = torch.empty(count, dtype=torch.int32, device=flat.device)
+            places[order] = torch.arange(count, dtype=torch.int32, device=flat.device)
+            return Pairs(order.int(), places, ends, expert_ids.shape[1])  # of the types of the kernel's
         order, places = torch.empty(2, count, dtype=torch.int32, device=flat.device)
         ends = torch.empty(num_experts, dtype=torch.int32, device=flat.device)
         programs = -(-count // SORT_BLOCK) + -(-num_experts // SORT_BLOCK)

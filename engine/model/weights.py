@@ -260,6 +260,8 @@ def _run_uncut(
         module = module.to(device).eval().requires_grad_(False)
         if module._can_set_experts_implementation():
             module.set_experts_implementation(choose_experts_function(module))
+        if round_inputs(module):
+            sum_experts_in_order(module)
         _fix_rope_scaling(module, _longest(info, settings))
         return module
 

@@ -38,10 +38,12 @@ def windows(work: Path) -> list[list[int]]:
     return [ids[at : at + WINDOW + 1] for ids in texts for at in range(0, len(ids) - WINDOW, WINDOW)]
 
 
-def loss_of(model: str, kept: str, dtype: str, prompts: list[list[int]]) -> float:
+def loss_of(
+    model: str, kept: str, dtype: str, prompts: list[list[int]], quantization: str | None = None
+) -> float:
     """Mean cross entropy, in nats per token."""
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-    with LLM(model, dtype=dtype, kv_cache_dtype=kept) as llm:
+    with LLM(model, dtype=dtype, kv_cache_dtype=kept, quantization=quantization) as llm:
         outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
     total = count = 0.0
     for prompt, output in zip(prompts, outputs, strict=True):

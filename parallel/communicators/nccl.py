@@ -220,6 +220,7 @@ class NcclWire:
     # ---- in the thread that watches
 
     def _watch(self) -> None:
+        _use(self._device)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._pending or self._is_closed)
@@ -253,6 +254,15 @@ class NcclWire:
 
 def _nothing() -> None:
     """Nothing is left to end."""
+
+
+def _use(device: torch.device | None) -> None:
+    """Make a device the current one of this thread.
+
+    Else CUDA's calls make a context on the first one.
+    """
+    if device is not None and device.type == "cuda" and torch.cuda.is_available():
+        torch.cuda.set_device(device)
 
 
 def _within(seconds: float, call: Callable[[], None]) -> bool:
@@ -427,6 +437,7 @@ def connect(
 
     def join() -> None:
         try:
+            _use(device)
             backend.eager_connect_single_device(device)
         except RuntimeError as error:
             failures.append(error)

@@ -15,7 +15,7 @@ import torch
 
 from engine.model.checkpoint import CheckpointError
 from engine.model.quantization.formats import online_format
-from engine.model.quantization.matrices import FLOAT8, QuantizedMatrix, Stored, few_rows
+from engine.model.quantization.matrices import FLOAT8, QuantizedMatrix, Stored, few_rows, ranges_of
 from engine.model.quantization.rounding import MOST_INPUTS, WORD_INPUTS, Rounding
 from engine.model.quantization.view import WEIGHT, QuantizedFiles
 from engine.quantization_config import OnlineName
@@ -96,6 +96,24 @@ class _OnlineMatrix(QuantizedMatrix):
     def _scale_of(self, numbers: torch.Tensor) -> torch.Tensor:
         """The scale of numbers along the last dimension, which stays, with one number."""
 
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """See the base.
+
+        Of whole rows, scales and weights are made while a few are in a cache.
+        """
+        rows, columns = ranges_of(index, self.shape)
+        if torch.int8 != self.CODE_DTYPE or columns != slice(0, self.shape[1]) or rows.start == rows.stop:
+            return super().__getitem__(index)
+        self.taken.append((rows, columns))
+        weights = self._parts[WEIGHT][rows, :]
+        wide, found = torch.empty(weights.shape, dtype=self._dtype), []
+        for some in few_rows(weights.shape):
+            numbers = weights[some].float().unflatten(-1, (-1, self._size))
+            found.append(scales := self._scale_of(numbers))
+            wide[some] = self._round(numbers, scales).mul_(scales).flatten(-2)
+        self._found[rows.start, rows.stop] = self._checked_scales(torch.cat(found)[..., 0])
+        return wide
+
     def _codes(self, rows: slice, columns: slice) -> torch.Tensor:
         weights = self._parts[WEIGHT][rows, columns]
         size = self._inputs_each(columns) or 1
@@ -103,13 +121,16 @@ class _OnlineMatrix(QuantizedMatrix):
         codes = torch.empty(weights.shape, dtype=self.CODE_DTYPE)
         for some in few_rows(weights.shape):
             numbers = weights[some].float().unflatten(-1, (-1, size))
-            numbers = torch.where(scales[some] == 0, 0, numbers / scales[some])
-            codes[some] = self._rounded(numbers).flatten(-2)
+            codes[some] = self._round(numbers, scales[some]).flatten(-2)
         return codes
+
+    def _round(self, numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Numbers that codes can hold; 0 where the scale is."""
+        return self._rounded(numbers.div(scales.where(scales != 0, torch.inf)))
 
     def _rounded(self, numbers: torch.Tensor) -> torch.Tensor:
         """Numbers that a code can hold, in place of these."""
-        return numbers.round_().clamp_(*self._range())
+        return numbers.round_().clamp_(*self._range()).add_(0)  # no zero below 0, which no code is
 
     def _range(self) -> tuple[int, int]:
         return -127, 127
@@ -135,7 +156,7 @@ class _Int8(_OnlineMatrix):
     """8 bits, one scale for an output."""
 
     def _scale_of(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers.abs().amax(-1, keepdim=True) / 127
+        return _largest(numbers) / 127
 
 
 class _Int8Rounded(_Int8):
@@ -148,7 +169,10 @@ class _Int8Rounded(_Int8):
 
 
 class _Int4(_OnlineMatrix):
-    """4 bits, one scale for a group of inputs, whose greatest number becomes -8."""
+    """4 bits, one scale for a group of inputs, whose greatest number becomes -8.
+
+    Of two with other signs it is the one below 0.
+    """
 
     def _find_size(self) -> int:
         return next((size for size in GROUP_SIZES if self.shape[1] % size == 0), self.shape[1])
@@ -160,7 +184,8 @@ class _Int4(_OnlineMatrix):
         return -8, 7
 
     def _scale_of(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers.gather(-1, numbers.abs().argmax(-1, keepdim=True)) / -8
+        least, most = _ends(numbers)
+        return torch.where(-least >= most, least, most) / -8
 
 
 class _Float8(_OnlineMatrix):
@@ -172,7 +197,7 @@ class _Float8(_OnlineMatrix):
         return numbers.clamp_(-LARGEST_FLOAT8, LARGEST_FLOAT8)
 
     def _scale_of(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers.abs().amax(-1, keepdim=True) / LARGEST_FLOAT8
+        return _largest(numbers) / LARGEST_FLOAT8
 
 
 class _Float8Blocks(_Float8):
@@ -198,3 +223,17 @@ KINDS: dict[OnlineName, Callable[..., QuantizedMatrix]] = {
     "fp8_per_channel": _Float8,
     "fp8_per_block": _Float8Blocks,
 }
+
+
+def _ends(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the greatest number along the last dimension, which stays.
+
+    Two passes take a tenth of the time of torch's ``aminmax``.
+    """
+    return numbers.amin(-1, keepdim=True), numbers.amax(-1, keepdim=True)
+
+
+def _largest(numbers: torch.Tensor) -> torch.Tensor:
+    """The greatest size of a number."""
+    least, most = _ends(numbers)
+    return torch.maximum(most, -least)

@@ -160,7 +160,7 @@ def predicted(still: dict[str, float], balancedness: float, size: int, per_row: 
 def of_fastest(
     still: Sequence[dict[str, float]], moving: Sequence[dict[str, float]], size: int
 ) -> list[float]:
-    """Throughput of the fastest run over that of the fastest whose experts stay, and the prediction."""
+    """Throughput of the fastest runs of both meshes, as a ratio, and its prediction."""
     before, after = (min(runs, key=lambda run: run["seconds"]) for runs in (still, moving))
     ratio = after["tokens_per_second"] / before["tokens_per_second"]
     return [ratio, predicted(before, after["balancedness"], size, per_row([before]))]

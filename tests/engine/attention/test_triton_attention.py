@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention import INTERPRET, splits, why_not_triton
+from engine.attention import splits, why_not_triton
 from engine.attention.base import LayerShape, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.config import CacheConfig, ModelConfig
@@ -21,7 +18,6 @@ from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.model.weights import load_model
 from tests.engine.model.test_probe import BLOCK_SIZE, NUM_BLOCKS, SHAPES, Requests
 from tests.engine.tiny_models import make_tiny_model
-from tests.nightly import NIGHTLY
 
 CACHE = CacheConfig(block_size=8)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -227,110 +223,8 @@ def test_a_backend_is_chosen_if_it_agrees(tmp_path: Path, monkeypatch) -> None:
             choice.choose_backend("TRITON_ATTN", model, CACHE)
 
 
-AHEAD_OF_TIME = """
-import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from engine.attention import triton_kernels as kernels
-
-FLOATS = {"query", "key", "value", "keys", "values", "attended", "sinks"}
-
-
-def compile(kernel, capability, **constants):
-    types = {}
-    for name in kernel.arg_names:
-        if name in FLOATS:
-            types[name] = "*bf16"
-        elif name.startswith("part_"):
-            types[name] = "*fp32"
-        elif name == "slots":
-            types[name] = "*i64"
-        elif name == "tables" or name.startswith("tile_"):
-            types[name] = "*i32"
-        else:
-            types[name] = "fp32" if name in ("scale", "softcap") else "i32"
-    types |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(fn=kernel, signature=types, constexprs=constants)
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-    assert made.asm["cubin"]
-    assert made.metadata.shared < 99 << 10, made.metadata.shared
-
-
-shape = dict(KV_HEADS=2, KEY_DIM=64, VALUE_DIM=64, BLOCK_K=64, BLOCK_V=64)
-options = dict(WINDOWED=True, CAPPED=True, SINKS=True, WIDEN=False)
-compile(kernels.store, 80, **shape)
-EVERY = sys.argv[1] == "True"  # at night
-if EVERY:
-    compile(kernels.attend, 90, HEADS=16, BLOCK_SIZE=16, BLOCK_M=64, BLOCK_N=64, SPLIT=False, **shape, **options)
-compile(kernels.attend, 80, HEADS=16, BLOCK_SIZE=16, BLOCK_M=16, BLOCK_N=64, SPLIT=True, **shape, **options)
-from engine.gpu import grouped_kernels as grouped
-
-INTS = {"*i32": {"order", "places", "ends"}, "*i64": {"expert_ids"}}
-
-
-def compile_grouped(kernel, capability, **constants):
-    types = {name: "i32" for name in kernel.arg_names}
-    types |= {name: kind for kind, names in INTS.items() for name in names if name in types}
-    floats = {"rows", "weights", "bias", "outputs", "computed"}
-    types |= {name: "*bf16" for name in floats if name in types} | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(fn=kernel, signature=types, constexprs=constants)
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-    assert made.metadata.shared < 99 << 10, made.metadata.shared
-
-
-compile_grouped(grouped.sort_pairs, 80, EXPERTS=60, BLOCK=64, LOOK=256)
-compile_grouped(
-    grouped.grouped_product, 80, IN=2048, OUT=1536, EXPERTS=60, BLOCK_E=64, BLOCK_M=16, BLOCK_N=128, BLOCK_K=64,
-    GATHER=True, BIAS=True, WIDEN=False,
-)
-compile_grouped(grouped.weighted_sum, 80, EXPERTS=60, WIDTH=2048, BLOCK=1024)
-from engine.gpu import fused_kernels as fused
-
-
-def compile_fused(kernel, floats, **constants):
-    types = {name: "i32" for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr") | floats
-    triton.compile(ASTSource(fn=kernel, signature=types, constexprs=constants), target=GPUTarget("cuda", 80, 32))
-
-
-rows = dict.fromkeys(["rows", "weight", "normed"], "*bf16")
-compile_fused(fused.rms_norm, rows | {"epsilon": "fp32"}, WIDTH=1024, BLOCK=1024, PLUS_ONE=False)
-vectors = ["query", "key", "cosines", "sines", "rotated_query", "rotated_key"]
-compile_fused(fused.rotate, dict.fromkeys(vectors, "*bf16"), HEADS=16, KV_HEADS=8, DIM=128, BLOCK=64)
-compile_fused(fused.gated, dict.fromkeys(["rows", "results"], "*bf16"), WIDTH=3072, BLOCK=1024, TANH=True)
-numbers = dict.fromkeys(["logits", "best", "temperatures", "lowest", "speeds"], "*fp32")
-compile_fused(fused.race, numbers | {"keys": "*i32", "winners": "*i64"}, BLOCK=4096)
-if EVERY:
-    compile(kernels.merge, 90, HEADS=16, VALUE_DIM=64, BLOCK_N=64, BLOCK_V=64, WINDOWED=True, SINKS=True)
-
-# What changes from step to step, as sizes and as places in arrays, must not compile anything anew.
-tiles, parts = {"tile_rows", "tile_tokens", "tile_counts", "tile_positions"}, {"part_peaks", "part_totals"}
-for kernel, sizes in ((kernels.attend, {"splits", "table_width"}), (kernels.merge, {"splits"})):
-    assert {each.name for each in kernel.params if each.do_not_specialize} == sizes
-    places = {each.name for each in kernel.params if each.do_not_specialize_on_alignment}
-    assert places >= (tiles | parts) & set(kernel.arg_names), places
-"""
-
-
 def test_tiles_of_wide_numbers_are_small() -> None:
     """In float32, 64 lines spill kilobytes of registers per thread."""
     for dtype, lines in ((torch.bfloat16, 64), (torch.float16, 64), (torch.float32, 16)):
         found = [triton_paged.queries_per_tile(group, dtype) for group in (1, 2, 5, 100)]
         assert found == [lines, lines // 2, lines // 5, 1]
-
-
-def test_kernels_compile_for_real_devices(tmp_path: Path) -> None:
-    """Compile to machine code of devices that are not here.
-
-    The compiler might refuse what the interpreter accepts.
-    """
-    environment = {name: value for name, value in os.environ.items() if name != INTERPRET}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", AHEAD_OF_TIME, str(NIGHTLY)],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr

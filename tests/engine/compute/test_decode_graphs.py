@@ -304,7 +304,8 @@ class Streams:
         self.captures = 0
 
         class Graph:
-            def __init__(self, graph: object, pool: object, stream: Stream) -> None:
+            def __init__(self, graph: object, pool: object, stream: Stream, capture_error_mode: str) -> None:
+                assert capture_error_mode == "thread_local"  # else other threads' copies would spoil it
                 streams.captures += 1
                 self.use = Use(stream)
 

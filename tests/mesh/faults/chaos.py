@@ -29,6 +29,7 @@ import msgspec
 import psutil
 
 from coordinator.messages import Member, State, View
+from engine.config import SHIPPED_MODEL
 from examples.benchmarks.links import netns
 from tests.mesh.faults.load import LONGEST, Load, Verdict, body_of, undisturbed
 from tests.mesh.faults.rest import Growth, assert_at_rest
@@ -223,10 +224,18 @@ def settle(mesh: SpreadMesh, size: int) -> None:
 def run(asked: argparse.Namespace, directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     """Run chaos as asked, and return the report."""
     hosts = netns.ends_here() if asked.namespaces else None
-    admin, backend = free_port(), asked.backend
+    admin = free_port()
     flags = (*FLAGS, *(flags_of(admin) if asked.eplb else ()))
     mesh = SpreadMesh(
-        directory, stack, asked.instances, apart=True, backend=backend, flags=flags, hosts=hosts
+        directory,
+        stack,
+        asked.instances,
+        apart=True,
+        backend=asked.backend,
+        model=asked.model,
+        how=("-ep", "--served-model-name", SHIPPED_MODEL),
+        flags=flags,
+        hosts=hosts,
     )
     bodies = [body_of(number, longest=asked.longest) for number in range(NUM_BODIES)]
     truth = undisturbed(mesh.url, bodies, asked.streams)
@@ -253,6 +262,7 @@ def run(asked: argparse.Namespace, directory: Path, stack: contextlib.ExitStack)
         "seed": asked.seed,
         "seconds": round(time.monotonic() - chaos.began, 1),
         "instances": asked.instances,
+        "model": asked.model,
         "link": str(asked.namespaces or ""),
         "streams": asked.streams,
         "events": dict(chaos.events),
@@ -278,6 +288,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--instances", type=int, default=3)
+    parser.add_argument("--model", default=SHIPPED_MODEL)
     parser.add_argument("--backend", default="auto", help="--all2all-backend of the mesh")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of a prompt at most")

@@ -192,3 +192,19 @@ def test_what_is_on_the_cpu_goes_through_the_host_whose_end_is_the_end() -> None
     with pytest.raises(CollectiveError, match="rank 1 has died"):
         member.all_reduce(torch.ones(1, device="meta"))
     member.close()
+
+
+def test_the_thread_that_watches_uses_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would make a context on the first device.
+
+    Another rank has counted on that memory.
+    """
+    used: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: used.append((threading.current_thread().name, device))
+    )
+    device = torch.device("cuda", 1)
+    wire = NcclWire(object(), processes={}, end=lambda: None, shut_down=lambda: None, device=device)
+    wire.leave()
+    assert used == [("nccl-watch", device)]

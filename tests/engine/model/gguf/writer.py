@@ -17,6 +17,8 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 from safetensors.torch import load_file, save_file
 
+from tests.engine.model.gguf.k_quants import k_quantized
+
 ARCHITECTURES = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -36,11 +38,12 @@ Numbers = np.ndarray[Any, Any]
 class Writing:
     """One file, and the weights that are left."""
 
-    def __init__(self, source: Path, kind: str) -> None:
+    def __init__(self, source: Path, kind: str, *, is_random: bool) -> None:
         self.config: dict[str, Any] = json.loads((source / "config.json").read_text())
         self.architecture = ARCHITECTURES[self.config["model_type"]]
-        self._kind = kind
-        self._tensors = {name: each.numpy() for name, each in load_file(source / "model.safetensors").items()}
+        self._kind, self._is_random = kind, is_random
+        stored = load_file(source / "model.safetensors")
+        self._tensors = {name: each.float().numpy() for name, each in stored.items()}
         self._chance = np.random.default_rng(1)
         self.left: dict[str, torch.Tensor] = {}
         number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
@@ -143,7 +146,7 @@ class Writing:
         number = GGMLQuantizationType[kind]
         tensor = np.ascontiguousarray(tensor, dtype=np.float32)
         if kind in HALVES:
-            written = self._random(tensor, kind)
+            written = self._random(tensor, kind) if self._is_random else k_quantized(tensor, kind)
         elif kind in ("F32", "F16"):
             written = tensor.astype(np.float16 if kind == "F16" else np.float32)
         else:
@@ -222,13 +225,16 @@ def write_gguf(
     kind: str = "Q8_0",
     wide: Path | None = None,
     vocabulary: Callable[[GGUFWriter], None] = letters,
+    *,
+    is_random: bool = True,
 ) -> Path:
     """Write a checkpoint as a GGUF file with matrices of a kind.
 
-    ``wide``: a directory for the checkpoint with what is left of its weights, in float32.
+    ``wide``: a directory for the checkpoint with what is left of its weights, in float32. ``is_random``:
+    codes of K types are any, not those of the weights.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    writing = Writing(source, kind)
+    writing = Writing(source, kind, is_random=is_random)
     writing.write(path, vocabulary)
     if wide is not None:
         shutil.copytree(source, wide)

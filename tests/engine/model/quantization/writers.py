@@ -23,6 +23,8 @@ from safetensors.torch import load_file, save_file
 Tensors = dict[str, torch.Tensor]
 Quantize = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
 """Parts by their last names, and the widened matrix."""
+Layout = tuple[dict[str, Any], Quantize]
+"""The quantization_config, and how a matrix is written."""
 
 LINEAR = re.compile(
     r"\.(self_attn\.\w+_proj(?:_with_mqa)?|mlp\.\w+_proj|experts\.\d+\.\w+|shared_experts?\.\w+_proj)\.weight$"
@@ -30,12 +32,21 @@ LINEAR = re.compile(
 E4M3 = torch.float8_e4m3fn
 
 
-def compressed(form: str, activations: bool = False, **weights: Any) -> tuple[dict[str, Any], Quantize]:
+def compressed(form: str, activations: bool = False, **weights: Any) -> Layout:
     """A format of compressed-tensors: its config, and how a matrix is written."""
     args = QuantizationArgs(**weights)
-    inputs = (
-        QuantizationArgs(num_bits=8, type=args.type, strategy="token", dynamic=True) if activations else None
+    return compressed_with(
+        form, each_token(getattr(args.type, "value", args.type)) if activations else None, args
     )
+
+
+def each_token(kind: str) -> QuantizationArgs:
+    """Activations in 8 bits, with a scale for a token."""
+    return QuantizationArgs(num_bits=8, type=kind, strategy="token", dynamic=True)
+
+
+def compressed_with(form: str, inputs: QuantizationArgs | None, args: QuantizationArgs) -> Layout:
+    """A format with these inputs and weights."""
     scheme = QuantizationScheme(targets=["Linear"], weights=args, input_activations=inputs)
     kind = BaseCompressor.get_value_from_registry(form)
 
@@ -74,7 +85,7 @@ def _parameters(weight: torch.Tensor, args: QuantizationArgs) -> Tensors:
     return {"weight_scale": scale.reshape(shape), "weight_zero_point": zero.reshape(shape)}
 
 
-def in_another_order(group: int) -> tuple[dict[str, Any], Quantize]:
+def in_another_order(group: int) -> Layout:
     """Groups of inputs that are no neighbours, as the library wrote them up to 0.13."""
     config, quantize_ordered = compressed(
         "pack-quantized", num_bits=4, strategy="group", group_size=group, symmetric=True
@@ -93,7 +104,7 @@ def in_another_order(group: int) -> tuple[dict[str, Any], Quantize]:
     return config, quantize
 
 
-def fp8_blocks(size: int) -> tuple[dict[str, Any], Quantize]:
+def fp8_blocks(size: int) -> Layout:
     """DeepSeek's: blocks with the factor that widens them."""
 
     def quantize(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -112,7 +123,7 @@ def fp8_blocks(size: int) -> tuple[dict[str, Any], Quantize]:
     return {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [size, size]}, quantize
 
 
-def fp8_tensor() -> tuple[dict[str, Any], Quantize]:
+def fp8_tensor() -> Layout:
     """One scale for a matrix, and one for its activations, which is not used."""
 
     def quantize(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -127,9 +138,7 @@ def fp8_tensor() -> tuple[dict[str, Any], Quantize]:
     return {"quant_method": "fp8", "activation_scheme": "static"}, quantize
 
 
-def gptq(
-    bits: int, group: int, *, ordered: bool = False, version: str = "gptq"
-) -> tuple[dict[str, Any], Quantize]:
+def gptq(bits: int, group: int, *, ordered: bool = False, version: str = "gptq") -> Layout:
     """GPTQ's words along the inputs; the first version stores zero points less one."""
     each = 32 // bits
 
@@ -155,7 +164,7 @@ def gptq(
     return config | {"checkpoint_format": version}, quantize
 
 
-def awq(group: int) -> tuple[dict[str, Any], Quantize]:
+def awq(group: int) -> Layout:
     """AWQ's words along the outputs: nibble i holds column ORDER[i] of eight."""
     order = [0, 2, 4, 6, 1, 3, 5, 7]
 
@@ -200,7 +209,7 @@ def _words(numbers: np.ndarray, bits: int) -> np.ndarray:
     return (numbers.astype(np.uint64) << shifts).sum(-1, dtype=np.uint64).astype(np.uint32).view(np.int32)
 
 
-KINDS: dict[str, Callable[[], tuple[dict[str, Any], Quantize]]] = {
+KINDS: dict[str, Callable[[], Layout]] = {
     "w8a8 per channel": lambda: compressed(
         "int-quantized", True, num_bits=8, strategy="channel", symmetric=True
     ),
@@ -244,14 +253,29 @@ KINDS: dict[str, Callable[[], tuple[dict[str, Any], Quantize]]] = {
 
 
 def write_quantized(source: Path, kind: str, quantized: Path, widened: Path) -> None:
-    """Write two copies of a model: quantised, and with the same weights widened again."""
-    config, quantize = KINDS[kind]()
+    """Write two copies of a model in a layout of :data:`KINDS`; see :func:`write_copies`."""
+    write_copies(source, KINDS[kind](), quantized, widened)
+
+
+def write_copies(
+    source: Path,
+    layout: Layout,
+    quantized: Path,
+    widened: Path,
+    further: Callable[[str], Tensors] = lambda _: {},
+) -> None:
+    """Write two copies of a model: quantised, and with the same weights widened again.
+
+    ``further``: parts of a matrix that do not follow from it, by its name without ``.weight``.
+    """
+    config, quantize = layout
     tensors = load_file(source / "model.safetensors")
     packed, wide = dict(tensors), dict(tensors)
     for name, weight in tensors.items():
         if LINEAR.search(name) and weight.shape[1] % 16 == 0:
             del packed[name]
             parts, wide[name] = quantize(weight)
+            parts |= further(name.removesuffix(".weight"))
             packed |= {
                 f"{name.removesuffix('weight')}{part}": value.contiguous() for part, value in parts.items()
             }
@@ -262,5 +286,8 @@ def write_quantized(source: Path, kind: str, quantized: Path, widened: Path) -> 
         directory.mkdir(exist_ok=True)
         said = json.loads((source / "config.json").read_text())
         (directory / "config.json").write_text(json.dumps(said | more))
-        (directory / "generation_config.json").write_bytes((source / "generation_config.json").read_bytes())
-        save_file(content, directory / "model.safetensors", {"format": "pt"})
+        for path in source.glob("*.json"):
+            if path.name != "config.json":
+                (directory / path.name).write_bytes(path.read_bytes())
+        whole = {name: each.contiguous() for name, each in content.items()}
+        save_file(whole, directory / "model.safetensors", {"format": "pt"})

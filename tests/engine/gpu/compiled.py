@@ -1,0 +1,206 @@
+"""Compiles every kernel for a device that is not here.
+
+The sizes are those of real models.
+
+    python -m tests.engine.gpu.compiled 90 bfloat16 qwen3-0.6b qwen3-30b-a3b
+
+Run without ``TRITON_INTERPRET``. Prints one line per kernel, and fails if the compiler refuses one, if a program
+wants more shared memory than the device has, if registers are spilled by the kilobyte, or if a later step
+compiles what earlier ones have not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.attention import triton_paged
+from engine.attention.base import LayerShape, PackedRows
+from engine.gpu import fused_launches, grouped_products
+from tests.engine.gpu.compiling import META, Compiled, compiling
+
+SHARED = {
+    75: 64 << 10,
+    80: 163 << 10,
+    86: 99 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    100: 227 << 10,
+    120: 99 << 10,
+}
+"""Bytes of shared memory that a program may have, by compute capability."""
+MOST_STACK = 256
+"""Bytes of a thread: more would be spilled registers.
+
+Not held in float32, where 71 heads that share a KV head do not fit the registers."""
+PROCESSORS = 132
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """One model."""
+
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    experts: int = 0
+    top_k: int = 8
+    is_transposed: bool = False
+    """Weights of experts are [experts, in, out], and there are biases."""
+    vocabulary: int = 151936
+
+
+SHAPES = {
+    "qwen3-0.6b": Sizes(1024, 3072, 16, 8, 128, 128),
+    "qwen3-30b-a3b": Sizes(2048, 768, 32, 4, 128, 128, experts=128),
+    "llama-3-70b": Sizes(8192, 28672, 64, 8, 128, 128, vocabulary=128256),
+    "gemma-2-9b": Sizes(3584, 14336, 16, 8, 256, 256, window=4096, softcap=50.0, vocabulary=256000),
+    "gpt-oss-20b": Sizes(
+        2880, 2880, 64, 8, 64, 64, window=128, has_sinks=True, experts=32, top_k=4, is_transposed=True, vocabulary=201088,
+    ),
+    "odd": Sizes(1152, 1408, 12, 2, 80, 80, experts=60, top_k=3, vocabulary=32001),
+    "apart": Sizes(5120, 1536, 16, 16, 192, 128, experts=160, top_k=6, vocabulary=102400),
+    "one kv head": Sizes(4544, 18176, 71, 1, 64, 64, vocabulary=65024),
+}  # fmt: skip
+
+
+def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device=META)
+
+
+class Steps:
+    """Launches of one layer of one model, and of its sampler."""
+
+    def __init__(self, sizes: Sizes, dtype: torch.dtype) -> None:
+        self.sizes, self.dtype = sizes, dtype
+        shape = LayerShape(sizes.kv_heads, sizes.key_dim, sizes.value_dim, sizes.window)
+        self.cache = triton_paged.TritonPagedAttention(
+            [shape],
+            num_blocks=600,
+            block_size=16,
+            dtype=dtype,
+            device=META,
+            programs=triton_paged.PROGRAMS_PER_PROCESSOR * PROCESSORS,
+        )
+
+    def decode(self, rows: int) -> None:
+        """A step whose rows have one token each."""
+        self._layer(self.cache.decode_buffers(rows, 4096).plan(rows), rows)
+
+    def mixed(self, counts: Sequence[int], starts: Sequence[int]) -> None:
+        """A step with rows of these lengths, those of one token first."""
+        lengths, first = np.array(counts), np.array(starts)
+        positions = np.concatenate([np.arange(s, s + c) for s, c in zip(first, lengths, strict=True)])
+        width = -(-int(positions.max() + 1) // 16)
+        tables = np.zeros((len(lengths), width), dtype=np.int32)
+        plan = self.cache.plan(PackedRows(first, lengths, tables, positions, int((lengths == 1).sum())))
+        self._layer(plan, len(positions))
+
+    def _layer(self, plan: Any, tokens: int) -> None:
+        sizes, dtype = self.sizes, self.dtype
+        hidden = empty(1, tokens, sizes.hidden, dtype=dtype)
+        fused_launches.rms_norm(hidden, empty(sizes.hidden, dtype=dtype), 1e-6, plus_one=False)
+        widths = [
+            sizes.heads * sizes.key_dim,
+            sizes.kv_heads * sizes.key_dim,
+            sizes.kv_heads * sizes.value_dim,
+        ]
+        parts = empty(1, tokens, sum(widths), dtype=dtype).split(widths, dim=-1)
+        dims = (sizes.key_dim, sizes.key_dim, sizes.value_dim)
+        query, key, value = (part.view(1, tokens, -1, dim) for part, dim in zip(parts, dims, strict=True))
+        weight = empty(sizes.key_dim, dtype=dtype)
+        query, key = (fused_launches.rms_norm(each, weight, 1e-6, plus_one=True) for each in (query, key))
+        angles = empty(1, tokens, sizes.key_dim, dtype=dtype)
+        query, key = fused_launches.rotate(query.transpose(1, 2), key.transpose(1, 2), angles, angles)
+        sinks = empty(sizes.heads, dtype=dtype) if sizes.has_sinks else None
+        plan.attend(
+            0, query[0], key[0], value.transpose(1, 2)[0], scale=0.1, softcap=sizes.softcap, sinks=sinks
+        )
+        fused_launches.gated(empty(1, tokens, 2 * sizes.inner, dtype=dtype), tanh=sizes.softcap is not None)
+        if sizes.experts:
+            self._experts(hidden[0])
+
+    def _experts(self, hidden: torch.Tensor) -> None:
+        sizes, dtype = self.sizes, self.dtype
+        shapes = {"gate_up_proj": (2 * sizes.inner, sizes.hidden), "down_proj": (sizes.hidden, sizes.inner)}
+        module = SimpleNamespace(is_transposed=sizes.is_transposed, has_bias=sizes.is_transposed)
+        for name, (out, width) in shapes.items():
+            matrix = (width, out) if sizes.is_transposed else (out, width)
+            setattr(module, name, empty(sizes.experts, *matrix, dtype=dtype))
+            setattr(module, f"{name}_bias", empty(sizes.experts, out, dtype=dtype))
+        ids = empty(len(hidden), sizes.top_k, dtype=torch.int64)
+        pairs = grouped_products.Pairs.of(ids, sizes.experts)
+        linear = grouped_products.grouped_linear
+        inner = fused_launches.gated(
+            linear(module, "gate_up_proj", hidden, pairs, "triton", gather=True), tanh=False
+        )
+        outputs = linear(module, "down_proj", inner, pairs, "triton", gather=False)
+        pairs.weighted_sum(outputs, empty(len(hidden), sizes.top_k, dtype=dtype), dtype)
+
+    def sample(self, rows: int) -> None:
+        """Races of so many rows."""
+        float32 = torch.float32
+        logits = empty(rows, self.sizes.vocabulary, dtype=float32)
+        best, temperatures, lowest = (empty(rows, dtype=float32) for _ in range(3))
+        fused_launches.race(logits, best, temperatures, lowest, empty(rows, 2, dtype=torch.int32))
+
+
+def compile_all(capability: int, dtype: torch.dtype, sizes: Sizes) -> tuple[list[Compiled], list[Compiled]]:
+    """What the steps of the start compile, and what later steps do."""
+    with compiling(capability) as made:
+        steps = Steps(sizes, dtype)
+        steps.decode(256)  # the most rows, whose contexts are not cut
+        steps.decode(1)
+        steps.mixed([2048], [0])
+        steps.mixed([1, 70, 9], [1000, 0, 33])
+        steps.mixed([1, 9], [4, 0])
+        steps.sample(3)
+        at_start = list(made)
+        steps.decode(7)
+        steps.mixed([1, 1, 1, 5], [0, 17, 900, 3])
+        steps.mixed([1, 800], [3, 2])
+        steps.mixed([1371], [5])
+        steps.sample(1)
+        steps.sample(64)
+    return at_start, made[len(at_start) :]
+
+
+def upload(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+    """In place of a copy from page-locked memory, which needs a driver."""
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+
+def main(capability: int, dtype: torch.dtype, names: Sequence[str]) -> int:
+    triton_paged.upload = upload  # type: ignore[attr-defined]
+    wrong = 0
+    for name in names:
+        at_start, later = compile_all(capability, dtype, SHAPES[name])
+        for each in at_start:
+            blocks = {key: size for key, size in each.constants.items() if key.startswith("BLOCK")}
+            print(
+                f"{name}: {each.name} {blocks}: {each.shared} B, {each.registers} registers, {each.stack} B"
+            )
+            spills = each.stack > MOST_STACK and dtype.itemsize <= 2
+            if each.shared > SHARED[capability] or spills:
+                print(f"  does not fit sm_{capability}: {each.constants}", file=sys.stderr)
+                wrong += 1
+        for each in later:
+            print(f"{name}: {each.name} is compiled while serving: {each.constants}", file=sys.stderr)
+        wrong += len(later)
+    return min(wrong, 100)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3:] or list(SHAPES)))

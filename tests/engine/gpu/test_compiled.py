@@ -1,0 +1,51 @@
+"""Kernels compile to machine code of devices that are not here.
+
+The interpreter accepts more than the compiler.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.attention import INTERPRET
+from tests.nightly import NIGHTLY
+
+SHAPES = ["qwen3-30b-a3b"]
+EVERY = [
+    (90, "float16"),
+    (90, "float32"),
+    (80, "bfloat16"),
+    (80, "float16"),
+    (89, "bfloat16"),
+    (100, "bfloat16"),
+    (120, "bfloat16"),
+]
+
+
+def compile_for(capability: int, dtype: str, shapes: list[str], cache: Path) -> None:
+    """Run :mod:`tests.engine.gpu.compiled` in a process that has not loaded the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != INTERPRET}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.engine.gpu.compiled", str(capability), dtype, *shapes],
+        env=environment | {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
+    compile_for(90, "bfloat16", [] if NIGHTLY else SHAPES, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("capability", "dtype"), EVERY)
+def test_kernels_compile_for_other_devices(capability: int, dtype: str, tmp_path: Path) -> None:
+    compile_for(capability, dtype, [], tmp_path)
