@@ -17,9 +17,9 @@ one has with the other mesh's balancedness, and all else stays. ``predicted``: a
 share cores, memory or a busy machine, that is longer. ``fastest``: the fastest run of each mesh, which other
 work on the machine has disturbed least, and the prediction from the one whose experts stay.
 
-``--moves 100`` then has experts move as often, under streams whose class shifts. It prints a histogram of the
-length of steps, as gaps between tokens of a stream, over the median of the eight around; half the time
-without moves.
+``--moves 100`` then has experts move as often, under streams of one token, another one each time. It prints a
+histogram of the length of steps, as gaps between tokens of a stream, over the median of the eight around;
+half the time without moves.
 """
 
 from __future__ import annotations
@@ -246,6 +246,7 @@ def tell(size: int, load: str, found: dict[str, Any]) -> None:
 async def stream(session: Session, url: str, prompt: list[int], tokens: int) -> list[float]:
     """Seconds between the tokens of one answer."""
     body = {"model": str(MODEL), "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    body["allowed_token_ids"] = prompt[:1]  # all rows go through the experts of one token
     times = []
     async with session.post(f"{url}/v1/completions", json=body | {"stream": True}) as answer:
         answer.raise_for_status()
@@ -277,15 +278,16 @@ async def wish(admin: str, over: asyncio.Event) -> None:
 
 
 async def feel(one: Mesh, args: argparse.Namespace) -> dict[str, Any]:
-    """Streams of one class after another, in turn while experts move and while they stay."""
+    """Streams of one token after another, in turn while experts move and while they stay."""
     rng = random.Random(args.seed)
     found: dict[str, list[float]] = {"moving": [], "still": []}
     longest: dict[str, float] = {"moving": 0.0, "still": 0.0}
     began, first = time.monotonic(), (await changes(one.admin))["changes"]
-    number = done = 0
+    done = 0
     while done < args.moves and time.monotonic() - began < args.most_seconds:
+        token = rng.choice(VOCABULARY)
         for name in ("moving", "still"):
-            asked = prompts(args.streams, 8, [number % CLASSES], rng)
+            asked = [[token] * 8] * args.streams
             over = asyncio.Event()
             wishes = asyncio.create_task(wish(one.admin, over)) if name == "moving" else None
             async with aiohttp.ClientSession() as session:
@@ -295,7 +297,6 @@ async def feel(one: Mesh, args: argparse.Namespace) -> dict[str, Any]:
                 await wishes
             found[name] += [ratio for each in gaps for ratio in relative(each)]
             longest[name] = max(longest[name], *(max(each[AROUND:]) for each in gaps))
-        number += 1
         done = (await changes(one.admin))["changes"] - first
     page: dict[str, Any] = {"rebalancings": done, "seconds": time.monotonic() - began}
     for name, ratios in found.items():
