@@ -14,7 +14,8 @@ prompts and answers), their ratio within a repeat, and two predictions of it, fr
 experts stay. The seconds that its busiest instance computed experts become those of the rows that the busiest
 one has with the other mesh's balancedness, and all else stays. ``predicted``: a row takes as long as before.
 ``on these cores``: a row takes as long as under the even load, when all instances compute at once. Where they
-share cores, memory or a busy machine, that is longer.
+share cores, memory or a busy machine, that is longer. ``fastest``: the fastest run of each mesh, which other
+work on the machine has disturbed least, and the prediction from the one whose experts stay.
 
 ``--moves 100`` then has experts move as often, under streams whose class shifts. It prints a histogram of the
 length of steps, as gaps between tokens of a stream, over the median of the eight around; half the time
@@ -156,6 +157,15 @@ def predicted(still: dict[str, float], balancedness: float, size: int, per_row: 
     return still["seconds"] / (still["seconds"] - still["busiest_seconds"] + busiest)
 
 
+def of_fastest(
+    still: Sequence[dict[str, float]], moving: Sequence[dict[str, float]], size: int
+) -> list[float]:
+    """Throughput of the fastest runs of both meshes, as a ratio, and its prediction."""
+    before, after = (min(runs, key=lambda run: run["seconds"]) for runs in (still, moving))
+    ratio = after["tokens_per_second"] / before["tokens_per_second"]
+    return [ratio, predicted(before, after["balancedness"], size, per_row([before]))]
+
+
 def per_row(runs: Sequence[dict[str, float]]) -> float:
     """Seconds of a row in the busiest instance."""
     return statistics.median(run["busiest_seconds"] / run["busiest_rows"] for run in runs)
@@ -204,6 +214,7 @@ async def compare(size: int, still: Mesh, moving: Mesh, args: argparse.Namespace
                 predicted(a, b["balancedness"], size, per_row([a]))
                 for a, b in zip(still.runs[load], moving.runs[load], strict=True)
             ],
+            "fastest": of_fastest(still.runs[load], moving.runs[load], size),
             "on_these_cores": [
                 predicted(a, b["balancedness"], size, per_row(still.runs["even"]))
                 for a, b in zip(still.runs[load], moving.runs[load], strict=True)
@@ -223,7 +234,8 @@ def tell(size: int, load: str, found: dict[str, Any]) -> None:
         f"{middle(moving, 'balancedness'):.2f}, tokens/s {middle(still, 'tokens_per_second'):.0f} -> "
         f"{middle(moving, 'tokens_per_second'):.0f}, ratio {statistics.median(ratios):.2f} "
         f"({min(ratios):.2f} to {max(ratios):.2f}), predicted {statistics.median(found['predicted']):.2f}, "
-        f"on these cores {statistics.median(found['on_these_cores']):.2f}, {found['moves']} moves",
+        f"on these cores {statistics.median(found['on_these_cores']):.2f}, "
+        f"fastest {found['fastest'][0]:.2f} (predicted {found['fastest'][1]:.2f}), {found['moves']} moves",
         flush=True,
     )
 

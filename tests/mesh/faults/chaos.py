@@ -224,7 +224,7 @@ def settle(mesh: SpreadMesh, size: int) -> None:
 def run(asked: argparse.Namespace, directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     """Run chaos as asked, and return the report."""
     hosts = netns.ends_here() if asked.namespaces else None
-    admin, backend = free_port(), asked.backend
+    admin = free_port()
     flags = (*FLAGS, *(flags_of(admin) if asked.eplb else ()))
     mesh = SpreadMesh(
         directory,
