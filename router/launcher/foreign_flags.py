@@ -186,7 +186,7 @@ _REFUSED_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
         "offload-params": (), "cpu-offload-params": ()},
     _NO_TRANSFER: {
         "kv-transfer-config": (), "kv-events-config": (), "ec-transfer-config": (),
-        "kv-offloading-size": ("0",), "kv-offloading-backend": ("native",), "disaggregation-mode": ("null",),
+        "kv-offloading-size": ("0",), "kv-offloading-backend": ("native",),
         "disaggregation-transfer-backend": (),
     },
     _NO_SLEEP: {"sleep-preserve-parameter-names": ()},
