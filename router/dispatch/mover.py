@@ -260,7 +260,7 @@ class RequestMover:
             self._note_class(entry)
 
     def has_begun(self, entry: Entry) -> None:
-        """Record that the first delta of a try was delivered: by its role the instance may be done."""
+        """Move on a request that has its first token, if its instance only begins them."""
         instance = self._pool.get(entry.address[0]) if entry.address is not None else None
         if instance is None or entry.prompt.background or entry.prompt.rank is not None:
             return

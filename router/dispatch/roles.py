@@ -14,7 +14,7 @@ from router.dispatch.policy import Candidate
 PREFILL, DECODE = "prefill", "decode"
 """Values of ``--disaggregation-mode``; an instance without a role has an empty one."""
 LONG = 256
-"""Tokens to compute from which on a prompt goes to an instance with the role ``prefill``.
+"""Tokens to compute from which on a prompt is one for the role ``prefill``.
 
 Shorter ones cost decodes less than their blocks' way would.
 """

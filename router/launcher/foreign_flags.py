@@ -24,7 +24,10 @@ _BALANCED = (
     "each, without -dp, behind a balancer of your own"
 )
 _NO_OFFLOAD = "weights stay in the memory of their device: spread them with -tp, -pp or -ep"
-_NO_TRANSFER = "KV blocks stay in instances' memory, and others fetch them without a flag: leave it out"
+_NO_TRANSFER = (
+    "KV blocks stay in instances' memory, and others fetch them without a flag: leave it out; "
+    "--disaggregation-mode gives instances a role"
+)
 _SPECULATION = """--speculative-config '{"method": "ngram", "num_speculative_tokens": N}'"""
 
 _KERNELS = "kernels are chosen by what the device and the model are"

@@ -49,7 +49,10 @@ class Mesh(NamedTuple):
 
 @contextlib.contextmanager
 def mesh(model: str, flags: str, headless: str | None = None) -> Iterator[Mesh]:
-    """Two instances that share no experts; ``headless``: flags of the second one, if it has its own."""
+    """Two instances that share no experts.
+
+    ``headless``: flags of the second one, which then has a ``serve`` of its own.
+    """
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         ports = [f"--port={one.getsockname()[1]}", f"--data-parallel-rpc-port={other.getsockname()[1]}"]
     wanted = [model] * bool(model) + shlex.split(
