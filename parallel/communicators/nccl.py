@@ -257,7 +257,10 @@ def _nothing() -> None:
 
 
 def _use(device: torch.device | None) -> None:
-    """Make a device the current one of this thread; else CUDA's calls make a context on the first one."""
+    """Make a device the current one of this thread.
+
+    Else CUDA's calls make a context on the first one.
+    """
     if device is not None and device.type == "cuda" and torch.cuda.is_available():
         torch.cuda.set_device(device)
 

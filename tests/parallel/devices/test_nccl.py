@@ -195,7 +195,10 @@ def test_what_is_on_the_cpu_goes_through_the_host_whose_end_is_the_end() -> None
 
 
 def test_the_thread_that_watches_uses_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would make a context on the first device, in memory that another rank has counted on."""
+    """Else it would make a context on the first device.
+
+    Another rank has counted on that memory.
+    """
     used: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
