@@ -261,7 +261,9 @@ class RequestMover:
 
     def has_begun(self, entry: Entry) -> None:
         """Move on a request that has its first token, if its instance only begins them."""
-        instance = self._pool.get(entry.address[0]) if entry.address is not None else None
+        if not self._pool.has_roles or entry.address is None:
+            return
+        instance = self._pool.get(entry.address[0])
         if instance is None or entry.prompt.background or entry.prompt.rank is not None:
             return
         asked = entry.prompt.asked
