@@ -39,8 +39,9 @@ MOVED_WITHIN = 60.0
 class Client(threading.Thread):
     """One streaming request, with the time of each of its tokens."""
 
-    def __init__(self, url: str, prompt: list[int], tokens: int) -> None:
+    def __init__(self, url: str, prompt: list[int], tokens: int, rank: int | None = 1) -> None:
         super().__init__(daemon=True)
+        self._rank = rank
         self._address = urlsplit(url)
         self._body = {
             "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
@@ -58,9 +59,13 @@ class Client(threading.Thread):
 
     def _read(self) -> None:
         connection = http.client.HTTPConnection(self._address.hostname or "", self._address.port, timeout=120)
-        headers = {"content-type": "application/json", "x-data-parallel-rank": "1"}
+        headers = {"content-type": "application/json"}
+        headers |= {} if self._rank is None else {"x-data-parallel-rank": str(self._rank)}
         connection.request("POST", "/v1/completions", json.dumps(self._body), headers)
-        for line in connection.getresponse():
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise RuntimeError(f"status {answer.status}: {answer.read(1000)!r}")
+        for line in answer:
             if line.startswith(b"data: {"):
                 choices = json.loads(line[6:])["choices"]
                 found = choices[0].get("token_ids") if choices else None
@@ -69,9 +74,15 @@ class Client(threading.Thread):
                     self.tokens += found
 
     def gaps(self, since: float, until: float) -> list[float]:
-        """Milliseconds between its tokens while the drain went on."""
+        """Milliseconds between its tokens from one moment to another."""
         pairs = zip(self.times, self.times[1:], strict=False)
         return [1000 * (after - before) for before, after in pairs if after > since and before < until]
+
+
+def check(clients: list[Client]) -> None:
+    """End with the first error of a client."""
+    if errors := [client.error for client in clients if client.error]:
+        raise SystemExit(f"a request failed: {errors[0]!r}")
 
 
 def drain(running: Mesh) -> None:
@@ -89,6 +100,7 @@ def run(args: argparse.Namespace, kind: str) -> dict[str, Any]:
         for client in clients:
             client.start()
         while not all(len(client.tokens) > 20 for client in clients):
+            check(clients)
             time.sleep(0.1)
         before = time.perf_counter()
         time.sleep(args.undisturbed)
@@ -100,8 +112,7 @@ def run(args: argparse.Namespace, kind: str) -> dict[str, Any]:
         ended = time.perf_counter()
         for client in clients:
             client.join(120)
-        if errors := [client.error for client in clients if client.error]:
-            raise SystemExit(f"a request failed: {errors[0]!r}")
+        check(clients)
         found = [sum(map(int, each)) for each in zip(*BACK.findall(running.log), strict=True)] or [0, 0, 0]
     usual = sorted(gap for client in clients for gap in client.gaps(before, began))
     return {
