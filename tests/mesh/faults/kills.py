@@ -164,7 +164,7 @@ class Kills:
         time.sleep(max(0.0, killed_at + 1.2 - time.monotonic()))
         told = self._logs.since(killed_at, "go on elsewhere")
         back = self._wait_for("are back after", len(told))
-        noticed = self._logs.since(killed_at, "is broken") if self._case.spread else told
+        noticed = (self._logs.since(killed_at, "is broken") if self._case.spread else []) or told
 
         def since(times: list[tuple[float, str]]) -> float:
             return 1000 * (max(at for at, _ in times) - killed_at)
