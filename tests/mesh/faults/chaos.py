@@ -231,7 +231,7 @@ def run(asked: argparse.Namespace, directory: Path, stack: contextlib.ExitStack)
         stack,
         asked.instances,
         apart=True,
-        backend=backend,
+        backend=asked.backend,
         model=asked.model,
         how=("-ep", "--served-model-name", SHIPPED_MODEL),
         flags=flags,
