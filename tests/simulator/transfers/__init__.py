@@ -1,1 +1,1 @@
-"""Simulator of KV blocks that travel: the real deciding parts, with every delay and fault drawn."""
+"""Simulator of KV blocks that travel, with every delay and fault drawn."""

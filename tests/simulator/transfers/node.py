@@ -1,4 +1,4 @@
-"""One instance of the simulator: real references, loans and fetches; its cache holds what was written there.
+"""One instance of the simulator, with real references, loans and fetches.
 
 A block's bytes are the digest of all tokens up to its end, so any other bytes are wrong.
 """

@@ -127,7 +127,7 @@ class World:
         self._name_source(ids, entry.address[0])
 
     def _name_source(self, ids: list[int], target: str) -> None:
-        """Name an instance with blocks of a prompt in its submit, as a router with a prefix index does.
+        """Name an instance that has blocks of a prompt in its submit.
 
         It may have lost them by the time.
         """
