@@ -54,6 +54,17 @@ def is_ipv6(address: str) -> bool:
 
     A name that cannot be resolved yet counts as one on a host that has no other addresses itself.
     """
+    known = means_ipv6(address)
+    if known is None:  # as before a pod is ready: a listener that is made now keeps its kind
+        return all(":" in each.address for each in interfaces() or [Interface("", "127.0.0.1")])
+    return known
+
+
+def means_ipv6(address: str) -> bool | None:
+    """As :func:`is_ipv6`, but None for a name that cannot be resolved now.
+
+    For a name it may take seconds.
+    """
     if ":" in address:
         return True
     with contextlib.suppress(ValueError):
@@ -63,10 +74,8 @@ def is_ipv6(address: str) -> bool:
         infos = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except UnicodeError:
         return False
-    except (
-        OSError
-    ):  # as before a pod is ready: the socket that is made now keeps its kind when the name is known
-        return all(":" in each.address for each in interfaces() or [Interface("", "127.0.0.1")])
+    except OSError:
+        return None
     return all(":" in str(info[4][0]) for info in infos)
 
 

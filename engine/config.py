@@ -125,6 +125,19 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "them, and lend them blocks."
         ),
     ] = True
+    disaggregation_mode: Annotated[
+        Literal["null", "prefill", "decode"],
+        flag(
+            help="What these instances are preferred for: prefill: long prompts, whose requests move to "
+            "another instance with their KV blocks after the first token; decode: all but long prompts; "
+            "null: both."
+        ),
+    ] = "null"
+
+    @property
+    def role(self) -> str:
+        """The role of an instance, as routers know it; empty for none."""
+        return "" if self.disaggregation_mode == "null" else self.disaggregation_mode
 
     @property
     def kv_codes(self) -> Literal["int8", "fp8"] | None:

@@ -353,6 +353,8 @@ class Capacity(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where other instances fetch its KV blocks (:mod:`engine.transfers.mover`); empty: nowhere."""
     cache_identity: str = ""
     """Blocks of caches with equal identities can be exchanged."""
+    role: str = ""
+    """``prefill`` or ``decode``; empty: both (``--disaggregation-mode``)."""
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):

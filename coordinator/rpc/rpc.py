@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
-from urllib.parse import urlsplit
 
 import zmq
 import zmq.asyncio
@@ -34,6 +33,7 @@ from coordinator.rpc.complaints import Complaints
 from coordinator.rpc.guard import Guard
 from coordinator.rpc.handshakes import Handshakes, KeyRefused
 from coordinator.rpc.keys import MeshKeys
+from coordinator.rpc.names import FollowedName, host_of
 from coordinator.rpc.unfinished import INTERVAL, Unfinished
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def _is_ipv6(endpoint: str) -> bool:
 
     Without that it takes every name for IPv4; with it, it prefers IPv6 for names that mean both.
     """
-    host = urlsplit(endpoint).hostname if endpoint.startswith("tcp:") else None
+    host = host_of(endpoint)
     return host is not None and is_ipv6(host)
 
 
@@ -467,6 +467,7 @@ class AsyncConnection(Generic[In, Out]):
             made.callback(self._handshakes.close)
             self._socket.connect(endpoint)
             made.pop_all()
+        self._name = FollowedName(endpoint, self._is_connected, self._take_kind)
 
     @property
     def bad_messages(self) -> int:
@@ -478,6 +479,7 @@ class AsyncConnection(Generic[In, Out]):
         Raises:
             OtherProtocol: the listener speaks another version; nothing it says can be understood.
         """
+        self._name.begin()
         while True:
             await self._arrivals.wait()
             if (message := self._read(self._socket.recv(_NOBLOCK, copy=False))) is not None:
@@ -490,6 +492,7 @@ class AsyncConnection(Generic[In, Out]):
             OtherProtocol: as there.
             Exception: whatever ``take`` raises.
         """
+        self._name.begin()
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         some_are_there = self._arrivals.are_there
 
@@ -541,13 +544,25 @@ class AsyncConnection(Generic[In, Out]):
         """After a break: why, if it is for the keys. May take a second."""
         return await self._handshakes.refusal()
 
-    def _connect_again(self) -> None:
+    def _take_kind(self, ipv6: bool) -> None:
+        """Try addresses of this kind: the listener's name means them now."""
+        if not self._socket.closed and ipv6 != bool(self._socket.getsockopt(zmq.IPV6)):
+            self._socket.setsockopt(zmq.IPV6, ipv6)  # counts from the next connect on
+            self._connect_again()
+
+    def _is_connected(self) -> bool:
         if self._socket.closed:
+            return False
+        can_send = bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)  # with IMMEDIATE: to somebody
+        self._arrivals.check()
+        return can_send
+
+    def _connect_again(self) -> None:
+        if self._socket.closed or self._is_connected():
             return
-        if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:  # with IMMEDIATE: nobody to send to
-            with contextlib.suppress(zmq.ZMQError):
-                self._socket.disconnect(self.endpoint)
-            self._socket.connect(self.endpoint)
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.disconnect(self.endpoint)
+        self._socket.connect(self.endpoint)
         self._arrivals.check()
 
     def send(self, message: Out) -> bool:
@@ -561,6 +576,7 @@ class AsyncConnection(Generic[In, Out]):
         return True
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
+        self._name.close()
         self._arrivals.close()
         self._handshakes.close()
         self._socket.close(linger=linger_ms)

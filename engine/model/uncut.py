@@ -309,6 +309,7 @@ def _wide(part: Any) -> Iterator[None]:
             if tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float32:
                 before.append((held, name, tensor))
                 held[name] = tensor.float()
+                held[name].__dict__.update(tensor.__dict__)  # codes, by which inputs are rounded
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.scheduling.blocks import prefix_names
-from router.dispatch import policy
+from router.dispatch import policy, roles
 from router.dispatch.ledger import Entry, Ledger
 from router.dispatch.policy import Candidate, Policy, Wish
 from router.dispatch.pool import NO_REPORT, Instance, Pool
@@ -73,8 +73,10 @@ class Chooser:
             self.counts["queue_full"] += 1
             raise full(len(able))
 
-    def choose(self, entry: Entry, now: float, waiting_for: str = "") -> Instance:
+    def choose(self, entry: Entry, now: float, waiting_for: str = "", *, decodes: bool = False) -> Instance:
         """The instance that gets a request.
+
+        ``decodes``: its KV blocks come along, so nothing long is left to compute.
 
         Raises:
             MeshError: no instance, or not the one of the rank that it names, can take it now (503). That rank
@@ -83,7 +85,7 @@ class Chooser:
         if (preferred := self._preferred(entry, now)) is not None:
             return preferred
         blocks, wish = self._blocks_of(entry), self._wish(entry)
-        if len(self._pool) >= MANY and entry.prompt.rank is None:
+        if len(self._pool) >= MANY and entry.prompt.rank is None and not self._pool.has_roles:
             chosen = self._columns().choose(self._policy, entry, blocks, wish, now)
             if chosen is not None:
                 self._turn += 1
@@ -113,6 +115,8 @@ class Chooser:
         if not free:
             self.counts["queue_full"] += 1
             raise full(len(able))
+        if self._pool.has_roles:
+            free = list(roles.suited(free, entry.work, decodes=decodes))
         self._turn += 1
         rank = policy.pick(self._policy, policy.of_class(free, wish), wish).rank
         return next(instance for instance in instances if instance.rank == rank)

@@ -17,15 +17,21 @@ class Delivery:
     """Books tokens in the ledger, and passes them on to the streams of their entries."""
 
     def __init__(
-        self, ledger: Ledger, streams: dict[Entry, Stream], begins_try: Callable[[Entry, Delta], None]
+        self,
+        ledger: Ledger,
+        streams: dict[Entry, Stream],
+        begins_try: Callable[[Entry, Delta], None],
+        has_begun: Callable[[Entry], None],
     ) -> None:
         """``streams`` loses the entries that end.
 
         ``begins_try`` is called with an entry and the first delta of a try, before that is booked.
+        ``has_begun`` is called once it is delivered, unless the request has ended.
         """
         self._ledger = ledger
         self._streams = streams
         self._begins_try = begins_try
+        self._has_begun = has_begun
 
     def __repr__(self) -> str:
         return f"<Delivery to {len(self._streams)} streams>"
@@ -62,12 +68,15 @@ class Delivery:
                 self._pass_on(entry, delta)
 
     def _pass_on(self, entry: Entry, delta: Delta) -> None:
-        if entry.fruitless:  # the first one of this try
+        begins = bool(entry.fruitless)  # the first one of this try
+        if begins:
             self._begins_try(entry, delta)
         booked = self._ledger.book(entry, delta)
         if entry.loss is not None and (loss := entry.returns(booked, time.monotonic())) is not None:
-            logger.info("%s", loss)
+            logger.log(logging.DEBUG if loss.planned else logging.INFO, "%s", loss)
         ended = booked.finish_reason is not None
         stream = self._streams.pop(entry, None) if ended else self._streams.get(entry)
         if stream is not None:
             stream.push(booked)
+        if begins and not ended:
+            self._has_begun(entry)

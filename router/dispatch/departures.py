@@ -23,6 +23,8 @@ MOST_ROUNDS = 6
 
 Then it is handed over as it is.
 """
+MOST_MISSING = 2
+"""Full blocks that the target may lack of a request that could stay."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class _Departure:
     source: Instance
     loss: Loss
     waiting: deque[Entry]
+    may_stay: bool = False
+    """A request whose blocks cannot be copied stays."""
     num_copied: int = 0
     """Requests that are copied now."""
 
@@ -82,6 +86,10 @@ class Departures:
 
     def __repr__(self) -> str:
         return f"<Departures: {len(self._moves)} copies under way>"
+
+    def begin_one(self, source: Instance, entry: Entry, loss: Loss) -> list[Action]:
+        """Move a request that stays where its blocks cannot be copied."""
+        return self._next(_Departure(source, loss, deque([entry]), may_stay=True))
 
     def begin(self, source: Instance, entries: Iterable[Entry], loss: Loss) -> list[Action]:
         """Move the requests of an instance, which goes on with them meanwhile."""
@@ -123,7 +131,11 @@ class Departures:
                 departure.loss.spared()
                 continue
             target = self._choose(entry)
-            if target is None or not _can_copy(departure.source, target):
+            can_copy = target is not None and _can_copy(departure.source, target)
+            if target is departure.source or (departure.may_stay and not can_copy):
+                departure.loss.spared()
+                continue
+            if target is None or not can_copy:
                 actions.append(HandOver(entry, departure.source, target, departure.loss))
                 continue
             departure.num_copied += 1
@@ -149,7 +161,8 @@ class Departures:
         """End a request's copies: hand it over, unless it has ended or gone meanwhile."""
         departure = move.departure
         departure.num_copied -= 1
-        if move.entry.address != move.address:
+        is_short = not move.target.ready or _num_missing(move) > MOST_MISSING
+        if move.entry.address != move.address or (departure.may_stay and is_short):
             departure.loss.spared()
             return self._next(departure)
         target = move.target if move.target.ready else None

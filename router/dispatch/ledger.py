@@ -54,6 +54,8 @@ class Loss:
     """Tokens of prompts and outputs that were computed again."""
     cached: int = 0
     """Tokens that the other instance's prefix cache had."""
+    planned: bool = False
+    """Nothing was lost: a request moves for the role of its instance."""
 
     def __str__(self) -> str:
         count, first, last = len(self.waits), 1000 * min(self.waits), 1000 * max(self.waits)

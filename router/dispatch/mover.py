@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from coordinator.numerics import is_invariant
 from engine.messages import Abort, Delta, Recall
-from router.dispatch import departures
+from router.dispatch import departures, roles
 from router.dispatch.chooser import Chooser, unavailable
 from router.dispatch.departures import Departures
 from router.dispatch.instance_connection import InstanceConnection
@@ -53,7 +53,7 @@ class RequestMover:
         self._connections = connections
         self._faults = faults
         self._recaller = Recaller(pool, ledger)
-        self._departures = Departures(self._choose_if_any)
+        self._departures = Departures(self._choose_to_decode)
         self._moves_queued = moves_queued
         self._orphans: list[Entry] = []
         """Requests that wait for an instance."""
@@ -259,6 +259,19 @@ class RequestMover:
         if delta.token_ids:  # else it failed, and nothing was computed
             self._note_class(entry)
 
+    def has_begun(self, entry: Entry) -> None:
+        """Move on a request that has its first token, if its instance only begins them."""
+        if not self._pool.has_roles or entry.address is None:
+            return
+        instance = self._pool.get(entry.address[0])
+        if instance is None or entry.prompt.background or entry.prompt.rank is not None:
+            return
+        asked = entry.prompt.asked
+        if roles.moves_on(instance.capacity, asked - len(entry.emitted) if asked else None):
+            entry.owed = True
+            loss = Loss(instance.rank, time.monotonic(), 1, planned=True)
+            self._depart(self._departures.begin_one(instance, entry, loss))
+
     def follow_class(self, instance: Instance) -> None:
         """Record that an instance computes in another numerics class from now on."""
         for entry in self._ledger.of_instance(instance.name):
@@ -314,9 +327,10 @@ class RequestMover:
     def _choose(self, entry: Entry) -> Instance:
         return self._chooser.choose(entry, time.monotonic(), self.waiting_for)
 
-    def _choose_if_any(self, entry: Entry) -> Instance | None:
+    def _choose_to_decode(self, entry: Entry) -> Instance | None:
+        """Where a request goes on whose KV blocks come along; None: nowhere."""
         try:
-            return self._choose(entry)
+            return self._chooser.choose(entry, time.monotonic(), self.waiting_for, decodes=True)
         except MeshError:
             return None
 

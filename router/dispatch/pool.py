@@ -266,6 +266,8 @@ class Pool:
         self._size = 0
         """Instances that the mesh starts with, as far as is known."""
         self._is_complete = False
+        self.has_roles = False
+        """Whether an instance had a role (:mod:`router.dispatch.roles`)."""
 
     def __repr__(self) -> str:
         return f"<Pool {' '.join(f'{i.rank}:{i.member.state}' for i in self)}>"

@@ -36,7 +36,7 @@ class MessageReceiver:
         self._connections = connections
         self._mover = mover
         self._faults = faults
-        self._delivery = Delivery(ledger, mover.streams, mover.begins_try)
+        self._delivery = Delivery(ledger, mover.streams, mover.begins_try, mover.has_begun)
 
     def __repr__(self) -> str:
         return f"<MessageReceiver {self._delivery!r}>"
@@ -113,5 +113,6 @@ class MessageReceiver:
         if attached.repeated and instance.attached:
             return
         instance.attached, instance.capacity, instance.asked_back = True, attached.capacity, False
+        self._pool.has_roles = self._pool.has_roles or bool(attached.capacity.role)
         self._mover.move_all(instance, "reattached")
         self._mover.dispatch_orphans()

@@ -24,7 +24,10 @@ _BALANCED = (
     "each, without -dp, behind a balancer of your own"
 )
 _NO_OFFLOAD = "weights stay in the memory of their device: spread them with -tp, -pp or -ep"
-_NO_TRANSFER = "KV blocks stay in instances' memory, and others fetch them without a flag: leave it out"
+_NO_TRANSFER = (
+    "KV blocks stay in instances' memory, and others fetch them without a flag: leave it out; "
+    "--disaggregation-mode gives instances a role"
+)
 _SPECULATION = """--speculative-config '{"method": "ngram", "num_speculative_tokens": N}'"""
 
 _KERNELS = "kernels are chosen by what the device and the model are"
@@ -186,7 +189,7 @@ _REFUSED_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
         "offload-params": (), "cpu-offload-params": ()},
     _NO_TRANSFER: {
         "kv-transfer-config": (), "kv-events-config": (), "ec-transfer-config": (),
-        "kv-offloading-size": ("0",), "kv-offloading-backend": ("native",), "disaggregation-mode": ("null",),
+        "kv-offloading-size": ("0",), "kv-offloading-backend": ("native",),
         "disaggregation-transfer-backend": (),
     },
     _NO_SLEEP: {"sleep-preserve-parameter-names": ()},

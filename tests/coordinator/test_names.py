@@ -48,7 +48,9 @@ IN_A_NAMESPACE = 'cp /etc/hosts "$0" && mount --bind "$0" /etc/hosts && exec "$@
 
 @pytest.mark.mesh
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
-@pytest.mark.parametrize("addresses", [("127.0.0.2", "127.0.0.3"), ("::1", "127.0.0.2")])
+@pytest.mark.parametrize(
+    "addresses", [("127.0.0.2", "127.0.0.3"), ("::1", "127.0.0.2"), ("127.0.0.2", "::1")]
+)
 def test_a_name_is_resolved_again_when_the_connection_is_lost(
     addresses: tuple[str, str], tmp_path: Path
 ) -> None:

@@ -294,14 +294,16 @@ class _WithGrid(QuantizedMatrix):
     def _check(self) -> None:
         outputs, inputs = self.shape
         grid = self._grid()
-        if self._form.block is not None and 1 not in (len(self._parts[self.SCALES].get_shape()), grid[1]):
-            self._rows_each, self._columns_each = self._form.block
-            if grid != (-(-outputs // self._rows_each), -(-inputs // self._columns_each)):
+        if self._form.block is not None and len(self._parts[self.SCALES].get_shape()) > 1:
+            high, wide = self._form.block
+            if grid == (-(-outputs // high), -(-inputs // wide)):
+                self._rows_each, self._columns_each = high, wide
+                return
+            if grid[1] != 1:
                 raise self._refuse(
                     f"{self.SCALES} has the shape {list(grid)}, which does not fit {outputs} x {inputs} in "
-                    f"blocks of {self._rows_each} x {self._columns_each}"
+                    f"blocks of {high} x {wide}"
                 )
-            return
         if grid[0] not in (1, outputs):
             raise self._refuse(f"{self.SCALES} has the shape {list(grid)} for {outputs} outputs")
         self._rows_each = outputs if grid[0] == 1 else 1

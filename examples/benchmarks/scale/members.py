@@ -1,8 +1,8 @@
 """A process with many simulated instances: their membership is real, nothing is computed.
 
 Each has a connection of its own to the coordinator, registers and sends heartbeats as an instance does
-(:class:`coordinator.member_state.MemberState`). All listen at one socket, which answers routers. Commands
-come as lines of standard input, and each is answered by a line:
+(:class:`coordinator.member_state.MemberState`). Routers connect to a socket that some instances share.
+Commands come as lines of standard input, and each is answered by a line:
 
     join COUNT     so many instances register; answered when all are welcome
     ready          all become ready
@@ -39,6 +39,12 @@ CAPACITY = Capacity(
 LOADING_TIME = 0.2
 """Seconds that an instance which joins during churn takes to load."""
 INSTANCES_PER_HOST = 8
+SOCKETS = 16
+"""Sockets at which the instances of a process listen.
+
+With a single one, eight routers make 8,192 connections to it at once. The kernel keeps 4,096 that wait
+(``net.core.somaxconn``). It drops the first packets of the others, which are sent again after seconds.
+"""
 
 
 def settings(model: str, instances: int) -> Settings:
@@ -118,15 +124,24 @@ class Crowd:
         self._args = args
         self._keys = load(Path(args.key)) if args.key else None
         self._context = with_room(zmq.asyncio.Context())
-        listening = zmq.asyncio.Context()
-        self._listener: AsyncListener[ToInstance, ToRouter] = AsyncListener(
-            listening, "tcp://127.0.0.1:*", ToInstance, name="instances", keys=self._keys
-        )
+        self._listeners: list[AsyncListener[ToInstance, ToRouter]] = []
         self._settings = settings(args.model, args.of)
         self._instances: list[SimulatedInstance] = []
         self._numbers = itertools.count()
-        self._answering = asyncio.create_task(self._answer_routers())
+        self._answering: list[asyncio.Task[None]] = []
         self._churning: asyncio.Task[None] | None = None
+
+    def _address(self, number: int) -> str:
+        """Where routers connect to an instance; numbers come in their order."""
+        index = number % SOCKETS
+        if index == len(self._listeners):
+            context = zmq.asyncio.Context()  # one with keys has room for one listener
+            listener: AsyncListener[ToInstance, ToRouter] = AsyncListener(
+                context, "tcp://127.0.0.1:*", ToInstance, name="instances", keys=self._keys
+            )
+            self._listeners.append(listener)
+            self._answering.append(asyncio.create_task(self._answer_routers(listener)))
+        return self._listeners[index].endpoint
 
     def _add(self) -> SimulatedInstance:
         number = next(self._numbers)
@@ -135,7 +150,7 @@ class Crowd:
             settings=self._settings, host=f"{self._args.name}-{number // INSTANCES_PER_HOST}", pid=number,
         )  # fmt: skip
         made = SimulatedInstance(
-            self._context, self._args.coordinator, register, self._listener.endpoint, self._keys
+            self._context, self._args.coordinator, register, self._address(number), self._keys
         )
         self._instances.append(made)
         return made
@@ -161,11 +176,11 @@ class Crowd:
             joined = self._add()
             asyncio.get_running_loop().call_later(LOADING_TIME, joined.become_ready)
 
-    async def _answer_routers(self) -> None:
+    async def _answer_routers(self, listener: AsyncListener[ToInstance, ToRouter]) -> None:
         while True:
-            peer, message = await self._listener.receive()
+            peer, message = await listener.receive()
             if isinstance(message, Attach) and message.unanswered:
-                self._listener.send(peer, Attached("simulated", CAPACITY))
+                listener.send(peer, Attached("simulated", CAPACITY))
 
 
 async def main() -> None:

@@ -39,8 +39,9 @@ MOVED_WITHIN = 60.0
 class Client(threading.Thread):
     """One streaming request, with the time of each of its tokens."""
 
-    def __init__(self, url: str, prompt: list[int], tokens: int) -> None:
+    def __init__(self, url: str, prompt: list[int], tokens: int, rank: int | None = 1) -> None:
         super().__init__(daemon=True)
+        self._rank = rank
         self._address = urlsplit(url)
         self._body = {
             "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
@@ -58,7 +59,8 @@ class Client(threading.Thread):
 
     def _read(self) -> None:
         connection = http.client.HTTPConnection(self._address.hostname or "", self._address.port, timeout=120)
-        headers = {"content-type": "application/json", "x-data-parallel-rank": "1"}
+        headers = {"content-type": "application/json"}
+        headers |= {} if self._rank is None else {"x-data-parallel-rank": str(self._rank)}
         connection.request("POST", "/v1/completions", json.dumps(self._body), headers)
         answer = connection.getresponse()
         if answer.status != 200:
@@ -72,7 +74,7 @@ class Client(threading.Thread):
                     self.tokens += found
 
     def gaps(self, since: float, until: float) -> list[float]:
-        """Milliseconds between its tokens while the drain went on."""
+        """Milliseconds between its tokens from one moment to another."""
         pairs = zip(self.times, self.times[1:], strict=False)
         return [1000 * (after - before) for before, after in pairs if after > since and before < until]
 

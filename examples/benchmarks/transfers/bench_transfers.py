@@ -48,27 +48,38 @@ class Mesh(NamedTuple):
 
 
 @contextlib.contextmanager
-def mesh(model: str, flags: str) -> Iterator[Mesh]:
-    """Two instances that share no experts."""
+def mesh(model: str, flags: str, headless: str | None = None) -> Iterator[Mesh]:
+    """Two instances that share no experts.
+
+    ``headless``: flags of the second one, which then has a ``serve`` of its own.
+    """
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         ports = [f"--port={one.getsockname()[1]}", f"--data-parallel-rpc-port={other.getsockname()[1]}"]
     wanted = [model] * bool(model) + shlex.split(
         f"-dp 2 --dtype bfloat16 --no-enable-expert-parallel {flags}"
     )
-    command = [sys.executable, "-P", "-m", "router.launcher.serve", *wanted, "--disable-access-log", *ports]
+    local = ["-dpl", "1"] if headless is not None else []
+    serve = [sys.executable, "-P", "-m", "router.launcher.serve"]
+    command = [*serve, *wanted, *local, "--disable-access-log", *ports]
     environment = {**os.environ, "LOCKSTEP_PARENT_PID": str(os.getpid())}
     with tempfile.NamedTemporaryFile("w+", prefix="lockstep-bench-", suffix=".log") as log:
-        child = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        children = [subprocess.Popen(command, stdout=log, stderr=log, env=environment)]
+        child = children[0]
+        if headless is not None:
+            alike = "--headless -dpl 1 --dtype bfloat16 --no-enable-expert-parallel"
+            other = [*serve, *[model] * bool(model), *shlex.split(f"{alike} {headless}"), ports[1]]
+            children.append(subprocess.Popen(other, stdout=log, stderr=log, env=environment))
         running = Mesh(f"http://127.0.0.1:{ports[0].partition('=')[2]}", ports[1], Path(log.name))
         try:
-            while "ready at" not in running.log:
+            while "ready at" not in running.log or "2 instances ready" not in running.log:
                 if child.poll() is not None:
                     raise SystemExit(f"serve ended with status {child.returncode}:\n{running.log[-3000:]}")
                 time.sleep(0.2)
             yield running
         finally:
-            child.terminate()
-            child.wait(60)
+            for each in reversed(children):
+                each.terminate()
+                each.wait(60)
 
 
 def first_token(url: str, prompt: list[int], rank: int) -> float:

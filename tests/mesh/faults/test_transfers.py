@@ -161,3 +161,31 @@ async def streams(
             await asyncio.to_thread(wait_until, lambda: len(begun) == len(prompts), 20, "all have begun")
             act()
         return await asyncio.gather(*asked)
+
+
+def test_long_prompts_begin_at_one_instance_and_go_on_at_another(tmp_path: Path) -> None:
+    ports = Ports()
+    flags = [*FLAGS, "-dpl", "1", "--num-gpu-blocks-override", "1200", "--disaggregation-mode"]
+    prompts = [[4 + (90 * each + 7 * index) % 4000 for index in range(length)] for each, length in LENGTHS]
+    with (
+        serve(tmp_path / "head", "-dp", "2", *ports.head(), *flags, "decode") as head,
+        serve(tmp_path / "other", "--headless", *ports.join(), *flags, "prefill") as other,
+    ):
+        head.wait_for("2 instances ready")
+        decoding = next(rank for rank in (0, 1) if f"Engine_{rank}" in head.log)
+        moved = asyncio.run(streams(ports, prompts))
+        fetched = of(ports, "vllm:external_prefix_cache_hits_total", decoding)
+        assert fetched >= 4 * 592, "of long prompts"
+        assert of(ports, "vllm:request_success_total", 1 - decoding, finished_reason="length") == 0
+        assert asyncio.run(streams(ports, prompts)) == moved, "from the cache of the decoding one"
+        assert of(ports, "vllm:external_prefix_cache_hits_total", decoding) < fetched + 592
+        assert "are back after" not in head.log, "nothing was lost"
+        other.child(f"Engine_{1 - decoding}").kill()
+        alone = [[1, *prompt] for prompt in prompts]  # cached nowhere
+        assert [len(tokens) for tokens, _ in asyncio.run(streams(ports, alone))] == [250] * len(alone)
+        assert "Traceback" not in head.log
+        head.stop()
+
+
+LENGTHS = [(0, 600), (1, 600), (2, 60), (3, 600), (4, 60), (5, 600)]
+"""Number and tokens of each prompt."""

@@ -81,7 +81,7 @@ def test_everything_comes_once_and_in_order(seed: int) -> None:
     async def run() -> None:
         entry = Entry(Prompt("id", [5], SamplingParams(), 1))
         stream, ledger, seen, takers = Stream(Owner(), entry), Ledger(), [], []
-        delivery = Delivery(ledger, {entry: stream}, lambda *_: None)
+        delivery = Delivery(ledger, {entry: stream}, lambda *_: None, lambda _: None)
         is_open = False
 
         class Sink:
@@ -162,7 +162,7 @@ def test_what_the_shortcut_raises_is_the_readers(is_single: bool) -> None:
             streams[entry] = stream = Stream(Owner(), entry)
             stream.hand_over(sink)
             readers.append(asyncio.create_task(read(stream)))
-        delivery = Delivery(ledger, streams, lambda *_: None)
+        delivery = Delivery(ledger, streams, lambda *_: None, lambda _: None)
         await asyncio.sleep(0)
         if is_single:
             delivery.singles("a", [1, 5, 2, 6])

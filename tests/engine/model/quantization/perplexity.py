@@ -75,7 +75,10 @@ Write = Callable[[Work], Written]
 
 
 def _static_scales(training: Windows) -> dict[str, torch.Tensor]:
-    """Scales of the inputs of each matrix; an expert that no token chose has the largest."""
+    """Scales of the inputs of each matrix.
+
+    An expert that no token chose has the largest.
+    """
     largest = reference.largest_inputs(SHIPPED, training)
     scales = {}
     for name in load_file(SHIPPED / "model.safetensors"):

@@ -289,4 +289,5 @@ def write_copies(
         for path in source.glob("*.json"):
             if path.name != "config.json":
                 (directory / path.name).write_bytes(path.read_bytes())
-        save_file(content, directory / "model.safetensors", {"format": "pt"})
+        whole = {name: each.contiguous() for name, each in content.items()}
+        save_file(whole, directory / "model.safetensors", {"format": "pt"})
