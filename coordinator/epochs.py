@@ -128,7 +128,7 @@ class Epochs:
         self._begun = entered and not any(map(self._records.named, form.leavers))
         self._begun_at = now
         if self._begun:
-            self.rebalancing.begun(form)
+            self.rebalancing.begun(form, now)
         return self._begun
 
     def lost(self, epoch: int, suspects: Collection[str], *, entered: bool) -> bool:
@@ -253,7 +253,7 @@ class Epochs:
             token=self._rules.token,
         )
         self._formed_at, self._begun, self._apart = now, False, False
-        self.rebalancing.formed(form)
+        self.rebalancing.formed(form, now)
         self._take(form)
         return form, why
 

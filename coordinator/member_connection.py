@@ -173,6 +173,7 @@ class MemberConnection:
         experts: Sequence[Sequence[Sequence[int]]] | None = None,
         expert_layers: int | None = None,
         loads: ExpertLoads | None = None,
+        expert_bytes: int | None = None,
         max_experts: int | None = None,
         ready_epoch: int | None = None,
         numerics: Numerics | None = None,
@@ -184,6 +185,7 @@ class MemberConnection:
             mine.hold(experts)
         mine.expert_layers = mine.expert_layers if expert_layers is None else expert_layers
         mine.loads = loads or mine.loads
+        mine.expert_bytes = mine.expert_bytes if expert_bytes is None else expert_bytes
         mine.max_experts = mine.max_experts if max_experts is None else max_experts
         mine.ready_epoch = mine.ready_epoch if ready_epoch is None else ready_epoch
         mine.numerics = numerics or mine.numerics

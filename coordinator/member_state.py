@@ -48,7 +48,7 @@ class MemberState:
         self.address = self.store = ""
         self.experts: tuple[tuple[int, ...], ...] = ()
         self.experts_by_layer: tuple[tuple[tuple[int, ...], ...], ...] = ()
-        self.expert_layers = 0
+        self.expert_layers = self.expert_bytes = 0
         self.loads: ExpertLoads | None = None
         """Loads of the last window of steps, sent again until the next one."""
         self.max_experts = self.ready_epoch = 0
@@ -111,6 +111,7 @@ class MemberState:
             experts_by_layer=self.experts_by_layer,
             expert_layers=self.expert_layers,
             loads=self.loads,
+            expert_bytes=self.expert_bytes,
             max_experts=self.max_experts,
             epoch=self._group.epoch if self._group is not None else 0,
             ready_epoch=self.ready_epoch,

@@ -200,6 +200,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     """Layers with experts that it computes, if their load is balanced."""
     loads: ExpertLoads | None = None
     """Loads of the last window in which they were counted."""
+    expert_bytes: int = 0
+    """Memory of a copy of an expert over all layers, kernels' copies included."""
     max_experts: int = 0
     """How many each of its ranks has room for; 0: any number."""
     epoch: Epoch = 0
@@ -469,6 +471,10 @@ class ExpertBalance(msgspec.Struct, frozen=True, kw_only=True):
     """The last ones in a row have not."""
     moves: int = 0
     """Copies of experts that these changes moved."""
+    moved_bytes: int = 0
+    """Memory of these copies."""
+    seconds: float = 0.0
+    """From the coordinator's plan until all members were in these groups."""
     copies: int = 1
     """Copies of the expert that has fewest."""
     wanted_copies: int = 1

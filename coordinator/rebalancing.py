@@ -38,6 +38,10 @@ class Rebalancing:
         """Epoch of the group that was formed to balance last, until it began or failed."""
         self._moves = 0
         """Copies that it moves."""
+        self._since = 0.0
+        """When it was formed."""
+        self._copy_bytes = 0
+        """Memory of a copy of an expert of one layer."""
         self._looked_at = 0
         """Epoch of the newest group that was looked at."""
         self._window = 0
@@ -89,12 +93,13 @@ class Rebalancing:
         """Another look at what follows the newest group."""
         self._next = None
 
-    def formed(self, form: GroupPlan) -> None:
+    def formed(self, form: GroupPlan, now: float) -> None:
         """The group of the last :meth:`reason` is formed, or one for another reason."""
         if self._next is not None:
+            self._since = now
             self._epoch, self._moves, self._next = form.epoch, self._next.moves, None
 
-    def begun(self, form: GroupPlan) -> None:
+    def begun(self, form: GroupPlan, now: float) -> None:
         """A group has begun: what was formed to balance has succeeded."""
         self._window = 0
         least = min((len(ranks) for layer in form.replicas for ranks in layer), default=1)
@@ -109,6 +114,8 @@ class Rebalancing:
                 self.summary,
                 changes=self.summary.changes + 1,
                 moves=self.summary.moves + self._moves,
+                moved_bytes=self.summary.moved_bytes + self._moves * self._copy_bytes,
+                seconds=self.summary.seconds + now - self._since,
                 is_failing=False,
             )
 
@@ -162,6 +169,7 @@ class Rebalancing:
         if numbers == {self._window}:
             return False
         self._window = numbers.pop()
+        self._copy_bytes = max(member.expert_bytes for member in members) // _layers(members)
         layers = list(zip(*(each.rows for each in known), strict=True))
         self._loads = [[sum(rows) for rows in zip(*of_layer, strict=True)] for of_layer in layers]
         totals = [[float(sum(rows)) for rows in of_layer] for of_layer in layers]

@@ -131,6 +131,7 @@ class Record:
     experts_by_layer: tuple[tuple[tuple[int, ...], ...], ...] = ()
     expert_layers: int = 0
     loads: ExpertLoads | None = None
+    expert_bytes: int = 0
     max_experts: int = 0
     epoch: int = 0
     """Epoch of the group that it steps in."""
@@ -150,7 +151,7 @@ class Record:
         self.store = message.store
         self.experts, self.max_experts = message.experts, message.max_experts
         self.experts_by_layer, self.loads = message.experts_by_layer, message.loads
-        self.expert_layers = message.expert_layers
+        self.expert_layers, self.expert_bytes = message.expert_layers, message.expert_bytes
         self.epoch, self.ready_epoch = message.epoch, message.ready_epoch
         self.numerics = message.numerics or self.numerics
         return (self.state, self.phase, self.address, self.numerics) != before

@@ -199,6 +199,11 @@ class SpreadExecutor(Executor, Protocol):
         """Rows computed here since the start, by layer with experts and expert."""
         ...
 
+    @property
+    def expert_bytes(self) -> int:
+        """Memory of an expert in all layers of a worker, kernels' copies included."""
+        ...
+
     def max_experts(self, free_bytes: int) -> int:
         """How many experts of each layer fit on each rank; 0: any number.
 

@@ -46,11 +46,14 @@ class LayerShape:
 
     A query at position q sees keys k with q - window < k <= q.
     """
+    apart: int = 0
+    """First numbers of a key that stay in 16 bits beside codes."""
 
     def bytes_per_token(self, dtype: torch.dtype, codes: KVCodes | None = None) -> int:
         """Bytes of a token's keys and values; codes take one each, and a scale."""
         if codes is not None:
-            return self.kv_heads * (self.key_dim + self.value_dim + 2 * int(SCALE_TYPE.itemsize))
+            codes_and_apart = self.key_dim + self.apart + self.value_dim
+            return self.kv_heads * (codes_and_apart + 2 * int(SCALE_TYPE.itemsize))
         return self.kv_heads * (self.key_dim + self.value_dim) * int(dtype.itemsize)
 
 

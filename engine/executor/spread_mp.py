@@ -267,10 +267,15 @@ class SpreadMpExecutor(MpExecutor):
         """See :class:`.SpreadExecutor`."""
         return self._held
 
+    @property
+    def expert_bytes(self) -> int:
+        """See :class:`.SpreadExecutor`."""
+        return max(self._expert_bytes, default=0)
+
     def max_experts(self, free_bytes: int) -> int:
         """See :class:`.SpreadExecutor`. As many as fit on the worker that has least room."""
         free = max(0, free_bytes) // max(1, len(self._expert_bytes))
-        largest = max(self._expert_bytes, default=0)
+        largest = self.expert_bytes
         held = min((max(map(len, of_rank)) for of_rank in self._held), default=0)
         if not largest:
             return 0

@@ -155,7 +155,8 @@ class Spread:
 
     def counted(self, loads: ExpertLoads) -> None:
         """See :class:`engine.groups.elastic.Mesh`."""
-        self._membership.update(loads=loads, expert_layers=len(loads.rows))
+        size = self._executor.expert_bytes
+        self._membership.update(loads=loads, expert_layers=len(loads.rows), expert_bytes=size)
 
     # ----
 

@@ -210,7 +210,7 @@ class ReadAhead {
                 wanted.add(static_cast<const char*>(all) + task.numbers[size_t(block - task.begin)] * bytes, bytes);
         };
         if (op.codes != NO_CODES) some(op.scales, BLOCK_SCALES * int64_t(sizeof(uint16_t)));
-        some(op.extra, block_bytes<T>(op, op.c));
+        some(op.extra, key_block_bytes<T>(op));
         some(op.weights, block_bytes<T>(op, op.n));
     }
 };

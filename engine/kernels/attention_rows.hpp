@@ -120,6 +120,18 @@ class KeysAndValues {
         return all.data();
     }
 
+    // Of a block's keys, what is apart from codes: divided by the scales of these, since all scores are multiplied by them.
+    void widen_apart(int64_t number, const float* scales, uint32_t* to) const {
+        if (apart_of(op) == 0) return;
+        alignas(64) float inverse[T::PACK * LANES];  // in the order of a block's numbers
+        for (int64_t lane = 0; lane < LANES; ++lane)
+            for (int64_t i = 0; i < T::PACK; ++i) inverse[lane * T::PACK + i] = scales[lane] == 0.f ? 0.f : 1.f / scales[lane];
+        auto* from = reinterpret_cast<const uint16_t*>(static_cast<const char*>(op.extra) + number * key_block_bytes<T>(op));
+        auto* out = reinterpret_cast<typename T::Element*>(to);
+        auto divided = [&](int64_t i) { return BFloat16::load(from + i, Mask(0xffff)) * load(inverse + i % (T::PACK * LANES)); };
+        for (int64_t i = 0; i < LANES * apart_of(op); i += 2 * LANES) T::store(out + i, divided(i), divided(i + LANES));
+    }
+
     // ahead(): asks for memory.
     template <class Ahead>
     void widen(const AttentionTask& task, Ahead ahead) {
@@ -135,11 +147,13 @@ class KeysAndValues {
             const uint16_t* scales = scales_of(op, number);
             store(key_scales + first, BFloat16::load(scales, Mask(0xffff)));
             store(value_scales + first, BFloat16::load(scales + LANES, Mask(0xffff)));
-            auto one = [&](const void* all, int64_t dim, uint32_t* to) {
-                decode<T>(op.codes, static_cast<const int8_t*>(all) + number * LANES * dim, LANES * dim, to);
+            auto one = [&](const void* all, int64_t bytes, int64_t skipped, int64_t dim, uint32_t* to) {
+                decode<T>(op.codes, static_cast<const int8_t*>(all) + number * bytes + 2 * LANES * skipped, LANES * dim,
+                          to + block_words<T>(skipped));
             };
-            one(op.extra, op.c, widened_keys + at * key_words);
-            one(op.weights, op.n, widened_values + at * value_words);
+            widen_apart(number, key_scales + first, widened_keys + at * key_words);
+            one(op.extra, key_block_bytes<T>(op), apart_of(op), op.c - apart_of(op), widened_keys + at * key_words);
+            one(op.weights, LANES * op.n, 0, op.n, widened_values + at * value_words);
         }
         keys = widened_keys, values = widened_values, numbers = own_numbers();
     }

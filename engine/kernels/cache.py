@@ -71,7 +71,11 @@ class NativeCache:
         arena, positions = Arena(), num_blocks * block_size
         kept = dtype if codes is None else torch.int8
         self.codes = CODES[codes]
-        self.keys = [arena.zeros((positions, layer.kv_heads * layer.key_dim), kept) for layer in layers]
+        widths = [layer.key_dim + (0 if codes is None else layer.apart) for layer in layers]
+        self.keys = [
+            arena.zeros((positions, layer.kv_heads * width), kept)
+            for layer, width in zip(layers, widths, strict=True)
+        ]
         self.values = [arena.zeros((positions, layer.kv_heads * layer.value_dim), kept) for layer in layers]
         self.scales: list[torch.Tensor | None] = [None for _ in layers]
         if codes is not None:

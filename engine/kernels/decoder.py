@@ -150,7 +150,7 @@ class Attention:
         if self.latents is None or not self.keeps_latents:
             return LayerShape(self.kv_heads, self.dim, self.value_dim, window)
         size = self.latents.keys.size
-        return LayerShape(1, self.shared + size, size, window)
+        return LayerShape(1, self.shared + size, size, window, apart=self.shared)
 
     @property
     def projected_width(self) -> int:

@@ -30,6 +30,15 @@ int64_t block_bytes(const Operation& op, int64_t dim) {
     return LANES * dim * (op.codes == NO_CODES ? int64_t(sizeof(typename T::Element)) : 1);
 }
 
+// Numbers that a key has before its value, where it ends with that (WITHIN). Beside codes they are kept in bfloat16: what all heads
+// share may be tens of times as large as the value, and would take its codes away.
+inline int64_t apart_of(const Operation& op) { return op.flags & WITHIN ? op.c - op.n : 0; }
+
+template <class T>
+int64_t key_block_bytes(const Operation& op) {
+    return block_bytes<T>(op, op.c) + (op.codes == NO_CODES ? 0 : LANES * apart_of(op));
+}
+
 // Scales in bfloat16 of the block of this number: of its 16 keys, then of its 16 values.
 constexpr int64_t BLOCK_SCALES = 2 * LANES;
 inline uint16_t* scales_of(const Operation& op, int64_t block) { return static_cast<uint16_t*>(op.scales) + block * BLOCK_SCALES; }
@@ -80,13 +89,28 @@ class Projected {
         store_value<T>(reinterpret_cast<uint32_t*>(all_values + block * value_bytes), value, value_dim, lane);
     }
 
+    static constexpr uint16_t ONE = 0x3f80;  // in bfloat16
+
+    // The numbers of a key before its value.
+    void keep_apart(const E* key, int64_t apart, char* block, int64_t lane) const {
+        auto* to = reinterpret_cast<uint16_t*>(block) + lane * T::PACK;
+        for (int64_t first = 0; first < apart; first += LANES) {
+            alignas(32) uint16_t numbers[LANES];
+            BFloat16::store(numbers, T::load(key + first, Mask(0xffff)), Mask(0xffff));
+            for (int64_t i = 0; i < LANES; i += T::PACK) std::memcpy(to + (first + i) * LANES, numbers + i, 2 * T::PACK);
+        }
+    }
+
     void keep_codes(const E* key, const E* value, int64_t block, int64_t lane) const {
-        char *keys = all_keys + block * key_bytes + lane * T::PACK, *values = all_values + block * value_bytes;
-        values += lane / T::PACK * value_dim * T::PACK + lane % T::PACK;
+        const int64_t apart = apart_of(op);
+        char *keys = all_keys + block * key_bytes, *values = all_values + block * value_bytes;
+        keep_apart(key, apart, keys, lane);
+        keys += 2 * LANES * apart + lane * T::PACK, values += lane / T::PACK * value_dim * T::PACK + lane % T::PACK;
         uint16_t* scales = scales_of(op, block);
-        scales[lane] = encode<T>(op.codes, key, dim, [&](int64_t first, const int8_t* codes) {
+        scales[lane] = encode<T>(op.codes, key + apart, dim - apart, [&](int64_t first, const int8_t* codes) {
             for (int64_t i = 0; i < LANES; i += T::PACK) std::memcpy(keys + (first + i) * LANES, codes + i, T::PACK);
         });
+        if (apart > 0 && scales[lane] == 0) scales[lane] = ONE;  // what is apart is divided by it
         scales[LANES + lane] = encode<T>(op.codes, value, value_dim, [&](int64_t first, const int8_t* codes) {
             for (int64_t i = 0; i < LANES; ++i) std::memcpy(values + (first + i) * T::PACK, codes + i, 1);
         });
@@ -113,7 +137,7 @@ class Projected {
           rows(static_cast<E*>(const_cast<void*>(op.in))), turning(op, step),
           value_norm{op.factors, nullptr, float(op.cap), false}, has_keys(!(op.flags & QUERIES_ONLY)),
           all_keys(static_cast<char*>(const_cast<void*>(op.extra))), all_values(static_cast<char*>(op.out)),
-          key_bytes(block_bytes<T>(op, dim)), value_bytes(block_bytes<T>(op, value_dim)) {}
+          key_bytes(key_block_bytes<T>(op)), value_bytes(block_bytes<T>(op, value_dim)) {}
 
     // Norms and rotates what a token has for a KV head, queries and key, and stores key and value.
     void keep(int64_t token, int64_t head) const {

@@ -496,6 +496,7 @@ class Lowering:
         stored = number if attention.source is None else attention.source
         keys, values = self._cache.keys[stored], self._cache.values[stored]
         alone = 0 if attention.source is None else QUERIES_ONLY
+        within = WITHIN if attention.keeps_latents else 0
         cached, groups = attention.cached, _groups(attention)
         shape = {
             "a": attention.heads,
@@ -518,10 +519,7 @@ class Lowering:
             factors=None if of_values is None else of_values.weights,
             cap=0.0 if of_values is None else of_values.eps,
             k=0 if attention.rotary is None else attention.rotary + 1,
-            flags=centred
-            | (NORM_LAST if attention.is_norm_last else 0)
-            | (WITHIN if attention.keeps_latents else 0)
-            | alone,
+            flags=centred | (NORM_LAST if attention.is_norm_last else 0) | within | alone,
             shared=0 if attention.keeps_latents else attention.shared,
             b=cached.kv_heads,
             **shape,
@@ -536,7 +534,7 @@ class Lowering:
             number=attention.scale,
             cap=attention.cap,
             factors=None if attention.factors is None else self._factors[attention.factors],
-            flags=self._rows | alone,
+            flags=self._rows | alone | within,
             b=cached.kv_heads * groups,
             groups=groups,
             **shape,

@@ -61,6 +61,16 @@ logger = logging.getLogger(__name__)
 
 HARMLESS_TENSORS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
 """Buffers that old versions of transformers saved and the model computes by itself."""
+TOP_K = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "top_k_experts",
+    "moe_top_k",
+    "moe_topk",
+    "moe_k",
+    "top_k",
+)
+"""Names that configurations have for the number of experts of a token."""
 _LOADING = threading.Lock()
 """Lets workers in one process load one by one.
 
@@ -100,8 +110,7 @@ class LoadedModel:
     def experts_per_token(self) -> int:
         """Experts that the router chooses for each token."""
         config = self.module.config.get_text_config()
-        names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "top_k")
-        return next(int(getattr(config, name)) for name in names if getattr(config, name, None) is not None)
+        return next(int(getattr(config, name)) for name in TOP_K if getattr(config, name, None) is not None)
 
     @property
     def num_parameters(self) -> int:

@@ -11,6 +11,8 @@ All get the same model, prompts and load generator.
     python examples/benchmarks/bench_peers.py --models dense-wide --workloads plain sampled penalised
     python examples/benchmarks/bench_peers.py --workloads code \
         --systems lockstep-dp1 lockstep-drafts vllm-drafts
+    python examples/benchmarks/bench_peers.py --models dense-0.5b --workloads plain --context 512 --systems \
+        lockstep-dp1 lockstep-int8 lockstep-int4 llama.cpp-q8_0 llama.cpp-q4_0 vllm-int8 vllm-awq vllm-gptq
     python examples/benchmarks/bench_peers.py --show build/bench-peers.json  # of a run
 
 All servers of a model are started first and stay; those that are not measured sleep. Then each is loaded in
@@ -36,6 +38,9 @@ system and of the best of vLLM's, per repeat. The models are made at the first r
     vllm-tp2          vllm serve MODEL -tp 2, a core each
     transformers      transformers serve MODEL --continuous-batching, all cores
     llama.cpp         one sequence, behind a small HTTP loop (``llama_cpp_server.py``), all cores
+    llama.cpp-bf16    the same with 32 sequences; -q8_0 and -q4_0: quantised
+    lockstep-int8     as lockstep-dp1 with W8A8; -int4, -gptq and -awq: weights of 4 bits (``formats``)
+    vllm-int8         as vllm-cores with the same checkpoint, and so the others
 
 transformers takes texts, so it gets the prompts as text. Before and after, memory bandwidth and the rate of
 matrix products are measured: compare runs only where these agree, and numbers of one run rather than of two.
@@ -63,7 +68,7 @@ import psutil
 import uvloop
 
 from examples.benchmarks.machine_limits import calibrate
-from examples.benchmarks.peer_systems import ROOT, SYSTEMS, NotReady, started, until_ready
+from examples.benchmarks.peer_systems import ROOT, SYSTEMS, NotReady, Room, started, until_ready
 from examples.benchmarks.peer_tables import plot, print_model
 from router.tools.bench.client import Target, session
 from router.tools.bench.client import run as send_all
@@ -200,7 +205,7 @@ def bench_model(name: str, args: Args, model_page: Page, save: Callable[[], None
             if why := SYSTEMS[system].lacks(model):
                 leave_out(model_page, system, why)
                 continue
-            child, url, log = stack.enter_context(started(system, model, args.dtype))
+            child, url, log = stack.enter_context(started(system, model, args.dtype, Room(args.context)))
             try:
                 model_page["start_seconds"][system] = round(until_ready(child, url, log), 1)
             except NotReady as error:
@@ -280,6 +285,7 @@ def parse_args() -> Args:
         type=int,
         help="requests per run, times its concurrency (default: 6 for 1, else 8)",
     )
+    add("--context", type=int, default=Room.context, help="most tokens of a request (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the prompts")
     add("--output-json", type=Path, metavar="FILE", help="write all numbers into this file, after each run")
     add("--plots", type=Path, metavar="DIRECTORY", help="draw them, too")

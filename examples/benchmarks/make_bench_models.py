@@ -8,6 +8,8 @@ They have a tokenizer of their own.
     dense-small   Llama, 32 M parameters
     dense-0.5b    Qwen3, 449 M parameters, tied embeddings
     moe-small     Qwen3-MoE, 90 M parameters, 16 experts, 4 per token
+    gpt-oss-small GPT-OSS, 137 M parameters, 16 experts, 4 per token
+    latent-small  DeepSeek-V2, 118 M parameters: latent attention, 16 experts, 4 per token, and a shared one
     dense-wide    the layers of dense-small, and the 151,936 tokens of Qwen's models
 
 They compute as trained models of their shape would, and say nothing. The same seed gives the same weights.
@@ -29,7 +31,7 @@ CONTEXT = 16384
 CORPUS_BYTES = 8_000_000
 SPECIAL = ["<s>", "</s>", "<pad>"]
 MANY_TOKENS = 151_936
-NAMES = ("dense-small", "dense-0.5b", "moe-small", "dense-wide")
+NAMES = ("dense-small", "dense-0.5b", "moe-small", "gpt-oss-small", "latent-small", "dense-wide")
 
 
 def config_of(name: str) -> Any:
@@ -72,6 +74,31 @@ def config_of(name: str) -> Any:
                 norm_topk_prob=True,
                 decoder_sparse_step=1,
                 mlp_only_layers=[],
+            )
+        case "gpt-oss-small":
+            return transformers.GptOssConfig(
+                **shared | small | {"intermediate_size": 512},
+                head_dim=64,
+                sliding_window=128,
+                num_local_experts=16,
+                num_experts_per_tok=4,
+                rope_parameters={"rope_type": "default", "rope_theta": 150000.0},
+            )
+        case "latent-small":
+            return transformers.DeepseekV2Config(
+                **shared | small | {"num_key_value_heads": 8},
+                q_lora_rank=None,
+                kv_lora_rank=512,
+                qk_nope_head_dim=128,
+                qk_rope_head_dim=64,
+                v_head_dim=128,
+                moe_intermediate_size=384,
+                n_routed_experts=16,
+                num_experts_per_tok=4,
+                n_shared_experts=1,
+                first_k_dense_replace=1,
+                norm_topk_prob=False,
+                topk_method="greedy",
             )
     raise ValueError(f"unknown model {name!r}: {', '.join(NAMES)}")
 

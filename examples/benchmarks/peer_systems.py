@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from examples.benchmarks.formats.checkpoints import Variant, variant_of
+
 ROOT = Path(__file__).parents[2]
 PEERS = Path(os.environ.get("PEERS", ROOT / "build" / "peers"))
 CORES = os.cpu_count() or 1
@@ -61,6 +63,8 @@ class System:
     """Most requests at once that it is made for."""
     model_types: tuple[str, ...] = ()
     """Model types that it serves; empty: all."""
+    variant: Variant | None = None
+    """Quantised copy of the model that it serves; None: the model."""
 
     @property
     def is_ours(self) -> bool:
@@ -98,6 +102,8 @@ HF += " --continuous-batching --cb-num-blocks 64"
 LLAMA = "python {examples}/llama_cpp_server.py {model} --port {port} --context {context} --threads " + str(
     CORES
 )
+GGUF_TYPES = ("llama", "qwen3", "qwen3_moe")
+VARIANTS: tuple[Variant, ...] = ("int8", "int4", "gptq", "awq")
 KV = {"VLLM_CPU_KVCACHE_SPACE": "{kv_gib}"}
 SYSTEMS = {
     "lockstep": System(OURS + " -dp 2 --no-enable-expert-parallel"),
@@ -123,7 +129,18 @@ SYSTEMS = {
     "vllm-pp2": System(VLLM + " -pp 2", KV | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, peer="vllm"),
     "vllm-tp2": System(VLLM + " -tp 2", KV | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, peer="vllm"),
     "transformers": System(HF, {"OMP_NUM_THREADS": str(CORES)}, peer="vllm", texts=True, name=""),
-    "llama.cpp": System(LLAMA, peer="llama.cpp", most=1, model_types=("llama",)),
+    "llama.cpp": System(LLAMA, peer="llama.cpp", most=1, model_types=GGUF_TYPES),
+}
+BOUND = KV | {"VLLM_CPU_OMP_THREADS_BIND": f"0-{CORES - 1}"}
+SYSTEMS |= {  # quantised
+    f"lockstep-{variant}": System(OURS + " -dp 1", variant=variant) for variant in VARIANTS
+}
+SYSTEMS |= {f"vllm-{variant}": System(VLLM, BOUND, peer="vllm", variant=variant) for variant in VARIANTS}
+SYSTEMS |= {
+    f"llama.cpp-{kind}": System(
+        f"{LLAMA} --kind {kind} --sequences 32", peer="llama.cpp", most=32, model_types=GGUF_TYPES
+    )
+    for kind in ("bf16", "q8_0", "q4_0")
 }
 
 
@@ -138,6 +155,8 @@ def started(
     system = SYSTEMS[name]
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         port, rpc_port = one.getsockname()[1], other.getsockname()[1]
+    if system.variant is not None:
+        model = variant_of(model, system.variant)
     words = system.words(room, model=model, dtype=dtype, port=port, rpc_port=rpc_port)
     with tempfile.NamedTemporaryFile("w+", prefix=f"bench-{name}-", suffix=".log") as log:
         print(f"starting {name} (log: {log.name})", file=sys.stderr, flush=True)

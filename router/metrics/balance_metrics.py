@@ -11,8 +11,25 @@ from coordinator.messages import ExpertBalance
 Family = CounterMetricFamily | GaugeMetricFamily
 
 
-def balance_metrics(balance: ExpertBalance) -> Iterator[Family]:
-    """Gauges of the newest window of steps, and counters since the coordinator began."""
+class LastChange:
+    """When rebalancings were last seen to have become more, by looks now and then."""
+
+    def __init__(self) -> None:
+        self._changes: int | None = None
+        self._at = 0.0
+
+    def look(self, changes: int, now: float) -> float:
+        """Seconds since then; since the first look, where none has begun after it."""
+        if changes != self._changes:
+            self._changes, self._at = changes, now
+        return now - self._at
+
+
+def balance_metrics(balance: ExpertBalance, since_change: float) -> Iterator[Family]:
+    """Gauges of the newest window of steps, and counters since the coordinator began.
+
+    ``since_change``: see :class:`LastChange`.
+    """
     yield GaugeMetricFamily(
         "lockstep:eplb_balancedness",
         "Mean over maximum of the instances' rows in expert layers, in the newest window of steps.",
@@ -34,6 +51,11 @@ def balance_metrics(balance: ExpertBalance) -> Iterator[Family]:
         "lockstep:eplb_least_copies", "Copies of the expert that has fewest.", balance.copies
     )
     yield GaugeMetricFamily(
+        "lockstep:eplb_seconds_since_rebalancing",
+        "Since this router saw at a scrape that a rebalancing had begun, or since its first scrape.",
+        since_change,
+    )
+    yield GaugeMetricFamily(
         "lockstep:eplb_failing",
         "1 if the last rebalancings in a row have failed.",
         int(balance.is_failing),
@@ -43,5 +65,7 @@ def balance_metrics(balance: ExpertBalance) -> Iterator[Family]:
         ("rebalancings", "Groups that were formed to move experts, and have begun.", balance.changes),
         ("failed_rebalancings", "Groups that were formed to move experts, and have not.", balance.failures),
         ("moves", "Copies of experts that moved.", balance.moves),
+        ("moved_bytes", "Memory of these copies, with what kernels make of them.", balance.moved_bytes),
+        ("rebalancing_seconds", "From the plan of a rebalancing until all step in it.", balance.seconds),
     ):
         yield CounterMetricFamily(f"lockstep:eplb_{name}", text, value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -18,7 +19,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from engine.messages import FinishReason, InstanceReport
 from router.faults import KINDS, Faults
 from router.mesh import MeshFacts, ShadowResult
-from router.metrics.balance_metrics import balance_metrics
+from router.metrics.balance_metrics import LastChange, balance_metrics
 from router.metrics.histograms import Histogram
 from router.metrics.http_counts import HttpCounts
 from router.metrics.label_counts import OUTCOMES, LabelCounts
@@ -96,6 +97,7 @@ class Metrics:
         )
         self.faults = Faults() if faults is None else faults
         self.http = HttpCounts()
+        self._last_change = LastChange()
         self.in_flight = 0
         self.ttft = Histogram(
             "vllm:time_to_first_token_seconds", "From the request to its first token.", TTFT_BUCKETS
@@ -280,7 +282,8 @@ class Metrics:
             refused.add_metric((by,), count)
         yield refused
         if (balance := self._mesh.balance()) is not None:
-            yield from balance_metrics(balance)
+            since = self._last_change.look(balance.changes, time.monotonic())
+            yield from balance_metrics(balance, since)
 
 
 def _in_flight(others: Sequence[Snapshot]) -> int:

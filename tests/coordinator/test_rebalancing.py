@@ -9,6 +9,8 @@ from coordinator.records import Note, Send
 from tests.coordinator.group_mesh import Mesh
 
 LAYERS = 2
+COPY_BYTES = 1000
+"""Memory of an expert in one layer."""
 BALANCING = Balancing(window_size=10, windows=2)
 SKEWED = (9000, 9000, 9000, 10, 10, 10, 10, 10)
 """Rows of the experts; the first three are on one instance at first."""
@@ -20,7 +22,7 @@ def begun(balancing: Balancing = BALANCING, names: str = "abc", room: int = 0) -
     mesh = Mesh(size=len(names), balancing=balancing, room=room)
     mesh.begin(names)
     for name in names:
-        mesh.says(name, expert_layers=LAYERS)
+        mesh.says(name, expert_layers=LAYERS, expert_bytes=LAYERS * COPY_BYTES)
     mesh.wait(1.0, names)
     return mesh
 
@@ -59,6 +61,7 @@ def test_experts_move_after_as_many_windows_as_was_asked() -> None:
     for copies in form.replicas:
         assert len({copies[expert] for expert in range(3)}) == 3, "the busy ones are apart"
         assert all(len(ranks) == 1 for ranks in copies)
+    mesh.now += 0.25
     mesh.all_enter("abc")
     report(mesh, "abc", 1)
     report(mesh, "abc", 2)
@@ -67,6 +70,8 @@ def test_experts_move_after_as_many_windows_as_was_asked() -> None:
     assert balance is not None
     assert balance.changes == 1
     assert balance.moves > 0
+    assert balance.moved_bytes == balance.moves * COPY_BYTES
+    assert 0.25 <= balance.seconds < 1.0
     assert balance.balancedness > 0.9
     assert balance.held == {0: 5, 1: 6, 2: 5} or sum(balance.held.values()) == 8 * LAYERS
 

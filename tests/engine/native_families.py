@@ -177,6 +177,9 @@ NATIVE: dict[str, Callable[[], Any]] = {
         }
     ),
     "phi3": lambda: transformers.Phi3Config(**SMALL, sliding_window=WINDOW),
+    "phi4": lambda: transformers.Phi3Config(
+        **SMALL | rope("default", partial_rotary_factor=0.5), sliding_window=None
+    ),
     "phi": lambda: transformers.PhiConfig(
         **SMALL, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}
     ),
@@ -299,6 +302,15 @@ NATIVE.update(MIXTURES)
 SOME_MIXTURES = ["qwen2_moe", "deepseek_v3", "gpt_oss", "gemma4_moe"]
 """Those of them that are tried for each push; at night all are."""
 TRIED = [family for family in NATIVE if NIGHTLY or family not in MIXTURES or family in SOME_MIXTURES]
+
+ASKED = [
+    *("gpt_oss", "gemma", "gemma2", "gemma3", "gemma4", "gemma4_small", "gemma4_moe"),
+    *("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "kimi_k2", "glm4", "glm4_moe", "phi3", "phi4"),
+    *("phimoe", "qwen2_moe", "olmo2", "olmo3", "olmoe", "granite", "granite_moe", "cohere", "cohere2"),
+    *("minimax_m2", "ernie4_5", "ernie4_5_moe", "exaone4", "smollm3", "hunyuan", "hunyuan_moe", "dots1"),
+    *("starcoder2", "gpt2"),
+]
+"""Families that people serve: speed and closeness to float32 are measured for each."""
 
 ALIKE: dict[str, Callable[[], Any]] = {
     "bitnet": lambda: transformers.BitNetConfig(**SMALL),

@@ -12,6 +12,7 @@ from tests.families.measure import EXACT, NONE, REFUSED, Row, measure
 
 DENSE, SPARSE = (EXACT, NONE, EXACT, EXACT), (EXACT,) * 4
 ROWS = {
+    "aria_text": (EXACT, EXACT, REFUSED, EXACT),
     "Gemma 4, experts": SPARSE,
     "Granite 4.0 micro": DENSE,
     "Granite 4.0, all attention": SPARSE,

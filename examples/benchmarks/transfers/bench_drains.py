@@ -62,7 +62,10 @@ class Client(threading.Thread):
         headers = {"content-type": "application/json"}
         headers |= {} if self._rank is None else {"x-data-parallel-rank": str(self._rank)}
         connection.request("POST", "/v1/completions", json.dumps(self._body), headers)
-        for line in connection.getresponse():
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise RuntimeError(f"status {answer.status}: {answer.read(1000)!r}")
+        for line in answer:
             if line.startswith(b"data: {"):
                 choices = json.loads(line[6:])["choices"]
                 found = choices[0].get("token_ids") if choices else None
@@ -74,6 +77,12 @@ class Client(threading.Thread):
         """Milliseconds between its tokens from one moment to another."""
         pairs = zip(self.times, self.times[1:], strict=False)
         return [1000 * (after - before) for before, after in pairs if after > since and before < until]
+
+
+def check(clients: list[Client]) -> None:
+    """End with the first error of a client."""
+    if errors := [client.error for client in clients if client.error]:
+        raise SystemExit(f"a request failed: {errors[0]!r}")
 
 
 def drain(running: Mesh) -> None:
@@ -91,6 +100,7 @@ def run(args: argparse.Namespace, kind: str) -> dict[str, Any]:
         for client in clients:
             client.start()
         while not all(len(client.tokens) > 20 for client in clients):
+            check(clients)
             time.sleep(0.1)
         before = time.perf_counter()
         time.sleep(args.undisturbed)
@@ -102,8 +112,7 @@ def run(args: argparse.Namespace, kind: str) -> dict[str, Any]:
         ended = time.perf_counter()
         for client in clients:
             client.join(120)
-        if errors := [client.error for client in clients if client.error]:
-            raise SystemExit(f"a request failed: {errors[0]!r}")
+        check(clients)
         found = [sum(map(int, each)) for each in zip(*BACK.findall(running.log), strict=True)] or [0, 0, 0]
     usual = sorted(gap for client in clients for gap in client.gaps(before, began))
     return {

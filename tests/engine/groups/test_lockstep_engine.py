@@ -246,15 +246,18 @@ def run_instances(
         inboxes[rng.randrange(size)].append((rng.choice([0.0, 0.05, 0.3, 0.6]), submit))
     outputs: dict[int, list[int]] = {index: [] for index in range(requests)}
     done = threading.Event()
+    failed: list[Exception] = []
     threads = [
-        threading.Thread(target=_loop, args=(core, inbox, outputs, done))
+        threading.Thread(target=_loop, args=(core, inbox, outputs, done, failed))
         for core, inbox in zip(cores, inboxes, strict=True)
     ]
     for thread in threads:
         thread.start()
-    until(lambda: all(len(outputs[index]) == length(index) for index in outputs))
-    until(lambda: not any(stepping.must_step for stepping in peers))
+    until(lambda: failed or all(len(outputs[index]) == length(index) for index in outputs))
+    until(lambda: failed or not any(stepping.must_step for stepping in peers))
     done.set()
+    if failed:
+        raise failed[0]
     for thread in threads:
         thread.join(60)
     assert all(core.report(0, 0).blocks_used == 0 for core in cores)
@@ -263,6 +266,20 @@ def run_instances(
 
 
 def _loop(
+    core: EngineCore,
+    inbox: list[tuple[float, Submit]],
+    outputs: dict[int, list[int]],
+    done: threading.Event,
+    failed: list[Exception],
+) -> None:
+    """A core's step loop, whose error the test raises at once."""
+    try:
+        _steps(core, inbox, outputs, done)
+    except Exception as error:  # noqa: BLE001 (of any step; the test raises it)
+        failed.append(error)
+
+
+def _steps(
     core: EngineCore, inbox: list[tuple[float, Submit]], outputs: dict[int, list[int]], done: threading.Event
 ) -> None:
     """The step loop of :class:`engine.server.Server`, without its sockets."""

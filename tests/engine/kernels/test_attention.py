@@ -50,6 +50,11 @@ class Layer(NamedTuple):
         return self.group * self.kv_heads
 
     @property
+    def apart(self) -> int:
+        """Numbers of a key that stay in 16 bits where others are codes."""
+        return self.dim - self.value_dim if self.groups else 0
+
+    @property
     def width(self) -> int:
         before = self.heads * self.dim + self.gap
         if self.groups:
@@ -128,7 +133,8 @@ class Sequences:
     ) -> None:
         self._layer, self._tokens, self._kernels = layer, tokens, kernels_of(kind)
         self._dtype = tokens[0].dtype
-        shape = LayerShape(layer.kv_heads, layer.dim, layer.value_dim, layer.window or None)
+        sizes = layer.kv_heads, layer.dim, layer.value_dim
+        shape = LayerShape(*sizes, layer.window or None, apart=layer.apart)
         width = max(map(len, tokens)) // BLOCK_SIZE + 1
         blocks = len(tokens) * width
         self.cache = NativeCache(
@@ -189,8 +195,9 @@ class Sequences:
             "width": layer.width,
             "codes": self.cache.codes,
             "scales": self.cache.scales[0],
+            "flags": WITHIN if layer.groups else 0,
         }
-        of_keys = {"b": layer.kv_heads, "shared": layer.shared, "flags": WITHIN if layer.groups else 0}
+        of_keys = {"b": layer.kv_heads, "shared": layer.shared}
         keys, values = self.cache.keys[0], self.cache.values[0]
         operations = Operations(2)
         operations.add(OperationKind.QKV, into=into, out=values, extra=keys, **of_keys, **shape)
@@ -251,7 +258,9 @@ def plainly(layer: Layer, tokens: torch.Tensor, codes: KVCodes | None = None) ->
     """
     query, key, value = split(layer, tokens.double())
     if codes is not None:
+        apart, key = key[..., : layer.apart].bfloat16(), key[..., layer.apart :]
         key, value = (widened(*quantized(each, codes), codes, torch.float64) for each in (key, value))
+        key = torch.cat([apart, key], dim=-1)
     key, value = (each.repeat_interleave(layer.group, dim=0) for each in (key, value))
     scores = query @ key.transpose(1, 2) * layer.scale
     factors = layer.factors()

@@ -5,6 +5,8 @@ two at a time, and the coordinator is killed, alone or with an instance; some cl
 stream that is not given up must have the token ids that it has in an undisturbed mesh, without any error. At the
 end the mesh must come to rest, and hold nothing; no process may have grown (:mod:`tests.mesh.faults.rest`).
 
+With ``--eplb`` a further load shifts from experts to experts, and experts are wished to move all the time.
+
 At least one instance is always left alone, as nobody can promise anything where all die at once.
 """
 
@@ -23,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
 from coordinator.messages import Member, State, View
@@ -30,7 +33,8 @@ from engine.config import SHIPPED_MODEL
 from examples.benchmarks.links import netns
 from tests.mesh.faults.load import LONGEST, Load, Verdict, body_of, undisturbed
 from tests.mesh.faults.rest import Growth, assert_at_rest
-from tests.mesh.harness import wait_until
+from tests.mesh.faults.skewed import COPIES, Changes, flags_of, moving
+from tests.mesh.harness import free_port, wait_until
 from tests.mesh.spread_mesh import SpreadMesh
 
 NUM_BODIES = 32
@@ -175,12 +179,15 @@ class Watch:
     def __init__(self, mesh: SpreadMesh, load: Load, growth: Growth) -> None:
         self._mesh, self._load, self._growth = mesh, load, growth
         self._began = self._said_at = time.monotonic()
+        self.changes = Changes()
         self.minutes: list[dict[str, Any]] = []
         """State of the mesh and the streams every ``SAY_INTERVAL``."""
 
     def look(self, view: View) -> None:
         self._mesh.forget_ended()
         self._growth.look(self._mesh, view)
+        if view.balance is not None:
+            self.changes.look(msgspec.structs.asdict(view.balance))
         if time.monotonic() - self._said_at > SAY_INTERVAL:
             self._said_at = time.monotonic()
             gap = max(self._load.gaps, default=(0.0, 0.0))[0]
@@ -217,15 +224,17 @@ def settle(mesh: SpreadMesh, size: int) -> None:
 def run(asked: argparse.Namespace, directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     """Run chaos as asked, and return the report."""
     hosts = netns.ends_here() if asked.namespaces else None
+    admin = free_port()
+    flags = (*FLAGS, *(flags_of(admin) if asked.eplb else ()))
     mesh = SpreadMesh(
         directory,
         stack,
         asked.instances,
         apart=True,
-        backend=asked.backend,
+        backend=backend,
         model=asked.model,
         how=("-ep", "--served-model-name", SHIPPED_MODEL),
-        flags=FLAGS,
+        flags=flags,
         hosts=hosts,
     )
     bodies = [body_of(number, longest=asked.longest) for number in range(NUM_BODIES)]
@@ -236,7 +245,8 @@ def run(asked: argparse.Namespace, directory: Path, stack: contextlib.ExitStack)
     growth = Growth(min(WARM_UP, asked.seconds / 3), fills={"Engine": ENGINE_FILLS})
     watch, chaos = Watch(mesh, load, growth), Chaos(mesh, asked.seed)
     problems = chaos.problems
-    with load:
+    moves = moving(mesh.url, admin, shaken=True) if asked.eplb else contextlib.nullcontext()
+    with load, moves:
         chaos.run(asked.seconds, watch.look)
         try:
             settle(mesh, asked.instances)
@@ -244,7 +254,7 @@ def run(asked: argparse.Namespace, directory: Path, stack: contextlib.ExitStack)
             problems.append(f"the mesh does not settle: {error}")
     problems += [*mesh.tracebacks(), *load.problems]  # there may be many of the last kind, of one cause
     try:
-        assert_at_rest(mesh)
+        assert_at_rest(mesh, COPIES if asked.eplb else None)
     except (AssertionError, OSError) as error:
         problems.append(f"not at rest: {error}; {mesh.view()}")
     problems += growth.problems()
@@ -257,6 +267,7 @@ def run(asked: argparse.Namespace, directory: Path, stack: contextlib.ExitStack)
         "streams": asked.streams,
         "events": dict(chaos.events),
         "requests": counts(load),
+        "rebalancings": watch.changes.totals,
         "tokens": load.tokens,
         "longest_client_gaps": [
             {"seconds": round(gap, 2), "until": round(at - chaos.began, 1)}
@@ -285,6 +296,7 @@ def main() -> int:
     parser.add_argument(
         "--output-json", type=Path, help="what happened, counted, and what the processes hold"
     )
+    parser.add_argument("--eplb", action="store_true", help="experts move all the time")
     netns.add_flag(parser)
     asked = parser.parse_args()
     if asked.namespaces is not None and (status := netns.rerun_inside(asked.namespaces)) is not None:
@@ -297,7 +309,7 @@ def main() -> int:
     if asked.output_json is not None:
         asked.output_json.parent.mkdir(parents=True, exist_ok=True)
         asked.output_json.write_text(json.dumps(page, indent=1) + "\n")
-    print(page["events"], page["requests"])
+    print(page["events"], page["requests"], page["rebalancings"] if asked.eplb else "")
     print(f"epoch {page['epoch']}; longest gaps of clients {page['longest_client_gaps'][:3]}")
     for process in page["processes"]:
         print(f"{process['name']}: {process['before']} -> {process['after']}")

@@ -15,7 +15,7 @@ from tests.mesh.clients.test_clients import assert_idle, metrics
 from tests.mesh.harness import wait_until
 from tests.mesh.spread_mesh import SpreadMesh
 
-NUM_EXPERTS = 8
+NUM_EXPERTS, NUM_LAYERS = 8, 6
 """Number of experts of the shipped model."""
 SETTLES = 120.0
 """Seconds that a joining instance may take to load."""
@@ -114,21 +114,25 @@ REPORTED = 0.5
 """Seconds in which a router hears of the last step."""
 
 
-def assert_at_rest(mesh: SpreadMesh) -> None:
+def assert_at_rest(mesh: SpreadMesh, copies: int | None = None) -> None:
     """No request, no block, no change under way.
 
-    Each expert in one place; all in the newest epoch, asleep.
+    Each expert in one place, or so many ``copies`` in each layer; all in the newest epoch, asleep.
     """
     assert_idle(mesh)
 
     def settled() -> bool:
         view, found = mesh.view(), metrics(mesh)
         epochs = {value for name, value in found.items() if name.startswith("lockstep:instance_epoch")}
-        experts = [name for name in found if name.startswith("lockstep:expert_tokens_total")]
+        names = [name for name in found if name.startswith("lockstep:expert_tokens_total")]
+        experts = names if copies is None else {name.split('expert="')[1] for name in names}
+        balance = view.balance
+        held = sum(balance.held.values()) if balance is not None and copies is not None else 0
         return (
             {member.state for member in view.members} == {State.READY}
             and epochs == {view.epoch}
             and len(experts) == NUM_EXPERTS
+            and held == (copies or 0) * NUM_LAYERS
         )
 
     wait_until(settled, SETTLES, "all instances serve in one epoch")

@@ -1,0 +1,1 @@
+"""Benchmark of the balance of experts, with a model whose load is skewed."""

@@ -1,0 +1,385 @@
+#!/usr/bin/env python3
+"""What moving experts brings under a skewed load, and what it costs.
+
+    python examples/benchmarks/balance/bench_balance.py --instances 2 4 --output-json build/balance.json
+
+The model is that of ``make_skewed_model.py``, made at the first run. For each number of instances there are
+two meshes, with ``--enable-eplb`` and without, which are loaded in turn:
+
+    skewed   prompts of one class of tokens: most rows go to the experts of one instance
+    even     prompts of all classes
+
+Printed beside each other: balancedness (mean over maximum of the instances' rows), tokens per second (of
+prompts and answers), their ratio within a repeat, and two predictions of it, from figures of the mesh whose
+experts stay. The seconds that its busiest instance computed experts become those of the rows that the busiest
+one has with the other mesh's balancedness, and all else stays. ``predicted``: a row takes as long as before.
+``on these cores``: a row takes as long as under the even load, when all instances compute at once. Where they
+share cores, memory or a busy machine, that is longer. ``fastest``: the fastest run of each mesh, which other
+work on the machine has disturbed least, and the prediction from the one whose experts stay.
+
+``--moves 100`` then has experts move as often, under streams whose class shifts. It prints a histogram of the
+length of steps, as gaps between tokens of a stream, over the median of the eight around; half the time
+without moves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installed
+
+from examples.benchmarks.balance.make_skewed_model import CLASSES
+from examples.benchmarks.bench_router import free_port
+from examples.benchmarks.soak import metrics
+from router.tools.bench.report import machine
+from router.tools.local_mesh import mesh
+
+MODEL = Path(__file__).parents[3] / "build" / "models" / "moe-skewed"
+VOCABULARY = range(64, 4096)
+REPORT_SECONDS = 1.2
+"""Seconds after the last token until all instances have reported their counts."""
+BOUNDS = (0.75, 1.25, 1.5, 2.0, 3.0)
+"""Lengths of a step over its neighbours', as the histogram has them."""
+AROUND = 4
+"""Neighbours before a step, and behind it."""
+SETTLE = 40.0
+"""Seconds within which the experts of a skewed load are where they belong."""
+
+Session = aiohttp.ClientSession
+
+
+@dataclass
+class Mesh:
+    """One mesh of the two."""
+
+    url: str
+    admin: str = ""
+    """Address of its admin API, if its experts move."""
+    runs: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    """By load."""
+
+
+def prompts(count: int, length: int, classes: Sequence[int], rng: random.Random) -> list[list[int]]:
+    """Prompts of tokens of one class each, in turn of all ``classes``."""
+    found = []
+    for number in range(count):
+        of_class = range(VOCABULARY.start + classes[number % len(classes)], VOCABULARY.stop, CLASSES)
+        found.append(rng.choices(of_class, k=length))
+    return found
+
+
+# ---- throughput
+
+
+async def ask(session: Session, url: str, prompt: list[int], tokens: int) -> None:
+    body = {"model": str(MODEL), "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    async with session.post(f"{url}/v1/completions", json=body) as answer:
+        answer.raise_for_status()
+        assert (await answer.json())["usage"]["completion_tokens"] == tokens
+
+
+async def ask_all(url: str, asked: Sequence[list[int]], tokens: int, concurrency: int) -> float:
+    """Seconds until all are answered, so many at once."""
+    left: Iterator[list[int]] = iter(asked)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
+
+        async def client() -> None:
+            for prompt in left:
+                await ask(session, url, prompt, tokens)
+
+        began = time.monotonic()
+        await asyncio.gather(*(client() for _ in range(concurrency)))
+        return time.monotonic() - began
+
+
+async def counted(url: str) -> dict[int, dict[str, float]]:
+    """By instance: rows through its experts, seconds in their products, steps."""
+    async with aiohttp.ClientSession() as session:
+        found = await metrics(session, url)
+    totals: dict[int, dict[str, float]] = {}
+    for name, part in (("expert_tokens", ""), ("step_seconds", "experts"), ("steps", "")):
+        for labels, value in found.get(f"lockstep:{name}_total", {}).items():
+            named = dict(labels)
+            if part in ("", named.get("part")):
+                of_rank = totals.setdefault(int(named["engine"]), {})
+                of_rank[name] = of_rank.get(name, 0.0) + value
+    return totals
+
+
+async def changes(admin: str) -> dict[str, Any]:
+    """What the coordinator says of the balance."""
+    async with aiohttp.ClientSession() as session, session.get(f"{admin}/admin/world") as answer:
+        found: dict[str, Any] = (await answer.json())["balance"]
+    return found
+
+
+async def measure(one: Mesh, asked: Sequence[list[int]], args: argparse.Namespace) -> dict[str, float]:
+    """One load, and what the instances counted meanwhile."""
+    before = await counted(one.url)
+    seconds = await ask_all(one.url, asked, args.output_len, args.concurrency)
+    await asyncio.sleep(REPORT_SECONDS)
+    after = await counted(one.url)
+    rows = [after[rank]["expert_tokens"] - before[rank]["expert_tokens"] for rank in sorted(after)]
+    spent = [after[rank]["step_seconds"] - before[rank]["step_seconds"] for rank in sorted(after)]
+    return {
+        "seconds": seconds,
+        "tokens_per_second": len(asked) * (args.input_len + args.output_len) / seconds,
+        "steps": max(after[rank]["steps"] - before[rank]["steps"] for rank in after),
+        "balancedness": statistics.fmean(rows) / max(rows),
+        "busiest_seconds": max(spent),
+        "busiest_rows": max(rows),
+        "rows": sum(rows),
+    }
+
+
+def predicted(still: dict[str, float], balancedness: float, size: int, per_row: float) -> float:
+    """Throughput with this balancedness over that of the mesh whose experts stay.
+
+    ``per_row``: seconds of a row through an expert then.
+    """
+    busiest = per_row * still["rows"] / size / balancedness
+    return still["seconds"] / (still["seconds"] - still["busiest_seconds"] + busiest)
+
+
+def of_fastest(
+    still: Sequence[dict[str, float]], moving: Sequence[dict[str, float]], size: int
+) -> list[float]:
+    """Throughput of the fastest runs of both meshes, as a ratio, and its prediction."""
+    before, after = (min(runs, key=lambda run: run["seconds"]) for runs in (still, moving))
+    ratio = after["tokens_per_second"] / before["tokens_per_second"]
+    return [ratio, predicted(before, after["balancedness"], size, per_row([before]))]
+
+
+def per_row(runs: Sequence[dict[str, float]]) -> float:
+    """Seconds of a row in the busiest instance."""
+    return statistics.median(run["busiest_seconds"] / run["busiest_rows"] for run in runs)
+
+
+async def settle(one: Mesh, classes: Sequence[int], args: argparse.Namespace, rng: random.Random) -> None:
+    """Load a mesh until its experts have moved, and stay where they are."""
+    first = before = (await changes(one.admin))["changes"]
+    until = time.monotonic() + SETTLE
+    while time.monotonic() < until:
+        asked = prompts(args.num_prompts, args.input_len, classes, rng)
+        await ask_all(one.url, asked, args.output_len, args.concurrency)
+        now = (await changes(one.admin))["changes"]
+        if first < now == before:
+            return
+        before = now
+
+
+async def compare(size: int, still: Mesh, moving: Mesh, args: argparse.Namespace) -> dict[str, Any]:
+    """Both loads, on both meshes in turn."""
+    rng = random.Random(args.seed)
+    page: dict[str, Any] = {"instances": size}
+    for load, classes in (("even", list(range(CLASSES))), ("skewed", [0])):
+        # Experts get where the load before wants them; the even one comes first, from the start's places.
+        if load == "skewed":
+            await settle(moving, classes, args, rng)
+        else:
+            for one in (still, moving):
+                warm = prompts(args.concurrency, args.input_len, classes, rng)
+                await ask_all(one.url, warm, args.output_len, args.concurrency)
+        before = await changes(moving.admin)
+        for number in range(args.repeats):
+            asked = prompts(args.num_prompts, args.input_len, classes, rng)
+            for one in (still, moving) if number % 2 else (moving, still):
+                one.runs.setdefault(load, []).append(await measure(one, asked, args))
+        after = await changes(moving.admin)
+        page[load] = {
+            "still": still.runs[load],
+            "moving": moving.runs[load],
+            "moves": after["moves"] - (before["moves"] if load == "even" else 0),
+            "ratios": [
+                b["tokens_per_second"] / a["tokens_per_second"]
+                for a, b in zip(still.runs[load], moving.runs[load], strict=True)
+            ],
+            "predicted": [
+                predicted(a, b["balancedness"], size, per_row([a]))
+                for a, b in zip(still.runs[load], moving.runs[load], strict=True)
+            ],
+            "fastest": of_fastest(still.runs[load], moving.runs[load], size),
+            "on_these_cores": [
+                predicted(a, b["balancedness"], size, per_row(still.runs["even"]))
+                for a, b in zip(still.runs[load], moving.runs[load], strict=True)
+            ],
+        }
+        tell(size, load, page[load])
+    return page
+
+
+def tell(size: int, load: str, found: dict[str, Any]) -> None:
+    def middle(runs: Sequence[dict[str, float]], name: str) -> float:
+        return statistics.median(run[name] for run in runs)
+
+    still, moving, ratios = found["still"], found["moving"], found["ratios"]
+    print(
+        f"dp {size}, {load}: balancedness {middle(still, 'balancedness'):.2f} -> "
+        f"{middle(moving, 'balancedness'):.2f}, tokens/s {middle(still, 'tokens_per_second'):.0f} -> "
+        f"{middle(moving, 'tokens_per_second'):.0f}, ratio {statistics.median(ratios):.2f} "
+        f"({min(ratios):.2f} to {max(ratios):.2f}), predicted {statistics.median(found['predicted']):.2f}, "
+        f"on these cores {statistics.median(found['on_these_cores']):.2f}, "
+        f"fastest {found['fastest'][0]:.2f} (predicted {found['fastest'][1]:.2f}), {found['moves']} moves",
+        flush=True,
+    )
+
+
+# ---- the length of steps
+
+
+async def stream(session: Session, url: str, prompt: list[int], tokens: int) -> list[float]:
+    """Seconds between the tokens of one answer."""
+    body = {"model": str(MODEL), "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    times = []
+    async with session.post(f"{url}/v1/completions", json=body | {"stream": True}) as answer:
+        answer.raise_for_status()
+        async for line in answer.content:
+            if line.startswith(b"data: {"):
+                times.append(time.monotonic())
+    return [after - before for before, after in itertools.pairwise(times)]
+
+
+def relative(gaps: Sequence[float]) -> list[float]:
+    """Each gap over the median of its neighbours.
+
+    The first ones, which the prompts of others lengthen, are left out.
+    """
+    inner = gaps[AROUND:]
+    return [
+        inner[at] / statistics.median([*inner[at - AROUND : at], *inner[at + 1 : at + 1 + AROUND]])
+        for at in range(AROUND, len(inner) - AROUND)
+    ]
+
+
+async def wish(admin: str, over: asyncio.Event) -> None:
+    """Ask that experts move, again and again."""
+    async with aiohttp.ClientSession() as session:
+        while not over.is_set():
+            async with session.post(f"{admin}/eplb/rebalance", json={}) as answer:
+                answer.raise_for_status()
+            await asyncio.sleep(0.1)
+
+
+async def feel(one: Mesh, args: argparse.Namespace) -> dict[str, Any]:
+    """Streams of one class after another, in turn while experts move and while they stay."""
+    rng = random.Random(args.seed)
+    found: dict[str, list[float]] = {"moving": [], "still": []}
+    longest: dict[str, float] = {"moving": 0.0, "still": 0.0}
+    began, first = time.monotonic(), (await changes(one.admin))["changes"]
+    number = done = 0
+    while done < args.moves and time.monotonic() - began < args.most_seconds:
+        for name in ("moving", "still"):
+            asked = prompts(args.streams, 8, [number % CLASSES], rng)
+            over = asyncio.Event()
+            wishes = asyncio.create_task(wish(one.admin, over)) if name == "moving" else None
+            async with aiohttp.ClientSession() as session:
+                gaps = await asyncio.gather(*(stream(session, one.url, each, args.tokens) for each in asked))
+            over.set()
+            if wishes is not None:
+                await wishes
+            found[name] += [ratio for each in gaps for ratio in relative(each)]
+            longest[name] = max(longest[name], *(max(each[AROUND:]) for each in gaps))
+        number += 1
+        done = (await changes(one.admin))["changes"] - first
+    page: dict[str, Any] = {"rebalancings": done, "seconds": time.monotonic() - began}
+    for name, ratios in found.items():
+        steps = [sum(low < ratio <= high for ratio in ratios) for low, high in bins()]
+        page[name] = {
+            "steps": steps,
+            "most": max(ratios),
+            "p99.9": sorted(ratios)[int(0.999 * len(ratios))],
+            "longest_ms": 1000 * longest[name],
+        }
+        shown = ", ".join(f"{count} up to {high}" for count, (_, high) in zip(steps, bins(), strict=True))
+        print(f"{done} rebalancings, {name}: {shown}; at most {max(ratios):.1f} times its neighbours, "
+              f"{1000 * longest[name]:.0f} ms", flush=True)  # fmt: skip
+    return page
+
+
+def bins() -> list[tuple[float, float]]:
+    return list(zip((0.0, *BOUNDS), (*BOUNDS, float("inf")), strict=True))
+
+
+# ----
+
+
+@contextlib.contextmanager
+def started(size: int, config: dict[str, Any] | None, args: argparse.Namespace) -> Iterator[Mesh]:
+    flags = f"{MODEL} -dp {size} -ep --no-enable-prefix-caching {args.serve_flags}"
+    if config is None:
+        with mesh(flags) as url:
+            yield Mesh(url)
+        return
+    port = free_port()
+    eplb = f"--admin-port {port} --enable-eplb --eplb-config {shlex.quote(json.dumps(config))}"
+    with mesh(f"{flags} {eplb}") as url:
+        yield Mesh(url, f"http://127.0.0.1:{port}")
+
+
+def run(size: int, args: argparse.Namespace) -> dict[str, Any]:
+    page: dict[str, Any] = {"instances": size}
+    copies = {"num_redundant_experts": args.copies}
+    if args.repeats:
+        config = {"window_size": 20, "step_interval": 60, **copies}
+        with started(size, None, args) as still, started(size, config, args) as moving:
+            page |= asyncio.run(compare(size, still, moving, args))
+    if args.moves:
+        with started(size, {"window_size": 10, "step_interval": 10**6, **copies}, args) as one:
+            page["lengths"] = asyncio.run(feel(one, args))
+    return page
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--instances", type=int, nargs="+", default=[2, 4], help="(default: %(default)s)")
+    add("--repeats", type=int, default=3, help="of each load and mesh, in turn (default: %(default)s)")
+    add("--num-prompts", type=int, default=64, help="of each load (default: %(default)s)")
+    add("--concurrency", type=int, default=16, help="requests at once (default: %(default)s)")
+    add("--input-len", type=int, default=256, help="tokens per prompt (default: %(default)s)")
+    add("--output-len", type=int, default=4, help="tokens per answer (default: %(default)s)")
+    add("--copies", type=int, default=4, help="num_redundant_experts (default: %(default)s)")
+    add("--moves", type=int, default=0, help="rebalancings for the length of steps (default: none)")
+    add("--streams", type=int, default=16, help="streams meanwhile (default: %(default)s)")
+    add("--tokens", type=int, default=100, help="of each of their answers (default: %(default)s)")
+    add("--most-seconds", type=float, default=240.0, help="for these (default: %(default)s)")
+    add(
+        "--serve-flags",
+        default="--dtype bfloat16 --kv-cache-memory-bytes 64M --max-num-seqs 32",
+        help="for all meshes (default: %(default)s)",
+    )
+    add("--seed", type=int, default=0, help="of the prompts")
+    add("--output-json", type=Path, metavar="FILE", help="write all numbers into this file")
+    args = parser.parse_args()
+    if not (MODEL / "config.json").exists():
+        maker = str(Path(__file__).with_name("make_skewed_model.py"))
+        subprocess.run([sys.executable, maker, str(MODEL)], check=True, stdout=sys.stderr)
+    pages = []
+    for size in args.instances:
+        pages.append(run(size, args))
+        if args.output_json is not None:
+            page = {"command": shlex.join(["python", *sys.argv]), "machine": machine(), "meshes": pages}
+            args.output_json.parent.mkdir(parents=True, exist_ok=True)
+            args.output_json.write_text(json.dumps(page, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Benchmark models in quantised formats."""
