@@ -166,8 +166,14 @@ class Fetcher:
         return [] if fetch is None else self._end(fetch, Outcome.CANCELLED, now)
 
     def received(self, source: Source, message: ToTaker, now: float) -> list[Action]:
-        """Act on a message; one for a transfer that is over is dropped."""
+        """Act on a message; one for a transfer that is over is dropped.
+
+        A source that still waits for such a one is answered: its connection broke and was made again before
+        that was noticed here, so it was never sent :class:`.Enough`.
+        """
         fetch = self._fetches.get(message.number)
+        if fetch is None and isinstance(message, Held):
+            return [Tell(source, Enough(message.number))]
         if fetch is None or fetch.wanted.source != source or not fetch.is_asked:
             return []
         match message:

@@ -38,7 +38,9 @@ def run(args: argparse.Namespace, kind: str) -> dict[str, Any]:
         made.start()
         return made
 
-    one, other = (f"--disaggregation-mode {role} {args.serve_flags}" for role in KINDS[kind])
+    one, other = (
+        f"--disaggregation-mode {role} --drain-timeout 0 {args.serve_flags}" for role in KINDS[kind]
+    )
     with mesh(args.model, one, headless=other) as running:
         first = client(args.length, args.answer)  # what is slow for the first time only
         first.join(120)

@@ -231,3 +231,7 @@ def test_each_transfer_ends_once_and_writes_only_what_is_right(seed: int) -> Non
         check(fetcher.look(clock + later + 0.5))
     assert set(over) == begun
     assert len(fetcher) == 0
+
+
+def test_a_source_that_holds_blocks_of_a_transfer_that_is_over_is_told() -> None:
+    assert Fetcher("x", 4).received("s", Held(7), 0.0) == [Tell("s", Enough(7))]

@@ -23,8 +23,8 @@ from engine.model.quantization.attached import codes_of, in_a_row, reader_of, ro
 from tests.engine.invariance.answers import ALONE, How
 from tests.engine.invariance.answers import load as load_instance
 from tests.engine.invariance.mixed import requests
+from tests.engine.kernels.codes.test_rounded_products import weight_of
 from tests.engine.kernels.test_native_trial import load
-from tests.engine.kernels.test_rounded_products import weight_of
 from tests.engine.model.quantization.writers import write_quantized
 from tests.engine.model.test_sharding import LAYOUTS, NUM_IN_TABLE, greedy, run, settings, shards
 from tests.engine.native_families import EXPERTS, GROUPED, LATENT, WIDER

@@ -1,0 +1,1 @@
+"""Simulator of KV blocks that travel, with every delay and fault drawn."""

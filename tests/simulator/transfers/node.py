@@ -1,0 +1,243 @@
+"""One instance of the simulator, with real references, loans and fetches.
+
+A block's bytes are the digest of all tokens up to its end, so any other bytes are wrong.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from engine.messages import Abort, Delta, FinishReason, Prefetch, Prefetched, Submit, Tokens
+from engine.scheduling.blocks import BlockHash, BlockPool, hash_block
+from engine.scheduling.request import Request, RequestKey, from_submit
+from engine.transfers import fetching, lending
+from engine.transfers.exchange import BlockExchange
+from engine.transfers.fetching import Ended, Fetcher, Wanted
+from engine.transfers.lending import Key, Lender, Look, Return
+from engine.transfers.messages import Piece, ToTaker, digest_of
+from engine.transfers.price import FetchPrice
+
+SIZE = 16
+"""Tokens of a block, and its bytes here."""
+IDENTITY = "one"
+ROUTER = b"router"
+
+
+class Rule(enum.StrEnum):
+    """What no schedule may break."""
+
+    CONTENT = "a block that is named, or computed upon, has the bytes of its tokens"
+    ONCE = "a request runs at one instance"
+    ANSWER = "a client gets its tokens, each once"
+    END = "nothing is held in the end"
+
+
+class Broken(Exception):
+    """A broken rule."""
+
+    def __init__(self, rule: Rule, what: str) -> None:
+        super().__init__(f"{rule.name}: {rule}: {what}")
+        self.rule = rule
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """What the model of this world says."""
+    return (31 * tokens[-1] + len(tokens)) % 997
+
+
+class Node:
+    """An instance; what its two threads do next is chosen by the world."""
+
+    exchange_class: type[BlockExchange] = BlockExchange
+    lender_class: type[Lender] = Lender
+
+    def __init__(self, name: str, world: Any, num_blocks: int) -> None:
+        self.name, self.address = name, f"at {name}"
+        self._world = world
+        self.pool = BlockPool(num_blocks)
+        self.memory = [b"junk"] * num_blocks
+        self.lender, self.fetcher = self.lender_class(IDENTITY, 1), Fetcher(IDENTITY, SIZE)
+        self.exchange = self.exchange_class(self.pool, self, FetchPrice(1.0), SIZE, lambda: float(world.now))
+        self.has_ended = False
+        self.events: deque[Any] = deque()
+        self.calls: deque[Callable[[], None]] = deque()
+        """Work of the mover's thread."""
+        self.inbox: deque[Any] = deque()
+        """Messages of the router."""
+        self.queue: list[Request] = []
+        self.running: list[Request] = []
+        self.filling: list[tuple[int, bytes]] = []
+        """Blocks that the step under way writes."""
+        self.stepped: list[Request] = []
+        self.arrivals = 0
+
+    # ---- the mover, as the exchange sees it
+
+    def take_events(self) -> list[Any]:
+        found = list(self.events)
+        self.events.clear()
+        return found
+
+    def fetch(self, wanted: Wanted) -> None:
+        self.calls.append(partial(self._begin, wanted))
+
+    def cancel(self, number: int) -> None:
+        self.calls.append(lambda: self.carry_out(self.fetcher.cancel(number, self._world.now)))
+
+    def found(self, loan: Key, blocks: Sequence[int]) -> None:
+        self.calls.append(lambda: self.lend(self.lender.found(loan, blocks)))
+
+    def same(self, one: int, other: int) -> bool:
+        return self.memory[one] == self.memory[other]
+
+    def _begin(self, wanted: Wanted) -> None:
+        self.fetcher.begin(wanted, self._world.now)
+        self.ask()
+
+    def ask(self) -> None:
+        for number, source in self.fetcher.due(self._world.now):
+            if self._world.to_source(self, source, self.fetcher.ask(number)):
+                self.fetcher.asked(number)
+
+    def carry_out(self, actions: Sequence[fetching.Action]) -> None:
+        for action in actions:
+            match action:
+                case fetching.Write(block, data):
+                    self.memory[block] = bytes(data)
+                case fetching.Tell(source, message):
+                    self._world.to_source(self, source, message)
+                case Ended():
+                    self.events.append(action)
+        if any(isinstance(action, Ended) for action in actions):
+            self.ask()
+
+    def lend(self, actions: Sequence[lending.Action]) -> None:
+        for action in actions:
+            match action:
+                case lending.Send(peer, message):
+                    self._world.to_taker(self, peer, message)
+                case lending.SendPiece():
+                    self._world.to_taker(self, action.peer, self._piece(action))
+                case Look() | Return():
+                    self.events.append(action)
+
+    def _piece(self, action: lending.SendPiece) -> Piece:
+        data = [self.memory[block] for block in action.blocks]
+        digests = [
+            digest_of(IDENTITY, name, bytes(each)) for name, each in zip(action.names, data, strict=True)
+        ]
+        return Piece(action.number, action.first, b"".join(digests), b"".join(data))
+
+    def received(self, source: str, message: ToTaker) -> None:
+        self.carry_out(self.fetcher.received(source, message, self._world.now))
+
+    # ---- the step loop
+
+    def turn(self) -> None:
+        """Between two steps, or while one is under way."""
+        being_filled = {block for block, _ in self.filling}
+        self.queue += self.exchange.turn(lambda: being_filled)
+        for (_, number), tokens in self.exchange.take_copied():
+            self._world.to_router(self, Prefetched(number, tokens))
+        self.check()
+
+    def take_in(self) -> None:
+        """Read one message of the router; not while a step is under way."""
+        if self.stepped or not self.inbox:
+            return
+        match message := self.inbox.popleft():
+            case Submit():
+                self.arrivals += 1
+                request = from_submit(
+                    message, ROUTER, arrival=self.arrivals, eos_ids=(), max_model_len=10_000
+                )
+                if not self.exchange.takes(request):
+                    self.queue.append(request)
+            case Abort(numbers):
+                for number in numbers:
+                    self.forget((ROUTER, number))
+            case Prefetch():
+                names: list[BlockHash] = []
+                for start in range(0, (len(message.token_ids) - 1) // SIZE * SIZE, SIZE):
+                    parent = names[-1] if names else None
+                    names.append(hash_block(parent, message.token_ids[start : start + SIZE]))
+                self.exchange.copy((ROUTER, message.number), names, message.blocks_at)
+
+    def forget(self, key: RequestKey) -> None:
+        if self.exchange.forget(key):
+            return
+        for request in [each for each in self.running if each.key == key]:
+            self.pool.release(request.blocks)
+            self.running.remove(request)
+        self.queue = [each for each in self.queue if each.key != key]
+
+    def begin_step(self) -> None:
+        if self.stepped:
+            return
+        while self.queue and self._admit(self.queue[0]):
+            self.running.append(self.queue.pop(0))
+        for request in self.running[:]:
+            tokens = len(request.token_ids)
+            new = self.pool.take(-(-tokens // SIZE) - len(request.blocks))
+            if new is None:  # preempted: it is computed again
+                self.running.remove(request)
+                self.pool.release(request.blocks)
+                request.blocks, request.num_computed = [], 0
+                self.queue.insert(0, request)
+                continue
+            request.blocks += new
+            for index in range(request.num_computed // SIZE, len(request.blocks)):
+                part = request.token_ids[index * SIZE : (index + 1) * SIZE]
+                parent = request.hashes_up_to(index, SIZE)[-1] if index else None
+                self.filling.append((request.blocks[index], hash_block(parent, part)))
+            request.num_computed = tokens
+            for index, name in enumerate(request.hashes_up_to(tokens // SIZE, SIZE)):
+                self.pool.name(request.blocks[index], name)
+            self.stepped.append(request)
+
+    def _admit(self, request: Request) -> bool:
+        known = self.pool.find_prefix(request.prefix_hashes(SIZE))
+        missing = -(-len(request.token_ids) // SIZE) - len(known)
+        if self.pool.num_free_beside(known) < missing:
+            return False
+        self.pool.hold(known)
+        request.blocks, request.num_computed = known, len(known) * SIZE
+        return True
+
+    def end_step(self) -> None:
+        for block, content in self.filling:
+            self.memory[block] = content
+        stepped, self.stepped, self.filling = self.stepped, [], []
+        deltas = []
+        for request in stepped:
+            self.check_request(request)
+            token = next_token(request.token_ids)
+            request.token_ids.append(token)
+            ends = request.num_output >= request.max_output
+            deltas.append(Delta(request.key[1], [token], FinishReason.LENGTH if ends else None))
+            if ends:
+                self.running.remove(request)
+                self.pool.release(request.blocks)
+        if deltas:
+            self._world.to_router(self, Tokens(deltas))
+        self.check()
+
+    # ---- checks
+
+    def check(self) -> None:
+        """Named blocks have the bytes of their names."""
+        filling, memory = {block for block, _ in self.filling}, self.memory
+        for block, name in self.pool._hash_of.items():
+            if memory[block] != name and block not in filling:
+                raise Broken(Rule.CONTENT, f"{self.name}, block {block}")
+
+    def check_request(self, request: Request) -> None:
+        """Blocks that a request computed upon have the bytes of its tokens."""
+        names = request.hashes_up_to(request.num_computed // SIZE, SIZE)
+        for block, name in zip(request.blocks, names, strict=False):
+            if self.memory[block] != name:
+                raise Broken(Rule.CONTENT, f"{self.name}, {request!r}, block {block}")
