@@ -28,6 +28,8 @@ VARIABLES = {
     "$instance": ".*",
     "$job": "mesh",
 }
+BALANCED = ("--enable-eplb", "--eplb-config.window_size", "100", "--eplb-config.step_interval", "1000")
+"""The board has panels for experts that move."""
 CONFIG = """
 global: {{scrape_interval: 1s}}
 scrape_configs:
@@ -68,7 +70,9 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
         pytest.skip("no Prometheus: apt-get install prometheus")
     place, ports, port = tmp_path_factory.mktemp("prometheus"), Ports(), free_port()
     (place / "config.yml").write_text(CONFIG.format(port=ports.http))
-    with serve(place / "log", "-dp", "2", *ports.head(), "--num-gpu-blocks-override", "600") as command:
+    with serve(
+        place / "log", "-dp", "2", *ports.head(), "--num-gpu-blocks-override", "600", *BALANCED
+    ) as command:
         command.wait_for("2 instances ready")
         with (
             (place / "prometheus.log").open("wb") as log,
