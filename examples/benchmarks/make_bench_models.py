@@ -8,8 +8,8 @@ They have a tokenizer of their own.
     dense-small   Llama, 32 M parameters
     dense-0.5b    Qwen3, 449 M parameters, tied embeddings
     moe-small     Qwen3-MoE, 90 M parameters, 16 experts, 4 per token
-    gpt-oss-small GPT-OSS, 137 M parameters, 16 experts, 4 per token
-    latent-small  DeepSeek-V2, 118 M parameters: latent attention, 16 experts, 4 per token, and a shared one
+    gpt-oss-small GPT-OSS, 116 M parameters, 16 experts, 4 per token
+    latent-small  DeepSeek-V2, 102 M parameters: latent attention, 16 experts, 4 per token, and a shared one
     dense-wide    the layers of dense-small, and the 151,936 tokens of Qwen's models
 
 They compute as trained models of their shape would, and say nothing. The same seed gives the same weights.
@@ -31,6 +31,8 @@ CONTEXT = 16384
 CORPUS_BYTES = 8_000_000
 SPECIAL = ["<s>", "</s>", "<pad>"]
 MANY_TOKENS = 151_936
+YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
+YARN |= {"original_max_position_embeddings": 4096, "truncate": False}
 NAMES = ("dense-small", "dense-0.5b", "moe-small", "gpt-oss-small", "latent-small", "dense-wide")
 
 
@@ -82,7 +84,7 @@ def config_of(name: str) -> Any:
                 sliding_window=128,
                 num_local_experts=16,
                 num_experts_per_tok=4,
-                rope_parameters={"rope_type": "default", "rope_theta": 150000.0},
+                rope_parameters=YARN,
             )
         case "latent-small":
             return transformers.DeepseekV2Config(
@@ -99,6 +101,8 @@ def config_of(name: str) -> Any:
                 first_k_dense_replace=1,
                 norm_topk_prob=False,
                 topk_method="greedy",
+                n_group=1,
+                topk_group=1,
             )
     raise ValueError(f"unknown model {name!r}: {', '.join(NAMES)}")
 
