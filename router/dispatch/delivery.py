@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 
 from engine.messages import Delta
 from router.dispatch.ledger import Entry, Ledger
 from router.dispatch.stream import Stream
-
-logger = logging.getLogger(__name__)
 
 
 class Delivery:
@@ -72,8 +69,8 @@ class Delivery:
         if begins:
             self._begins_try(entry, delta)
         booked = self._ledger.book(entry, delta)
-        if entry.loss is not None and (loss := entry.returns(booked, time.monotonic())) is not None:
-            logger.log(logging.DEBUG if loss.planned else logging.INFO, "%s", loss)
+        if entry.loss is not None:
+            entry.returns(booked, time.monotonic())
         ended = booked.finish_reason is not None
         stream = self._streams.pop(entry, None) if ended else self._streams.get(entry)
         if stream is not None:

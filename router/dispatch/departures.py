@@ -128,12 +128,12 @@ class Departures:
             entry = departure.waiting.popleft()
             address = entry.address
             if address is None or address[0] != departure.source.name:
-                departure.loss.spared()
+                departure.loss.less()
                 continue
             target = self._choose(entry)
             can_copy = target is not None and _can_copy(departure.source, target)
             if target is departure.source or (departure.may_stay and not can_copy):
-                departure.loss.spared()
+                departure.loss.less()
                 continue
             if target is None or not can_copy:
                 actions.append(HandOver(entry, departure.source, target, departure.loss))
@@ -163,7 +163,7 @@ class Departures:
         departure.num_copied -= 1
         is_short = not move.target.ready or _num_missing(move) > MOST_MISSING
         if move.entry.address != move.address or (departure.may_stay and is_short):
-            departure.loss.spared()
+            departure.loss.less()
             return self._next(departure)
         target = move.target if move.target.ready else None
         return [HandOver(move.entry, departure.source, target, departure.loss), *self._next(departure)]

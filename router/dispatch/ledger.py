@@ -7,6 +7,7 @@ is late and is dropped.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -14,6 +15,8 @@ import msgspec
 
 from engine.messages import Delta, Submit
 from router.mesh import NumericsChange, Prompt, TokenSink
+
+logger = logging.getLogger(__name__)
 
 Address = tuple[str, int]
 """Instance name, dispatch number there."""
@@ -39,7 +42,8 @@ def named(request_ids: Iterable[str]) -> str:
 class Loss:
     """Requests that lost their instance together; times are in seconds.
 
-    It lasts until each of them has a token again, or is given up.
+    It lasts until each of them has a token again, has ended, or is given up. Then a line of the log says how
+    those that have one fared.
     """
 
     rank: int
@@ -64,16 +68,18 @@ class Loss:
             f"{self.computed} tokens computed again, {self.cached} were cached"
         )
 
-    def spared(self) -> None:
-        """A request ended before it had to move."""
+    def less(self) -> None:
+        """A request is no longer away: it is back, stays, has ended, or is given up."""
         self.away -= 1
+        if not self.away and self.waits:
+            logger.log(logging.DEBUG if self.planned else logging.INFO, "%s", self)
 
     def back(self, work: int, cached: int, seconds: float) -> None:
         """Count a request of ``work`` tokens whose first new token came after ``seconds``."""
-        self.away -= 1
         self.waits.append(seconds)
         self.computed += work - cached
         self.cached += cached
+        self.less()
 
 
 @dataclass(eq=False)
@@ -169,7 +175,7 @@ class Entry:
     def ends_its_move(self) -> None:
         """Take the request out of its loss: it is given up, or moves again."""
         if self.loss is not None:
-            self.loss.away -= 1
+            self.loss.less()
             self.loss = None
 
     @property
@@ -194,17 +200,12 @@ class Entry:
         self.numerics_changes.append(change)
         return change
 
-    def returns(self, delta: Delta, now: float) -> Loss | None:
-        """Record the first delta after a loss, which is booked already.
-
-        Returns the loss if the request was the last one away.
-        """
+    def returns(self, delta: Delta, now: float) -> None:
+        """Record the first delta after a loss, which is booked already."""
         loss, self.loss = self.loss, None
-        if loss is None:
-            return None
-        cached = delta.num_cached_tokens + delta.num_cached_output
-        loss.back(self.work - len(delta.token_ids), cached, now - self.left_at)
-        return None if loss.away else loss
+        if loss is not None:
+            cached = delta.num_cached_tokens + delta.num_cached_output
+            loss.back(self.work - len(delta.token_ids), cached, now - self.left_at)
 
     @property
     def work(self) -> int:

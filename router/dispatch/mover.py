@@ -208,7 +208,7 @@ class RequestMover:
     def _hand_over(self, action: departures.HandOver) -> None:
         entry, source = action.entry, action.source
         if entry.address is None or entry.address[0] != source.name:
-            action.loss.spared()  # it ended, or went, by what came of the actions before
+            action.loss.less()  # it ended, or went, by what came of the actions before
             return
         self._abort(entry)
         entry.moves(action.loss, time.monotonic())

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installed
 
-from examples.benchmarks.transfers.bench_drains import Client
+from examples.benchmarks.transfers.bench_drains import Client, check
 from examples.benchmarks.transfers.bench_transfers import mesh
 from router.tools.bench.report import machine, percentile
 
@@ -47,17 +47,17 @@ def run(args: argparse.Namespace, kind: str) -> dict[str, Any]:
         decodes = [client(SHORT, args.tokens) for _ in range(args.decodes)]
         while not all(len(each.tokens) > 5 for each in decodes):
             time.sleep(0.05)
-        began, firsts, long = time.perf_counter(), [0.0] * 0, [first]
+        began, firsts = time.perf_counter(), [0.0] * 0
         while time.perf_counter() < began + args.seconds and all(each.is_alive() for each in decodes):
             asked = time.perf_counter()
             long = [client(args.length, args.answer) for _ in range(args.prompts)]
             for each in long:
                 each.join(120)
-                firsts += [1000 * (each.times[0] - asked)] if each.times else []
+            check(long)
+            firsts += [1000 * (each.times[0] - asked) for each in long]
         ended = time.perf_counter()
         gaps = sorted(gap for each in decodes for gap in each.gaps(began, ended))
-        if errors := [each.error for each in (*decodes, *long) if each.error]:
-            raise SystemExit(f"a request failed: {errors[0]!r}")
+        check([first, *decodes])
         tokens = sum(sum(began < at < ended for at in each.times) for each in decodes)
     return {
         "kind": kind,

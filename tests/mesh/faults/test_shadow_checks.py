@@ -129,8 +129,7 @@ def test_no_healthy_instance_is_named_in_ten_thousand_requests(tmp_path: Path) -
         asyncio.run(ask(ports.url, 10_000, at_once=12))
         found = checks(ports)
         print(found)
-        assert found["equal"] + found["dropped"] > 800, "about one in ten of the requests is chosen"
-        assert found["equal"] > 200, "a busy machine drops checks, but not all"
+        assert found["equal"] > 500
         assert (found["odd"], found["undecided"], found["lost"]) == (0, 0, 0)
         assert len(ports.view().members) == 3
         assert head.stop() == 0

@@ -29,6 +29,8 @@ pytestmark = [
 FLAGS = ["--dtype", "bfloat16", "--num-gpu-blocks-override", "600", "--no-enable-expert-parallel"]
 LENGTH = 1000
 """Tokens of a prompt."""
+LONG = 900
+"""Tokens of an answer that has not ended when its instance drains."""
 
 
 def ask(ports: Ports, first: int, rank: int) -> tuple[list[int], list[str], int]:
@@ -115,7 +117,7 @@ def test_requests_of_a_drained_instance_move_with_their_blocks(tmp_path: Path) -
     prompts = [[4 + (90 * each + 7 * index) % 4000 for index in range(600)] for each in range(8)]
     with serve(tmp_path / "log", "-dp", "2", *ports.head(), *flags) as command:
         command.wait_for("2 instances ready")
-        moved = asyncio.run(streams(ports, prompts, command.child("Engine_1").terminate))
+        moved = asyncio.run(streams(ports, prompts, command.child("Engine_1").terminate, tokens=LONG))
         wait_until(lambda: "are back after" in command.log, 10, "all have moved")
         found = re.search(r"8 requests of .* (\d+) tokens computed again, (\d+) were cached", command.log)
         assert found is not None, command.log
@@ -123,14 +125,14 @@ def test_requests_of_a_drained_instance_move_with_their_blocks(tmp_path: Path) -
         assert computed <= 8 * 2 * 16, "at most the block in the making, and one that got full meanwhile"
         assert cached >= 8 * 592
         assert "is left to the routers" not in command.log
-        assert asyncio.run(streams(ports, prompts)) == moved
+        assert asyncio.run(streams(ports, prompts, tokens=LONG)) == moved
         wait_until(lambda: of(ports, "vllm:kv_cache_usage_perc", 0) == 0, 10, "nothing is held")
         assert "Traceback" not in command.log
         command.stop()
 
 
 async def streams(
-    ports: Ports, prompts: list[list[int]], act: Callable[[], object] | None = None
+    ports: Ports, prompts: list[list[int]], act: Callable[[], object] | None = None, *, tokens: int = 250
 ) -> list[tuple[list[int], list[str]]]:
     """Token ids and log-probabilities of answers.
 
@@ -140,20 +142,20 @@ async def streams(
 
     async def ask(client: openai.AsyncOpenAI, index: int) -> tuple[list[int], list[str]]:
         extra = {"x-data-parallel-rank": "1"} if act is not None else {}
-        tokens: list[int] = []
+        found: list[int] = []
         logprobs: list[str] = []
         async for chunk in await client.completions.create(
-            model=SHIPPED_MODEL, prompt=prompts[index], max_tokens=250, temperature=0.8, seed=5, logprobs=1,
+            model=SHIPPED_MODEL, prompt=prompts[index], max_tokens=tokens, temperature=0.8, seed=5, logprobs=1,
             stream=True, extra_headers=extra, extra_body={"return_token_ids": True, "ignore_eos": True},
         ):  # fmt: skip
             for choice in chunk.choices:
-                tokens += choice.token_ids  # type: ignore[attr-defined]
+                found += choice.token_ids  # type: ignore[attr-defined]
                 logprobs += (
                     [] if choice.logprobs is None else map(float.hex, choice.logprobs.token_logprobs or ())
                 )
-            if len(tokens) > 3:
+            if len(found) > 3:
                 begun.add(index)
-        return tokens, logprobs
+        return found, logprobs
 
     async with openai.AsyncOpenAI(base_url=f"{ports.url}/v1", api_key="none", max_retries=0) as client:
         asked = [asyncio.create_task(ask(client, index)) for index in range(len(prompts))]

@@ -249,18 +249,40 @@ def test_a_request_resumes_from_what_was_passed_on() -> None:
     assert len(ledger) == 0
 
 
-def test_a_loss_is_over_when_all_its_requests_have_a_token_again() -> None:
+def test_a_loss_is_over_when_all_its_requests_have_a_token_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     loss, requests = Loss(rank=2, at=10.0, away=3), [entry() for _ in range(3)]
     for request in requests:
         request.moves(loss)
     requests[0].emitted = [7, 8]
-    assert requests[0].returns(Delta(1, [8], num_cached_tokens=1), 10.25) is None
-    assert requests[0].returns(Delta(1, [9]), 10.5) is None, "once only"
+    requests[0].returns(Delta(1, [8], num_cached_tokens=1), 10.25)
+    requests[0].returns(Delta(1, [9]), 10.5)
+    assert loss.away == 2, "once only"
     requests[1].ends_its_move()  # its client is gone
     requests[2].emitted = [7]
-    assert requests[2].returns(Delta(1, [7]), 10.5) is loss
+    assert caplog.messages == []
+    requests[2].returns(Delta(1, [7]), 10.5)
     text = "2 requests of instance 2 are back after 250 to 500 ms: 6 tokens computed again, 1 were cached"
-    assert str(loss) == text
+    assert caplog.messages == [text]
+
+
+def test_a_loss_is_told_if_the_last_one_away_has_ended(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    loss, request = Loss(rank=2, at=10.0, away=2), entry()
+    request.moves(loss)
+    request.returns(Delta(1, []), 10.5)
+    assert caplog.messages == []
+    loss.less()  # it ended where it was
+    assert [text.partition(":")[0] for text in caplog.messages] == [
+        "1 requests of instance 2 are back after 500 to 500 ms"
+    ]
+
+
+def test_a_loss_of_which_nobody_comes_back_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    loss = Loss(rank=2, at=10.0, away=1)
+    loss.less()
+    assert caplog.messages == []
 
 
 def test_tries_that_give_tokens_are_not_fruitless() -> None:
@@ -305,8 +327,8 @@ def test_who_moves_twice_counts_for_the_later_loss() -> None:
     request.moves(first)
     request.moves(second)
     assert first.away == 0
-    assert request.returns(Delta(1, []), 3.0) is second
-    assert second.waits == [1.0]
+    request.returns(Delta(1, []), 3.0)
+    assert (second.waits, second.away) == ([1.0], 0)
 
 
 def test_dropping_tells_where_to_abort() -> None:

@@ -96,7 +96,7 @@ class World:
     def to_taker(self, source: Node, peer: bytes, message: Any) -> None:
         taker, name, _ = peer.decode().split("/")
         if peer != self._peer(taker, name) or taker in self.dead:
-            return  # the connection is gone; the source is told in its turn
+            return  # the connection is gone; another event tells the source
         if isinstance(message, Piece) and self.chance.random() < 0.04:
             data = bytearray(message.data)
             data[self.chance.randrange(len(data))] ^= 1
