@@ -127,6 +127,10 @@ def test_no_healthy_instance_is_named_in_ten_thousand_requests(tmp_path: Path) -
     with serve(tmp_path / "head.log", SHIPPED_MODEL, "-dp", "3", *ports.head(), *flags) as head:
         head.wait_for("3 instances ready")
         asyncio.run(ask(ports.url, 10_000, at_once=12))
+        for _ in range(10):  # the faster the machine answers, the more checks find no room
+            if checks(ports)["equal"] > 500:
+                break
+            asyncio.run(ask(ports.url, 1000, at_once=4))
         found = checks(ports)
         print(found)
         assert found["equal"] > 500
