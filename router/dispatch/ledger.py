@@ -69,7 +69,7 @@ class Loss:
         )
 
     def less(self) -> None:
-        """A request is no longer away: it is back, stays, has ended, or is given up."""
+        """A request is away no more: it is back, stays or has ended."""
         self.away -= 1
         if not self.away and self.waits:
             logger.log(logging.DEBUG if self.planned else logging.INFO, "%s", self)
