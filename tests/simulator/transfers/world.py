@@ -26,7 +26,7 @@ NAMES = ("a", "b", "c")
 TURNS = 700
 WORK = (0, 0, 0, 1, 1, 1, 1, 2, 3, 4, 4, 4, 4, 4, 5, 5, 6, 6, 6, 6, 6, 6, 7)
 """Kinds of work, as often as they are drawn."""
-MOST_TURNS = 40_000
+MOST_TURNS = 400_000
 """Turns within which everything ends once no faults come any more."""
 
 
@@ -243,6 +243,8 @@ class World:
             if turn % 20 == 0 and self._is_over:
                 break
             self.go_on()
+        else:
+            raise Broken(Rule.END, f"{len(self.ledger)} requests have not ended")
         self._check_end()
 
     @property
