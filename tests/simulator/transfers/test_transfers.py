@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from engine.scheduling.blocks import BlockHash
 from engine.scheduling.request import Request
 from engine.transfers.exchange import BlockExchange
 from engine.transfers.fetching import Ended
-from engine.transfers.lending import Action, Lender
+from engine.transfers.lending import Action, Key, Lender
 from router.dispatch.ledger import Entry
 from router.dispatch.mover import RequestMover
 from tests.nightly import NIGHTLY
 from tests.simulator.transfers.node import Broken, Node, Rule
 from tests.simulator.transfers.world import World
 
-PARTS, SCHEDULES = (10, 1000) if NIGHTLY else (1, 12)
-FEW = 60
-"""Schedules within which a planted bug is found."""
+PARTS, SCHEDULES = (10, 1000) if NIGHTLY else (1, 60)
+FEW, MANY = 60, 6000
+"""Schedules within which a planted bug is found, and within which a rare one is."""
 
 
 @pytest.mark.timeout(1800)
@@ -64,15 +66,35 @@ class LeavesItRunning(RequestMover):
         return
 
 
+class LetsGoOfWhatIsRead(BlockExchange):
+    """A block that is lent may be written anew while it is read."""
+
+    def _lend(self, loan: Key, names: Sequence[BlockHash], being_filled: set[int]) -> None:
+        super()._lend(loan, names, being_filled)
+        self._pool.release(self._lent[loan])
+        self._num_kept -= self._kept[loan]
+        self._lent[loan], self._kept[loan] = [], 0
+
+
+class LendsWhatIsBeingFilled(BlockExchange):
+    """A block is lent that has its name, but not its content yet."""
+
+    def _lend(self, loan: Key, names: Sequence[BlockHash], being_filled: set[int]) -> None:
+        super()._lend(loan, names, set())
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("bug", "rule"),
+    ("bug", "rule", "few"),
     [
-        (LetsGoOfItsRoom, Rule.CONTENT),
-        (KeepsLoansOfTheLost, Rule.END),
-        (LeavesItRunning, Rule.ONCE),
+        (LetsGoOfItsRoom, Rule.CONTENT, FEW),
+        (KeepsLoansOfTheLost, Rule.END, FEW),
+        (LeavesItRunning, Rule.ONCE, FEW),
+        pytest.param(LetsGoOfWhatIsRead, Rule.CONTENT, MANY, marks=pytest.mark.nightly),
+        pytest.param(LendsWhatIsBeingFilled, Rule.CONTENT, MANY, marks=pytest.mark.nightly),
     ],
 )
-def test_a_planted_bug_is_found(bug: type, rule: Rule) -> None:
+def test_a_planted_bug_is_found(bug: type, rule: Rule, few: int) -> None:
     class PlantedNode(Node):
         exchange_class = bug if issubclass(bug, BlockExchange) else BlockExchange
         lender_class = bug if issubclass(bug, Lender) else Lender
@@ -81,7 +103,7 @@ def test_a_planted_bug_is_found(bug: type, rule: Rule) -> None:
         node_class = PlantedNode
         mover_class = bug if issubclass(bug, RequestMover) else RequestMover
 
-    for seed in range(FEW):
+    for seed in range(few):
         try:
             Planted(seed).run()
         except Broken as broken:
