@@ -23,8 +23,8 @@ ROOMS = {
     "coordinator": ["settings", "rpc", "process"],
     "engine": [
         "host",
-        "attention",
         "gpu",
+        "attention",
         "probe",
         "model",
         "scheduling",

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.kv_codes import SCALE_TYPE, KVCodes
+from engine.gpu.late_rotary import LATE
 
 PLAN_KEYWORD = "attention_plan"
 """Name under which the plan travels through ``model(...)`` to the attention function."""
@@ -179,11 +180,13 @@ def paged_attention(
     """Attention function that transformers' models call.
 
     It takes [1, heads, tokens, dim] and returns [1, tokens, heads, dim]. Windows and causality come from the
-    plan. transformers builds no mask for an implementation that has no mask builder of the same name, so none
-    is expected.
+    plan. Queries and keys may still have to be turned (:mod:`engine.gpu.late_rotary`). transformers builds no
+    mask for an implementation that has no mask builder of the same name, so none is expected.
     """
     assert attention_mask is None, "transformers built a mask for the paged attention"
     plan: AttentionPlan = kwargs[PLAN_KEYWORD]
+    turn = LATE.take(query, key)
+    late = {} if turn is None else {"turn": turn}  # of plans that turn late, and of no others
     began = time.perf_counter()
     attended = plan.attend(
         getattr(module, LAYER_ATTRIBUTE),
@@ -193,6 +196,7 @@ def paged_attention(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=softcap,
         sinks=s_aux,
+        **late,
     )
     plan.use.calls += 1
     plan.use.seconds += time.perf_counter() - began

@@ -21,6 +21,8 @@ from engine.attention.base import AttentionUse, Int64s, LayerShape, PackedRows
 from engine.attention.splits import num_splits
 from engine.attention.torch_paged import zeros
 from engine.attention.transfer import upload
+from engine.gpu import fused_launches
+from engine.gpu.late_rotary import Turn
 
 SMALLEST_PRODUCT = 16
 """Tensor cores multiply matrices with at least so many rows and columns."""
@@ -127,6 +129,9 @@ def _programs(device: torch.device) -> int:
 class TritonAttentionPlan:
     """One step over a :class:`TritonPagedAttention`. Implements ``base.AttentionPlan``."""
 
+    turns_late = True
+    """Takes queries and keys that are still to be turned; see :mod:`engine.gpu.late_rotary`."""
+
     def __init__(
         self,
         cache: TritonPagedAttention,
@@ -157,13 +162,18 @@ class TritonAttentionPlan:
         scale: float,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        turn: Turn | None = None,
     ) -> torch.Tensor:
-        """See ``base.AttentionPlan.attend``."""
+        """See ``base.AttentionPlan.attend``; ``turn``: by which angles queries and keys are turned first."""
         cache, shape = self._cache, self._cache.layers[layer]
         query, key, value = _rows_of_numbers(query), _rows_of_numbers(key), _rows_of_numbers(value)
         heads, tokens, _ = query.shape
         launch = _Launch(cache, layer, heads, scale, softcap, sinks)
-        launch.store(key, value, self._slots)
+        if turn is None:
+            launch.store(key, value, self._slots)
+        else:
+            kept = launch.keys, launch.values, self._slots
+            query = fused_launches.rotate_and_store(turn, query, key, value, *kept)
         attended = query.new_empty(tokens, heads, shape.value_dim)
         if self._singles is not None:
             launch.attend(query, attended, self._tables, self._singles, 1)

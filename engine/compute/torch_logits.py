@@ -46,6 +46,8 @@ BELOW_ONE = 1.0 - 2.0**-24
 """The largest float32 number below 1."""
 CHECKED_RACES = 16
 """Rows whose winners a kernel must find before it is used."""
+CHECKED_TOKENS = 2500
+"""Tokens of the rows with top-k or top-p among them."""
 
 Choose = Callable[[torch.Tensor, Sequence[SampleRow]], torch.Tensor]
 """Chooses a token [rows] for logits [rows, vocabulary]."""
@@ -57,7 +59,7 @@ class TorchLogits:
     def __init__(self, *, row_by_row: bool = False, by_kernel: bool = False) -> None:
         """``row_by_row``: compute each row by itself, so that no other one decides its bits.
 
-        ``by_kernel``: races over the whole vocabulary are one kernel (:func:`is_race_right`).
+        ``by_kernel``: races are kernels of ours (:func:`is_race_right`).
         """
         self._row_by_row = row_by_row
         self._by_kernel = by_kernel
@@ -133,14 +135,18 @@ class TorchLogits:
 def _ways(rows: Sequence[SampleRow], device: torch.device, by_kernel: bool) -> list[tuple[Choose, list[int]]]:
     """How each row's token is chosen.
 
-    On a GPU rows with top-k do not share the full sort of those without: the former look at few tokens.
+    On a GPU without our kernels rows with top-k do not share the full sort of those without: the former look
+    at few tokens.
     """
     truncated = [i for i, row in enumerate(rows) if row.truncates]
     whole = [i for i, row in enumerate(rows) if not (row.params.greedy or row.truncates)]
     apart = [i for i in truncated if device.type == "cuda" and rows[i].params.top_k <= 0]
+    greedy = [i for i, row in enumerate(rows) if row.params.greedy]
+    if by_kernel:
+        return [(most_likely, greedy), (race_by_kernel, whole), (race_of_nucleus, truncated)]
     return [
-        (most_likely, [i for i, row in enumerate(rows) if row.params.greedy]),
-        (race_by_kernel if by_kernel else _draw, whole),
+        (most_likely, greedy),
+        (_draw, whole),
         (_draw_truncated, sorted({*truncated} - {*apart})),
         (_draw_truncated, apart),
     ]
@@ -224,6 +230,22 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
 
 def race_by_kernel(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     """The same by one kernel of Triton."""
+    return _race_by_kernels(logits, rows, None)
+
+
+def race_of_nucleus(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """What :func:`_draw_truncated` draws, by two kernels, and nothing is sorted."""
+    width = logits.shape[1]
+    top_k = [min(row.params.top_k, width) if row.params.top_k > 0 else width for row in rows]
+    # Nothing is cut by a top-p of 1, which all tokens together reach: but not by sums in float32.
+    top_p = [row.params.top_p if row.params.top_p < 1.0 else 2.0 for row in rows]
+    limits = upload(np.array(top_k, dtype=np.int32), logits.device), _column(logits.device, top_p)
+    return _race_by_kernels(logits, rows, limits)
+
+
+def _race_by_kernels(
+    logits: torch.Tensor, rows: Sequence[SampleRow], limits: tuple[torch.Tensor, torch.Tensor] | None
+) -> torch.Tensor:
     from engine.gpu import fused_launches
 
     device = logits.device
@@ -233,28 +255,36 @@ def race_by_kernel(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Ten
         _temperatures(device, rows),
         _column(device, [row.params.min_p for row in rows]).log(),
         upload(_row_keys([row.seed for row in rows], [row.position for row in rows]), device),
+        limits,
     )
 
 
 @cache
 def is_race_right(device: torch.device) -> bool:
-    """Whether the kernel chooses as torch's operators do, but for near ties.
+    """Whether the kernels choose as torch's operators do, but for near ties.
 
     The first call of a process compares them, and waits for the device.
     """
     if not has_triton():
         return False
     params = [SamplingParams(temperature=0.5 + 0.1 * i, min_p=0.01 * (i % 3)) for i in range(CHECKED_RACES)]
+    limits = ((0, 0.5), (0, 0.95), (9, 1.0), (90, 0.8))
+    limited = [SamplingParams(temperature=0.9, top_k=top_k, top_p=top_p) for top_k, top_p in limits]
     nothing = np.zeros(0, dtype=np.int64)
-    rows = [SampleRow(each, i, 7 * i, nothing, 0, TokenRules(each)) for i, each in enumerate(params)]
+    rows, limited_rows = (
+        [SampleRow(each, i, 7 * i, nothing, 0, TokenRules(each)) for i, each in enumerate(kind)]
+        for kind in (params, limited)
+    )
     logits = torch.randn(CHECKED_RACES, 9000, generator=torch.Generator().manual_seed(6))
     try:
         logits = logits.to(device)
         same = int((race_by_kernel(logits, rows) == _draw(logits, rows)).sum())
+        some = logits[: len(limited), :CHECKED_TOKENS]
+        is_cut = torch.equal(race_of_nucleus(some, limited_rows), _draw_truncated(some, limited_rows))
     except Exception as error:  # noqa: BLE001 (a compiler of kernels may raise anything)
         logger.debug("races by torch: %s: %s", type(error).__name__, error)
         return False
-    return same >= CHECKED_RACES - 1
+    return is_cut and same >= CHECKED_RACES - 1
 
 
 def _draw_truncated(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:

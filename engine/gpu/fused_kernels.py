@@ -44,6 +44,20 @@ def rms_norm(
 
 
 @triton.jit
+def turned(source, target, cosines, sines, angle, inside, HALF: tl.constexpr):
+    """Write to ``target`` the vector at ``source``, turned; pointers and angles of its first half."""
+    lower = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    upper = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    cosine = tl.load(cosines + angle, mask=inside, other=0.0).to(tl.float32)
+    sine = tl.load(sines + angle, mask=inside, other=0.0).to(tl.float32)
+    element = target.dtype.element_ty
+    tl.store(target, (lower * cosine - upper * sine).to(element), mask=inside)
+    cosine = tl.load(cosines + angle + HALF, mask=inside, other=0.0).to(tl.float32)
+    sine = tl.load(sines + angle + HALF, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target + HALF, (upper * cosine + lower * sine).to(element), mask=inside)
+
+
+@triton.jit
 def rotate(
     query,
     key,
@@ -77,15 +91,56 @@ def rotate(
     else:
         source = key + (head - HEADS) * key_head + token * key_token + column
         target = rotated_key + (token * KV_HEADS + head - HEADS) * DIM + column
-    lower = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    upper = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
-    cosine = tl.load(cosines + angle, mask=inside, other=0.0).to(tl.float32)
-    sine = tl.load(sines + angle, mask=inside, other=0.0).to(tl.float32)
-    element = rotated_query.dtype.element_ty
-    tl.store(target, (lower * cosine - upper * sine).to(element), mask=inside)
-    cosine = tl.load(cosines + angle + HALF, mask=inside, other=0.0).to(tl.float32)
-    sine = tl.load(sines + angle + HALF, mask=inside, other=0.0).to(tl.float32)
-    tl.store(target + HALF, (upper * cosine + lower * sine).to(element), mask=inside)
+    turned(source, target, cosines, sines, angle, inside, HALF)
+
+
+@triton.jit
+def rotate_and_store(
+    query,
+    key,
+    value,
+    cosines,
+    sines,
+    rotated_query,
+    keys,
+    values,
+    slots,
+    query_head,
+    query_token,
+    key_head,
+    key_token,
+    value_head,
+    value_token,
+    angle_token,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Program (token, head): :func:`rotate`, but keys go to the cache, and so do values.
+
+    rotated_query is [tokens, HEADS, DIM] in one piece; keys and values [slots, KV_HEADS, dim] are written at
+    ``slots[token]``, both by the program of the key.
+    """
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    HALF: tl.constexpr = DIM // 2
+    column = tl.arange(0, BLOCK)
+    inside = column < HALF
+    angle = token * angle_token + column
+    if head < HEADS:
+        source = query + head * query_head + token * query_token + column
+        target = rotated_query + (token * HEADS + head) * DIM + column
+    else:
+        kv_head = head - HEADS
+        cell = tl.load(slots + token).to(tl.int64) * KV_HEADS + kv_head
+        source = key + kv_head * key_head + token * key_token + column
+        target = keys + cell * DIM + column
+        v = tl.arange(0, BLOCK_V)
+        new_value = tl.load(value + kv_head * value_head + token * value_token + v, mask=v < VALUE_DIM)
+        tl.store(values + cell * VALUE_DIM + v, new_value, mask=v < VALUE_DIM)
+    turned(source, target, cosines, sines, angle, inside, HALF)
 
 
 @triton.jit
@@ -125,6 +180,7 @@ def race(
     best,
     temperatures,
     lowest,
+    last,
     keys,
     speeds,
     winners,
@@ -132,25 +188,127 @@ def race(
     width,
     parts,
     BLOCK: tl.constexpr,
+    LIMITED: tl.constexpr,
 ):
     """Program (row, part): the fastest of ``BLOCK`` tokens in the race of ``engine.compute.torch_logits``.
 
     logits [rows, width]; of each row the best logit, the temperature, the lowest scaled logit that may come,
-    and two keys. speeds and winners [rows, parts].
+    two keys, and with ``LIMITED`` the last token that may come with just the lowest. speeds and winners
+    [rows, parts].
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = part * BLOCK + tl.arange(0, BLOCK)
     inside = token < width
     logit = tl.load(logits + row * logits_row + token, mask=inside, other=float("-inf")).to(tl.float32)
     scaled = (logit - tl.load(best + row)) / tl.load(temperatures + row)
+    least = tl.load(lowest + row)
+    enters = scaled >= least
+    if LIMITED:
+        enters = (scaled > least) | ((scaled == least) & (token <= tl.load(last + row)))
     hashed = mixed(mixed(token * -1640531527 + tl.load(keys + 2 * row)) + tl.load(keys + 2 * row + 1))
     uniform = tl.minimum(
         ((hashed & 0x7FFFFFFF).to(tl.float32) + 0.5) * 4.656612873077393e-10, 0.9999999403953552
     )
     rest = 1.0 - uniform
     clock = tl.where(rest == 1.0, uniform, -tl.log(rest) * (uniform / (1.0 - rest)))  # -log1p(-uniform)
-    speed = tl.where(inside & (scaled >= tl.load(lowest + row)), tl.exp(scaled) / clock, -1.0)
+    speed = tl.where(inside & enters, tl.exp(scaled) / clock, -1.0)
     fastest = tl.max(speed, 0)
     first = tl.min(tl.where(speed == fastest, token, width - 1), 0)
     tl.store(speeds + row * parts + part, fastest)
     tl.store(winners + row * parts + part, first)
+
+
+@triton.jit
+def scaled_logits(line, token, width, highest, heat, least):
+    """Logits of some tokens over the temperature, 0 for the best.
+
+    They are minus infinity where a token may not come.
+    """
+    logit = tl.load(line + token, mask=token < width, other=float("-inf")).to(tl.float32)
+    scaled = (logit - highest) / heat
+    return tl.where((scaled >= least) & (token < width), scaled, float("-inf"))
+
+
+@triton.jit
+def farthest_of(line, width, highest, heat, least, wanted, most, BLOCK: tl.constexpr):
+    """The bits of the greatest distance from the best at which a token may come.
+
+    Fewer than ``most`` tokens are nearer, and they weigh less than ``wanted``. Also returned: how much nearer
+    tokens weigh, how many they are, and how many are as far. Two bits are found by each pass over the row.
+    """
+    column, steps = tl.arange(0, BLOCK), tl.arange(0, 4)
+    bound = (0.0 - least).to(tl.int32, bitcast=True)  # infinity's without min-p
+    farthest = tl.zeros([1], tl.int32)
+    for digit in range(16):
+        shift = 30 - 2 * digit
+        pivots = farthest + (steps << shift)
+        mass, count = tl.zeros([4], tl.float32), tl.zeros([4], tl.int32)
+        for start in range(0, width, BLOCK):
+            scaled = scaled_logits(line, start + column, width, highest, heat, least)
+            nearer = (0.0 - scaled).to(tl.int32, bitcast=True)[None, :] < pivots[:, None]
+            mass += tl.sum(tl.where(nearer, tl.exp(scaled)[None, :], 0.0), 1)
+            count += tl.sum(nearer.to(tl.int32), 1)
+        may_come = (mass < wanted) & (count < most) & (pivots >= farthest) & (pivots <= bound)
+        farthest += tl.max(tl.where(may_come, steps, 0), 0) << shift
+    mass_before = tl.zeros([1], tl.float32)
+    before, as_far = tl.zeros([1], tl.int32), tl.zeros([1], tl.int32)
+    for start in range(0, width, BLOCK):
+        scaled = scaled_logits(line, start + column, width, highest, heat, least)
+        distance = (0.0 - scaled).to(tl.int32, bitcast=True)
+        mass_before += tl.sum(tl.where(distance < farthest, tl.exp(scaled), 0.0), 0)
+        before += tl.sum((distance < farthest).to(tl.int32), 0)
+        as_far += tl.sum((distance == farthest).to(tl.int32), 0)
+    return farthest, mass_before, before, as_far
+
+
+@triton.jit(do_not_specialize=["logits_row", "width"])
+def nucleus(
+    logits,
+    best,
+    temperatures,
+    lowest,
+    top_k,
+    top_p,
+    cut,
+    last,
+    logits_row,
+    width,
+    BLOCK: tl.constexpr,
+):
+    """Program (row): which tokens top-k leaves, and of these top-p; equal ones by their ids.
+
+    Of each row: best logit, temperature, lowest scaled logit of min-p, and both limits. Written are the
+    lowest scaled logit that may come (cut), and the last token that may come with just that (last).
+
+    Nothing is sorted. Distances from the best are floats above 0, whose bits rise as they do, and that of the
+    farthest token which may come is found bit by bit.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    line = logits + row * logits_row
+    highest, heat = tl.load(best + row), tl.load(temperatures + row)
+    least, most, share = tl.load(lowest + row), tl.load(top_k + row), tl.load(top_p + row)
+    column = tl.arange(0, BLOCK)
+    total = tl.zeros([1], tl.float32)
+    if most < width:
+        far, mass, before, equal = farthest_of(line, width, highest, heat, least, float("inf"), most, BLOCK)
+        weight = tl.exp(0.0 - far.to(tl.float32, bitcast=True))
+        total = mass + tl.minimum(equal, most - before).to(tl.float32) * weight
+    else:
+        for start in range(0, width, BLOCK):
+            scaled = scaled_logits(line, start + column, width, highest, heat, least)
+            total += tl.sum(tl.exp(scaled), 0)
+    wanted = total * share
+    far, mass, before, _ = farthest_of(line, width, highest, heat, least, wanted, most, BLOCK)
+    edge = 0.0 - far.to(tl.float32, bitcast=True)
+    room = tl.minimum(tl.ceil((wanted - mass) / tl.maximum(tl.exp(edge), 1e-30)), 1e9).to(tl.int32)
+    room = tl.maximum(tl.minimum(room, most - before), 1)
+    seen, final = tl.zeros([1], tl.int32), tl.zeros([1], tl.int32)
+    for start in range(0, width, BLOCK):
+        token = start + column
+        equal = (scaled_logits(line, token, width, highest, heat, least) == edge) & (token < width)
+        place = seen + tl.cumsum(equal.to(tl.int32), 0)
+        final = tl.maximum(final, tl.max(tl.where(equal & (place <= room), token, 0), 0))
+        seen += tl.sum(equal.to(tl.int32), 0)
+    one = tl.arange(0, 1)
+    tl.store(cut + row + one, edge)
+    tl.store(last + row + one, final)

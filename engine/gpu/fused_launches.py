@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 
 from engine.gpu import fused_kernels as kernels
+from engine.gpu.late_rotary import Turn
 
 GATE_BLOCK = 1024
 """Numbers of a program of a gate."""
 RACE_BLOCK = 4096
 """Tokens of a program of a race."""
+NUCLEUS_BLOCK = 2048
+"""Tokens that a program of top-k and top-p looks at together."""
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, *, plus_one: bool) -> torch.Tensor:
@@ -69,6 +72,50 @@ def rotate(
     return turned_query.transpose(0, 1).unsqueeze(0), turned_key.transpose(0, 1).unsqueeze(0)
 
 
+def rotate_and_store(
+    turn: Turn,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """Queries [heads, tokens, dim], turned; keys, turned as well, and values go to the cache.
+
+    key and value are [kv_heads, tokens, dim]; keys and values [slots, kv_heads, dim], slots [tokens].
+    """
+    heads, tokens, dim = query.shape
+    kv_heads, value_dim = value.shape[0], value.shape[2]
+    turned_query = query.new_empty(tokens, heads, dim)
+    if tokens:
+        kernels.rotate_and_store[(tokens, heads + kv_heads)](
+            query,
+            key,
+            value,
+            turn.cos,
+            turn.sin,
+            turned_query,
+            keys,
+            values,
+            slots,
+            query.stride(0),
+            query.stride(1),
+            key.stride(0),
+            key.stride(1),
+            value.stride(0),
+            value.stride(1),
+            turn.cos.stride(1),
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            DIM=dim,
+            VALUE_DIM=value_dim,
+            BLOCK=1 << max(dim // 2 - 1, 0).bit_length(),
+            BLOCK_V=1 << max(value_dim - 1, 0).bit_length(),
+        )
+    return turned_query.transpose(0, 1)
+
+
 def gated(rows: torch.Tensor, *, tanh: bool) -> torch.Tensor:
     """Activations of the first half of rows [..., 2 width] times the second half.
 
@@ -91,13 +138,30 @@ def race(
     temperatures: torch.Tensor,
     lowest: torch.Tensor,
     keys: torch.Tensor,
+    limits: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Winners [rows] int64 of the races of logits [rows, vocabulary].
 
     Of each row: best logit, temperature and the lowest scaled logit that may come, float32 [rows]; keys int32
-    [rows, 2].
+    [rows, 2]; ``limits``: top-k int32 and top-p float32 [rows].
     """
     rows, width = logits.shape
+    last = keys  # not looked at without limits
+    if limits is not None:
+        cut, last = torch.empty_like(lowest), torch.empty_like(keys[:, 0])
+        kernels.nucleus[(rows,)](
+            logits,
+            best,
+            temperatures,
+            lowest,
+            *limits,
+            cut,
+            last,
+            logits.stride(0),
+            width,
+            BLOCK=NUCLEUS_BLOCK,
+        )
+        lowest = cut
     parts = -(-width // RACE_BLOCK)
     speeds = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
     winners = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
@@ -106,6 +170,7 @@ def race(
         best,
         temperatures,
         lowest,
+        last,
         keys,
         speeds,
         winners,
@@ -113,5 +178,6 @@ def race(
         width,
         parts,
         BLOCK=RACE_BLOCK,
+        LIMITED=limits is not None,
     )
     return winners.gather(1, speeds.argmax(1, keepdim=True))[:, 0]

@@ -19,8 +19,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from engine.gpu.late_rotary import LATE, Turn, hands_over
+
 logger = logging.getLogger(__name__)
 
+DEVICES = {"cuda"}
+"""Kinds of devices on which rotary embeddings are ours."""
 ROTARY = "apply_rotary_pos_emb"
 """What families call their function for rotary embeddings, in the module of their layers."""
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -40,7 +44,7 @@ def fuse_layers(model: Any) -> dict[str, int]:
             norms += _fuse_norm(module, dtype or module.weight.dtype, seen)
     merged = [each for module in model.modules() for names in MERGED if (each := _merge(module, names))]
     gates = _fuse_gates(model, {id(each.layers[0]): each for each in merged})
-    rotary = sum(_fuse_rotary(sys.modules[name]) for name in _modules_of_layers(model))
+    rotary = sum(_fuse_rotary(sys.modules[name], layers) for name, layers in _attention_layers(model).items())
     found = {
         "norms": norms,
         "merged products": len(merged),
@@ -240,21 +244,24 @@ def _random_rows(like: torch.Tensor, width: int) -> torch.Tensor:
 # ---- rotary embeddings
 
 
-def _modules_of_layers(model: Any) -> set[str]:
-    """Modules of Python in which the attention of a model is defined."""
-    return {
-        type(module).__module__
-        for module in model.modules()
-        if hasattr(module, "o_proj") and hasattr(sys.modules[type(module).__module__], ROTARY)
-    }
+def _attention_layers(model: Any) -> dict[str, set[type]]:
+    """Kinds of attention layers of a model, by the Python module that defines them."""
+    kinds = {type(module) for module in model.modules() if hasattr(module, "o_proj")}
+    found: dict[str, set[type]] = {}
+    for kind in kinds:
+        if hasattr(sys.modules[kind.__module__], ROTARY):
+            found.setdefault(kind.__module__, set()).add(kind)
+    return found
 
 
-def _fuse_rotary(family: Any) -> int:
+def _fuse_rotary(family: Any, layers: set[type]) -> int:
     """Replace the function of a family, if ours computes the same."""
     before = getattr(family, ROTARY)
+    late = all(hands_over(layer, ROTARY) for layer in layers)
     if isinstance(before, FusedRotary):
+        before.late = before.late and late
         return 1
-    fused = FusedRotary(before)
+    fused = FusedRotary(before, late=late and stores_alike())
     if not fused.agrees():
         return 0
     setattr(family, ROTARY, fused)
@@ -264,8 +271,10 @@ def _fuse_rotary(family: Any) -> int:
 class FusedRotary:
     """A family's function for rotary embeddings, and ours where a GPU computes."""
 
-    def __init__(self, plain: Rotary) -> None:
+    def __init__(self, plain: Rotary, *, late: bool = False) -> None:
+        """``late``: layers give attention what they get from here, which can turn it then."""
         self.plain = plain
+        self.late = late
 
     def __call__(
         self,
@@ -277,8 +286,10 @@ class FusedRotary:
         **more: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys [1, heads, tokens, dim], turned by angles [1, tokens, dim]."""
-        if query.device.type != "cuda" or rest or more or not fits(query, key, cos):
+        if query.device.type not in DEVICES or rest or more or not fits(query, key, cos):
             return self.plain(query, key, cos, sin, *rest, **more)
+        if self.late and LATE.on:
+            return LATE.put(query, key, Turn(cos, sin))
         from engine.gpu import fused_launches
 
         return fused_launches.rotate(query, key, cos, sin)
@@ -296,6 +307,31 @@ class FusedRotary:
             return torch.cat(fused_launches.rotate(query, key, cos, sin), dim=1)
 
         return _are_alike(ours, lambda: torch.cat(self.plain(query, key, cos, sin), dim=1))
+
+
+def stores_alike() -> bool:
+    """Whether one kernel turns queries and writes keys and values as two do."""
+    generator = torch.Generator().manual_seed(4)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    query, key, value = (torch.randn(1, heads, 3, 8, generator=generator).to(device) for heads in (4, 2, 2))
+    cos, sin = torch.randn(2, 1, 3, 8, generator=generator).to(device)
+    slots = torch.tensor([4, 0, 3], device=device)
+
+    def ours() -> torch.Tensor:
+        from engine.gpu import fused_launches
+
+        keys, values = query.new_zeros(2, 5, 2, 8)
+        found = fused_launches.rotate_and_store(
+            Turn(cos, sin), query[0], key[0], value[0], keys, values, slots
+        )
+        return torch.cat([found, keys[slots].transpose(0, 1), values[slots].transpose(0, 1)])
+
+    def one_by_one() -> torch.Tensor:
+        from engine.gpu import fused_launches
+
+        return torch.cat([*fused_launches.rotate(query, key, cos, sin), value], dim=1)[0]
+
+    return _are_alike(ours, one_by_one)
 
 
 def fits(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor) -> bool:

@@ -23,10 +23,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from engine.attention.base import IMPLEMENTATION, LayerShape, paged_attention
+from engine.attention.base import IMPLEMENTATION, PLAN_KEYWORD, LayerShape, paged_attention
 from engine.attention.kv_codes import KVCodes
 from engine.config import ModelConfig
 from engine.gpu.fused_layers import fuse_layers
+from engine.gpu.late_rotary import turn_late
 from engine.gpu.product_choice import has_triton
 from engine.host.deferred import run_deferred
 from engine.model.checkpoint import CheckpointError, ModelInfo, format_of_weights, is_laid_out_as_usual
@@ -232,6 +233,7 @@ def _read_model(
         sum_experts_in_order(module)
     if device.type == "cuda" and has_triton():
         fuse_layers(module)
+        turn_late(module, PLAN_KEYWORD)
     _fix_rope_scaling(module, _longest(info, settings))
     if sharded is None:
         return _ReadModel(module, experts, expert_layers, WHOLE_STAGE, None)

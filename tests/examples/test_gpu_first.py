@@ -14,9 +14,9 @@ from tests.nightly import NIGHTLY
 
 
 def test_it_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both shapes; at night beside transformers, too."""
+    """Both shapes; at night beside transformers, and two instances, too."""
     output = tmp_path / "results.json"
-    without = ["tests", "mesh", *(["peer"] if not NIGHTLY else [])]
+    without = ["tests", *(["peer", "mesh"] if not NIGHTLY else [])]
     status = gpu_first.main(
         ["--device", "cpu", "--tiny", "--output-json", str(output), "--without", *without, "--seconds", "200"]
     )
@@ -35,6 +35,7 @@ def test_it_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert results["qwen3-30b-a3b"]["parameters"] > results["qwen3-0.6b"]["parameters"]
     if NIGHTLY:
         assert [row["rows"] for row in results["qwen3-0.6b peer"]["rows"]] == [1, 4]
+        assert results["two instances"]["answer"]
     assert "failed: nothing" in printed
 
 

@@ -98,20 +98,24 @@ def test_a_step_waits_once(kinds: slice, by_kernel: bool, monkeypatch: pytest.Mo
     with FakeTensorMode(), Launches(), Indexing():
         result = runner.run(step)
     assert device.fetched == 1
-    assert launched == ["race"] * by_kernel
+    assert launched == (["race", "nucleus", "race"] if by_kernel else [])
     assert len(result.tokens) == len(all_params)
     if len(all_params) > 3:
         assert isinstance(result.logprobs.get(6), TokenLogprobs)
         assert len(result.prompt_logprobs.get(7, [])) == 3
 
 
-def test_a_rehearsal_of_sampling_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_a_rehearsal_of_sampling_waits_for_nothing(by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (sampler, torch_logits):
         monkeypatch.setattr(module, "upload", PretendedDevice().upload)
-    monkeypatch.setattr(sampler, "is_race_right", lambda _: True)
+    monkeypatch.setattr(sampler, "is_race_right", lambda _: by_kernel)
+    launched: list[str] = []
+    monkeypatch.setattr(fused_launches, "kernels", Kernels(launched))
     with FakeTensorMode(), Launches() as launches, Indexing():
         Sampler(torch.device("cuda")).rehearse(torch.empty(6, VOCAB, dtype=torch.bfloat16, device="cuda"))
-    assert "sort" in launches.names
+    assert ("sort" in launches.names) != by_kernel
+    assert launched == ["nucleus", "race"] * by_kernel
 
 
 def test_the_pretended_device_notices() -> None:

@@ -23,6 +23,7 @@ import torch
 from engine.attention import triton_paged
 from engine.attention.base import LayerShape, PackedRows
 from engine.gpu import fused_launches, grouped_products
+from engine.gpu.late_rotary import Turn
 from tests.engine.gpu.compiling import META, Compiled, compiling
 
 SHARED = {
@@ -123,11 +124,13 @@ class Steps:
         weight = empty(sizes.key_dim, dtype=dtype)
         query, key = (fused_launches.rms_norm(each, weight, 1e-6, plus_one=True) for each in (query, key))
         angles = empty(1, tokens, sizes.key_dim, dtype=dtype)
-        query, key = fused_launches.rotate(query.transpose(1, 2), key.transpose(1, 2), angles, angles)
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
+        fused_launches.rotate(query, key, angles, angles)
         sinks = empty(sizes.heads, dtype=dtype) if sizes.has_sinks else None
-        plan.attend(
-            0, query[0], key[0], value.transpose(1, 2)[0], scale=0.1, softcap=sizes.softcap, sinks=sinks
-        )
+        qkv = (query[0], key[0], value.transpose(1, 2)[0])
+        turn = Turn(angles, angles)
+        for more in ({}, {"turn": turn}):
+            plan.attend(0, *qkv, scale=0.1, softcap=sizes.softcap, sinks=sinks, **more)
         fused_launches.gated(empty(1, tokens, 2 * sizes.inner, dtype=dtype), tanh=sizes.softcap is not None)
         if sizes.experts:
             self._experts(hidden[0])
@@ -154,7 +157,9 @@ class Steps:
         float32 = torch.float32
         logits = empty(rows, self.sizes.vocabulary, dtype=float32)
         best, temperatures, lowest = (empty(rows, dtype=float32) for _ in range(3))
-        fused_launches.race(logits, best, temperatures, lowest, empty(rows, 2, dtype=torch.int32))
+        keys, top_k = empty(rows, 2, dtype=torch.int32), empty(rows, dtype=torch.int32)
+        for limits in (None, (top_k, empty(rows, dtype=float32))):
+            fused_launches.race(logits, best, temperatures, lowest, keys, limits)
 
 
 def compile_all(capability: int, dtype: torch.dtype, sizes: Sizes) -> tuple[list[Compiled], list[Compiled]]:
