@@ -31,6 +31,8 @@ WORSE = 1.01
 DEALS = 8
 SHUFFLED = 0.1
 """How often, and in how different orders, experts are dealt."""
+WITHOUT = 4
+"""Deals in turn: with all copies, and with one less of one of the three busiest."""
 PARTNERS = 8
 """Ranks with the least loads that the most loaded one may swap with."""
 MOST_SWAPS = 400
@@ -223,7 +225,7 @@ def _change(load: Sequence[float], held: Copies, seats: Seats, terms: Terms) -> 
     copies, is_sound, least = layer.copies(), layer.is_sound(), layer.greatest / WORSE
     chance = random.Random(0)  # the same for all that ask again
     for number in range(DEALS if layer.greatest > WORSE * CLOSE * sum(load) / seats.size else 0):
-        layer.deal([1 + SHUFFLED * number * chance.random() for _ in load])
+        layer.deal([1 + SHUFFLED * number * chance.random() for _ in load], number % WITHOUT)
         layer.refine()
         if layer.greatest < least and layer.is_sound():
             copies, is_sound, least = layer.copies(), True, layer.greatest
@@ -471,12 +473,16 @@ class _Layer:
         """Load of the slowest rank."""
         return max(self._loads)
 
-    def deal(self, factors: Sequence[float]) -> None:
+    def deal(self, factors: Sequence[float], without: int) -> None:
         """Place the copies of all experts anew, the heaviest first, where the load is least.
 
-        ``factors``: on the loads of the experts, for their order.
+        ``factors``: on the loads of the experts, for their order. ``without``: number of the expert that
+        gets a copy less, among those with several, the busiest first, from 1 on; 0: none.
         """
         counts = self._counts()
+        several = [expert for expert, count in enumerate(counts) if count > self._least]
+        for expert in sorted(several, key=lambda expert: -self._load[expert])[max(0, without - 1) : without]:
+            counts[expert] -= 1
         each = [load / count for load, count in zip(self._load, counts, strict=True)]
         for expert, ranks in enumerate(self._ranks):
             for rank in list(ranks):

@@ -44,10 +44,7 @@ def most(load: Sequence[float], copies: Copies, size: int) -> float:
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_it_is_as_good_as_deepseeks_algorithm_and_moves_fewer_experts(count: int) -> None:
-    """Loads are random or as in Zipf's law, each after another one.
-
-    Two in a thousand may be 3 % worse: theirs may put an expert on a rank twice.
-    """
+    """Loads are random or as in Zipf's law, each after another one."""
     chance, ratios, moves, theirs = random.Random(5), [], 0, 0
     for _ in range(count):
         size = chance.choice([2, 4, 8, 16])
@@ -63,9 +60,11 @@ def test_it_is_as_good_as_deepseeks_algorithm_and_moves_fewer_experts(count: int
         ratios.append(most(then, found.layers[0], size) / max(loads))
         moves += found.moves
         theirs += sum(len(after - before) for after, before in zip(next_held, their_held, strict=True))
-    assert sum(ratio > 1.02 for ratio in ratios) <= count // 500
-    assert max(ratios) < 1.03
-    assert sum(ratios) < count
+    mean = sum(ratios) / count
+    print(f"{count} loads: greatest load over theirs {mean:.3f} in the mean, at most {max(ratios):.3f}; "
+          f"{moves} moves, theirs {theirs}")  # fmt: skip
+    assert max(ratios) <= 1.02
+    assert mean < 1
     assert moves < 0.5 * theirs
 
 
