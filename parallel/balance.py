@@ -32,7 +32,7 @@ DEALS = 8
 SHUFFLED = 0.1
 """How often, and in how different orders, experts are dealt."""
 WITHOUT = 4
-"""Deals in turn: with all copies, and with one less of one of the three busiest."""
+"""Deals in turn: all copies, or one less of one of the three busiest."""
 PARTNERS = 8
 """Ranks with the least loads that the most loaded one may swap with."""
 MOST_SWAPS = 400
