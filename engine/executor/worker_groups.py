@@ -192,6 +192,7 @@ class WorkerGroups:
             lambda form, should_stop: self._read(form, message.place, message.free_bytes, should_stop),
             lambda form, should_stop: self._form(form, message.place, should_stop),
             lambda ended: self._prepared(ended, message.place),
+            is_urgent=self.is_broken or self.epoch == 0,
         )
         with self._lock:
             self._preparations[message.form.epoch] = preparation

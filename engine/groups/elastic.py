@@ -333,7 +333,13 @@ class Elastic:
         for instruction in instructions:
             match instruction:
                 case Prepare(form):
-                    preparation = Preparation(form, self._read_experts, self._connect, self._on_prepared)
+                    preparation = Preparation(
+                        form,
+                        self._read_experts,
+                        self._connect,
+                        self._on_prepared,
+                        is_urgent=self._recovery.epoch == 0,
+                    )
                     self._preparations[form.epoch] = preparation
                     preparation.start()
                 case Abandon(epoch):

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from engine.host.background import let_go
 from engine.model.checkpoint import CheckpointError, ReadingStopped
 from engine.model.expert_weights import expert_modules, expert_parameters, read_experts
 from engine.model.quantization.attached import CodesReader, reader_of
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 Held = tuple[tuple[int, ...], ...]
 """Experts by layer, each ascending."""
+OnBuilt = Callable[[Any, dict[str, torch.nn.Parameter], Sequence[int]], None]
+"""Called with a module, its next tensors, and each expert's row now, or -1."""
 
 
 class HeldExperts:
@@ -60,8 +63,8 @@ class HeldExperts:
         ]
         self.bytes_per_expert: int = sum(self._bytes)
         """Bytes of an expert over all layers."""
-        self.on_built: Callable[[Any, dict[str, torch.nn.Parameter]], None] | None = None
-        """Called while this prepares, with a module and the tensors it will get."""
+        self.on_built: OnBuilt | None = None
+        """Called while this prepares."""
         self.copies = 1
         """Copies of each expert in memory; native kernels keep one of their own.
 
@@ -174,7 +177,7 @@ class HeldExperts:
         if self._bytes_of(changed) * self.copies <= free_bytes and wanted != held:
             with self._swapping:
                 if self.experts == held:
-                    change.build(self._layers, self.on_built)
+                    change.build(self._layers, self.on_built, should_stop)
         logger.debug("%d experts read in %.3f s", num_missing, time.monotonic() - began)
         return change, num_missing
 
@@ -208,7 +211,7 @@ class HeldExperts:
                 return False
             if wanted != self.experts:
                 assert change is not None
-                change.install(self._layers)
+                let_go(change.install(self._layers))
                 self.experts = wanted
             self._next = None
             return True
@@ -236,23 +239,36 @@ class _Change:
     def build(
         self,
         layers: dict[str, Any],
-        on_built: Callable[[Any, dict[str, torch.nn.Parameter]], None] | None = None,
+        on_built: OnBuilt | None,
+        should_stop: Callable[[], bool],
     ) -> None:
-        """Lay out all new tensors beside the old ones."""
+        """Lay out all new tensors beside the old ones.
+
+        Raises:
+            ReadingStopped: ``should_stop`` returned True.
+        """
         for number, (path, module) in enumerate(layers.items()):
-            if self.before[number] != self.after[number]:
+            if should_stop():
+                raise ReadingStopped
+            before, after = self.before[number], self.after[number]
+            if before != after:
                 self._built[path] = self._parameters(number, path, module)
                 if on_built is not None:
-                    on_built(module, self._built[path])
+                    rows = [before.index(expert) if expert in before else -1 for expert in after]
+                    on_built(module, self._built[path], rows)
 
-    def install(self, layers: dict[str, Any]) -> None:
+    def install(self, layers: dict[str, Any]) -> list[torch.nn.Parameter]:
+        """Give the modules their new tensors; returns the old ones."""
+        replaced = []
         for number, (path, module) in enumerate(layers.items()):
             if self.before[number] == self.after[number]:
                 continue
             parameters = self._built.get(path) or self._parameters(number, path, module)
             for name, parameter in parameters.items():
+                replaced.append(getattr(module, name))
                 setattr(module, name, parameter)
             module.num_experts = len(self.after[number])
+        return replaced
 
     def _parameters(self, number: int, path: str, module: Any) -> dict[str, torch.nn.Parameter]:
         return {

@@ -1,0 +1,84 @@
+"""Work beside the steps of a serving model, which go first (torch comes late)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+NICENESS = 10
+"""Niceness of background threads: a tenth of a core beside a busy one."""
+SWITCH_INTERVAL = 0.0005
+"""Seconds after which a thread that computes in Python lets another one go on.
+
+By default that is 5 ms, which is as long as a step.
+"""
+
+RELEASE_DELAY = 0.25
+"""Seconds until memory is given back, after the first steps in a new group."""
+
+Result = TypeVar("Result")
+
+
+def beside_steps(work: Callable[[], Result]) -> Result:
+    """Call this in another thread, in the time that steps leave, and wait for it.
+
+    Threads that it starts have as little. So it should start none that go on behind it.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 (raised by the caller)
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="background", daemon=True).start()
+    return future.result()
+
+
+class _Released:
+    """Tensors whose memory a thread gives back, some while after nobody uses them any more."""
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[tuple[float, list[Any]]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, tensors: list[Any]) -> None:
+        self._waiting.put((time.monotonic() + RELEASE_DELAY, tensors))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="letting-go", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        import torch
+
+        while True:
+            at, tensors = self._waiting.get()
+            time.sleep(max(0.0, at - time.monotonic()))
+            with torch.inference_mode():
+                while tensors:
+                    tensors.pop().set_()  # its memory goes without the lock of the interpreter
+
+
+_released = _Released()
+
+
+def let_go(tensors: list[Any]) -> None:
+    """Give back the memory of torch's tensors, which nobody uses any more, soon.
+
+    To unmap hundreds of megabytes takes as long as a step, and threads that map memory meanwhile wait for it.
+    So that is not done where one placement of experts takes the place of another. Tensors on devices go at
+    once.
+    """
+    if any(tensor.device.type == "cpu" for tensor in tensors):
+        _released.put(tensors)
