@@ -19,7 +19,8 @@ work on the machine has disturbed least, and the prediction from the one whose e
 
 ``--moves 100`` then has experts move as often, under streams of one token, another one each time. It prints a
 histogram of the length of steps, as gaps between tokens of a stream, over the median of the eight around;
-half the time without moves.
+half the time without moves. From the instances' logs comes how long the steps were in which experts changed
+places, and the ones behind them, over the median of the eight before.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ import contextlib
 import itertools
 import json
 import random
+import re
 import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +61,10 @@ BOUNDS = (0.75, 1.25, 1.5, 2.0, 3.0)
 """Lengths of a step over its neighbours', as the histogram has them."""
 AROUND = 4
 """Neighbours before a step, and behind it."""
+CHANGED = re.compile(
+    r"changed in a step of ([\d.]+) ms, the next one took ([\d.]+) ms, usual are ([\d.]+) ms"
+)
+"""An instance's log line on the steps around a change."""
 SETTLE = 40.0
 """Seconds within which the experts of a skewed load are where they belong."""
 
@@ -313,6 +320,31 @@ async def feel(one: Mesh, args: argparse.Namespace) -> dict[str, Any]:
     return page
 
 
+def around_changes(log: str) -> dict[str, Any]:
+    """Steps in which experts changed places, and the ones behind them: over the usual ones before."""
+    found = [tuple(map(float, each)) for each in CHANGED.findall(log)]
+    page: dict[str, Any] = {}
+    for at, name in enumerate(("changes", "next")):
+        ratios = sorted(each[at] / each[2] for each in found)
+        if not ratios:
+            continue
+        page[name] = {
+            "steps": [sum(low < ratio <= high for ratio in ratios) for low, high in bins()],
+            "p50": statistics.median(ratios),
+            "p90": ratios[int(0.9 * (len(ratios) - 1))],
+            "most": ratios[-1],
+            "longest_ms": max(each[at] for each in found),
+            "usual_ms": statistics.median(each[2] for each in found),
+        }
+        shown = ", ".join(
+            f"{n} up to {high}" for n, (_, high) in zip(page[name]["steps"], bins(), strict=True)
+        )
+        print(f"{len(ratios)} steps ({name}): {shown}; median {page[name]['p50']:.2f}, at most {ratios[-1]:.1f} times "
+              f"those before, {page[name]['longest_ms']:.0f} ms (usual: {page[name]['usual_ms']:.1f})",
+              flush=True)  # fmt: skip
+    return page
+
+
 def bins() -> list[tuple[float, float]]:
     return list(zip((0.0, *BOUNDS), (*BOUNDS, float("inf")), strict=True))
 
@@ -321,7 +353,9 @@ def bins() -> list[tuple[float, float]]:
 
 
 @contextlib.contextmanager
-def started(size: int, config: dict[str, Any] | None, args: argparse.Namespace) -> Iterator[Mesh]:
+def started(
+    size: int, config: dict[str, Any] | None, args: argparse.Namespace, log: Path | None = None
+) -> Iterator[Mesh]:
     flags = f"{MODEL} -dp {size} -ep --no-enable-prefix-caching {args.serve_flags}"
     if config is None:
         with mesh(flags) as url:
@@ -329,7 +363,7 @@ def started(size: int, config: dict[str, Any] | None, args: argparse.Namespace) 
         return
     port = free_port()
     eplb = f"--admin-port {port} --enable-eplb --eplb-config {shlex.quote(json.dumps(config))}"
-    with mesh(f"{flags} {eplb}") as url:
+    with mesh(f"{flags} {eplb}", log_file=log) as url:
         yield Mesh(url, f"http://127.0.0.1:{port}")
 
 
@@ -341,8 +375,12 @@ def run(size: int, args: argparse.Namespace) -> dict[str, Any]:
         with started(size, None, args) as still, started(size, config, args) as moving:
             page |= asyncio.run(compare(size, still, moving, args))
     if args.moves:
-        with started(size, {"window_size": 10, "step_interval": 10**6, **copies}, args) as one:
-            page["lengths"] = asyncio.run(feel(one, args))
+        config = {"window_size": 10, "step_interval": 10**6, **copies}
+        with tempfile.TemporaryDirectory() as directory:
+            log = Path(directory) / "serve.log"
+            with started(size, config, args, log) as one:
+                page["lengths"] = asyncio.run(feel(one, args))
+                page["lengths"] |= around_changes(log.read_text())
     return page
 
 
