@@ -41,7 +41,7 @@ BUSY = 1.0
 
 
 class StepLengths:
-    """Lengths of the steps around a change by agreement, if there was work all the time.
+    """Lengths of the steps around a change by agreement, where all were busy.
 
     The step before the change ends with it: all of the change but its preparation is in that one. The first
     one in the new group finds everything cold.

@@ -61,9 +61,7 @@ BOUNDS = (0.75, 1.25, 1.5, 2.0, 3.0)
 """Lengths of a step over its neighbours', as the histogram has them."""
 AROUND = 4
 """Neighbours before a step, and behind it."""
-CHANGED = re.compile(
-    r"changed in a step of ([\d.]+) ms, the next one took ([\d.]+) ms, usual are ([\d.]+) ms"
-)
+CHANGED = re.compile(r"began in a step of ([\d.]+) ms, the next one took ([\d.]+) ms, usual are ([\d.]+) ms")
 """An instance's log line on the steps around a change."""
 SETTLE = 40.0
 """Seconds within which the experts of a skewed load are where they belong."""
@@ -321,7 +319,7 @@ async def feel(one: Mesh, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def around_changes(log: str) -> dict[str, Any]:
-    """Steps in which experts changed places, and the ones behind them: over the usual ones before."""
+    """Steps around changes: with the change, and the next, over those before."""
     found = [tuple(map(float, each)) for each in CHANGED.findall(log)]
     page: dict[str, Any] = {}
     for at, name in enumerate(("changes", "next")):
@@ -336,12 +334,11 @@ def around_changes(log: str) -> dict[str, Any]:
             "longest_ms": max(each[at] for each in found),
             "usual_ms": statistics.median(each[2] for each in found),
         }
-        shown = ", ".join(
-            f"{n} up to {high}" for n, (_, high) in zip(page[name]["steps"], bins(), strict=True)
-        )
-        print(f"{len(ratios)} steps ({name}): {shown}; median {page[name]['p50']:.2f}, at most {ratios[-1]:.1f} times "
-              f"those before, {page[name]['longest_ms']:.0f} ms (usual: {page[name]['usual_ms']:.1f})",
-              flush=True)  # fmt: skip
+        counts = zip(page[name]["steps"], bins(), strict=True)
+        shown = ", ".join(f"{count} up to {high}" for count, (_, high) in counts)
+        print(f"{len(ratios)} steps ({name}): {shown}; median {page[name]['p50']:.2f}, at most "
+              f"{ratios[-1]:.1f} times those before, {page[name]['longest_ms']:.0f} ms "
+              f"(usual {page[name]['usual_ms']:.1f})", flush=True)  # fmt: skip
     return page
 
 
