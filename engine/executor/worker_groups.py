@@ -260,6 +260,8 @@ class WorkerGroups:
             rank, size = place * ranks + begin.rank, len(form.peers) * ranks
             by_nccl = device.all2all_backend == "nccl"
             formed.experts = connect(f"experts/{begin.stage}", rank, size, backend, by_nccl)
+            assert self._executor is not None
+            self._executor.exchange(form, formed.experts, should_stop)
         except BaseException:
             formed.abort()
             formed.close()
