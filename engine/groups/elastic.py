@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from coordinator.messages import Evidence, ExpertLoads, GroupPlan, Lost
@@ -35,6 +36,7 @@ from engine.groups.recovery import (
 )
 from engine.groups.recovery_times import Change, RecoveryTimes
 from engine.groups.stepping import Agreement, InLockstep, NoGroup
+from engine.host.background import Chores
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.renewable import RenewableCommunicator
 from parallel.communicators.segments import Watch
@@ -118,6 +120,7 @@ class Elastic:
         self._drained = False
         self._waits = False
         self.times = RecoveryTimes()
+        self._chores = Chores("chores")
         self._links = LinkTotals()
         self._group: Communicator | None = None
         """The group whose links are counted."""
@@ -214,7 +217,7 @@ class Elastic:
             self._recovery.drained(time.monotonic())
         if not self._drained:
             self._drained = True
-            self._mesh.drained()
+            self._chores.put(self._mesh.drained)
         return False
 
     def is_fenced(self) -> bool:
@@ -227,6 +230,7 @@ class Elastic:
                 preparation.abandon()
             self._preparations.clear()
             self._current = None
+        self._chores.close()
         if self._stepping is not None:
             self._stepping.close()
             self._stepping = None
@@ -258,21 +262,30 @@ class Elastic:
                 formed_at=preparation.formed_at,
             )
         )
-        logger.info("epoch %d: %d instances in lockstep over %s", form.epoch, group.size, _transport(group))
+        self._chores.put(partial(self._entered, preparation, group, self._stepping))
+
+    def _entered(
+        self, preparation: Preparation[Communicator], group: Communicator, stepping: InLockstep
+    ) -> None:
+        """All of a change that need not be done before the next step."""
+        form = preparation.form
         threading.Thread(target=self._watch, args=(preparation, group), name="watch", daemon=True).start()
+        stepping.start()
         self._mesh.entered(form)
+        logger.info("epoch %d: %d instances in lockstep over %s", form.epoch, group.size, _transport(group))
 
     def _wait(self) -> None:
         self._retire()
         if not self._waits:
             self._waits = True
-            self._mesh.waits()
+            self._chores.put(self._mesh.waits)
 
     def _retire(self) -> None:
         """Close the group before, in another thread: saying farewell takes a while."""
         stepping, self._stepping = self._stepping, None
         if stepping is not None:
-            threading.Thread(target=stepping.close, name="closing", daemon=True).start()
+            closing = threading.Thread(target=stepping.close, name="closing", daemon=True)
+            self._chores.put(closing.start)
 
     # ---- losses
 

@@ -69,10 +69,10 @@ class StepLengths:
         self._around.append(length)
         if len(self._around) < 2:
             return None
-        around, self._around = self._around, None
+        (with_change, first), self._around = self._around, None
         usual = statistics.median(self._before)
         self._before.clear()
-        return (usual, *around) if max(around) < BUSY else None
+        return (usual, with_change, first) if max(with_change, first) < BUSY else None
 
 
 class RecoveryTimes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import threading
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
 
 NICENESS = 10
 """Niceness of background threads: a tenth of a core beside a busy one."""
@@ -44,6 +47,34 @@ def beside_steps(work: Callable[[], Result]) -> Result:
 
     threading.Thread(target=run, name="background", daemon=True).start()
     return future.result()
+
+
+class Chores:
+    """A thread for what must happen soon and in order, but not between two steps.
+
+    To start a thread takes as long as a step where cores are busy, so there is one for all.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._waiting: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, work: Callable[[], object]) -> None:
+        """Call this soon; from any thread."""
+        self._waiting.put(work)
+
+    def close(self, patience: float = 2.0) -> None:
+        """End behind what was put before."""
+        self._waiting.put(None)
+        self._thread.join(patience)
+
+    def _run(self) -> None:
+        while (work := self._waiting.get()) is not None:
+            try:
+                work()
+            except Exception:
+                logger.exception("%s: something was not done", self._thread.name)
 
 
 class _Released:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.host import background
-from engine.host.background import NICENESS, beside_steps, let_go
+from engine.host.background import NICENESS, Chores, beside_steps, let_go
 
 
 def test_work_beside_steps_yields_to_them_and_its_errors_come_back() -> None:
@@ -36,3 +36,17 @@ def test_memory_goes_when_the_first_steps_are_over(monkeypatch: pytest.MonkeyPat
         time.sleep(0.005)
     assert tensor.numel() == 0
     assert kept.sum() == 10, "who shares the memory keeps it"
+
+
+def test_chores_are_done_in_order_whatever_fails(caplog: pytest.LogCaptureFixture) -> None:
+    done, chores = list[int](), Chores("chores")
+
+    def fail() -> None:
+        raise RuntimeError("no")
+
+    chores.put(lambda: done.append(1))
+    chores.put(fail)
+    chores.put(lambda: done.append(2))
+    chores.close()
+    assert done == [1, 2]
+    assert "something was not done" in caplog.text
