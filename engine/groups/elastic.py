@@ -243,7 +243,7 @@ class Elastic:
         group = preparation.group
         if group is None:  # broken again in this very moment
             return
-        self._retire()
+        before = self._stepping
         self.link_totals()  # a last time, of the group before
         self._executor.join(group, form.placement)
         others = [peer.address for peer in form.peers if peer.instance != self._instance]
@@ -262,30 +262,26 @@ class Elastic:
                 formed_at=preparation.formed_at,
             )
         )
-        self._chores.put(partial(self._entered, preparation, group, self._stepping))
+        watch = threading.Thread(target=self._watch, args=(preparation, group), name="watch", daemon=True)
+        for chore in (partial(self._entered, form, group), watch.start, self._stepping.start):
+            self._chores.put(chore)
+        self._retire(before)
 
-    def _entered(
-        self, preparation: Preparation[Communicator], group: Communicator, stepping: InLockstep
-    ) -> None:
-        """All of a change that need not be done before the next step."""
-        form = preparation.form
-        threading.Thread(target=self._watch, args=(preparation, group), name="watch", daemon=True).start()
-        stepping.start()
+    def _entered(self, form: GroupPlan, group: Communicator) -> None:
         self._mesh.entered(form)
         logger.info("epoch %d: %d instances in lockstep over %s", form.epoch, group.size, _transport(group))
 
     def _wait(self) -> None:
-        self._retire()
+        before, self._stepping = self._stepping, None
+        self._retire(before)
         if not self._waits:
             self._waits = True
             self._chores.put(self._mesh.waits)
 
-    def _retire(self) -> None:
-        """Close the group before, in another thread: saying farewell takes a while."""
-        stepping, self._stepping = self._stepping, None
+    def _retire(self, stepping: InLockstep | None) -> None:
+        """Close a group that was left, in another thread: saying farewell takes a while."""
         if stepping is not None:
-            closing = threading.Thread(target=stepping.close, name="closing", daemon=True)
-            self._chores.put(closing.start)
+            self._chores.put(threading.Thread(target=stepping.close, name="closing", daemon=True).start)
 
     # ---- losses
 

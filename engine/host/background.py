@@ -16,13 +16,17 @@ from typing import Any, TypeVar
 logger = logging.getLogger(__name__)
 
 NICENESS = 10
-"""Niceness of background threads: a tenth of a core beside a busy one."""
+"""What background threads are nicer by: a tenth of a core beside a busy one."""
+LEAST_PRIORITY = 19
+"""Greatest niceness that Linux has."""
 SWITCH_INTERVAL = 0.0005
 """Seconds after which a thread that computes in Python lets another one go on.
 
 By default that is 5 ms, which is as long as a step.
 """
 
+CHORE_PAUSE = 0.03
+"""Seconds between two chores."""
 RELEASE_DELAY = 0.25
 """Seconds until memory is given back, after the first steps in a new group."""
 
@@ -39,7 +43,9 @@ def beside_steps(work: Callable[[], Result]) -> Result:
 
     def run() -> None:
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            thread = threading.get_native_id()
+            nicer = min(LEAST_PRIORITY, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
+            os.setpriority(os.PRIO_PROCESS, thread, nicer)
         try:
             future.set_result(work())
         except BaseException as error:  # noqa: BLE001 (raised by the caller)
@@ -52,10 +58,13 @@ def beside_steps(work: Callable[[], Result]) -> Result:
 class Chores:
     """A thread for what must happen soon and in order, but not between two steps.
 
-    To start a thread takes as long as a step where cores are busy, so there is one for all.
+    To start a thread takes as long as a step where cores are busy, so there is one for all. It pauses behind
+    each, so that no step has more than one beside it.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, pause: float = CHORE_PAUSE) -> None:
+        self._pause = pause
+        self._closing = threading.Event()
         self._waiting: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -66,6 +75,7 @@ class Chores:
 
     def close(self, patience: float = 2.0) -> None:
         """End behind what was put before."""
+        self._closing.set()
         self._waiting.put(None)
         self._thread.join(patience)
 
@@ -75,6 +85,7 @@ class Chores:
                 work()
             except Exception:
                 logger.exception("%s: something was not done", self._thread.name)
+            self._closing.wait(self._pause)
 
 
 class _Released:
