@@ -14,8 +14,10 @@ prompts and answers), their ratio within a repeat, and two predictions of it, fr
 experts stay. The seconds that its busiest instance computed experts become those of the rows that the busiest
 one has with the other mesh's balancedness, and all else stays. ``predicted``: a row takes as long as before.
 ``on these cores``: a row takes as long as under the even load, when all instances compute at once. Where they
-share cores, memory or a busy machine, that is longer. ``fastest``: the fastest run of each mesh, which other
-work on the machine has disturbed least, and the prediction from the one whose experts stay.
+share cores, memory or a busy machine, that is longer. ``beside others``: the same, and what router and client
+compute, which are on the same machine: while one instance computed and the others waited, they had a core for
+themselves; when all compute, they take their time from them. ``fastest``: the fastest run of each mesh, which
+other work on the machine has disturbed least, and the prediction from the one whose experts stay.
 
 ``--moves 100`` then has experts move as often, under streams of one token, another one each time. It prints a
 histogram of the length of steps, as gaps between tokens of a stream, over the median of the eight around;
@@ -30,6 +32,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import random
 import re
 import shlex
@@ -44,6 +47,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installed
 
@@ -127,6 +131,16 @@ async def counted(url: str) -> dict[int, dict[str, float]]:
     return totals
 
 
+def others_cpu() -> float:
+    """Seconds that all processes but instances have computed: routers, coordinators, and this client."""
+    total = sum(psutil.Process().cpu_times()[:2])
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "Engine" not in " ".join(process.cmdline()):
+                total += sum(process.cpu_times()[:2])
+    return float(total)
+
+
 async def changes(admin: str) -> dict[str, Any]:
     """What the coordinator says of the balance."""
     async with aiohttp.ClientSession() as session, session.get(f"{admin}/admin/world") as answer:
@@ -136,8 +150,9 @@ async def changes(admin: str) -> dict[str, Any]:
 
 async def measure(one: Mesh, asked: Sequence[list[int]], args: argparse.Namespace) -> dict[str, float]:
     """One load, and what the instances counted meanwhile."""
-    before = await counted(one.url)
+    before, others = await counted(one.url), others_cpu()
     seconds = await ask_all(one.url, asked, args.output_len, args.concurrency)
+    others = others_cpu() - others
     await asyncio.sleep(REPORT_SECONDS)
     after = await counted(one.url)
     rows = [after[rank]["expert_tokens"] - before[rank]["expert_tokens"] for rank in sorted(after)]
@@ -150,16 +165,25 @@ async def measure(one: Mesh, asked: Sequence[list[int]], args: argparse.Namespac
         "busiest_seconds": max(spent),
         "busiest_rows": max(rows),
         "rows": sum(rows),
+        "others_cpu_seconds": others,
     }
 
 
-def predicted(still: dict[str, float], balancedness: float, size: int, per_row: float) -> float:
+def predicted(
+    still: dict[str, float], balancedness: float, size: int, per_row: float, more: float = 0.0
+) -> float:
     """Throughput with this balancedness over that of the mesh whose experts stay.
 
-    ``per_row``: seconds of a row through an expert then.
+    ``per_row``: seconds of a row through an expert then. ``more``: seconds that are longer for other reasons.
     """
     busiest = per_row * still["rows"] / size / balancedness
-    return still["seconds"] / (still["seconds"] - still["busiest_seconds"] + busiest)
+    return still["seconds"] / (still["seconds"] - still["busiest_seconds"] + busiest + more)
+
+
+def from_instances(still: dict[str, float], size: int) -> float:
+    """Seconds that router and client take from instances, once all of these compute."""
+    cores = len(os.sched_getaffinity(0))
+    return still["others_cpu_seconds"] / cores if size >= cores else 0.0
 
 
 def of_fastest(
@@ -224,6 +248,10 @@ async def compare(size: int, still: Mesh, moving: Mesh, args: argparse.Namespace
                 predicted(a, b["balancedness"], size, per_row(still.runs["even"]))
                 for a, b in zip(still.runs[load], moving.runs[load], strict=True)
             ],
+            "beside_others": [
+                predicted(a, b["balancedness"], size, per_row(still.runs["even"]), from_instances(a, size))
+                for a, b in zip(still.runs[load], moving.runs[load], strict=True)
+            ],
         }
         tell(size, load, page[load])
     return page
@@ -240,9 +268,17 @@ def tell(size: int, load: str, found: dict[str, Any]) -> None:
         f"{middle(moving, 'tokens_per_second'):.0f}, ratio {statistics.median(ratios):.2f} "
         f"({min(ratios):.2f} to {max(ratios):.2f}), predicted {statistics.median(found['predicted']):.2f}, "
         f"on these cores {statistics.median(found['on_these_cores']):.2f}, "
+        f"beside others {statistics.median(found['beside_others']):.2f}, "
         f"fastest {found['fastest'][0]:.2f} (predicted {found['fastest'][1]:.2f}), {found['moves']} moves",
         flush=True,
     )
+    for name, runs in (("stay", still), ("move", moving)):
+        experts, seconds = middle(runs, "busiest_seconds"), middle(runs, "seconds")
+        print(
+            f"  experts {name}: {experts:.2f} s in the experts of the busiest instance, all else "
+            f"{seconds - experts:.2f} s; router and client computed {middle(runs, 'others_cpu_seconds'):.2f} s",
+            flush=True,
+        )
 
 
 # ---- the length of steps
