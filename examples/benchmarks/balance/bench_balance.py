@@ -276,7 +276,8 @@ def tell(size: int, load: str, found: dict[str, Any]) -> None:
         experts, seconds = middle(runs, "busiest_seconds"), middle(runs, "seconds")
         print(
             f"  experts {name}: {experts:.2f} s in the experts of the busiest instance, all else "
-            f"{seconds - experts:.2f} s; router and client computed {middle(runs, 'others_cpu_seconds'):.2f} s",
+            f"{seconds - experts:.2f} s; router and client computed "
+            f"{middle(runs, 'others_cpu_seconds'):.2f} s",
             flush=True,
         )
 
