@@ -308,6 +308,9 @@ class _Layer:
     def _num_instances(self, ranks: Collection[int]) -> int:
         return len({self._seats.instances[rank] for rank in ranks})
 
+    def _num_hosts(self, ranks: Collection[int]) -> int:
+        return len({self._seats.hosts[rank] for rank in ranks})
+
     # ---- how many copies
 
     def settle_copies(self) -> None:
@@ -400,8 +403,8 @@ class _Layer:
             without,
             key=lambda rank: (
                 short and self._seats.instances[rank] in instances,
-                self._loads[rank] + (0.0 if is_new or rank in self._held[expert] else 0.02 * each),
                 self._seats.hosts[rank] in hosts,
+                self._loads[rank] + (0.0 if is_new or rank in self._held[expert] else 0.02 * each),
                 rank,
             ),
         )
@@ -579,11 +582,12 @@ class _Layer:
         return True
 
     def _may_swap(self, given: int, taken: int, hot: int, cold: int) -> bool:
-        """Whether both experts are on as many instances afterwards as they must be."""
+        """Whether both experts are on as many instances afterwards as they must be, and on as many hosts."""
         if self._seats.instances[hot] == self._seats.instances[cold]:
             return True
         moved = [(given, hot, cold), *([(taken, cold, hot)] if taken >= 0 else [])]
         return all(
-            self._num_instances(self._ranks[expert] - {old} | {new}) >= self._least
+            self._num_instances(after := self._ranks[expert] - {old} | {new}) >= self._least
+            and self._num_hosts(after) >= self._num_hosts(self._ranks[expert])
             for expert, old, new in moved
         )
