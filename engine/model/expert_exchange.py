@@ -43,8 +43,8 @@ def exchange(
         raise ReadingStopped
     each, layers = held.num_experts, len(held.experts)
     row = row_of(_numbers(pairs_of(held.experts), each), _numbers(held.wanted, each), layers * each)
-    mine, began = group.rank, time.monotonic()
-    planned = gifts(group.all_gather_ints(row), hosts)
+    mine = group.rank
+    planned, began = gifts(group.all_gather_ints(row), hosts), time.monotonic()
     sizes = {gift: held.bytes_of(gift.expert // each) + CHECK_BYTES for gift in planned}
     parcels = {gift: _Parcel(sizes[gift]) for gift in planned if gift.to == mine}
     outgoing = {to: _Stream(_sent(held, planned, mine, to)) for to in range(group.size)}
@@ -64,11 +64,11 @@ def exchange(
     if len(right) < len(parcels):
         logger.warning("%d experts came with wrong bytes and are read instead", len(parcels) - len(right))
     if right:
-        held.link_rate = num_bytes / max(seconds, 1e-6)
-        logger.info(
-            "%d experts came from other instances in %.2f s (%.0f MB/s)",
-            len(right), seconds, held.link_rate / 1e6,
-        )  # fmt: skip
+        rate = num_bytes / max(seconds, 1e-6)
+        if num_bytes >= ROUND_BYTES:  # fewer show the delay of a link, not its rate
+            held.link_rate = rate
+        logger.info("%d experts came from other instances in %.2f s (%.0f MB/s)",
+                    len(right), seconds, rate / 1e6)  # fmt: skip
     held.complete(right, should_stop)
     return len(right)
 
