@@ -51,6 +51,8 @@ class StepLengths:
         self._began = 0.0
         self._before: deque[float] = deque(maxlen=USUAL)
         self._around: list[float] | None = None
+        self.num_steps = self.num_long = 0
+        """Other steps, and those that took more than twice as long as the usual ones before."""
 
     def changed(self) -> None:
         """The group is another one now."""
@@ -64,6 +66,9 @@ class StepLengths:
         """
         length, self._began = now - self._began, now
         if self._around is None:
+            if len(self._before) == USUAL and length < BUSY:
+                self.num_steps += 1
+                self.num_long += length > 2 * statistics.median(self._before)
             self._before.append(length)
             return None
         self._around.append(length)
@@ -107,8 +112,11 @@ class RecoveryTimes:
         """A step has been decided in the current group; ``runs``: somebody has tokens."""
         if runs and (lengths := self._lengths.began(now)) is not None:
             usual, with_change, first = (1000 * seconds for seconds in lengths)
-            logger.info("epoch %d began in a step of %.1f ms, the next one took %.1f ms, usual are %.1f ms",
-                        self.epoch, with_change, first, usual)  # fmt: skip
+            logger.info(
+                "epoch %d began in a step of %.1f ms, the next one took %.1f ms, usual are %.1f ms; "
+                "of %d other steps %d took more than twice as long as those before",
+                self.epoch, with_change, first, usual, self._lengths.num_steps, self._lengths.num_long,
+            )  # fmt: skip
         change, self._entered = self._entered, None
         if change is None or not change.noticed_at:
             return

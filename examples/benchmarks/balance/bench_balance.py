@@ -65,7 +65,10 @@ BOUNDS = (0.75, 1.25, 1.5, 2.0, 3.0)
 """Lengths of a step over its neighbours', as the histogram has them."""
 AROUND = 4
 """Neighbours before a step, and behind it."""
-CHANGED = re.compile(r"began in a step of ([\d.]+) ms, the next one took ([\d.]+) ms, usual are ([\d.]+) ms")
+CHANGED = re.compile(
+    r"Engine_(\d+) .*began in a step of ([\d.]+) ms, the next one took ([\d.]+) ms, usual are ([\d.]+) ms; "
+    r"of (\d+) other steps (\d+) took"
+)
 """An instance's log line on the steps around a change."""
 SETTLE = 40.0
 """Seconds within which the experts of a skewed load are where they belong."""
@@ -357,8 +360,15 @@ async def feel(one: Mesh, args: argparse.Namespace) -> dict[str, Any]:
 
 def around_changes(log: str) -> dict[str, Any]:
     """Steps around changes: with the change, and the next, over those before."""
-    found = [tuple(map(float, each)) for each in CHANGED.findall(log)]
-    page: dict[str, Any] = {}
+    lines = CHANGED.findall(log)
+    found = [tuple(map(float, each[1:4])) for each in lines]
+    last = {instance: (int(steps), int(long)) for instance, *_, steps, long in lines}
+    others, long = (sum(each[at] for each in last.values()) for at in (0, 1))
+    page: dict[str, Any] = {"other_steps": others, "of_which_over_twice": long}
+    if others:
+        print(
+            f"{others} other steps: {long} over twice those before ({100 * long / others:.2f} %)", flush=True
+        )
     for at, name in enumerate(("changes", "next")):
         ratios = sorted(each[at] / each[2] for each in found)
         if not ratios:

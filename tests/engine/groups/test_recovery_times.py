@@ -18,6 +18,9 @@ def test_steps_around_a_change_are_told_beside_the_usual_ones() -> None:
     assert lengths.began(now + 0.03) is None
     assert lengths.began(now + 0.05) == pytest.approx((0.01, 0.03, 0.02))
     assert lengths.began(now + 0.06) is None, "once"
+    assert (lengths.num_steps, lengths.num_long) == (3, 0)
+    begun(lengths, [now + 0.07, *[0.01] * USUAL, 0.03])
+    assert (lengths.num_steps, lengths.num_long) == (6, 1)
 
 
 def test_nothing_is_told_where_there_was_no_work() -> None:
