@@ -582,7 +582,7 @@ class _Layer:
         return True
 
     def _may_swap(self, given: int, taken: int, hot: int, cold: int) -> bool:
-        """Whether both experts are on as many instances afterwards as they must be, and on as many hosts."""
+        """Whether both experts are on enough instances afterwards, and on as many hosts."""
         if self._seats.instances[hot] == self._seats.instances[cold]:
             return True
         moved = [(given, hot, cold), *([(taken, cold, hot)] if taken >= 0 else [])]

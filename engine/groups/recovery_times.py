@@ -52,7 +52,7 @@ class StepLengths:
         self._before: deque[float] = deque(maxlen=USUAL)
         self._around: list[float] | None = None
         self.num_steps = self.num_long = 0
-        """Other steps, and those that took more than twice as long as the usual ones before."""
+        """Other steps, and those that took over twice as long as usual."""
 
     def changed(self) -> None:
         """The group is another one now."""
