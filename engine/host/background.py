@@ -26,7 +26,7 @@ By default that is 5 ms, which is as long as a step.
 """
 
 CHORE_PAUSE = 0.03
-"""Seconds between two chores."""
+"""Seconds before each chore."""
 RELEASE_DELAY = 0.25
 """Seconds until memory is given back, after the first steps in a new group."""
 
@@ -58,7 +58,7 @@ def beside_steps(work: Callable[[], Result]) -> Result:
 class Chores:
     """A thread for what must happen soon and in order, but not between two steps.
 
-    To start a thread takes as long as a step where cores are busy, so there is one for all. It pauses behind
+    To start a thread takes as long as a step where cores are busy, so there is one for all. It pauses before
     each, so that no step has more than one beside it.
     """
 
@@ -81,11 +81,11 @@ class Chores:
 
     def _run(self) -> None:
         while (work := self._waiting.get()) is not None:
+            self._closing.wait(self._pause)
             try:
                 work()
             except Exception:
                 logger.exception("%s: something was not done", self._thread.name)
-            self._closing.wait(self._pause)
 
 
 class _Released:
