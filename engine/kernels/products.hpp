@@ -139,7 +139,7 @@ inline void for_each_of(Body body) { for_each_of(std::make_integer_sequence<int,
 template <class Codes, bool HAS_ZEROS, bool KEEPS, int ROWS>
 void multiply_codes(Floats (&sum)[MAX_ROWS][2], const Panel& a, const Panel& b, int64_t begin, int64_t steps, int64_t whole,
                     const char* in, int64_t pitch, const char* ahead_a, const char* ahead_b, uint32_t* keep) {
-    constexpr int LINES = std::is_same_v<Codes, FourBits> ? 4 : 2;  // of words, in one of codes
+    constexpr int LINES = 16 / Codes::BITS;      // of words, in one of codes
     const Codes codes;
     const Quantized& from = *a.quantized;
     const int64_t in_panel = whole / LINES, in_group = in_panel / from.groups, first = begin / LINES, last = first + steps / LINES;
@@ -205,8 +205,8 @@ inline auto multiply_codes_for(const Quantized& codes, int64_t rows) {
     constexpr auto COUNTS = std::make_integer_sequence<int, MOST_CODED_ROWS>();
     static constexpr std::array OF{multiply_codes_of<FourBits, false>(COUNTS), multiply_codes_of<FourBits, true>(COUNTS),
                                    multiply_codes_of<EightBits, false>(COUNTS), multiply_codes_of<EightBits, true>(COUNTS),
-                                   multiply_codes_of<FloatsOfEightBits, false>(COUNTS)};
-    const size_t kind = codes.is_float ? 4 : (codes.bits == 4 ? 0 : 2) + (codes.zeros != nullptr ? 1 : 0);
+                                   multiply_codes_of<FloatsOfFourBits, false>(COUNTS), multiply_codes_of<FloatsOfEightBits, false>(COUNTS)};
+    const size_t kind = codes.is_float ? (codes.bits == 4 ? 4 : 5) : (codes.bits == 4 ? 0 : 2) + (codes.zeros != nullptr ? 1 : 0);
     return OF[kind][size_t(std::min<int64_t>(rows, MOST_CODED_ROWS + 1)) - 1];
 }
 

@@ -3,7 +3,7 @@
 // A weight is (code - zero) * scale, computed in float and rounded once to the type of the model: what it would be if it
 // were widened while the model is read. So products have the same bits either way, for any number of rows and with any kernels. A
 // step of few rows takes as long as its weights take to come from memory, and these are a half or a quarter. Codes are whole numbers, or
-// floats of 8 bits.
+// floats of 8 or 4 bits.
 //
 // Where inputs are rounded to 8 bits, too, codes are multiplied as they are: EightBitPanels.
 
@@ -11,7 +11,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "compressed.hpp"
 #include "numbers.hpp"
@@ -26,7 +25,7 @@ struct Quantized {
     const float* zeros;      // the same; null: all are 0
     int64_t bits;            // 4 or 8; 16: the codes are halves in the order of the panels' numbers, without scales
     int64_t groups;          // that follow one another along the inputs, each with as many
-    int64_t is_float;        // codes are floats: a sign, 4 bits of exponent, 3 of mantissa; scales are FLOAT8 times as large, zeros null
+    int64_t is_float;        // codes are floats, zeros null: FloatsOfEightBits, whose scales are FLOAT8 times as large, or FloatsOfFourBits
 };
 
 // What Operation::weights points to, if inputs are rounded. A word is four weights that are neighbours along the inputs.
@@ -43,6 +42,7 @@ constexpr int64_t code_lines(int64_t words, int64_t pack, int64_t bits) { return
 
 // Codes of 4 bits as floats: a table of sixteen, of which a lane's lowest bits say which.
 struct FourBits {
+    static constexpr int BITS = 4;
     const Floats table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
     template <int NUMBER>
     Floats of(Words codes) const { return _mm512_permutexvar_ps(shift_right<4 * NUMBER>(codes), table); }
@@ -51,6 +51,7 @@ struct FourBits {
 #else
 
 struct FourBits {
+    static constexpr int BITS = 4;
     template <int NUMBER>
     Floats of(Words codes) const {
         return converted(subtract_words(and_words(shift_right<4 * NUMBER>(codes), filled_words(15)), filled_words(8)));
@@ -59,7 +60,17 @@ struct FourBits {
 
 #endif
 
+// Floats of 4 bits, of each twice: a sign, 2 bits of exponent, 1 of mantissa. Scales are half as large.
+struct FloatsOfFourBits {
+    static constexpr int BITS = 4;
+    static constexpr float TWICE[LANES] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    const Floats table = load(TWICE);
+    template <int NUMBER>
+    Floats of(Words codes) const { return looked_up(table, shift_right<4 * NUMBER>(codes)); }
+};
+
 struct EightBits {
+    static constexpr int BITS = 8;
     template <int NUMBER>
     Floats of(Words codes) const { return converted(shift_right_signed<24>(shift_left<24 - 8 * NUMBER>(codes))); }
 };
@@ -67,6 +78,7 @@ struct EightBits {
 // Bits of a float of 8 bits in their place among those of a float: its 2^-120th. That is exact for the smallest ones, too.
 constexpr float FLOAT8 = 0x1p120f;
 struct FloatsOfEightBits {
+    static constexpr int BITS = 8;
     template <int NUMBER>
     Floats of(Words codes) const {
         return as_floats(and_words(shift_right_signed<4>(shift_left<24 - 8 * NUMBER>(codes)), filled_words(int(0x87f00000))));
@@ -82,7 +94,7 @@ Floats of_chunk(const float* outputs, int part) {
 // Codes of one line, from NUMBER on.
 template <class T, class Codes, bool HAS_ZEROS, int NUMBER = 0>
 inline void widen_line(const Codes& codes, Words line, const Floats* scales, const Floats* zeros, typename T::Element* out) {
-    constexpr int EACH = std::is_same_v<Codes, FourBits> ? 8 : 4;
+    constexpr int EACH = 32 / Codes::BITS;
     if constexpr (NUMBER < EACH) {
         constexpr int ONE = NUMBER % T::PACK, TWO = (NUMBER + 1) % T::PACK;
         Floats one = codes.template of<NUMBER>(line), two = codes.template of<NUMBER + 1>(line);
@@ -94,7 +106,7 @@ inline void widen_line(const Codes& codes, Words line, const Floats* scales, con
 
 template <class T, class Codes, bool HAS_ZEROS>
 void widen_panel(const Quantized& from, int64_t panel, int64_t words, typename T::Element* out, const char* ahead) {
-    constexpr int64_t EACH = std::is_same_v<Codes, FourBits> ? 8 : 4;
+    constexpr int64_t EACH = 32 / Codes::BITS;
     const Codes codes;
     const int64_t lines = code_lines(words, T::PACK, from.bits), each = lines / from.groups;
     const uint32_t* line = from.codes + panel * lines * LANES;
@@ -126,7 +138,8 @@ void widen(const Quantized& from, int64_t panel, int64_t words, uint32_t* to, co
     auto* out = reinterpret_cast<typename T::Element*>(to);
     if constexpr (T::PACK == 1)
         if (from.bits == 16) return widen_halves(from, panel, words, out, ahead);
-    if (from.is_float) widen_panel<T, FloatsOfEightBits, false>(from, panel, words, out, ahead);
+    if (from.is_float && from.bits == 4) widen_panel<T, FloatsOfFourBits, false>(from, panel, words, out, ahead);
+    else if (from.is_float) widen_panel<T, FloatsOfEightBits, false>(from, panel, words, out, ahead);
     else if (from.bits == 4 && from.zeros != nullptr) widen_panel<T, FourBits, true>(from, panel, words, out, ahead);
     else if (from.bits == 4) widen_panel<T, FourBits, false>(from, panel, words, out, ahead);
     else if (from.zeros != nullptr) widen_panel<T, EightBits, true>(from, panel, words, out, ahead);

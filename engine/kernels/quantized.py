@@ -18,6 +18,7 @@ from engine.kernels.pages import Arena
 from engine.model.quantization.attached import codes_of
 from engine.model.quantization.matrices import Codes
 from engine.model.quantization.rounding import Rounding, common
+from engine.model.quantization.stacks import TWICE
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class QuantizedPanels:
     ) -> None:
         """``codes``: int32 [panels, lines, 16]; scales and zeros: float32 [panels, groups, 16].
 
-        ``is_float``: codes are floats of 8 bits, and scales :data:`FLOAT8` times as large.
+        ``is_float``: codes are floats. Scales of those of 8 bits are :data:`FLOAT8` times as large.
         """
         self._kept = codes, scales, zeros
         self.num_bytes = sum(each.nbytes for each in self._kept if each is not None)
@@ -115,7 +116,7 @@ def quantized(
         return EightBitPanels(laid[0], laid[1], laid[2], rounding)
     if inputs % groups or inputs // groups % (WORD_BITS // first.bits):
         return None
-    if first.is_float:
+    if first.is_float and first.bits == 8:
         given = [replace(part, scales=part.scales * FLOAT8) for part in given]
         if not all(bool(part.scales.isfinite().all()) for part in given):
             return None
@@ -212,13 +213,24 @@ def _panels(part: Codes, multiple: int, has_zeros: bool, pack: int) -> list[torc
     lines = _by_lane(codes.view(torch.int16) if pack == 2 else codes).contiguous().view(torch.int8)
     chunks = lines.flatten(-2).unflatten(-1, (-1, each, LANES))
     if part.bits == 4:
-        chunks = (chunks + 8) & 15  # none is negative
+        chunks = _places_of_floats(chunks) if part.is_float else (chunks + 8) & 15  # none is negative
         chunks = chunks[..., 0::2, :] | (chunks[..., 1::2, :] << 4)
     words = chunks.transpose(-2, -1).contiguous().view(torch.int32).squeeze(-1)
     wanted = [part.scales]
     if has_zeros:
         wanted.append(torch.zeros_like(part.scales) if part.zeros is None else part.zeros)
     return [words, *(_by_lane(_filled_up(value, multiple)) for value in wanted)]
+
+
+_PLACES = torch.zeros(32, dtype=torch.int8)
+"""Codes of floats of 4 bits, by twice what they stand for, plus 16."""
+_PLACES[TWICE.int() + 16] = torch.arange(16, dtype=torch.int8)
+_PLACES[16] = 0
+
+
+def _places_of_floats(numbers: torch.Tensor) -> torch.Tensor:
+    """Codes of floats of 4 bits, from twice what they stand for."""
+    return _PLACES.index_select(0, numbers.flatten().int() + 16).view(numbers.shape)
 
 
 def _filled_up(values: torch.Tensor, multiple: int) -> torch.Tensor:

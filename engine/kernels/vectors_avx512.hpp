@@ -111,6 +111,8 @@ inline void store_bfloat16(uint16_t* to, Floats value, Mask lanes) {
 // 32 of them, the lower ones first.
 inline Words words_of_bfloat16(Floats one, Floats two) { return (__m512i)_mm512_cvtne2ps_pbh(two, one); }
 inline void store_bfloat16(uint16_t* to, Floats one, Floats two) { store(to, words_of_bfloat16(one, two)); }
+// The numbers of a table whose places are the lowest four bits of each word.
+inline Floats looked_up(Floats table, Words places) { return _mm512_permutexvar_ps(places, table); }
 // Each number of the lower half twice, or of the upper one.
 inline Floats twice(Floats value, int upper) {
     const __m512i numbers = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);

@@ -90,7 +90,7 @@ class Codes:
     codes: torch.Tensor
     """int8 [..., outputs, inputs], from ``-2 ** (bits - 1)`` on.
 
-    Or the bits of floats of 8 bits.
+    Or, of floats: the bits of those of 8 bits, or twice those of 4 bits, which are whole numbers.
     """
     scales: torch.Tensor
     """float32 [..., outputs, groups]; groups are of inputs that follow one another."""
@@ -98,7 +98,7 @@ class Codes:
     """float32 like the scales; None: all are 0."""
     bits: int
     is_float: bool = False
-    """Whether codes are floats (float8_e4m3fn)."""
+    """Whether codes are floats (float8_e4m3fn, or e2m1 with 4 bits)."""
     rounding: Rounding | None = None
     """How activations are rounded before they are multiplied; None: not at all."""
 
@@ -129,7 +129,7 @@ class Codes:
 
     def widened(self, dtype: torch.dtype) -> torch.Tensor:
         """The weights."""
-        codes = self.codes.view(FLOAT8) if self.is_float else self.codes
+        codes = self.codes.view(FLOAT8) if self.is_float and self.bits == 8 else self.codes
         flat = (None if each is None else each.flatten(0, -2) for each in (self.scales, self.zeros))
         scales, zeros = flat
         assert scales is not None

@@ -17,6 +17,7 @@ from engine.kernels.quantized import QuantizedPanels
 from engine.kernels.rows import pitch_of, spaced
 from engine.model.quantization.attached import ATTRIBUTE
 from engine.model.quantization.matrices import Codes
+from engine.model.quantization.stacks import TWICE
 from tests.engine.kernels.emulated_tiles import ABLE, emulated_tiles
 from tests.engine.kernels.test_compression import run, same_bits
 from tests.engine.kernels.test_kernels import experts, random
@@ -69,8 +70,10 @@ def quantised(
     grid = (*shape[:-1], shape[-1] // group)
     scales = torch.rand(grid, generator=generator) * 0.02
     points = torch.randint(low, high, grid, generator=generator).float() if zeros else None
-    if is_float:
+    if is_float and bits == 8:
         codes[(codes & 127) == 127] = 1  # those are no numbers
+    elif is_float:
+        codes = TWICE[codes.int() + 8]
     known = Codes(codes, scales, points, bits, is_float)
     weight = torch.nn.Parameter(known.widened(dtype), requires_grad=False)
     setattr(weight, ATTRIBUTE, Known(known))
@@ -83,6 +86,7 @@ FORMS = {
     "int8 per channel": {"bits": 8, "group": 192},
     "int8 with zeros": {"bits": 8, "group": 64, "zeros": True},
     "fp8 in blocks": {"bits": 8, "group": 64, "is_float": True},
+    "mxfp4": {"bits": 4, "group": 32, "is_float": True},
 }
 
 
