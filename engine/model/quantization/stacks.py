@@ -60,7 +60,8 @@ class ExpertStack:
 
     def __init__(self, name: str, matrices: Sequence[Matrix], dtype: torch.dtype) -> None:
         """``matrices``: of the experts, in their order, which give ``dtype``."""
-        self._name, self._matrices, self._dtype = name, matrices, dtype
+        self._name, self._dtype = name, dtype
+        self.matrices = matrices
         self._taken: list[int] | None = []
         """Experts that were read, in this order; None where a part of one was."""
 
@@ -70,11 +71,11 @@ class ExpertStack:
     @property
     def taken(self) -> list[Matrix]:
         """Matrices of experts that were read, in this order; none if their codes are of no use."""
-        return [self._matrices[number] for number in self._taken or ()]
+        return [self.matrices[number] for number in self._taken or ()]
 
     def get_shape(self) -> list[int]:
-        outputs, inputs = self._matrices[0].shape
-        return [len(self._matrices), inputs, outputs]
+        outputs, inputs = self.matrices[0].shape
+        return [len(self.matrices), inputs, outputs]
 
     def get_dtype(self) -> str:
         """The data type of the numbers that are given, as safetensors names it."""
@@ -89,7 +90,7 @@ class ExpertStack:
         numbers = range(count)[experts]
         whole = torch.empty(len(numbers), inputs, outputs, dtype=self._dtype)
         for place, number in enumerate(numbers):
-            whole[place] = self._matrices[number][...].T
+            whole[place] = self.matrices[number][...].T
         found = whole[rest]
         if found.shape != whole.shape:
             self._taken = None

@@ -29,10 +29,13 @@ KERNELS = library.load()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="no AVX2, or no C++ compiler, here")
 
 
-@pytest.fixture(params=["tiles", "vectors"])
+@pytest.fixture(params=["tiles", "vectors", "avx2"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[library.Library]:
-    """With AMX, emulated where the CPU has none, and without."""
+    """With AMX, emulated where the CPU has none, and without; and those for AVX2."""
     assert KERNELS is not None
+    if request.param == "avx2":
+        yield library.Library(library.compiled(avx2=True))
+        return
     had = KERNELS.has_tiles
     if request.param == "tiles" and not had:
         if not ABLE:
