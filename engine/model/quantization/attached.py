@@ -98,7 +98,7 @@ def rows_of(weight: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def outputs_of(weight: torch.Tensor, chosen: torch.Tensor, rows: slice) -> torch.Tensor:
-    """``chosen``: a view [..., outputs, inputs] of some outputs of a weight, which knows their codes then."""
+    """``chosen``, a view [..., outputs, inputs] of some outputs, which knows their codes."""
     if (reader := reader_of(weight)) is not None:
         setattr(chosen, ATTRIBUTE, _Rearranged([(reader, rows)]))
     return chosen

@@ -70,7 +70,10 @@ class ExpertStack:
 
     @property
     def taken(self) -> list[Matrix]:
-        """Matrices of experts that were read, in this order; none if their codes are of no use."""
+        """Matrices of experts that were read, in this order.
+
+        None if a part of one was, since its codes would have other groups.
+        """
         return [self.matrices[number] for number in self._taken or ()]
 
     def get_shape(self) -> list[int]:
@@ -198,7 +201,9 @@ class Mxfp4Matrix(QuantizedMatrix):
 def mxfp4_stacks(
     names: Mapping[str, Any], form: Format, dtype: torch.dtype
 ) -> Iterator[tuple[str, ExpertStack]]:
-    """Stacks by the names of their parameters; ``names``: of all tensors, and the files that have them.
+    """Stacks by the names of their parameters.
+
+    ``names``: those of all tensors, and the files that have them.
 
     Raises:
         CheckpointError: a part is missing, or does not fit.

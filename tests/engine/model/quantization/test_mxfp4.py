@@ -40,7 +40,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_weights_are_those_that_transformers_finds(directory: Path, tmp_path: Path) -> None:
-    """Of all experts and of some, with the least and the greatest scales, too."""
+    """Those of all experts and of some, with the least and the greatest scales, too."""
     write_mxfp4(directory / "plain", tmp_path / "quantized", tmp_path / "wide", (0, 252))
     for each in (directory, tmp_path):
         expected = load_file(each / "wide" / "model.safetensors")
