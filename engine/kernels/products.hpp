@@ -478,7 +478,7 @@ class Products {
     int64_t widen_codes(const E* in, int64_t k, int64_t rows, Panels now, Panels then, const Tag& tag, uint32_t* words) {
         const int64_t steps = k / T::PACK;
         // Those of 4 bits are widened so fast that sums of many rows, which fill all registers, would only wait for it.
-        if (now.a.quantized->bits == 8 && rows > MAX_ROWS && goes_through_codes(steps))
+        if (now.a.quantized->bits == 8 && rows > MAX_ROWS && goes_through_codes(*now.a.quantized, steps))
             return multiply_few(in, k, rows, now, then, tag, words);
         if constexpr (T::PACK <= 2) {
             widen<T>(*now.a.quantized, now.a.number, steps, words, then.a.bytes(0));
@@ -489,8 +489,8 @@ class Products {
     }
 
     // Whether a few rows are multiplied while codes are widened: each part begins with a line of codes.
-    bool goes_through_codes(int64_t steps) const {
-        return LOCKSTEP_AVX512 && T::PACK == 2 && steps % (parts * 4) == 0 && !use_tiles<T>();
+    bool goes_through_codes(const Quantized& codes, int64_t steps) const {
+        return LOCKSTEP_AVX512 && T::PACK == 2 && steps % (parts * 4) == 0 && !use_tiles<T>() && codes.order == nullptr;
     }
 
     // Rows with panels of codes; of more than a few the first ones, whose words are left in `keep`. Returns how many.
@@ -529,7 +529,7 @@ class Products {
         auto& [a, b] = now;
         int64_t done = 0;  // rows
         if (a.quantized != nullptr) {
-            if (rows <= MOST_CODED_ROWS && keep == nullptr && goes_through_codes(steps))
+            if (rows <= MOST_CODED_ROWS && keep == nullptr && goes_through_codes(*a.quantized, steps))
                 return void(multiply_few(in, k, rows, now, then, tag, nullptr));
             uint32_t* words = keep != nullptr ? keep : scratch(2 * steps * LANES);
             if (cold || keep == nullptr) done = widen_codes(in, k, rows, now, then, tag, words);

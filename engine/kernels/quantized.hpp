@@ -24,8 +24,10 @@ struct Quantized {
     const float* scales;     // [panels, groups, 16]: an output each
     const float* zeros;      // the same; null: all are 0
     int64_t bits;            // 4 or 8; 16: the codes are halves in the order of the panels' numbers, without scales
-    int64_t groups;          // that follow one another along the inputs, each with as many
+    int64_t groups;          // that follow one another along the inputs, each with as many; or as `order` says
     int64_t is_float;        // codes are floats, zeros null: FloatsOfEightBits, whose scales are FLOAT8 times as large, or FloatsOfFourBits
+    const int32_t* order;    // [matrices, inputs]: the group of each input; null: groups are of neighbours
+    int64_t panels_each;     // of a matrix
 };
 
 // What Operation::weights points to, if inputs are rounded. A word is four weights that are neighbours along the inputs.
@@ -123,6 +125,47 @@ void widen_panel(const Quantized& from, int64_t panel, int64_t words, typename T
     }
 }
 
+// What two inputs have, whose numbers of 16 outputs these are, in the order of a chunk of words of two numbers. Of words of one, the first.
+template <class T>
+Floats of_inputs(const float* outputs, const int32_t* groups, int part) {
+    const Floats first = load(outputs + groups[T::PACK == 1 ? part : 0] * LANES);
+    return T::PACK == 1 ? first : in_turn(first, load(outputs + groups[1] * LANES), part);
+}
+
+// A line of codes, from NUMBER on; `groups`: of its inputs.
+template <class T, class Codes, bool HAS_ZEROS, int NUMBER = 0>
+inline void widen_ordered_line(const Codes& codes, Words line, const float* scales, const float* zeros, const int32_t* groups,
+                               typename T::Element* out) {
+    if constexpr (NUMBER < 32 / Codes::BITS) {
+        Floats one = codes.template of<NUMBER>(line), two = codes.template of<NUMBER + 1>(line);
+        if (HAS_ZEROS) one = one - of_inputs<T>(zeros, groups, 0), two = two - of_inputs<T>(zeros, groups, 1);
+        T::store(out + NUMBER * LANES, one * of_inputs<T>(scales, groups, 0), two * of_inputs<T>(scales, groups, 1));
+        widen_ordered_line<T, Codes, HAS_ZEROS, NUMBER + 2>(codes, line, scales, zeros, groups + 2, out);
+    }
+}
+
+// The same as widen_panel() where groups are of any inputs (`actorder`, `desc_act`). Inputs stay in their places, so that sums are added
+// up in the same order as those of widened weights: scales are looked up.
+template <class T, class Codes, bool HAS_ZEROS>
+void widen_ordered(const Quantized& from, int64_t panel, int64_t words, typename T::Element* out, const char* ahead) {
+    constexpr int64_t EACH = 32 / Codes::BITS;
+    const Codes codes;
+    const int64_t lines = code_lines(words, T::PACK, from.bits), first = panel * from.groups * LANES;
+    const uint32_t* line = from.codes + panel * lines * LANES;
+    const int32_t* groups = from.order + panel / from.panels_each * words * T::PACK;
+    const float* zeros = HAS_ZEROS ? from.zeros + first : nullptr;
+    for (const uint32_t* end = line + lines * LANES; line < end; line += LANES, ahead += 64, groups += EACH, out += EACH * LANES) {
+        _mm_prefetch(ahead, _MM_HINT_T0);
+        widen_ordered_line<T, Codes, HAS_ZEROS>(codes, load_words(line), from.scales + first, zeros, groups, out);
+    }
+}
+
+template <class T, class Codes, bool HAS_ZEROS>
+void widen_any(const Quantized& from, int64_t panel, int64_t words, typename T::Element* out, const char* ahead) {
+    if (from.order != nullptr) widen_ordered<T, Codes, HAS_ZEROS>(from, panel, words, out, ahead);
+    else widen_panel<T, Codes, HAS_ZEROS>(from, panel, words, out, ahead);
+}
+
 // Halves as floats.
 inline void widen_halves(const Quantized& from, int64_t panel, int64_t words, float* out, const char* ahead) {
     const char* halves = reinterpret_cast<const char*>(from.codes) + panel * words * LANES * 2;
@@ -140,10 +183,10 @@ void widen(const Quantized& from, int64_t panel, int64_t words, uint32_t* to, co
         if (from.bits == 16) return widen_halves(from, panel, words, out, ahead);
     if (from.is_float && from.bits == 4) widen_panel<T, FloatsOfFourBits, false>(from, panel, words, out, ahead);
     else if (from.is_float) widen_panel<T, FloatsOfEightBits, false>(from, panel, words, out, ahead);
-    else if (from.bits == 4 && from.zeros != nullptr) widen_panel<T, FourBits, true>(from, panel, words, out, ahead);
-    else if (from.bits == 4) widen_panel<T, FourBits, false>(from, panel, words, out, ahead);
-    else if (from.zeros != nullptr) widen_panel<T, EightBits, true>(from, panel, words, out, ahead);
-    else widen_panel<T, EightBits, false>(from, panel, words, out, ahead);
+    else if (from.bits == 4 && from.zeros != nullptr) widen_any<T, FourBits, true>(from, panel, words, out, ahead);
+    else if (from.bits == 4) widen_any<T, FourBits, false>(from, panel, words, out, ahead);
+    else if (from.zeros != nullptr) widen_any<T, EightBits, true>(from, panel, words, out, ahead);
+    else widen_any<T, EightBits, false>(from, panel, words, out, ahead);
 }
 
 // A panel of weights: its words, or where it is among compressed or quantised ones.

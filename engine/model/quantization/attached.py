@@ -203,8 +203,8 @@ def _rows_of(codes: Codes | None, rows: Rows) -> Codes | None:
 def _stacked(codes: Codes | None) -> Codes | None:
     if codes is None:
         return None
-    zeros = None if codes.zeros is None else codes.zeros[None]
-    return replace(codes, codes=codes.codes[None], scales=codes.scales[None], zeros=zeros)
+    zeros, order = (None if each is None else each[None] for each in (codes.zeros, codes.order))
+    return replace(codes, codes=codes.codes[None], scales=codes.scales[None], zeros=zeros, order=order)
 
 
 def _joined(parts: Sequence[Codes | None], dim: int) -> Codes | None:
@@ -214,12 +214,17 @@ def _joined(parts: Sequence[Codes | None], dim: int) -> Codes | None:
         return None
     if len({each.kind for each in known}) > 1:
         return None
+    order = known[0].order
+    if order is not None and dim == 0:
+        order = torch.cat([each.order for each in known if each.order is not None])
+    elif not all(each.has_order_of(known[0]) for each in known):
+        return None
     zeros = None
     if any(each.zeros is not None for each in known):
         zeros = torch.cat([_or_zero(each) for each in known], dim)
     codes, scales = (torch.cat([getattr(each, name) for each in known], dim) for name in ("codes", "scales"))
     rounding = known[0].rounding if len({each.rounding for each in known}) == 1 else None
-    return replace(known[0], codes=codes, scales=scales, zeros=zeros, rounding=rounding)
+    return replace(known[0], codes=codes, scales=scales, zeros=zeros, rounding=rounding, order=order)
 
 
 def _or_zero(codes: Codes) -> torch.Tensor:

@@ -64,6 +64,7 @@ def quantised(
     group: int,
     zeros: bool = False,
     is_float: bool = False,
+    has_order: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.nn.Parameter:
     """Random weights [..., outputs, inputs] that know their codes."""
@@ -77,7 +78,8 @@ def quantised(
         codes[(codes & 127) == 127] = 1  # those are no numbers
     elif is_float:
         codes = TWICE[codes.int() + 8]
-    known = Codes(codes, scales, points, bits, is_float)
+    order = torch.randint(0, grid[-1], (*shape[:-2], shape[-1]), generator=generator).int()
+    known = Codes(codes, scales, points, bits, is_float, order=order if has_order else None)
     weight = torch.nn.Parameter(known.widened(dtype), requires_grad=False)
     setattr(weight, ATTRIBUTE, Known(known))
     return weight
@@ -90,6 +92,9 @@ FORMS = {
     "int8 with zeros": {"bits": 8, "group": 64, "zeros": True},
     "fp8 in blocks": {"bits": 8, "group": 64, "is_float": True},
     "mxfp4": {"bits": 4, "group": 32, "is_float": True},
+    "int4 in another order": {"bits": 4, "group": 32, "has_order": True},
+    "int4 with zeros in another order": {"bits": 4, "group": 16, "zeros": True, "has_order": True},
+    "int8 in another order": {"bits": 8, "group": 64, "zeros": True, "has_order": True},
 }
 
 
@@ -129,11 +134,12 @@ def test_gated_products_have_the_same_bits(kernels: library.Library, rows: int) 
     assert same_bits(*outs)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_experts_have_the_same_bits(kernels: library.Library, bits: int) -> None:
+@pytest.mark.parametrize(("bits", "has_order"), [(4, False), (8, False), (4, True)])
+def test_experts_have_the_same_bits(kernels: library.Library, bits: int, has_order: bool) -> None:
+    """Each may have its own order of groups."""
     module, widened = (experts(5, 64, 96, torch.bfloat16) for _ in range(2))
     for name, shape in (("gate_up_proj", (5, 2 * 96, 64)), ("down_proj", (5, 64, 96))):
-        setattr(module, name, quantised(*shape, bits=bits, group=32))
+        setattr(module, name, quantised(*shape, bits=bits, group=32, has_order=has_order))
         getattr(widened, name).data = getattr(module, name).data
     rows, counts = random(98, 64, dtype=torch.bfloat16), [5, 0, 78, 14, 1]
     native = NativeExperts(kernels)
@@ -155,6 +161,8 @@ def test_codes_that_do_not_give_the_weights_are_not_used(kernels: library.Librar
         ("llama", "w4a16 asymmetric"),
         ("llama", "w8a8 per channel"),
         ("llama", "gptq"),
+        ("llama", "gptq in another order"),
+        ("qwen3_moe", "w4a16 in another order"),
         ("llama", "awq"),
         ("llama", "fp8 per channel"),
         ("llama", "fp8 in blocks"),
