@@ -4,9 +4,9 @@
     python examples/benchmarks/kernels/bench_quantized.py build/models/dense-0.5b --json out.json
 
 One checkpoint of plain weights is loaded once for each value of ``--quantization``, all in this process.
-``--copies`` names further checkpoints of the same model, such as quantised ones, or the widened one of a
-quantised model. Then decode steps of so many sequences are measured in turns: in each round one format after the other, so that all
-see the same moments of the machine. Printed for each number of sequences: the median of the rounds' medians
+``--copies`` names further checkpoints of the same model, such as quantised ones. Then decode steps of so many
+sequences are measured in turns: in each round one format after the other, so that all see the same moments of
+the machine. Printed for each number of sequences: the median of the rounds' medians
 in milliseconds, how many times as fast as bfloat16 that is (median of the rounds' ratios), and bytes per
 parameter of the weights that steps read.
 """
