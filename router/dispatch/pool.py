@@ -51,7 +51,7 @@ def _sum(total: Sent, part: Sent, sign: int) -> Sent:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class Instance:
     """One instance of the world."""
 
@@ -303,7 +303,7 @@ class Pool:
         if instance.capacity is None:
             return instance.candidate(now)
         used = (instance.report or NO_REPORT).blocks_used + instance.sent.blocks
-        kept = max(used, self.index.num_blocks(instance.name)) + self.index.num_expected(instance.name)
+        kept = self.index.blocks_kept(instance.name, used)
         return instance.candidate(
             now,
             cached_tokens=cached_tokens,

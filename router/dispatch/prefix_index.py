@@ -22,6 +22,8 @@ MAX_BLOCKS = 2_000_000
 class _Holder:
     """State of one instance in the index, apart from its block hashes."""
 
+    __slots__ = ("bit", "expectations", "expected", "has_gap", "next", "num_blocks")
+
     def __init__(self, bit: int) -> None:
         self.bit = bit
         self.next: int | None = None
@@ -61,6 +63,16 @@ class PrefixIndex:
     def num_expected(self, name: str) -> int:
         """Blocks that an instance is about to hold."""
         return len(self._holders[name].expected) if name in self._holders else 0
+
+    def blocks_kept(self, name: str, used: int) -> int:
+        """Blocks of an instance that are ``used`` or cached, or will be."""
+        holder = self._holders.get(name)
+        return used if holder is None else max(used, holder.num_blocks) + len(holder.expected)
+
+    @property
+    def expects_any(self) -> bool:
+        """Whether any instance is about to hold blocks."""
+        return bool(self._expected)
 
     # ---- what instances say
 
@@ -210,8 +222,11 @@ class PrefixIndex:
 def _groups(holders: Iterable[int]) -> dict[int, int]:
     """Lengths by the bits of those that hold so many of the first blocks."""
     lengths: dict[int, int] = {}
-    left, number = -1, -1
+    left, number, before = -1, -1, -1
     for number, bits in enumerate(holders):
+        if bits == before:
+            continue
+        before = bits
         still = left & bits
         if still != left:
             if left != -1:
