@@ -7,14 +7,15 @@ bit for each: looking a prompt up costs one look per block, however many instanc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import repeat
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress, repeat
 from operator import or_
 
 from engine.messages import BlockEvents
 from engine.scheduling.block_log import split_names
 from router.dispatch.evictions import Evictions
 
+DIGITS = bytes.maketrans(b"01", b"\0\1")
 MAX_BLOCKS = 2_000_000
 """Different blocks that are remembered; more are ignored, which costs only hits."""
 
@@ -169,17 +170,21 @@ class PrefixIndex:
         """The same of those that the instances have now, and can lend."""
         return _groups(map(self._stored.get, blocks, repeat(0)))
 
+    def stored_longest_first(self, blocks: Sequence[int]) -> Iterator[tuple[int, Iterator[str]]]:
+        """Numbers of the leading blocks that instances have now, the largest first, and who they are."""
+        for bits, length in reversed(self.stored_groups(blocks).items()):
+            yield length, self._named(bits)
+
     def stored_lengths(self, blocks: Sequence[int]) -> dict[str, int]:
         """Number of the leading blocks that each instance has now."""
         return self._by_name(self.stored_groups(blocks))
 
     def _by_name(self, groups: dict[int, int]) -> dict[str, int]:
-        return {
-            name: length
-            for bits, length in groups.items()
-            for number, name in enumerate(self.names)
-            if bits >> number & 1
-        }
+        return {name: length for bits, length in groups.items() for name in self._named(bits)}
+
+    def _named(self, bits: int) -> Iterator[str]:
+        """Names of the instances with these bits."""
+        return compress(self.names, bin(bits)[:1:-1].encode().translate(DIGITS))
 
     # ---- helpers
 
