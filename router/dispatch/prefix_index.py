@@ -171,7 +171,7 @@ class PrefixIndex:
         return _groups(map(self._stored.get, blocks, repeat(0)))
 
     def stored_longest_first(self, blocks: Sequence[int]) -> Iterator[tuple[int, Iterator[str]]]:
-        """Numbers of the leading blocks that instances have now, the largest first, and who they are."""
+        """The same by lengths, the longest first, each with those that have it."""
         for bits, length in reversed(self.stored_groups(blocks).items()):
             yield length, self._named(bits)
 
