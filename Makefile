@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 # Compiled modules are kept: each process of a mesh would compile them again, for half a second.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Files with tests that start processes. Long ones come first and short ones last, so that the two processes which take
+# Files with tests that start processes. Long ones come first and short ones last, so that the processes which take
 # file after file end at about the same time.
 MESH_FILES = $(filter-out tests/test_second_tries.py,$(sort $(shell grep -rl 'mark\.mesh' tests --include='test_*.py')))
 MESH_SHORT = tests/engine/% tests/parallel/% tests/mesh/running/test_wheel.py \
@@ -19,6 +19,8 @@ MESH_TESTS = $(MESH_LONG) $(filter-out $(MESH_LONG) $(MESH_SHORT),$(MESH_FILES))
 
 # One more than cores: a fifth of the time of these tests is waiting for something.
 PLAIN_PROCESSES ?= 3
+# These wait for a third of theirs.
+MESH_PROCESSES ?= 3
 
 .PHONY: serve test check docs format bench bench-collectives bench-drains bench-growth bench-hosts bench-kv-room bench-lockstep bench-offline bench-overhead bench-prompts bench-router bench-scale bench-serving bench-startup bench-transfers bench-wake bench-structured gpu-first structured soak chaos kills joins nightly fuzz crowd clients deployments programs screenshots simulate model clean
 
@@ -33,7 +35,7 @@ else
 	LOCKSTEP_COVERAGE=1 $(BIN)/python -m pytest -m "not mesh" --numprocesses $(PLAIN_PROCESSES) --dist worksteal
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
-	$(BIN)/python -m tests.second_tries -m mesh --numprocesses 2 --dist loadfile --no-loadscope-reorder $(MESH_TESTS)
+	$(BIN)/python -m tests.second_tries -m mesh --numprocesses $(MESH_PROCESSES) --dist loadfile --no-loadscope-reorder $(MESH_TESTS)
 endif
 
 check: $(STAMP)  ## lint, format, types

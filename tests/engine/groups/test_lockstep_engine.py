@@ -298,7 +298,7 @@ def _steps(
             time.sleep(0.002)
 
 
-@pytest.mark.diagonal("directory", "layout", columns=7)
+@pytest.mark.diagonal("directory", "layout", columns=7, each=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_spread_experts_give_the_same_tokens(
     directory: Path, reference: list[list[int]], layout: str
