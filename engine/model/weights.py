@@ -232,7 +232,8 @@ def _read_model(
         sum_experts_in_order(module)
     if device.type == "cuda" and has_triton():
         fuse_layers(module)
-    _fix_rope_scaling(module, _longest(info, settings))
+    with _LOADING:  # angles are computed in torch's default type, which is another one while a model is made
+        _fix_rope_scaling(module, _longest(info, settings))
     if sharded is None:
         return _ReadModel(module, experts, expert_layers, WHOLE_STAGE, None)
     uncut = None
