@@ -21,6 +21,7 @@ from engine.messages import (
     Attached,
     Delta,
     FinishReason,
+    HandedOver,
     InstanceReport,
     Leaving,
     Prefetch,
@@ -263,6 +264,7 @@ class Server:
             match message:
                 case Attach():
                     router.name, router.wants_blocks = message.router, message.wants_blocks
+                    self._core.routers[peer] = router.name
                     if message.missed_blocks:
                         router.has_blocks = None
                     if message.unanswered and not is_new:
@@ -280,11 +282,17 @@ class Server:
                     self._prefetch(peer, message)
         for peer, refused in self._core.take_compiled():
             self._tell(peer, refused)
-        for peer, copied in self._core.take_fetched():
-            self._tell(peer, copied)
+        self._tell_fetched()
         self._forget_silent_routers()
         if self._core.has_work and not had_work:
             self.progress.stepped(self._core.snapshot)
+
+    def _tell_fetched(self) -> None:
+        answers = self._core.take_fetched()
+        if answers:
+            self._hand_out()  # a request's tokens come before the word that it has gone
+        for peer, answer in answers:
+            self._tell(peer, answer)
 
     def _router(self, peer: Peer) -> _Router | None:
         """The record of a connection.
@@ -324,7 +332,9 @@ class Server:
             self._core.abort_all(peer)
             self._tell(peer, Attached(self._instance, self._core.capacity))
 
-    def _tell(self, peer: Peer, message: Attached | Recalled | RequestRefused | Prefetched | Leaving) -> None:
+    def _tell(
+        self, peer: Peer, message: Attached | Recalled | RequestRefused | Prefetched | HandedOver | Leaving
+    ) -> None:
         """Send a message to a router, and forget the router if it cannot be reached.
 
         It would wait for the message for ever. It is sent :class:`Attached` when it attaches again.
@@ -339,6 +349,7 @@ class Server:
 
     def _forget(self, peer: Peer) -> None:
         router = self._routers.pop(peer)
+        self._core.routers.pop(peer, None)
         lost = self._core.abort_all(peer)
         if lost:
             logger.warning("router %s is gone; its %d requests are dropped", router.name, lost)

@@ -8,7 +8,16 @@ from __future__ import annotations
 import time
 
 from coordinator.messages import State
-from engine.messages import Attached, Leaving, Prefetched, Recalled, RequestRefused, Tokens, ToRouter
+from engine.messages import (
+    Attached,
+    HandedOver,
+    Leaving,
+    Prefetched,
+    Recalled,
+    RequestRefused,
+    Tokens,
+    ToRouter,
+)
 from router.dispatch.chooser import unavailable
 from router.dispatch.delivery import Delivery
 from router.dispatch.instance_connection import InstanceConnection
@@ -50,8 +59,10 @@ class MessageReceiver:
                 self._on_refused(instance, message)
             case Recalled(numbers):
                 self._mover.take_back(instance, numbers)
-            case Prefetched(number, size):
-                self._mover.copied(instance, number, size)
+            case Prefetched():
+                self._mover.copied(instance, message)
+            case HandedOver(number):
+                self._mover.handed_over(instance, number)
             case Leaving():
                 instance.leaves = True
                 self._mover.let_go(instance)

@@ -82,7 +82,7 @@ OF_LATENTS = {
 }
 """Sizes of latent attention: DeepSeek's."""
 TINY_HEAD = 16
-"""Numbers of a head of tiny models with a factor for each pair."""
+"""Width of a head of tiny models with a factor for each pair."""
 OF_TWO_KINDS = {"global_head_dim": 128, "num_global_key_value_heads": 2}
 """Sizes of models with heads of two sizes."""
 
@@ -93,7 +93,7 @@ def make_config(family: str) -> Any:
     wanted = (
         SIZES | (OF_EXPERTS if family in MIXTURES else {}) | (OF_LATENTS if "kv_lora_rank" in tiny else {})
     )
-    sizes: dict[str, Any] = {name: size for name, size in wanted.items() if tiny.get(name)}
+    sizes = {name: size for name, size in wanted.items() if tiny.get(name)}
     if tiny.get("mlp_layer_types"):
         sizes["mlp_layer_types"] = ["dense"] + ["sparse"] * (LAYERS - 1)
     if tiny.get("layer_types"):
