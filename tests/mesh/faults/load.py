@@ -43,7 +43,7 @@ class Verdict(enum.StrEnum):
     DOUBLED = "doubled"
     """All tokens of the truth, and some of them again."""
     DIFFERENT = "different"
-    """Other tokens, or the same tokens with another text."""
+    """Other tokens, or the same tokens with another text or other log-probabilities."""
     LEFT = "left"
     """The client went away; there is no verdict."""
 
@@ -55,6 +55,8 @@ class Answer:
     number: int
     asked_at: float
     ids: list[int] = field(default_factory=list)
+    logprobs: list[str] = field(default_factory=list)
+    """Log-probabilities of the tokens, if asked for; in hexadecimal, so that each bit counts."""
     text: str = ""
     finish_reason: str | None = None
     error: str | None = None
@@ -72,7 +74,8 @@ class Answer:
         if self.error is not None:
             return Verdict.ERROR
         if self.ids == truth.ids:
-            same = (self.text, self.finish_reason) == (truth.text, truth.finish_reason)
+            mine = self.text, self.finish_reason, self.logprobs
+            same = mine == (truth.text, truth.finish_reason, truth.logprobs)
             return Verdict.RIGHT if same else Verdict.DIFFERENT
         if _is_within(self.ids, truth.ids):
             return Verdict.LOST
@@ -126,14 +129,17 @@ class Load:
         leaves: float = 0.0,
         seed: int = 0,
         keeps: bool = True,
+        shares: int = 1,
     ) -> None:
         """``streams`` clients read streams, ``whole`` more ask for answers in one piece. ``leaves``: share of
         the streams whose client goes away in the middle. Without ``keeps``, answers are forgotten once they are
-        judged, so that a run may last for hours."""
+        judged, so that a run may last for hours. ``shares``: requests in a row that may share what is cached of a
+        prompt."""
         self._url, self._truth, self._bodies = url, truth, bodies
         self._streams, self._whole, self._leaves = streams, whole, leaves
         self._rng = random.Random(seed)
         self._keeps = keeps
+        self._shares = shares
         self._num_asked = 0
         self._began_at = 0.0
         self._stopped = threading.Event()
@@ -211,7 +217,7 @@ class Load:
             self.answers.append(answer)
             # A salt of its own: what was computed for this prompt before does not spare a resumed request its prefill.
             self._num_asked += 1
-            salt = f"{number}-{self._num_asked}"
+            salt = f"{number}-{self._num_asked // self._shares}"
             body = self._bodies[number] | {"stream": streams, "cache_salt": salt}
             try:
                 await asyncio.wait_for(ask(client, self._url, body, answer), patience)
@@ -289,6 +295,8 @@ def _take(answer: Answer, page: dict[str, Any]) -> None:
     for choice in page["choices"]:
         answer.ids += choice["token_ids"] or []
         answer.text += choice["text"]
+        if choice.get("logprobs"):
+            answer.logprobs += [each.hex() for each in choice["logprobs"]["token_logprobs"]]
         answer.finish_reason = choice["finish_reason"] or answer.finish_reason
 
 
