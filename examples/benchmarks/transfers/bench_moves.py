@@ -3,9 +3,8 @@
 
     python examples/benchmarks/transfers/bench_moves.py --instances 8 64
 
-Engine cores, the router's chooser and the rebalancing run in one process with a virtual clock; only the model
-and the wires are times. Arrivals are random, answers have lengths of a heavy tail. A part of the instances may
-join late.
+Engine cores, the router's chooser and the rebalancing run in one process with a virtual clock. Only the model
+and the wires are times. Arrivals are random, answers have lengths of a heavy tail. Some instances may join late.
 """
 
 from __future__ import annotations
