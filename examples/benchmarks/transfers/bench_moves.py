@@ -4,7 +4,8 @@
     python examples/benchmarks/transfers/bench_moves.py --instances 8 64
 
 Engine cores, the router's chooser and the rebalancing run in one process with a virtual clock. Only the model
-and the wires are times. Arrivals are random, answers have lengths of a heavy tail. Some instances may join late.
+and the wires are times. Arrivals are random, answers have lengths of a heavy tail. Some instances may join
+late.
 """
 
 from __future__ import annotations

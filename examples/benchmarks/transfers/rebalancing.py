@@ -1,9 +1,9 @@
 """Which running requests had better go on elsewhere (pure).
 
 Requests end when they end, so instances that were chosen evenly become uneven, and one that joins has
-nothing to do. Every step of a crowded instance takes longer for all that run there. A running request is moved
-with its KV blocks where the difference is large. It must be larger by a margin than what the move itself
-changes, so no request goes back and forth.
+nothing to do. Every step of a crowded instance takes longer for all that run there. A running request is
+moved with its KV blocks where the difference is large. It must be larger by a margin than what the move
+itself changes, so no request goes back and forth.
 """
 
 from __future__ import annotations
