@@ -171,6 +171,8 @@ def test_bits_are_those_of_each_request_alone(shape: str, alone: Alone) -> None:
         executor = ThreadedShards(settings(alone.directory), info, tp=layout.tp, pp=layout.pp, **group)
         executor.load(lambda _phase: None)
         instance = Instance(alone.directory, executor)
+    instance.executor.allocate(8)
+    assert all(program.is_order_fixed for program in programs_of(instance.executor)), "another class"
     instance.check_in_company(alone.submits, alone.answers)
     if shape != "alone":
         instance.executor.close()
