@@ -46,6 +46,13 @@ class BlockMemory:
                 begin = end
         return found
 
+    def parts_of(self, block: int) -> list[memoryview]:
+        """The bytes of a block where they are, in the order of :meth:`read`.
+
+        What is written there is in the cache.
+        """
+        return [memoryview(part[block]) for part in self._parts]
+
     def write(self, block: int, data: memoryview) -> None:
         """Put bytes that :meth:`read` gave into a block."""
         row, begin = np.frombuffer(data, dtype=np.uint8), 0
