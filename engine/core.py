@@ -18,6 +18,7 @@ from engine.messages import (
     BlockEvents,
     CacheReset,
     Capacity,
+    HandedOver,
     InstanceReport,
     LockstepCounters,
     Prefetch,
@@ -40,6 +41,7 @@ from engine.scheduling.speculation import Speculation
 from engine.step import Masks, Step
 from engine.tiers.file_tier import FileTier
 from engine.transfers.exchange import BlockExchange, Mover
+from engine.transfers.messages import Holder
 from engine.transfers.price import FetchPrice
 from parallel.communicators.base import CollectiveError
 
@@ -112,6 +114,8 @@ class EngineCore:
         self._tier: FileTier | None = None
         self._resets: list[tuple[Peer, int]] = []
         """Wishes to reset the prefix cache that are not answered yet."""
+        self.routers: dict[Peer, str] = {}
+        """Names of the routers that are connected."""
         self._blocks_at = self._cache_identity = ""
         self._arrivals = 0
         self._tracing = tracing
@@ -196,19 +200,43 @@ class EngineCore:
         for start in range(0, (len(ids) - 1) // size * size if is_valid else 0, size):
             parent = names[-1] if names else None
             names.append(hash_block(parent, ids[start : start + size], wish.cache_salt))
-        if self.exchange is not None:
-            self.exchange.copy((peer, wish.number), names, wish.blocks_at)
+        if self.exchange is None:
+            return
+        key = peer, wish.number
+        if wish.request and is_valid and peer in self.routers:
+            holder = self.routers[peer], wish.request
+            self.exchange.take_over(key, names, wish.blocks_at, holder)
+        else:
+            self.exchange.copy(key, names, wish.blocks_at)
 
-    def take_fetched(self) -> list[tuple[Peer, Prefetched]]:
+    def take_fetched(self) -> list[tuple[Peer, Prefetched | HandedOver]]:
         """Act on what transfers of KV blocks did, and queue requests whose blocks have come.
 
-        Returns answers to :class:`engine.messages.Prefetch`.
+        Returns answers to :class:`engine.messages.Prefetch`, and requests that were handed over. All tokens
+        of these are to be sent first.
         """
         if self.exchange is None:
             return []
-        for request in self.exchange.turn(self.scheduler.blocks_being_filled):
+        for request in self.exchange.turn(self.scheduler.blocks_being_filled, self._holder):
             self.scheduler.add(request)
-        return [(peer, Prefetched(number, size)) for (peer, number), size in self.exchange.take_copied()]
+        found: list[tuple[Peer, Prefetched | HandedOver]] = []
+        for key in self.exchange.take_handed_over():
+            self.scheduler.abort(key)
+            found.append((key[0], HandedOver(key[1])))
+        for (peer, number), size, is_taken in self.exchange.take_copied():
+            found.append((peer, Prefetched(number, size, is_taken)))
+        return found
+
+    def _holder(self, holder: Holder) -> Request | None:
+        """The request of a router with this name.
+
+        None if tokens for the router are kept since a step failed.
+        """
+        name, number = holder
+        peer = next((peer for peer, router in self.routers.items() if router == name), None)
+        if peer is None or peer in self._outgoing:
+            return None
+        return self.scheduler.find((peer, number))
 
     @property
     def pool(self) -> BlockPool:

@@ -70,6 +70,11 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
 
     They are fetched from there if that is faster than computing them.
     """
+    copy: int = 0
+    """:attr:`Prefetch.number` of the copy that has its blocks; 0 for none.
+
+    It waits for the end of that.
+    """
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -97,6 +102,11 @@ class Prefetch(msgspec.Struct, frozen=True, tag="prefetch", omit_defaults=True):
     blocks_at: str
     """:attr:`Capacity.blocks_at` of the instance where it runs."""
     cache_salt: str = ""
+    request: int = 0
+    """Have the instance hand it over: its number there; 0: it runs on.
+
+    It stops there at the end of a step. Then its partly filled block comes, too.
+    """
 
 
 class ResetCache(msgspec.Struct, frozen=True, tag="reset_cache"):
@@ -403,6 +413,14 @@ class Prefetched(msgspec.Struct, frozen=True, tag="prefetched"):
 
     number: int
     tokens: int
+    taken: bool = False
+    """The instance where the request ran has handed it over, as :class:`HandedOver` says, too."""
+
+
+class HandedOver(msgspec.Struct, frozen=True, tag="handed_over"):
+    """A request goes no further here, as :attr:`Prefetch.request` asked; all its tokens are sent."""
+
+    request: int
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
@@ -418,4 +436,4 @@ class CacheReset(msgspec.Struct, frozen=True, tag="cache_reset"):
     number: int
 
 
-ToRouter = CacheReset | Tokens | RequestRefused | Recalled | Attached | Prefetched | Leaving
+ToRouter = Tokens | RequestRefused | Recalled | Attached | Prefetched | HandedOver | Leaving | CacheReset

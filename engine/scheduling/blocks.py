@@ -74,6 +74,8 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._hash_of: dict[int, BlockHash] = {}
         self._block_of: dict[BlockHash, int] = {}
+        self._part_of: dict[int, BlockHash] = {}
+        self._parts: dict[BlockHash, int] = {}
 
     def __repr__(self) -> str:
         return f"<BlockPool {self.num_used} of {self.num_blocks} used, {len(self._block_of)} known>"
@@ -146,6 +148,27 @@ class BlockPool:
             for observer in self._observers:
                 observer.stored(block_hash)
 
+    def name_part(self, block: int, name: BlockHash) -> None:
+        """Name a held block that is partly filled, by the tokens that are in it.
+
+        One request can go on in it: see :meth:`part`. Nobody else finds it, and no observer hears of it.
+        """
+        if self._caching and name not in self._parts:
+            self._parts[name], self._part_of[block] = block, name
+
+    def part(self, name: BlockHash) -> int | None:
+        """The partly filled block of this name, if nobody holds it."""
+        block = self._parts.get(name)
+        return block if block is not None and self._references[block] == 0 else None
+
+    def go_on_in(self, block: int) -> None:
+        """Hold a block that :meth:`part` found.
+
+        It is about to be filled further, so its name is void.
+        """
+        self._forget(block)
+        self.hold([block])
+
     def unname(self, hashes: Iterable[BlockHash]) -> None:
         """Take blocks whose content may be wrong out of the prefix index.
 
@@ -168,10 +191,12 @@ class BlockPool:
             assert self._references[block] >= 0, f"block {block} released twice"
             if self._references[block] == 0:
                 self._free[block] = None
-                if block not in self._hash_of:
+                if block not in self._hash_of and block not in self._part_of:
                     self._free.move_to_end(block, last=False)
 
     def _forget(self, block: int) -> None:
+        if (part := self._part_of.pop(block, None)) is not None:
+            del self._parts[part]
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]

@@ -35,6 +35,8 @@ RESCAN = 5.0
 """Seconds between two looks at what other instances have written."""
 FIRST_LOOK = 10.0
 """Most seconds that an instance waits for the list of a directory before it serves."""
+PREPARED_BYTES = 512 << 20
+"""Most bytes of the cache whose pages are made ready for files."""
 FLUSH = 5.0
 """Seconds in which a leaving instance writes what waits."""
 LOWER = 10
@@ -236,6 +238,8 @@ class FileTier:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWER)
         self._look(trims=True)
         self._listed.set()
+        if self._kept:
+            self._memory.prepare(min(PREPARED_BYTES, len(self._kept) * self._memory.block_bytes))
         looked = time.monotonic()
         while True:
             job: Writing | str = "look"

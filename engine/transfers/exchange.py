@@ -23,8 +23,9 @@ from engine.scheduling.blocks import BlockHash, BlockPool
 from engine.scheduling.request import Request, RequestKey
 from engine.transfers.checking import BlockChecks
 from engine.transfers.fetching import Ended, Outcome, Source, Wanted
+from engine.transfers.handing_over import Find, HandOvers, Tail, nobody
 from engine.transfers.lending import Key, Look, Return
-from engine.transfers.messages import MOST_BLOCKS
+from engine.transfers.messages import MOST_BLOCKS, NO_BLOCK, Holder
 from engine.transfers.price import FetchPrice
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,11 @@ LEAST_SECONDS, MOST_SECONDS = 0.25, 10.0
 """Seconds that a transfer may take, where computing would take less or more."""
 MOST_COPIES = 16
 """Copies at once; further ones are answered by what is here."""
+AHEAD = 3
+"""Blocks that a request may have beyond those known when it is taken over.
+
+The partly filled one is among them.
+"""
 MOST_SHUNNED = 256
 """Sources that are remembered for having been wrong."""
 
@@ -50,6 +56,10 @@ class Mover(Protocol):
     def fetch(self, wanted: Wanted) -> None: ...
     def cancel(self, number: int) -> None: ...
     def found(self, loan: Key, blocks: Sequence[int]) -> None: ...
+    def handed_over(
+        self, loan: Key, names: Sequence[BlockHash], blocks: Sequence[int], *, has_part: bool
+    ) -> None: ...
+    def refuse(self, loan: Key, reason: str) -> None: ...
     def same(self, one: int, other: int) -> bool: ...
 
 
@@ -121,7 +131,9 @@ class BlockExchange:
         self._waiting: dict[RequestKey, _Transfer] = {}
         self._copies: dict[Key, Sequence[BlockHash]] = {}
         """Copies under way, by the router and its number: the names of all their blocks."""
-        self._copied: list[tuple[Key, int]] = []
+        self._copied: list[tuple[Key, int, bool]] = []
+        self._hand_overs = HandOvers(pool, block_size)
+        self._handed_over: list[RequestKey] = []
         self._shunned: dict[Source, None] = {}
         self._counters = TransferCounters()
         self._checks = BlockChecks(pool, block_size) if checks else None
@@ -148,7 +160,7 @@ class BlockExchange:
     @property
     def is_idle(self) -> bool:
         """Whether no block is held for a transfer."""
-        return not self._lent and not self._transfers
+        return not self._lent and not self._transfers and not self._hand_overs
 
     @property
     def num_tokens(self) -> int:
@@ -170,6 +182,10 @@ class BlockExchange:
 
     def takes(self, request: Request) -> bool:
         """Whether a request waits here for blocks; else it is queued at once."""
+        if (taken := self._taken(request)) is not None:
+            taken.requests[request.key] = request
+            self._waiting[request.key] = taken
+            return True
         if not self.is_open or (not request.blocks_at and self._tier is None):
             return False
         names = request.prefix_hashes(self._block_size)
@@ -210,9 +226,37 @@ class BlockExchange:
         else:
             transfer.copies.add(key)
 
-    def take_copied(self) -> list[tuple[Key, int]]:
-        """Copies that have ended, each with the tokens of it that the cache has."""
+    def take_over(self, key: Key, names: Sequence[BlockHash], source: Source, holder: Holder) -> None:
+        """Have a request handed over to this instance, with what is missing of its blocks.
+
+        ``names`` are its full blocks, as far as they are known. Ends like :meth:`copy`. The request itself
+        comes from its router.
+        """
+        self._copies[key] = names
+        known = len(self._pool.find_prefix(names))
+        room = len(names) - known + AHEAD
+        is_possible = source and source not in self._shunned and self.is_open
+        blocks = self._pool.take(room) if is_possible and len(self._copies) <= MOST_COPIES else None
+        if blocks is None:
+            self._end_copy(key)
+            return
+        last = names[known - 1] if known else NO_BLOCK
+        self._numbers += 1
+        wanted = Wanted(self._numbers, source, [last], blocks, MOST_SECONDS, holder)
+        self._transfers[self._numbers] = transfer = _Transfer(wanted, copies={key})
+        self._mover.fetch(transfer.wanted)
+
+    def take_copied(self) -> list[tuple[Key, int, bool]]:
+        """Copies that have ended.
+
+        Each has the tokens of it that the cache has, and whether its request is taken over.
+        """
         found, self._copied = self._copied, []
+        return found
+
+    def take_handed_over(self) -> list[RequestKey]:
+        """Requests that go no further here, and are to be forgotten before the next step."""
+        found, self._handed_over = self._handed_over, []
         return found
 
     def forget_copies(self, peer: bytes) -> None:
@@ -252,10 +296,11 @@ class BlockExchange:
 
     # ---- events
 
-    def turn(self, being_filled: Callable[[], set[int]]) -> list[Request]:
+    def turn(self, being_filled: Callable[[], set[int]], find: Find = nobody) -> list[Request]:
         """Act on what the mover did; returns requests to queue.
 
-        ``being_filled``: blocks whose content is not computed yet, though they may have names.
+        ``being_filled``: blocks whose content is not computed yet, though they may have names. ``find``:
+        finds requests that others ask for; see :meth:`take_handed_over`.
         """
         ready: list[Request] = []
         events = self._mover.take_events()
@@ -264,13 +309,17 @@ class BlockExchange:
             events = [*events, *self._tier.take_events()]
         for event in events:
             match event:
-                case Look(loan, names):
+                case Look(loan, names, None):
                     self._lend(loan, names, being_filled())
+                case Look():
+                    self._hand_overs.add(event)
                 case Return(loan):
                     self._pool.release(self._lent.pop(loan))
                     self._num_kept -= self._kept.pop(loan)
                 case Ended():
                     ready += self._ended(event)
+        for loan, request, answer in self._hand_overs.due(find) if self._hand_overs else ():
+            self._hand_over(loan, request, answer)
         if self._tier is not None and self._transfers:
             ready += self._overdue()
         if self._mover.has_ended and not self.is_idle:
@@ -312,6 +361,26 @@ class BlockExchange:
             if self._on_the_way.get(name) is transfer:
                 del self._on_the_way[name]
 
+    def _hand_over(self, loan: Key, request: Request | None, answer: Tail | str) -> None:
+        """Lend the last blocks of a request, which then lets go of them; or refuse."""
+        if isinstance(answer, str) or request is None:
+            self._mover.refuse(loan, str(answer))
+            return
+        if answer.has_part:
+            self._pool.name_part(answer.blocks[-1], answer.names[-1])
+        self._pool.hold(answer.blocks)
+        self._lent[loan], self._kept[loan] = list(answer.blocks), 0
+        self._handed_over.append(request.key)
+        self._count(lent_blocks=self._counters.lent_blocks + len(answer.blocks))
+        self._mover.handed_over(loan, answer.names, answer.blocks, has_part=answer.has_part)
+
+    def _taken(self, request: Request) -> _Transfer | None:
+        """The transfer by which this request is handed over, while it is under way."""
+        key = (request.key[0], request.copy)
+        if not request.copy or key not in self._copies:
+            return None
+        return next((each for each in self._transfers.values() if key in each.copies), None)
+
     def _lend(self, loan: Key, names: Sequence[BlockHash], being_filled: set[int]) -> None:
         """Hold the first of these blocks that are here and computed.
 
@@ -332,9 +401,9 @@ class BlockExchange:
         self._count(lent_blocks=self._counters.lent_blocks + len(blocks))
         self._mover.found(loan, blocks)
 
-    def _end_copy(self, key: Key) -> None:
+    def _end_copy(self, key: Key, *, is_taken: bool = False) -> None:
         names = self._copies.pop(key)
-        self._copied.append((key, len(self._pool.find_prefix(names)) * self._block_size))
+        self._copied.append((key, len(self._pool.find_prefix(names)) * self._block_size, is_taken))
 
     def _cancel_unwanted(self, transfer: _Transfer) -> None:
         if not transfer.is_wanted and not transfer.is_cancelled:
@@ -383,12 +452,16 @@ class BlockExchange:
     def _ended(self, end: Ended) -> list[Request]:
         transfer = self._transfers.pop(end.number)
         wanted, now = transfer.wanted, self._clock()
-        for block, name in zip(wanted.blocks[: end.count], wanted.names, strict=False):
-            if not transfer.is_void:
+        names = end.names if wanted.holder else wanted.names
+        num_full = end.count - end.has_part
+        if not transfer.is_void:
+            for block, name in zip(wanted.blocks[:num_full], names, strict=False):
                 self._pool.name(block, name)
+            if end.has_part:
+                self._pool.name_part(wanted.blocks[num_full], names[num_full])
         self._pool.release(wanted.blocks)
         self._set_aside(transfer)
-        tokens = end.count * self._block_size
+        tokens = num_full * self._block_size
         outcomes = self._counters.outcomes
         self._count(
             fetched_tokens=self._counters.fetched_tokens + tokens,
@@ -397,7 +470,7 @@ class BlockExchange:
             outcomes={**outcomes, end.outcome.value: outcomes.get(end.outcome.value, 0) + 1},
             wrong_blocks=self._counters.wrong_blocks + (end.outcome is Outcome.WRONG),
         )
-        if end.outcome in (Outcome.WHOLE, Outcome.SLOW):
+        if end.outcome in (Outcome.WHOLE, Outcome.SLOW) and wanted.holder is None:
             self._price_of(end.source).fetched(end.num_bytes, end.seconds, now)
         if end.for_good:
             is_wrong = end.outcome is Outcome.WRONG
@@ -406,10 +479,11 @@ class BlockExchange:
         found = self._leave(transfer)
         for request in found:
             request.num_fetched = tokens
-        if found and end.count and not transfer.is_void and self._checks is not None:
+        is_whole = wanted.holder is None and not transfer.is_void
+        if found and end.count and is_whole and self._checks is not None:
             self._checks.fetched(found[0], end.source, wanted.names[: end.count])
         for key in transfer.copies:
-            self._end_copy(key)
+            self._end_copy(key, is_taken=end.was_lent and wanted.holder is not None)
         return found
 
     def _shun(self, source: Source, why: str, *, is_wrong: bool) -> None:
@@ -433,6 +507,7 @@ class BlockExchange:
         self._num_kept = 0
         self._kept.clear()
         self._lent.clear()
+        self._hand_overs.clear()
         for key in list(self._copies):
             self._end_copy(key)
         return found

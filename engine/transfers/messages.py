@@ -25,7 +25,12 @@ MOST_PIECES = 16
 """Pieces that a taker grants at once."""
 
 Buffer = bytes | bytearray | memoryview
+NO_BLOCK: BlockHash = bytes(HASH_BYTES)
+"""Name of the block before a request's first one."""
+
 Number = Annotated[int, Meta(ge=0, le=2**53)]
+Holder = tuple[str, Number]
+"""A running request: its router's name, and the router's number of it at the source."""
 
 
 def digest_of(identity: str, name: BlockHash, data: Buffer) -> bytes:
@@ -69,6 +74,14 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     names: Annotated[bytes, Meta(max_length=MOST_BLOCKS * HASH_BYTES)]
     pieces: Annotated[int, Meta(ge=1, le=MOST_PIECES)]
     """Pieces that may be sent at once."""
+    holder: Holder | None = None
+    """A request to hand over.
+
+    ``names`` is then the last of its blocks that the taker has. The source stops the request at the end
+    of a step. It lends what comes after that block, with the one that is partly filled.
+    """
+    room: Annotated[int, Meta(ge=0, le=MOST_BLOCKS)] = 0
+    """Blocks that the taker has room for, with ``holder``."""
 
     def __post_init__(self) -> None:
         if not self.names or len(self.names) % HASH_BYTES:
@@ -98,6 +111,10 @@ class Lent(msgspec.Struct, frozen=True, tag="lent"):
 
     number: Number
     count: Annotated[int, Meta(ge=0, le=MOST_BLOCKS)]
+    names: Annotated[bytes, Meta(max_length=MOST_BLOCKS * HASH_BYTES)] = b""
+    """Names of a handed over request's blocks: the taker did not know them."""
+    has_part: bool = False
+    """Whether the last one is partly filled, and named by the tokens in it."""
 
 
 class Piece(msgspec.Struct, frozen=True, tag="piece"):

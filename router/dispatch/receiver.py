@@ -11,6 +11,7 @@ from coordinator.messages import State
 from engine.messages import (
     Attached,
     CacheReset,
+    HandedOver,
     Leaving,
     Prefetched,
     Recalled,
@@ -61,8 +62,10 @@ class MessageReceiver:
                 self._on_refused(instance, message)
             case Recalled(numbers):
                 self._mover.take_back(instance, numbers)
-            case Prefetched(number, size):
-                self._mover.copied(instance, number, size)
+            case Prefetched():
+                self._mover.copied(instance, message)
+            case HandedOver(number):
+                self._mover.handed_over(instance, number)
             case CacheReset(number):
                 self.cache_resets.done(instance.name, number)
             case Leaving():

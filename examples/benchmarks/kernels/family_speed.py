@@ -81,6 +81,8 @@ OF_LATENTS = {
     "moe_intermediate_size": 704,
 }
 """Sizes of latent attention: DeepSeek's."""
+TINY_HEAD = 16
+"""Width of a head of tiny models with a factor for each pair."""
 OF_TWO_KINDS = {"global_head_dim": 128, "num_global_key_value_heads": 2}
 """Sizes of models with heads of two sizes."""
 
@@ -100,6 +102,8 @@ def make_config(family: str) -> Any:
         sizes["no_rope_layers"] = (tiny["no_rope_layers"] * LAYERS)[:LAYERS]
     if tiny.pop("per_layer_config", None):
         sizes |= OF_TWO_KINDS
+    rope, times = tiny.get("rope_parameters") or {}, SIZES["head_dim"] // TINY_HEAD
+    rope |= {name: rope[name] * times for name in ("short_factor", "long_factor") if name in rope}
     return type(NATIVE[family]())(**(tiny | sizes))
 
 

@@ -2,8 +2,9 @@
 
 While streams run (:mod:`tests.mesh.faults.load`), instances are killed, stopped for a while, drained and started, one or
 two at a time, and the coordinator is killed, alone or with an instance; some clients leave in the middle. Each
-stream that is not given up must have the token ids that it has in an undisturbed mesh, without any error. At the
-end the mesh must come to rest, and hold nothing; no process may have grown (:mod:`tests.mesh.faults.rest`).
+stream that is not given up must have the token ids and log-probabilities that it has in an undisturbed mesh, to
+the bit, without any error. At the end the mesh must come to rest, and hold nothing; no process may have grown
+(:mod:`tests.mesh.faults.rest`).
 
 With ``--eplb`` a further load shifts from experts to experts, and experts are wished to move all the time.
 
@@ -237,7 +238,7 @@ def run(asked: argparse.Namespace, directory: Path, stack: contextlib.ExitStack)
         flags=flags,
         hosts=hosts,
     )
-    bodies = [body_of(number, longest=asked.longest) for number in range(NUM_BODIES)]
+    bodies = [body_of(number, longest=asked.longest, logprobs=True) for number in range(NUM_BODIES)]
     truth = undisturbed(mesh.url, bodies, asked.streams)
     load = Load(
         mesh.url, truth, bodies, streams=asked.streams, leaves=CANCELLED, seed=asked.seed, keeps=False
