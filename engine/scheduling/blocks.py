@@ -75,7 +75,7 @@ class BlockPool:
         self._hash_of: dict[int, BlockHash] = {}
         self._block_of: dict[BlockHash, int] = {}
         self._part_of: dict[int, BlockHash] = {}
-        self._parts: dict[BlockHash, int] = {}
+        self._parts: dict[BlockHash, list[int]] = {}
 
     def __repr__(self) -> str:
         return f"<BlockPool {self.num_used} of {self.num_blocks} used, {len(self._block_of)} known>"
@@ -152,14 +152,15 @@ class BlockPool:
         """Name a held block that is partly filled, by the tokens that are in it.
 
         One request can go on in it: see :meth:`part`. Nobody else finds it, and no observer hears of it.
+        Requests with equal tokens have a block each.
         """
-        if self._caching and name not in self._parts:
-            self._parts[name], self._part_of[block] = block, name
+        if self._caching and block not in self._part_of:
+            self._parts.setdefault(name, []).append(block)
+            self._part_of[block] = name
 
     def part(self, name: BlockHash) -> int | None:
-        """The partly filled block of this name, if nobody holds it."""
-        block = self._parts.get(name)
-        return block if block is not None and self._references[block] == 0 else None
+        """A partly filled block of this name that nobody holds."""
+        return next((block for block in self._parts.get(name, ()) if self._references[block] == 0), None)
 
     def go_on_in(self, block: int) -> None:
         """Hold a block that :meth:`part` found.
@@ -196,7 +197,9 @@ class BlockPool:
 
     def _forget(self, block: int) -> None:
         if (part := self._part_of.pop(block, None)) is not None:
-            del self._parts[part]
+            self._parts[part].remove(block)
+            if not self._parts[part]:
+                del self._parts[part]
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]

@@ -20,6 +20,8 @@ WIDTH_OF_TWO = 128
 """Width of MLPs of which two ranks have whole parts."""
 WIDER = SMALL | {"intermediate_size": WIDTH_OF_TWO}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+TWO_SHARED: dict[str, Any] = {"moe_intermediate_size": WIDTH_OF_TWO // 2}
+"""Two ranks have whole parts of two shared experts, which are one MLP."""
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -258,7 +260,7 @@ MIXTURES: dict[str, Callable[[], Any]] = {
         **GEMMA4 | WIDER, enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=48
     ),
     "ernie4_5_moe": lambda: transformers.Ernie4_5_MoeConfig(
-        **WIDER, moe_num_experts=8, moe_k=3, moe_intermediate_size=48, moe_layer_start_index=1
+        **WIDER | TWO_SHARED, moe_num_experts=8, moe_k=3, moe_layer_start_index=1
     ),
     "hunyuan_moe": lambda: transformers.HunYuanMoEV1Config(**WIDER, head_dim=16, num_experts=8, moe_topk=3),
     "minimax_m2": lambda: transformers.MiniMaxM2Config(
@@ -282,7 +284,9 @@ MIXTURES: dict[str, Callable[[], Any]] = {
         topk_group=2,
     ),
     "deepseek_v2_lite": lambda: transformers.DeepseekV2Config(
-        **WIDER | LATENT | {"q_lora_rank": None}, **EXPERTS, **GROUPED | {"n_shared_experts": 2}
+        **WIDER | LATENT | {"q_lora_rank": None},
+        **EXPERTS | TWO_SHARED,
+        **GROUPED | {"n_shared_experts": 2},
     ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
         **WIDER | LATENT | DEEPSEEK_YARN, **EXPERTS, **GROUPED, n_group=4, topk_group=2

@@ -93,7 +93,7 @@ def make_config(family: str) -> Any:
     wanted = (
         SIZES | (OF_EXPERTS if family in MIXTURES else {}) | (OF_LATENTS if "kv_lora_rank" in tiny else {})
     )
-    sizes = {name: size for name, size in wanted.items() if tiny.get(name)}
+    sizes: dict[str, Any] = {name: size for name, size in wanted.items() if tiny.get(name)}
     if tiny.get("mlp_layer_types"):
         sizes["mlp_layer_types"] = ["dense"] + ["sparse"] * (LAYERS - 1)
     if tiny.get("layer_types"):

@@ -23,7 +23,7 @@ from engine.model.checkpoint import read_model_info
 from tests.engine.compute.test_exactness import prompts
 from tests.engine.greedy import greedy_outputs
 from tests.engine.invariance.answers import ALONE, Answers, Instance, settings
-from tests.engine.invariance.mixed import requests
+from tests.engine.invariance.mixed import longest_of, requests
 from tests.engine.invariance.spread import Members, in_shared_memory
 from tests.engine.model.test_sharding import LAYOUTS, greedy, run, shards
 from tests.engine.model.test_sharding import settings as in_float32
@@ -140,16 +140,28 @@ def alone(directory: Path) -> Alone:
     return Alone(directory)
 
 
+def check_spread(alone: Alone, **settings: Any) -> None:
+    """Answers of two instances with half of the experts each are those of one."""
+    members = Members(alone.directory, 2, in_shared_memory, **settings)
+    try:
+        assert members.answers(alone.submits) == alone.answers
+        assert all(each._program._joined is not None for each in members.executors), "Python exchanges rows"
+        counters = [core.scheduler.counters() for core in members.cores]
+    finally:
+        members.close()
+    if settings["in_pieces"]:
+        assert all(each.prefix_cache_hits for each in counters)
+        assert sum(each.preemptions for each in counters) > 0
+        assert sum(each.drafted_tokens for each in counters) > 0
+
+
 @pytest.mark.diagonal("directory", "shape", columns=4, each=1)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bits_are_those_of_each_request_alone(shape: str, alone: Alone) -> None:
     if shape == "spread":
-        members = Members(alone.directory, 2, in_shared_memory)
-        found = members.answers(alone.submits)
-        exchanges = [each._program._joined for each in members.executors]
-        members.close()
-        assert all(exchange is not None for exchange in exchanges), "Python exchanges the rows"
-        assert found == alone.answers
+        check_spread(alone, in_pieces=False)
+        if NIGHTLY:
+            check_spread(alone, in_pieces=True, num_blocks=longest_of(alone.submits) // BLOCK_SIZE + 2)
         return
     if shape == "alone":
         instance = alone.instance
@@ -159,6 +171,8 @@ def test_bits_are_those_of_each_request_alone(shape: str, alone: Alone) -> None:
         executor = ThreadedShards(settings(alone.directory), info, tp=layout.tp, pp=layout.pp, **group)
         executor.load(lambda _phase: None)
         instance = Instance(alone.directory, executor)
+    instance.executor.allocate(8)
+    assert all(program.is_order_fixed for program in programs_of(instance.executor)), "another class"
     instance.check_in_company(alone.submits, alone.answers)
     if shape != "alone":
         instance.executor.close()

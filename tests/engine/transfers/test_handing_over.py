@@ -138,3 +138,17 @@ def test_parts_leave_the_cache_like_other_blocks_when_room_is_needed() -> None:
     assert list(pool.known) == [], "routers do not hear of it"
     assert pool.take(2) is not None
     assert pool.part(b"part") is None
+
+
+def test_requests_with_equal_tokens_go_on_in_a_block_each() -> None:
+    pool = BlockPool(4)
+    blocks = pool.take(2) or []
+    for block in blocks:
+        pool.name_part(block, b"part")
+    assert pool.part(b"part") is None, "both are held"
+    pool.release(blocks)
+    found = []
+    while (part := pool.part(b"part")) is not None:
+        pool.go_on_in(part)
+        found.append(part)
+    assert sorted(found) == sorted(blocks)

@@ -139,14 +139,17 @@ class Load:
         leaves: float = 0.0,
         seed: int = 0,
         keeps: bool = True,
+        shares: int = 1,
     ) -> None:
         """``streams`` clients read streams, ``whole`` more ask for answers in one piece. ``leaves``: share of
         the streams whose client goes away in the middle. Without ``keeps``, answers are forgotten once they are
-        judged, so that a run may last for hours."""
+        judged, so that a run may last for hours. ``shares``: requests in a row that may share what is cached of a
+        prompt."""
         self._url, self._truth, self._bodies = url, truth, bodies
         self._streams, self._whole, self._leaves = streams, whole, leaves
         self._rng = random.Random(seed)
         self._keeps = keeps
+        self._shares = shares
         self._num_asked = 0
         self._began_at = 0.0
         self._stopped = threading.Event()
@@ -224,7 +227,7 @@ class Load:
             self.answers.append(answer)
             # A salt of its own: what was computed for this prompt before does not spare a resumed request its prefill.
             self._num_asked += 1
-            salt = f"{number}-{self._num_asked}"
+            salt = f"{number}-{self._num_asked // self._shares}"
             body = self._bodies[number] | {"stream": streams, "cache_salt": salt}
             try:
                 await asyncio.wait_for(ask(client, self._url, body, answer), patience)
