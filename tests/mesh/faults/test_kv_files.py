@@ -1,4 +1,4 @@
-"""Prefixes in files over a restart of a real mesh, and a file that was changed."""
+"""Prefixes in files over a restart, and a file that was changed."""
 
 from __future__ import annotations
 
