@@ -22,7 +22,7 @@ PLAIN_PROCESSES ?= 3
 # These wait for a third of theirs.
 MESH_PROCESSES ?= 3
 
-.PHONY: serve test check docs format bench bench-collectives bench-drains bench-growth bench-hosts bench-kv-room bench-lockstep bench-offline bench-overhead bench-prompts bench-router bench-scale bench-serving bench-startup bench-transfers bench-wake bench-structured gpu-first structured soak chaos kills joins nightly fuzz crowd clients deployments programs screenshots simulate model clean
+.PHONY: serve test check docs format bench bench-collectives bench-drains bench-growth bench-hosts bench-kv-room bench-lockstep bench-offline bench-overhead bench-prompts bench-restarts bench-router bench-scale bench-serving bench-startup bench-transfers bench-wake bench-structured gpu-first structured soak chaos kills joins nightly fuzz crowd clients deployments programs screenshots simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -95,6 +95,9 @@ bench-scale: $(STAMP)  ## one coordinator with 1,024 simulated instances, router
 
 bench-serving: $(STAMP)  ## the load generator against the shipped model: table and JSON
 	$(BIN)/python examples/benchmarks/bench_serving.py --serve "-dp 2" --ignore-eos --concurrency 1 8 32 --output-json build/bench-serving.json $(ARGS)
+
+bench-restarts: $(STAMP)  ## first token of a long prompt after a restart, with KV blocks in files (a minute)
+	$(BIN)/python examples/benchmarks/transfers/bench_restarts.py --output-json build/bench-restarts.json $(ARGS)
 
 bench-transfers: $(STAMP)  ## first token of a prompt that another instance holds: fetched, computed, cached (some minutes)
 	$(BIN)/python examples/benchmarks/make_bench_models.py build/models dense-0.5b

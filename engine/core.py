@@ -16,6 +16,7 @@ from engine.groups.step_profile import StepProfile
 from engine.groups.stepping import Agreement, Alone, Stepping
 from engine.messages import (
     BlockEvents,
+    CacheReset,
     Capacity,
     HandedOver,
     InstanceReport,
@@ -38,6 +39,7 @@ from engine.scheduling.request import Request, RequestKey, from_submit
 from engine.scheduling.scheduler import Scheduler, SchedulerRules
 from engine.scheduling.speculation import Speculation
 from engine.step import Masks, Step
+from engine.tiers.file_tier import FileTier
 from engine.transfers.exchange import BlockExchange, Mover
 from engine.transfers.messages import Holder
 from engine.transfers.price import FetchPrice
@@ -109,6 +111,9 @@ class EngineCore:
         self.grammars = GrammarCompiler(info)
         self.exchange: BlockExchange | None = None
         """Transfers of KV blocks, where there are any."""
+        self._tier: FileTier | None = None
+        self._resets: list[tuple[Peer, int]] = []
+        """Wishes to reset the prefix cache that are not answered yet."""
         self.routers: dict[Peer, str] = {}
         """Names of the routers that are connected."""
         self._blocks_at = self._cache_identity = ""
@@ -146,15 +151,25 @@ class EngineCore:
         return self.exchange is not None and not self.exchange.is_idle
 
     def exchange_blocks(
-        self, mover: Mover, *, address: str, identity: str, token_bytes: float, checks: bool = False
+        self,
+        mover: Mover,
+        *,
+        address: str,
+        identity: str,
+        token_bytes: float,
+        checks: bool = False,
+        tier: FileTier | None = None,
     ) -> None:
         """Fetch KV blocks from other instances from now on, and lend them blocks.
 
         ``address`` is where they ask for them; ``token_bytes`` those of one token in the cache. ``checks``:
-        bits do not depend on the batch, so some fetched blocks are computed as well, and compared.
+        bits do not depend on the batch, so some fetched blocks are computed as well, and compared. ``tier``:
+        blocks in files.
         """
         size, checks = self._config.cache.block_size, checks and self._executor.in_flight == 1
-        self.exchange = BlockExchange(self._pool, mover, FetchPrice(token_bytes), size, checks=checks)
+        price = FetchPrice(token_bytes)
+        self.exchange = BlockExchange(self._pool, mover, price, size, checks=checks, tier=tier)
+        self._tier = tier
         self._blocks_at, self._cache_identity = address, identity
 
     def submit(self, peer: Peer, submit: Submit) -> RequestRefused | None:
@@ -222,6 +237,28 @@ class EngineCore:
         if peer is None or peer in self._outgoing:
             return None
         return self.scheduler.find((peer, number))
+
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks of the cache."""
+        return self._pool
+
+    def reset_cache(self, peer: Peer, number: int) -> None:
+        """Forget all cached prefixes; :meth:`take_resets` has the answer."""
+        if self.exchange is not None:
+            self.exchange.reset()
+        else:
+            self._pool.unname(list(self._pool.known))
+        if self._tier is not None:
+            self._tier.clear()
+        self._resets.append((peer, number))
+
+    def take_resets(self) -> list[tuple[Peer, CacheReset]]:
+        """Answers to wishes that are fulfilled."""
+        if not self._resets or (self._tier is not None and not self._tier.is_clear):
+            return []
+        found, self._resets = self._resets, []
+        return [(peer, CacheReset(number)) for peer, number in found]
 
     @property
     def lends(self) -> bool:
@@ -354,7 +391,7 @@ class EngineCore:
         step, agreement = self._under_way.popleft()
         self.scheduler.timed(step, self._finished_at - began)
         if self.exchange is not None and len(step.slots) < step.num_tokens:
-            self.exchange.price.computed(step.num_tokens, self._finished_at - began)
+            self.exchange.computed(step.num_tokens, self._finished_at - began)
         if self.exchange is not None:
             for request in self.exchange.wrong_requests():
                 self.scheduler.set_back(request)
@@ -427,6 +464,7 @@ class EngineCore:
             queued=snapshot.queued,
             fetch_price=1.0 if self.exchange is None else round(self.exchange.price_now(), 2),
             transfers=None if self.exchange is None else self.exchange.counters(),
+            files=None if self._tier is None else self._tier.counters(),
         )
 
     @property

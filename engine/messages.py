@@ -109,7 +109,13 @@ class Prefetch(msgspec.Struct, frozen=True, tag="prefetch", omit_defaults=True):
     """
 
 
-ToInstance = Attach | Submit | Abort | Recall | Prefetch | Wake
+class ResetCache(msgspec.Struct, frozen=True, tag="reset_cache"):
+    """Forget all cached prefixes, in memory and in files; answered by :class:`CacheReset`."""
+
+    number: int
+
+
+ToInstance = Attach | Submit | Abort | Recall | Prefetch | ResetCache | Wake
 """Also from other instances: :class:`parallel.lockstep.Wake`."""
 
 # ---- instance -> router
@@ -274,7 +280,28 @@ class TransferCounters(msgspec.Struct, frozen=True, array_like=True):
     checked_blocks: int = 0
     """Fetched blocks that were computed as well, and compared."""
     wrong_blocks: int = 0
-    """Checked blocks that differed."""
+    """Blocks that differed from what was computed, or from their digest."""
+
+
+class FileCounters(msgspec.Struct, frozen=True, array_like=True):
+    """Totals of an instance's KV blocks in files since its start."""
+
+    queried_blocks: int = 0
+    """Blocks of prompts that were looked up, as the cache had them not."""
+    found_blocks: int = 0
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    read_failures: int = 0
+    """Reads that ended by an error of the system."""
+    written_bytes: int = 0
+    write_seconds: float = 0.0
+    write_failures: int = 0
+    skipped_blocks: int = 0
+    """Blocks that were not written: evicted before, too many at once, or behind a failure."""
+    dropped_files: int = 0
+    """Files that this instance deleted since the directory was too large."""
+    directory_bytes: int = 0
+    """Bytes of all files of the directory, as far as this instance knows."""
 
 
 class InstanceReport(msgspec.Struct, frozen=True, array_like=True):
@@ -304,6 +331,8 @@ class InstanceReport(msgspec.Struct, frozen=True, array_like=True):
     """
     transfers: TransferCounters | None = None
     """None: it fetches nothing."""
+    files: FileCounters | None = None
+    """None: it keeps no blocks in files."""
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
@@ -401,4 +430,10 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     """
 
 
-ToRouter = Tokens | RequestRefused | Recalled | Attached | Prefetched | HandedOver | Leaving
+class CacheReset(msgspec.Struct, frozen=True, tag="cache_reset"):
+    """No prefix that was cached before :class:`ResetCache` is found any more."""
+
+    number: int
+
+
+ToRouter = Tokens | RequestRefused | Recalled | Attached | Prefetched | HandedOver | Leaving | CacheReset

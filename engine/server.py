@@ -19,6 +19,7 @@ from engine.messages import (
     Abort,
     Attach,
     Attached,
+    CacheReset,
     Delta,
     FinishReason,
     HandedOver,
@@ -29,6 +30,7 @@ from engine.messages import (
     Recall,
     Recalled,
     RequestRefused,
+    ResetCache,
     Submit,
     ToInstance,
     Tokens,
@@ -55,6 +57,7 @@ FAREWELL, FAREWELL_INTERVAL = 1.0, 0.01
 """Most seconds that a leaving instance waits for its routers, and between two looks."""
 RATE_WINDOW = 2.0
 """Seconds over which the token rate is measured."""
+Answer = Attached | Recalled | RequestRefused | Prefetched | HandedOver | Leaving | CacheReset
 NOTHING = OutgoingTokens()
 MOVE_TIMEOUT = 15.0
 """Seconds after a drain's deadline in which requests may move with their KV blocks.
@@ -280,9 +283,13 @@ class Server:
                     self._tell(peer, Recalled(self._core.recall(peer, numbers)))
                 case Prefetch():
                     self._prefetch(peer, message)
+                case ResetCache(number):
+                    self._core.reset_cache(peer, number)
         for peer, refused in self._core.take_compiled():
             self._tell(peer, refused)
         self._tell_fetched()
+        for peer, reset in self._core.take_resets():
+            self._tell(peer, reset)
         self._forget_silent_routers()
         if self._core.has_work and not had_work:
             self.progress.stepped(self._core.snapshot)
@@ -332,9 +339,7 @@ class Server:
             self._core.abort_all(peer)
             self._tell(peer, Attached(self._instance, self._core.capacity))
 
-    def _tell(
-        self, peer: Peer, message: Attached | Recalled | RequestRefused | Prefetched | HandedOver | Leaving
-    ) -> None:
+    def _tell(self, peer: Peer, message: Answer) -> None:
         """Send a message to a router, and forget the router if it cannot be reached.
 
         It would wait for the message for ever. It is sent :class:`Attached` when it attaches again.

@@ -69,7 +69,7 @@ class BlockPool:
             raise ValueError(f"a KV cache needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
         self._caching = enable_prefix_caching
-        self._observer = observer
+        self._observers = () if observer is None else (observer,)
         self._references = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._hash_of: dict[int, BlockHash] = {}
@@ -79,6 +79,10 @@ class BlockPool:
 
     def __repr__(self) -> str:
         return f"<BlockPool {self.num_used} of {self.num_blocks} used, {len(self._block_of)} known>"
+
+    def observe(self, observer: Observer) -> None:
+        """Tell one more observer of changes from now on."""
+        self._observers = (*self._observers, observer)
 
     @property
     def num_free(self) -> int:
@@ -141,8 +145,8 @@ class BlockPool:
         if self._caching and block_hash not in self._block_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
-            if self._observer is not None:
-                self._observer.stored(block_hash)
+            for observer in self._observers:
+                observer.stored(block_hash)
 
     def name_part(self, block: int, name: BlockHash) -> None:
         """Name a held block that is partly filled, by the tokens that are in it.
@@ -199,5 +203,5 @@ class BlockPool:
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]
-            if self._observer is not None:
-                self._observer.dropped(block_hash)
+            for observer in self._observers:
+                observer.dropped(block_hash)

@@ -24,6 +24,7 @@ MOST_BLOCKS = 65_536
 MOST_PIECES = 16
 """Pieces that a taker grants at once."""
 
+Buffer = bytes | bytearray | memoryview
 NO_BLOCK: BlockHash = bytes(HASH_BYTES)
 """Name of the block before a request's first one."""
 
@@ -32,14 +33,22 @@ Holder = tuple[str, Number]
 """A running request: its router's name, and the router's number of it at the source."""
 
 
-def digest_of(identity: str, name: BlockHash, data: bytes | bytearray | memoryview) -> bytes:
+def digest_of(identity: str, name: BlockHash, data: Buffer) -> bytes:
     """Digest of a block's bytes, its name, and the cache that it fits.
 
     So the bytes of another block, or of another layout, are wrong like torn ones. The bytes count by their
     CRC, which finds every flipped bit at several gigabytes a second: nobody in a mesh means to deceive, and
     others have no key.
     """
-    facts = CRC.pack(zlib.crc32(data), len(data))
+    return digest_of_parts(identity, name, [data])
+
+
+def digest_of_parts(identity: str, name: BlockHash, parts: Iterable[Buffer]) -> bytes:
+    """:func:`digest_of` bytes that lie in several places, one after the other."""
+    crc = length = 0
+    for part in parts:
+        crc, length = zlib.crc32(part, crc), length + len(part)
+    facts = CRC.pack(crc, length)
     return hashlib.blake2b(identity.encode() + name + facts, digest_size=DIGEST_BYTES).digest()
 
 

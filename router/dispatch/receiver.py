@@ -10,6 +10,7 @@ import time
 from coordinator.messages import State
 from engine.messages import (
     Attached,
+    CacheReset,
     HandedOver,
     Leaving,
     Prefetched,
@@ -18,6 +19,7 @@ from engine.messages import (
     Tokens,
     ToRouter,
 )
+from router.dispatch.cache_resets import CacheResets
 from router.dispatch.chooser import unavailable
 from router.dispatch.delivery import Delivery
 from router.dispatch.instance_connection import InstanceConnection
@@ -40,6 +42,7 @@ class MessageReceiver:
         faults: Faults,
     ) -> None:
         """``connections`` by instance; those that failed are taken out."""
+        self.cache_resets = CacheResets(connections)
         self._pool = pool
         self._ledger = ledger
         self._connections = connections
@@ -63,6 +66,8 @@ class MessageReceiver:
                 self._mover.copied(instance, message)
             case HandedOver(number):
                 self._mover.handed_over(instance, number)
+            case CacheReset(number):
+                self.cache_resets.done(instance.name, number)
             case Leaving():
                 instance.leaves = True
                 self._mover.let_go(instance)
