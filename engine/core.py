@@ -16,7 +16,9 @@ from engine.groups.step_profile import StepProfile
 from engine.groups.stepping import Agreement, Alone, Stepping
 from engine.messages import (
     BlockEvents,
+    CacheReset,
     Capacity,
+    HandedOver,
     InstanceReport,
     LockstepCounters,
     Prefetch,
@@ -37,7 +39,9 @@ from engine.scheduling.request import Request, RequestKey, from_submit
 from engine.scheduling.scheduler import Scheduler, SchedulerRules
 from engine.scheduling.speculation import Speculation
 from engine.step import Masks, Step
+from engine.tiers.file_tier import FileTier
 from engine.transfers.exchange import BlockExchange, Mover
+from engine.transfers.messages import Holder
 from engine.transfers.price import FetchPrice
 from parallel.communicators.base import CollectiveError
 
@@ -107,6 +111,11 @@ class EngineCore:
         self.grammars = GrammarCompiler(info)
         self.exchange: BlockExchange | None = None
         """Transfers of KV blocks, where there are any."""
+        self._tier: FileTier | None = None
+        self._resets: list[tuple[Peer, int]] = []
+        """Wishes to reset the prefix cache that are not answered yet."""
+        self.routers: dict[Peer, str] = {}
+        """Names of the routers that are connected."""
         self._blocks_at = self._cache_identity = ""
         self._arrivals = 0
         self._tracing = tracing
@@ -142,15 +151,25 @@ class EngineCore:
         return self.exchange is not None and not self.exchange.is_idle
 
     def exchange_blocks(
-        self, mover: Mover, *, address: str, identity: str, token_bytes: float, checks: bool = False
+        self,
+        mover: Mover,
+        *,
+        address: str,
+        identity: str,
+        token_bytes: float,
+        checks: bool = False,
+        tier: FileTier | None = None,
     ) -> None:
         """Fetch KV blocks from other instances from now on, and lend them blocks.
 
         ``address`` is where they ask for them; ``token_bytes`` those of one token in the cache. ``checks``:
-        bits do not depend on the batch, so some fetched blocks are computed as well, and compared.
+        bits do not depend on the batch, so some fetched blocks are computed as well, and compared. ``tier``:
+        blocks in files.
         """
         size, checks = self._config.cache.block_size, checks and self._executor.in_flight == 1
-        self.exchange = BlockExchange(self._pool, mover, FetchPrice(token_bytes), size, checks=checks)
+        price = FetchPrice(token_bytes)
+        self.exchange = BlockExchange(self._pool, mover, price, size, checks=checks, tier=tier)
+        self._tier = tier
         self._blocks_at, self._cache_identity = address, identity
 
     def submit(self, peer: Peer, submit: Submit) -> RequestRefused | None:
@@ -181,19 +200,65 @@ class EngineCore:
         for start in range(0, (len(ids) - 1) // size * size if is_valid else 0, size):
             parent = names[-1] if names else None
             names.append(hash_block(parent, ids[start : start + size], wish.cache_salt))
-        if self.exchange is not None:
-            self.exchange.copy((peer, wish.number), names, wish.blocks_at)
+        if self.exchange is None:
+            return
+        key = peer, wish.number
+        if wish.request and is_valid and peer in self.routers:
+            holder = self.routers[peer], wish.request
+            self.exchange.take_over(key, names, wish.blocks_at, holder)
+        else:
+            self.exchange.copy(key, names, wish.blocks_at)
 
-    def take_fetched(self) -> list[tuple[Peer, Prefetched]]:
+    def take_fetched(self) -> list[tuple[Peer, Prefetched | HandedOver]]:
         """Act on what transfers of KV blocks did, and queue requests whose blocks have come.
 
-        Returns answers to :class:`engine.messages.Prefetch`.
+        Returns answers to :class:`engine.messages.Prefetch`, and requests that were handed over. All tokens
+        of these are to be sent first.
         """
         if self.exchange is None:
             return []
-        for request in self.exchange.turn(self.scheduler.blocks_being_filled):
+        for request in self.exchange.turn(self.scheduler.blocks_being_filled, self._holder):
             self.scheduler.add(request)
-        return [(peer, Prefetched(number, size)) for (peer, number), size in self.exchange.take_copied()]
+        found: list[tuple[Peer, Prefetched | HandedOver]] = []
+        for key in self.exchange.take_handed_over():
+            self.scheduler.abort(key)
+            found.append((key[0], HandedOver(key[1])))
+        for (peer, number), size, is_taken in self.exchange.take_copied():
+            found.append((peer, Prefetched(number, size, is_taken)))
+        return found
+
+    def _holder(self, holder: Holder) -> Request | None:
+        """The request of a router with this name.
+
+        None if tokens for the router are kept since a step failed.
+        """
+        name, number = holder
+        peer = next((peer for peer, router in self.routers.items() if router == name), None)
+        if peer is None or peer in self._outgoing:
+            return None
+        return self.scheduler.find((peer, number))
+
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks of the cache."""
+        return self._pool
+
+    def reset_cache(self, peer: Peer, number: int) -> None:
+        """Forget all cached prefixes; :meth:`take_resets` has the answer."""
+        if self.exchange is not None:
+            self.exchange.reset()
+        else:
+            self._pool.unname(list(self._pool.known))
+        if self._tier is not None:
+            self._tier.clear()
+        self._resets.append((peer, number))
+
+    def take_resets(self) -> list[tuple[Peer, CacheReset]]:
+        """Answers to wishes that are fulfilled."""
+        if not self._resets or (self._tier is not None and not self._tier.is_clear):
+            return []
+        found, self._resets = self._resets, []
+        return [(peer, CacheReset(number)) for peer, number in found]
 
     @property
     def lends(self) -> bool:
@@ -326,7 +391,7 @@ class EngineCore:
         step, agreement = self._under_way.popleft()
         self.scheduler.timed(step, self._finished_at - began)
         if self.exchange is not None and len(step.slots) < step.num_tokens:
-            self.exchange.price.computed(step.num_tokens, self._finished_at - began)
+            self.exchange.computed(step.num_tokens, self._finished_at - began)
         if self.exchange is not None:
             for request in self.exchange.wrong_requests():
                 self.scheduler.set_back(request)
@@ -399,6 +464,7 @@ class EngineCore:
             queued=snapshot.queued,
             fetch_price=1.0 if self.exchange is None else round(self.exchange.price_now(), 2),
             transfers=None if self.exchange is None else self.exchange.counters(),
+            files=None if self._tier is None else self._tier.counters(),
         )
 
     @property

@@ -14,8 +14,8 @@ MOST_STEPS = 10**7
 MOST_REDUNDANT = 4096
 """Most copies of experts in a layer beyond one of each."""
 WITHOUT_EFFECT = {
-    "use_async": "experts are always read beside the steps",
-    "communicator": "experts are read from the checkpoint",
+    "use_async": "experts always come beside the steps",
+    "communicator": "experts come from the checkpoint or over --mesh-transport",
 }
 """Settings of vLLM that mean nothing here, and why."""
 POLICIES = ("default",)

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
@@ -41,6 +42,9 @@ from engine.settings import adopt, ignored_when_joining, resolve
 from engine.stats_line import StatsLine
 from engine.step import ModelFacts
 from engine.step_watch import StepWatch, place_of
+from engine.tiers.block_files import BlockFiles, folder_of
+from engine.tiers.file_tier import FileTier
+from engine.transfers.block_memory import BlockMemory
 from engine.transfers.identity import CacheFacts, identity_of
 from engine.transfers.mover import LARGEST_BLOCK, BlockMover
 from parallel.devices import cuda_devices, device_sharers
@@ -78,6 +82,7 @@ class Instance:
         self._place: tuple[int, int] | None = None
         """(rank, size) that chooses the experts to load first; None: not spread."""
         self._spread: Spread | None = None
+        self._tier: FileTier | None = None
         self._watch: StepWatch | None = None
         """Where nobody else would miss the result of a step."""
         self._stats: StatsLine | None = None
@@ -248,6 +253,8 @@ class Instance:
                 raise Ended(process.EXIT_WORKER_LOST, f"lost a worker: {error}") from error
             finally:
                 self._watch = None  # there are no turns any more
+                if self._tier is not None:
+                    self._tier.close()
                 if mover is not None:
                     mover.close()
                 if self._spread is not None:
@@ -267,6 +274,8 @@ class Instance:
         """Lend KV blocks to other instances, and fetch theirs, where that can be done."""
         cache = self._config.cache
         memory = executor.block_memory()
+        if memory is None and cache.kv_cache_dir is not None:
+            raise Ended(process.EXIT_USAGE, "--kv-cache-dir is not built for caches on a GPU: drop it")
         if memory is None or not cache.enable_prefix_caching or not cache.enable_kv_transfer:
             return None
         assert self._settings is not None
@@ -281,6 +290,7 @@ class Instance:
             layout=memory.layout,
         )
         identity = identity_of(facts)
+        tier = self._tier = self._file_tier(core, memory, identity, server.wake)
         mover = BlockMover(memory, identity, endpoint(self._listen_address(), 0), self._keys, server.wake)
         mover.start()
         core.exchange_blocks(
@@ -289,9 +299,33 @@ class Instance:
             identity=identity,
             token_bytes=memory.block_bytes / cache.block_size,
             checks=self._numerics.invariant,
+            tier=tier,
         )
         logger.info("KV blocks are lent at %s (cache %s)", mover.address, identity)
         return mover
+
+    def _file_tier(
+        self, core: EngineCore, memory: BlockMemory, identity: str, wake: Callable[[], None]
+    ) -> FileTier | None:
+        """Keep blocks in files, too, if that is asked for."""
+        cache, settings, numerics = self._config.cache, self._settings, self._numerics
+        if cache.kv_cache_dir is None:
+            return None
+        assert settings is not None
+        assert numerics is not None
+        root = Path(cache.kv_cache_dir)
+        folder = folder_of(Path(settings.model).name, numerics.fingerprint, identity)
+        files = BlockFiles(root, folder, identity, memory.block_bytes)
+        if files.file_bytes > cache.kv_cache_dir_size:
+            raise Ended(process.EXIT_USAGE, "--kv-cache-dir-size is less than one KV block: give more")
+        tier = FileTier(core.pool, memory, files, cache.kv_cache_dir_size, wake)
+        try:
+            tier.start()
+        except OSError as error:
+            text = f"--kv-cache-dir {root}: {error.strerror}: give a directory that can be written to"
+            raise Ended(process.EXIT_USAGE, text) from error
+        logger.info("KV blocks are kept in files: %r", tier)
+        return tier
 
     def _tell_numerics(self, membership: MemberConnection, info: ModelInfo, executor: Executor) -> None:
         assert self._settings is not None

@@ -70,6 +70,11 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
 
     They are fetched from there if that is faster than computing them.
     """
+    copy: int = 0
+    """:attr:`Prefetch.number` of the copy that has its blocks; 0 for none.
+
+    It waits for the end of that.
+    """
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -97,9 +102,20 @@ class Prefetch(msgspec.Struct, frozen=True, tag="prefetch", omit_defaults=True):
     blocks_at: str
     """:attr:`Capacity.blocks_at` of the instance where it runs."""
     cache_salt: str = ""
+    request: int = 0
+    """Have the instance hand it over: its number there; 0: it runs on.
+
+    It stops there at the end of a step. Then its partly filled block comes, too.
+    """
 
 
-ToInstance = Attach | Submit | Abort | Recall | Prefetch | Wake
+class ResetCache(msgspec.Struct, frozen=True, tag="reset_cache"):
+    """Forget all cached prefixes, in memory and in files; answered by :class:`CacheReset`."""
+
+    number: int
+
+
+ToInstance = Attach | Submit | Abort | Recall | Prefetch | ResetCache | Wake
 """Also from other instances: :class:`parallel.lockstep.Wake`."""
 
 # ---- instance -> router
@@ -264,7 +280,28 @@ class TransferCounters(msgspec.Struct, frozen=True, array_like=True):
     checked_blocks: int = 0
     """Fetched blocks that were computed as well, and compared."""
     wrong_blocks: int = 0
-    """Checked blocks that differed."""
+    """Blocks that differed from what was computed, or from their digest."""
+
+
+class FileCounters(msgspec.Struct, frozen=True, array_like=True):
+    """Totals of an instance's KV blocks in files since its start."""
+
+    queried_blocks: int = 0
+    """Blocks of prompts that were looked up, as the cache had them not."""
+    found_blocks: int = 0
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    read_failures: int = 0
+    """Reads that ended by an error of the system."""
+    written_bytes: int = 0
+    write_seconds: float = 0.0
+    write_failures: int = 0
+    skipped_blocks: int = 0
+    """Blocks that were not written: evicted before, too many at once, or behind a failure."""
+    dropped_files: int = 0
+    """Files that this instance deleted since the directory was too large."""
+    directory_bytes: int = 0
+    """Bytes of all files of the directory, as far as this instance knows."""
 
 
 class InstanceReport(msgspec.Struct, frozen=True, array_like=True):
@@ -294,6 +331,8 @@ class InstanceReport(msgspec.Struct, frozen=True, array_like=True):
     """
     transfers: TransferCounters | None = None
     """None: it fetches nothing."""
+    files: FileCounters | None = None
+    """None: it keeps no blocks in files."""
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
@@ -374,6 +413,14 @@ class Prefetched(msgspec.Struct, frozen=True, tag="prefetched"):
 
     number: int
     tokens: int
+    taken: bool = False
+    """The instance where the request ran has handed it over, as :class:`HandedOver` says, too."""
+
+
+class HandedOver(msgspec.Struct, frozen=True, tag="handed_over"):
+    """A request goes no further here, as :attr:`Prefetch.request` asked; all its tokens are sent."""
+
+    request: int
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
@@ -383,4 +430,10 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     """
 
 
-ToRouter = Tokens | RequestRefused | Recalled | Attached | Prefetched | Leaving
+class CacheReset(msgspec.Struct, frozen=True, tag="cache_reset"):
+    """No prefix that was cached before :class:`ResetCache` is found any more."""
+
+    number: int
+
+
+ToRouter = Tokens | RequestRefused | Recalled | Attached | Prefetched | HandedOver | Leaving | CacheReset

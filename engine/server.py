@@ -19,8 +19,10 @@ from engine.messages import (
     Abort,
     Attach,
     Attached,
+    CacheReset,
     Delta,
     FinishReason,
+    HandedOver,
     InstanceReport,
     Leaving,
     Prefetch,
@@ -28,6 +30,7 @@ from engine.messages import (
     Recall,
     Recalled,
     RequestRefused,
+    ResetCache,
     Submit,
     ToInstance,
     Tokens,
@@ -54,6 +57,7 @@ FAREWELL, FAREWELL_INTERVAL = 1.0, 0.01
 """Most seconds that a leaving instance waits for its routers, and between two looks."""
 RATE_WINDOW = 2.0
 """Seconds over which the token rate is measured."""
+Answer = Attached | Recalled | RequestRefused | Prefetched | HandedOver | Leaving | CacheReset
 NOTHING = OutgoingTokens()
 MOVE_TIMEOUT = 15.0
 """Seconds after a drain's deadline in which requests may move with their KV blocks.
@@ -263,6 +267,7 @@ class Server:
             match message:
                 case Attach():
                     router.name, router.wants_blocks = message.router, message.wants_blocks
+                    self._core.routers[peer] = router.name
                     if message.missed_blocks:
                         router.has_blocks = None
                     if message.unanswered and not is_new:
@@ -278,13 +283,23 @@ class Server:
                     self._tell(peer, Recalled(self._core.recall(peer, numbers)))
                 case Prefetch():
                     self._prefetch(peer, message)
+                case ResetCache(number):
+                    self._core.reset_cache(peer, number)
         for peer, refused in self._core.take_compiled():
             self._tell(peer, refused)
-        for peer, copied in self._core.take_fetched():
-            self._tell(peer, copied)
+        self._tell_fetched()
+        for peer, reset in self._core.take_resets():
+            self._tell(peer, reset)
         self._forget_silent_routers()
         if self._core.has_work and not had_work:
             self.progress.stepped(self._core.snapshot)
+
+    def _tell_fetched(self) -> None:
+        answers = self._core.take_fetched()
+        if answers:
+            self._hand_out()  # a request's tokens come before the word that it has gone
+        for peer, answer in answers:
+            self._tell(peer, answer)
 
     def _router(self, peer: Peer) -> _Router | None:
         """The record of a connection.
@@ -324,7 +339,7 @@ class Server:
             self._core.abort_all(peer)
             self._tell(peer, Attached(self._instance, self._core.capacity))
 
-    def _tell(self, peer: Peer, message: Attached | Recalled | RequestRefused | Prefetched | Leaving) -> None:
+    def _tell(self, peer: Peer, message: Answer) -> None:
         """Send a message to a router, and forget the router if it cannot be reached.
 
         It would wait for the message for ever. It is sent :class:`Attached` when it attaches again.
@@ -339,6 +354,7 @@ class Server:
 
     def _forget(self, peer: Peer) -> None:
         router = self._routers.pop(peer)
+        self._core.routers.pop(peer, None)
         lost = self._core.abort_all(peer)
         if lost:
             logger.warning("router %s is gone; its %d requests are dropped", router.name, lost)

@@ -31,6 +31,8 @@ WORSE = 1.01
 DEALS = 8
 SHUFFLED = 0.1
 """How often, and in how different orders, experts are dealt."""
+WITHOUT = 4
+"""Deals in turn: all copies, or one less of one of the three busiest."""
 PARTNERS = 8
 """Ranks with the least loads that the most loaded one may swap with."""
 MOST_SWAPS = 400
@@ -223,7 +225,7 @@ def _change(load: Sequence[float], held: Copies, seats: Seats, terms: Terms) -> 
     copies, is_sound, least = layer.copies(), layer.is_sound(), layer.greatest / WORSE
     chance = random.Random(0)  # the same for all that ask again
     for number in range(DEALS if layer.greatest > WORSE * CLOSE * sum(load) / seats.size else 0):
-        layer.deal([1 + SHUFFLED * number * chance.random() for _ in load])
+        layer.deal([1 + SHUFFLED * number * chance.random() for _ in load], number % WITHOUT)
         layer.refine()
         if layer.greatest < least and layer.is_sound():
             copies, is_sound, least = layer.copies(), True, layer.greatest
@@ -305,6 +307,9 @@ class _Layer:
 
     def _num_instances(self, ranks: Collection[int]) -> int:
         return len({self._seats.instances[rank] for rank in ranks})
+
+    def _num_hosts(self, ranks: Collection[int]) -> int:
+        return len({self._seats.hosts[rank] for rank in ranks})
 
     # ---- how many copies
 
@@ -398,8 +403,8 @@ class _Layer:
             without,
             key=lambda rank: (
                 short and self._seats.instances[rank] in instances,
-                self._loads[rank] + (0.0 if is_new or rank in self._held[expert] else 0.02 * each),
                 self._seats.hosts[rank] in hosts,
+                self._loads[rank] + (0.0 if is_new or rank in self._held[expert] else 0.02 * each),
                 rank,
             ),
         )
@@ -471,12 +476,16 @@ class _Layer:
         """Load of the slowest rank."""
         return max(self._loads)
 
-    def deal(self, factors: Sequence[float]) -> None:
+    def deal(self, factors: Sequence[float], without: int) -> None:
         """Place the copies of all experts anew, the heaviest first, where the load is least.
 
-        ``factors``: on the loads of the experts, for their order.
+        ``factors``: on the loads of the experts, for their order. ``without``: number of the expert that
+        gets a copy less, among those with several, the busiest first, from 1 on; 0: none.
         """
         counts = self._counts()
+        several = [expert for expert, count in enumerate(counts) if count > self._least]
+        for expert in sorted(several, key=lambda expert: -self._load[expert])[max(0, without - 1) : without]:
+            counts[expert] -= 1
         each = [load / count for load, count in zip(self._load, counts, strict=True)]
         for expert, ranks in enumerate(self._ranks):
             for rank in list(ranks):
@@ -573,11 +582,12 @@ class _Layer:
         return True
 
     def _may_swap(self, given: int, taken: int, hot: int, cold: int) -> bool:
-        """Whether both experts are on as many instances afterwards as they must be."""
+        """Whether both experts are on enough instances afterwards, and on as many hosts."""
         if self._seats.instances[hot] == self._seats.instances[cold]:
             return True
         moved = [(given, hot, cold), *([(taken, cold, hot)] if taken >= 0 else [])]
         return all(
-            self._num_instances(self._ranks[expert] - {old} | {new}) >= self._least
+            self._num_instances(after := self._ranks[expert] - {old} | {new}) >= self._least
+            and self._num_hosts(after) >= self._num_hosts(self._ranks[expert])
             for expert, old, new in moved
         )

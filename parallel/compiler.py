@@ -36,7 +36,12 @@ NATIVE = "-march=native"
 ELF_HEADER = 64
 """Bytes of an ELF header."""
 TIMEOUT = 120.0
-"""Longest compilation in seconds; it takes a few."""
+"""Longest compilation in seconds at a start; it takes a few."""
+TIMEOUT_AHEAD = 1200.0
+"""Longest one where nothing waits for it, as in the build of an image.
+
+The machine may be a busy one.
+"""
 INCLUDE = Path(__file__).parent / "communicators" / "native"
 """Directory of headers that other packages may use."""
 
@@ -114,7 +119,7 @@ def _build_ahead(
     fresh = path.with_suffix(f".{os.getpid()}")
     options = [*COMPILE, *target.options, *built_kernels.split_flags(flags)[0], f"-I{INCLUDE}"]
     try:
-        _run([*_compiler(), *options, str(source), "-o", str(fresh)], directory)
+        _run([*_compiler(), *options, str(source), "-o", str(fresh)], directory, TIMEOUT_AHEAD)
         fresh.chmod(0o755)
         fresh.rename(path)
     finally:
@@ -137,7 +142,7 @@ def _built_before(
     return None
 
 
-def _run(command: list[str], directory: Path) -> None:
+def _run(command: list[str], directory: Path, timeout: float = TIMEOUT) -> None:
     """Run a compiler that does not outlive this process.
 
     It has children of its own, so it gets a group. Its temporary files are in a ``directory`` that is known
@@ -157,7 +162,7 @@ def _run(command: list[str], directory: Path) -> None:
 
         atexit.register(end)
         try:
-            _, said = running.communicate(timeout=TIMEOUT)
+            _, said = running.communicate(timeout=timeout)
         finally:
             atexit.unregister(end)
             if running.poll() is None:

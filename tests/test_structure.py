@@ -29,6 +29,7 @@ ROOMS = {
         "model",
         "scheduling",
         "transfers",
+        "tiers",
         "kernels",
         "groups",
         "compute",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +44,8 @@ from engine.kernels.make import bytes_for_program, cached_layers, make_program
 from engine.kernels.program import Program
 from engine.model.checkpoint import CheckpointError, ModelInfo, chosen_dtype
 from engine.model.choice import choose_backend
-from engine.model.expert_change import HeldExperts
+from engine.model.expert_change import Expert, HeldExperts
+from engine.model.expert_exchange import exchange
 from engine.model.expert_weights import ExpertShare
 from engine.model.shard import WHOLE, Shard
 from engine.model.weights import LoadedModel, load_model, sum_experts_in_order
@@ -52,6 +54,7 @@ from engine.step import KVSpec, ModelFacts, Span, Step, StepResult, most_tokens
 from engine.transfers.block_memory import BlockMemory
 from parallel.communicators.base import Communicator
 from parallel.devices import device_sharers
+from parallel.expert_moves import from_peers
 from parallel.expert_parallel import Dispatch
 from parallel.links.counts import LinkCount
 from parallel.placement import Placement, assign_experts, held_by_rank
@@ -65,6 +68,8 @@ The second is for --performance-mode throughput.
 """
 CPU_KV_SHARE = 0.4
 """Share of free memory that the cache gets on CPU, up to the limit."""
+SOURCE = "LOCKSTEP_EXPERTS_FROM"
+"""Environment variable: with ``peers`` experts come from other hosts, however fast the disk is."""
 KERNEL_COPIES = 2
 """Copies of each spread expert in memory: native kernels lay out their own."""
 
@@ -100,6 +105,10 @@ class UniExecutor:
         self._threads = threads
         self._model: LoadedModel | None = None
         self._held: HeldExperts | None = None
+        self._prepared: GroupPlan | None = None
+        """Plan whose experts were prepared last."""
+        self._joined: GroupPlan | None = None
+        """Plan of the group that it steps in."""
         self._untouched = memory.Untouched()
         self._runner: ModelRunner | None = None
         self._stored: list[torch.Tensor] = []
@@ -160,6 +169,7 @@ class UniExecutor:
                 share.experts,
                 limit,
                 self._config.model.online,
+                self._info.num_experts,
             )
             self._held.check_limit(self._most_held)
             self._held.rehearse()
@@ -179,7 +189,12 @@ class UniExecutor:
 
     def _when_read(self) -> None:
         """Compile the kernels of a shard now: later its groups' deadlines would include it."""
-        if not self._shard.is_whole and self._device().type == "cpu" and not self._on_torch:
+        if (
+            not self._shard.is_whole
+            and self._model is not None
+            and self._model.device.type == "cpu"
+            and not self._on_torch
+        ):
             library.load()
         self._before_first_run()
 
@@ -560,6 +575,8 @@ class UniExecutor:
         assert self._model is not None
         assert self._model.experts is not None
         assert self._held is not None
+        prepared = self._prepared
+        self._joined = prepared if prepared is not None and prepared.placement == placement else None
         mine = held_by_rank(placement, 1, group.rank)
         self._held.install(mine[0], self.spare_memory)
         self._model.experts.join(group, placement)
@@ -570,11 +587,50 @@ class UniExecutor:
         """See :class:`.SpreadExecutor`."""
         assert self._held is not None, "experts are not spread"
         experts = held_by_rank(form.placement, form.ranks, place)[self._shard.rank]
-        return self._held.prepare(experts, free_bytes, should_stop)
+        elsewhere = self._at_peers(form, place, experts)
+        self._prepared = form
+        return self._held.prepare(experts, free_bytes, should_stop, elsewhere)
+
+    def _at_peers(self, form: GroupPlan, place: int, experts: Sequence[Sequence[int]]) -> set[Expert]:
+        """Experts that come from instances of other hosts, which hold them now and stay."""
+        held, now = self._held, self._joined
+        assert held is not None
+        if now is None or not goes_between_hosts(form) or not held.can_be_given:
+            return set()
+        hosts = {peer.instance: peer.host for peer in form.peers}
+        copies = [now.placement.copies(layer) for layer in range(len(held.experts))]
+        holders = {
+            (layer, expert): {
+                host
+                for rank in copies[layer][expert]
+                if (host := hosts.get(now.peers[rank // now.ranks].instance)) is not None
+            }
+            for layer, expert in held.missing(experts)
+        }
+        rates = held.disk_rate, held.link_rate
+        return from_peers(holders, form.peers[place].host, *rates, always=os.environ.get(SOURCE) == "peers")
 
     def connect(self, form: GroupPlan, group: Communicator, should_stop: Callable[[], bool]) -> Communicator:
         """See :class:`.SpreadExecutor`. One group carries headers and tokens."""
+        try:
+            self.exchange(form, group, should_stop)
+        except BaseException:
+            group.abort()
+            group.close()
+            raise
         return group
+
+    def exchange(self, form: GroupPlan, group: Communicator, should_stop: Callable[[], bool]) -> None:
+        """Give experts to members on other hosts, and get those that :meth:`prepare` left out.
+
+        All members of the group, which was just formed, call this.
+        """
+        held = self._held
+        assert held is not None, "experts are not spread"
+        assert self._model is not None
+        if goes_between_hosts(form) and self._model.device.type == "cpu":
+            hosts = [peer.host for peer in form.peers for _ in range(form.ranks)]
+            exchange(group, held, hosts, should_stop)
 
     def link_counts(self) -> list[LinkCount]:
         """See :class:`.SpreadExecutor`. One group carries headers and tokens."""
@@ -653,6 +709,11 @@ class UniExecutor:
         self._held = None
         self._model = None
         self._program = None
+
+
+def goes_between_hosts(form: GroupPlan) -> bool:
+    """Whether members of a group are on several hosts."""
+    return len({peer.host for peer in form.peers}) > 1
 
 
 def _unsupported_device() -> str:

@@ -192,6 +192,7 @@ class WorkerGroups:
             lambda form, should_stop: self._read(form, message.place, message.free_bytes, should_stop),
             lambda form, should_stop: self._form(form, message.place, should_stop),
             lambda ended: self._prepared(ended, message.place),
+            is_urgent=self.is_broken or self.epoch == 0,
         )
         with self._lock:
             self._preparations[message.form.epoch] = preparation
@@ -259,6 +260,8 @@ class WorkerGroups:
             rank, size = place * ranks + begin.rank, len(form.peers) * ranks
             by_nccl = device.all2all_backend == "nccl"
             formed.experts = connect(f"experts/{begin.stage}", rank, size, backend, by_nccl)
+            assert self._executor is not None
+            self._executor.exchange(form, formed.experts, should_stop)
         except BaseException:
             formed.abort()
             formed.close()

@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from coordinator.messages import Evidence, ExpertLoads, GroupPlan, Lost
@@ -35,6 +36,7 @@ from engine.groups.recovery import (
 )
 from engine.groups.recovery_times import Change, RecoveryTimes
 from engine.groups.stepping import Agreement, InLockstep, NoGroup
+from engine.host.background import Chores
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.renewable import RenewableCommunicator
 from parallel.communicators.segments import Watch
@@ -118,6 +120,7 @@ class Elastic:
         self._drained = False
         self._waits = False
         self.times = RecoveryTimes()
+        self._chores = Chores("chores")
         self._links = LinkTotals()
         self._group: Communicator | None = None
         """The group whose links are counted."""
@@ -186,7 +189,7 @@ class Elastic:
     def agree(self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0) -> Agreement:
         assert self._stepping is not None, "turn() says whether there is a group"
         agreement = self._stepping.agree(num_tokens, queued_prefill, longest, in_flight, self.ready_epoch)
-        self.times.stepped(time.monotonic())
+        self.times.stepped(time.monotonic(), runs=agreement.runs)
         if agreement.runs and self._windows is not None:
             loads = self._windows.stepped(self._executor.expert_loads)
             if loads is not None:
@@ -214,7 +217,7 @@ class Elastic:
             self._recovery.drained(time.monotonic())
         if not self._drained:
             self._drained = True
-            self._mesh.drained()
+            self._chores.put(self._mesh.drained)
         return False
 
     def is_fenced(self) -> bool:
@@ -227,6 +230,7 @@ class Elastic:
                 preparation.abandon()
             self._preparations.clear()
             self._current = None
+        self._chores.close()
         if self._stepping is not None:
             self._stepping.close()
             self._stepping = None
@@ -239,7 +243,7 @@ class Elastic:
         group = preparation.group
         if group is None:  # broken again in this very moment
             return
-        self._retire()
+        before = self._stepping
         self.link_totals()  # a last time, of the group before
         self._executor.join(group, form.placement)
         others = [peer.address for peer in form.peers if peer.instance != self._instance]
@@ -258,21 +262,26 @@ class Elastic:
                 formed_at=preparation.formed_at,
             )
         )
-        logger.info("epoch %d: %d instances in lockstep over %s", form.epoch, group.size, _transport(group))
-        threading.Thread(target=self._watch, args=(preparation, group), name="watch", daemon=True).start()
+        watch = threading.Thread(target=self._watch, args=(preparation, group), name="watch", daemon=True)
+        for chore in (partial(self._entered, form, group), watch.start, self._stepping.start):
+            self._chores.put(chore)
+        self._retire(before)
+
+    def _entered(self, form: GroupPlan, group: Communicator) -> None:
         self._mesh.entered(form)
+        logger.info("epoch %d: %d instances in lockstep over %s", form.epoch, group.size, _transport(group))
 
     def _wait(self) -> None:
-        self._retire()
+        before, self._stepping = self._stepping, None
+        self._retire(before)
         if not self._waits:
             self._waits = True
-            self._mesh.waits()
+            self._chores.put(self._mesh.waits)
 
-    def _retire(self) -> None:
-        """Close the group before, in another thread: saying farewell takes a while."""
-        stepping, self._stepping = self._stepping, None
+    def _retire(self, stepping: InLockstep | None) -> None:
+        """Close a group that was left, in another thread: saying farewell takes a while."""
         if stepping is not None:
-            threading.Thread(target=stepping.close, name="closing", daemon=True).start()
+            self._chores.put(threading.Thread(target=stepping.close, name="closing", daemon=True).start)
 
     # ---- losses
 
@@ -333,7 +342,13 @@ class Elastic:
         for instruction in instructions:
             match instruction:
                 case Prepare(form):
-                    preparation = Preparation(form, self._read_experts, self._connect, self._on_prepared)
+                    preparation = Preparation(
+                        form,
+                        self._read_experts,
+                        self._connect,
+                        self._on_prepared,
+                        is_urgent=self._recovery.epoch == 0,
+                    )
                     self._preparations[form.epoch] = preparation
                     preparation.start()
                 case Abandon(epoch):

@@ -12,6 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from safetensors import SafetensorError
 
 from coordinator.messages import GroupPlan
+from engine.host.background import beside_steps
 from engine.model.checkpoint import ReadingStopped
 
 
@@ -54,10 +55,12 @@ class Preparation(Generic[Group]):
         read_experts: ReadExperts,
         connect: Connect[Group],
         on_end: Callable[[Preparation[Group]], None],
+        *,
+        is_urgent: bool,
     ) -> None:
         """``on_end`` is called in the thread when the group is formed or cannot be (:attr:`error`).
 
-        Not if the preparation was abandoned before.
+        Not if the preparation was abandoned before. ``is_urgent``: there is no group to step in meanwhile.
         """
         self.form = form
         self.group: Group | None = None
@@ -68,6 +71,7 @@ class Preparation(Generic[Group]):
         self._read_experts = read_experts
         self._connect = connect
         self._on_end = on_end
+        self._is_urgent = is_urgent
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"epoch-{form.epoch}", daemon=True)
@@ -90,7 +94,10 @@ class Preparation(Generic[Group]):
 
     def _run(self) -> None:
         try:
-            self._read()
+            if self._is_urgent:
+                self._read()
+            else:
+                beside_steps(self._read)
             group = self._connect(self.form, self._stopped.is_set)
         except ReadingStopped:
             return

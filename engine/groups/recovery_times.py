@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import statistics
+from collections import deque
 from itertools import pairwise
 
 import msgspec
@@ -32,10 +34,57 @@ class Change(msgspec.Struct):
     formed_at: float = 0.0
 
 
+USUAL = 8
+"""Steps before a change that its own are compared with."""
+BUSY = 1.0
+"""Seconds of a step at most; a longer one has waited for work."""
+
+
+class StepLengths:
+    """Lengths of the steps around a change by agreement, where all were busy.
+
+    The step before the change ends with it: all of the change but its preparation is in that one. The first
+    one in the new group finds everything cold.
+    """
+
+    def __init__(self) -> None:
+        self._began = 0.0
+        self._before: deque[float] = deque(maxlen=USUAL)
+        self._around: list[float] | None = None
+        self.num_steps = self.num_long = 0
+        """Other steps, and those that took over twice as long as usual."""
+
+    def changed(self) -> None:
+        """The group is another one now."""
+        self._around = [] if len(self._before) == USUAL and max(self._before) < BUSY else None
+
+    def began(self, now: float) -> tuple[float, float, float] | None:
+        """A step with tokens begins.
+
+        Returns the usual length, that of the step with the change, and that of the first one behind it, once
+        they are known.
+        """
+        length, self._began = now - self._began, now
+        if self._around is None:
+            if len(self._before) == USUAL and length < BUSY:
+                self.num_steps += 1
+                self.num_long += length > 2 * statistics.median(self._before)
+            self._before.append(length)
+            return None
+        self._around.append(length)
+        if len(self._around) < 2:
+            return None
+        (with_change, first), self._around = self._around, None
+        usual = statistics.median(self._before)
+        self._before.clear()
+        return (usual, with_change, first) if max(with_change, first) < BUSY else None
+
+
 class RecoveryTimes:
     """Follows the changes of one instance's group, one at a time."""
 
     def __init__(self) -> None:
+        self._lengths = StepLengths()
         self.epoch = self.recoveries = self.changes = 0
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self._noticed_at = 0.0
@@ -54,10 +103,20 @@ class RecoveryTimes:
         self._entered = change
         first = self.epoch == 0
         self.epoch = change.epoch
-        self.changes += not first and not change.noticed_at
+        by_agreement = not first and not change.noticed_at
+        self.changes += by_agreement
+        if by_agreement:
+            self._lengths.changed()
 
-    def stepped(self, now: float) -> None:
-        """A step has been decided in the current group."""
+    def stepped(self, now: float, *, runs: bool = False) -> None:
+        """A step has been decided in the current group; ``runs``: somebody has tokens."""
+        if runs and (lengths := self._lengths.began(now)) is not None:
+            usual, with_change, first = (1000 * seconds for seconds in lengths)
+            logger.info(
+                "epoch %d began in a step of %.1f ms, the next one took %.1f ms, usual are %.1f ms; "
+                "of %d other steps %d took more than twice as long as those before",
+                self.epoch, with_change, first, usual, self._lengths.num_steps, self._lengths.num_long,
+            )  # fmt: skip
         change, self._entered = self._entered, None
         if change is None or not change.noticed_at:
             return

@@ -219,6 +219,10 @@ class InLockstep:
             case Switch(switches_to):
                 return Agreement(runs=False, waited=waited, switches_to=switches_to, pauses=True)
 
+    def start(self) -> None:
+        """Get ready to wake the others; soon, from another thread."""
+        self._waker.start()
+
     def close(self) -> None:
         self._waker.close()
         self.group.close()
@@ -238,14 +242,21 @@ class Waker:
         """When it is sent first, by the monotonic clock."""
         self._changed = threading.Condition()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="waker", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread, if it was not; from any thread."""
+        with self._changed:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="waker", daemon=True)
+                self._thread.start()
 
     def begin(self, wake: Wake, *, after: float = 0.0) -> None:
         """Send this to all peers, from ``after`` seconds on and until :meth:`end`."""
         with self._changed:
             self._wake, self._begins = wake, time.monotonic() + after
             self._changed.notify()
+        self.start()
 
     def end(self) -> None:
         self._wake = None
@@ -254,7 +265,8 @@ class Waker:
         with self._changed:
             self._closed, self._wake = True, None
             self._changed.notify()
-        self._thread.join(timeout=2.0)
+        if self._thread is not None:
+            self._thread.join(timeout=2.0)
 
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = with_room(zmq.Context())

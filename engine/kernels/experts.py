@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from engine.host.background import let_go
 from engine.kernels.library import Library
 from engine.kernels.operations import AS_FLOAT, OperationKind, Operations, StepArguments
 from engine.kernels.packing import Laid, Packer
+from engine.kernels.pages import Arena
 from engine.kernels.quantized import EightBitPanels
 from engine.kernels.recognition.experts import ExpertForm, form_of
 from engine.kernels.rows import SLACK, bytes_pitch, pitch_of, spaced
@@ -41,6 +43,19 @@ class PackedExperts:
             inward, down = packer.gate_up_stack(module.gate_up_proj), module.down_proj
         laid = packer.panels(down, multiple=32, parts=parts_here(form.width, ranks))
         return cls(inward, laid, len(down), form, form.biases(module))
+
+    def with_others(self, rows: Sequence[int], others: PackedExperts | None) -> PackedExperts | None:
+        """Some of these experts, and others, which are not packed anew.
+
+        ``rows``: in the order wanted, the number of each of these experts, or -1 for the next one of the
+        others. None if they do not lie in tensors of their own, as codes do. Biases are left out.
+        """
+        parts = [(self.up, others and others.up), (self.down, others and others.down)]
+        laid = [_rows_of(mine, theirs, rows) for mine, theirs in parts]
+        up, down = laid
+        if up is None or down is None:
+            return None
+        return PackedExperts(up, down, len(rows), self.form, None)
 
     def write(
         self,
@@ -91,6 +106,17 @@ class PackedExperts:
         )
 
 
+def _rows_of(mine: Laid, theirs: Laid | None, rows: Sequence[int]) -> torch.Tensor | None:
+    """Panels [rows, ...] out of two tensors; the next of ``theirs`` for each -1."""
+    if not isinstance(mine, torch.Tensor) or not isinstance(theirs, torch.Tensor | None):
+        return None
+    laid = Arena().zeros((len(rows), *mine.shape[1:]), mine.dtype)
+    fresh = iter(()) if theirs is None else iter(theirs)
+    for out, row in zip(laid, rows, strict=True):
+        out.copy_(mine[row] if row >= 0 else next(fresh))
+    return laid
+
+
 def add_rounding(
     operations: Operations,
     weights: Laid | None,
@@ -129,18 +155,43 @@ class NativeExperts:
         self._ready: dict[int, tuple[weakref.ref[torch.Tensor], PackedExperts]] = {}
         """By weight, those that a module will get."""
 
-    def prepare(self, module: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Pack weights that a module will get, while steps run in another thread."""
-        if not len(parameters["gate_up_proj"]):
-            return
-        stand_in = copy.copy(module)
-        stand_in.__dict__["_parameters"] = {**module._parameters, **parameters}
-        packed = PackedExperts.of(stand_in, form_of(stand_in), Packer(self._library))
+    def prepare(self, module: Any, parameters: Mapping[str, torch.nn.Parameter], rows: Sequence[int]) -> None:
+        """Pack weights that a module will get, while steps run in another thread.
+
+        ``rows``: where the module has each of these experts now, or -1. What is packed already is copied.
+        """
         weight = parameters["gate_up_proj"]
+        if not len(weight):
+            return
+        packed = self._packed_in_part(module, parameters, rows) or self._pack(module, parameters)
         dead = [key for key, (known, _) in list(self._ready.items()) if known() is None]
         for key in dead:
             self._ready.pop(key, None)
         self._ready[id(weight)] = weakref.ref(weight), packed
+
+    def _packed_in_part(
+        self, module: Any, parameters: Mapping[str, torch.nn.Parameter], rows: Sequence[int]
+    ) -> PackedExperts | None:
+        """See :meth:`prepare`; None if all have to be packed."""
+        known = self._packed.get(id(module))
+        if known is None or known[0]() is not module.gate_up_proj:
+            return None
+        new = [number for number, row in enumerate(rows) if row < 0]
+        if len(new) == len(rows) or not isinstance(known[1].up, torch.Tensor):
+            return None
+        fresh = None
+        if new:
+            some = {
+                name: torch.nn.Parameter(each[new], requires_grad=False) for name, each in parameters.items()
+            }
+            fresh = self._pack(module, some)
+        found = known[1].with_others(rows, fresh)
+        biases = known[1].form.biases(_with(module, parameters))
+        return None if found is None else replace(found, biases=biases)
+
+    def _pack(self, module: Any, parameters: Mapping[str, torch.nn.Parameter]) -> PackedExperts:
+        stand_in = _with(module, parameters)
+        return PackedExperts.of(stand_in, form_of(stand_in), Packer(self._library))
 
     def packed(self, module: Any) -> PackedExperts:
         """The module's weights, packed when they are seen for the first time."""
@@ -148,6 +199,8 @@ class NativeExperts:
         known = self._packed.get(id(module))
         if known is not None and known[0]() is weight:
             return known[1]
+        if known is not None:
+            let_go([laid for laid in (known[1].up, known[1].down) if isinstance(laid, torch.Tensor)])
         ready = self._ready.pop(id(weight), None)
         if ready is not None and ready[0]() is weight:
             self._packed[id(module)] = ready
@@ -173,6 +226,13 @@ class NativeExperts:
         packed.write(operations, spaced(rows), middle, result, begins, rounded=rounded)
         operations.run(self._library, StepArguments(), rows.dtype)
         return result[:, : packed.form.hidden].contiguous()
+
+
+def _with(module: Any, parameters: Mapping[str, torch.nn.Parameter]) -> Any:
+    """A module like this one, with other experts."""
+    stand_in = copy.copy(module)
+    stand_in.__dict__["_parameters"] = {**module._parameters, **parameters}
+    return stand_in
 
 
 def combine(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

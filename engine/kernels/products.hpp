@@ -139,7 +139,7 @@ inline void for_each_of(Body body) { for_each_of(std::make_integer_sequence<int,
 template <class Codes, bool HAS_ZEROS, bool KEEPS, int ROWS>
 void multiply_codes(Floats (&sum)[MAX_ROWS][2], const Panel& a, const Panel& b, int64_t begin, int64_t steps, int64_t whole,
                     const char* in, int64_t pitch, const char* ahead_a, const char* ahead_b, uint32_t* keep) {
-    constexpr int LINES = std::is_same_v<Codes, FourBits> ? 4 : 2;  // of words, in one of codes
+    constexpr int LINES = 16 / Codes::BITS;      // of words, in one of codes
     const Codes codes;
     const Quantized& from = *a.quantized;
     const int64_t in_panel = whole / LINES, in_group = in_panel / from.groups, first = begin / LINES, last = first + steps / LINES;
@@ -205,8 +205,8 @@ inline auto multiply_codes_for(const Quantized& codes, int64_t rows) {
     constexpr auto COUNTS = std::make_integer_sequence<int, MOST_CODED_ROWS>();
     static constexpr std::array OF{multiply_codes_of<FourBits, false>(COUNTS), multiply_codes_of<FourBits, true>(COUNTS),
                                    multiply_codes_of<EightBits, false>(COUNTS), multiply_codes_of<EightBits, true>(COUNTS),
-                                   multiply_codes_of<FloatsOfEightBits, false>(COUNTS)};
-    const size_t kind = codes.is_float ? 4 : (codes.bits == 4 ? 0 : 2) + (codes.zeros != nullptr ? 1 : 0);
+                                   multiply_codes_of<FloatsOfFourBits, false>(COUNTS), multiply_codes_of<FloatsOfEightBits, false>(COUNTS)};
+    const size_t kind = codes.is_float ? (codes.bits == 4 ? 4 : 5) : (codes.bits == 4 ? 0 : 2) + (codes.zeros != nullptr ? 1 : 0);
     return OF[kind][size_t(std::min<int64_t>(rows, MOST_CODED_ROWS + 1)) - 1];
 }
 
@@ -478,7 +478,7 @@ class Products {
     int64_t widen_codes(const E* in, int64_t k, int64_t rows, Panels now, Panels then, const Tag& tag, uint32_t* words) {
         const int64_t steps = k / T::PACK;
         // Those of 4 bits are widened so fast that sums of many rows, which fill all registers, would only wait for it.
-        if (now.a.quantized->bits == 8 && rows > MAX_ROWS && goes_through_codes(steps))
+        if (now.a.quantized->bits == 8 && rows > MAX_ROWS && goes_through_codes(*now.a.quantized, steps))
             return multiply_few(in, k, rows, now, then, tag, words);
         if constexpr (T::PACK <= 2) {
             widen<T>(*now.a.quantized, now.a.number, steps, words, then.a.bytes(0));
@@ -489,8 +489,8 @@ class Products {
     }
 
     // Whether a few rows are multiplied while codes are widened: each part begins with a line of codes.
-    bool goes_through_codes(int64_t steps) const {
-        return LOCKSTEP_AVX512 && T::PACK == 2 && steps % (parts * 4) == 0 && !use_tiles<T>();
+    bool goes_through_codes(const Quantized& codes, int64_t steps) const {
+        return LOCKSTEP_AVX512 && T::PACK == 2 && steps % (parts * 4) == 0 && !use_tiles<T>() && codes.order == nullptr;
     }
 
     // Rows with panels of codes; of more than a few the first ones, whose words are left in `keep`. Returns how many.
@@ -529,7 +529,7 @@ class Products {
         auto& [a, b] = now;
         int64_t done = 0;  // rows
         if (a.quantized != nullptr) {
-            if (rows <= MOST_CODED_ROWS && keep == nullptr && goes_through_codes(steps))
+            if (rows <= MOST_CODED_ROWS && keep == nullptr && goes_through_codes(*a.quantized, steps))
                 return void(multiply_few(in, k, rows, now, then, tag, nullptr));
             uint32_t* words = keep != nullptr ? keep : scratch(2 * steps * LANES);
             if (cold || keep == nullptr) done = widen_codes(in, k, rows, now, then, tag, words);

@@ -168,9 +168,14 @@ class Program:
         assert self._experts is not None
         self._experts.use_products(self._products)
 
-    def prepare_experts(self, module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Lay out the tensors that an experts module will get, while steps run."""
-        self._products.prepare(module, parameters)
+    def prepare_experts(
+        self, module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter], rows: Sequence[int]
+    ) -> None:
+        """Lay out the tensors that an experts module will get, while steps run.
+
+        ``rows``: where the module has each of these experts now, or -1.
+        """
+        self._products.prepare(module, parameters, rows)
 
     def join(self, group: Communicator, placement: Placement) -> None:
         """Spread the experts over this group from the next step on.

@@ -3,7 +3,7 @@
 // A weight is (code - zero) * scale, computed in float and rounded once to the type of the model: what it would be if it
 // were widened while the model is read. So products have the same bits either way, for any number of rows and with any kernels. A
 // step of few rows takes as long as its weights take to come from memory, and these are a half or a quarter. Codes are whole numbers, or
-// floats of 8 bits.
+// floats of 8 or 4 bits.
 //
 // Where inputs are rounded to 8 bits, too, codes are multiplied as they are: EightBitPanels.
 
@@ -11,7 +11,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "compressed.hpp"
 #include "numbers.hpp"
@@ -25,8 +24,10 @@ struct Quantized {
     const float* scales;     // [panels, groups, 16]: an output each
     const float* zeros;      // the same; null: all are 0
     int64_t bits;            // 4 or 8; 16: the codes are halves in the order of the panels' numbers, without scales
-    int64_t groups;          // that follow one another along the inputs, each with as many
-    int64_t is_float;        // codes are floats: a sign, 4 bits of exponent, 3 of mantissa; scales are FLOAT8 times as large, zeros null
+    int64_t groups;          // that follow one another along the inputs, each with as many; or as `order` says
+    int64_t is_float;        // codes are floats, zeros null: FloatsOfEightBits, whose scales are FLOAT8 times as large, or FloatsOfFourBits
+    const int32_t* order;    // [matrices, inputs]: the group of each input; null: groups are of neighbours
+    int64_t panels_each;     // of a matrix
 };
 
 // What Operation::weights points to, if inputs are rounded. A word is four weights that are neighbours along the inputs.
@@ -43,6 +44,7 @@ constexpr int64_t code_lines(int64_t words, int64_t pack, int64_t bits) { return
 
 // Codes of 4 bits as floats: a table of sixteen, of which a lane's lowest bits say which.
 struct FourBits {
+    static constexpr int BITS = 4;
     const Floats table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
     template <int NUMBER>
     Floats of(Words codes) const { return _mm512_permutexvar_ps(shift_right<4 * NUMBER>(codes), table); }
@@ -51,6 +53,7 @@ struct FourBits {
 #else
 
 struct FourBits {
+    static constexpr int BITS = 4;
     template <int NUMBER>
     Floats of(Words codes) const {
         return converted(subtract_words(and_words(shift_right<4 * NUMBER>(codes), filled_words(15)), filled_words(8)));
@@ -59,7 +62,17 @@ struct FourBits {
 
 #endif
 
+// Floats of 4 bits, of each twice: a sign, 2 bits of exponent, 1 of mantissa. Scales are half as large.
+struct FloatsOfFourBits {
+    static constexpr int BITS = 4;
+    static constexpr float TWICE[LANES] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    const Floats table = load(TWICE);
+    template <int NUMBER>
+    Floats of(Words codes) const { return looked_up(table, shift_right<4 * NUMBER>(codes)); }
+};
+
 struct EightBits {
+    static constexpr int BITS = 8;
     template <int NUMBER>
     Floats of(Words codes) const { return converted(shift_right_signed<24>(shift_left<24 - 8 * NUMBER>(codes))); }
 };
@@ -67,6 +80,7 @@ struct EightBits {
 // Bits of a float of 8 bits in their place among those of a float: its 2^-120th. That is exact for the smallest ones, too.
 constexpr float FLOAT8 = 0x1p120f;
 struct FloatsOfEightBits {
+    static constexpr int BITS = 8;
     template <int NUMBER>
     Floats of(Words codes) const {
         return as_floats(and_words(shift_right_signed<4>(shift_left<24 - 8 * NUMBER>(codes)), filled_words(int(0x87f00000))));
@@ -82,7 +96,7 @@ Floats of_chunk(const float* outputs, int part) {
 // Codes of one line, from NUMBER on.
 template <class T, class Codes, bool HAS_ZEROS, int NUMBER = 0>
 inline void widen_line(const Codes& codes, Words line, const Floats* scales, const Floats* zeros, typename T::Element* out) {
-    constexpr int EACH = std::is_same_v<Codes, FourBits> ? 8 : 4;
+    constexpr int EACH = 32 / Codes::BITS;
     if constexpr (NUMBER < EACH) {
         constexpr int ONE = NUMBER % T::PACK, TWO = (NUMBER + 1) % T::PACK;
         Floats one = codes.template of<NUMBER>(line), two = codes.template of<NUMBER + 1>(line);
@@ -94,7 +108,7 @@ inline void widen_line(const Codes& codes, Words line, const Floats* scales, con
 
 template <class T, class Codes, bool HAS_ZEROS>
 void widen_panel(const Quantized& from, int64_t panel, int64_t words, typename T::Element* out, const char* ahead) {
-    constexpr int64_t EACH = std::is_same_v<Codes, FourBits> ? 8 : 4;
+    constexpr int64_t EACH = 32 / Codes::BITS;
     const Codes codes;
     const int64_t lines = code_lines(words, T::PACK, from.bits), each = lines / from.groups;
     const uint32_t* line = from.codes + panel * lines * LANES;
@@ -109,6 +123,47 @@ void widen_panel(const Quantized& from, int64_t panel, int64_t words, typename T
             widen_line<T, Codes, HAS_ZEROS>(codes, load_words(line), scales, zeros, out);
         }
     }
+}
+
+// What two inputs have, whose numbers of 16 outputs these are, in the order of a chunk of words of two numbers. Of words of one, the first.
+template <class T>
+Floats of_inputs(const float* outputs, const int32_t* groups, int part) {
+    const Floats first = load(outputs + groups[T::PACK == 1 ? part : 0] * LANES);
+    return T::PACK == 1 ? first : in_turn(first, load(outputs + groups[1] * LANES), part);
+}
+
+// A line of codes, from NUMBER on; `groups`: of its inputs.
+template <class T, class Codes, bool HAS_ZEROS, int NUMBER = 0>
+inline void widen_ordered_line(const Codes& codes, Words line, const float* scales, const float* zeros, const int32_t* groups,
+                               typename T::Element* out) {
+    if constexpr (NUMBER < 32 / Codes::BITS) {
+        Floats one = codes.template of<NUMBER>(line), two = codes.template of<NUMBER + 1>(line);
+        if (HAS_ZEROS) one = one - of_inputs<T>(zeros, groups, 0), two = two - of_inputs<T>(zeros, groups, 1);
+        T::store(out + NUMBER * LANES, one * of_inputs<T>(scales, groups, 0), two * of_inputs<T>(scales, groups, 1));
+        widen_ordered_line<T, Codes, HAS_ZEROS, NUMBER + 2>(codes, line, scales, zeros, groups + 2, out);
+    }
+}
+
+// The same as widen_panel() where groups are of any inputs (`actorder`, `desc_act`). Inputs stay in their places, so that sums are added
+// up in the same order as those of widened weights: scales are looked up.
+template <class T, class Codes, bool HAS_ZEROS>
+void widen_ordered(const Quantized& from, int64_t panel, int64_t words, typename T::Element* out, const char* ahead) {
+    constexpr int64_t EACH = 32 / Codes::BITS;
+    const Codes codes;
+    const int64_t lines = code_lines(words, T::PACK, from.bits), first = panel * from.groups * LANES;
+    const uint32_t* line = from.codes + panel * lines * LANES;
+    const int32_t* groups = from.order + panel / from.panels_each * words * T::PACK;
+    const float* zeros = HAS_ZEROS ? from.zeros + first : nullptr;
+    for (const uint32_t* end = line + lines * LANES; line < end; line += LANES, ahead += 64, groups += EACH, out += EACH * LANES) {
+        _mm_prefetch(ahead, _MM_HINT_T0);
+        widen_ordered_line<T, Codes, HAS_ZEROS>(codes, load_words(line), from.scales + first, zeros, groups, out);
+    }
+}
+
+template <class T, class Codes, bool HAS_ZEROS>
+void widen_any(const Quantized& from, int64_t panel, int64_t words, typename T::Element* out, const char* ahead) {
+    if (from.order != nullptr) widen_ordered<T, Codes, HAS_ZEROS>(from, panel, words, out, ahead);
+    else widen_panel<T, Codes, HAS_ZEROS>(from, panel, words, out, ahead);
 }
 
 // Halves as floats.
@@ -126,11 +181,12 @@ void widen(const Quantized& from, int64_t panel, int64_t words, uint32_t* to, co
     auto* out = reinterpret_cast<typename T::Element*>(to);
     if constexpr (T::PACK == 1)
         if (from.bits == 16) return widen_halves(from, panel, words, out, ahead);
-    if (from.is_float) widen_panel<T, FloatsOfEightBits, false>(from, panel, words, out, ahead);
-    else if (from.bits == 4 && from.zeros != nullptr) widen_panel<T, FourBits, true>(from, panel, words, out, ahead);
-    else if (from.bits == 4) widen_panel<T, FourBits, false>(from, panel, words, out, ahead);
-    else if (from.zeros != nullptr) widen_panel<T, EightBits, true>(from, panel, words, out, ahead);
-    else widen_panel<T, EightBits, false>(from, panel, words, out, ahead);
+    if (from.is_float && from.bits == 4) widen_panel<T, FloatsOfFourBits, false>(from, panel, words, out, ahead);
+    else if (from.is_float) widen_panel<T, FloatsOfEightBits, false>(from, panel, words, out, ahead);
+    else if (from.bits == 4 && from.zeros != nullptr) widen_any<T, FourBits, true>(from, panel, words, out, ahead);
+    else if (from.bits == 4) widen_any<T, FourBits, false>(from, panel, words, out, ahead);
+    else if (from.zeros != nullptr) widen_any<T, EightBits, true>(from, panel, words, out, ahead);
+    else widen_any<T, EightBits, false>(from, panel, words, out, ahead);
 }
 
 // A panel of weights: its words, or where it is among compressed or quantised ones.

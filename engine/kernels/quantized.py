@@ -18,6 +18,7 @@ from engine.kernels.pages import Arena
 from engine.model.quantization.attached import codes_of
 from engine.model.quantization.matrices import Codes
 from engine.model.quantization.rounding import Rounding, common
+from engine.model.quantization.stacks import TWICE
 
 logger = logging.getLogger(__name__)
 
@@ -39,22 +40,20 @@ class QuantizedPanels:
         zeros: torch.Tensor | None,
         bits: int,
         is_float: bool = False,
+        order: torch.Tensor | None = None,
     ) -> None:
         """``codes``: int32 [panels, lines, 16]; scales and zeros: float32 [panels, groups, 16].
 
-        ``is_float``: codes are floats of 8 bits, and scales :data:`FLOAT8` times as large.
+        ``is_float``: codes are floats. Scales of those of 8 bits are :data:`FLOAT8` times as large.
+        ``order``: int32 [matrices, inputs], the group of each input; None: groups are of neighbours.
         """
-        self._kept = codes, scales, zeros
+        self._kept = codes, scales, zeros, order
         self.num_bytes = sum(each.nbytes for each in self._kept if each is not None)
         """Bytes that a product reads."""
+        places = [0 if each is None else each.data_ptr() for each in self._kept]
+        panels_each = len(codes) if order is None else len(codes) // len(order)
         self.record = np.array(
-            [
-                *(0 if each is None else each.data_ptr() for each in self._kept),
-                bits,
-                scales.shape[1],
-                is_float,
-            ],
-            dtype=np.int64,
+            [*places[:3], bits, scales.shape[1], is_float, places[3], panels_each], dtype=np.int64
         )
         """What the kernels get."""
 
@@ -100,9 +99,11 @@ def quantized(
         known = [each for each in codes if each is not None]
         if len(known) < len(codes) or len({each.kind for each in known}) > 1:
             return None
+        if not all(each.has_order_of(known[0]) for each in known):
+            return None
         given.append(_beside(known))
     first, dtype = given[0], rows[0][0].dtype
-    if len({each.kind for each in given}) > 1:
+    if len({each.kind for each in given}) > 1 or not all(each.has_order_of(first) for each in given):
         return None
     for row, part in zip(rows, given, strict=True):
         if not _give(part, row, dtype):
@@ -113,16 +114,19 @@ def quantized(
     if rounding is not None:
         laid = _laid([_byte_panels(part, multiple, parts) for part in given], arena)
         return EightBitPanels(laid[0], laid[1], laid[2], rounding)
-    if inputs % groups or inputs // groups % (WORD_BITS // first.bits):
+    each_group = inputs if first.order is not None else 0 if inputs % groups else inputs // groups
+    if not each_group or each_group % (WORD_BITS // first.bits):
         return None
-    if first.is_float:
+    if first.is_float and first.bits == 8:
         given = [replace(part, scales=part.scales * FLOAT8) for part in given]
         if not all(bool(part.scales.isfinite().all()) for part in given):
             return None
     has_zeros = any(part.zeros is not None for part in given)
     pack = 2 if dtype == torch.bfloat16 else 1
     laid = _laid([_panels(part, multiple, has_zeros, pack) for part in given], arena)
-    return QuantizedPanels(laid[0], laid[1], laid[2] if has_zeros else None, first.bits, first.is_float)
+    zeros = laid[2] if has_zeros else None
+    order = None if first.order is None else first.order.reshape(-1, inputs).contiguous()
+    return QuantizedPanels(laid[0], laid[1], zeros, first.bits, first.is_float, order)
 
 
 def _give(codes: Codes, weights: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
@@ -212,13 +216,24 @@ def _panels(part: Codes, multiple: int, has_zeros: bool, pack: int) -> list[torc
     lines = _by_lane(codes.view(torch.int16) if pack == 2 else codes).contiguous().view(torch.int8)
     chunks = lines.flatten(-2).unflatten(-1, (-1, each, LANES))
     if part.bits == 4:
-        chunks = (chunks + 8) & 15  # none is negative
+        chunks = _places_of_floats(chunks) if part.is_float else (chunks + 8) & 15  # none is negative
         chunks = chunks[..., 0::2, :] | (chunks[..., 1::2, :] << 4)
     words = chunks.transpose(-2, -1).contiguous().view(torch.int32).squeeze(-1)
     wanted = [part.scales]
     if has_zeros:
         wanted.append(torch.zeros_like(part.scales) if part.zeros is None else part.zeros)
     return [words, *(_by_lane(_filled_up(value, multiple)) for value in wanted)]
+
+
+_PLACES = torch.zeros(32, dtype=torch.int8)
+"""Codes of floats of 4 bits, by twice what they stand for, plus 16."""
+_PLACES[TWICE.int() + 16] = torch.arange(16, dtype=torch.int8)
+_PLACES[16] = 0
+
+
+def _places_of_floats(numbers: torch.Tensor) -> torch.Tensor:
+    """Codes of floats of 4 bits, from twice what they stand for."""
+    return _PLACES.index_select(0, numbers.flatten().int() + 16).view(numbers.shape)
 
 
 def _filled_up(values: torch.Tensor, multiple: int) -> torch.Tensor:

@@ -120,6 +120,20 @@ inline Floats twice(Floats value, int upper) {
     return {_mm256_permutevar8x32_ps(half, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3)),
             _mm256_permutevar8x32_ps(half, _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7))};
 }
+// Numbers of two in turn, of the lower halves or of the upper ones.
+inline Floats in_turn(Floats one, Floats two, int upper) {
+    __m256 a = upper ? one.high : one.low, b = upper ? two.high : two.low;
+    __m256 outer = _mm256_unpacklo_ps(a, b), inner = _mm256_unpackhi_ps(a, b);
+    return {_mm256_permute2f128_ps(outer, inner, 0x20), _mm256_permute2f128_ps(outer, inner, 0x31)};
+}
+// The numbers of a table whose places are the lowest four bits of each word.
+inline Floats looked_up(Floats table, Words places) {
+    auto half = [&](__m256i some) {
+        __m256 of_first = _mm256_permutevar8x32_ps(table.low, some), of_second = _mm256_permutevar8x32_ps(table.high, some);
+        return _mm256_blendv_ps(of_first, of_second, _mm256_castsi256_ps(_mm256_slli_epi32(some, 28)));
+    };
+    return {half(places.low), half(places.high)};
+}
 inline float greatest_of(__m256 value) {
     __m128 four = _mm_max_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
     __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));

@@ -28,7 +28,7 @@ from engine.model.model_sources import (
     language_config,
     why_not_served,
 )
-from engine.model.quantization.formats import MXFP4, Format, Refused, format_of, method_of, why_not_so
+from engine.model.quantization.formats import Format, Refused, format_of, method_of, why_not_so
 from engine.model.tokenizer_files import OTHER_FORMS, TOKENIZER, TokenizerFilesError, tokenizer_directory
 from parallel.caches import made_once, own_directory
 
@@ -318,8 +318,6 @@ def why_experts_stay_whole(info: ModelInfo) -> str:
     transformers' own code says whether a family's experts go through its experts interface.
     """
     config = _read_json(Path(info.directory) / "config.json", required=True)
-    if method_of(config) == MXFP4:
-        return "its weights are quantised by mxfp4"
     text_type = str(language_config(config).get("model_type", ""))
     if has_experts_interface(text_type):
         return ""

@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from engine.host.background import let_go
 from engine.model.checkpoint import CheckpointError, ReadingStopped
 from engine.model.expert_weights import expert_modules, expert_parameters, read_experts
 from engine.model.quantization.attached import CodesReader, reader_of
@@ -28,6 +29,15 @@ logger = logging.getLogger(__name__)
 
 Held = tuple[tuple[int, ...], ...]
 """Experts by layer, each ascending."""
+Expert = tuple[int, int]
+"""Number of its layer among those with experts, and its own there."""
+OnBuilt = Callable[[Any, dict[str, torch.nn.Parameter], Sequence[int]], None]
+"""Called with a module, its next tensors, and each expert's row now, or -1."""
+
+
+def pairs_of(experts: Sequence[Sequence[int]]) -> set[Expert]:
+    """Experts by layer, in one set."""
+    return {(layer, expert) for layer, some in enumerate(experts) for expert in some}
 
 
 class HeldExperts:
@@ -43,11 +53,14 @@ class HeldExperts:
         experts: Sequence[int],
         limit_bytes: int | None = None,
         online: OnlineName | None = None,
+        num_experts: int = 0,
     ) -> None:
         """``experts``: in each layer. ``limit_bytes``: of all that are held, whatever memory is free.
 
-        ``online``: how plain weights are quantised while they are read.
+        ``online``: how plain weights are quantised while they are read. ``num_experts``: those of a layer, on
+        all members together; 0: none come from other members.
         """
+        self.num_experts = num_experts
         self._online = online
         self._limit_bytes = limit_bytes
         self._model = model
@@ -60,13 +73,15 @@ class HeldExperts:
         ]
         self.bytes_per_expert: int = sum(self._bytes)
         """Bytes of an expert over all layers."""
-        self.on_built: Callable[[Any, dict[str, torch.nn.Parameter]], None] | None = None
-        """Called while this prepares, with a module and the tensors it will get."""
+        self.on_built: OnBuilt | None = None
+        """Called while this prepares."""
         self.copies = 1
         """Copies of each expert in memory; native kernels keep one of their own.
 
         Only copies that cost memory count.
         """
+        self.disk_rate = self.link_rate = 0.0
+        """Bytes per second of the last experts read, and given by others; 0: none yet."""
         self._next: _Change | None = None
         self._preparing = threading.Lock()
         self._swapping = threading.Lock()
@@ -88,8 +103,17 @@ class HeldExperts:
         Raises:
             CheckpointError: experts of this checkpoint cannot be read one by one.
         """
-        first = [experts[:1] for experts in self.experts]
-        read_experts(self._model, self._directory, first, online=self._online)
+        self._read([experts[:1] for experts in self.experts])
+
+    def _read(
+        self, experts: Sequence[Sequence[int]], should_stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, torch.Tensor]:
+        """See :func:`read_experts`."""
+        began = time.monotonic()
+        rows = read_experts(self._model, self._directory, experts, should_stop, self._online)
+        if rows:
+            self.disk_rate = self._bytes_of(experts) / max(time.monotonic() - began, 1e-6)
+        return rows
 
     def max_experts(self, free_bytes: int) -> int:
         """How many experts of each layer fit, with so much free memory beside them.
@@ -123,6 +147,7 @@ class HeldExperts:
         experts: Sequence[Sequence[int]],
         free_bytes: int,
         should_stop: Callable[[], bool] = lambda: False,
+        elsewhere: Collection[Expert] = (),
     ) -> int:
         """Prepare to hold exactly these experts; returns how many had to be read.
 
@@ -134,6 +159,7 @@ class HeldExperts:
             experts: by layer, or one list for all layers.
             free_bytes: memory that may be used beside what is held.
             should_stop: returns True when these experts are not wanted any more.
+            elsewhere: experts that others will give; :meth:`complete` ends the preparation.
 
         Raises:
             CheckpointError: they do not fit, or cannot be read any more.
@@ -143,14 +169,21 @@ class HeldExperts:
             if should_stop():
                 raise ReadingStopped
             self._next = None
-            self._next, num_missing = self._prepare(self._of_layers(experts), free_bytes, should_stop)
+            wanted = self._of_layers(experts)
+            self._next, num_missing = self._prepare(wanted, free_bytes, should_stop, elsewhere)
             return num_missing
 
     def _of_layers(self, experts: Sequence[Sequence[int]]) -> Held:
         repeated = experts if len(experts) == len(self._layers) else list(experts) * len(self._layers)
         return tuple(tuple(sorted(of_layer)) for of_layer in repeated)
 
-    def _prepare(self, wanted: Held, free_bytes: int, should_stop: Callable[[], bool]) -> tuple[_Change, int]:
+    def _prepare(
+        self,
+        wanted: Held,
+        free_bytes: int,
+        should_stop: Callable[[], bool],
+        elsewhere: Collection[Expert],
+    ) -> tuple[_Change, int]:
         held = (
             self.experts
         )  # others may be installed while this reads: what it makes from these does not fit then
@@ -166,17 +199,82 @@ class HeldExperts:
                 f"{free_bytes / 2**20:.1f} MiB that are free"
             )
         began = time.monotonic()
-        rows = {}
-        if num_missing:
-            rows = read_experts(self._model, self._directory, missing, should_stop, self._online)
-        change = _Change(held, wanted, missing, rows)
+        change = _Change(held, wanted, missing, pairs_of(missing) & set(elsewhere))
+        self._read_into(change, self._per_layer(pairs_of(missing) - change.wanted), should_stop)
         changed = [after if after != before else () for after, before in zip(wanted, held, strict=True)]
-        if self._bytes_of(changed) * self.copies <= free_bytes and wanted != held:
-            with self._swapping:
-                if self.experts == held:
-                    change.build(self._layers, self.on_built)
+        change.fits_beside = self._bytes_of(changed) * self.copies <= free_bytes
+        self._build(change, should_stop)
         logger.debug("%d experts read in %.3f s", num_missing, time.monotonic() - began)
         return change, num_missing
+
+    def _read_into(
+        self, change: _Change, experts: Sequence[Sequence[int]], should_stop: Callable[[], bool]
+    ) -> None:
+        if any(experts):
+            change.take(list(self._layers), experts, self._read(experts, should_stop))
+
+    def _build(self, change: _Change, should_stop: Callable[[], bool]) -> None:
+        """Lay a complete change out before it is installed, if there is room."""
+        if not change.fits_beside or change.wanted or change.before == change.after:
+            return
+        with self._swapping:
+            if self.experts == change.before:
+                change.build(self._layers, self.on_built, should_stop)
+
+    # ---- experts that others give
+
+    @property
+    def can_be_given(self) -> bool:
+        """Whether experts may come from others: codes come from the checkpoint."""
+        known = [each for module in self._layers.values() for _, each in expert_parameters(module)]
+        are_plain = all(each.is_cpu and reader_of(each) is None for each in known)
+        return are_plain and self._online is None and self.num_experts > 0
+
+    def missing(self, experts: Sequence[Sequence[int]]) -> set[Expert]:
+        """Experts that are wanted, by layer or in all, and not held."""
+        return pairs_of(self._of_layers(experts)) - pairs_of(self.experts)
+
+    def _per_layer(self, experts: Collection[Expert]) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in self._layers]
+        for layer, expert in sorted(experts):
+            found[layer].append(expert)
+        return found
+
+    @property
+    def wanted(self) -> set[Expert]:
+        """Experts that others are to give, for what is prepared."""
+        return set() if self._next is None else set(self._next.wanted)
+
+    def bytes_of(self, layer: int) -> int:
+        """Bytes of an expert of a layer, in one copy."""
+        return self._bytes[layer]
+
+    def data_of(self, which: Expert) -> torch.Tensor:
+        """Bytes of a held expert, those of its parameters in a row."""
+        layer, expert = which
+        module = list(self._layers.values())[layer]
+        with self._swapping:
+            at = self.experts[layer].index(expert)
+            parts = [parameter.data[at] for _, parameter in expert_parameters(module)]
+        return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in parts])
+
+    def complete(self, given: Mapping[Expert, torch.Tensor], should_stop: Callable[[], bool]) -> None:
+        """End a preparation with what was given; the rest is read.
+
+        ``given``: bytes of experts, as :meth:`data_of` has them. Raises as :meth:`prepare` does.
+        """
+        with self._preparing:
+            change = self._next
+            if change is None or not change.wanted:
+                return
+            if should_stop():
+                raise ReadingStopped
+            for (layer, expert), data in given.items():
+                path, module = list(self._layers.items())[layer]
+                change.take_bytes(path, module, expert, data)
+            self._read_into(change, self._per_layer(change.wanted - given.keys()), should_stop)
+            change.wanted.clear()
+            self._build(change, should_stop)
 
     def _bytes_of(self, experts: Sequence[Sequence[int]]) -> int:
         """Bytes of experts by layer, in one copy."""
@@ -187,7 +285,9 @@ class HeldExperts:
         wanted = self._of_layers(experts)
         change = self._next
         return wanted == self.experts or (
-            change is not None and (change.before, change.after) == (self.experts, wanted)
+            change is not None
+            and not change.wanted
+            and (change.before, change.after) == (self.experts, wanted)
         )
 
     def install(self, experts: Sequence[Sequence[int]], free_bytes: Callable[[], int]) -> None:
@@ -208,7 +308,7 @@ class HeldExperts:
                 return False
             if wanted != self.experts:
                 assert change is not None
-                change.install(self._layers)
+                let_go(change.install(self._layers))
                 self.experts = wanted
             self._next = None
             return True
@@ -218,41 +318,79 @@ class _Change:
     """The change from one set of experts to another, of the layers that differ."""
 
     def __init__(
-        self, before: Held, after: Held, missing: Sequence[Sequence[int]], rows: dict[str, torch.Tensor]
+        self, before: Held, after: Held, missing: Sequence[Sequence[int]], wanted: set[Expert]
     ) -> None:
-        """``rows``: of the missing ones, parameter -> [missing in its layer, ...]."""
+        """``wanted``: experts that others will give."""
         self.before, self.after = before, after
+        self.wanted = wanted
+        self.fits_beside = False
+        """Whether there is memory to lay it out beside what is held."""
         self._missing = missing
-        self._rows = rows
-        found = {name: reader_of(tensor) for name, tensor in rows.items()}
-        self._readers = {name: reader for name, reader in found.items() if reader is not None}
-        """How to read the codes of the missing ones."""
+        self._rows: dict[str, dict[int, torch.Tensor]] = {}
+        """Rows of the missing ones, by parameter and expert."""
+        self._readers: dict[str, tuple[CodesReader, Sequence[int]]] = {}
+        """How to read the codes of the missing ones, and which those are, by parameter."""
         self._built: dict[str, dict[str, torch.nn.Parameter]] = {}
         """New parameters by the path of their module, if they were laid out before."""
 
     def __repr__(self) -> str:
         return f"<_Change {self.before} -> {self.after}>"
 
+    def take(
+        self, paths: Sequence[str], experts: Sequence[Sequence[int]], rows: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Take over experts that were read: parameter -> [experts of its layer, ...].
+
+        ``paths``: of the modules, by layer.
+        """
+        for name, tensor in rows.items():
+            of_layer = experts[paths.index(name.rpartition(".")[0])]
+            self._rows.setdefault(name, {}).update(zip(of_layer, tensor, strict=True))
+            if (reader := reader_of(tensor)) is not None:
+                self._readers[name] = reader, of_layer
+
+    def take_bytes(self, path: str, module: Any, expert: int, data: torch.Tensor) -> None:
+        """Take over an expert that another member gave: bytes of its parameters."""
+        begin = 0
+        for name, parameter in expert_parameters(module):
+            row = torch.empty(parameter.shape[1:], dtype=parameter.dtype)
+            row.view(torch.uint8).view(-1).copy_(data[begin : begin + row.nbytes])
+            begin += row.nbytes
+            self._rows.setdefault(f"{path}.{name}", {})[expert] = row
+
     def build(
         self,
         layers: dict[str, Any],
-        on_built: Callable[[Any, dict[str, torch.nn.Parameter]], None] | None = None,
+        on_built: OnBuilt | None,
+        should_stop: Callable[[], bool],
     ) -> None:
-        """Lay out all new tensors beside the old ones."""
+        """Lay out all new tensors beside the old ones.
+
+        Raises:
+            ReadingStopped: ``should_stop`` returned True.
+        """
         for number, (path, module) in enumerate(layers.items()):
-            if self.before[number] != self.after[number]:
+            if should_stop():
+                raise ReadingStopped
+            before, after = self.before[number], self.after[number]
+            if before != after:
                 self._built[path] = self._parameters(number, path, module)
                 if on_built is not None:
-                    on_built(module, self._built[path])
+                    rows = [before.index(expert) if expert in before else -1 for expert in after]
+                    on_built(module, self._built[path], rows)
 
-    def install(self, layers: dict[str, Any]) -> None:
+    def install(self, layers: dict[str, Any]) -> list[torch.nn.Parameter]:
+        """Give the modules their new tensors; returns the old ones."""
+        replaced = []
         for number, (path, module) in enumerate(layers.items()):
             if self.before[number] == self.after[number]:
                 continue
             parameters = self._built.get(path) or self._parameters(number, path, module)
             for name, parameter in parameters.items():
+                replaced.append(getattr(module, name))
                 setattr(module, name, parameter)
             module.num_experts = len(self.after[number])
+        return replaced
 
     def _parameters(self, number: int, path: str, module: Any) -> dict[str, torch.nn.Parameter]:
         return {
@@ -272,10 +410,10 @@ class _Change:
 
     def _codes(self, number: int, full: str, parameter: torch.nn.Parameter) -> CodesReader | None:
         """How to read the codes of these experts; None where one has none."""
-        before, missing = self.before[number], self._missing[number]
-        held, read = reader_of(parameter), self._readers.get(full)
+        before, missing, held = self.before[number], self._missing[number], reader_of(parameter)
+        read, experts = self._readers.get(full, (None, missing))
         found = [
-            (read, missing.index(expert)) if expert in missing else (held, before.index(expert))
+            (read, experts.index(expert)) if expert in missing else (held, before.index(expert))
             for expert in self.after[number]
         ]
         known = [(reader, at) for reader, at in found if reader is not None]
@@ -288,7 +426,7 @@ class _Change:
         rows = self._rows.pop(full) if missing else None
         for row, expert in enumerate(after):
             if rows is not None and expert in missing:
-                tensor[row].copy_(rows[missing.index(expert)])
+                tensor[row].copy_(rows[expert])
             else:
                 tensor[row].copy_(parameter.data[before.index(expert)])
         return tensor

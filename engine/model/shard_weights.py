@@ -21,8 +21,6 @@ from engine.model.checkpoint import CheckpointError
 from engine.model.expert_weights import ExpertReader, expert_modules
 from engine.model.shard import ShardedClass
 
-PACKED_SUFFIX = re.compile(r"_(blocks|scales)$")
-"""MXFP4 stores a matrix as two tensors of these names."""
 CPU = torch.device("cpu")
 LAYOUT_KEEPING = {"MergeModulelist", "Concatenate"}
 """Conversions that commute with cutting."""
@@ -86,8 +84,6 @@ class _Reader:
     def take(self, opened: Any, name: str, tensors: dict[str, torch.Tensor]) -> None:
         """Read what is needed of one tensor of a file."""
         target, pattern = self._target(name)
-        if PACKED_SUFFIX.sub("", target) in self._known:
-            target = PACKED_SUFFIX.sub("", target)
         if target == self._embedding and self._head is not None:
             tensors.setdefault(self._head, self._part(opened, name, self._head))
         if target in self._spread:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, Mxfp4Config
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations import accelerate
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -234,7 +234,8 @@ def _read_model(
     if device.type == "cuda" and has_triton():
         fuse_layers(module)
         turn_late(module, PLAN_KEYWORD)
-    _fix_rope_scaling(module, _longest(info, settings))
+    with _LOADING:  # angles are computed in torch's default type, which is another one while a model is made
+        _fix_rope_scaling(module, _longest(info, settings))
     if sharded is None:
         return _ReadModel(module, experts, expert_layers, WHOLE_STAGE, None)
     uncut = None
@@ -508,8 +509,6 @@ def _load_options(
         options["device_map"] = {"": device}
     if is_part:
         options["key_mapping"] = NAMES
-    if getattr(config, "quantization_config", None) is not None:  # MXFP4: others were taken out
-        options["quantization_config"] = Mxfp4Config(dequantize=True)
     options["ignore_mismatched_sizes"] = True  # _check_report names them; transformers would not
     return options | {
         "config": config,

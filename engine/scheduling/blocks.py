@@ -69,14 +69,20 @@ class BlockPool:
             raise ValueError(f"a KV cache needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
         self._caching = enable_prefix_caching
-        self._observer = observer
+        self._observers = () if observer is None else (observer,)
         self._references = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._hash_of: dict[int, BlockHash] = {}
         self._block_of: dict[BlockHash, int] = {}
+        self._part_of: dict[int, BlockHash] = {}
+        self._parts: dict[BlockHash, list[int]] = {}
 
     def __repr__(self) -> str:
         return f"<BlockPool {self.num_used} of {self.num_blocks} used, {len(self._block_of)} known>"
+
+    def observe(self, observer: Observer) -> None:
+        """Tell one more observer of changes from now on."""
+        self._observers = (*self._observers, observer)
 
     @property
     def num_free(self) -> int:
@@ -139,8 +145,30 @@ class BlockPool:
         if self._caching and block_hash not in self._block_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
-            if self._observer is not None:
-                self._observer.stored(block_hash)
+            for observer in self._observers:
+                observer.stored(block_hash)
+
+    def name_part(self, block: int, name: BlockHash) -> None:
+        """Name a held block that is partly filled, by the tokens that are in it.
+
+        One request can go on in it: see :meth:`part`. Nobody else finds it, and no observer hears of it.
+        Requests with equal tokens have a block each.
+        """
+        if self._caching and block not in self._part_of:
+            self._parts.setdefault(name, []).append(block)
+            self._part_of[block] = name
+
+    def part(self, name: BlockHash) -> int | None:
+        """A partly filled block of this name that nobody holds."""
+        return next((block for block in self._parts.get(name, ()) if self._references[block] == 0), None)
+
+    def go_on_in(self, block: int) -> None:
+        """Hold a block that :meth:`part` found.
+
+        It is about to be filled further, so its name is void.
+        """
+        self._forget(block)
+        self.hold([block])
 
     def unname(self, hashes: Iterable[BlockHash]) -> None:
         """Take blocks whose content may be wrong out of the prefix index.
@@ -164,12 +192,16 @@ class BlockPool:
             assert self._references[block] >= 0, f"block {block} released twice"
             if self._references[block] == 0:
                 self._free[block] = None
-                if block not in self._hash_of:
+                if block not in self._hash_of and block not in self._part_of:
                     self._free.move_to_end(block, last=False)
 
     def _forget(self, block: int) -> None:
+        if (part := self._part_of.pop(block, None)) is not None:
+            self._parts[part].remove(block)
+            if not self._parts[part]:
+                del self._parts[part]
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]
-            if self._observer is not None:
-                self._observer.dropped(block_hash)
+            for observer in self._observers:
+                observer.dropped(block_hash)

@@ -78,6 +78,8 @@ class Request:
     """Prompt tokens found in the cache at first admission."""
     num_cached_output: int = 0
     """Tokens of an earlier try's output found in the cache at first admission."""
+    copy: int = 0
+    """Number of the copy of its blocks, made while it ran elsewhere; 0 for none."""
     blocks_at: str = ""
     """Address of an instance that has more of its blocks; empty for none."""
     num_fetched: int = 0
@@ -151,6 +153,18 @@ class Request:
             return []
         return self.hashes_up_to((len(self.token_ids) - 1) // block_size, block_size)
 
+    def name_of_part(self, block_size: int) -> BlockHash | None:
+        """Name of the block that its newest token will go on in.
+
+        The block holds what is before that token. None if that is nothing.
+        """
+        num_full, rest = divmod(len(self.token_ids) - 1, block_size)
+        if not rest or self.prompt_logprobs is not None:
+            return None
+        parent = self.hashes_up_to(num_full, block_size)[-1] if num_full else None
+        start = num_full * block_size
+        return hash_block(parent, self.token_ids[start : start + rest], self.cache_salt)
+
 
 def from_submit(
     submit: Submit, peer: bytes, *, arrival: int, eos_ids: tuple[int, ...], max_model_len: int
@@ -175,6 +189,7 @@ def from_submit(
         priority=submit.priority,
         cache_salt=submit.cache_salt,
         traceparent=submit.traceparent,
+        copy=submit.copy,
         blocks_at=submit.blocks_at,
         prompt_logprobs=[None] if params.prompt_logprobs is not None and not submit.output_ids else None,
     )

@@ -179,6 +179,10 @@ class Scheduler:
         """Whether the output of any request here must follow a grammar."""
         return self._num_grammars > 0
 
+    def find(self, key: RequestKey) -> Request | None:
+        """This request, waiting or running."""
+        return self._requests.get(key)
+
     def knows(self, key: RequestKey) -> bool:
         """Whether this request is here, waiting or running."""
         return key in self._requests
@@ -558,17 +562,35 @@ class Scheduler:
             if request.most_cached is not None:
                 known = known[: request.most_cached]
             request.num_computed = len(known) * self._rules.block_size
+            part = self._part_behind(request)
+            here = known if part is None else [*known, part]
             count = self._chunk(request, rows)
             in_all = self._blocks_for(len(request.token_ids))
-            if count == 0 or self._pool.num_free_beside(known) < in_all - len(known) + blocks_kept:
+            if count == 0 or self._pool.num_free_beside(here) < in_all - len(here) + blocks_kept:
                 request.num_computed = 0
                 break
             self._pool.hold(known)
-            taken = self._pool.take(self._blocks_for(request.num_computed + count) - len(known))
+            if part is not None:
+                self._pool.go_on_in(part)
+            taken = self._pool.take(self._blocks_for(request.num_computed + count) - len(here))
             assert taken is not None
-            admits.append(self._admit(request, known, taken))
+            admits.append(self._admit(request, here, taken))
             self._fill(rows, request, count, request.blocks[:])
         return admits
+
+    def _part_behind(self, request: Request) -> int | None:
+        """The partly filled block that came along as a request was handed over.
+
+        It has all that the request's cached blocks lack, but its newest token.
+        """
+        size, before = self._rules.block_size, len(request.token_ids) - 1
+        if not request.copy or request.num_computed != before // size * size:
+            return None
+        name = request.name_of_part(size)
+        part = None if name is None else self._pool.part(name)
+        if part is not None:
+            request.num_computed = before
+        return part
 
     def _admit(self, request: Request, known: list[int], taken: list[int]) -> Admit:
         self._waiting.remove(request)
@@ -577,7 +599,7 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         self._by_slot[request.slot] = request
         request.blocks = known + taken
-        request.num_named = len(known)
+        request.num_named = request.num_computed // self._rules.block_size
         if not request.was_admitted:
             request.was_admitted = True
             request.num_cached = min(request.num_computed, request.num_prompt)

@@ -5,11 +5,16 @@ What they mean is the cache's own matter: blocks are copied whole.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+POPULATE_WRITE = 23
+"""``MADV_POPULATE_WRITE`` of Linux; :mod:`mmap` does not name it."""
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -45,6 +50,30 @@ class BlockMemory:
                 row[begin:end] = part[block]
                 begin = end
         return found
+
+    def parts_of(self, block: int) -> list[memoryview]:
+        """The bytes of a block where they are, in the order of :meth:`read`.
+
+        What is written there is in the cache.
+        """
+        return [memoryview(part[block]) for part in self._parts]
+
+    def prepare(self, num_bytes: int) -> None:
+        """Have the system give the pages of the first blocks now; their content stays.
+
+        They are taken first. Getting a page costs more than filling it from a file; without Linux, or before
+        5.14, that is paid later. Any thread may call this while others read and write.
+        """
+        if not sys.platform.startswith("linux"):
+            return
+        blocks = min(self.num_blocks, num_bytes // self.block_bytes)
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        for part in self._parts:
+            begin = part.ctypes.data + -part.ctypes.data % mmap.PAGESIZE
+            length = (part.ctypes.data + blocks * part.shape[1] - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+            if length > 0 and madvise(begin, length, POPULATE_WRITE):
+                return  # this system cannot
 
     def write(self, block: int, data: memoryview) -> None:
         """Put bytes that :meth:`read` gave into a block."""

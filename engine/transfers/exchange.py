@@ -10,6 +10,7 @@ are fetched the same way, while it still runs elsewhere (a *copy*).
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +23,9 @@ from engine.scheduling.blocks import BlockHash, BlockPool
 from engine.scheduling.request import Request, RequestKey
 from engine.transfers.checking import BlockChecks
 from engine.transfers.fetching import Ended, Outcome, Source, Wanted
+from engine.transfers.handing_over import Find, HandOvers, Tail, nobody
 from engine.transfers.lending import Key, Look, Return
-from engine.transfers.messages import MOST_BLOCKS
+from engine.transfers.messages import MOST_BLOCKS, NO_BLOCK, Holder
 from engine.transfers.price import FetchPrice
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,11 @@ LEAST_SECONDS, MOST_SECONDS = 0.25, 10.0
 """Seconds that a transfer may take, where computing would take less or more."""
 MOST_COPIES = 16
 """Copies at once; further ones are answered by what is here."""
+AHEAD = 3
+"""Blocks that a request may have beyond those known when it is taken over.
+
+The partly filled one is among them.
+"""
 MOST_SHUNNED = 256
 """Sources that are remembered for having been wrong."""
 
@@ -49,7 +56,26 @@ class Mover(Protocol):
     def fetch(self, wanted: Wanted) -> None: ...
     def cancel(self, number: int) -> None: ...
     def found(self, loan: Key, blocks: Sequence[int]) -> None: ...
+    def handed_over(
+        self, loan: Key, names: Sequence[BlockHash], blocks: Sequence[int], *, has_part: bool
+    ) -> None: ...
+    def refuse(self, loan: Key, reason: str) -> None: ...
     def same(self, one: int, other: int) -> bool: ...
+
+
+class Tier(Protocol):
+    """Further blocks of this cache, which :class:`engine.tiers.file_tier.FileTier` has in files."""
+
+    def count(self, names: Sequence[BlockHash]) -> int: ...
+    def fetch(self, wanted: Wanted) -> None: ...
+    def cancel(self, number: int) -> None: ...
+    def take_events(self) -> list[Ended]: ...
+    def turn(self, being_filled: Callable[[], set[int]]) -> None: ...
+    def forget(self, names: Sequence[BlockHash]) -> None: ...
+
+
+FILES: Source = "files"
+"""The tier as a source; no address is like this."""
 
 
 @dataclass
@@ -60,6 +86,10 @@ class _Transfer:
     requests: dict[RequestKey, Request] = field(default_factory=dict)
     copies: set[Key] = field(default_factory=set)
     is_cancelled: bool = False
+    is_void: bool = False
+    """Whether what comes is not to be found by anyone: the cache was reset meanwhile."""
+    due_at: float = math.inf
+    """When its requests wait no longer; the mover sees to that itself."""
 
     @property
     def is_wanted(self) -> bool:
@@ -78,8 +108,14 @@ class BlockExchange:
         clock: Callable[[], float] = time.monotonic,
         *,
         checks: bool = False,
+        tier: Tier | None = None,
     ) -> None:
-        """``checks``: some fetched blocks are computed as well, since their bits must be equal."""
+        """``checks``: some fetched blocks are computed as well, since their bits must be equal.
+
+        ``tier``: where blocks are looked up that the cache has not.
+        """
+        self._tier = tier
+        self._tier_price = FetchPrice(price.token_bytes)
         self._pool = pool
         self._mover = mover
         self._clock = clock
@@ -95,7 +131,9 @@ class BlockExchange:
         self._waiting: dict[RequestKey, _Transfer] = {}
         self._copies: dict[Key, Sequence[BlockHash]] = {}
         """Copies under way, by the router and its number: the names of all their blocks."""
-        self._copied: list[tuple[Key, int]] = []
+        self._copied: list[tuple[Key, int, bool]] = []
+        self._hand_overs = HandOvers(pool, block_size)
+        self._handed_over: list[RequestKey] = []
         self._shunned: dict[Source, None] = {}
         self._counters = TransferCounters()
         self._checks = BlockChecks(pool, block_size) if checks else None
@@ -122,7 +160,7 @@ class BlockExchange:
     @property
     def is_idle(self) -> bool:
         """Whether no block is held for a transfer."""
-        return not self._lent and not self._transfers
+        return not self._lent and not self._transfers and not self._hand_overs
 
     @property
     def num_tokens(self) -> int:
@@ -144,15 +182,18 @@ class BlockExchange:
 
     def takes(self, request: Request) -> bool:
         """Whether a request waits here for blocks; else it is queued at once."""
-        source = request.blocks_at
-        if not source or not self.is_open:
+        if (taken := self._taken(request)) is not None:
+            taken.requests[request.key] = request
+            self._waiting[request.key] = taken
+            return True
+        if not self.is_open or (not request.blocks_at and self._tier is None):
             return False
         names = request.prefix_hashes(self._block_size)
         known = len(self._pool.find_prefix(names))
         missing = names[known : known + MOST_BLOCKS]
         if not missing:
             return False
-        transfer = self._on_the_way.get(missing[0]) or self._begin(missing, source)
+        transfer = self._on_the_way.get(missing[0]) or self._begin_best(missing, request.blocks_at)
         if transfer is None:
             return False
         transfer.requests[request.key] = request
@@ -185,9 +226,37 @@ class BlockExchange:
         else:
             transfer.copies.add(key)
 
-    def take_copied(self) -> list[tuple[Key, int]]:
-        """Copies that have ended, each with the tokens of it that the cache has."""
+    def take_over(self, key: Key, names: Sequence[BlockHash], source: Source, holder: Holder) -> None:
+        """Have a request handed over to this instance, with what is missing of its blocks.
+
+        ``names`` are its full blocks, as far as they are known. Ends like :meth:`copy`. The request itself
+        comes from its router.
+        """
+        self._copies[key] = names
+        known = len(self._pool.find_prefix(names))
+        room = len(names) - known + AHEAD
+        is_possible = source and source not in self._shunned and self.is_open
+        blocks = self._pool.take(room) if is_possible and len(self._copies) <= MOST_COPIES else None
+        if blocks is None:
+            self._end_copy(key)
+            return
+        last = names[known - 1] if known else NO_BLOCK
+        self._numbers += 1
+        wanted = Wanted(self._numbers, source, [last], blocks, MOST_SECONDS, holder)
+        self._transfers[self._numbers] = transfer = _Transfer(wanted, copies={key})
+        self._mover.fetch(transfer.wanted)
+
+    def take_copied(self) -> list[tuple[Key, int, bool]]:
+        """Copies that have ended.
+
+        Each has the tokens of it that the cache has, and whether its request is taken over.
+        """
         found, self._copied = self._copied, []
+        return found
+
+    def take_handed_over(self) -> list[RequestKey]:
+        """Requests that go no further here, and are to be forgotten before the next step."""
+        found, self._handed_over = self._handed_over, []
         return found
 
     def forget_copies(self, peer: bytes) -> None:
@@ -216,6 +285,8 @@ class BlockExchange:
             wrong_blocks=self._counters.wrong_blocks + len(wrong),
         )
         for check in wrong:
+            if self._tier is not None and check.source == FILES:
+                self._tier.forget(check.names)
             self._shun(check.source, "a block of it is not what was computed here", is_wrong=True)
         return [check.request for check in wrong]
 
@@ -225,24 +296,90 @@ class BlockExchange:
 
     # ---- events
 
-    def turn(self, being_filled: Callable[[], set[int]]) -> list[Request]:
+    def turn(self, being_filled: Callable[[], set[int]], find: Find = nobody) -> list[Request]:
         """Act on what the mover did; returns requests to queue.
 
-        ``being_filled``: blocks whose content is not computed yet, though they may have names.
+        ``being_filled``: blocks whose content is not computed yet, though they may have names. ``find``:
+        finds requests that others ask for; see :meth:`take_handed_over`.
         """
         ready: list[Request] = []
-        for event in self._mover.take_events():
+        events = self._mover.take_events()
+        if self._tier is not None:
+            self._tier.turn(being_filled)
+            events = [*events, *self._tier.take_events()]
+        for event in events:
             match event:
-                case Look(loan, names):
+                case Look(loan, names, None):
                     self._lend(loan, names, being_filled())
+                case Look():
+                    self._hand_overs.add(event)
                 case Return(loan):
                     self._pool.release(self._lent.pop(loan))
                     self._num_kept -= self._kept.pop(loan)
                 case Ended():
                     ready += self._ended(event)
+        for loan, request, answer in self._hand_overs.due(find) if self._hand_overs else ():
+            self._hand_over(loan, request, answer)
+        if self._tier is not None and self._transfers:
+            ready += self._overdue()
         if self._mover.has_ended and not self.is_idle:
             ready += self._give_up()
         return ready
+
+    def reset(self) -> None:
+        """Forget all names, also of blocks on their way; requests keep what they hold."""
+        self._pool.unname(list(self._pool.known))
+        for transfer in self._transfers.values():
+            transfer.is_void = True
+            self._set_aside(transfer)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Take in a step with prompt tokens, for the prices of what is fetched."""
+        self.price.computed(tokens, seconds)
+        self._tier_price.computed(tokens, seconds)
+
+    def _overdue(self) -> list[Request]:
+        """Requests that wait no longer for files: a read may hang, and keeps its room."""
+        now, found = self._clock(), []
+        for transfer in [each for each in self._transfers.values() if now > each.due_at]:
+            transfer.due_at = math.inf
+            found += self._leave(transfer)
+            self._set_aside(transfer)
+            self._cancel_unwanted(transfer)
+        return found
+
+    def _leave(self, transfer: _Transfer) -> list[Request]:
+        """The requests of a transfer, which wait for it no longer."""
+        found, transfer.requests = list(transfer.requests.values()), {}
+        for request in found:
+            del self._waiting[request.key]
+        return found
+
+    def _set_aside(self, transfer: _Transfer) -> None:
+        """Let nobody wait for a transfer from now on."""
+        for name in transfer.wanted.names:
+            if self._on_the_way.get(name) is transfer:
+                del self._on_the_way[name]
+
+    def _hand_over(self, loan: Key, request: Request | None, answer: Tail | str) -> None:
+        """Lend the last blocks of a request, which then lets go of them; or refuse."""
+        if isinstance(answer, str) or request is None:
+            self._mover.refuse(loan, str(answer))
+            return
+        if answer.has_part:
+            self._pool.name_part(answer.blocks[-1], answer.names[-1])
+        self._pool.hold(answer.blocks)
+        self._lent[loan], self._kept[loan] = list(answer.blocks), 0
+        self._handed_over.append(request.key)
+        self._count(lent_blocks=self._counters.lent_blocks + len(answer.blocks))
+        self._mover.handed_over(loan, answer.names, answer.blocks, has_part=answer.has_part)
+
+    def _taken(self, request: Request) -> _Transfer | None:
+        """The transfer by which this request is handed over, while it is under way."""
+        key = (request.key[0], request.copy)
+        if not request.copy or key not in self._copies:
+            return None
+        return next((each for each in self._transfers.values() if key in each.copies), None)
 
     def _lend(self, loan: Key, names: Sequence[BlockHash], being_filled: set[int]) -> None:
         """Hold the first of these blocks that are here and computed.
@@ -264,14 +401,22 @@ class BlockExchange:
         self._count(lent_blocks=self._counters.lent_blocks + len(blocks))
         self._mover.found(loan, blocks)
 
-    def _end_copy(self, key: Key) -> None:
+    def _end_copy(self, key: Key, *, is_taken: bool = False) -> None:
         names = self._copies.pop(key)
-        self._copied.append((key, len(self._pool.find_prefix(names)) * self._block_size))
+        self._copied.append((key, len(self._pool.find_prefix(names)) * self._block_size, is_taken))
 
     def _cancel_unwanted(self, transfer: _Transfer) -> None:
         if not transfer.is_wanted and not transfer.is_cancelled:
             transfer.is_cancelled = True
-            self._mover.cancel(transfer.wanted.number)
+            mover = self._tier if transfer.wanted.source == FILES and self._tier is not None else self._mover
+            mover.cancel(transfer.wanted.number)
+
+    def _begin_best(self, names: list[BlockHash], source: Source) -> _Transfer | None:
+        """Begin a transfer from files that have all blocks, or if no instance has some."""
+        count = 0 if self._tier is None or FILES in self._shunned else self._tier.count(names)
+        if count and (count == len(names) or not source):
+            return self._begin(names[:count], FILES)
+        return self._begin(names, source) if source else None
 
     def _begin(
         self, names: list[BlockHash], source: Source, *, at_any_price: bool = False
@@ -281,11 +426,12 @@ class BlockExchange:
         tokens = len(names) * self._block_size
         if not names or source in self._shunned:
             return None
-        if not at_any_price and not self.price.pays(tokens, now):
+        price = self._price_of(source)
+        if not at_any_price and not price.pays(tokens, now):
             return None
         blocks = self._pool.take(len(names))
         assert blocks is not None, "there are more free ones"
-        computing = None if at_any_price else self.price.seconds_to_compute(tokens)
+        computing = None if at_any_price else price.seconds_to_compute(tokens)
         seconds = MOST_SECONDS if computing is None else min(MOST_SECONDS, max(LEAST_SECONDS, computing))
         self._numbers += 1
         transfer = _Transfer(Wanted(self._numbers, source, names, blocks, seconds))
@@ -293,40 +439,51 @@ class BlockExchange:
         for name in names:
             self._on_the_way.setdefault(name, transfer)
         self._count(queried_tokens=self._counters.queried_tokens + tokens)
-        self._mover.fetch(transfer.wanted)
+        if source == FILES and self._tier is not None:
+            transfer.due_at = now + seconds
+            self._tier.fetch(transfer.wanted)
+        else:
+            self._mover.fetch(transfer.wanted)
         return transfer
+
+    def _price_of(self, source: Source) -> FetchPrice:
+        return self._tier_price if source == FILES else self.price
 
     def _ended(self, end: Ended) -> list[Request]:
         transfer = self._transfers.pop(end.number)
         wanted, now = transfer.wanted, self._clock()
-        for block, name in zip(wanted.blocks[: end.count], wanted.names, strict=False):
-            self._pool.name(block, name)
+        names = end.names if wanted.holder else wanted.names
+        num_full = end.count - end.has_part
+        if not transfer.is_void:
+            for block, name in zip(wanted.blocks[:num_full], names, strict=False):
+                self._pool.name(block, name)
+            if end.has_part:
+                self._pool.name_part(wanted.blocks[num_full], names[num_full])
         self._pool.release(wanted.blocks)
-        for name in wanted.names:
-            if self._on_the_way.get(name) is transfer:
-                del self._on_the_way[name]
-        tokens = end.count * self._block_size
+        self._set_aside(transfer)
+        tokens = num_full * self._block_size
         outcomes = self._counters.outcomes
         self._count(
             fetched_tokens=self._counters.fetched_tokens + tokens,
             fetched_bytes=self._counters.fetched_bytes + end.num_bytes,
             fetch_seconds=self._counters.fetch_seconds + end.seconds,
             outcomes={**outcomes, end.outcome.value: outcomes.get(end.outcome.value, 0) + 1},
+            wrong_blocks=self._counters.wrong_blocks + (end.outcome is Outcome.WRONG),
         )
-        if end.outcome in (Outcome.WHOLE, Outcome.SLOW):
-            self.price.fetched(end.num_bytes, end.seconds, now)
+        if end.outcome in (Outcome.WHOLE, Outcome.SLOW) and wanted.holder is None:
+            self._price_of(end.source).fetched(end.num_bytes, end.seconds, now)
         if end.for_good:
             is_wrong = end.outcome is Outcome.WRONG
             why = "what it sent is not what it named" if is_wrong else "its cache differs"
             self._shun(end.source, why, is_wrong=is_wrong)
-        found = list(transfer.requests.values())
+        found = self._leave(transfer)
         for request in found:
-            del self._waiting[request.key]
             request.num_fetched = tokens
-        if found and end.count and self._checks is not None:
+        is_whole = wanted.holder is None and not transfer.is_void
+        if found and end.count and is_whole and self._checks is not None:
             self._checks.fetched(found[0], end.source, wanted.names[: end.count])
         for key in transfer.copies:
-            self._end_copy(key)
+            self._end_copy(key, is_taken=end.was_lent and wanted.holder is not None)
         return found
 
     def _shun(self, source: Source, why: str, *, is_wrong: bool) -> None:
@@ -340,15 +497,17 @@ class BlockExchange:
         """The mover is gone: nothing is read or written any more."""
         for blocks in self._lent.values():
             self._pool.release(blocks)
-        for transfer in self._transfers.values():
-            self._pool.release(transfer.wanted.blocks)
-        found = self.requests
+        found: list[Request] = []
+        for number, transfer in list(self._transfers.items()):
+            if transfer.wanted.source != FILES:  # whose thread may still write
+                self._pool.release(transfer.wanted.blocks)
+                found += self._leave(transfer)
+                self._set_aside(transfer)
+                del self._transfers[number]
         self._num_kept = 0
         self._kept.clear()
         self._lent.clear()
-        self._transfers.clear()
-        self._on_the_way.clear()
-        self._waiting.clear()
+        self._hand_overs.clear()
         for key in list(self._copies):
             self._end_copy(key)
         return found

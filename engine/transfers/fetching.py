@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.scheduling.blocks import BlockHash
 from engine.transfers.messages import (
@@ -19,6 +19,7 @@ from engine.transfers.messages import (
     Ask,
     Enough,
     Held,
+    Holder,
     Lent,
     More,
     Piece,
@@ -69,6 +70,11 @@ class Wanted:
     """Where each of them goes."""
     seconds: float
     """Most that it may take."""
+    holder: Holder | None = None
+    """A request that its source is to hand over.
+
+    ``names`` is then the last of its blocks that are here.
+    """
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,15 @@ class Ended:
     """From the question to the end."""
     for_good: bool = False
     """Whether the source would refuse, or be wrong, again."""
+    names: Sequence[BlockHash] = ()
+    """Names of the blocks that came, where the source had to tell them."""
+    has_part: bool = False
+    """Whether the last of these is partly filled."""
+    was_lent: bool = False
+    """Whether the source answered that it lends.
+
+    A request to hand over goes no further there.
+    """
 
 
 Action = Tell | Write | Ended
@@ -118,6 +133,9 @@ class _Fetch:
     count: int = 0
     """Blocks that have come."""
     num_bytes: int = 0
+    names: Sequence[BlockHash] = ()
+    """Names of the blocks that come."""
+    has_part: bool = False
 
 
 class Fetcher:
@@ -150,11 +168,14 @@ class Fetcher:
     def begin(self, wanted: Wanted, now: float) -> None:
         """Take up a transfer, which waits for its turn and a connection: see :meth:`due`."""
         assert wanted.number not in self._fetches
-        self._fetches[wanted.number] = _Fetch(wanted, now, now)
+        names = () if wanted.holder else wanted.names
+        self._fetches[wanted.number] = _Fetch(wanted, now, now, names=names)
 
     def ask(self, number: int) -> Ask:
         """The question to a source."""
-        return Ask(number, self._identity, joined(self._fetches[number].wanted.names), WINDOW)
+        wanted = self._fetches[number].wanted
+        room = len(wanted.blocks) if wanted.holder else 0
+        return Ask(number, self._identity, joined(wanted.names), WINDOW, wanted.holder, room)
 
     def asked(self, number: int) -> None:
         """The question was sent."""
@@ -177,8 +198,8 @@ class Fetcher:
         if fetch is None or fetch.wanted.source != source or not fetch.is_asked:
             return []
         match message:
-            case Lent(_, count):
-                return self._lent(fetch, count, now)
+            case Lent():
+                return self._lent(fetch, message, now)
             case Piece():
                 return self._piece(fetch, message, now)
             case Refused():
@@ -206,10 +227,13 @@ class Fetcher:
 
     # ---- helpers
 
-    def _lent(self, fetch: _Fetch, count: int, now: float) -> list[Action]:
-        if fetch.lent is not None or count > len(fetch.wanted.names):
+    def _lent(self, fetch: _Fetch, lent: Lent, now: float) -> list[Action]:
+        count, names = lent.count, fetch.names
+        if fetch.wanted.holder:
+            names = split(lent.names)
+        if fetch.lent is not None or count > min(len(names), len(fetch.wanted.blocks)):
             return self._end(fetch, Outcome.WRONG, now, for_good=True)
-        fetch.lent, fetch.heard_at = count, now
+        fetch.lent, fetch.heard_at, fetch.names, fetch.has_part = count, now, names, lent.has_part
         return [] if count else self._end(fetch, Outcome.ABSENT, now)
 
     def _piece(self, fetch: _Fetch, piece: Piece, now: float) -> list[Action]:
@@ -222,7 +246,7 @@ class Fetcher:
         data = memoryview(piece.data)
         for index, digest in enumerate(digests):
             block = data[index * self._block_bytes : (index + 1) * self._block_bytes]
-            if digest_of(self._identity, wanted.names[fetch.count], block) != digest:
+            if digest_of(self._identity, fetch.names[fetch.count], block) != digest:
                 return [*actions, *self._end(fetch, Outcome.WRONG, now, for_good=True)]
             actions.append(Write(wanted.blocks[fetch.count], block))
             fetch.count += 1
@@ -237,5 +261,9 @@ class Fetcher:
         del self._fetches[wanted.number]
         seconds = now - fetch.began_at
         ended = Ended(wanted.number, fetch.count, outcome, wanted.source, fetch.num_bytes, seconds, for_good)
+        if wanted.holder:
+            whole = fetch.has_part and fetch.count == fetch.lent
+            names = fetch.names[: fetch.count]
+            ended = replace(ended, names=names, has_part=whole, was_lent=fetch.lent is not None)
         is_open = fetch.is_asked and outcome not in (Outcome.WHOLE, Outcome.LOST, Outcome.REFUSED)
         return [Tell(wanted.source, Enough(wanted.number)), ended] if is_open else [ended]

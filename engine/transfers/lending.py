@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.scheduling.blocks import BlockHash
-from engine.transfers.messages import Ask, Enough, Held, Lent, More, Refused, ToSource, split
+from engine.transfers.messages import Ask, Enough, Held, Holder, Lent, More, Refused, ToSource, joined, split
 
 Peer = bytes
 Key = tuple[Peer, int]
@@ -36,6 +36,12 @@ class Look:
 
     loan: Key
     names: list[BlockHash]
+    holder: Holder | None = None
+    """A request to hand over: see :class:`engine.transfers.messages.Ask`.
+
+    :meth:`Lender.handed_over` or :meth:`Lender.refused` is the answer.
+    """
+    room: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,8 @@ class _Loan:
     """Index of the next block to read."""
     is_over: bool = False
     """The taker went while its blocks were looked up."""
+    told: tuple[bytes, bool] = (b"", False)
+    """Names that the taker lacks, and whether the last block is partly filled."""
 
 
 class Lender:
@@ -104,7 +112,24 @@ class Lender:
             return [Return(key)]
         peer, number = key
         loan.blocks = blocks
-        return [Send(peer, Lent(number, len(blocks))), *self._pieces(key, loan)]
+        return [Send(peer, Lent(number, len(blocks), *loan.told)), *self._pieces(key, loan)]
+
+    def handed_over(
+        self, key: Key, names: Sequence[BlockHash], blocks: Sequence[int], *, has_part: bool
+    ) -> list[Action]:
+        """A request goes no further here.
+
+        Its last blocks have these names, and are held from now on.
+        """
+        loan = self._loans[key]
+        loan.names, loan.told = list(names), (joined(names), has_part)
+        return self.found(key, blocks)
+
+    def refused(self, key: Key, reason: str) -> list[Action]:
+        """Nothing is lent of a request that was to be handed over."""
+        loan = self._loans.pop(key)
+        peer, number = key
+        return [] if loan.is_over else [Send(peer, Refused(number, reason))]
 
     def waiting(self) -> list[Action]:
         """Questions whether the takers of loans that wait for them are still there."""
@@ -130,7 +155,7 @@ class Lender:
             return [Send(peer, Refused(ask.number, "too many loans at once"))]
         names = split(ask.names)
         self._loans[key] = _Loan(names, ask.pieces)
-        return [Look(key, names)]
+        return [Look(key, names, ask.holder, ask.room)]
 
     def _num_of(self, peer: Peer) -> int:
         return sum(key[0] == peer for key in self._loans)

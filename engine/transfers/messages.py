@@ -24,17 +24,31 @@ MOST_BLOCKS = 65_536
 MOST_PIECES = 16
 """Pieces that a taker grants at once."""
 
+Buffer = bytes | bytearray | memoryview
+NO_BLOCK: BlockHash = bytes(HASH_BYTES)
+"""Name of the block before a request's first one."""
+
 Number = Annotated[int, Meta(ge=0, le=2**53)]
+Holder = tuple[str, Number]
+"""A running request: its router's name, and the router's number of it at the source."""
 
 
-def digest_of(identity: str, name: BlockHash, data: bytes | bytearray | memoryview) -> bytes:
+def digest_of(identity: str, name: BlockHash, data: Buffer) -> bytes:
     """Digest of a block's bytes, its name, and the cache that it fits.
 
     So the bytes of another block, or of another layout, are wrong like torn ones. The bytes count by their
     CRC, which finds every flipped bit at several gigabytes a second: nobody in a mesh means to deceive, and
     others have no key.
     """
-    facts = CRC.pack(zlib.crc32(data), len(data))
+    return digest_of_parts(identity, name, [data])
+
+
+def digest_of_parts(identity: str, name: BlockHash, parts: Iterable[Buffer]) -> bytes:
+    """:func:`digest_of` bytes that lie in several places, one after the other."""
+    crc = length = 0
+    for part in parts:
+        crc, length = zlib.crc32(part, crc), length + len(part)
+    facts = CRC.pack(crc, length)
     return hashlib.blake2b(identity.encode() + name + facts, digest_size=DIGEST_BYTES).digest()
 
 
@@ -60,6 +74,14 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     names: Annotated[bytes, Meta(max_length=MOST_BLOCKS * HASH_BYTES)]
     pieces: Annotated[int, Meta(ge=1, le=MOST_PIECES)]
     """Pieces that may be sent at once."""
+    holder: Holder | None = None
+    """A request to hand over.
+
+    ``names`` is then the last of its blocks that the taker has. The source stops the request at the end
+    of a step. It lends what comes after that block, with the one that is partly filled.
+    """
+    room: Annotated[int, Meta(ge=0, le=MOST_BLOCKS)] = 0
+    """Blocks that the taker has room for, with ``holder``."""
 
     def __post_init__(self) -> None:
         if not self.names or len(self.names) % HASH_BYTES:
@@ -89,6 +111,10 @@ class Lent(msgspec.Struct, frozen=True, tag="lent"):
 
     number: Number
     count: Annotated[int, Meta(ge=0, le=MOST_BLOCKS)]
+    names: Annotated[bytes, Meta(max_length=MOST_BLOCKS * HASH_BYTES)] = b""
+    """Names of a handed over request's blocks: the taker did not know them."""
+    has_part: bool = False
+    """Whether the last one is partly filled, and named by the tokens in it."""
 
 
 class Piece(msgspec.Struct, frozen=True, tag="piece"):

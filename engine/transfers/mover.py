@@ -26,6 +26,7 @@ from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.complaints import Complaints
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import MAX_MESSAGE_BYTES, AsyncConnection, AsyncListener, Peer, with_room
+from engine.scheduling.blocks import BlockHash
 from engine.transfers import fetching, lending
 from engine.transfers.block_memory import BlockMemory
 from engine.transfers.fetching import Ended, Fetcher, Source, Wanted
@@ -126,6 +127,16 @@ class BlockMover:
     def found(self, loan: Key, blocks: Sequence[int]) -> None:
         """The answer to a :class:`Look`; the blocks are held until its :class:`Return`."""
         self._call(lambda: self._lend(self._lender.found(loan, blocks)))
+
+    def handed_over(
+        self, loan: Key, names: Sequence[BlockHash], blocks: Sequence[int], *, has_part: bool
+    ) -> None:
+        """An answer to a :class:`Look` for a request to hand over, as :meth:`found`."""
+        self._call(lambda: self._lend(self._lender.handed_over(loan, names, blocks, has_part=has_part)))
+
+    def refuse(self, loan: Key, reason: str) -> None:
+        """The other answer to it."""
+        self._call(lambda: self._lend(self._lender.refused(loan, reason)))
 
     def same(self, one: int, other: int) -> bool:
         """Whether two blocks, which the step loop holds, have the same bytes."""

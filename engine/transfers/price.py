@@ -26,7 +26,7 @@ class FetchPrice:
 
     def __init__(self, token_bytes: float) -> None:
         """``token_bytes``: of one token in the cache."""
-        self._token_bytes = token_bytes
+        self.token_bytes = token_bytes
         self._byte_seconds = 0.0
         self._token_seconds = 0.0
         self._fetched_at = 0.0
@@ -43,14 +43,14 @@ class FetchPrice:
 
     def fetched(self, num_bytes: int, seconds: float, now: float) -> None:
         """Take in a transfer; without any bytes it counts as one of a token."""
-        self._byte_seconds = _towards(self._byte_seconds, seconds / max(num_bytes, self._token_bytes))
+        self._byte_seconds = _towards(self._byte_seconds, seconds / max(num_bytes, self.token_bytes))
         self._fetched_at = now
 
     def at(self, now: float) -> float:
         """Cost of a fetched token, in tokens to compute."""
         if not self._byte_seconds or not self._token_seconds:
             return UNKNOWN
-        price = self._token_bytes * self._byte_seconds / self._token_seconds
+        price = self.token_bytes * self._byte_seconds / self._token_seconds
         price = min(price, WORST)
         kept = float(0.5 ** ((now - self._fetched_at) / FADES))
         return min(price, UNKNOWN + (price - UNKNOWN) * kept)

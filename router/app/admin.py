@@ -39,6 +39,10 @@ ELASTIC = "/scale_elastic_ep"
 """vLLM's path for a wish to scale; here it needs what the admin API needs."""
 REBALANCE = "/eplb/rebalance"
 """Path for a wish that experts move now; it needs what the admin API needs."""
+RESET = "/reset_prefix_cache"
+"""vLLM's path to forget cached prefixes; it needs what the admin API needs."""
+RESET_TIMEOUT = 30.0
+"""Seconds for all instances to forget them, in memory and in files."""
 MAX_REQUESTS = 1000
 """Most requests in an answer."""
 
@@ -57,6 +61,9 @@ class Watched(Protocol):
     @property
     def num_in_flight(self) -> int: ...
     def flights(self, most: int) -> Sequence[Flight]: ...
+    async def reset_caches(self, timeout: float) -> list[str]:
+        """Have all instances forget cached prefixes; returns those that did not in time."""
+        ...
 
 
 Command = Callable[[OperatorCommand], Awaitable[Answer]]
@@ -199,6 +206,12 @@ def make_admin_app(
         _read_rebalance(await read_body(request, BODY_LIMITS) or b"{}")
         return await carry_out(Rebalance(command=_name()))
 
+    async def reset_prefix_cache(_request: Request) -> Response:
+        missing = await mesh.reset_caches(RESET_TIMEOUT)
+        if missing:
+            raise _unavailable(f"these instances have not reset their caches: {', '.join(sorted(missing))}")
+        return Response()
+
     async def carry_out(wish: OperatorCommand) -> Response:
         return _json(CommandAnswer(True, await obtain(wish)), ACCEPTED)
 
@@ -222,6 +235,7 @@ def make_admin_app(
             Route("/admin/scale", scale, methods=["POST"]),
             Route(ELASTIC, scale_elastic_ep, methods=["POST"]),
             Route(REBALANCE, rebalance, methods=["POST"]),
+            Route(RESET, reset_prefix_cache, methods=["POST"]),
         ],
         middleware=[Middleware(RequestIds)],
         exception_handlers=exception_handlers(),
@@ -253,7 +267,7 @@ class AdminGate:
         if scope["type"] != "http":
             return self._endpoint
         path: str = scope["path"]
-        is_admin = path in ("/admin", ELASTIC, REBALANCE) or path.startswith("/admin/")
+        is_admin = path in ("/admin", ELASTIC, REBALANCE, RESET) or path.startswith("/admin/")
         on_admin_port = self._port is not None and (scope.get("server") or ("", 0))[1] == self._port
         if not is_admin:
             if on_admin_port and path not in OPEN_PATHS:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.scheduling.blocks import prefix_names
+from engine.transfers.price import FEWEST
 from router.dispatch import policy, roles
 from router.dispatch.ledger import Entry, Ledger
 from router.dispatch.policy import Candidate, Policy, Wish
@@ -171,7 +172,7 @@ class Chooser:
 
     def _source_for(self, instance: Instance, blocks: Sequence[int], cached: int) -> tuple[str, int]:
         """Where an instance fetches what it lacks, and the tokens to compute that this spares."""
-        found = self._pool.lender(instance, blocks)
+        found = self._pool.lender(instance, blocks, cached + FEWEST)
         if found is None or found[0].capacity is None:
             return "", 0
         source, tokens = found

@@ -150,6 +150,10 @@ class MeshClient:
         """End every request in flight with a 503; returns their ids."""
         return self._mover.give_up_all(why)
 
+    async def reset_caches(self, timeout: float) -> list[str]:
+        """Have all instances forget cached prefixes; returns those that did not in time."""
+        return await self._receiver.cache_resets.reset(timeout)
+
     # ---- facts
 
     @property

@@ -2,8 +2,8 @@
 
 An instance whose drain is over asks for its requests to be moved. Each goes on there while another instance
 copies its full blocks. What is computed meanwhile is copied next, until nothing is missing but the block in
-the making. Then the request is handed over: the other instance computes that block's tokens again, and goes
-on. What cannot be copied is handed over at once, and computed again.
+the making. Then the other instance takes the request over: it ends at the first one, and that block comes,
+too. So nothing is computed again. What cannot be copied is handed over at once, and computed again.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ class HandOver:
     source: Instance
     target: Instance | None
     loss: Loss
+    copy: int = 0
+    """Number of the copy by which the target takes it over.
+
+    0: it computes what it lacks.
+    """
 
 
 Action = Copy | HandOver
@@ -73,6 +78,8 @@ class _Move:
     tokens: int = 0
     """Tokens that the target had after the last round."""
     rounds: int = field(default=1)
+    is_last: bool = False
+    """The target takes it over with this round."""
 
 
 class Departures:
@@ -102,23 +109,55 @@ class Departures:
                 actions.append(HandOver(entry, source, None, loss))
         return [*actions, *self._next(_Departure(source, loss, waiting))]
 
-    def copied(self, target: Instance, number: int, tokens: int) -> list[Action]:
-        """Act on the end of a copy: the target has ``tokens`` of the request."""
+    def copied(self, target: Instance, number: int, tokens: int, *, is_taken: bool = False) -> list[Action]:
+        """Act on the end of a copy: the target has ``tokens`` of the request.
+
+        ``is_taken``: the source has let it go, as it says itself (:meth:`handed_over`).
+        """
         move = self._moves.get(number)
-        if move is None or move.target is not target:
+        if move is None or move.target is not target or is_taken:
             return []
         del self._moves[number]
         before, move.tokens = move.tokens, tokens
-        is_stuck = tokens <= before or move.rounds >= MOST_ROUNDS
-        if move.entry.address == move.address and not is_stuck and _num_missing(move):
+        if move.entry.address != move.address or move.is_last:
+            return self._over(move)
+        if tokens > before and move.rounds < MOST_ROUNDS and _num_missing(move):
             move.rounds += 1
             return [self._copy(move)]
-        return self._over(move)
+        if _num_missing(move) > MOST_MISSING or not target.ready:
+            return self._over(move)
+        move.is_last = True
+        return [self._copy(move)]
 
-    def gone(self, target: Instance) -> list[Action]:
-        """An instance is lost: what it copied is handed over to another one at once."""
-        found = [number for number, move in self._moves.items() if move.target is target]
-        return [action for number in found for action in self._over(self._moves.pop(number))]
+    def handed_over(self, source: Instance, number: int) -> list[Action] | None:
+        """Act on the word of an instance that it has let a request go.
+
+        Returns None if nobody asks for that any more.
+        """
+        address = source.name, number
+        found = (
+            (copy, move) for copy, move in self._moves.items() if move.is_last and move.address == address
+        )
+        copy, move = next(found, (0, None))
+        if move is None:
+            return None
+        del self._moves[copy]
+        return self._over(move, copy)
+
+    def gone(self, instance: Instance) -> list[Action]:
+        """An instance is lost: what it copied is handed over to another one at once.
+
+        What was being taken over from it is moved like all that it had.
+        """
+        actions: list[Action] = []
+        for number, move in list(self._moves.items()):
+            if move.target is instance:
+                actions += self._over(self._moves.pop(number))
+            elif move.departure.source is instance and move.is_last:
+                del self._moves[number]
+                move.departure.num_copied -= 1
+                move.departure.loss.less()
+        return actions
 
     # ---- helpers
 
@@ -154,19 +193,24 @@ class Departures:
                 prompt.prompt_ids + move.entry.emitted,
                 move.departure.source.capacity.blocks_at,
                 prompt.cache_salt,
+                move.address[1] if move.is_last else 0,
             ),
         )
 
-    def _over(self, move: _Move) -> list[Action]:
-        """End a request's copies: hand it over, unless it has ended or gone meanwhile."""
+    def _over(self, move: _Move, copy: int = 0) -> list[Action]:
+        """End a request's copies: hand it over, unless it has ended or gone meanwhile.
+
+        ``copy``: the target takes it over by this one, and its source has let it go.
+        """
         departure = move.departure
         departure.num_copied -= 1
-        is_short = not move.target.ready or _num_missing(move) > MOST_MISSING
+        is_short = not copy and (not move.target.ready or move.is_last or _num_missing(move) > MOST_MISSING)
         if move.entry.address != move.address or (departure.may_stay and is_short):
             departure.loss.less()
             return self._next(departure)
         target = move.target if move.target.ready else None
-        return [HandOver(move.entry, departure.source, target, departure.loss), *self._next(departure)]
+        action = HandOver(move.entry, departure.source, target, departure.loss, copy if target else 0)
+        return [action, *self._next(departure)]
 
 
 def _can_copy(source: Instance, target: Instance) -> bool:

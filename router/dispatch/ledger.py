@@ -75,9 +75,12 @@ class Loss:
             logger.log(logging.DEBUG if self.planned else logging.INFO, "%s", self)
 
     def back(self, work: int, cached: int, seconds: float) -> None:
-        """Count a request of ``work`` tokens whose first new token came after ``seconds``."""
+        """Count a request of ``work`` tokens whose first new token came after ``seconds``.
+
+        The last of them is never computed before the token that follows it, so it is not computed again.
+        """
         self.waits.append(seconds)
-        self.computed += work - cached
+        self.computed += max(0, work - 1 - cached)
         self.cached += cached
         self.less()
 
@@ -135,8 +138,11 @@ class Entry:
     None for the first delta of a try, which holds more than a token, and while the reader is busy.
     """
 
-    def submit(self, number: int) -> Submit:
-        """The message that makes an instance continue where the last one stopped."""
+    def submit(self, number: int, copy: int = 0) -> Submit:
+        """The message that makes an instance continue where the last one stopped.
+
+        ``copy``: its number of a copy of the request's blocks.
+        """
         return Submit(
             request=number,
             request_id=self.prompt.request_id,
@@ -151,6 +157,7 @@ class Entry:
             traceparent=self.prompt.traceparent,
             background=self.prompt.background,
             blocks_at=self.blocks_at,
+            copy=copy,
         )
 
     def moves(self, loss: Loss, now: float = 0.0) -> None:

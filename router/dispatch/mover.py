@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from coordinator.numerics import is_invariant
-from engine.messages import Abort, Delta, Recall
+from engine.messages import Abort, Delta, Prefetched, Recall
 from router.dispatch import departures, roles
 from router.dispatch.chooser import Chooser, unavailable
 from router.dispatch.departures import Departures
@@ -190,9 +190,19 @@ class RequestMover:
             entry.owed = True
         self._depart(self._departures.begin(instance, lost, loss))
 
-    def copied(self, target: Instance, number: int, tokens: int) -> None:
+    def copied(self, target: Instance, copied: Prefetched) -> None:
         """An instance has copied blocks of a request that is to move there."""
-        self._depart(self._departures.copied(target, number, tokens))
+        self._depart(self._departures.copied(target, copied.number, copied.tokens, is_taken=copied.taken))
+
+    def handed_over(self, instance: Instance, number: int) -> None:
+        """An instance goes no further with a request, which another one takes over."""
+        actions = self._departures.handed_over(instance, number)
+        if actions is not None:
+            self._depart(actions)
+        elif (entry := self._ledger.find(instance.name, number)) is not None:
+            entry.owed = True  # whoever asked for it is lost, or has given up
+            entry.uncount_try()
+            self.resume(entry, instance)
 
     def _depart(self, actions: Iterable[departures.Action]) -> None:
         waiting = deque(actions)
@@ -210,14 +220,15 @@ class RequestMover:
         if entry.address is None or entry.address[0] != source.name:
             action.loss.less()  # it ended, or went, by what came of the actions before
             return
-        self._abort(entry)
+        if not action.copy:  # else it has ended there
+            self._abort(entry)
         entry.moves(action.loss, time.monotonic())
         entry.uncount_try()
         if action.target is None:
             self.resume(entry, source)
         else:
             entry.failed_at(source.rank)
-            self._dispatch(entry, action.target)
+            self._dispatch(entry, action.target, action.copy)
 
     def _to_move(self, instance: Instance, reason: str) -> list[Entry]:
         """The requests of an instance that have to go on elsewhere.
@@ -342,13 +353,17 @@ class RequestMover:
             self.forget(entry)  # else it would fail again with each move, and others with it
             raise
 
-    def _dispatch(self, entry: Entry, instance: Instance) -> None:
-        """Send a request to an instance or, while that fails, to the best other one."""
+    def _dispatch(self, entry: Entry, instance: Instance, copy: int = 0) -> None:
+        """Send a request to an instance or, while that fails, to the best other one.
+
+        ``copy``: the instance takes it over, with the blocks of this copy.
+        """
         chosen: Instance | None = instance
         while chosen is not None:
             number = self._chooser.dispatch(entry, chosen, time.monotonic())
-            if self._connections[chosen.name].send(entry.submit(number)):
+            if self._connections[chosen.name].send(entry.submit(number, copy)):
                 return
+            copy = 0
             # Its connection just broke, or it no longer reads: not used until it answers on a new one.
             self.lose(chosen)
             entry.uncount_try()  # it never got there

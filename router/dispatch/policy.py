@@ -173,12 +173,13 @@ def longest(candidates: Sequence[Candidate]) -> int | None:
 
 def is_full(candidate: Candidate) -> bool:
     limits = candidate.capacity
-    if limits is None:
-        return False
+    return limits is not None and exceeds(limits, num_queued(candidate, 1), candidate.queued_tokens)
+
+
+def exceeds(limits: Capacity, queued: int, queued_tokens: int) -> bool:
+    """Whether a queue of so many requests and tokens takes no more."""
     most_tokens = limits.max_num_queued_tokens
-    return num_queued(candidate, 1) > limits.max_num_queued_reqs or (
-        most_tokens is not None and candidate.queued_tokens >= most_tokens
-    )
+    return queued > limits.max_num_queued_reqs or (most_tokens is not None and queued_tokens >= most_tokens)
 
 
 # ---- score
@@ -259,9 +260,16 @@ def num_queued(candidate: Candidate, blocks: int) -> int:
     limits = candidate.capacity
     if limits is None:
         return 0
-    no_slot = candidate.requests + 1 - limits.max_num_seqs
-    no_blocks = candidate.queued + 1 if candidate.blocks + blocks > limits.num_blocks else 0
-    return max(0, no_slot, no_blocks)
+    has_blocks = candidate.blocks + blocks <= limits.num_blocks
+    return queue_with(limits, candidate.requests, candidate.queued, has_blocks=has_blocks)
+
+
+def queue_with(limits: Capacity, requests: int, queued: int, *, has_blocks: bool) -> int:
+    """Requests that would wait of one more than ``requests``.
+
+    ``has_blocks``: there are blocks for it.
+    """
+    return max(0, requests + 1 - limits.max_num_seqs, 0 if has_blocks else queued + 1)
 
 
 # ---- pick

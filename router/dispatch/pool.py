@@ -51,7 +51,7 @@ def _sum(total: Sent, part: Sent, sign: int) -> Sent:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class Instance:
     """One instance of the world."""
 
@@ -303,7 +303,7 @@ class Pool:
         if instance.capacity is None:
             return instance.candidate(now)
         used = (instance.report or NO_REPORT).blocks_used + instance.sent.blocks
-        kept = max(used, self.index.num_blocks(instance.name)) + self.index.num_expected(instance.name)
+        kept = self.index.blocks_kept(instance.name, used)
         return instance.candidate(
             now,
             cached_tokens=cached_tokens,
@@ -327,26 +327,31 @@ class Pool:
                 found[identity] = max(found.get(identity, 0), length * instance.capacity.block_size)
         return found
 
-    def lender(self, taker: Instance, blocks: Sequence[int]) -> tuple[Instance, int] | None:
+    def lender(
+        self, taker: Instance, blocks: Sequence[int], least_tokens: int = 0
+    ) -> tuple[Instance, int] | None:
         """The instance that can lend most of a prompt to another, and its tokens there.
 
-        Among equals it is the one with the fewest requests.
+        Among equals it is the one with the fewest requests. None if it has fewer than ``least_tokens``.
         """
         if not blocks or not taker.lends or taker.capacity is None:
             return None
-        able = [
-            (length, other)
-            for name, length in self.index.stored_lengths(blocks).items()
-            if (other := self._instances.get(name)) is not None
-            and other is not taker
-            and other.lends
-            and other.capacity is not None
-            and other.capacity.cache_identity == taker.capacity.cache_identity
-        ]
-        if not able:
-            return None
-        length, best = min(able, key=lambda each: (-each[0], each[1].num_requests, each[1].rank))
-        return best, length * taker.capacity.block_size
+        identity, size = taker.capacity.cache_identity, taker.capacity.block_size
+        for length, names in self.index.stored_longest_first(blocks):
+            if length * size < least_tokens:
+                break
+            able = [
+                other
+                for name in names
+                if (other := self._instances.get(name)) is not None
+                and other is not taker
+                and other.lends
+                and other.capacity is not None
+                and other.capacity.cache_identity == identity
+            ]
+            if able:
+                return min(able, key=lambda each: (each.num_requests, each.rank)), length * size
+        return None
 
     def without_group(self, now: float, patience: float) -> list[Instance]:
         """Instances that no group has taken in for ``patience`` seconds.

@@ -7,20 +7,23 @@ bit for each: looking a prompt up costs one look per block, however many instanc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import repeat
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress, repeat
 from operator import or_
 
 from engine.messages import BlockEvents
 from engine.scheduling.block_log import split_names
 from router.dispatch.evictions import Evictions
 
+DIGITS = bytes.maketrans(b"01", b"\0\1")
 MAX_BLOCKS = 2_000_000
 """Different blocks that are remembered; more are ignored, which costs only hits."""
 
 
 class _Holder:
     """State of one instance in the index, apart from its block hashes."""
+
+    __slots__ = ("bit", "expectations", "expected", "has_gap", "next", "num_blocks")
 
     def __init__(self, bit: int) -> None:
         self.bit = bit
@@ -61,6 +64,16 @@ class PrefixIndex:
     def num_expected(self, name: str) -> int:
         """Blocks that an instance is about to hold."""
         return len(self._holders[name].expected) if name in self._holders else 0
+
+    def blocks_kept(self, name: str, used: int) -> int:
+        """Blocks of an instance that are ``used`` or cached, or will be."""
+        holder = self._holders.get(name)
+        return used if holder is None else max(used, holder.num_blocks) + len(holder.expected)
+
+    @property
+    def expects_any(self) -> bool:
+        """Whether any instance is about to hold blocks."""
+        return bool(self._expected)
 
     # ---- what instances say
 
@@ -157,17 +170,21 @@ class PrefixIndex:
         """The same of those that the instances have now, and can lend."""
         return _groups(map(self._stored.get, blocks, repeat(0)))
 
+    def stored_longest_first(self, blocks: Sequence[int]) -> Iterator[tuple[int, Iterator[str]]]:
+        """The same by lengths, the longest first, each with those that have it."""
+        for bits, length in reversed(self.stored_groups(blocks).items()):
+            yield length, self._named(bits)
+
     def stored_lengths(self, blocks: Sequence[int]) -> dict[str, int]:
         """Number of the leading blocks that each instance has now."""
         return self._by_name(self.stored_groups(blocks))
 
     def _by_name(self, groups: dict[int, int]) -> dict[str, int]:
-        return {
-            name: length
-            for bits, length in groups.items()
-            for number, name in enumerate(self.names)
-            if bits >> number & 1
-        }
+        return {name: length for bits, length in groups.items() for name in self._named(bits)}
+
+    def _named(self, bits: int) -> Iterator[str]:
+        """Names of the instances with these bits."""
+        return compress(self.names, bin(bits)[:1:-1].encode().translate(DIGITS))
 
     # ---- helpers
 
@@ -210,8 +227,11 @@ class PrefixIndex:
 def _groups(holders: Iterable[int]) -> dict[int, int]:
     """Lengths by the bits of those that hold so many of the first blocks."""
     lengths: dict[int, int] = {}
-    left, number = -1, -1
+    left, number, before = -1, -1, -1
     for number, bits in enumerate(holders):
+        if bits == before:
+            continue
+        before = bits
         still = left & bits
         if still != left:
             if left != -1:

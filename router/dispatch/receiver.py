@@ -8,7 +8,18 @@ from __future__ import annotations
 import time
 
 from coordinator.messages import State
-from engine.messages import Attached, Leaving, Prefetched, Recalled, RequestRefused, Tokens, ToRouter
+from engine.messages import (
+    Attached,
+    CacheReset,
+    HandedOver,
+    Leaving,
+    Prefetched,
+    Recalled,
+    RequestRefused,
+    Tokens,
+    ToRouter,
+)
+from router.dispatch.cache_resets import CacheResets
 from router.dispatch.chooser import unavailable
 from router.dispatch.delivery import Delivery
 from router.dispatch.instance_connection import InstanceConnection
@@ -31,6 +42,7 @@ class MessageReceiver:
         faults: Faults,
     ) -> None:
         """``connections`` by instance; those that failed are taken out."""
+        self.cache_resets = CacheResets(connections)
         self._pool = pool
         self._ledger = ledger
         self._connections = connections
@@ -50,8 +62,12 @@ class MessageReceiver:
                 self._on_refused(instance, message)
             case Recalled(numbers):
                 self._mover.take_back(instance, numbers)
-            case Prefetched(number, size):
-                self._mover.copied(instance, number, size)
+            case Prefetched():
+                self._mover.copied(instance, message)
+            case HandedOver(number):
+                self._mover.handed_over(instance, number)
+            case CacheReset(number):
+                self.cache_resets.done(instance.name, number)
             case Leaving():
                 instance.leaves = True
                 self._mover.let_go(instance)

@@ -26,7 +26,7 @@ _BALANCED = (
 _NO_OFFLOAD = "weights stay in the memory of their device: spread them with -tp, -pp or -ep"
 _NO_TRANSFER = (
     "KV blocks stay in instances' memory, and others fetch them without a flag: leave it out; "
-    "--disaggregation-mode gives instances a role"
+    "--kv-cache-dir keeps them in files as well, --disaggregation-mode gives instances a role"
 )
 _SPECULATION = """--speculative-config '{"method": "ngram", "num_speculative_tokens": N}'"""
 

@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.utils import floatToGoString
 
 from engine.messages import ITERATION_BOUNDS, STEP_BOUNDS, InstanceReport, TransferCounters
+from router.metrics.file_metrics import of_files
 
 LABELS = ("model_name", "engine")
 CACHE_LABELS = ("block_size", "num_gpu_blocks")
@@ -44,7 +45,7 @@ def of_reports(
         "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
         "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
         "prompt_tokens_cached": "Prompt tokens that were not computed.",
-        "external_prefix_cache_queries": "Prompt tokens whose KV blocks were asked of other instances.",
+        "external_prefix_cache_queries": "Prompt tokens whose KV blocks were asked of others, or of files.",
         "external_prefix_cache_hits": "Of those, tokens whose blocks came.",
         "spec_decode_num_drafts": "Drafts of tokens computed ahead.",
         "spec_decode_num_draft_tokens": "Tokens that were drafted.",
@@ -80,6 +81,7 @@ def of_reports(
         *families.values(),
         *_by_kind(model, reports, block_size),
         *_of_transfers(model, reports),
+        *of_files(model, reports),
         *_of_lockstep(model, reports),
     ]
 
@@ -133,7 +135,7 @@ def _of_transfers(model: str, reports: Mapping[int, InstanceReport]) -> Iterable
     """Metrics of KV blocks that instances fetch from each other."""
     outcomes = CounterMetricFamily(
         "lockstep:kv_fetches",
-        "Transfers of KV blocks from other instances, by how they ended.",
+        "Transfers of KV blocks from other instances and from files, by how they ended.",
         labels=(*LABELS, "outcome"),
     )
     num_bytes = CounterMetricFamily(
@@ -148,7 +150,11 @@ def _of_transfers(model: str, reports: Mapping[int, InstanceReport]) -> Iterable
     checked = CounterMetricFamily(
         "lockstep:kv_checked", "Fetched KV blocks that were computed as well, and compared.", labels=LABELS
     )
-    wrong = CounterMetricFamily("lockstep:kv_wrong", "Of those, KV blocks that differed.", labels=LABELS)
+    wrong = CounterMetricFamily(
+        "lockstep:kv_wrong",
+        "KV blocks that came and were not what was computed, or had another digest.",
+        labels=LABELS,
+    )
     price = GaugeMetricFamily(
         "lockstep:kv_fetch_price",
         "Measured time to fetch a token over that to compute one; 1: nothing is fetched.",

@@ -21,11 +21,15 @@ STOP_TIMEOUT = 20.0
 
 @contextlib.contextmanager
 def mesh(
-    arguments: str, serve: Sequence[str] = ("-m", "router.launcher.serve"), **variables: str
+    arguments: str,
+    serve: Sequence[str] = ("-m", "router.launcher.serve"),
+    log_file: Path | None = None,
+    **variables: str,
 ) -> Iterator[str]:
     """The base URL of a child ``serve`` with these arguments, once it is ready.
 
     It listens on free ports. Another program may take its place, and have more environment variables.
+    ``log_file`` is kept; without one its log goes with it.
     """
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         port, rpc_port = one.getsockname()[1], other.getsockname()[1]
@@ -33,7 +37,7 @@ def mesh(
     command += [f"--port={port}", f"--data-parallel-rpc-port={rpc_port}"]
     # It ends with us, however we end.
     environment = {**os.environ, PARENT_VARIABLE: str(os.getpid()), **variables}
-    with runtime_directory() as directory, (directory / "serve.log").open("w+") as log:
+    with runtime_directory() as directory, (log_file or directory / "serve.log").open("w+") as log:
         print(f"Starting serve {arguments} (log: {log.name}) ...", file=sys.stderr)
         child = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:

@@ -22,6 +22,8 @@ from coordinator.rpc.handshakes import KeyRefused
 from coordinator.rpc.keys import MeshKeys
 from coordinator.settings.flags import flag, parse
 
+MOST_EXPERTS = 4
+"""Busiest experts that are listed."""
 MIN_WIDTH = 124
 """Columns that the table needs; a pipe reports 80."""
 
@@ -136,6 +138,12 @@ def _balance(balance: ExpertBalance) -> str:
         parts.append(f"at least {balance.copies} of {balance.wanted_copies} copies each")
         if balance.most_copies < balance.wanted_copies:
             parts.append("num_redundant_experts or room do not suffice for more")
+    if balance.busiest:
+        busiest = [
+            f"{each.expert} ({each.share:.0%} of rows, on {' '.join(map(str, each.ranks))})"
+            for each in balance.busiest[:MOST_EXPERTS]
+        ]
+        parts.append(f"busiest: {', '.join(busiest)}")
     return "; ".join(parts)
 
 

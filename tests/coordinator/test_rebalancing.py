@@ -54,6 +54,9 @@ def test_experts_move_after_as_many_windows_as_was_asked() -> None:
     balance = mesh.registry.view().balance
     assert balance is not None
     assert (balance.windows, round(balance.balancedness, 2)) == (1, 0.33)
+    first, second, *_ = balance.busiest
+    assert first.share >= second.share > 0
+    assert first.ranks == (0,), "who holds it"
     report(mesh, "abc", 2)
     form = newest(mesh)
     assert form is not None

@@ -16,9 +16,12 @@ CONTEXT = 4096
 ORIGINAL = 64
 """Context of the first training of models that were extended."""
 SMALL: dict[str, Any] = COMMON | {"max_position_embeddings": CONTEXT, "num_hidden_layers": 3}
-WIDER = SMALL | {"intermediate_size": 128}
-"""Two ranks have whole parts of its MLPs."""
+WIDTH_OF_TWO = 128
+"""Width of MLPs of which two ranks have whole parts."""
+WIDER = SMALL | {"intermediate_size": WIDTH_OF_TWO}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+TWO_SHARED: dict[str, Any] = {"moe_intermediate_size": WIDTH_OF_TWO // 2}
+"""Two ranks have whole parts of two shared experts, which are one MLP."""
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -30,13 +33,18 @@ def extended(kind: str, factor: float = CONTEXT / ORIGINAL, **more: Any) -> dict
     return rope(kind, factor=factor, original_max_position_embeddings=ORIGINAL, **more)
 
 
-LONGROPE = rope(
-    "longrope",
-    original_max_position_embeddings=ORIGINAL,
-    factor=CONTEXT / ORIGINAL,
-    short_factor=[1.0 + 0.1 * each for each in range(8)],
-    long_factor=[2.0 + 0.5 * each for each in range(8)],
-)
+def longrope(pairs: int, **more: Any) -> dict[str, Any]:
+    """Angles with a factor for each pair of a head, another one in long requests."""
+    return rope(
+        "longrope",
+        original_max_position_embeddings=ORIGINAL,
+        factor=CONTEXT / ORIGINAL,
+        short_factor=[1.0 + 0.1 * each for each in range(pairs)],
+        long_factor=[2.0 + 0.5 * each for each in range(pairs)],
+        **more,
+    )
+
+
 LLAMA3 = extended("llama3", low_freq_factor=1.0, high_freq_factor=4.0)
 MINISTRAL3 = extended("yarn", beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)[
     "rope_parameters"
@@ -103,7 +111,7 @@ NATIVE: dict[str, Callable[[], Any]] = {
     "llama_linear": lambda: transformers.LlamaConfig(**SMALL | rope("linear", factor=8.0)),
     "llama_dynamic": lambda: transformers.LlamaConfig(**SMALL | rope("dynamic", factor=8.0)),
     "llama_yarn": lambda: transformers.LlamaConfig(**SMALL | extended("yarn")),
-    "llama_longrope": lambda: transformers.LlamaConfig(**SMALL | LONGROPE),
+    "llama_longrope": lambda: transformers.LlamaConfig(**SMALL | longrope(pairs=8)),
     "llama_llama3": lambda: transformers.LlamaConfig(**SMALL | LLAMA3),
     "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=WINDOW, head_dim=32),
     "ministral": lambda: transformers.MinistralConfig(
@@ -180,6 +188,11 @@ NATIVE: dict[str, Callable[[], Any]] = {
     "phi4": lambda: transformers.Phi3Config(
         **SMALL | rope("default", partial_rotary_factor=0.5), sliding_window=None
     ),
+    "phi4_mini": lambda: transformers.Phi3Config(
+        **SMALL | longrope(pairs=6, partial_rotary_factor=0.75) | {"tie_word_embeddings": True},
+        original_max_position_embeddings=ORIGINAL,
+        sliding_window=None,
+    ),
     "phi": lambda: transformers.PhiConfig(
         **SMALL, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}
     ),
@@ -247,7 +260,7 @@ MIXTURES: dict[str, Callable[[], Any]] = {
         **GEMMA4 | WIDER, enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=48
     ),
     "ernie4_5_moe": lambda: transformers.Ernie4_5_MoeConfig(
-        **WIDER, moe_num_experts=8, moe_k=3, moe_intermediate_size=48, moe_layer_start_index=1
+        **WIDER | TWO_SHARED, moe_num_experts=8, moe_k=3, moe_layer_start_index=1
     ),
     "hunyuan_moe": lambda: transformers.HunYuanMoEV1Config(**WIDER, head_dim=16, num_experts=8, moe_topk=3),
     "minimax_m2": lambda: transformers.MiniMaxM2Config(
@@ -271,7 +284,9 @@ MIXTURES: dict[str, Callable[[], Any]] = {
         topk_group=2,
     ),
     "deepseek_v2_lite": lambda: transformers.DeepseekV2Config(
-        **WIDER | LATENT | {"q_lora_rank": None}, **EXPERTS, **GROUPED | {"n_shared_experts": 2}
+        **WIDER | LATENT | {"q_lora_rank": None},
+        **EXPERTS | TWO_SHARED,
+        **GROUPED | {"n_shared_experts": 2},
     ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
         **WIDER | LATENT | DEEPSEEK_YARN, **EXPERTS, **GROUPED, n_group=4, topk_group=2
@@ -306,9 +321,9 @@ TRIED = [family for family in NATIVE if NIGHTLY or family not in MIXTURES or fam
 ASKED = [
     *("gpt_oss", "gemma", "gemma2", "gemma3", "gemma4", "gemma4_small", "gemma4_moe"),
     *("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "kimi_k2", "glm4", "glm4_moe", "phi3", "phi4"),
-    *("phimoe", "qwen2_moe", "olmo2", "olmo3", "olmoe", "granite", "granite_moe", "cohere", "cohere2"),
-    *("minimax_m2", "ernie4_5", "ernie4_5_moe", "exaone4", "smollm3", "hunyuan", "hunyuan_moe", "dots1"),
-    *("starcoder2", "gpt2"),
+    *("phi4_mini", "phimoe", "qwen2_moe", "olmo2", "olmo3", "olmoe", "granite", "granite_moe", "cohere"),
+    *("cohere2", "minimax_m2", "ernie4_5", "ernie4_5_moe", "exaone4", "smollm3", "hunyuan", "hunyuan_moe"),
+    *("dots1", "starcoder2", "gpt2"),
 ]
 """Families that people serve: speed and closeness to float32 are measured for each."""
 
@@ -325,9 +340,14 @@ ALIKE: dict[str, Callable[[], Any]] = {
 """Families with nearly the same parts, which compute something else."""
 
 
-def make_family(directory: Path, family: str, seed: int = 0) -> Path:
-    """Write a tiny model of one of these, as ``make_tiny_model`` does."""
+def make_family(directory: Path, family: str, seed: int = 0, width: int | None = None) -> Path:
+    """Write a tiny model of one of these, as ``make_tiny_model`` does.
+
+    ``width``: of its MLPs, where it names one.
+    """
     config = (NATIVE | ALIKE)[family]()
+    if width is not None and hasattr(config, "intermediate_size"):
+        config.intermediate_size = width
     model = AutoModelForCausalLM.from_config(config)
     widen(model, seed)
     return save(model, directory)

@@ -13,6 +13,7 @@ import torch
 
 from engine.kernels.recognition.activations import CLOSE, KNOWN, Activation, ActivationKind
 from engine.kernels.recognition.stand_ins import NotUsual, distance, made_up
+from engine.model.quantization.attached import outputs_of
 
 ROWS, LARGE = 8, 6.0
 """Made-up rows, and their size: beyond where gates are clipped."""
@@ -46,13 +47,18 @@ class ExpertForm:
 
     def weights(self, module: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gate and up [experts, width, hidden], down [experts, hidden, width]."""
-        inward, down = module.gate_up_proj.data, module.down_proj.data
+        inward, down = module.gate_up_proj, module.down_proj.data
         if self.is_transposed:
             down = down.mT
-        else:
-            inward = inward.mT
-        gate, up = self.halves(inward)
-        return gate.mT, up.mT, down
+        wide = inward.data if self.is_transposed else inward.data.mT
+        first, second = slice(0, self.width), slice(self.width, None)
+        if self.is_interleaved:
+            first, second = slice(0, None, 2), slice(1, None, 2)
+        gate, up = (
+            outputs_of(inward, half.mT, rows)
+            for half, rows in zip(self.halves(wide), (first, second), strict=True)
+        )
+        return gate, up, outputs_of(module.down_proj, down, slice(None))
 
     def biases(self, module: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Those of gate, then up [experts, 2, width] in float32, and of down [experts, hidden]."""

@@ -1,11 +1,12 @@
 """The weights of a GGUF file under transformers' names, as safetensors shows a file.
 
 Matrices are widened by the gguf package, a range of rows at a time, computed in float32 and rounded once to
-the model's data type. Q8_0 and Q4_0 are codes and scales, too: ``code * scale``.
+the model's data type. Q8_0, Q4_0 and MXFP4 are codes and scales, too: ``code * scale``.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from engine.model.checkpoint import CheckpointError
 from engine.model.gguf.names import Recipe, recipes_of
 from engine.model.gguf.reading import TensorEntry, read_header
 from engine.model.quantization.matrices import DTYPE_NAMES, Codes, Stored, ranges_of
+from engine.model.quantization.stacks import TWICE, Alternating, ExpertStack, Matrix, half_scales
 from engine.model.quantization.view import CodedFiles
 
 Bytes = npt.NDArray[np.uint8]
-CODE_BITS = {"Q8_0": 8, "Q4_0": 4}
+CODE_BITS = {"Q8_0": 8, "Q4_0": 4, "MXFP4": 4}
 """Bits of a code, by types whose numbers are codes times a scale."""
-SCALE_BYTES = 2
-"""Bytes with which such a block begins: its scale, in float16."""
+SCALE_BYTES = {"Q8_0": 2, "Q4_0": 2, "MXFP4": 1}
+"""Bytes with which such a block begins: its scale, in float16, or an exponent."""
 
 
 class GgufFiles(CodedFiles):
@@ -37,10 +39,13 @@ class GgufFiles(CodedFiles):
         content: Bytes = np.memmap(path, mode="r", dtype=np.uint8)
         self._tensors: dict[str, Stored] = {}
         self.matrices: dict[str, GgufMatrix] = {}  # type: ignore[assignment]
+        self.stacks: dict[str, ExpertStack] = {}
         for name, recipe in recipes_of(header).items():
             sources = [_Source(header.tensors[each], content) for each in recipe.tensors]
-            if (len(sources[0].entry.shape) == 3 and recipe.expert is None) or len(sources) > 1:
-                self._tensors[name] = _Stack(name, recipe, sources, dtype)
+            if recipe.is_turned:
+                self._tensors[name] = self.stacks[name] = _stack(name, recipe, sources, dtype)
+            elif len(sources) > 1:
+                self._tensors[name] = _Biases(name, sources, dtype)
             elif len(sources[0].entry.shape) == 1:
                 self._tensors[name] = _Vector(name, recipe, sources[0], dtype)
             else:
@@ -136,14 +141,19 @@ class GgufMatrix:
         if not bits or columns.start % kind.numbers or columns.stop % kind.numbers:
             return None
         blocks = self._source.blocks(self._rows(rows), columns)
-        scales = blocks[..., :SCALE_BYTES].copy().view("<f2")[..., 0].astype(np.float32)
-        stored = blocks[..., SCALE_BYTES:]
+        begin = SCALE_BYTES[kind.name]
+        stored, is_float = blocks[..., begin:], begin == 1
+        if is_float:
+            scales = half_scales(torch.from_numpy(blocks[..., 0].copy())).numpy()
+        else:
+            scales = blocks[..., :begin].copy().view("<f2")[..., 0].astype(np.float32)
         if bits == 8:
             codes = stored.view(np.int8)
         else:  # the first half of a block is in the lower halves of its bytes
-            codes = np.concatenate([stored & 15, stored >> 4], axis=-1).astype(np.int8) - 8
+            places = np.concatenate([stored & 15, stored >> 4], axis=-1)
+            codes = TWICE.numpy()[places] if is_float else places.astype(np.int8) - 8
         flat = torch.from_numpy(codes.reshape(len(blocks), -1).copy())
-        return Codes(flat, torch.from_numpy(scales.copy()), None, bits)
+        return Codes(flat, torch.from_numpy(scales.copy()), None, bits, is_float)
 
     def _rows(self, rows: slice) -> Any:
         """Rows of the source."""
@@ -176,19 +186,35 @@ class _Vector:
         return _rounded(numbers - np.float32(self._recipe.minus), self._dtype)[index]
 
 
-class _Stack:
-    """Matrices or biases of experts, [experts, ...], as GPT-OSS has them."""
+def _stack(name: str, recipe: Recipe, sources: list[_Source], dtype: torch.dtype) -> ExpertStack:
+    """Matrices of all experts, as GPT-OSS has them."""
+    _check_shapes(name, sources)
+    experts: list[Matrix] = []
+    for number in range(sources[0].entry.shape[0]):
+        one = replace(recipe, expert=number)
+        parts = [GgufMatrix(name, one, source, dtype) for source in sources]
+        experts.append(parts[0] if len(parts) == 1 else Alternating(parts))
+    return ExpertStack(name, experts, dtype)
 
-    def __init__(self, name: str, recipe: Recipe, sources: list[_Source], dtype: torch.dtype) -> None:
-        self._name, self._recipe, self._sources, self._dtype = name, recipe, sources, dtype
-        shape = list(sources[0].entry.shape)
-        if any(list(each.entry.shape) != shape for each in sources):
-            raise CheckpointError(f"{name}: {' and '.join(recipe.tensors)} have different shapes")
-        shape[1] *= len(sources)
-        self._shape = [shape[0], *(shape[:0:-1] if recipe.is_turned else shape[1:])]
+
+def _check_shapes(name: str, sources: list[_Source]) -> None:
+    if len({each.entry.shape for each in sources}) > 1:
+        raise CheckpointError(
+            f"{name}: {' and '.join(each.entry.name for each in sources)} have different shapes"
+        )
+
+
+class _Biases:
+    """Biases [experts, outputs] of all experts; those of several tensors alternate."""
+
+    def __init__(self, name: str, sources: list[_Source], dtype: torch.dtype) -> None:
+        _check_shapes(name, sources)
+        self._name, self._sources, self._dtype = name, sources, dtype
+        experts, outputs = sources[0].entry.shape
+        self._shape = [experts, outputs * len(sources)]
 
     def __repr__(self) -> str:
-        return f"<_Stack {self._name} {self._shape}>"
+        return f"<_Biases {self._name} {self._shape}>"
 
     def get_shape(self) -> list[int]:
         return list(self._shape)
@@ -197,23 +223,9 @@ class _Stack:
         return DTYPE_NAMES[self._dtype]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        given = index if isinstance(index, tuple) else (index,)
-        experts, rest = slice(None), given
-        if given and isinstance(given[0], slice):
-            experts, rest = given[0], (slice(None), *given[1:])
-        start, stop, step = experts.indices(self._shape[0])
-        found = torch.stack([self._expert(number) for number in range(start, stop, step)])
-        return found[rest]
-
-    def _expert(self, number: int) -> torch.Tensor:
-        parts = []
-        for source in self._sources:
-            shape = source.entry.shape
-            each = shape[1] if len(shape) == 3 else 1
-            numbers = source.numbers(slice(number * each, (number + 1) * each), slice(0, shape[-1]))
-            parts.append(_rounded(numbers if len(shape) == 3 else numbers[0], self._dtype))
-        joined = torch.stack(parts, dim=1).flatten(0, 1)
-        return joined.T if self._recipe.is_turned else joined
+        experts, outputs = self._sources[0].entry.shape
+        found = [each.numbers(slice(0, experts), slice(0, outputs)) for each in self._sources]
+        return _rounded(np.stack(found, axis=-1).reshape(experts, -1), self._dtype)[index]
 
 
 def _rounded(numbers: npt.NDArray[np.float32], dtype: torch.dtype) -> torch.Tensor:

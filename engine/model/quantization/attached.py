@@ -15,7 +15,8 @@ import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
-from engine.model.quantization.matrices import Codes, QuantizedMatrix
+from engine.model.quantization.matrices import Codes
+from engine.model.quantization.stacks import Matrix
 from engine.model.quantization.view import CodedFiles
 
 Rows: TypeAlias = "torch.Tensor | slice"
@@ -26,7 +27,7 @@ ATTRIBUTE = "lockstep_codes"
 class CodesReader:
     """How to read the codes of one parameter: [outputs, inputs], or a stack of experts."""
 
-    def __init__(self, experts: Sequence[Sequence[QuantizedMatrix]], is_stack: bool) -> None:
+    def __init__(self, experts: Sequence[Sequence[Matrix]], is_stack: bool) -> None:
         """``experts``: for each the matrices of its outputs, in their order.
 
         One entry if it is no stack.
@@ -96,6 +97,13 @@ def rows_of(weight: torch.Tensor, rows: Rows) -> torch.Tensor:
     return chosen
 
 
+def outputs_of(weight: torch.Tensor, chosen: torch.Tensor, rows: slice) -> torch.Tensor:
+    """``chosen``, a view [..., outputs, inputs] of some outputs, which knows their codes."""
+    if (reader := reader_of(weight)) is not None:
+        setattr(chosen, ATTRIBUTE, _Rearranged([(reader, rows)]))
+    return chosen
+
+
 def in_a_row(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Outputs of several weights, which know their codes if all do."""
     joined = torch.cat([weight.data for weight in weights])
@@ -158,7 +166,8 @@ def readers_of(
     ``stacks``: parameters that have a matrix for each expert.
     """
     order = {pattern: at for each in converters for at, pattern in enumerate(each.source_patterns)}
-    found: dict[str, list[tuple[str, int, QuantizedMatrix]]] = defaultdict(list)
+    found: dict[str, list[tuple[str, int, Matrix]]] = defaultdict(list)
+    readers: dict[str, CodesReader] = {}
     for file in files:
         if not isinstance(file, CodedFiles):
             continue
@@ -166,20 +175,20 @@ def readers_of(
             if matrix.taken:
                 target, pattern = target_of(name)
                 found[target].append((name, order.get(pattern, 0), matrix))
-    readers = {}
+        for name, stack in file.stacks.items():
+            if stack.taken:
+                readers[target_of(name)[0]] = CodesReader([[each] for each in stack.taken], is_stack=True)
     for target, made_of in found.items():
         is_stack = target in stacks
-        experts: dict[str, list[tuple[int, QuantizedMatrix]]] = defaultdict(list)
-        for name, at, matrix in sorted(made_of, key=lambda each: dot_natural_key(each[0])):
-            experts[name.rpartition(".experts.")[2].partition(".")[0] if is_stack else ""].append(
-                (at, matrix)
-            )
-        rows = [[matrix for _, matrix in sorted(each, key=lambda one: one[0])] for each in experts.values()]
+        experts: dict[str, list[tuple[int, Matrix]]] = defaultdict(list)
+        for name, at, part in sorted(made_of, key=lambda each: dot_natural_key(each[0])):
+            experts[name.rpartition(".experts.")[2].partition(".")[0] if is_stack else ""].append((at, part))
+        rows = [[part for _, part in sorted(each, key=lambda one: one[0])] for each in experts.values()]
         readers[target] = CodesReader(rows, is_stack)
     return readers
 
 
-def _parts(matrix: QuantizedMatrix) -> list[Codes | None]:
+def _parts(matrix: Matrix) -> list[Codes | None]:
     """What was read of a matrix, in that order."""
     return [matrix.read_codes(rows, columns) for rows, columns in matrix.taken]
 
@@ -187,15 +196,15 @@ def _parts(matrix: QuantizedMatrix) -> list[Codes | None]:
 def _rows_of(codes: Codes | None, rows: Rows) -> Codes | None:
     if codes is None:
         return None
-    zeros = None if codes.zeros is None else codes.zeros[rows]
-    return replace(codes, codes=codes.codes[rows], scales=codes.scales[rows], zeros=zeros)
+    zeros = None if codes.zeros is None else codes.zeros[..., rows, :]
+    return replace(codes, codes=codes.codes[..., rows, :], scales=codes.scales[..., rows, :], zeros=zeros)
 
 
 def _stacked(codes: Codes | None) -> Codes | None:
     if codes is None:
         return None
-    zeros = None if codes.zeros is None else codes.zeros[None]
-    return replace(codes, codes=codes.codes[None], scales=codes.scales[None], zeros=zeros)
+    zeros, order = (None if each is None else each[None] for each in (codes.zeros, codes.order))
+    return replace(codes, codes=codes.codes[None], scales=codes.scales[None], zeros=zeros, order=order)
 
 
 def _joined(parts: Sequence[Codes | None], dim: int) -> Codes | None:
@@ -205,12 +214,17 @@ def _joined(parts: Sequence[Codes | None], dim: int) -> Codes | None:
         return None
     if len({each.kind for each in known}) > 1:
         return None
+    order = known[0].order
+    if order is not None and dim == 0:
+        order = torch.cat([each.order for each in known if each.order is not None])
+    elif not all(each.has_order_of(known[0]) for each in known):
+        return None
     zeros = None
     if any(each.zeros is not None for each in known):
         zeros = torch.cat([_or_zero(each) for each in known], dim)
     codes, scales = (torch.cat([getattr(each, name) for each in known], dim) for name in ("codes", "scales"))
     rounding = known[0].rounding if len({each.rounding for each in known}) == 1 else None
-    return replace(known[0], codes=codes, scales=scales, zeros=zeros, rounding=rounding)
+    return replace(known[0], codes=codes, scales=scales, zeros=zeros, rounding=rounding, order=order)
 
 
 def _or_zero(codes: Codes) -> torch.Tensor:

@@ -19,13 +19,13 @@ from engine.quantization_config import ONLINE, OnlineName
 FIELDS = ("quantization_config", "compression_config", "quantization")
 """Fields of a config.json that say how weights are quantised; the last one is MLX's."""
 MXFP4 = "mxfp4"
-"""GPT-OSS's own; transformers widens it."""
+"""GPT-OSS's own, for experts only."""
 
-Layout = Literal["scaled", "packed", "gptq", "awq", "online"]
+Layout = Literal["scaled", "packed", "gptq", "awq", "mxfp4", "online"]
 """How a matrix is stored.
 
 ``scaled``: a tensor of int8 or float8 numbers beside its scales. ``packed``: compressed-tensors' int32 words.
-``online``: plain.
+``mxfp4``: blocks of 32 floats of 4 bits, of all experts of a layer. ``online``: plain.
 """
 
 _LAYOUTS: dict[str, Layout] = {
@@ -124,15 +124,17 @@ def why_refused(config: Mapping[str, Any]) -> str:
 
 
 def format_of(config: Mapping[str, Any]) -> Format | None:
-    """The format of the quantised weights; None for plain ones, and for MXFP4.
+    """The format of the quantised weights; None for plain ones.
 
     Raises:
         Refused: it is none of those that are read.
     """
     found, method = quantization_of(config), method_of(config)
-    if found is None or method == MXFP4:
+    if found is None:
         return None
     match method:
+        case "mxfp4":
+            return Format(method, ("mxfp4",), bits=4)
         case "gguf":  # of a directory that was made from a file
             return Format(method, ())
         case "compressed-tensors":

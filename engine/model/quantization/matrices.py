@@ -35,17 +35,28 @@ def few_rows(shape: tuple[int, ...]) -> Iterator[slice]:
 
 
 def widened(
-    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, dtype: torch.dtype
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    dtype: torch.dtype,
+    order: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Weights of codes [outputs, inputs]; scales and zeros are [outputs, groups]."""
+    """Weights of codes [outputs, inputs]; scales and zeros are [outputs, groups].
+
+    ``order``: the group of each input, where it does not follow from its place.
+    """
     weights = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    groups = scales.shape[-1]
+    groups = scales.shape[-1] if order is None else len(order)
+
+    def of_inputs(values: torch.Tensor, rows: slice) -> torch.Tensor:
+        return (values[rows] if order is None else values[rows].index_select(-1, order))[..., None]
+
     for rows in few_rows(codes.shape):
         numbers = _as_float(codes[rows])
         grouped = numbers.unflatten(-1, (groups, codes.shape[-1] // max(1, groups)))
         if zeros is not None:
-            grouped -= zeros[rows, :, None]
-        grouped *= scales[rows, :, None]
+            grouped -= of_inputs(zeros, rows)
+        grouped *= of_inputs(scales, rows)
         weights[rows] = numbers
     return weights
 
@@ -90,32 +101,42 @@ class Codes:
     codes: torch.Tensor
     """int8 [..., outputs, inputs], from ``-2 ** (bits - 1)`` on.
 
-    Or the bits of floats of 8 bits.
+    Or, of floats: the bits of those of 8 bits, or twice those of 4 bits, which are whole numbers.
     """
     scales: torch.Tensor
-    """float32 [..., outputs, groups]; groups are of inputs that follow one another."""
+    """float32 [..., outputs, groups]; groups are of neighbours, or as ``order`` says."""
     zeros: torch.Tensor | None
     """float32 like the scales; None: all are 0."""
     bits: int
     is_float: bool = False
-    """Whether codes are floats (float8_e4m3fn)."""
+    """Whether codes are floats (float8_e4m3fn, or e2m1 with 4 bits)."""
     rounding: Rounding | None = None
     """How activations are rounded before they are multiplied; None: not at all."""
+    order: torch.Tensor | None = None
+    """int32 [..., inputs]: the group of each input; None: groups are of neighbours."""
 
     @property
     def kind(self) -> tuple[int, ...]:
         """What codes have in common that lie beside each other."""
-        return self.bits, self.is_float, self.scales.shape[-1], self.codes.shape[-1], self.codes.dim()
+        shape = self.scales.shape[-1], self.codes.shape[-1], self.codes.dim()
+        return self.bits, self.is_float, self.order is None, *shape
+
+    def has_order_of(self, other: Codes) -> bool:
+        """Whether groups are of the same inputs."""
+        if self.order is None or other.order is None:
+            return self.order is other.order
+        return bool(torch.equal(self.order, other.order))
 
     def of(self, number: int) -> Codes:
         """One matrix of a stack."""
-        zeros = None if self.zeros is None else self.zeros[number]
-        return replace(self, codes=self.codes[number], scales=self.scales[number], zeros=zeros)
+        zeros, order = (None if each is None else each[number] for each in (self.zeros, self.order))
+        return replace(self, codes=self.codes[number], scales=self.scales[number], zeros=zeros, order=order)
 
     def to(self, device: torch.device) -> Codes:
         """The same on another device."""
-        zeros = None if self.zeros is None else self.zeros.to(device)
-        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros)
+        zeros, order = (None if each is None else each.to(device) for each in (self.zeros, self.order))
+        codes, scales = self.codes.to(device), self.scales.to(device)
+        return replace(self, codes=codes, scales=scales, zeros=zeros, order=order)
 
     def product(self, x: torch.Tensor, parts: int = 1) -> torch.Tensor:
         """Product of rows [..., inputs], rounded as these weights want: float32 [..., outputs]."""
@@ -129,11 +150,13 @@ class Codes:
 
     def widened(self, dtype: torch.dtype) -> torch.Tensor:
         """The weights."""
-        codes = self.codes.view(FLOAT8) if self.is_float else self.codes
+        if self.order is not None and self.codes.dim() > 2:
+            return torch.stack([self.of(number).widened(dtype) for number in range(len(self.codes))])
+        codes = self.codes.view(FLOAT8) if self.is_float and self.bits == 8 else self.codes
         flat = (None if each is None else each.flatten(0, -2) for each in (self.scales, self.zeros))
         scales, zeros = flat
         assert scales is not None
-        return widened(codes.flatten(0, -2), scales, zeros, dtype).view(codes.shape)
+        return widened(codes.flatten(0, -2), scales, zeros, dtype, self.order).view(codes.shape)
 
     def gives(self, weights: torch.Tensor) -> bool:
         """Whether these are the weights, to the bit."""
@@ -192,29 +215,41 @@ class QuantizedMatrix(ABC):
         """
         rows, columns = ranges_of(index, self.shape)
         self.taken.append((rows, columns))
-        size = self._inputs_each(columns) or 1
-        scales, zeros = self._scales(rows, columns, size), self._zeros(rows, columns, size)
-        return widened(self._codes(rows, columns), scales, zeros, self._dtype)
+        order = self._order(columns)
+        scales, zeros = self._factors(rows, columns, self._inputs_each(columns) or 1, order)
+        return widened(self._codes(rows, columns), scales, zeros, self._dtype, order)
 
     def read_codes(self, rows: slice, columns: slice) -> Codes | None:
         """A part of the matrix as codes.
 
-        None where it has none of 4 or 8 bits, or where a group is cut, or not of neighbours.
+        None where it has none of 4 or 8 bits, or where a group of neighbours is cut.
         """
-        bits, size = self._code_bits(), self._inputs_each(columns)
-        if not bits or not size:
+        bits, size, order = self._code_bits(), self._inputs_each(columns), self._order(columns)
+        if not bits or (not size and order is None):
             return None
-        stored, scales = self._codes(rows, columns), self._scales(rows, columns, size).contiguous()
+        stored = self._codes(rows, columns)
+        scales, zeros = self._factors(rows, columns, size, order)
+        scales = scales.contiguous()
         if stored.dtype == FLOAT8:
             return Codes(stored.contiguous().view(torch.int8), scales, None, bits, is_float=True)
         middle = self._middle(bits)
         codes = (stored - middle if middle else stored).contiguous().view(torch.int8)
-        zeros = self._zeros(rows, columns, size)
         if zeros is not None:
             zeros = zeros - middle
             zeros = zeros.contiguous() if bool(zeros.any()) else None
         rounding = self.rounding if scales.shape[1] == 1 and zeros is None else None
-        return Codes(codes, scales, zeros, bits, rounding=rounding)
+        return Codes(codes, scales, zeros, bits, rounding=rounding, order=order)
+
+    def _factors(
+        self, rows: slice, columns: slice, every: int, order: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scales and zero points of all groups, if these have an order.
+
+        Else those of every so many inputs.
+        """
+        if order is None:
+            return self._scales(rows, columns, every), self._zeros(rows, columns, every)
+        return self._of_all_groups(rows)
 
     def _inputs_each(self, columns: slice) -> int:
         """Inputs of a range that share a scale; 0 if a group is cut."""
@@ -229,6 +264,14 @@ class QuantizedMatrix(ABC):
     def rounding(self) -> Rounding | None:
         """How activations are rounded before they are multiplied, if the codes allow it."""
         return None
+
+    def _order(self, columns: slice) -> torch.Tensor | None:
+        """int32: the group of each of these inputs; None where groups are of neighbours."""
+        return None
+
+    def _of_all_groups(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scales and zero points [outputs, groups] where groups have an order."""
+        raise NotImplementedError
 
     @abstractmethod
     def _code_bits(self) -> int:
@@ -336,12 +379,12 @@ class _WithGrid(QuantizedMatrix):
         self, values: torch.Tensor, rows: slice, columns: slice, every: int, first: tuple[int, int]
     ) -> torch.Tensor:
         """Values for these weights; ``first``: row and column that values begin with."""
-        of_rows = torch.arange(rows.start, rows.stop) // self._rows_each - first[0]
-        of_columns = self._column_groups(columns, every) - first[1]
-        return values[of_rows][:, of_columns]
+        of_columns = self._group_of(columns, self._columns_each, every) - first[1]
+        return values[self._row_groups(rows) - first[0]][:, of_columns]
 
-    def _column_groups(self, columns: slice, every: int) -> torch.Tensor:
-        return self._group_of(columns, self._columns_each, every)
+    def _row_groups(self, rows: slice) -> torch.Tensor:
+        """The row of the scales for each output."""
+        return torch.arange(rows.start, rows.stop) // self._rows_each
 
     def _group_size(self) -> int:
         return self._columns_each
@@ -443,6 +486,10 @@ class PackedMatrix(_WithGrid):
         return (numbers - (1 << (self._bits - 1))).contiguous().view(torch.int8)
 
     def _zeros(self, rows: slice, columns: slice, every: int) -> torch.Tensor | None:
+        zeros = self._zeros_of_all_groups(rows)
+        return None if zeros is None else zeros[:, self._group_of(columns, self._columns_each, every)]
+
+    def _zeros_of_all_groups(self, rows: slice) -> torch.Tensor | None:
         if "weight_zero_point" not in self._parts:
             return None
         # Packed along the outputs: a word holds those of some neighbours.
@@ -451,24 +498,21 @@ class PackedMatrix(_WithGrid):
         words, among = word_range(slice(low, high), self._bits)
         stored = self._parts["weight_zero_point"][words, :]
         zeros = unpacked(stored.T, self._bits)[:, among].T.float() - (1 << (self._bits - 1))
-        return self._expand(zeros, rows, columns, every, (low, 0))
+        return zeros[self._row_groups(rows) - low]
 
-    def _spread(self, part: str, rows: slice, columns: slice, every: int) -> torch.Tensor:
-        if not self._has_order:
-            return super()._spread(part, rows, columns, every)
+    def _of_all_groups(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
         low, high = rows.start // self._rows_each, -(-rows.stop // self._rows_each)
-        return self._expand(self._parts[part][low:high, :], rows, columns, every, (low, 0))
+        stored = self._checked_scales(self._parts[self.SCALES][low:high, :])
+        return stored[self._row_groups(rows) - low], self._zeros_of_all_groups(rows)
+
+    def _order(self, columns: slice) -> torch.Tensor | None:
+        return self._parts["weight_g_idx"][columns].int() if self._has_order else None
 
     def _code_bits(self) -> int:
         return self._bits
 
     def _group_size(self) -> int:
         return 0 if self._has_order else self._columns_each
-
-    def _column_groups(self, columns: slice, every: int) -> torch.Tensor:
-        if self._has_order:
-            return self._parts["weight_g_idx"][columns][::every].long()
-        return super()._column_groups(columns, every)
 
 
 class _Transposed(QuantizedMatrix):
@@ -499,6 +543,11 @@ class _Transposed(QuantizedMatrix):
         return 1 << (bits - 1)
 
     def _group_size(self) -> int:
+        return self._neighbours
+
+    @cached_property
+    def _neighbours(self) -> int:
+        """Inputs of a group; 0 where groups are not of neighbours."""
         inputs = self.shape[1]
         if inputs % self._num_groups:
             return 0
@@ -514,13 +563,23 @@ class _Transposed(QuantizedMatrix):
             raise self._refuse(f"g_idx names a group that none of its {self._num_groups} is")
         return groups
 
+    def _order(self, columns: slice) -> torch.Tensor | None:
+        return None if self._neighbours else self._groups(columns).int()
+
     def _scales(self, rows: slice, columns: slice, every: int) -> torch.Tensor:
-        return self._checked_scales(self._parts[self.SCALES][:, rows])[self._groups(columns)[::every]].T
+        return self._of_all_groups(rows)[0][:, self._groups(columns)[::every]]
 
     def _zeros(self, rows: slice, columns: slice, every: int) -> torch.Tensor | None:
+        return self._zeros_of_all_groups(rows)[:, self._groups(columns)[::every]]
+
+    def _of_all_groups(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = self._checked_scales(self._parts[self.SCALES][:, rows])
+        return scales.T, self._zeros_of_all_groups(rows)
+
+    def _zeros_of_all_groups(self, rows: slice) -> torch.Tensor:
         words, among = word_range(rows, self._form.bits)
         zeros = unpacked(self._parts["qzeros"][:, words], self._form.bits, self.ORDER)[:, among]
-        return (zeros.float() + self._form.zero_offset)[self._groups(columns)[::every]].T
+        return (zeros.float() + self._form.zero_offset).T
 
 
 class GptqMatrix(_Transposed):

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from engine.model.checkpoint import CheckpointError
-from engine.model.quantization.formats import Format
+from engine.model.quantization.formats import MXFP4, Format
 from engine.model.quantization.matrices import FURTHER_PARTS, KINDS, QuantizedMatrix, Stored, is_code
+from engine.model.quantization.stacks import BLOCKS, SCALES, ExpertStack, mxfp4_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ class CodedFiles(ABC):
 
     matrices: Mapping[str, QuantizedMatrix]
     """Quantised matrices by the name of their weights."""
+    stacks: Mapping[str, ExpertStack]
+    """Quantised matrices of all experts of a layer, by the name of their parameter."""
 
     @abstractmethod
     def keys(self) -> list[str]:
@@ -61,11 +64,14 @@ class QuantizedFiles(CodedFiles):
         self._homes: dict[str, Any] = {name: file for file in files for name in file.keys()}  # noqa: SIM118
         self._form, self._dtype = form, dtype
         self.matrices = dict(self._find())
+        self.stacks = {}
+        if MXFP4 in form.layouts:
+            self.stacks = dict(mxfp4_stacks(self._homes, form, dtype))
         parts = {name for name in self._homes if self._is_part(name)}
         self._names = [name for name in self._homes if name not in parts and not NOT_READ.search(name)]
-        self._names += self.matrices
+        self._names += [*self.matrices, *self.stacks]
         self._check_experts()
-        if not self.matrices:
+        if not self.matrices and not self.stacks:
             raise CheckpointError(
                 f"config.json says that weights are quantised by {form.method}, and no tensor is"
             )
@@ -77,14 +83,14 @@ class QuantizedFiles(CodedFiles):
         return self._names
 
     def get_slice(self, name: str) -> Stored:
-        if name in self.matrices:
-            return self.matrices[name]
+        if found := self.matrices.get(name) or self.stacks.get(name):
+            return found
         stored: Stored = self._homes[name].get_slice(name)
         return stored
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        if name in self.matrices:
-            return self.matrices[name][...]
+        if found := self.matrices.get(name) or self.stacks.get(name):
+            return found[...]
         tensor: torch.Tensor = self._homes[name].get_tensor(name)
         return tensor
 
@@ -133,6 +139,9 @@ class QuantizedFiles(CodedFiles):
         return stored
 
     def _is_part(self, name: str) -> bool:
+        owner, _, last = name.rpartition("_")
+        if owner in self.stacks and last in (BLOCKS, SCALES):
+            return True
         owner, _, last = name.rpartition(".")
         return f"{owner}.{WEIGHT}" in self.matrices and (last in _PARTS or last in _CODES or last == WEIGHT)
 

@@ -14,12 +14,15 @@ prompts and answers), their ratio within a repeat, and two predictions of it, fr
 experts stay. The seconds that its busiest instance computed experts become those of the rows that the busiest
 one has with the other mesh's balancedness, and all else stays. ``predicted``: a row takes as long as before.
 ``on these cores``: a row takes as long as under the even load, when all instances compute at once. Where they
-share cores, memory or a busy machine, that is longer. ``fastest``: the fastest run of each mesh, which other
-work on the machine has disturbed least, and the prediction from the one whose experts stay.
+share cores, memory or a busy machine, that is longer. ``beside others``: the same, and what router and client
+compute, which are on the same machine: while one instance computed and the others waited, they had a core for
+themselves; when all compute, they take their time from them. ``fastest``: the fastest run of each mesh, which
+other work on the machine has disturbed least, and the prediction from the one whose experts stay.
 
 ``--moves 100`` then has experts move as often, under streams of one token, another one each time. It prints a
 histogram of the length of steps, as gaps between tokens of a stream, over the median of the eight around;
-half the time without moves.
+half the time without moves. From the instances' logs comes how long the steps were in which experts changed
+places, and the ones behind them, over the median of the eight before.
 """
 
 from __future__ import annotations
@@ -29,11 +32,14 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import random
+import re
 import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +47,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installed
 
@@ -58,6 +65,11 @@ BOUNDS = (0.75, 1.25, 1.5, 2.0, 3.0)
 """Lengths of a step over its neighbours', as the histogram has them."""
 AROUND = 4
 """Neighbours before a step, and behind it."""
+CHANGED = re.compile(
+    r"Engine_(\d+) .*began in a step of ([\d.]+) ms, the next one took ([\d.]+) ms, usual are ([\d.]+) ms; "
+    r"of (\d+) other steps (\d+) took"
+)
+"""An instance's log line on the steps around a change."""
 SETTLE = 40.0
 """Seconds within which the experts of a skewed load are where they belong."""
 
@@ -122,6 +134,16 @@ async def counted(url: str) -> dict[int, dict[str, float]]:
     return totals
 
 
+def others_cpu() -> float:
+    """Seconds that all processes but instances have computed: routers, coordinators, and this client."""
+    total = sum(psutil.Process().cpu_times()[:2])
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "Engine" not in " ".join(process.cmdline()):
+                total += sum(process.cpu_times()[:2])
+    return float(total)
+
+
 async def changes(admin: str) -> dict[str, Any]:
     """What the coordinator says of the balance."""
     async with aiohttp.ClientSession() as session, session.get(f"{admin}/admin/world") as answer:
@@ -131,8 +153,9 @@ async def changes(admin: str) -> dict[str, Any]:
 
 async def measure(one: Mesh, asked: Sequence[list[int]], args: argparse.Namespace) -> dict[str, float]:
     """One load, and what the instances counted meanwhile."""
-    before = await counted(one.url)
+    before, others = await counted(one.url), others_cpu()
     seconds = await ask_all(one.url, asked, args.output_len, args.concurrency)
+    others = others_cpu() - others
     await asyncio.sleep(REPORT_SECONDS)
     after = await counted(one.url)
     rows = [after[rank]["expert_tokens"] - before[rank]["expert_tokens"] for rank in sorted(after)]
@@ -145,16 +168,25 @@ async def measure(one: Mesh, asked: Sequence[list[int]], args: argparse.Namespac
         "busiest_seconds": max(spent),
         "busiest_rows": max(rows),
         "rows": sum(rows),
+        "others_cpu_seconds": others,
     }
 
 
-def predicted(still: dict[str, float], balancedness: float, size: int, per_row: float) -> float:
+def predicted(
+    still: dict[str, float], balancedness: float, size: int, per_row: float, more: float = 0.0
+) -> float:
     """Throughput with this balancedness over that of the mesh whose experts stay.
 
-    ``per_row``: seconds of a row through an expert then.
+    ``per_row``: seconds of a row through an expert then. ``more``: seconds that are longer for other reasons.
     """
     busiest = per_row * still["rows"] / size / balancedness
-    return still["seconds"] / (still["seconds"] - still["busiest_seconds"] + busiest)
+    return still["seconds"] / (still["seconds"] - still["busiest_seconds"] + busiest + more)
+
+
+def from_instances(still: dict[str, float], size: int) -> float:
+    """Seconds that router and client take from instances, once all of these compute."""
+    cores = len(os.sched_getaffinity(0))
+    return still["others_cpu_seconds"] / cores if size >= cores else 0.0
 
 
 def of_fastest(
@@ -219,6 +251,10 @@ async def compare(size: int, still: Mesh, moving: Mesh, args: argparse.Namespace
                 predicted(a, b["balancedness"], size, per_row(still.runs["even"]))
                 for a, b in zip(still.runs[load], moving.runs[load], strict=True)
             ],
+            "beside_others": [
+                predicted(a, b["balancedness"], size, per_row(still.runs["even"]), from_instances(a, size))
+                for a, b in zip(still.runs[load], moving.runs[load], strict=True)
+            ],
         }
         tell(size, load, page[load])
     return page
@@ -235,9 +271,18 @@ def tell(size: int, load: str, found: dict[str, Any]) -> None:
         f"{middle(moving, 'tokens_per_second'):.0f}, ratio {statistics.median(ratios):.2f} "
         f"({min(ratios):.2f} to {max(ratios):.2f}), predicted {statistics.median(found['predicted']):.2f}, "
         f"on these cores {statistics.median(found['on_these_cores']):.2f}, "
+        f"beside others {statistics.median(found['beside_others']):.2f}, "
         f"fastest {found['fastest'][0]:.2f} (predicted {found['fastest'][1]:.2f}), {found['moves']} moves",
         flush=True,
     )
+    for name, runs in (("stay", still), ("move", moving)):
+        experts, seconds = middle(runs, "busiest_seconds"), middle(runs, "seconds")
+        print(
+            f"  experts {name}: {experts:.2f} s in the experts of the busiest instance, all else "
+            f"{seconds - experts:.2f} s; router and client computed "
+            f"{middle(runs, 'others_cpu_seconds'):.2f} s",
+            flush=True,
+        )
 
 
 # ---- the length of steps
@@ -313,6 +358,37 @@ async def feel(one: Mesh, args: argparse.Namespace) -> dict[str, Any]:
     return page
 
 
+def around_changes(log: str) -> dict[str, Any]:
+    """Steps around changes: with the change, and the next, over those before."""
+    lines = CHANGED.findall(log)
+    found = [tuple(map(float, each[1:4])) for each in lines]
+    last = {instance: (int(steps), int(long)) for instance, *_, steps, long in lines}
+    others, long = (sum(each[at] for each in last.values()) for at in (0, 1))
+    page: dict[str, Any] = {"other_steps": others, "of_which_over_twice": long}
+    if others:
+        print(
+            f"{others} other steps: {long} over twice those before ({100 * long / others:.2f} %)", flush=True
+        )
+    for at, name in enumerate(("changes", "next")):
+        ratios = sorted(each[at] / each[2] for each in found)
+        if not ratios:
+            continue
+        page[name] = {
+            "steps": [sum(low < ratio <= high for ratio in ratios) for low, high in bins()],
+            "p50": statistics.median(ratios),
+            "p90": ratios[int(0.9 * (len(ratios) - 1))],
+            "most": ratios[-1],
+            "longest_ms": max(each[at] for each in found),
+            "usual_ms": statistics.median(each[2] for each in found),
+        }
+        counts = zip(page[name]["steps"], bins(), strict=True)
+        shown = ", ".join(f"{count} up to {high}" for count, (_, high) in counts)
+        print(f"{len(ratios)} steps ({name}): {shown}; median {page[name]['p50']:.2f}, at most "
+              f"{ratios[-1]:.1f} times those before, {page[name]['longest_ms']:.0f} ms "
+              f"(usual {page[name]['usual_ms']:.1f})", flush=True)  # fmt: skip
+    return page
+
+
 def bins() -> list[tuple[float, float]]:
     return list(zip((0.0, *BOUNDS), (*BOUNDS, float("inf")), strict=True))
 
@@ -321,7 +397,9 @@ def bins() -> list[tuple[float, float]]:
 
 
 @contextlib.contextmanager
-def started(size: int, config: dict[str, Any] | None, args: argparse.Namespace) -> Iterator[Mesh]:
+def started(
+    size: int, config: dict[str, Any] | None, args: argparse.Namespace, log: Path | None = None
+) -> Iterator[Mesh]:
     flags = f"{MODEL} -dp {size} -ep --no-enable-prefix-caching {args.serve_flags}"
     if config is None:
         with mesh(flags) as url:
@@ -329,7 +407,7 @@ def started(size: int, config: dict[str, Any] | None, args: argparse.Namespace) 
         return
     port = free_port()
     eplb = f"--admin-port {port} --enable-eplb --eplb-config {shlex.quote(json.dumps(config))}"
-    with mesh(f"{flags} {eplb}") as url:
+    with mesh(f"{flags} {eplb}", log_file=log) as url:
         yield Mesh(url, f"http://127.0.0.1:{port}")
 
 
@@ -341,8 +419,12 @@ def run(size: int, args: argparse.Namespace) -> dict[str, Any]:
         with started(size, None, args) as still, started(size, config, args) as moving:
             page |= asyncio.run(compare(size, still, moving, args))
     if args.moves:
-        with started(size, {"window_size": 10, "step_interval": 10**6, **copies}, args) as one:
-            page["lengths"] = asyncio.run(feel(one, args))
+        config = {"window_size": 10, "step_interval": 10**6, **copies}
+        with tempfile.TemporaryDirectory() as directory:
+            log = Path(directory) / "serve.log"
+            with started(size, config, args, log) as one:
+                page["lengths"] = asyncio.run(feel(one, args))
+                page["lengths"] |= around_changes(log.read_text())
     return page
 
 

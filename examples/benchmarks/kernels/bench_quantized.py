@@ -3,9 +3,10 @@
 
     python examples/benchmarks/kernels/bench_quantized.py build/models/dense-0.5b --json out.json
 
-One checkpoint of plain weights is loaded once for each value of ``--quantization``, all in this process. Then
-decode steps of so many sequences are measured in turns: in each round one format after the other, so that all
-see the same moments of the machine. Printed for each number of sequences: the median of the rounds' medians
+One checkpoint of plain weights is loaded once for each value of ``--quantization``, all in this process.
+``--copies`` names further checkpoints of the same model, such as quantised ones. Then decode steps of so many
+sequences are measured in turns: in each round one format after the other, so that all see the same moments of
+the machine. Printed for each number of sequences: the median of the rounds' medians
 in milliseconds, how many times as fast as bfloat16 that is (median of the rounds' ratios), and bytes per
 parameter of the weights that steps read.
 """
@@ -30,7 +31,7 @@ from engine.kernels.make import make_program
 from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info
 from engine.model.weights import load_model
-from engine.quantization_config import ONLINE
+from engine.quantization_config import ONLINE, OnlineName
 from examples.benchmarks.bench_lockstep import print_table
 from examples.benchmarks.roofline import BLOCK, CONTEXT, consecutive
 from router.tools.bench.report import machine
@@ -41,9 +42,9 @@ PLAIN = "bfloat16"
 class Loaded:
     """A model in one format."""
 
-    def __init__(self, directory: Path, name: str, most: int) -> None:
-        info = read_model_info(directory)
-        settings = ModelConfig(model=str(directory), quantization=None if name == PLAIN else name)  # type: ignore[arg-type]
+    def __init__(self, directory: Path, online: OnlineName | None, most: int) -> None:
+        info, name = read_model_info(directory), online or directory.name
+        settings = ModelConfig(model=str(directory), quantization=online)
         model = load_model(info, settings, dtype=torch.bfloat16, device=torch.device("cpu"))
         self.parameters, self.vocabulary = model.num_parameters, model.vocab_size
         program = make_program(model, BLOCK)
@@ -77,7 +78,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path)
-    parser.add_argument("--formats", nargs="+", default=[*ONLINE], choices=ONLINE)
+    parser.add_argument("--formats", nargs="*", default=[*ONLINE], choices=ONLINE)
+    parser.add_argument("--copies", nargs="*", type=Path, default=[], help="checkpoints of the same model")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=15, help="steps of a round")
@@ -86,7 +88,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    formats = {name: Loaded(args.model, name, max(args.batches)) for name in (PLAIN, *args.formats)}
+    most = max(args.batches)
+    formats = {PLAIN: Loaded(args.model, None, most)}
+    formats |= {name: Loaded(args.model, name, most) for name in args.formats}
+    formats |= {path.name: Loaded(path, None, most) for path in args.copies}
     result: dict[str, Any] = {
         "machine": machine(),
         "model": args.model.name,

@@ -81,6 +81,8 @@ OF_LATENTS = {
     "moe_intermediate_size": 704,
 }
 """Sizes of latent attention: DeepSeek's."""
+TINY_HEAD = 16
+"""Width of a head of tiny models with a factor for each pair."""
 OF_TWO_KINDS = {"global_head_dim": 128, "num_global_key_value_heads": 2}
 """Sizes of models with heads of two sizes."""
 
@@ -91,7 +93,7 @@ def make_config(family: str) -> Any:
     wanted = (
         SIZES | (OF_EXPERTS if family in MIXTURES else {}) | (OF_LATENTS if "kv_lora_rank" in tiny else {})
     )
-    sizes = {name: size for name, size in wanted.items() if tiny.get(name)}
+    sizes: dict[str, Any] = {name: size for name, size in wanted.items() if tiny.get(name)}
     if tiny.get("mlp_layer_types"):
         sizes["mlp_layer_types"] = ["dense"] + ["sparse"] * (LAYERS - 1)
     if tiny.get("layer_types"):
@@ -100,6 +102,8 @@ def make_config(family: str) -> Any:
         sizes["no_rope_layers"] = (tiny["no_rope_layers"] * LAYERS)[:LAYERS]
     if tiny.pop("per_layer_config", None):
         sizes |= OF_TWO_KINDS
+    rope, times = tiny.get("rope_parameters") or {}, SIZES["head_dim"] // TINY_HEAD
+    rope |= {name: rope[name] * times for name in ("short_factor", "long_factor") if name in rope}
     return type(NATIVE[family]())(**(tiny | sizes))
 
 

@@ -60,6 +60,7 @@ def frame_of(mesh: Watched, faults: Faults, num_requests: int, front_end: int, n
         requests=list(mesh.flights(MAX_REQUESTS)),
         resumes=sum(faults.counts.get(FaultEvent.RESUME, {}).values()),
         faults=faults.recent[-MAX_FAULTS:],
+        balance=view.balance if view is not None else None,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from coordinator.messages import Load
+from coordinator.messages import ExpertBalance, Load
 from coordinator.numerics import Numerics
 from router.dispatch.ledger import Flight
 from router.dispatch.pool import InstanceHealth
@@ -95,3 +95,5 @@ class Frame(msgspec.Struct, frozen=True):
     """Requests that continued at another instance, over all routers."""
     faults: list[Fault]
     """The latest, oldest first."""
+    balance: ExpertBalance | None = None
+    """How the load of experts is balanced; None where it is not."""

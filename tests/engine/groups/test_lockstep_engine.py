@@ -60,6 +60,7 @@ class Layout:
     split: tuple[int, ...] | None = None
     dtype: Any = "float32"
     batch_invariant: bool = False
+    block_size: int = BLOCK_SIZE
 
     @property
     def is_sharded(self) -> bool:
@@ -189,7 +190,7 @@ class Mesh:
     def __init__(self, directory: Path, layout: Layout) -> None:
         config = EngineConfig(
             model=ModelConfig(model=str(directory), dtype=layout.dtype),
-            cache=CacheConfig(block_size=BLOCK_SIZE),
+            cache=CacheConfig(block_size=layout.block_size),
             device=DeviceConfig(
                 expert_placement_strategy=layout.strategy,
                 all2all_backend=layout.backend,
@@ -298,7 +299,7 @@ def _steps(
             time.sleep(0.002)
 
 
-@pytest.mark.diagonal("directory", "layout", columns=7)
+@pytest.mark.diagonal("directory", "layout", columns=7, each=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_spread_experts_give_the_same_tokens(
     directory: Path, reference: list[list[int]], layout: str

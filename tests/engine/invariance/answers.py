@@ -14,6 +14,7 @@ from engine.executor.uni import UniExecutor
 from engine.messages import Counters, Delta, FinishReason, Submit, TokenLogprobs
 from engine.model.checkpoint import read_model_info
 from engine.scheduling.speculation import Speculation
+from tests.engine.invariance.mixed import longest_of
 from tests.engine.oracle import Oracle, knowing
 
 PEER = b"router"
@@ -131,6 +132,22 @@ class Instance:
             found |= run(core, group)
         assert core.report(0, 0).blocks_used == 0
         return found, core.scheduler.counters()
+
+    def check_in_company(self, submits: Sequence[Submit], alone: Answers) -> None:
+        """Answers of all requests at once are those of each alone.
+
+        In one batch; with chunks, hits in the prefix cache, preemption and drafts; with drafts that are
+        accepted.
+        """
+        assert self.answers(submits, How())[0] == alone
+        scarce = longest_of(submits) // self.block_size * self.block_size + 3 * self.block_size
+        found, counters = self.answers(submits, How(budget=24, cache=scarce, ngrams=True))
+        assert found == alone
+        assert counters.prefix_cache_hits > 0, "no two of them begin alike"
+        assert counters.preemptions > 0, "the cache was not small enough to prove anything"
+        found, counters = self.answers(submits, How(budget=64, drafts=alone))
+        assert found == alone
+        assert counters.drafted_tokens > sum(counters.taken_by_place) > 0
 
 
 def run(core: EngineCore, submits: Sequence[Submit]) -> Answers:

@@ -9,6 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
+from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.executor.uni import UniExecutor
 from engine.messages import Submit
@@ -18,7 +21,7 @@ from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.links.meeting import MeetingHost
 from parallel.placement import assign_experts
 from tests.engine.groups.test_lockstep_engine import ThreadStepping
-from tests.engine.invariance.answers import PEER, Answer, Answers, settings, step
+from tests.engine.invariance.answers import NGRAMS, PEER, Answer, Answers, settings, step
 from tests.engine.shard_threads import ThreadedShards
 from tests.parallel.thread_group import thread_group
 from tests.waiting import until
@@ -26,6 +29,8 @@ from tests.waiting import until
 PATIENCE = 60.0
 NUM_BLOCKS = 200
 """KV blocks of each instance."""
+FEW = 24
+"""Tokens of a step that cuts prompts."""
 
 Group = Callable[[int], Sequence[Any]]
 
@@ -51,13 +56,20 @@ class Members:
         group: Group = thread_group,
         ranks: int = 1,
         num_blocks: int = NUM_BLOCKS,
+        in_pieces: bool = False,
         **device: Any,
     ) -> None:
         """``group``: makes what experts travel over; as :func:`thread_group`, hosts of their own.
 
-        ``ranks``: tensor-parallel ones of each instance; ``num_blocks``: KV blocks of each.
+        ``ranks``: tensor-parallel ones of each instance; ``num_blocks``: KV blocks of each. ``in_pieces``:
+        steps of few tokens, with drafts.
         """
         info, config = read_model_info(directory), settings(directory, **device)
+        if in_pieces:
+            scheduler = SchedulerConfig(
+                max_num_batched_tokens=FEW, max_num_seqs=FEW, speculative_config=NGRAMS
+            )
+            config = replace(config, scheduler=scheduler)
         placement = assign_experts(info.num_experts, size * ranks, config.device.expert_placement_strategy)
         ends: Sequence[Communicator] = group(size * ranks)
         self.executors: list[Any] = []

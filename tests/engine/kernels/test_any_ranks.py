@@ -161,7 +161,7 @@ def arithmetic(executor: ThreadedShards) -> list[Arithmetic]:
     return [each for worker in executor.workers for each in worker.executor.arithmetic()]
 
 
-@pytest.mark.diagonal("dtype", "layout", columns=3)
+@pytest.mark.diagonal("directory", "layout", columns=3, each=1)
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 4}, {"tp": 2, "pp": 2}], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_answers_are_those_of_one_worker(directory: Path, dtype: str, layout: dict[str, int]) -> None:

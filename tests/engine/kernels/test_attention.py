@@ -332,6 +332,7 @@ CODED = [PLAIN, LAYERS[1], LAYERS[3], LAYERS[5], LAYERS[11], LAYERS[-1]]
 """Layers with keys and values as codes: few rows and many, all properties."""
 
 
+@pytest.mark.diagonal("layer", "codes", columns=2, each=1)
 @pytest.mark.parametrize("codes", ["int8", "fp8"])
 @pytest.mark.parametrize(("kind", "dtype"), [*KINDS, TILES])
 @pytest.mark.parametrize("layer", CODED, ids=str)
@@ -348,6 +349,7 @@ def test_codes_are_computed_as_exactly_as_numbers(
         assert error(found, expected) < (3e-6 if dtype == torch.float32 else 4e-3)
 
 
+@pytest.mark.diagonal("layer", "codes", columns=2, each=1)
 @pytest.mark.parametrize("codes", ["int8", "fp8"])
 @pytest.mark.parametrize(("kind", "dtype"), [*KINDS, TILES])
 @pytest.mark.parametrize("layer", CODED, ids=str)

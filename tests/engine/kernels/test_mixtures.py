@@ -22,8 +22,8 @@ from engine.messages import Submit
 from engine.model.checkpoint import read_model_info
 from tests.engine.compute.test_exactness import prompts
 from tests.engine.greedy import greedy_outputs
-from tests.engine.invariance.answers import ALONE, Answers, How, Instance, settings
-from tests.engine.invariance.mixed import requests
+from tests.engine.invariance.answers import ALONE, Answers, Instance, settings
+from tests.engine.invariance.mixed import longest_of, requests
 from tests.engine.invariance.spread import Members, in_shared_memory
 from tests.engine.model.test_sharding import LAYOUTS, greedy, run, shards
 from tests.engine.model.test_sharding import settings as in_float32
@@ -31,6 +31,7 @@ from tests.engine.native_families import MIXTURES, SOME_MIXTURES, make_family
 from tests.engine.shard_threads import ThreadedShards
 from tests.engine.tiny_models import VOCAB
 from tests.nightly import NIGHTLY
+from tests.router.tiny_tokenizer import byte_level
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
 
@@ -124,13 +125,13 @@ class Alone:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        byte_level().save(str(directory / "tokenizer.json"))
         executor = UniExecutor(settings(directory), read_model_info(directory), 1)
         executor.load(lambda _phase: None)
         executor.allocate(8)
         assert executor._program is not None, "torch computes it"
         self.instance = Instance(directory, executor)
-        self.submits = requests(7, count=NUM_MIXED, vocab_size=VOCAB, longest=60, most=6, greedy=None)
-        self.submits = [each for each in self.submits if each.params.grammar is None]
+        self.submits = requests(7, count=NUM_MIXED, vocab_size=VOCAB, longest=60, most=20)
         self.answers: Answers = self.instance.answers(self.submits, ALONE)[0]
 
 
@@ -139,16 +140,28 @@ def alone(directory: Path) -> Alone:
     return Alone(directory)
 
 
+def check_spread(alone: Alone, **settings: Any) -> None:
+    """Answers of two instances with half of the experts each are those of one."""
+    members = Members(alone.directory, 2, in_shared_memory, **settings)
+    try:
+        assert members.answers(alone.submits) == alone.answers
+        assert all(each._program._joined is not None for each in members.executors), "Python exchanges rows"
+        counters = [core.scheduler.counters() for core in members.cores]
+    finally:
+        members.close()
+    if settings["in_pieces"]:
+        assert all(each.prefix_cache_hits for each in counters)
+        assert sum(each.preemptions for each in counters) > 0
+        assert sum(each.drafted_tokens for each in counters) > 0
+
+
 @pytest.mark.diagonal("directory", "shape", columns=4, each=1)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bits_are_those_of_each_request_alone(shape: str, alone: Alone) -> None:
     if shape == "spread":
-        members = Members(alone.directory, 2, in_shared_memory)
-        found = members.answers(alone.submits)
-        exchanges = [each._program._joined for each in members.executors]
-        members.close()
-        assert all(exchange is not None for exchange in exchanges), "Python exchanges the rows"
-        assert found == alone.answers
+        check_spread(alone, in_pieces=False)
+        if NIGHTLY:
+            check_spread(alone, in_pieces=True, num_blocks=longest_of(alone.submits) // BLOCK_SIZE + 2)
         return
     if shape == "alone":
         instance = alone.instance
@@ -158,7 +171,8 @@ def test_bits_are_those_of_each_request_alone(shape: str, alone: Alone) -> None:
         executor = ThreadedShards(settings(alone.directory), info, tp=layout.tp, pp=layout.pp, **group)
         executor.load(lambda _phase: None)
         instance = Instance(alone.directory, executor)
-    for how in (How(), How(budget=24, cache=256, ngrams=True)):
-        assert instance.answers(alone.submits, how)[0] == alone.answers
+    instance.executor.allocate(8)
+    assert all(program.is_order_fixed for program in programs_of(instance.executor)), "another class"
+    instance.check_in_company(alone.submits, alone.answers)
     if shape != "alone":
         instance.executor.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from msgspec.structs import replace
 
 from engine.config import DeviceConfig, EngineConfig, ModelConfig
 from engine.executor import uni
@@ -19,18 +20,23 @@ from engine.executor.uni import UniExecutor
 from engine.kernels import library, packing
 from engine.kernels.make import make_program
 from engine.kernels.program import Program
+from engine.messages import Submit
 from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.model.weights import _fix_rope_scaling
+from engine.sampling import SamplingParams
 from engine.settings import resolve
-from tests.engine.compute.test_exactness import prompts
+from tests.engine.compute.test_exactness import SHARED, prompts
 from tests.engine.greedy import greedy_outputs
-from tests.engine.invariance.answers import ALONE, How
+from tests.engine.invariance.answers import ALONE, How, Instance
 from tests.engine.invariance.answers import load as load_instance
-from tests.engine.invariance.mixed import requests
+from tests.engine.invariance.answers import settings as in_bfloat16
+from tests.engine.invariance.mixed import longest_of, requests
+from tests.engine.invariance.spread import in_shared_memory
 from tests.engine.kernels.test_kernels import SCENARIO, everything, packed_rows, program_of
 from tests.engine.kernels.test_native_trial import load
 from tests.engine.model.test_sharding import LAYOUTS, NUM_IN_TABLE, greedy, run, settings, shards
-from tests.engine.native_families import MIXTURES, NATIVE, make_family
+from tests.engine.native_families import CONTEXT, MIXTURES, NATIVE, ORIGINAL, WIDTH_OF_TWO, make_family
+from tests.engine.shard_threads import ThreadedShards
 from tests.engine.tiny_models import VOCAB, make_tiny_model
 from tests.nightly import NIGHTLY
 from tests.router.tiny_tokenizer import byte_level
@@ -39,11 +45,13 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C
 
 BLOCK_SIZE = 16
 DENSE = [family for family in NATIVE if "moe" not in family and family not in ("mixtral", *MIXTURES)]
-EACH_PUSH = ["gemma2", "gemma3", "gemma4", "phi3", "glm4", "olmo2", "cohere2", "granite", "gpt2"]
+EACH_PUSH = ["gemma2", "gemma3", "gemma4", "phi4_mini", "glm4", "olmo2", "cohere2", "granite", "gpt2"]
 """Families that have all operations between them."""
+SHAPES = ["tp2", "pp2"]
+SOME_SHAPES = [("gemma2", "tp2"), ("phi4_mini", "tp2"), ("cohere2", "pp2")]
 UNSPLIT = {"gemma4_small"}
 """Families that no stages take: all layers have inputs from a second embedding."""
-NUM_REQUESTS, NUM_MIXED = (32, 48) if NIGHTLY else (NUM_IN_TABLE, 10)
+NUM_REQUESTS, NUM_MIXED = (32, 48) if NIGHTLY else (NUM_IN_TABLE, 16)
 """Greedy requests in float32, and mixed ones in bfloat16."""
 
 
@@ -85,7 +93,7 @@ def test_tokens_are_those_of_transformers(
     assert counters.prefix_cache_hits > 0
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("layout", SHAPES)
 @pytest.mark.parametrize("family", DENSE if NIGHTLY else ["gemma3", "glm4", "gpt2"])
 def test_shards_compute_the_same(
     family: str,
@@ -112,11 +120,94 @@ def test_bits_are_those_of_each_request_alone(family: str, directories: Callable
     directory = directories(family)
     byte_level().save(str(directory / "tokenizer.json"))
     instance = load_instance(directory)
-    submits = requests(5, vocab_size=VOCAB, greedy=False, count=NUM_MIXED, longest=90, most=8)
-    alone, _ = instance.answers(submits, ALONE)
-    found, counters = instance.answers(submits, How(cache=256, budget=64))
-    assert found == alone
+    submits = requests(7, vocab_size=VOCAB, count=NUM_MIXED, longest=60, most=20)
+    instance.check_in_company(submits, instance.answers(submits, ALONE)[0])
+
+
+class Alone:
+    """A family's answers to requests that are alone.
+
+    Two ranks have whole parts of its MLPs.
+    """
+
+    def __init__(self, directory: Path, family: str) -> None:
+        self.directory = make_family(directory, family, width=WIDTH_OF_TWO)
+        byte_level().save(str(directory / "tokenizer.json"))
+        self.submits = requests(7, vocab_size=VOCAB, count=NUM_MIXED, longest=60, most=20)
+        self.answers = load_instance(directory).answers(self.submits, ALONE)[0]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Alone]:
+    return cache(lambda family: Alone(tmp_path_factory.mktemp(family), family))
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), [(each, layout) for each in DENSE for layout in SHAPES] if NIGHTLY else SOME_SHAPES
+)
+def test_bits_of_shards_are_those_of_each_request_alone(
+    family: str, layout: str, alone: Callable[[str], Alone]
+) -> None:
+    """In bfloat16, at two ranks and at two stages."""
+    if family in UNSPLIT and layout == "pp2":
+        pytest.skip("its layers are not split into stages")
+    expected, shape = alone(family), LAYOUTS[layout]
+    group = {"group": in_shared_memory} if layout == "tp2" else {}
+    info = read_model_info(expected.directory)
+    executor = ThreadedShards(in_bfloat16(expected.directory), info, tp=shape.tp, pp=shape.pp, **group)
+    try:
+        executor.load(lambda _phase: None)
+        Instance(expected.directory, executor).check_in_company(expected.submits, expected.answers)
+        programs = [worker.executor._program for worker in executor.workers]
+        assert all(program is not None and program.is_order_fixed for program in programs)
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize("family", ["phi4_mini", "llama_longrope"] if NIGHTLY else ["phi4_mini"])
+@pytest.mark.parametrize("longest", [ORIGINAL, CONTEXT])
+def test_angles_are_those_of_the_longest_request(
+    longest: int,
+    family: str,
+    directories: Callable[[str], Path],
+    references: Callable[[str], list[list[int]]],
+) -> None:
+    """Up to the original context, and past it, they are those that ``generate`` chooses.
+
+    Short requests have other tokens where longer ones are served.
+    """
+    directory, is_short = directories(family), longest == ORIGINAL
+    texts, count = prompts()[:NUM_REQUESTS], 8
+    if not is_short:
+        texts, count = [SHARED * 4 + text for text in texts], 24
+    submits = [
+        Submit(
+            request=index,
+            request_id=str(index),
+            prompt_ids=text,
+            params=SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True),
+            seed=0,
+        )
+        for index, text in enumerate(texts)
+    ]
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+    generated = greedy_outputs(model, texts, [count] * len(texts))
+    config = in_bfloat16(directory, dtype="float32")
+    config = replace(config, model=replace(config.model, max_model_len=longest))
+    executor = UniExecutor(config, read_model_info(directory), 1)
+    executor.load(lambda _phase: None)
+    executor.allocate(8)
+    assert executor._program is not None
+    instance = Instance(directory, executor)
+    found, counters = instance.answers(submits, How(budget=48, cache=longest_of(submits) // 16 * 16 + 32))
+    assert [found[index].token_ids for index in range(len(texts))] == generated
+    assert counters.preemptions > 0
     assert counters.prefix_cache_hits > 0
+    if is_short:
+        usual = [each[:8] for each in references(family)]
+        assert usual != [each[: len(one)] for each, one in zip(generated, usual, strict=True)]
 
 
 def test_a_token_takes_room_for_its_latents_or_is_refused(

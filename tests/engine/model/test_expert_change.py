@@ -12,9 +12,10 @@ import torch
 import transformers
 
 from coordinator.messages import GroupPlan
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.executor import make_executor
+from engine.executor.uni import UniExecutor
 from engine.executor_contract import SpreadExecutor
 from engine.groups.stepping import Agreement
 from engine.messages import Submit
@@ -82,11 +83,32 @@ def test_what_does_not_fit_is_refused(directory: Path) -> None:
     limited.copies = 2
     with pytest.raises(CheckpointError, match="more than --expert-memory-bytes"):
         limited.check_limit()
+    limited.copies = 1
+    limited.check_limit(3)
+    with pytest.raises(CheckpointError, match=r"4 experts of .* more than .* or lower num_redundant_experts"):
+        limited.check_limit(4)
     with pytest.raises(CheckpointError, match=r"2 more experts of .* do not fit"):
         held.prepare([range(num_experts // 2 + 2)], free)
     with pytest.raises(ReadingStopped):
         held.prepare([range(num_experts)], PLENTY, lambda: True)
     assert not held.is_prepared([range(num_experts)])
+
+
+def test_copies_that_do_not_fit_are_refused_at_the_start_with_the_numbers(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = read_model_info(directory)
+    eplb = DeviceConfig(enable_eplb=True, eplb_config=f'{{"num_redundant_experts": {info.num_experts}}}')
+    executor = UniExecutor(EngineConfig(device=eplb), info, 1, (0, 2))
+    model = load(directory, ExpertShare(assign_experts(info.num_experts, 2), 0))
+    held = executor._held = HeldExperts(model, directory, range(info.num_experts // 2))
+    needed = 2 * (info.num_experts // 2) * held.bytes_per_expert
+    monkeypatch.setattr("engine.host.memory.available_memory", lambda: needed)
+    assert executor._bytes_for_copies() == needed, "as many again, which kernels lay out once more"
+    monkeypatch.setattr("engine.host.memory.available_memory", lambda: needed - 1)
+    numbers = rf"{info.num_experts // 2} more experts of each layer .* lower num_redundant_experts"
+    with pytest.raises(CheckpointError, match=numbers):
+        executor._bytes_for_copies()
 
 
 def test_experts_that_were_read_for_others_than_are_held_now_are_read_again(

@@ -26,7 +26,6 @@ from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.sampling import SamplingParams, ThinkingBudget
 from tests.engine.compute.test_exactness import NUM_REQUESTS, PEER, greedy, oracle, output_length, prompts
 from tests.engine.greedy import greedy_outputs
-from tests.engine.model.test_weights import mxfp4_model
 from tests.engine.shard_threads import ThreadedShards
 from tests.engine.tiny_models import COMMON, FAMILIES, make_tiny_model, widen
 
@@ -242,17 +241,6 @@ def test_a_tied_embedding_is_cut_once(layout: str, tmp_path: Path) -> None:
     expected, _ = run(alone, directory, greedy(), num_blocks=600, budget=512)
     executor = shards(directory, LAYOUTS[layout])
     assert run(executor, directory, greedy(), num_blocks=600, budget=512)[0] == expected
-    executor.close()
-
-
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
-def test_packed_experts_are_read_in_part(layout: str, tmp_path: Path) -> None:
-    quantised, plain = mxfp4_model(tmp_path)
-    alone = UniExecutor(settings(plain), read_model_info(plain), 1)
-    alone.load(lambda _phase: None)
-    expected, _ = run(alone, plain, greedy()[:6], num_blocks=600, budget=512)
-    executor = shards(quantised, LAYOUTS[layout])
-    assert run(executor, quantised, greedy()[:6], num_blocks=600, budget=512)[0] == expected
     executor.close()
 
 

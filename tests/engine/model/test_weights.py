@@ -525,57 +525,6 @@ def test_code_of_a_checkpoint_is_not_run_where_transformers_has_the_family(tmp_p
     assert greedy_ids(model) == expected
 
 
-FP4_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-
-
-def random_mxfp4(*shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A random matrix [..., columns] with its MXFP4 form.
-
-    Blocks are [..., columns / 32, 16], with scales.
-    """
-    *rows, columns = shape
-    blocks = torch.randint(0, 256, (*rows, columns // 32, 16), dtype=torch.uint8)
-    scales = torch.randint(122, 125, (*rows, columns // 32), dtype=torch.uint8)
-    nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
-    values = FP4_VALUES[nibbles.long()] * torch.exp2(scales.float() - 127)[..., None]
-    return blocks, scales, values.flatten(-2)
-
-
-def mxfp4_model(directory: Path) -> tuple[Path, Path]:
-    """A model whose experts are stored in MXFP4, and the same in float32."""
-    torch.manual_seed(0)
-    plain = make_tiny_model(directory / "plain", "gpt_oss")
-    quantised = directory / "quantised"
-    shutil.copytree(plain, quantised)
-    packed: dict[str, torch.Tensor] = {}
-
-    def replace(tensors: dict[str, torch.Tensor]) -> None:
-        for name in list(tensors):
-            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-                experts, inputs, outputs = tensors[name].shape
-                packed[f"{name}_blocks"], packed[f"{name}_scales"], matrix = random_mxfp4(
-                    experts, outputs, inputs
-                )
-                tensors[name] = matrix.transpose(1, 2).contiguous()
-
-    def pack(tensors: dict[str, torch.Tensor]) -> None:
-        for name in list(tensors):
-            if f"{name}_blocks" in packed:
-                del tensors[name]
-        tensors.update(packed)
-
-    change_tensors(plain, replace)
-    change_tensors(quantised, pack)
-    change_config(quantised, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": []})
-    assert len(packed) == 16
-    return quantised, plain
-
-
-def test_mxfp4_is_dequantised(tmp_path: Path) -> None:
-    quantised, plain = mxfp4_model(tmp_path)
-    assert greedy_ids(load(quantised)) == greedy_ids(load(plain))
-
-
 def longrope_model(directory: Path) -> Path:
     config = transformers.Phi3Config(
         **small(

@@ -11,9 +11,9 @@ import pytest
 
 from engine.core import EngineCore
 from engine.kernels import library
-from engine.messages import Submit
+from engine.messages import HandedOver, Prefetch, Submit
 from engine.scheduling.request import from_submit
-from engine.transfers import checking, price
+from engine.transfers import checking, fetching, price
 from engine.transfers.identity import CacheFacts, identity_of
 from engine.transfers.mover import BlockMover
 from tests.engine.invariance.answers import ALONE, PEER, Answer, Answers, How, Instance, load, step
@@ -54,6 +54,7 @@ class Serving:
         )
         self.memory, self.pool = memory, self.core._pool
         self.found: Answers = {}
+        self.fetched: list[tuple[bytes, object]] = []
 
     def submit(self, submits: list[Submit], blocks_at: str = "") -> None:
         for each in submits:
@@ -61,7 +62,7 @@ class Serving:
             assert self.core.submit(PEER, msgspec.structs.replace(each, blocks_at=blocks_at)) is None
 
     def turn(self) -> None:
-        self.core.take_fetched()
+        self.fetched += self.core.take_fetched()
         step(self.core, self.found, lambda: time.sleep(0.0005))
 
 
@@ -195,3 +196,69 @@ def test_a_source_that_computed_wrongly_is_found_and_costs_no_answer(
     finally:
         for each in (source, taker):
             each.mover.close()
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_requests_are_handed_over_while_they_run_and_nothing_is_computed_again(
+    pair: tuple[Instance, Instance],
+    both: tuple[Serving, Serving],
+    greedy: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each goes on in its partly filled block, with the bits of one that stayed."""
+    monkeypatch.setattr(fetching, "STALL", PATIENCE)  # what is late on a busy machine would be computed
+    source, taker = both
+    submits = [
+        msgspec.structs.replace(
+            each,
+            request=number,
+            params=msgspec.structs.replace(
+                each.params, prompt_logprobs=None, grammar=None, max_tokens=60, ignore_eos=True, stop_token_ids=[]
+            ),
+        )
+        for number, each in enumerate(
+            requests(8, count=6, vocab_size=VOCAB, longest=90, most=8, greedy=greedy), 1
+        )
+    ]  # fmt: skip
+    alone = pair[0].answers(submits, ALONE)[0]
+    source, taker = (Serving(each, How(cache=16384)) for each in pair)  # that run took the cache away
+    for side in (source, taker):
+        side.core.routers[PEER] = "router-1"
+    try:
+        source.submit(submits)
+        while any(len(source.found[each.request].token_ids) < 5 + each.request for each in submits):
+            source.turn()
+        waiting = {each.request: each for each in submits}
+        for each in submits:
+            wish = Prefetch(
+                each.request, each.prompt_ids, source.mover.address, each.cache_salt, each.request
+            )
+            taker.core.prefetch(PEER, wish)
+        deadline = time.monotonic() + PATIENCE
+        while waiting:
+            assert time.monotonic() < deadline
+            messages, source.fetched = source.fetched, []
+            for _, message in messages:
+                assert isinstance(message, HandedOver)
+                number = message.request
+                output = source.found[number].token_ids
+                taker.submit([msgspec.structs.replace(waiting.pop(number), output_ids=output, copy=number)])
+            if all(len(source.found[number].token_ids) < 30 for number in waiting):
+                source.turn()
+            else:  # on a busy machine; they would outgrow the room that was kept for them
+                source.fetched += source.core.take_fetched()
+            taker.turn()
+        serve(source, taker)
+        assert {number: each.token_ids for number, each in taker.found.items()} == {
+            number: each.token_ids for number, each in alone.items()
+        }
+        for number, answer in alone.items():
+            before = source.found[number].logprobs
+            assert before + taker.found[number].logprobs == answer.logprobs
+        counters = taker.core.scheduler.counters()
+        assert counters.scheduled_tokens == counters.generation_tokens, "nothing but new tokens"
+        for side in (source, taker):
+            assert side.core.report(0, 0).blocks_used == 0
+    finally:
+        source.mover.close()
+        taker.mover.close()

@@ -33,3 +33,11 @@ def test_each_fact_is_another_identity() -> None:
     found = {identity_of(each) for each in (facts, *others)}
     assert len(found) == len(changes) + 1
     assert identity_of(msgspec.structs.replace(facts)) == identity_of(facts)
+
+
+def test_pages_are_made_ready_and_keep_what_is_in_them() -> None:
+    parts = [np.full((64, width), 7, dtype=np.uint8) for width in (8192, 100)]
+    memory = BlockMemory(parts)
+    for num_bytes in (0, 20_000, 1 << 30):
+        memory.prepare(num_bytes)
+    assert all((part == 7).all() for part in parts)

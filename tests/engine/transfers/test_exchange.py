@@ -29,6 +29,8 @@ class FakeMover:
         self.fetches: list[Wanted] = []
         self.cancelled: list[int] = []
         self.answers: dict[Key, list[int]] = {}
+        self.handed: dict[Key, Any] = {}
+        self.refused: dict[Key, str] = {}
         self.has_ended = False
 
     def take_events(self) -> list[Any]:
@@ -43,6 +45,14 @@ class FakeMover:
 
     def found(self, loan: Key, blocks: Sequence[int]) -> None:
         self.answers[loan] = list(blocks)
+
+    def handed_over(
+        self, loan: Key, names: Sequence[bytes], blocks: Sequence[int], *, has_part: bool
+    ) -> None:
+        self.handed[loan] = names, blocks, has_part
+
+    def refuse(self, loan: Key, reason: str) -> None:
+        self.refused[loan] = reason
 
     def same(self, one: int, other: int) -> bool:
         raise AssertionError("nothing is checked here")
@@ -328,7 +338,7 @@ def test_a_copy_ends_with_the_tokens_that_the_cache_has(setup: Setup) -> None:
     assert setup.exchange.take_copied() == []
     setup.mover.ends(wanted, 5, Outcome.LOST)
     assert setup.turn() == []
-    assert setup.exchange.take_copied() == [((b"router", 1), 7 * SIZE)]
+    assert setup.exchange.take_copied() == [((b"router", 1), 7 * SIZE, False)]
     assert setup.exchange.is_idle
 
 
@@ -347,7 +357,9 @@ def test_what_cannot_be_copied_is_answered_at_once(setup: Setup) -> None:
     copy(setup, 2, setup.request(first=500), source="")
     setup.mover.has_ended = True
     copy(setup, 3, setup.request(first=500))
-    assert setup.exchange.take_copied() == [((b"router", n), size) for n, size in ((1, 48), (2, 0), (3, 0))]
+    assert setup.exchange.take_copied() == [
+        ((b"router", n), size, False) for n, size in ((1, 48), (2, 0), (3, 0))
+    ]
     assert setup.mover.fetches == []
 
 
@@ -356,7 +368,7 @@ def test_copies_are_bounded() -> None:
     for number in range(MOST_COPIES + 2):
         copy(setup, number, setup.request(first=200 * number))
     assert len(setup.mover.fetches) == MOST_COPIES
-    assert [key[1] for key, _ in setup.exchange.take_copied()] == [MOST_COPIES, MOST_COPIES + 1]
+    assert [key[1] for key, _, _ in setup.exchange.take_copied()] == [MOST_COPIES, MOST_COPIES + 1]
 
 
 def test_copies_of_a_router_that_is_gone_are_cancelled_unless_a_request_waits(setup: Setup) -> None:
@@ -381,5 +393,5 @@ def test_copies_end_when_nothing_is_moved_any_more(setup: Setup) -> None:
     copy(setup, 1, setup.request())
     setup.mover.has_ended = True
     assert setup.turn() == []
-    assert setup.exchange.take_copied() == [((b"router", 1), 0)]
+    assert setup.exchange.take_copied() == [((b"router", 1), 0, False)]
     assert setup.pool.num_used == 0

@@ -2,8 +2,12 @@
 
 While streams run (:mod:`tests.mesh.faults.load`), instances are killed, stopped for a while, drained and started, one or
 two at a time, and the coordinator is killed, alone or with an instance; some clients leave in the middle. Each
-stream that is not given up must have the token ids that it has in an undisturbed mesh, without any error. At the
-end the mesh must come to rest, and hold nothing; no process may have grown (:mod:`tests.mesh.faults.rest`).
+stream that is not given up must have the token ids and log-probabilities that it has in an undisturbed mesh, to
+the bit, without any error. At the end the mesh must come to rest, and hold nothing; no process may have grown
+(:mod:`tests.mesh.faults.rest`).
+
+With ``--transfers`` instances share no experts, so KV blocks travel: drained instances hand their requests over at once,
+and prompts recur.
 
 With ``--eplb`` a further load shifts from experts to experts, and experts are wished to move all the time.
 
@@ -17,6 +21,7 @@ import collections
 import contextlib
 import json
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -59,6 +64,11 @@ ENGINE_FILLS = 200 * 2**20
 Pages of the KV cache (94 MiB with these flags) count from their first use on. An instance takes over the experts of
 dead ones (42 MiB, kernels' copies included). Buffers grow with the largest step. Seen on a busy machine: 172 MiB.
 """
+SHARES = 64
+"""Requests in a row that may share cached prompts, with ``--transfers``."""
+BACK = re.compile(
+    r"(\d+) requests of instance \d+ are back after .*: (\d+) tokens computed again, (\d+) were"
+)
 SAY_INTERVAL = 60.0
 """Seconds between two lines on how the streams fare."""
 
@@ -207,6 +217,13 @@ def counts(load: Load) -> dict[str, int]:
     return {verdict.value: load.verdicts[verdict] for verdict in Verdict}
 
 
+def moved(log: str) -> dict[str, int]:
+    """Requests that had to go on at another instance, by their router's log."""
+    found = [map(int, each) for each in BACK.findall(log)]
+    sums = [sum(each) for each in zip(*found, strict=True)] or [0, 0, 0]
+    return dict(zip(("requests", "computed_again", "cached"), sums, strict=True))
+
+
 def settle(mesh: SpreadMesh, size: int) -> None:
     """Wait until ``size`` instances are ready.
 
@@ -233,14 +250,26 @@ def run(asked: argparse.Namespace, directory: Path, stack: contextlib.ExitStack)
         apart=True,
         backend=asked.backend,
         model=asked.model,
-        how=("-ep", "--served-model-name", SHIPPED_MODEL),
-        flags=flags,
+        how=(
+            "--no-enable-expert-parallel" if asked.transfers else "-ep",
+            "--served-model-name",
+            SHIPPED_MODEL,
+        ),
+        flags=("--dtype", "bfloat16", *flags[2:]) if asked.transfers else flags,
+        each=("--drain-timeout", "0") if asked.transfers else (),
         hosts=hosts,
     )
-    bodies = [body_of(number, longest=asked.longest) for number in range(NUM_BODIES)]
+    bodies = [body_of(number, longest=asked.longest, logprobs=True) for number in range(NUM_BODIES)]
     truth = undisturbed(mesh.url, bodies, asked.streams)
     load = Load(
-        mesh.url, truth, bodies, streams=asked.streams, leaves=CANCELLED, seed=asked.seed, keeps=False
+        mesh.url,
+        truth,
+        bodies,
+        streams=asked.streams,
+        leaves=CANCELLED,
+        seed=asked.seed,
+        keeps=False,
+        shares=SHARES if asked.transfers else 1,
     )
     growth = Growth(min(WARM_UP, asked.seconds / 3), fills={"Engine": ENGINE_FILLS})
     watch, chaos = Watch(mesh, load, growth), Chaos(mesh, asked.seed)
@@ -267,6 +296,7 @@ def run(asked: argparse.Namespace, directory: Path, stack: contextlib.ExitStack)
         "streams": asked.streams,
         "events": dict(chaos.events),
         "requests": counts(load),
+        "moved": moved(mesh.log),
         "rebalancings": watch.changes.totals,
         "tokens": load.tokens,
         "longest_client_gaps": [
@@ -297,6 +327,7 @@ def main() -> int:
         "--output-json", type=Path, help="what happened, counted, and what the processes hold"
     )
     parser.add_argument("--eplb", action="store_true", help="experts move all the time")
+    parser.add_argument("--transfers", action="store_true", help="KV blocks travel; log-probabilities count")
     netns.add_flag(parser)
     asked = parser.parse_args()
     if asked.namespaces is not None and (status := netns.rerun_inside(asked.namespaces)) is not None:
@@ -310,6 +341,7 @@ def main() -> int:
         asked.output_json.parent.mkdir(parents=True, exist_ok=True)
         asked.output_json.write_text(json.dumps(page, indent=1) + "\n")
     print(page["events"], page["requests"], page["rebalancings"] if asked.eplb else "")
+    print(page["moved"])
     print(f"epoch {page['epoch']}; longest gaps of clients {page['longest_client_gaps'][:3]}")
     for process in page["processes"]:
         print(f"{process['name']}: {process['before']} -> {process['after']}")

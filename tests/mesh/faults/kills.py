@@ -281,6 +281,24 @@ def _where(page: dict[str, Any]) -> str:
     return f" on two hosts ({page['link']})" if page.get("link") else ""
 
 
+def merged(files: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One page for each case, from runs that took turns with those of other cases."""
+    found: dict[str, dict[str, Any]] = {}
+    for page in (page for pages in files for page in pages):
+        known = found.setdefault(page["case"], page)
+        if known is not page:
+            tokens = sum(each["tokens_per_second"] * each["seconds"] for each in (known, page))
+            seconds = known["seconds"] + page["seconds"]
+            counts = {name: known["counts"][name] + page["counts"][name] for name in page["counts"]}
+            found[page["case"]] = known | {
+                "seconds": round(seconds, 1),
+                "tokens_per_second": round(tokens / seconds, 1),
+                "counts": counts,
+                "kills": known["kills"] + page["kills"],
+            }
+    return list(found.values())
+
+
 def verdicts(load: Load, kills: int) -> dict[str, int]:
     """How the requests ended."""
     return {
@@ -370,14 +388,16 @@ def main() -> int:
     )
     parser.add_argument("--output-json", type=Path, help="one file with all cases")
     parser.add_argument("--logs", type=Path, help="directory for the logs, kept (default: a temporary one)")
-    parser.add_argument("--show", type=Path, help="only print the tables of a file that was written before")
+    parser.add_argument(
+        "--show", type=Path, nargs="+", help="only print tables: of each case in these files, all its kills"
+    )
     parser.add_argument("--backend", default="auto", help="--all2all-backend of the mesh")
     netns.add_flag(parser)
     asked = parser.parse_args()
     if asked.namespaces is not None and (status := netns.rerun_inside(asked.namespaces)) is not None:
         return status
     if asked.show is not None:
-        print("\n".join(map(report, json.loads(asked.show.read_text()))))
+        print("\n".join(map(report, merged([json.loads(file.read_text()) for file in asked.show]))))
         return 0
     pages, problems = [], []
     with tempfile.TemporaryDirectory() as temporary:

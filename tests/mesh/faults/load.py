@@ -43,7 +43,7 @@ class Verdict(enum.StrEnum):
     DOUBLED = "doubled"
     """All tokens of the truth, and some of them again."""
     DIFFERENT = "different"
-    """Other tokens, or the same tokens with another text."""
+    """Other tokens, or the same tokens with another text or other log-probabilities."""
     LEFT = "left"
     """The client went away; there is no verdict."""
 
@@ -55,6 +55,8 @@ class Answer:
     number: int
     asked_at: float
     ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """Those of the tokens, where the body asks for them."""
     text: str = ""
     finish_reason: str | None = None
     error: str | None = None
@@ -72,11 +74,15 @@ class Answer:
         if self.error is not None:
             return Verdict.ERROR
         if self.ids == truth.ids:
-            same = (self.text, self.finish_reason) == (truth.text, truth.finish_reason)
+            same = self._rest() == truth._rest()
             return Verdict.RIGHT if same else Verdict.DIFFERENT
         if _is_within(self.ids, truth.ids):
             return Verdict.LOST
         return Verdict.DOUBLED if _is_within(truth.ids, self.ids) else Verdict.DIFFERENT
+
+    def _rest(self) -> tuple[list[float], str, str | None]:
+        """What must be the same where the tokens are, to the bit."""
+        return self.logprobs, self.text, self.finish_reason
 
     def waits(self) -> Iterator[tuple[float, float]]:
         """(begin, end) of each wait from chunk to chunk."""
@@ -90,11 +96,17 @@ def _is_within(part: Sequence[int], whole: Sequence[int]) -> bool:
 
 
 def body_of(
-    number: int, *, model: str = SHIPPED_MODEL, longest: int = LONGEST, most_tokens: int = 160
+    number: int,
+    *,
+    model: str = SHIPPED_MODEL,
+    longest: int = LONGEST,
+    most_tokens: int = 160,
+    logprobs: bool = False,
 ) -> dict[str, Any]:
     """The body of a request.
 
-    Half are greedy; lengths of prompts are even on a scale of magnitudes.
+    Half are greedy; lengths of prompts are even on a scale of magnitudes. ``logprobs``: those of the tokens
+    are asked for, too.
     """
     rng = random.Random(number)
     length = round(math.exp(rng.uniform(math.log(SHORTEST), math.log(longest))))
@@ -109,6 +121,7 @@ def body_of(
         "stream": True,
         "ignore_eos": True,
         "return_token_ids": True,
+        **({"logprobs": 0} if logprobs else {}),
     }  # fmt: skip
 
 
@@ -126,14 +139,17 @@ class Load:
         leaves: float = 0.0,
         seed: int = 0,
         keeps: bool = True,
+        shares: int = 1,
     ) -> None:
         """``streams`` clients read streams, ``whole`` more ask for answers in one piece. ``leaves``: share of
         the streams whose client goes away in the middle. Without ``keeps``, answers are forgotten once they are
-        judged, so that a run may last for hours."""
+        judged, so that a run may last for hours. ``shares``: requests in a row that may share what is cached of a
+        prompt."""
         self._url, self._truth, self._bodies = url, truth, bodies
         self._streams, self._whole, self._leaves = streams, whole, leaves
         self._rng = random.Random(seed)
         self._keeps = keeps
+        self._shares = shares
         self._num_asked = 0
         self._began_at = 0.0
         self._stopped = threading.Event()
@@ -211,7 +227,7 @@ class Load:
             self.answers.append(answer)
             # A salt of its own: what was computed for this prompt before does not spare a resumed request its prefill.
             self._num_asked += 1
-            salt = f"{number}-{self._num_asked}"
+            salt = f"{number}-{self._num_asked // self._shares}"
             body = self._bodies[number] | {"stream": streams, "cache_salt": salt}
             try:
                 await asyncio.wait_for(ask(client, self._url, body, answer), patience)
@@ -233,7 +249,7 @@ class Load:
             if len(self.gaps) > NUM_GAPS:
                 heapq.heappop(self.gaps)
         if verdict not in (Verdict.RIGHT, Verdict.LEFT):
-            what = answer.error or f"{answer.ids} {answer.text!r} instead of {truth.ids} {truth.text!r}"
+            what = answer.error or f"{answer.ids} {answer._rest()} instead of {truth.ids} {truth._rest()}"
             after = time.monotonic() - self._began_at
             self.problems.append(f"{after:6.1f} s  request {answer.number}: {verdict}: {what}")
 
@@ -288,6 +304,8 @@ async def _read_stream(response: aiohttp.ClientResponse, answer: Answer) -> None
 def _take(answer: Answer, page: dict[str, Any]) -> None:
     for choice in page["choices"]:
         answer.ids += choice["token_ids"] or []
+        if choice.get("logprobs"):
+            answer.logprobs += choice["logprobs"]["token_logprobs"]
         answer.text += choice["text"]
         answer.finish_reason = choice["finish_reason"] or answer.finish_reason
 

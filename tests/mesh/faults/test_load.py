@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mesh.faults.kills import percentile, table
+from tests.mesh.faults.kills import merged, percentile, table
 from tests.mesh.faults.load import LONGEST, SHORTEST, Answer, Load, Verdict, body_of
 
 
 def answer(
-    ids: list[int], text: str = "ab", reason: str | None = "length", error: str | None = None
+    ids: list[int],
+    text: str = "ab",
+    reason: str | None = "length",
+    error: str | None = None,
+    logprobs: tuple[float, ...] = (-0.25, -1.5, -0.125),
 ) -> Answer:
-    return Answer(0, 0.0, ids=ids, text=text, finish_reason=reason, error=error)
+    return Answer(0, 0.0, ids=ids, logprobs=[*logprobs], text=text, finish_reason=reason, error=error)
 
 
 @pytest.mark.parametrize(
@@ -20,6 +24,8 @@ def answer(
         (answer([1, 2, 3]), Verdict.RIGHT),
         (answer([1, 2, 3], text="abb"), Verdict.DIFFERENT),
         (answer([1, 2, 3], reason="stop"), Verdict.DIFFERENT),
+        (answer([1, 2, 3], logprobs=(-0.25, -1.5000000000000002, -0.125)), Verdict.DIFFERENT),
+        (answer([1, 2, 3], logprobs=(-0.25, -1.5)), Verdict.DIFFERENT),
         (answer([1, 2]), Verdict.LOST),
         (answer([1, 3]), Verdict.LOST),
         (answer([]), Verdict.LOST),
@@ -59,3 +65,17 @@ def test_the_table_has_median_ninetieth_and_most() -> None:
     values = [float(value) for value in range(1, 12)]
     assert percentile(values, 0.9) == 10.0
     assert table([{"noticed": value} for value in values]).endswith("| noticed | 6 | 10 | 11 |")
+
+
+def test_runs_of_a_case_that_took_turns_have_one_table() -> None:
+    def page(case: str, noticed: float) -> dict[str, object]:
+        counts = {"kills": 1, "right": 10}
+        kills = [{"noticed": noticed}]
+        return {"case": case, "seconds": 2.0, "tokens_per_second": noticed, "counts": counts, "kills": kills}
+
+    once, twice = merged([[page("moe", 1.0)], [page("moe-twice", 5.0)], [page("moe", 3.0)]])
+    assert (once["case"], twice["case"]) == ("moe", "moe-twice")
+    assert once["counts"] == {"kills": 2, "right": 20}
+    assert [kill["noticed"] for kill in once["kills"]] == [1.0, 3.0]
+    assert (once["seconds"], once["tokens_per_second"]) == (4.0, 2.0)
+    assert len(twice["kills"]) == 1

@@ -18,6 +18,7 @@ from coordinator.rpc import keys
 from engine.config import SHIPPED_MODEL
 from tests.mesh.harness import wait_until
 from tests.mesh.hosts import Host, two_hosts, why_not
+from tests.nightly import NIGHTLY
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
 
@@ -28,6 +29,8 @@ COLLECTIVE_TIMEOUT = 4
 """Seconds until a member notices that another one's data does not come."""
 BOUND = 60.0
 """Seconds from the split to the first answer: deadline, tries, choice, a group of one."""
+LOOKS = 12 if NIGHTLY else 6
+"""Seconds of one look or two whether the way is there again."""
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +133,8 @@ def test_a_mesh_whose_hosts_lose_each_other_goes_on_without_one_and_takes_it_bac
             assert "no connection" in view.waiting_for
             epoch = view.epoch
             assert completion(head) == expected
-            time.sleep(12)  # two looks whether the way is there again: no group is tried meanwhile
-            assert view_of(head, "--mesh-key-file", str(key)).epoch == epoch
+            time.sleep(LOOKS)
+            assert view_of(head, "--mesh-key-file", str(key)).epoch == epoch, "no group is tried meanwhile"
         wait_until(
             lambda: view_of(head, "--mesh-key-file", str(key)).waiting_for == "",
             40,

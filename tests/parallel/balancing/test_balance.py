@@ -44,10 +44,7 @@ def most(load: Sequence[float], copies: Copies, size: int) -> float:
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_it_is_as_good_as_deepseeks_algorithm_and_moves_fewer_experts(count: int) -> None:
-    """Loads are random or as in Zipf's law, each after another one.
-
-    Two in a thousand may be 3 % worse: theirs may put an expert on a rank twice.
-    """
+    """Loads are random or as in Zipf's law, each after another one."""
     chance, ratios, moves, theirs = random.Random(5), [], 0, 0
     for _ in range(count):
         size = chance.choice([2, 4, 8, 16])
@@ -63,9 +60,11 @@ def test_it_is_as_good_as_deepseeks_algorithm_and_moves_fewer_experts(count: int
         ratios.append(most(then, found.layers[0], size) / max(loads))
         moves += found.moves
         theirs += sum(len(after - before) for after, before in zip(next_held, their_held, strict=True))
-    assert sum(ratio > 1.02 for ratio in ratios) <= count // 500
-    assert max(ratios) < 1.03
-    assert sum(ratios) < count
+    mean = sum(ratios) / count
+    print(f"{count} loads: greatest load over theirs {mean:.3f} in the mean, at most {max(ratios):.3f}; "
+          f"{moves} moves, theirs {theirs}")  # fmt: skip
+    assert max(ratios) <= 1.02
+    assert mean < 1
     assert moves < 0.5 * theirs
 
 
@@ -104,6 +103,33 @@ def test_an_expert_with_most_of_the_load_gets_copies() -> None:
     assert copies[0] == (0, 1, 2, 3)
     assert found.after > 0.9
     assert all(sum(rank in ranks for ranks in copies) == 2 for rank in range(4))
+
+
+def rows_between_hosts(load: Sequence[float], copies: Copies, where: Seats) -> float:
+    """Rows that one host computes for another, where all ranks have as many."""
+    found = 0.0
+    for rows, ranks in zip(load, copies, strict=True):
+        for place in range(where.size):
+            owner = serving(ranks, place, where.size)
+            found += rows / where.size * (where.hosts[owner] != where.hosts[place])
+    return found
+
+
+def test_copies_are_on_both_hosts_so_that_fewer_rows_go_between_them() -> None:
+    chance, blind, aware, spread, several = random.Random(3), 0.0, 0.0, 0, 0
+    where = seats(4, hosts=2)
+    for _ in range(20):
+        load = sorted((1e5 / (place + 1) for place in range(16)), key=lambda _: chance.random())
+        terms = Terms(num_redundant=8, rows_per_move=0.0)
+        (of_one,) = balance([load], [dealt(16, 4)], seats(4), terms).layers
+        found = balance([load], [dealt(16, 4)], where, terms)
+        assert found.after > 0.98
+        blind += rows_between_hosts(load, of_one, where)
+        aware += rows_between_hosts(load, found.layers[0], where)
+        hosts = [{where.hosts[rank] for rank in ranks} for ranks in found.layers[0] if len(ranks) > 1]
+        spread, several = spread + sum(len(each) == 2 for each in hosts), several + len(hosts)
+    assert spread > 0.85 * several
+    assert aware < 0.95 * blind
 
 
 def test_where_each_expert_is_twice_a_death_reads_nothing() -> None:

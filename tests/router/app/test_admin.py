@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx2
@@ -40,6 +40,13 @@ class World:
 
     def flights(self, most: int) -> list[Flight]:
         return ([Flight("cmpl-x", rank, 5, 7, 2, 0.5) for rank in (1, None)] * 600)[:most]
+
+    missing: Sequence[str] = ()
+    """Instances that do not reset their caches."""
+
+    async def reset_caches(self, timeout: float) -> list[str]:
+        assert timeout > 1
+        return list(self.missing)
 
     async def command(self, wish: Drain | Scale) -> Answer:
         self.wishes.append(wish)
@@ -134,6 +141,19 @@ def test_a_wish_to_scale_in_the_form_of_vllm_needs_what_the_admin_api_needs() ->
         assert ask(gate(world), "POST", url, json=body).status_code == 400
     assert ask(gate(world, "secret"), "POST", url, json={"new_data_parallel_size": 3}).status_code == 401
     assert len(world.wishes) == 1
+
+
+def test_a_wish_to_forget_prefixes_needs_what_the_admin_api_needs() -> None:
+    world = World(None)
+    url = ADMIN + "/reset_prefix_cache"
+    done = ask(gate(world), "POST", url)
+    assert (done.status_code, done.content) == (200, b"")
+    world.missing = ["b", "a"]
+    late = ask(gate(world), "POST", url)
+    assert late.status_code == 503
+    assert "a, b" in late.text
+    assert ask(gate(world, "secret"), "POST", url).status_code == 401
+    assert ask(gate(world), "POST", ENDPOINT + "/reset_prefix_cache").status_code == 404
 
 
 @pytest.mark.parametrize("status", [404, 409, 503])

@@ -35,7 +35,7 @@ class World:
         for number in range(count):
             ids = list(range(number, number + length))
             entry = Entry(Prompt(request_id=str(number), prompt_ids=ids, params=SamplingParams(), seed=9))
-            self.ledger.place(entry, "a", number)
+            self.ledger.place(entry, "a", 1 + number)
             self.give(entry)
             self.entries.append(entry)
 
@@ -55,6 +55,14 @@ class World:
             action.target, action.message.number, whole if tokens is None else tokens
         )
 
+    def hands_over(self, actions: list[Action]) -> list[Action]:
+        """The source lets a request go, as one of these copies asks."""
+        (last,) = (each for each in actions if isinstance(each, Copy) and each.message.request)
+        found = self.departures.handed_over(self.source, last.message.request)
+        assert found is not None
+        assert self.departures.copied(last.target, last.message.number, 0, is_taken=True) == []
+        return found
+
 
 def test_a_request_is_handed_over_once_all_its_full_blocks_are_there() -> None:
     world = World()
@@ -69,8 +77,15 @@ def test_a_request_is_handed_over_once_all_its_full_blocks_are_there() -> None:
     assert isinstance(second, Copy)
     assert second.message.token_ids == [*range(100), *[7] * 16]
     world.give(entry, 10)
-    assert world.copied(second) == [HandOver(entry, world.source, world.target, world.loss)]
-    assert world.copied(second) == [], "once only"
+    (last,) = world.copied(second)
+    assert isinstance(last, Copy)
+    assert last.message.request == 1, "it ends at its source, and the block in the making comes, too"
+    number = last.message.number
+    assert world.departures.copied(world.target, number, 112, is_taken=True) == [], "its source says so, too"
+    over = HandOver(entry, world.source, world.target, world.loss, copy=number)
+    assert world.departures.handed_over(world.source, 1) == [over]
+    assert world.copied(last) == [], "once only"
+    assert world.departures.handed_over(world.source, 1) is None
 
 
 def test_copies_of_a_request_that_outruns_them_end() -> None:
@@ -79,8 +94,29 @@ def test_copies_of_a_request_that_outruns_them_end() -> None:
     for rounds in range(1, MOST_ROUNDS + 1):
         world.give(world.entries[0], SIZE)
         (following,) = world.copied(action)
-        assert isinstance(following, HandOver) == (rounds == MOST_ROUNDS)
+        assert isinstance(following, Copy)
+        assert bool(following.message.request) == (rounds == MOST_ROUNDS)
         action = following
+    assert world.copied(action) == [HandOver(world.entries[0], world.source, world.target, world.loss)], (
+        "it is not taken over, so it is computed again"
+    )
+
+
+def test_a_source_that_is_lost_while_it_hands_over_ends_the_move() -> None:
+    world = World()
+    (last,) = world.copied(world.begin()[0])
+    assert world.departures.gone(world.source) == []
+    assert world.loss.away == 0, "it is moved like all that the instance had"
+    assert world.copied(last) == []
+    assert world.departures.handed_over(world.source, 1) is None
+
+
+def test_what_a_lost_target_was_taking_over_goes_elsewhere() -> None:
+    world = World()
+    world.copied(world.begin()[0])
+    world.target.attached = False
+    assert world.departures.gone(world.target) == [HandOver(world.entries[0], world.source, None, world.loss)]
+    assert world.departures.handed_over(world.source, 1) is None, "the router resumes it by itself"
 
 
 def test_copies_that_bring_nothing_end() -> None:
@@ -94,7 +130,7 @@ def test_few_are_copied_at_once_and_the_others_follow() -> None:
     actions = world.begin()
     assert len(actions) == MOST_COPIES
     world.ledger.drop(world.entries[MOST_COPIES])  # it ends meanwhile
-    handed, copy = world.copied(actions[1])
+    handed, copy = world.hands_over(world.copied(actions[1]))
     assert isinstance(handed, HandOver)
     assert handed.entry is world.entries[1]
     assert isinstance(copy, Copy)
@@ -160,6 +196,9 @@ def test_each_request_is_handed_over_once_or_has_ended_in_any_order_of_events() 
                 if action.entry.address:
                     assert action.entry.address[0] == "a"
                     world.ledger.place(action.entry, "b", len(handed))
+            elif action.message.request and chance.randrange(3):
+                handing = world.departures.handed_over(world.source, action.message.request)
+                pending += handing or []
             elif chance.randrange(10):
                 pending += world.copied(action, None if chance.randrange(4) else chance.randrange(100))
             else:

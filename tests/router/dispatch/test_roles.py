@@ -65,7 +65,7 @@ def test_a_request_moves_once_its_blocks_are_there() -> None:
     world = World()
     (copy,) = begun(world)
     assert isinstance(copy, Copy)
-    (over,) = world.copied(copy)
+    (over,) = world.hands_over(world.copied(copy))
     assert isinstance(over, HandOver)
     assert over.target is world.target
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from coordinator.messages import BusyExpert, ExpertBalance
 from coordinator.numerics import Numerics
 from router.tools.status import _console, as_table
 from tests.router.dispatch.test_mesh_parts import member, view
@@ -39,3 +40,15 @@ def test_an_instance_that_shadow_checks_name_is_shown_so(capsys: pytest.CaptureF
     assert printed.count("odd in") == 2
     assert "ready (odd in 1 shadow check)" in printed
     assert "ready (odd in 2 shadow checks)" in printed
+
+
+def test_balance_and_the_busiest_experts_stand_below(capsys: pytest.CaptureFixture[str]) -> None:
+    busiest = (BusyExpert(3, 0.25, (0, 1)), BusyExpert(7, 0.125, (1,)))
+    balance = ExpertBalance(
+        windows=4, balancedness=0.93, changes=2, moves=5, held={0: 12, 1: 10}, busiest=busiest
+    )
+    shown = msgspec.structs.replace(view(member("a", 0), member("b", 1)), balance=balance)
+    _console().print(as_table(shown))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "balancedness 0.93; 2 changes moved 5 copies" in printed
+    assert "busiest: 3 (25% of rows, on 0 1), 7 (12% of rows, on 1)" in printed

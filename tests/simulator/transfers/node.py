@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from engine.messages import Abort, Delta, FinishReason, Prefetch, Prefetched, Submit, Tokens
+from engine.messages import Abort, Delta, FinishReason, HandedOver, Prefetch, Prefetched, Submit, Tokens
 from engine.scheduling.blocks import BlockHash, BlockPool, hash_block
-from engine.scheduling.request import Request, RequestKey, from_submit
+from engine.scheduling.request import Request, RequestKey, Status, from_submit
 from engine.transfers import fetching, lending
 from engine.transfers.exchange import BlockExchange
 from engine.transfers.fetching import Ended, Fetcher, Wanted
 from engine.transfers.lending import Key, Lender, Look, Return
-from engine.transfers.messages import Piece, ToTaker, digest_of
+from engine.transfers.messages import Holder, Piece, ToTaker, digest_of
 from engine.transfers.price import FetchPrice
 
 SIZE = 16
@@ -91,6 +91,14 @@ class Node:
     def found(self, loan: Key, blocks: Sequence[int]) -> None:
         self.calls.append(lambda: self.lend(self.lender.found(loan, blocks)))
 
+    def handed_over(
+        self, loan: Key, names: Sequence[BlockHash], blocks: Sequence[int], *, has_part: bool
+    ) -> None:
+        self.calls.append(lambda: self.lend(self.lender.handed_over(loan, names, blocks, has_part=has_part)))
+
+    def refuse(self, loan: Key, reason: str) -> None:
+        self.calls.append(lambda: self.lend(self.lender.refused(loan, reason)))
+
     def same(self, one: int, other: int) -> bool:
         return self.memory[one] == self.memory[other]
 
@@ -140,10 +148,25 @@ class Node:
     def turn(self) -> None:
         """Between two steps, or while one is under way."""
         being_filled = {block for block, _ in self.filling}
-        self.queue += self.exchange.turn(lambda: being_filled)
-        for (_, number), tokens in self.exchange.take_copied():
-            self._world.to_router(self, Prefetched(number, tokens))
+        self.queue += self.exchange.turn(lambda: being_filled, self._holder)
+        for key in self.exchange.take_handed_over():
+            self.let_go(key)
+            self._world.to_router(self, HandedOver(key[1]))
+        for (_, number), tokens, is_taken in self.exchange.take_copied():
+            self._world.to_router(self, Prefetched(number, tokens, is_taken))
         self.check()
+
+    def let_go(self, key: RequestKey) -> None:
+        """Forget a request that another instance takes over."""
+        self._world.seen["handed over"] += 1
+        self.forget(key)
+
+    def _holder(self, holder: Holder) -> Request | None:
+        found = [each for each in [*self.running, *self.queue] if each.key == (ROUTER, holder[1])]
+        for request in found:
+            request.status = Status.RUNNING if request in self.running else Status.WAITING
+            request.num_in_flight = int(request in self.stepped)
+        return found[0] if found else None
 
     def take_in(self) -> None:
         """Read one message of the router; not while a step is under way."""
@@ -165,7 +188,11 @@ class Node:
                 for start in range(0, (len(message.token_ids) - 1) // SIZE * SIZE, SIZE):
                     parent = names[-1] if names else None
                     names.append(hash_block(parent, message.token_ids[start : start + SIZE]))
-                self.exchange.copy((ROUTER, message.number), names, message.blocks_at)
+                key = ROUTER, message.number
+                if message.request:
+                    self.exchange.take_over(key, names, message.blocks_at, ("router", message.request))
+                else:
+                    self.exchange.copy(key, names, message.blocks_at)
 
     def forget(self, key: RequestKey) -> None:
         if self.exchange.forget(key):
@@ -200,12 +227,20 @@ class Node:
             self.stepped.append(request)
 
     def _admit(self, request: Request) -> bool:
-        known = self.pool.find_prefix(request.prefix_hashes(SIZE))
-        missing = -(-len(request.token_ids) // SIZE) - len(known)
-        if self.pool.num_free_beside(known) < missing:
+        names = request.prefix_hashes(SIZE)
+        known = self.pool.find_prefix(names)
+        name = request.name_of_part(SIZE) if request.copy and len(known) == len(names) else None
+        part = None if name is None else self.pool.part(name)
+        here = known if part is None else [*known, part]
+        if self.pool.num_free_beside(here) < -(-len(request.token_ids) // SIZE) - len(here):
             return False
         self.pool.hold(known)
-        request.blocks, request.num_computed = known, len(known) * SIZE
+        request.blocks, request.num_computed = here, len(known) * SIZE
+        if part is not None:
+            if self.memory[part] != name:
+                raise Broken(Rule.CONTENT, f"{self.name}, {request!r}, partly filled block {part}")
+            self.pool.go_on_in(part)
+            self._world.seen["parts"] += 1
         return True
 
     def end_step(self) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from engine.scheduling.blocks import BlockHash
-from engine.scheduling.request import Request
+from engine.scheduling.request import Request, RequestKey
 from engine.transfers.exchange import BlockExchange
 from engine.transfers.fetching import Ended
+from engine.transfers.handing_over import Tail
 from engine.transfers.lending import Action, Key, Lender
 from router.dispatch.ledger import Entry
 from router.dispatch.mover import RequestMover
@@ -20,7 +22,7 @@ from tests.simulator.transfers.node import Broken, Node, Rule
 from tests.simulator.transfers.world import World
 
 PARTS, SCHEDULES = (10, 1000) if NIGHTLY else (1, 60)
-FEW, MANY = 60, 6000
+FEW, MANY = 90, 6000
 """Schedules within which a planted bug is found, and within which a rare one is."""
 
 
@@ -32,7 +34,7 @@ def test_no_schedule_breaks_a_rule(part: int) -> None:
         world = World(seed)
         world.run()
         seen += world.seen
-    for kind in ("whole", "lost", "fetched", "drains", "kills"):
+    for kind in ("whole", "lost", "fetched", "drains", "kills", "handed over", "parts"):
         assert seen[kind], f"nothing was {kind}: {seen}"
 
 
@@ -83,6 +85,22 @@ class LendsWhatIsBeingFilled(BlockExchange):
         super()._lend(loan, names, set())
 
 
+class LendsThePartOfAnotherPosition(BlockExchange):
+    """The partly filled block of a hand-over is the one before it."""
+
+    def _hand_over(self, loan: Key, request: Request | None, answer: Tail | str) -> None:
+        if isinstance(answer, Tail) and answer.has_part and request is not None and len(request.blocks) > 1:
+            answer = replace(answer, blocks=[*answer.blocks[:-1], request.blocks[-2]])
+        super()._hand_over(loan, request, answer)
+
+
+class RunsOnWhatItHandedOver(Node):
+    """A request goes on at the instance that handed it over."""
+
+    def let_go(self, key: RequestKey) -> None:
+        return
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("bug", "rule", "few"),
@@ -90,12 +108,14 @@ class LendsWhatIsBeingFilled(BlockExchange):
         (LetsGoOfItsRoom, Rule.CONTENT, FEW),
         (KeepsLoansOfTheLost, Rule.END, FEW),
         (LeavesItRunning, Rule.ONCE, FEW),
+        (LendsThePartOfAnotherPosition, Rule.CONTENT, FEW),
+        (RunsOnWhatItHandedOver, Rule.ONCE, FEW),
         pytest.param(LetsGoOfWhatIsRead, Rule.CONTENT, MANY, marks=pytest.mark.nightly),
         pytest.param(LendsWhatIsBeingFilled, Rule.CONTENT, MANY, marks=pytest.mark.nightly),
     ],
 )
 def test_a_planted_bug_is_found(bug: type, rule: Rule, few: int) -> None:
-    class PlantedNode(Node):
+    class PlantedNode(bug if issubclass(bug, Node) else Node):  # type: ignore[misc]
         exchange_class = bug if issubclass(bug, BlockExchange) else BlockExchange
         lender_class = bug if issubclass(bug, Lender) else Lender
 

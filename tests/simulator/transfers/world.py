@@ -23,11 +23,14 @@ from router.mesh import Prompt
 from tests.simulator.transfers.node import IDENTITY, SIZE, Broken, Node, Rule, next_token
 
 NAMES = ("a", "b", "c")
-TURNS = 700
+TURNS, CALM_TURNS = 700, 3500
+"""Turns in which something may happen; in calm schedules most requests have begun."""
 WORK = (0, 0, 0, 1, 1, 1, 1, 2, 3, 4, 4, 4, 4, 4, 5, 5, 6, 6, 6, 6, 6, 6, 7)
 """Kinds of work, as often as they are drawn."""
 SLOW_WIRES = (0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 4, 4, 5, 5, 5, 6, 7)
 """The same in every other schedule: many steps pass while a loan is read."""
+FAST_WIRES = (0,) * 6 + (1,) * 8 + (2, 3) + (4,) * 8 + (5,) * 8 + (6,) * 8 + (7,)
+"""The same in calm schedules: few steps pass while blocks travel."""
 MOST_TURNS = 400_000
 """Turns within which everything ends once no faults come any more."""
 
@@ -55,11 +58,13 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.chance = chance = random.Random(seed)
-        self.work = SLOW_WIRES if seed % 2 else WORK
+        self.is_calm = seed % 3 == 2
+        """Long answers, fast wires and few faults: many requests are handed over."""
+        self.work = FAST_WIRES if self.is_calm else SLOW_WIRES if seed % 2 else WORK
         self.now = 0.0
         self.seen: Counter[str] = Counter()
         """What happened, by kind: a simulator that never moves a block shows nothing."""
-        blocks = chance.choice([20, 24, 30, 60])
+        blocks = chance.choice([30, 60] if self.is_calm else [20, 24, 30, 60])
         self.nodes = {name: self.node_class(name, self, blocks) for name in NAMES}
         self.generation: Counter[tuple[str, str]] = Counter()
         self.to_sources: dict[bytes, deque[Any]] = {}
@@ -120,7 +125,9 @@ class World:
         prompt = Prompt(
             request_id=str(len(self.entries)),
             prompt_ids=ids,
-            params=SamplingParams(max_tokens=self.chance.randrange(1, 60)),
+            params=SamplingParams(
+                max_tokens=self.chance.randrange(*((60, 200) if self.is_calm else (1, 60)))
+            ),
             seed=1,
         )
         self.mover.generate(prompt)
@@ -230,13 +237,13 @@ class World:
         Raises:
             Broken: a rule is.
         """
-        for _ in range(TURNS):
-            match self.chance.randrange(35):
+        for _ in range(CALM_TURNS if self.is_calm else TURNS):
+            match self.chance.randrange(350 if self.is_calm else 35):
                 case 0:
                     self.arrive()
-                case 1:
+                case 1 if not self.is_calm or self.chance.random() < 0.3:
                     self.leave_request()
-                case 2:
+                case 2 if not self.is_calm or self.chance.random() < 0.3:
                     self.break_connection(*self.chance.sample(NAMES, 2))
                 case 3 if self.chance.random() < 0.3:
                     self._lose_one()

@@ -1,4 +1,4 @@
-// Tokens per second of every expert over time: a row per expert, beside it the colour of the instance that holds it.
+// Tokens per second of every expert over time: a row per expert, beside it the colours of the instances that hold it.
 
 import { color, colorOf, empty } from "./charts.js";
 
@@ -8,6 +8,18 @@ function mix(low, high, part) {
   const read = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
   const [a, b] = [read(low), read(high)];
   return `rgb(${a.map((value, index) => Math.round(value + (b[index] - value) * part)).join(" ")})`;
+}
+
+// How the load of experts is balanced, with --enable-eplb.
+function balanceOf(balance) {
+  if (!balance) return [];
+  const held = Object.entries(balance.held).map(([rank, copies]) => `${copies} on ${rank}`).join(", ");
+  const measured = balance.windows ? `balancedness ${balance.balancedness.toFixed(2)}` : "loads not counted yet";
+  const changes = `${balance.changes} changes moved ${balance.moves} copies`;
+  const busiest = balance.busiest.slice(0, 3)
+    .map((one) => `${one.expert} (${(100 * one.share).toFixed(0)} %, on ${one.ranks.join(", ")})`).join("; ");
+  return [measured, changes, ...(held ? [`copies: ${held}`] : []), ...(busiest ? [`busiest: ${busiest}`] : [])]
+    .map((textContent) => Object.assign(document.createElement("span"), { textContent }));
 }
 
 export function showExperts(element, legendElement, history) {
@@ -45,20 +57,20 @@ export function showExperts(element, legendElement, history) {
       context.fillRect(LEFT + STRIPE + (first + at) * column, top, column + 0.6, row - gap);
     });
     const here = now.experts[expert];
-    if (here) {
-      context.fillStyle = colorOf(here.rank);
-      context.fillRect(LEFT - 4, top, STRIPE, row - gap);
-    }
+    (here?.ranks ?? []).forEach((rank, place, all) => {
+      context.fillStyle = colorOf(rank);
+      context.fillRect(LEFT - 4 + (place * STRIPE) / all.length, top, STRIPE / all.length, row - gap);
+    });
     const every = Math.ceil(12 / row);
     if (index % every === 0) {
       context.fillStyle = color("soft");
       context.fillText(String(expert), 8, top + row / 2);
     }
   });
-  const ranks = [...new Set(Object.values(now.experts).map((one) => one.rank))].sort((a, b) => a - b);
+  const ranks = [...new Set(Object.values(now.experts).flatMap((one) => one.ranks))].sort((a, b) => a - b);
   legendElement.append(...ranks.map((rank) => {
     const chip = Object.assign(document.createElement("span"), { className: "chip", textContent: `instance ${rank}` });
     chip.style.setProperty("--chip", colorOf(rank));
     return chip;
-  }), Object.assign(document.createElement("span"), { textContent: `strongest colour: ${most.toFixed(0)} tokens/s of an expert` }));
+  }), ...balanceOf(history.last.balance), Object.assign(document.createElement("span"), { textContent: `strongest colour: ${most.toFixed(0)} tokens/s of an expert` }));
 }

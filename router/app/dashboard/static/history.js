@@ -17,7 +17,7 @@ function splitOf(now, before) {
 
 export class History {
   constructor() {
-    this.points = []; // {at, ranks: {rank: {tokens, steps, split}}, experts: {expert: {rate, rank}}}
+    this.points = []; // {at, ranks: {rank: {tokens, steps, split}}, experts: {expert: {rate, ranks}}}
     this.marks = []; // resumes and detections: {at, event, text}
     this.last = null;
   }
@@ -36,7 +36,7 @@ export class History {
         const was = old?.lockstep?.tokens_per_expert[expert];
         const now = dt > 0 && was !== undefined ? grown(tokens, was) / dt : 0;
         const other = point.experts[expert]; // a second copy of an expert adds to it
-        point.experts[expert] = { rate: now + (other?.rate ?? 0), rank: one.rank };
+        point.experts[expert] = { rate: now + (other?.rate ?? 0), ranks: [...(other?.ranks ?? []), one.rank] };
       }
     }
     this.points.push(point);

@@ -17,6 +17,7 @@ from engine.kernels.quantized import QuantizedPanels
 from engine.kernels.rows import pitch_of, spaced
 from engine.model.quantization.attached import ATTRIBUTE
 from engine.model.quantization.matrices import Codes
+from engine.model.quantization.stacks import TWICE
 from tests.engine.kernels.emulated_tiles import ABLE, emulated_tiles
 from tests.engine.kernels.test_compression import run, same_bits
 from tests.engine.kernels.test_kernels import experts, random
@@ -28,10 +29,13 @@ KERNELS = library.load()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="no AVX2, or no C++ compiler, here")
 
 
-@pytest.fixture(params=["tiles", "vectors"])
+@pytest.fixture(params=["tiles", "vectors", "avx2"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[library.Library]:
-    """With AMX, emulated where the CPU has none, and without."""
+    """With AMX, emulated where the CPU has none, and without; and those for AVX2."""
     assert KERNELS is not None
+    if request.param == "avx2":
+        yield library.Library(library.compiled(avx2=True))
+        return
     had = KERNELS.has_tiles
     if request.param == "tiles" and not had:
         if not ABLE:
@@ -60,6 +64,7 @@ def quantised(
     group: int,
     zeros: bool = False,
     is_float: bool = False,
+    has_order: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.nn.Parameter:
     """Random weights [..., outputs, inputs] that know their codes."""
@@ -69,9 +74,12 @@ def quantised(
     grid = (*shape[:-1], shape[-1] // group)
     scales = torch.rand(grid, generator=generator) * 0.02
     points = torch.randint(low, high, grid, generator=generator).float() if zeros else None
-    if is_float:
+    if is_float and bits == 8:
         codes[(codes & 127) == 127] = 1  # those are no numbers
-    known = Codes(codes, scales, points, bits, is_float)
+    elif is_float:
+        codes = TWICE[codes.int() + 8]
+    order = torch.randint(0, grid[-1], (*shape[:-2], shape[-1]), generator=generator).int()
+    known = Codes(codes, scales, points, bits, is_float, order=order if has_order else None)
     weight = torch.nn.Parameter(known.widened(dtype), requires_grad=False)
     setattr(weight, ATTRIBUTE, Known(known))
     return weight
@@ -83,6 +91,10 @@ FORMS = {
     "int8 per channel": {"bits": 8, "group": 192},
     "int8 with zeros": {"bits": 8, "group": 64, "zeros": True},
     "fp8 in blocks": {"bits": 8, "group": 64, "is_float": True},
+    "mxfp4": {"bits": 4, "group": 32, "is_float": True},
+    "int4 in another order": {"bits": 4, "group": 32, "has_order": True},
+    "int4 with zeros in another order": {"bits": 4, "group": 16, "zeros": True, "has_order": True},
+    "int8 in another order": {"bits": 8, "group": 64, "zeros": True, "has_order": True},
 }
 
 
@@ -122,11 +134,12 @@ def test_gated_products_have_the_same_bits(kernels: library.Library, rows: int) 
     assert same_bits(*outs)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_experts_have_the_same_bits(kernels: library.Library, bits: int) -> None:
+@pytest.mark.parametrize(("bits", "has_order"), [(4, False), (8, False), (4, True)])
+def test_experts_have_the_same_bits(kernels: library.Library, bits: int, has_order: bool) -> None:
+    """Each may have its own order of groups."""
     module, widened = (experts(5, 64, 96, torch.bfloat16) for _ in range(2))
     for name, shape in (("gate_up_proj", (5, 2 * 96, 64)), ("down_proj", (5, 64, 96))):
-        setattr(module, name, quantised(*shape, bits=bits, group=32))
+        setattr(module, name, quantised(*shape, bits=bits, group=32, has_order=has_order))
         getattr(widened, name).data = getattr(module, name).data
     rows, counts = random(98, 64, dtype=torch.bfloat16), [5, 0, 78, 14, 1]
     native = NativeExperts(kernels)
@@ -148,6 +161,8 @@ def test_codes_that_do_not_give_the_weights_are_not_used(kernels: library.Librar
         ("llama", "w4a16 asymmetric"),
         ("llama", "w8a8 per channel"),
         ("llama", "gptq"),
+        ("llama", "gptq in another order"),
+        ("qwen3_moe", "w4a16 in another order"),
         ("llama", "awq"),
         ("llama", "fp8 per channel"),
         ("llama", "fp8 in blocks"),

@@ -1,7 +1,8 @@
 """Quantised copies of tiny models, with what their weights are when widened again.
 
-Layouts of compressed-tensors are written and widened by that library. GPTQ, AWQ and DeepSeek's fp8 are
-written in numpy and torch here, from their tools' documents: there is no library for all of them.
+Layouts of compressed-tensors are written and widened by that library, and transformers widens MXFP4. GPTQ,
+AWQ and DeepSeek's fp8 are written in numpy and torch here, from their tools' documents: there is no library
+for all of them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32,
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 Tensors = dict[str, torch.Tensor]
 Quantize = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
@@ -252,9 +254,40 @@ KINDS: dict[str, Callable[[], Layout]] = {
 }
 
 
+MXFP4 = "mxfp4"
+"""The experts of GPT-OSS; not one of :data:`KINDS`, which are for single matrices."""
+
+
 def write_quantized(source: Path, kind: str, quantized: Path, widened: Path) -> None:
-    """Write two copies of a model in a layout of :data:`KINDS`; see :func:`write_copies`."""
-    write_copies(source, KINDS[kind](), quantized, widened)
+    """Write two copies of a model in a layout of :data:`KINDS` or :data:`MXFP4`; see :func:`write_copies`."""
+    if kind == MXFP4:
+        write_mxfp4(source, quantized, widened)
+    else:
+        write_copies(source, KINDS[kind](), quantized, widened)
+
+
+def write_mxfp4(
+    source: Path, quantized: Path, widened: Path, exponents: tuple[int, int] = (122, 125)
+) -> None:
+    """Write two copies of a GPT-OSS: its experts random numbers in MXFP4, and these widened.
+
+    ``exponents``: the least one of a block, and the least that none has.
+    """
+    tensors = load_file(source / "model.safetensors")
+    packed, wide = dict(tensors), dict(tensors)
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in tensors.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inputs, outputs = weight.shape
+            shape = (experts, outputs, inputs // 32)
+            blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(*exponents, shape, dtype=torch.uint8, generator=generator)
+            del packed[name]
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            wide[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    _write_copy(source, quantized, packed, {"quantization_config": config})
+    _write_copy(source, widened, wide, {})
 
 
 def write_copies(
@@ -279,15 +312,17 @@ def write_copies(
             packed |= {
                 f"{name.removesuffix('weight')}{part}": value.contiguous() for part, value in parts.items()
             }
-    for directory, content, more in (
-        (quantized, packed, {"quantization_config": config}),
-        (widened, wide, {}),
-    ):
-        directory.mkdir(exist_ok=True)
-        said = json.loads((source / "config.json").read_text())
-        (directory / "config.json").write_text(json.dumps(said | more))
-        for path in source.glob("*.json"):
-            if path.name != "config.json":
-                (directory / path.name).write_bytes(path.read_bytes())
-        whole = {name: each.contiguous() for name, each in content.items()}
-        save_file(whole, directory / "model.safetensors", {"format": "pt"})
+    _write_copy(source, quantized, packed, {"quantization_config": config})
+    _write_copy(source, widened, wide, {})
+
+
+def _write_copy(source: Path, directory: Path, tensors: Tensors, more: dict[str, Any]) -> None:
+    """A copy of a model with other tensors, and ``more`` in its config.json."""
+    directory.mkdir(exist_ok=True)
+    said = json.loads((source / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(said | more))
+    for path in source.glob("*.json"):
+        if path.name != "config.json":
+            (directory / path.name).write_bytes(path.read_bytes())
+    whole = {name: each.contiguous() for name, each in tensors.items()}
+    save_file(whole, directory / "model.safetensors", {"format": "pt"})

@@ -1,0 +1,126 @@
+"""Work beside the steps of a serving model, which go first (torch comes late)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+NICENESS = 10
+"""What background threads are nicer by: a tenth of a core beside a busy one."""
+LEAST_PRIORITY = 19
+"""Greatest niceness that Linux has."""
+SWITCH_INTERVAL = 0.0005
+"""Seconds after which a thread that computes in Python lets another one go on.
+
+By default that is 5 ms, which is as long as a step.
+"""
+
+CHORE_PAUSE = 0.03
+"""Seconds before each chore."""
+RELEASE_DELAY = 0.25
+"""Seconds until memory is given back, after the first steps in a new group."""
+
+Result = TypeVar("Result")
+
+
+def beside_steps(work: Callable[[], Result]) -> Result:
+    """Call this in another thread, in the time that steps leave, and wait for it.
+
+    Threads that it starts have as little. So it should start none that go on behind it.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        with contextlib.suppress(OSError):
+            thread = threading.get_native_id()
+            nicer = min(LEAST_PRIORITY, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
+            os.setpriority(os.PRIO_PROCESS, thread, nicer)
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 (raised by the caller)
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="background", daemon=True).start()
+    return future.result()
+
+
+class Chores:
+    """A thread for what must happen soon and in order, but not between two steps.
+
+    To start a thread takes as long as a step where cores are busy, so there is one for all. It pauses before
+    each, so that no step has more than one beside it.
+    """
+
+    def __init__(self, name: str, pause: float = CHORE_PAUSE) -> None:
+        self._pause = pause
+        self._closing = threading.Event()
+        self._waiting: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, work: Callable[[], object]) -> None:
+        """Call this soon; from any thread."""
+        self._waiting.put(work)
+
+    def close(self, patience: float = 2.0) -> None:
+        """End behind what was put before."""
+        self._closing.set()
+        self._waiting.put(None)
+        self._thread.join(patience)
+
+    def _run(self) -> None:
+        while (work := self._waiting.get()) is not None:
+            self._closing.wait(self._pause)
+            try:
+                work()
+            except Exception:
+                logger.exception("%s: something was not done", self._thread.name)
+
+
+class _Released:
+    """Tensors whose memory a thread gives back, some while after nobody uses them any more."""
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[tuple[float, list[Any]]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, tensors: list[Any]) -> None:
+        self._waiting.put((time.monotonic() + RELEASE_DELAY, tensors))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="letting-go", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        import torch
+
+        while True:
+            at, tensors = self._waiting.get()
+            time.sleep(max(0.0, at - time.monotonic()))
+            with torch.inference_mode():
+                while tensors:
+                    tensors.pop().set_()  # its memory goes without the lock of the interpreter
+
+
+_released = _Released()
+
+
+def let_go(tensors: list[Any]) -> None:
+    """Give back the memory of torch's tensors, which nobody uses any more, soon.
+
+    To unmap hundreds of megabytes takes as long as a step, and threads that map memory meanwhile wait for it.
+    So that is not done where one placement of experts takes the place of another. Tensors on devices go at
+    once.
+    """
+    if any(tensor.device.type == "cpu" for tensor in tensors):
+        _released.put(tensors)

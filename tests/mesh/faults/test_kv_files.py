@@ -1,0 +1,58 @@
+"""Prefixes in files over a restart, and a file that was changed."""
+
+from __future__ import annotations
+
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from engine.kernels import library
+from tests.mesh.faults.test_transfers import FLAGS, LENGTH, ask, of
+from tests.mesh.harness import Ports, free_port, serve, wait_until
+
+pytestmark = [
+    pytest.mark.mesh,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here"),
+]
+CACHED = (LENGTH - 1) // 16 * 16
+
+
+def test_a_mesh_that_starts_again_finds_its_prefixes_and_wrong_files_cost_no_answer(tmp_path: Path) -> None:
+    ports, admin, directory = Ports(), free_port(), tmp_path / "kv"
+    flags = [
+        *FLAGS, "--enable-prompt-tokens-details", "--kv-cache-dir", str(directory), "--admin-port", str(admin),
+    ]  # fmt: skip
+    with serve(tmp_path / "log", "-dp", "1", *ports.head(), *flags) as command:
+        command.wait_for("1 instance ready")
+        computed = [list(ask(ports, first, rank=0)) for first in (10, 500)]
+        assert [cached for *_, cached in computed] == [0, 0]
+        assert command.stop() == 0
+    files = sorted(directory.rglob("*.kv"), key=lambda path: path.stat().st_mtime_ns)
+    assert len(files) >= 2 * CACHED // 16
+    assert not list(directory.rglob("*.tmp"))
+    flipped = files[-20]  # of the second prompt
+    data = bytearray(flipped.read_bytes())
+    data[-1] ^= 8
+    flipped.write_bytes(data)
+
+    with serve(tmp_path / "again", "-dp", "1", *ports.head(), *flags) as command:
+        command.wait_for("1 instance ready")
+        *found, cached = ask(ports, 10, rank=0)
+        assert (found, cached) == (computed[0][:2], CACHED)
+        assert of(ports, "lockstep:kv_wrong_total", 0) == 0
+        *found, cached = ask(ports, 500, rank=0)
+        assert found == computed[1][:2]
+        assert 0 < cached < CACHED
+        wait_until(lambda: of(ports, "lockstep:kv_wrong_total", 0) == 1, 5, "it is counted")
+        hits = of(ports, "vllm:kv_offload_tiering_block_hits_total", 0, tier="fs")
+        assert hits == 2 * CACHED // 16
+        request = urllib.request.Request(f"http://127.0.0.1:{admin}/reset_prefix_cache", b"", method="POST")
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert answer.status == 200
+        assert not list(directory.rglob("*.kv"))
+        *found, cached = ask(ports, 10, rank=0)
+        assert (found, cached) == (computed[0][:2], 0)
+        assert "Traceback" not in command.log
+        assert command.stop() == 0
