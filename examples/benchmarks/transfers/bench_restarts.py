@@ -22,6 +22,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installed
+
 from examples.benchmarks.transfers.bench_transfers import mesh
 from router.tools.bench.report import machine
 

@@ -51,7 +51,10 @@ def test_one_kernel_gives_the_bits_of_two(dtype: torch.dtype, dims: tuple[int, i
     assert torch.equal(values, wanted_values)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen3_moe", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("qwen3", "gemma2"))],
+)
 def test_a_model_that_turns_late_gives_the_same_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_layers, "DEVICES", {"cpu", "cuda"})
     AttentionInterface.register(IMPLEMENTATION, paged_attention)
