@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.gpu import coded_kernels as kernels
+from engine.gpu.coded_kernels import FLOAT4, INT4, INT8
+from engine.gpu.coded_kernels import FLOAT8 as E4M3
 from engine.model.quantization.matrices import FLOAT8, Codes
 from engine.model.quantization.rounding import Rounding
 from engine.model.quantization.stacks import TWICE
@@ -94,16 +96,16 @@ class DeviceCodes:
                 return None
             if not known.rounding.is_centred:
                 sums = known.codes.unflatten(-1, (parts, -1)).sum(-1, dtype=torch.int32).mT.contiguous()
-                sums = sums.to(device)
+                sums = there(sums, device)
         kind, factor = _kind_of(known)
-        zeros = None if known.zeros is None else known.zeros.mT.contiguous().to(device)
+        zeros = None if known.zeros is None else there(known.zeros.mT.contiguous(), device)
         return cls(
-            _packed(known).to(device),
-            (known.scales.mT * factor).contiguous().to(device),
+            there(_packed(known), device),
+            there((known.scales.mT * factor).contiguous(), device),
             zeros,
             kind,
             inputs,
-            None if order is None else order.to(device),
+            None if order is None else there(order, device),
             known.rounding,
             parts,
             sums,
@@ -163,7 +165,7 @@ class DeviceCodes:
         gather: bool,
     ) -> None:
         groups = self.scales.shape[1]
-        is_packed = self.kind in (kernels.INT4, kernels.FLOAT4)
+        is_packed = self.kind in (INT4, FLOAT4)
         fitting = _power(max(self.inputs, WORD)) if groups == 1 else _even(self.inputs // groups)
         block_k = min(MOST_INPUTS, max(WORD, fitting)) if is_packed else min(MOST_INPUTS // 2, fitting)
         grid, tiles = self._tiles(outputs, pairs)
@@ -231,6 +233,8 @@ class DeviceCodes:
         count, width = outputs.shape
         matrices = 1 if pairs is None else len(self.codes)
         block_m = LARGE_TILE if count >= MANY_ROWS * matrices else SMALL_TILE
+        if self.parts > 1:  # whose sums take twice the registers
+            block_m = min(block_m, LARGE_TILE // 2)
         block_n = min(64, max(16, _power(width)))
         tiles = -(-count // block_m) if pairs is None else count // block_m + min(matrices, count)
         sizes = {
@@ -241,6 +245,11 @@ class DeviceCodes:
             "BLOCK_N": block_n,
         }
         return (-(-width // block_n), tiles), sizes
+
+
+def there(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on a device."""
+    return tensor.to(device)
 
 
 def round_rows(
@@ -272,8 +281,8 @@ def round_rows(
 def _kind_of(known: Codes) -> tuple[int, float]:
     """The kernels' kind of these codes, and what their scales are multiplied by."""
     if known.bits == 8:
-        return (kernels.FLOAT8, FLOAT8_FACTOR) if known.is_float else (kernels.INT8, 1.0)
-    return (kernels.FLOAT4 if known.is_float else kernels.INT4), 1.0
+        return (E4M3, FLOAT8_FACTOR) if known.is_float else (INT8, 1.0)
+    return (FLOAT4 if known.is_float else INT4), 1.0
 
 
 def _packed(known: Codes) -> torch.Tensor:
@@ -287,21 +296,21 @@ def _packed(known: Codes) -> torch.Tensor:
         numbers = by_number[numbers.int() + 128]
     else:
         numbers = numbers.view(torch.uint8) & 15
-    numbers = torch.nn.functional.pad(numbers, (0, -numbers.shape[-1] % WORD)).unflatten(
-        -1, (-1, 2, WORD // 2)
-    )
-    return (numbers[..., 0, :] | numbers[..., 1, :] << 4).flatten(-2).contiguous()
+    if missing := -numbers.shape[-1] % WORD:
+        numbers = torch.nn.functional.pad(numbers, (0, missing))
+    low, high = numbers.unflatten(-1, (-1, 2, WORD // 2)).unbind(-2)
+    return (low | high << 4).flatten(-2).contiguous()
 
 
 def _unpacked(codes: torch.Tensor, kind: int) -> torch.Tensor:
     """Numbers float32 [outputs, inputs] of codes [outputs, bytes]."""
-    if kind == kernels.INT8:
+    if kind == INT8:
         return codes.view(torch.int8).float()
-    if kind == kernels.FLOAT8:
+    if kind == E4M3:
         return codes.view(FLOAT8).float() / FLOAT8_FACTOR
     words = codes.unflatten(-1, (-1, 1, WORD // 2))
     places = torch.cat((words & 15, words >> 4), dim=-2).flatten(-3)
-    if kind == kernels.FLOAT4:
+    if kind == FLOAT4:
         return TWICE.to(codes.device)[places.int()].float()
     return (places ^ 8).float() - 8.0
 

@@ -107,7 +107,9 @@ def test_groups_in_another_order() -> None:
 
 
 def test_groups_that_cut_a_tile_are_not_read() -> None:
+    """Such as the blocks of 20 that tests of DeepSeek's fp8 have."""
     assert DeviceCodes.of(codes("int8", 24, 72, groups=3), DEVICE) is None
+    assert DeviceCodes.of(codes("float8", 24, 80, groups=4), DEVICE) is None
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
@@ -167,7 +169,7 @@ def test_experts_of_sorted_pairs(kind: str, gather: bool) -> None:
 
 EACH_PUSH = {("llama", "w4a16 asymmetric"), ("qwen3_moe", "w8a8 per channel"), ("gpt_oss", MXFP4)}
 CASES = [
-    *((family, kind) for family in ("llama", "qwen3_moe") for kind in KINDS),
+    *((family, kind) for family in ("llama", "qwen3_moe") for kind in KINDS if kind != "deepseek's fp8"),
     ("gpt_oss", MXFP4),
 ]
 
