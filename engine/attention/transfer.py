@@ -24,12 +24,13 @@ def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def begin_fetch(tensor: torch.Tensor) -> Callable[[], npt.NDArray[Any]]:
-    """Begin to copy a tensor to the host; what is returned waits, and has its numbers.
+    """Begin to copy a tensor to the host; the function returned waits for its numbers.
 
-    Whoever has something to do while the device computes does it in between.
+    A host that has something to do while the device computes does it in between.
     """
     if tensor.device.type == "cpu":
-        return tensor.numpy
+        here: npt.NDArray[Any] = tensor.numpy()
+        return lambda: here
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     copy.copy_(tensor, non_blocking=True)
     copied = torch.cuda.Event()

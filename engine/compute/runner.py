@@ -170,7 +170,7 @@ class ModelRunner:
         return self.begin(step)()
 
     def begin(self, step: Step) -> Pending:
-        """Begin one step; what is returned waits for it, and is called before another step begins.
+        """Begin one step; the function returned waits for it, before another begins.
 
         On a device all is launched when this returns. On a CPU most of it is computed by then.
         """
@@ -352,7 +352,7 @@ class ModelRunner:
         self._shard.stages.send(carried, self._shard.stage + 1)
 
     def _sample(self, step: Step, wanted: _Wanted, logits: torch.Tensor) -> Pending:
-        """Sample, fetch everything from the device at once, and keep the new tokens once they are here."""
+        """Sample, fetch everything from the device at once, then keep the new tokens."""
         masks = _masks_by_row(step)
         num_sampled = len(wanted.sampled)
         sample_rows = [
@@ -382,7 +382,7 @@ class ModelRunner:
         with_logprobs: list[int],
         sample_rows: list[SampleRow],
     ) -> StepResult:
-        """Of the tokens and a table of that ``shape``, see :meth:`_logprob_table`."""
+        """Result from tokens and a table of that ``shape``, see :meth:`_logprob_table`."""
         num_sampled = len(wanted.sampled)
         tokens = [int(token) for token in fetched[:num_sampled]]
         lines = fetched[num_sampled:].reshape(shape)

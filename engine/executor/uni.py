@@ -723,7 +723,7 @@ class UniExecutor:
 
 
 def launches_ahead(place: tuple[int, int] | None, shard: Shard, *, has_graphs: bool) -> bool:
-    """Whether a step is only launched when it has begun, and its results are waited for later.
+    """Whether beginning a step only launches it, and its results are waited for later.
 
     Not in groups: they watch a step from its launch to its results, since a peer that is lost shows only as
     a device that waits. Without graphs a device is done hardly later than its last launch.

@@ -115,7 +115,7 @@ def share_of_device(*, total: int, free: int, reserved: int, peak: int, utilizat
 def left_beside(
     cache: int, *, total: int, free: int, reserved: int, peak: int, utilization: float, sharers: int
 ) -> int:
-    """Bytes of a device that one of its instances may count on beside its share of it.
+    """Bytes of a device that an instance may count on beside its share.
 
     What another is still to take of its own share is free now, and does not count.
 

@@ -31,7 +31,7 @@ DEVICE_TIME = 0.02
 
 
 class Stream:
-    """What was launched on the device, in order; results are there only when their time has come."""
+    """A device that computes in order, whose results are there after a time."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -115,7 +115,7 @@ def serve(
 def test_answers_are_those_of_steps_that_are_waited_for(
     cache: int, instance: Instance, stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With stops, aborts and preemption; and a step that has prompts begins with nothing kept back."""
+    """With stops, aborts and preemption; a step with prompts begins with nothing kept back."""
     how, aborts, wanted = How(cache=cache, budget=24, seqs=8), {5: 0, 11: 7}, submits()
     expected = serve(instance.core(how), wanted, aborts)
     assert stream.events.count("launched") == stream.events.count("waits")

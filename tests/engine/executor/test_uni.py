@@ -208,7 +208,7 @@ def test_the_cache_leaves_room_for_the_experts_of_a_lost_instance(
 
 
 class SharedDevice:
-    """A pretended GPU whose memory two processes take: here threads, each with an allocator of its own."""
+    """A pretended GPU; threads stand for processes, each with its own allocator."""
 
     total, peak = 1000, 30
 
@@ -250,7 +250,7 @@ class SharedDevice:
 def test_two_instances_on_one_device_share_its_memory_in_turn(
     experts: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither sees what the other is about to take, nor counts on the same room for lost experts."""
+    """Neither sees what the other will take, nor do both count on the same room."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("LOCKSTEP_DEVICE_SHARERS", "2")
     monkeypatch.setattr("engine.instance.cuda_devices", lambda: ("0",))

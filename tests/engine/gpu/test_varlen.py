@@ -32,5 +32,5 @@ def test_it_computes_nothing_without_a_gpu() -> None:
 
 
 def test_our_blocks_are_smaller_than_its_pages() -> None:
-    """So a prompt that goes on behind a cached prefix, or behind a chunk, could not take it by default."""
+    """So a prompt behind a cached prefix, or behind a chunk, could not take it."""
     assert CacheConfig().block_size % FLASH_PAGE != 0
