@@ -58,6 +58,7 @@ from parallel.expert_moves import from_peers
 from parallel.expert_parallel import Dispatch
 from parallel.links.counts import LinkCount
 from parallel.placement import Placement, assign_experts, held_by_rank
+from parallel.replicas import replicas_at
 
 logger = logging.getLogger(__name__)
 
@@ -587,6 +588,7 @@ class UniExecutor:
         """See :class:`.SpreadExecutor`."""
         assert self._held is not None, "experts are not spread"
         experts = held_by_rank(form.placement, form.ranks, place)[self._shard.rank]
+        replicas_at(form.placement, place * form.ranks + self._shard.rank)  # what the change asks for
         elsewhere = self._at_peers(form, place, experts)
         self._prepared = form
         return self._held.prepare(experts, free_bytes, should_stop, elsewhere)
