@@ -50,7 +50,9 @@ class BalancedWorld(World):
         changes = 4 + 2 * (self.settings.kills + self.settings.joins + self.settings.leaves)
         self._steady += QUIET_TICKS  # copies are put back when a loss is that old
         each = self.settings.prepare + self.settings.forming + self.settings.deadline
-        self._bound += changes * (each + QUIET_TICKS) + 20 * 40 * (self.settings.compute + self.settings.gather + 5)
+        self._bound += changes * (each + QUIET_TICKS) + 20 * 40 * (
+            self.settings.compute + self.settings.gather + 5
+        )
 
     def _shift(self) -> None:
         """Other experts are chosen most from now on."""
