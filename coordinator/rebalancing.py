@@ -132,7 +132,10 @@ class Rebalancing:
         held = {peer.rank: 0 for peer in form.peers}
         for rank in ranks:
             held[form.peers[rank // form.ranks].rank] += 1
-        self.summary = msgspec.structs.replace(self.summary, copies=least, held=held if ranks else {})
+        replicas = tuple(sum(map(len, of_expert)) for of_expert in zip(*form.replicas, strict=True))
+        self.summary = msgspec.structs.replace(
+            self.summary, copies=least, held=held if ranks else {}, replicas=replicas
+        )
         if self._epoch == form.epoch:
             self._epoch = self._in_a_row = 0
             self.summary = msgspec.structs.replace(

@@ -77,7 +77,8 @@ def test_experts_move_after_as_many_windows_as_was_asked() -> None:
     assert balance.moved_bytes == balance.moves * COPY_BYTES
     assert 0.25 <= balance.seconds < 1.0
     assert balance.balancedness > 0.9
-    assert balance.held == {0: 5, 1: 6, 2: 5} or sum(balance.held.values()) == 8 * LAYERS
+    assert sum(balance.held.values()) == 8 * LAYERS
+    assert balance.replicas == (LAYERS,) * 8
 
 
 def test_windows_count_only_if_all_report_the_same_one_of_this_group() -> None:
