@@ -74,8 +74,10 @@ CHANGED = re.compile(
     r"of (\d+) other steps (\d+) took"
 )
 """An instance's log line on the steps around a change."""
-SETTLE = 40.0
+SETTLE = 90.0
 """Seconds within which the experts of a skewed load are where they belong."""
+SETTLED = 0.9
+"""Balancedness of a load whose experts are where they belong."""
 
 Session = aiohttp.ClientSession
 
@@ -139,7 +141,7 @@ async def counted(url: str) -> dict[int, dict[str, float]]:
 
 
 def cpu_seconds() -> tuple[dict[int, float], float]:
-    """Seconds that each instance has computed, by process, and all else: routers, coordinators, this client."""
+    """Seconds computed by each instance, by process, and by all else: routers, coordinators, this client."""
     instances: dict[int, float] = {}
     others = sum(psutil.Process().cpu_times()[:2])
     for process in psutil.Process().children(recursive=True):
@@ -238,10 +240,10 @@ async def settle(one: Mesh, classes: Sequence[int], args: argparse.Namespace, rn
     while time.monotonic() < until:
         asked = prompts(args.num_prompts, args.input_len, classes, rng)
         await ask_all(one.url, asked, args.output_len, args.concurrency)
-        now = (await changes(one.admin))["changes"]
-        if first < now == before:
+        found = await changes(one.admin)
+        if first < found["changes"] == before and found["balancedness"] > SETTLED:
             return
-        before = now
+        before = found["changes"]
 
 
 async def compare(size: int, still: Mesh, moving: Mesh, args: argparse.Namespace) -> dict[str, Any]:
