@@ -474,7 +474,10 @@ class ExpertBalance(msgspec.Struct, frozen=True, kw_only=True):
     held: dict[int, int] = {}
     """Copies of experts over all layers, by rank of the instance."""
     replicas: tuple[int, ...] = ()
-    """Copies of each expert over all layers; empty where all have one owner, the same in each layer."""
+    """Copies of each expert over all layers.
+
+    Empty where all have one owner, the same in each layer.
+    """
     changes: int = 0
     """Groups that were formed to move experts, and have begun."""
     failures: int = 0

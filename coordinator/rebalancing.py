@@ -28,7 +28,7 @@ QUIET = 2.0
 The requests of the dead are computed again in them, for which clients wait.
 """
 MANY_FAILURES = 3
-"""Rebalancings that failed in a row, or intervals without a look, from which on a warning is given."""
+"""Failures in a row, or intervals without loads, from which on a warning is given."""
 MOST_BUSY = 8
 """Experts that a view has with their rows and owners."""
 MOST_MOVED = 2

@@ -203,7 +203,10 @@ def cpu_ratio(still: dict[str, float], moving: dict[str, float]) -> float:
 
 
 def predicted_cpu_ratio(still: dict[str, float], balancedness: float, size: int) -> float:
-    """The same, by what a row costs the busiest instance where experts stay; 1 where none is the busiest."""
+    """The same, by what a row costs the busiest instance where experts stay.
+
+    It is 1 where none is the busiest.
+    """
     others_rows = (still["rows"] - still["busiest_rows"]) / (size - 1)
     if still["busiest_rows"] < 1.2 * others_rows:
         return 1.0
