@@ -26,7 +26,7 @@ through an expert costs from the CPU times and rows of the instances whose exper
 ``--moves 100`` then has experts move as often, under streams of one token, another one each time. It prints a
 histogram of the length of steps, as gaps between tokens of a stream, over the median of the eight around;
 half the time without moves. From the instances' logs comes how long the steps were in which experts changed
-places, and the ones behind them, over the median of the eight before.
+places, and the ones behind them, over their neighbours: the mean of the medians of the four on either side.
 """
 
 from __future__ import annotations
@@ -406,7 +406,7 @@ async def feel(one: Mesh, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def around_changes(log: str) -> dict[str, Any]:
-    """Steps around changes: with the change, and the next, over those before."""
+    """Steps around changes: with the change, and the next, over their neighbours."""
     lines = CHANGED.findall(log)
     found = [tuple(map(float, each[1:4])) for each in lines]
     last = {instance: (int(steps), int(long)) for instance, *_, steps, long in lines}
@@ -414,7 +414,8 @@ def around_changes(log: str) -> dict[str, Any]:
     page: dict[str, Any] = {"other_steps": others, "of_which_over_twice": long}
     if others:
         print(
-            f"{others} other steps: {long} over twice those before ({100 * long / others:.2f} %)", flush=True
+            f"{others} other steps: {long} over twice their neighbours ({100 * long / others:.2f} %)",
+            flush=True,
         )
     for at, name in enumerate(("changes", "next")):
         ratios = sorted(each[at] / each[2] for each in found)
@@ -431,7 +432,7 @@ def around_changes(log: str) -> dict[str, Any]:
         counts = zip(page[name]["steps"], bins(), strict=True)
         shown = ", ".join(f"{count} up to {high}" for count, (_, high) in counts)
         print(f"{len(ratios)} steps ({name}): {shown}; median {page[name]['p50']:.2f}, at most "
-              f"{ratios[-1]:.1f} times those before, {page[name]['longest_ms']:.0f} ms "
+              f"{ratios[-1]:.1f} times their neighbours, {page[name]['longest_ms']:.0f} ms "
               f"(usual {page[name]['usual_ms']:.1f})", flush=True)  # fmt: skip
     return page
 
