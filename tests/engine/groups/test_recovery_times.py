@@ -13,7 +13,7 @@ CHANGE, NEXT = 0.03, 0.02
 def begun(
     lengths: StepLengths, seconds: list[float], changes: int = -1, pauses: int = -1
 ) -> list[tuple[float, float, float]]:
-    """What is told while steps of these lengths begin.
+    """What is known of changes while steps of these lengths begin.
 
     The group changes, and nobody has tokens, before the step of this number ends.
     """
