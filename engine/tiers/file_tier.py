@@ -39,7 +39,10 @@ FIRST_LOOK = 10.0
 PREPARED_BYTES = 512 << 20
 """Most bytes of the cache whose pages are made ready for files."""
 READERS = 2
-"""Threads that read the blocks of one prompt: digests take more time than the reading itself."""
+"""Threads that read the blocks of one prompt.
+
+Digests take more time than the reading itself.
+"""
 FEWEST_EACH = 4
 """Blocks for each thread at least; fewer are not worth waking one."""
 CLOSING_LOOK = 0.2
@@ -239,7 +242,10 @@ class FileTier:
             self._wake()
 
     def _read_blocks(self, wanted: Wanted, until: float) -> tuple[int, Outcome]:
-        """Read blocks, with the other readers; returns how many of the first are right, and why not all."""
+        """Read blocks, with the other readers.
+
+        Returns how many of the first are right, and why there are no more.
+        """
         reading = _Reading(wanted, until)
         helpers = min(READERS, len(wanted.names) // FEWEST_EACH) - 1
         for _ in range(helpers):
