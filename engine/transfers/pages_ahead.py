@@ -1,4 +1,4 @@
-"""The pages of a KV cache, which the system gives before a step writes to them.
+"""Pages of a KV cache, made ready before a step writes to them.
 
 A cache takes no memory until it is used. The first write to a huge page waits until the system has found and
 cleared it; each tensor has pages of its own, so a step that comes to the next ones waits for all of them: 50
