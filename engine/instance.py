@@ -50,6 +50,7 @@ from engine.tiers.file_tier import FileTier
 from engine.transfers.block_memory import BlockMemory
 from engine.transfers.identity import CacheFacts, identity_of
 from engine.transfers.mover import LARGEST_BLOCK, BlockMover
+from engine.transfers.pages_ahead import PagesAhead
 from parallel.devices import cuda_devices, device_sharers
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class Instance:
         self._spread: Spread | None = None
         self._tier: FileTier | None = None
         self._events: tuple[EventRecorder, EventPublisher] | None = None
+        self._pages: PagesAhead | None = None
         self._watch: StepWatch | None = None
         """Where nobody else would miss the result of a step."""
         self._stats: StatsLine | None = None
@@ -227,6 +229,8 @@ class Instance:
             self._server = Server(self._name, endpoint(self._listen_address(), 0), core, self._keys)
             self._publish_events(core)
             mover = self._move_blocks(core, executor, self._server)
+            if (kv := executor.block_memory()) is not None:
+                self._pages = PagesAhead(kv)
             if place is None:
                 membership.update(state=State.READY, phase="serving", address=self._server.endpoint)
                 logger.info("ready on %s after %.1f s", self._server.endpoint, time.monotonic() - began)
@@ -258,6 +262,8 @@ class Instance:
                 raise Ended(process.EXIT_WORKER_LOST, f"lost a worker: {error}") from error
             finally:
                 self._watch = None  # there are no turns any more
+                if self._pages is not None:
+                    self._pages.close()
                 if self._tier is not None:
                     self._tier.close()
                 if self._events is not None:
@@ -409,6 +415,8 @@ class Instance:
             self._spread.look()
         if self._executor is not None:
             self._executor.check()
+        if self._pages is not None:
+            self._pages.used(core.pool.num_touched)
         if membership.refusal is not None and self._server is not None:
             self._server.leave()
         elif self._drains and not self._announced_draining:

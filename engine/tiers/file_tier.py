@@ -314,7 +314,7 @@ class FileTier:
         self._look(trims=True)
         self._listed.set()
         if self._kept:
-            self._memory.prepare(min(PREPARED_BYTES, len(self._kept) * self._memory.block_bytes))
+            self._memory.prepare(min(PREPARED_BYTES // self._memory.block_bytes, len(self._kept)))
         looked = time.monotonic()
         while True:
             job: Writing | str = "look"
