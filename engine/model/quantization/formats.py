@@ -81,7 +81,10 @@ class Format(msgspec.Struct, frozen=True):
     block: tuple[int, int] | None = None
     """Outputs and inputs that share a scale; None: the shape of the scales says it."""
     group_sizes: tuple[int, ...] = ()
-    """Inputs that may share a scale of a group; empty: the shape of the scales says it."""
+    """Sizes of groups of inputs that share a scale.
+
+    Empty: the shape of the scales says it.
+    """
     zero_offset: int = 0
     """What is added to GPTQ's stored zero points."""
     rounds_activations: bool = False
@@ -265,7 +268,10 @@ def _bits(found: Mapping[str, Any], possible: tuple[int, ...]) -> int:
 
 
 def _group_sizes(parts: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-    """Inputs that share a scale, as these parts of the config say; -1 and null are whole rows."""
+    """Inputs that share a scale, as these parts of the config say.
+
+    -1 and null stand for whole rows.
+    """
     given = [part.get("group_size", part.get("q_group_size")) for part in parts]
     return tuple(sorted({each for each in given if isinstance(each, int) and each > 0}))
 

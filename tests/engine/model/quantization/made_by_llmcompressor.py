@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 SCHEMES = ("W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "GPTQ")
-"""Presets of the tool; GPTQ is its W4A16 with weights calibrated in the order of activations."""
+"""Presets of the tool.
+
+GPTQ is its W4A16, with weights calibrated in the order of activations.
+"""
 CALIBRATION = (16, 48)
 """Prompts and tokens of each that GPTQ looks at."""
 IGNORED = ["lm_head", "re:.*mlp.gate$"]

@@ -70,9 +70,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def rounded_in_parts(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Inputs rounded as vLLM's kernels do it, with a scale for each part that ranks may share.
+    """Inputs rounded as vLLM's kernels do it.
 
-    The library's own scale is 0.4 % less, for its codes begin at -128.
+    Parts that ranks may share have scales of their own. The library's own scale is 0.4 % less, for its codes begin at -128.
     """
     parts = parts_here(x.shape[-1], 1) if name.rpartition(".")[2] in INNER else 1
     each = x.unflatten(-1, (parts, -1))

@@ -51,7 +51,7 @@ def test_codes_are_where_the_weights_are(rounding: Rounding, monkeypatch: pytest
 
 @pytest.mark.parametrize("exact", [None, False], ids=["as torch can", "in floats"])
 def test_sums_of_products_are_those_of_numpy(exact: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of random numbers, and of the ends of the range, which overflow 16 bits in pairs."""
+    """The ends of the range are among them, which overflow 16 bits in pairs."""
     if exact is not None:
         monkeypatch.setattr(roundings, "_bytes_are_exact", lambda: exact)
     numbers = torch.Generator().manual_seed(7)
