@@ -20,7 +20,7 @@ INT4_LIMIT = 0.04
 
 Rounding itself costs 1 to 3 % of it on these four passages.
 """
-LIMIT = 0.01
+LIMIT = 0.015
 """The same with 8 bits."""
 CHOICES = 10
 """Documents of the task with choices: of one the answer may turn."""
