@@ -35,14 +35,18 @@ CHECKED_ROWS = 5
 Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-def fuse_layers(model: Any) -> dict[str, int]:
-    """Fuse what can be fused in a loaded model; how many of each kind."""
+def fuse_layers(model: Any, already: Sequence[MergedLinear] = ()) -> dict[str, int]:
+    """Fuse what can be fused in a loaded model; how many of each kind.
+
+    ``already``: products that were merged before.
+    """
     norms, seen = 0, dict[tuple[type, int], bool | None]()
     dtype = getattr(model, "dtype", None)
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and getattr(module, "weight", None) is not None:
             norms += _fuse_norm(module, dtype or module.weight.dtype, seen)
     merged = [each for module in model.modules() for names in MERGED if (each := _merge(module, names))]
+    merged += already
     gates = _fuse_gates(model, {id(each.layers[0]): each for each in merged})
     rotary = sum(_fuse_rotary(sys.modules[name], layers) for name, layers in _attention_layers(model).items())
     found = {
@@ -106,8 +110,8 @@ def _norms_alike(module: Any, dtype: torch.dtype, plus_one: bool) -> bool:
 # ---- products with one input
 
 
-def _merge(module: Any, names: Sequence[str]) -> MergedLinear | None:
-    """Merge these linear layers of a module, if all are there and plain.
+def plain_layers(module: Any, names: Sequence[str]) -> list[torch.nn.Linear] | None:
+    """These linear layers of a module, if all are there, plain, and of one kind.
 
     One that rounds its inputs has a ``forward`` of its own, and is not.
     """
@@ -116,10 +120,26 @@ def _merge(module: Any, names: Sequence[str]) -> MergedLinear | None:
         return None
     if len({(layer.in_features, layer.bias is None, layer.weight.dtype) for layer in layers}) != 1:
         return None
-    merged = MergedLinear(layers)
-    for index, layer in enumerate(layers):
-        layer.forward = merged.part(index)
-    return merged
+    return layers
+
+
+def _merge(module: Any, names: Sequence[str]) -> MergedLinear | None:
+    """Merge these linear layers of a module, if they can be."""
+    layers = plain_layers(module, names)
+    if layers is None:
+        return None
+    weight = torch.cat([layer.weight.data for layer in layers])
+    sizes = [layer.out_features for layer in layers]
+    for layer, part in zip(layers, weight.split(sizes), strict=True):
+        layer.weight = torch.nn.Parameter(part, requires_grad=False)  # frees the one before
+    return MergedLinear(layers, partial(F.linear, weight=weight, bias=biases_of(layers)))
+
+
+def biases_of(layers: Sequence[torch.nn.Linear]) -> torch.Tensor | None:
+    """Biases of layers in a row; None if they have none."""
+    if layers[0].bias is None:
+        return None
+    return torch.cat([layer.bias.data for layer in layers])
 
 
 class MergedLinear:
@@ -128,20 +148,20 @@ class MergedLinear:
     The first that is called computes for all; the others take their parts if they get the same input.
     """
 
-    def __init__(self, layers: Sequence[torch.nn.Linear]) -> None:
-        self.layers = layers
+    def __init__(
+        self, layers: Sequence[torch.nn.Linear], product: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """``product``: of inputs [..., in], with the outputs of all layers in a row."""
+        self.layers, self.product = layers, product
         self._sizes = [layer.out_features for layer in layers]
-        self.weight = torch.cat([layer.weight.data for layer in layers])
-        biases = [layer.bias for layer in layers]
-        self.bias = None if biases[0] is None else torch.cat([bias.data for bias in biases])
-        for layer, part in zip(layers, self.weight.split(self._sizes), strict=True):
-            layer.weight = torch.nn.Parameter(part, requires_grad=False)  # frees the one before
         self._input: torch.Tensor | None = None
         self._parts: tuple[torch.Tensor, ...] = ()
+        for index, layer in enumerate(layers):
+            layer.forward = self.part(index)
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """All outputs beside each other."""
-        return F.linear(inputs, self.weight, self.bias)
+        return self.product(inputs)
 
     def part(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """``forward`` of one of the layers."""
@@ -152,7 +172,7 @@ class MergedLinear:
                 self._parts = self(inputs).split(self._sizes, dim=-1)
                 return self._parts[0]
             if inputs is not self._input:
-                return F.linear(inputs, self.layers[index].weight, self.layers[index].bias)
+                return self(inputs).split(self._sizes, dim=-1)[index]
             found = self._parts[index]
             if index == len(self._sizes) - 1:
                 self._input, self._parts = None, ()
@@ -220,7 +240,8 @@ class _GatedLayer:
 
 def _gated_alike(module: Any, product: MergedLinear, tanh: bool) -> bool:
     """Whether a layer computes this before its last product, which workers may share."""
-    rows = _random_rows(product.weight, product.weight.shape[1])
+    first = product.layers[0]
+    rows = _random_rows(first.weight, first.in_features)
     last = module._modules["down_proj"]
     module._modules["down_proj"] = torch.nn.Identity()
     try:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from engine.gpu.coded_parameter import coded_of
 from engine.gpu.product_choice import product_here
 
 NAME = "lockstep_grouped"
@@ -96,8 +97,12 @@ def each_expert(
 
 
 def _linear_of(module: Any, name: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
-    matrix = getattr(module, name)[expert]
-    outputs = rows.to(matrix.dtype) @ (matrix if module.is_transposed else matrix.t())
+    weight = getattr(module, name)
+    if (codes := coded_of(weight)) is not None:
+        outputs = codes.expected(expert, rows.to(weight.dtype)).to(weight.dtype)
+    else:
+        matrix = weight[expert]
+        outputs = rows.to(matrix.dtype) @ (matrix if module.is_transposed else matrix.t())
     return outputs + getattr(module, f"{name}_bias")[expert] if module.has_bias else outputs
 
 
@@ -109,7 +114,7 @@ def check_experts(modules: Sequence[Any]) -> str | None:
     seen = set()
     for module in modules:
         weight = _first_weight(module)
-        kind = (type(module), tuple(weight.shape), weight.dtype)
+        kind = (type(module), _sizes(module), weight.dtype, coded_of(weight) is None)
         if kind in seen:
             continue
         seen.add(kind)
@@ -128,12 +133,20 @@ def _first_weight(module: Any) -> torch.Tensor:
     return weight
 
 
+def _sizes(module: Any) -> tuple[int, int]:
+    """Experts of a layer, and the width of their inputs."""
+    weight = _first_weight(module)
+    if (codes := coded_of(weight)) is not None:
+        return len(codes.codes), codes.inputs
+    return weight.shape[0], weight.shape[1 if module.is_transposed else 2]
+
+
 def _difference(module: Any, weight: torch.Tensor, tokens: int) -> float:
     """Largest difference of a token's output, relative to the mean of all."""
-    width = weight.shape[1 if module.is_transposed else 2]
+    count, width = _sizes(module)
     generator = torch.Generator().manual_seed(tokens)
     hidden = torch.randn(tokens, width, generator=generator).to(weight.device, weight.dtype)
-    chosen = torch.rand(tokens, len(weight), generator=generator).topk(min(2, len(weight)))
+    chosen = torch.rand(tokens, count, generator=generator).topk(min(2, count))
     ids, shares = chosen.indices.to(weight.device), chosen.values.to(weight.device, weight.dtype)
     with torch.inference_mode():
         found = grouped_forward(module, hidden, ids, shares).double()

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.gpu import grouped_kernels as kernels
+from engine.gpu.coded_parameter import coded_of
 from engine.gpu.product_choice import Product
 
 SMALL_TILE, LARGE_TILE = 16, 64
@@ -84,6 +85,8 @@ def grouped_linear(
     """
     weight = getattr(module, name)
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
+    if (codes := coded_of(weight)) is not None:
+        return codes.product(rows.to(weight.dtype), bias, pairs, gather=gather)
     if product == "grouped_mm":
         if gather:
             rows = rows.index_select(0, pairs.order // pairs.top_k)

@@ -49,6 +49,13 @@ def product_here(device: torch.device, dtype: torch.dtype) -> Product:
     )
 
 
+def reads_codes(device: torch.device) -> bool:
+    """Whether our kernels multiply by quantised weights on this device."""
+    if device.type != "cuda" or not has_triton():
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= LEAST_TRITON
+
+
 @cache
 def has_triton() -> bool:
     """Whether Triton is installed."""

@@ -11,6 +11,8 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from engine.gpu import grouped_experts, product_choice
+from engine.gpu.coded_layers import widen_again
+from engine.gpu.coded_parameter import coded_of
 from engine.model.expert_weights import expert_modules
 
 logger = logging.getLogger(__name__)
@@ -31,15 +33,16 @@ def choose_experts_function(module: Any) -> str:
     What our own kernels compute is compared first; the choice is logged.
     """
     layers = list(expert_modules(module).values())
-    if not layers or next(module.parameters()).device.type != "cuda":
+    coded = [each for each in layers if any(map(coded_of, each.parameters()))]
+    if not layers or (next(module.parameters()).device.type != "cuda" and not coded):
         return EXPERTS_IMPLEMENTATION
     grouped_experts.register(ALL_EXPERTS_FUNCTIONS)
     weight = next(layers[0].parameters())
-    return _name(layers, weight.device, weight.dtype)
+    return _name(layers, coded, weight.device, weight.dtype)
 
 
-def _name(layers: Sequence[Any], device: torch.device, dtype: torch.dtype) -> str:
-    product = product_choice.product_here(device, dtype)
+def _name(layers: Sequence[Any], coded: Sequence[Any], device: torch.device, dtype: torch.dtype) -> str:
+    product = "triton" if coded else product_choice.product_here(device, dtype)
     if product == "batched_mm":
         logger.warning("experts: without Triton, steps with prompts wait for the device in each layer")
         return grouped_experts.FEW_NAME
@@ -51,4 +54,7 @@ def _name(layers: Sequence[Any], device: torch.device, dtype: torch.dtype) -> st
         logger.info("experts: %s, checked in %.1f s", product, time.monotonic() - began)
         return grouped_experts.NAME
     logger.warning("experts: without Triton kernels, since they cannot serve: %s", problem)
+    if coded:
+        widen_again(coded)
+        product = product_choice.product_here(device, dtype)
     return EXPERTS_IMPLEMENTATION if product == "grouped_mm" else grouped_experts.FEW_NAME

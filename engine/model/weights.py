@@ -26,9 +26,10 @@ from transformers.utils import logging as transformers_logging
 from engine.attention.base import IMPLEMENTATION, PLAN_KEYWORD, LayerShape, paged_attention
 from engine.attention.kv_codes import KVCodes
 from engine.config import ModelConfig
+from engine.gpu.coded_layers import CodedLayers, held_by, keep_codes
 from engine.gpu.fused_layers import fuse_layers
 from engine.gpu.late_rotary import turn_late
-from engine.gpu.product_choice import has_triton
+from engine.gpu.product_choice import has_triton, reads_codes
 from engine.host.deferred import run_deferred
 from engine.model.checkpoint import CheckpointError, ModelInfo, format_of_weights, is_laid_out_as_usual
 from engine.model.cut_check import check, share_run
@@ -115,11 +116,11 @@ class LoadedModel:
 
     @property
     def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.module.parameters())
+        return held_by(self.module.parameters())[0]
 
     @property
     def weight_bytes(self) -> int:
-        return sum(parameter.numel() * parameter.element_size() for parameter in self.module.parameters())
+        return held_by(self.module.parameters())[1]
 
     def kv_bytes_per_token(self, codes: KVCodes | None = None) -> int:
         """Bytes of a token in the KV cache, with numbers or with codes."""
@@ -204,14 +205,16 @@ def _read_model(
     if dummy and share is not None:
         raise CheckpointError("--load-format dummy with -ep is not built: random experts would not be shared")
     sharded = None if shard.is_whole else sharded_class(model_class, config, shard, share)
+    is_coded = not dummy and reads_codes(device) and _is_quantised(info, settings)
+    place = torch.device("cpu") if is_coded else device
     try:
         if sharded is not None:
             with _LOADING:
-                module = _read_shard(info, settings, sharded, config, dtype, device, is_part)
+                module = _read_shard(info, settings, sharded, config, dtype, place, is_part)
         elif dummy:
             module = _make_dummy(model_class, config, dtype, device)
         else:
-            module = _read_weights(info, settings, model_class, config, dtype, device, is_part, share)
+            module = _read_weights(info, settings, model_class, config, dtype, place, is_part, share)
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:  # whatever the checkpoint may do to transformers' code
@@ -220,6 +223,9 @@ def _read_model(
         raise CheckpointError(
             f"{info.architecture}: transformers cannot load {info.directory}: {_first_line(error)}"
         ) from error
+    coded = CodedLayers()
+    if is_coded:
+        coded = keep_codes(module, device, experts=share is None and sharded is None)
     module = module.to(device).eval().requires_grad_(False)
     experts, expert_layers = None, ()
     if share is not None:
@@ -232,7 +238,7 @@ def _read_model(
     if round_inputs(module) and share is None:
         sum_experts_in_order(module)
     if device.type == "cuda" and has_triton():
-        fuse_layers(module)
+        fuse_layers(module, coded.merged)
         turn_late(module, PLAN_KEYWORD)
     with _LOADING:  # angles are computed in torch's default type, which is another one while a model is made
         _fix_rope_scaling(module, _longest(info, settings))
@@ -244,6 +250,10 @@ def _read_model(
             uncut = _run_uncut(info, settings, sharded, config, dtype, device, is_part)
     stage = sharded.stage_of(module)
     return _ReadModel(module, experts, expert_layers, stage, sharded.vocab_size, sharded, uncut)
+
+
+def _is_quantised(info: ModelInfo, settings: ModelConfig) -> bool:
+    return settings.online is not None or format_of_weights(Path(info.directory)) is not None
 
 
 def _longest(info: ModelInfo, settings: ModelConfig) -> int:

@@ -38,8 +38,7 @@ def round_inputs(module: Any) -> bool:
             if reader is None or not reader.rounds:
                 continue
             if weight.dim() == 2:
-                parts = parts_here(weight.shape[1], _ranks_of(layer)) if _last(path) in INNER else 1
-                setattr(layer, _PARTS, parts)
+                setattr(layer, _PARTS, parts_of_inputs(path, layer, weight.shape[1]))
                 layer.forward = MethodType(_forward, layer)
             else:
                 has_experts = True
@@ -61,8 +60,12 @@ def _set_product(weight: torch.Tensor, name: str) -> None:
     setattr(weight, PRODUCT, partial(_expert_product, weight, name in INNER))
 
 
-def _last(path: str) -> str:
-    return path.rpartition(".")[2]
+def parts_of_inputs(path: str, layer: Any, inputs: int) -> int:
+    """Parts of a layer's inputs that have scales of their own, where inputs are rounded.
+
+    ``path`` ends with the layer's name, or with that of a weight of experts.
+    """
+    return parts_here(inputs, _ranks_of(layer)) if path.rpartition(".")[2] in INNER else 1
 
 
 def _ranks_of(layer: Any) -> int:

@@ -36,6 +36,11 @@ class Rounding:
     is_symmetric: bool = True
     """Whether 0 becomes 0 where rows have their own scale."""
 
+    @property
+    def is_centred(self) -> bool:
+        """Whether 0 becomes 0."""
+        return self.zero == 0 if self.scale else self.is_symmetric
+
     def rows(self, x: torch.Tensor, parts: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rows [..., k] as whole numbers, with scales and zero points, all float32.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -63,7 +64,8 @@ def test_products_with_one_input_are_one_product() -> None:
     inputs, others = torch.randn(1, 5, 6), torch.randn(1, 5, 6)
     with torch.inference_mode():
         expected = [[layer(each) for layer in layers] for each in (inputs, others)]
-        merged = MergedLinear(layers)
+        weight, bias = (torch.cat([getattr(each, name) for each in layers]) for name in ("weight", "bias"))
+        merged = MergedLinear(layers, partial(torch.nn.functional.linear, weight=weight, bias=bias))
         parts = [merged.part(index) for index in range(3)]
         found = [part(inputs) for part in parts]
         mixed = [parts[0](inputs), parts[1](others), parts[2](inputs)]
@@ -73,7 +75,16 @@ def test_products_with_one_input_are_one_product() -> None:
     for one, other in zip(mixed, [expected[0][0], expected[1][1], expected[0][2]], strict=True):
         torch.testing.assert_close(one, other)
     assert merged._input is None, "inputs are not kept"
-    assert layers[1].weight.untyped_storage().data_ptr() == merged.weight.untyped_storage().data_ptr()
+
+
+def test_merged_layers_keep_no_weights_of_their_own() -> None:
+    attention = torch.nn.Module()
+    for name in ("q_proj", "k_proj", "v_proj"):
+        setattr(attention, name, torch.nn.Linear(6, 4, bias=False))
+    assert fuse_layers(attention)["merged products"] == 1
+    first, last = (layer.weight.untyped_storage() for layer in (attention.q_proj, attention.v_proj))
+    assert first.data_ptr() == last.data_ptr()
+    assert first.nbytes() == 3 * 4 * 6 * 4
 
 
 class OtherRMSNorm(torch.nn.Module):

@@ -1,0 +1,321 @@
+"""Quantised weights on a GPU, and launches of the kernels that multiply by them (loads triton)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.gpu import coded_kernels as kernels
+from engine.model.quantization.matrices import FLOAT8, Codes
+from engine.model.quantization.rounding import Rounding
+from engine.model.quantization.stacks import TWICE
+
+if TYPE_CHECKING:
+    from engine.gpu.grouped_products import Pairs
+
+WORD = 32
+"""Inputs of codes of 4 bits that are packed together."""
+LEAST_INPUTS = 16
+"""What the inputs of a group are a multiple of."""
+MOST_INPUTS = 128
+"""Most inputs that a program multiplies at once."""
+SMALL_TILE, LARGE_TILE = 16, 64
+"""Rows of a tile."""
+MANY_ROWS = 48
+"""Rows of a matrix, on average, from which tiles are large."""
+FLOAT8_FACTOR = 256.0
+"""What floats of 8 bits are smaller by after their bits were shifted."""
+
+
+@dataclass(frozen=True)
+class DeviceCodes:
+    """The weights of a linear layer, or of a layer's experts, as the kernels read them."""
+
+    codes: torch.Tensor
+    """uint8 [matrices, outputs, bytes]."""
+    scales: torch.Tensor
+    """float32 [matrices, groups, outputs]."""
+    zeros: torch.Tensor | None
+    """float32 like the scales; None: all are 0."""
+    kind: int
+    inputs: int
+    order: torch.Tensor | None = None
+    """int64 [inputs]: which input stands at each place; None: they stand in their order."""
+    rounding: Rounding | None = None
+    """How inputs are rounded; None: not at all."""
+    parts: int = 1
+    """Parts of rounded inputs that have scales of their own."""
+    sums: torch.Tensor | None = None
+    """int32 [matrices, parts, outputs] of the codes; None where zero points of inputs are 0."""
+
+    @property
+    def outputs(self) -> int:
+        return int(self.codes.shape[1])
+
+    @property
+    def numel(self) -> int:
+        """Numbers of all matrices."""
+        return len(self.codes) * self.outputs * self.inputs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory of the device."""
+        held = (self.codes, self.scales, self.zeros, self.order, self.sums)
+        return sum(each.nbytes for each in held if each is not None)
+
+    @classmethod
+    def of(cls, known: Codes, device: torch.device, parts: int = 1) -> DeviceCodes | None:
+        """Codes of a matrix or a stack of them; None where the kernels do not read their groups.
+
+        ``parts``: of the inputs, if they are rounded.
+        """
+        is_matrix = known.codes.dim() == 2
+        order = None
+        if known.order is not None:
+            order = _order_of(known.order) if is_matrix else None
+            if order is None:
+                return None
+            groups = len(known.scales[0])
+            if not bool((known.order.long()[order].view(groups, -1) == torch.arange(groups)[:, None]).all()):
+                return None
+            known = replace(known, codes=known.codes[:, order], order=None)
+        if is_matrix:
+            zeros = None if known.zeros is None else known.zeros[None]
+            known = replace(known, codes=known.codes[None], scales=known.scales[None], zeros=zeros)
+        inputs, groups = known.codes.shape[-1], known.scales.shape[-1]
+        group = inputs // groups
+        if groups > 1 and group % LEAST_INPUTS:
+            return None
+        sums = None
+        if known.rounding is not None:
+            if groups > 1 or known.bits != 8 or known.is_float or known.zeros is not None:
+                return None
+            if not known.rounding.is_centred:
+                sums = known.codes.unflatten(-1, (parts, -1)).sum(-1, dtype=torch.int32).mT.contiguous()
+                sums = sums.to(device)
+        kind, factor = _kind_of(known)
+        zeros = None if known.zeros is None else known.zeros.mT.contiguous().to(device)
+        return cls(
+            _packed(known).to(device),
+            (known.scales.mT * factor).contiguous().to(device),
+            zeros,
+            kind,
+            inputs,
+            None if order is None else order.to(device),
+            known.rounding,
+            parts,
+            sums,
+        )
+
+    def widened(self, number: int, dtype: torch.dtype) -> torch.Tensor:
+        """Weights [outputs, inputs] of one matrix, by torch's operators."""
+        numbers = _unpacked(self.codes[number], self.kind)[:, : self.inputs]
+        grouped = numbers.unflatten(-1, (self.scales.shape[1], -1))
+        if self.zeros is not None:
+            grouped = grouped - self.zeros[number].T[..., None]
+        weights = (grouped * self.scales[number].T[..., None]).flatten(-2).to(dtype)
+        if self.order is None:
+            return weights
+        return torch.empty_like(weights).index_copy_(1, self.order, weights)
+
+    def expected(self, number: int, rows: torch.Tensor) -> torch.Tensor:
+        """What one matrix gives for rows [n, inputs], by torch's operators: float32 [n, outputs]."""
+        if self.rounding is None:
+            return rows.float() @ self.widened(number, rows.dtype).float().T
+        codes = self.codes[number].view(torch.int8)
+        return self.rounding.product(rows, codes, self.scales[number, 0], self.parts)
+
+    def product(
+        self,
+        rows: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        pairs: Pairs | None = None,
+        *,
+        gather: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Outputs [..., outputs] of rows [..., inputs], in ``dtype`` or that of the rows.
+
+        ``pairs``: rows are sorted by expert, or with ``gather`` those of tokens.
+        """
+        flat = rows.reshape(-1, rows.shape[-1])
+        if self.order is not None:
+            flat = flat.index_select(1, self.order)
+        elif flat.stride(1) != 1:
+            flat = flat.contiguous()
+        count = len(flat) if pairs is None else len(pairs)
+        outputs = flat.new_empty(count, self.outputs, dtype=dtype or rows.dtype)
+        if count:
+            if self.rounding is None:
+                self._multiply(flat, bias, outputs, pairs, gather)
+            else:
+                self._multiply_whole(flat, bias, outputs, pairs, gather)
+        return outputs.view(*rows.shape[:-1], -1) if pairs is None else outputs
+
+    def _multiply(
+        self,
+        rows: torch.Tensor,
+        bias: torch.Tensor | None,
+        outputs: torch.Tensor,
+        pairs: Pairs | None,
+        gather: bool,
+    ) -> None:
+        groups = self.scales.shape[1]
+        is_packed = self.kind in (kernels.INT4, kernels.FLOAT4)
+        fitting = _power(max(self.inputs, WORD)) if groups == 1 else _even(self.inputs // groups)
+        block_k = min(MOST_INPUTS, max(WORD, fitting)) if is_packed else min(MOST_INPUTS // 2, fitting)
+        grid, tiles = self._tiles(outputs, pairs)
+        kernels.coded_product[grid](
+            rows,
+            self.codes,
+            self.scales,
+            self.scales if self.zeros is None else self.zeros,
+            self.scales if bias is None else bias,
+            outputs,
+            self.codes if pairs is None else pairs.ends,
+            self.codes if pairs is None else pairs.order,
+            len(rows),
+            1 if pairs is None else pairs.top_k,
+            rows.stride(0),
+            IN=self.inputs,
+            BYTES=self.codes.shape[2],
+            GROUPS=groups,
+            KIND=self.kind,
+            BLOCK_K=block_k,
+            GATHER=gather,
+            ZEROS=self.zeros is not None,
+            BIAS=bias is not None,
+            WIDEN=rows.dtype == torch.bfloat16 and rows.device.type == "cpu",
+            **tiles,
+        )
+
+    def _multiply_whole(
+        self,
+        rows: torch.Tensor,
+        bias: torch.Tensor | None,
+        outputs: torch.Tensor,
+        pairs: Pairs | None,
+        gather: bool,
+    ) -> None:
+        assert self.rounding is not None
+        rounded, scales, zeros = round_rows(rows, self.rounding, self.parts)
+        grid, tiles = self._tiles(outputs, pairs)
+        part = self.inputs // self.parts
+        kernels.integer_product[grid](
+            rounded,
+            scales,
+            zeros,
+            self.codes.view(torch.int8),
+            self.scales,
+            scales if self.sums is None else self.sums,
+            self.scales if bias is None else bias,
+            outputs,
+            self.codes if pairs is None else pairs.ends,
+            self.codes if pairs is None else pairs.order,
+            len(rows),
+            1 if pairs is None else pairs.top_k,
+            PART=part,
+            PARTS=self.parts,
+            BLOCK_K=min(MOST_INPUTS, max(WORD, _power(part))),
+            GATHER=gather,
+            SYMMETRIC=self.sums is None,
+            BIAS=bias is not None,
+            enable_fp_fusion=False,
+            **tiles,
+        )
+
+    def _tiles(self, outputs: torch.Tensor, pairs: Pairs | None) -> tuple[tuple[int, int], dict[str, int]]:
+        """The grid, and what the programs' sizes are."""
+        count, width = outputs.shape
+        matrices = 1 if pairs is None else len(self.codes)
+        block_m = LARGE_TILE if count >= MANY_ROWS * matrices else SMALL_TILE
+        block_n = min(64, max(16, _power(width)))
+        tiles = -(-count // block_m) if pairs is None else count // block_m + min(matrices, count)
+        sizes = {
+            "OUT": width,
+            "EXPERTS": 0 if pairs is None else matrices,
+            "BLOCK_E": _power(matrices),
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+        }
+        return (-(-width // block_n), tiles), sizes
+
+
+def round_rows(
+    rows: torch.Tensor, rounding: Rounding, parts: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows [n, k] as int8, with scales float32 and zero points int32 [n, parts]."""
+    count, width = rows.shape
+    codes = torch.empty(count, width, dtype=torch.int8, device=rows.device)
+    scales = torch.empty(count, parts, dtype=torch.float32, device=rows.device)
+    zeros = torch.empty(count, parts, dtype=torch.int32, device=rows.device)
+    part = width // parts
+    kernels.round_rows[(count, parts)](
+        rows,
+        codes,
+        scales,
+        zeros,
+        rows.stride(0),
+        float(rounding.scale),
+        float(rounding.zero),
+        PART=part,
+        BLOCK=_power(part),
+        FIXED=bool(rounding.scale),
+        SYMMETRIC=rounding.is_symmetric,
+        enable_fp_fusion=False,
+    )
+    return codes, scales, zeros
+
+
+def _kind_of(known: Codes) -> tuple[int, float]:
+    """The kernels' kind of these codes, and what their scales are multiplied by."""
+    if known.bits == 8:
+        return (kernels.FLOAT8, FLOAT8_FACTOR) if known.is_float else (kernels.INT8, 1.0)
+    return (kernels.FLOAT4 if known.is_float else kernels.INT4), 1.0
+
+
+def _packed(known: Codes) -> torch.Tensor:
+    """uint8 [matrices, outputs, bytes]."""
+    if known.bits == 8:
+        return known.codes.contiguous().view(torch.uint8)
+    numbers = known.codes
+    if known.is_float:
+        places = {number: place for place, number in reversed(list(enumerate(TWICE.tolist())))}
+        by_number = torch.tensor([places.get(number, 0) for number in range(-128, 128)], dtype=torch.uint8)
+        numbers = by_number[numbers.int() + 128]
+    else:
+        numbers = numbers.view(torch.uint8) & 15
+    numbers = torch.nn.functional.pad(numbers, (0, -numbers.shape[-1] % WORD)).unflatten(
+        -1, (-1, 2, WORD // 2)
+    )
+    return (numbers[..., 0, :] | numbers[..., 1, :] << 4).flatten(-2).contiguous()
+
+
+def _unpacked(codes: torch.Tensor, kind: int) -> torch.Tensor:
+    """Numbers float32 [outputs, inputs] of codes [outputs, bytes]."""
+    if kind == kernels.INT8:
+        return codes.view(torch.int8).float()
+    if kind == kernels.FLOAT8:
+        return codes.view(FLOAT8).float() / FLOAT8_FACTOR
+    words = codes.unflatten(-1, (-1, 1, WORD // 2))
+    places = torch.cat((words & 15, words >> 4), dim=-2).flatten(-3)
+    if kind == kernels.FLOAT4:
+        return TWICE.to(codes.device)[places.int()].float()
+    return (places ^ 8).float() - 8.0
+
+
+def _order_of(groups: torch.Tensor) -> torch.Tensor:
+    """Inputs sorted by their group."""
+    return torch.argsort(groups, stable=True)
+
+
+def _even(size: int) -> int:
+    """The greatest power of two that divides a number."""
+    return size & -size
+
+
+def _power(size: int) -> int:
+    """The next power of two."""
+    return 1 << (max(size, 1) - 1).bit_length()
