@@ -473,12 +473,17 @@ class ExpertBalance(msgspec.Struct, frozen=True, kw_only=True):
     by_layer: tuple[float, ...] = ()
     held: dict[int, int] = {}
     """Copies of experts over all layers, by rank of the instance."""
+    replicas: tuple[int, ...] = ()
+    """Copies of each expert over all layers.
+
+    Empty where all have one owner, the same in each layer.
+    """
     changes: int = 0
     """Groups that were formed to move experts, and have begun."""
     failures: int = 0
     """Those that have not."""
     is_failing: bool = False
-    """The last ones in a row have not."""
+    """The last ones in a row have not, or loads do not come."""
     moves: int = 0
     """Copies of experts that these changes moved."""
     moved_bytes: int = 0

@@ -4,8 +4,8 @@ A rebalancing is an epoch with the same members: they prepare it while they step
 step, as they do where one joins. So it has no protocol of its own. Members count the rows of their experts in
 windows of steps and report them with their heartbeats; what is lost makes a placement worse, never wrong.
 
-A group that lost a member goes on with what is held, so that as little as possible is read; a group after
-that puts copies where they are missing.
+A group that lost a member goes on with what is held, so that as little as possible is read. Some while later,
+when the requests of the dead have been computed again, another group puts copies where they are missing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,13 @@ from parallel.placement import Copies, Placement
 BACK_OFF = 10.0
 MAX_BACK_OFF = 600.0
 """Seconds until the next rebalancing after one that failed, rising while each fails."""
+QUIET = 2.0
+"""Seconds after a loss in which no copies are put back.
+
+The requests of the dead are computed again in them, for which clients wait.
+"""
 MANY_FAILURES = 3
-"""Rebalancings that failed in a row from which on a warning is given."""
+"""Failures in a row, or intervals without loads, from which on a warning is given."""
 MOST_BUSY = 8
 """Experts that a view has with their rows and owners."""
 MOST_MOVED = 2
@@ -47,7 +52,16 @@ class Rebalancing:
         self._looked_at = 0
         """Epoch of the newest group that was looked at."""
         self._window = 0
-        """Newest window of that group whose loads are known."""
+        """Newest window of the newest group whose loads are known."""
+        self._newest = 0
+        """Newest window of that group that some member has reported."""
+        self._interval = 0
+        """Interval of windows that the last look was for."""
+        self._is_silent = False
+        """Whether loads have not come from all for too long."""
+        self._follows_loss = False
+        """Whether the next group follows a loss."""
+        self._quiet_until = 0.0
         self._loads: list[list[int]] = []
         self._not_before = 0.0
         self._in_a_row = 0
@@ -62,7 +76,11 @@ class Rebalancing:
 
     def ask(self) -> None:
         """An operator wants a look now, with the loads of the newest window."""
-        self._asked, self._not_before = True, 0.0
+        self._asked, self._not_before, self._quiet_until = True, 0.0, 0.0
+
+    def waits(self, now: float) -> bool:
+        """Whether nothing moves yet, since a loss or a failure was a moment ago."""
+        return now < max(self._not_before, self._quiet_until)
 
     # ---- whether to move experts
 
@@ -74,17 +92,19 @@ class Rebalancing:
         Its placement is :meth:`placement` then.
         """
         terms = settings.balancing
-        if terms is None or now < self._not_before or not _layers(members):
+        if terms is None or not _layers(members):
             return None
         is_new = self._hear(settings, form, members)
         if is_new and terms.log_every and self._window % terms.log_every == 0:
             line = f"balancedness {self.summary.balancedness:.2f} over {terms.window_size} steps"
             self.notes.append((line, False))
-        is_due = is_new and self._window % terms.windows == 0
-        if not (is_due or self._asked or self._looked_at != form.epoch):
+        self._listen(terms, form, members)
+        interval = self._window // terms.windows
+        is_due = interval > self._interval or self._asked or self._looked_at != form.epoch
+        if self.waits(now) or not is_due:
             return None
         asked, self._asked = self._asked, False
-        self._looked_at = form.epoch
+        self._looked_at, self._interval = form.epoch, interval
         found = self._balance(settings, terms, members, asked=asked)
         if found.moves == 0:
             return None
@@ -103,13 +123,19 @@ class Rebalancing:
 
     def begun(self, form: GroupPlan, now: float) -> None:
         """A group has begun: what was formed to balance has succeeded."""
-        self._window = 0
+        self._window = self._newest = self._interval = 0
+        self._is_silent = False
+        if self._follows_loss:
+            self._follows_loss, self._quiet_until = False, now + QUIET
         least = min((len(ranks) for layer in form.replicas for ranks in layer), default=1)
         ranks = [copy for layer in form.replicas for holders in layer for copy in holders]
         held = {peer.rank: 0 for peer in form.peers}
         for rank in ranks:
             held[form.peers[rank // form.ranks].rank] += 1
-        self.summary = msgspec.structs.replace(self.summary, copies=least, held=held if ranks else {})
+        replicas = tuple(sum(map(len, of_expert)) for of_expert in zip(*form.replicas, strict=True))
+        self.summary = msgspec.structs.replace(
+            self.summary, copies=least, held=held if ranks else {}, replicas=replicas
+        )
         if self._epoch == form.epoch:
             self._epoch = self._in_a_row = 0
             self.summary = msgspec.structs.replace(
@@ -118,8 +144,8 @@ class Rebalancing:
                 moves=self.summary.moves + self._moves,
                 moved_bytes=self.summary.moved_bytes + self._moves * self._copy_bytes,
                 seconds=self.summary.seconds + now - self._since,
-                is_failing=False,
             )
+            self._judge()
 
     def failed(self, form: GroupPlan, now: float) -> bool:
         """A group broke or did not begin; whether it was formed to balance.
@@ -131,14 +157,33 @@ class Rebalancing:
         self._epoch = 0
         self._not_before = now + min(MAX_BACK_OFF, BACK_OFF * 2**self._in_a_row)
         self._in_a_row += 1
-        is_failing = self._in_a_row >= MANY_FAILURES
-        self.summary = msgspec.structs.replace(
-            self.summary, failures=self.summary.failures + 1, is_failing=is_failing
-        )
-        tries = f"{self._in_a_row} times in a row" if is_failing else "once"
+        self.summary = msgspec.structs.replace(self.summary, failures=self.summary.failures + 1)
+        self._judge()
+        tries = f"{self._in_a_row} times in a row" if self._in_a_row >= MANY_FAILURES else "once"
         wait = self._not_before - now
         self.notes.append((f"experts could not move ({tries}): the next try in {wait:.0f} s", True))
         return True
+
+    def _judge(self) -> None:
+        is_failing = self._is_silent or self._in_a_row >= MANY_FAILURES
+        if is_failing != self.summary.is_failing:
+            self.summary = msgspec.structs.replace(self.summary, is_failing=is_failing)
+
+    def _listen(self, terms: Balancing, form: GroupPlan, members: Sequence[Record]) -> None:
+        """Find out whether steps go on, and no loads come that all members report."""
+        heard, told = self._window // terms.windows, self._newest // terms.windows
+        is_silent = told - heard >= MANY_FAILURES
+        if is_silent and not self._is_silent:
+            late = ", ".join(str(member.rank) for member in members if _number(member, form) < self._newest)
+            self.notes.append(
+                (
+                    f"experts are not balanced: for {MANY_FAILURES} intervals of {terms.windows} windows no "
+                    f"loads have come that all report; those of instances {late or 'all'} do not fit",
+                    True,
+                )
+            )
+        self._is_silent = is_silent
+        self._judge()
 
     # ---- where experts are
 
@@ -148,6 +193,7 @@ class Rebalancing:
         ``lost``: the group before is of no use any more, and what is held stays.
         """
         terms, layers = settings.balancing, _layers(members)
+        self._follows_loss = lost
         if terms is None or not layers:
             return None
         seats = _seats(settings, members)
@@ -166,6 +212,7 @@ class Rebalancing:
         numbers = {each.number for each in known}
         shapes = {(len(each.rows), *map(len, each.rows)) for each in known}
         expected = (_layers(members), *[settings.num_experts] * _layers(members))
+        self._newest = max(numbers, default=self._newest)
         if len(known) < len(members) or len(numbers) != 1 or shapes != {expected}:
             return False
         if numbers == {self._window}:
@@ -203,6 +250,12 @@ class Rebalancing:
             most_copies=least_copies(settings.num_experts, seats, conditions),
         )
         return found
+
+
+def _number(member: Record, form: GroupPlan) -> int:
+    """The newest window of a group that a member has reported; 0: none."""
+    loads = member.loads
+    return loads.number if loads is not None and loads.epoch == form.epoch else 0
 
 
 def _busiest(loads: Sequence[Sequence[int]], members: Sequence[Record]) -> tuple[BusyExpert, ...]:

@@ -13,6 +13,8 @@ from coordinator.config import LogLevel, MeshConfig
 from coordinator.settings.flags import Bytes, Count, Natural, Port, Size, flag
 from engine import eplb_config
 from engine.eplb_config import EplbConfig
+from engine.kv_events_config import KvEventsConfig
+from engine.kv_events_config import read_config as read_events_config
 from engine.quantization_config import ONLINE, OnlineName, QuantizationName
 from engine.speculation_config import SpeculativeConfig, read_config
 from engine.step import CRUMBS, most_tokens
@@ -140,6 +142,14 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "lately are deleted beyond that."
         ),
     ] = 16 * 1024**3
+    kv_events_config: Annotated[
+        str | None,
+        flag(
+            json=True,
+            help='JSON object, like {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}: changes of '
+            "the prefix cache are published in vLLM's form, for routers outside.",
+        ),
+    ] = None
     disaggregation_mode: Annotated[
         Literal["null", "prefill", "decode"],
         flag(
@@ -153,6 +163,16 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.kv_cache_dir is not None and not (self.enable_prefix_caching and self.enable_kv_transfer):
             off = "prefix-caching" if not self.enable_prefix_caching else "kv-transfer"
             raise ValueError(f"--kv-cache-dir does nothing with --no-enable-{off}: drop one of the two")
+        if self.kv_events is not None and not self.enable_prefix_caching:
+            raise ValueError(
+                "--kv-events-config does nothing with --no-enable-prefix-caching: drop one of the two"
+            )
+
+    @property
+    def kv_events(self) -> KvEventsConfig | None:
+        """``kv_events_config``, read; None: nothing is published."""
+        config = None if self.kv_events_config is None else read_events_config(self.kv_events_config)
+        return config if config is not None and config.is_on else None
 
     @property
     def role(self) -> str:

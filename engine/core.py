@@ -11,6 +11,7 @@ import msgspec
 from coordinator.process.tracing import Tracing
 from coordinator.rpc.rpc import MAX_MESSAGE_BYTES
 from engine.config import EngineConfig
+from engine.events.recording import EventRecorder
 from engine.executor_contract import Executor
 from engine.groups.step_profile import StepProfile
 from engine.groups.stepping import Agreement, Alone, Stepping
@@ -112,6 +113,7 @@ class EngineCore:
         self.exchange: BlockExchange | None = None
         """Transfers of KV blocks, where there are any."""
         self._tier: FileTier | None = None
+        self._recorder: EventRecorder | None = None
         self._resets: list[tuple[Peer, int]] = []
         """Wishes to reset the prefix cache that are not answered yet."""
         self.routers: dict[Peer, str] = {}
@@ -171,6 +173,12 @@ class EngineCore:
         self.exchange = BlockExchange(self._pool, mover, price, size, checks=checks, tier=tier)
         self._tier = tier
         self._blocks_at, self._cache_identity = address, identity
+
+    def record_events(self) -> EventRecorder:
+        """Record changes of the prefix cache from now on, before any request has come."""
+        self._recorder = self.scheduler.contents = recorder = EventRecorder(self._config.cache.block_size)
+        self._pool.observe(recorder)
+        return recorder
 
     def submit(self, peer: Peer, submit: Submit) -> RequestRefused | None:
         """Queue a request of a router, or return its refusal."""
@@ -245,6 +253,8 @@ class EngineCore:
 
     def reset_cache(self, peer: Peer, number: int) -> None:
         """Forget all cached prefixes; :meth:`take_resets` has the answer."""
+        if self._recorder is not None:
+            self._recorder.clear()
         if self.exchange is not None:
             self.exchange.reset()
         else:

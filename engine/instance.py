@@ -28,6 +28,8 @@ from coordinator.rpc.keys import MeshKeys
 from engine.compute.trace import write_chrome_trace
 from engine.config import InstanceConfig
 from engine.core import EngineCore
+from engine.events.publisher import EventPublisher
+from engine.events.recording import EventRecorder
 from engine.executor import make_executor
 from engine.executor_contract import Executor, WorkerLost
 from engine.groups.stepping import NoGroup
@@ -35,6 +37,7 @@ from engine.groups.transport import transport_problem
 from engine.host import deferred, memory
 from engine.host.cache_size import TooLittleMemory, size_cache
 from engine.host.cores import Share, instances_at_once, share_of_cores, tell_threads
+from engine.kv_events_config import endpoint_of
 from engine.model.checkpoint import ModelInfo
 from engine.numerics import kind_problem, numerics_of
 from engine.server import Server
@@ -47,6 +50,7 @@ from engine.tiers.file_tier import FileTier
 from engine.transfers.block_memory import BlockMemory
 from engine.transfers.identity import CacheFacts, identity_of
 from engine.transfers.mover import LARGEST_BLOCK, BlockMover
+from engine.transfers.pages_ahead import PagesAhead
 from parallel.devices import cuda_devices, device_sharers
 
 if TYPE_CHECKING:
@@ -83,6 +87,8 @@ class Instance:
         """(rank, size) that chooses the experts to load first; None: not spread."""
         self._spread: Spread | None = None
         self._tier: FileTier | None = None
+        self._events: tuple[EventRecorder, EventPublisher] | None = None
+        self._pages: PagesAhead | None = None
         self._watch: StepWatch | None = None
         """Where nobody else would miss the result of a step."""
         self._stats: StatsLine | None = None
@@ -221,7 +227,10 @@ class Instance:
             membership.update(phase="tokenizer")
             core.grammars.prepare()
             self._server = Server(self._name, endpoint(self._listen_address(), 0), core, self._keys)
+            self._publish_events(core)
             mover = self._move_blocks(core, executor, self._server)
+            if (kv := executor.block_memory()) is not None:
+                self._pages = PagesAhead(kv)
             if place is None:
                 membership.update(state=State.READY, phase="serving", address=self._server.endpoint)
                 logger.info("ready on %s after %.1f s", self._server.endpoint, time.monotonic() - began)
@@ -253,8 +262,13 @@ class Instance:
                 raise Ended(process.EXIT_WORKER_LOST, f"lost a worker: {error}") from error
             finally:
                 self._watch = None  # there are no turns any more
+                if self._pages is not None:
+                    self._pages.close()
                 if self._tier is not None:
                     self._tier.close()
+                if self._events is not None:
+                    self._tell_events()
+                    self._events[1].close()
                 if mover is not None:
                     mover.close()
                 if self._spread is not None:
@@ -269,6 +283,24 @@ class Instance:
         if facts.device == "cpu":
             return memory.turn()
         return memory.turn(memory.DEVICE_TURN_TIMEOUT, cuda_devices())
+
+    def _publish_events(self, core: EngineCore) -> None:
+        """Publish changes of the prefix cache, if that is asked for."""
+        config = self._config.cache.kv_events
+        if config is None:
+            return
+        try:
+            publisher = EventPublisher(config, self._rank)
+        except ValueError as error:
+            raise Ended(process.EXIT_USAGE, str(error)) from error
+        publisher.start()
+        self._events = core.record_events(), publisher
+        where = endpoint_of(config.endpoint, self._rank)
+        logger.info("KV events, with the tokens of prompts, are published at %s", where)
+
+    def _tell_events(self) -> None:
+        if self._events is not None and (events := self._events[0].take()):
+            self._events[1].publish(events)
 
     def _move_blocks(self, core: EngineCore, executor: Executor, server: Server) -> BlockMover | None:
         """Lend KV blocks to other instances, and fetch theirs, where that can be done."""
@@ -373,6 +405,7 @@ class Instance:
     def _on_step(self, membership: MemberConnection, core: EngineCore) -> None:
         """Between two steps: handle signals and messages of the coordinator."""
         self._share_cores(membership)
+        self._tell_events()
         if self._stats is not None and self._stats.is_due(now := time.monotonic()):
             line = self._stats.line(core.scheduler.counters(), core.snapshot, now)
             if line is not None:
@@ -382,6 +415,8 @@ class Instance:
             self._spread.look()
         if self._executor is not None:
             self._executor.check()
+        if self._pages is not None:
+            self._pages.used(core.pool.num_touched)
         if membership.refusal is not None and self._server is not None:
             self._server.leave()
         elif self._drains and not self._announced_draining:

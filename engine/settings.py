@@ -217,13 +217,13 @@ def _expert_settings(config: EngineConfig, info: ModelInfo, size: int) -> dict[s
         "mesh_transport": device.mesh_transport,
         "data_parallel_size": size if spread else 0,
         "num_experts": info.num_experts if spread else 0,
-        "balancing": _balancing(device, spreads=spread),
+        "balancing": _balancing(device, info.num_experts, size * device.tensor_parallel_size, spreads=spread),
         "pipeline_split": (device.pipeline_split or "") if spread else "",
     }
 
 
-def _balancing(device: DeviceConfig, *, spreads: bool) -> Balancing | None:
-    """How the load of experts is balanced, if they are spread."""
+def _balancing(device: DeviceConfig, num_experts: int, ranks: int, *, spreads: bool) -> Balancing | None:
+    """How the load of experts is balanced, if they are spread over so many ranks."""
     if device.eplb is None:
         return None
     if not spreads:
@@ -231,6 +231,12 @@ def _balancing(device: DeviceConfig, *, spreads: bool) -> Balancing | None:
         return None
     for remark in read_config(device.eplb_config)[1] if device.eplb_config is not None else ():
         logger.warning("--eplb-config: %s", remark)
+    if device.eplb.num_redundant_experts > (most := num_experts * (ranks - 1)):
+        logger.warning(
+            "--eplb-config: num_redundant_experts %d means %d until instances join: each expert is on an "
+            "instance once",
+            device.eplb.num_redundant_experts, most,
+        )  # fmt: skip
     return device.eplb.balancing(device.eplb_survive)
 
 

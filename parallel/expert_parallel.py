@@ -34,7 +34,7 @@ import torch
 from parallel.communicators.base import Communicator, carries
 from parallel.expert_products import ExpertProducts
 from parallel.placement import Placement
-from parallel.replicas import Ints, Replicas, line
+from parallel.replicas import Ints, line, replicas_at
 
 Dispatch = Literal["allgather_reducescatter", "all_to_all"]
 
@@ -143,7 +143,7 @@ class ExpertParallel:
         self._local_table = None
         self.placement = placement
         self.rank = rank
-        self._replicas = Replicas(placement, rank)
+        self._replicas = replicas_at(placement, rank)
 
     def use_products(self, products: Products) -> None:
         """Compute the experts held here with these products from now on."""

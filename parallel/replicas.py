@@ -9,6 +9,7 @@ rows of a member that holds a copy are mostly its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -75,3 +76,12 @@ class Replicas:
         numbers = np.minimum(counts - 1, places * counts // max(total, 1))
         found: Ints = self.ranks[at, experts, numbers]
         return found
+
+
+@lru_cache(maxsize=2)
+def replicas_at(placement: Placement, rank: int) -> Replicas:
+    """The arrays of a placement for a rank; asked for again, they are there.
+
+    For many layers they take as long as a step, so a change of placement makes them before.
+    """
+    return Replicas(placement, rank)

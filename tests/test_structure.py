@@ -30,6 +30,7 @@ ROOMS = {
         "scheduling",
         "transfers",
         "tiers",
+        "events",
         "kernels",
         "groups",
         "compute",

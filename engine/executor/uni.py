@@ -58,6 +58,7 @@ from parallel.expert_moves import from_peers
 from parallel.expert_parallel import Dispatch
 from parallel.links.counts import LinkCount
 from parallel.placement import Placement, assign_experts, held_by_rank
+from parallel.replicas import replicas_at
 
 logger = logging.getLogger(__name__)
 
@@ -376,10 +377,13 @@ class UniExecutor:
         eplb, place = self._config.device.eplb, self._place
         if eplb is None or place is None:
             return 0
-        return -(-(self._info.num_experts + eplb.num_redundant_experts) // place[1])
+        share = -(-(self._info.num_experts + eplb.num_redundant_experts) // place[1])
+        return min(share, self._info.num_experts)
 
-    def _bytes_for_copies(self) -> int:
+    def _bytes_for_copies(self, others: int = 0) -> int:
         """What copies of experts will take that are not here yet.
+
+        ``others``: bytes of what is still to come beside them.
 
         Raises:
             CheckpointError: that is more than is free.
@@ -389,11 +393,12 @@ class UniExecutor:
             return 0
         more = max(0, self._most_held - held.most)
         needed = more * held.bytes_per_expert * KERNEL_COPIES * self._shard.neighbours
-        free = memory.available_memory()
+        free = max(0, memory.available_memory() - others)
         if needed > free:
             raise CheckpointError(
                 f"--eplb-config: {more} more experts of each layer on a worker take {needed / 2**20:.0f} "
-                f"MiB, of which {free / 2**20:.0f} MiB are free: lower num_redundant_experts"
+                f"MiB, of which {free / 2**20:.0f} MiB are free: lower num_redundant_experts or "
+                "--kv-cache-memory-bytes"
             )
         return needed
 
@@ -404,6 +409,7 @@ class UniExecutor:
         self._num_blocks = num_blocks
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
+        self._bytes_for_copies(num_blocks * block_size * self._kv_bytes * self._shard.neighbours)
         self._untouched = memory.Untouched(num_blocks, block_size * self._kv_bytes)
         if self._program is None and not self._on_torch:
             self._program = make_program(model, block_size)
@@ -598,6 +604,7 @@ class UniExecutor:
         """See :class:`.SpreadExecutor`."""
         assert self._held is not None, "experts are not spread"
         experts = held_by_rank(form.placement, form.ranks, place)[self._shard.rank]
+        replicas_at(form.placement, place * form.ranks + self._shard.rank)  # what the change asks for
         elsewhere = self._at_peers(form, place, experts)
         self._prepared = form
         return self._held.prepare(experts, free_bytes, should_stop, elsewhere)

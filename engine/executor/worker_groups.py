@@ -34,6 +34,7 @@ from engine.executor.group_messages import (
     ToGroups,
 )
 from engine.groups.preparation import Preparation
+from engine.host.background import Chores
 from engine.host.cores import has_gpu
 from parallel import groups
 from parallel.communicators import Backend
@@ -104,6 +105,7 @@ class WorkerGroups:
         self.is_broken = False
         """Whether the current groups are broken."""
         self._executor: UniExecutor | None = None
+        self._chores = Chores("chores")
 
     def __repr__(self) -> str:
         return f"<WorkerGroups {self._current!r}{' broken' * self.is_broken}>"
@@ -134,7 +136,7 @@ class WorkerGroups:
             self.is_broken = False
         for axis, group in prepared.inside.items():
             self._inside[axis].renew(group)
-        threading.Thread(target=before.close, name="closing", daemon=True).start()
+        self._chores.put(threading.Thread(target=before.close, name="closing", daemon=True).start)
         form, experts = preparation.form, prepared.experts
         assert experts is not None
         self._executor.join(experts, form.placement)
@@ -155,6 +157,7 @@ class WorkerGroups:
             for preparation in self._preparations.values():
                 preparation.abandon()
             self._current.abort()
+        self._chores.close()
 
     # ---- in the thread of the channel
 

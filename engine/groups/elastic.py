@@ -189,7 +189,8 @@ class Elastic:
     def agree(self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0) -> Agreement:
         assert self._stepping is not None, "turn() says whether there is a group"
         agreement = self._stepping.agree(num_tokens, queued_prefill, longest, in_flight, self.ready_epoch)
-        self.times.stepped(time.monotonic(), runs=agreement.runs)
+        pauses = not agreement.runs and not agreement.switches_to
+        self.times.stepped(time.monotonic(), runs=agreement.runs, pauses=pauses)
         if agreement.runs and self._windows is not None:
             loads = self._windows.stepped(self._executor.expert_loads)
             if loads is not None:

@@ -30,6 +30,11 @@ logger = logging.getLogger(__name__)
 
 FORESEEN = (RuntimeError, ValueError, KeyError, OSError, MemoryError, SafetensorError)
 """Errors that a file, a peer or too little memory may cause."""
+SETTLE = 0.05
+"""Seconds from a group that is formed beside steps until it may be entered.
+
+To form it takes some milliseconds, which are not to be in the step that ends with the change.
+"""
 LONG_READ = 0.5
 """Seconds of reading experts after which the log says what they were spent on."""
 
@@ -99,6 +104,8 @@ class Preparation(Generic[Group]):
             else:
                 beside_steps(self._read)
             group = self._connect(self.form, self._stopped.is_set)
+            if not self._is_urgent:
+                self._stopped.wait(SETTLE)
         except ReadingStopped:
             return
         except Exception as error:  # whatever it is, others wait for word of it

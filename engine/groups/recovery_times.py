@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import statistics
 from collections import deque
@@ -34,50 +35,79 @@ class Change(msgspec.Struct):
     formed_at: float = 0.0
 
 
-USUAL = 8
-"""Steps before a change that its own are compared with."""
+AROUND = 4
+"""Neighbours of a step on either side, with whose length its own is compared."""
 BUSY = 1.0
 """Seconds of a step at most; a longer one has waited for work."""
 
 
+class _Kind(enum.Enum):
+    USUAL = enum.auto()
+    CHANGE = enum.auto()
+    NEXT = enum.auto()
+
+
 class StepLengths:
-    """Lengths of the steps around a change by agreement, where all were busy.
+    """Lengths of the steps around a change by agreement, beside those of their neighbours.
 
     The step before the change ends with it: all of the change but its preparation is in that one. The first
-    one in the new group finds everything cold.
+    one in the new group finds everything cold. What lies around a pause without tokens is left out.
     """
 
     def __init__(self) -> None:
-        self._began = 0.0
-        self._before: deque[float] = deque(maxlen=USUAL)
-        self._around: list[float] | None = None
+        self._began: float | None = None
+        """When the step under way began, if the one before had tokens."""
+        self._kind = _Kind.USUAL
+        """Kind of the step under way."""
+        self._steps: deque[tuple[_Kind, float]] = deque(maxlen=2 * AROUND + 1)
+        self._change: tuple[float, float] | None = None
+        """Usual length around the last change, and that of its own step."""
         self.num_steps = self.num_long = 0
-        """Other steps, and those that took over twice as long as usual."""
+        """Other steps, and those that took over twice as long as their neighbours."""
 
     def changed(self) -> None:
         """The group is another one now."""
-        self._around = [] if len(self._before) == USUAL and max(self._before) < BUSY else None
+        self._kind = _Kind.CHANGE
+
+    def paused(self) -> None:
+        """Nobody has tokens."""
+        self._began, self._kind, self._change = None, _Kind.USUAL, None
+        self._steps.clear()
 
     def began(self, now: float) -> tuple[float, float, float] | None:
         """A step with tokens begins.
 
         Returns the usual length, that of the step with the change, and that of the first one behind it, once
-        they are known.
+        their neighbours are known.
         """
-        length, self._began = now - self._began, now
-        if self._around is None:
-            if len(self._before) == USUAL and length < BUSY:
+        began, self._began = self._began, now
+        if began is None or now - began >= BUSY:
+            self.paused()
+            self._began = now
+            return None
+        kind = self._kind
+        self._kind = _Kind.NEXT if kind is _Kind.CHANGE else _Kind.USUAL
+        self._steps.append((kind, now - began))
+        return self._judge() if len(self._steps) == 2 * AROUND + 1 else None
+
+    def _judge(self) -> tuple[float, float, float] | None:
+        """Compare the step in the middle with its neighbours."""
+        kind, length = self._steps[AROUND]
+        sides = [*self._steps][:AROUND], [*self._steps][AROUND + 1 :]
+        lengths = [[other for its_kind, other in side if its_kind is _Kind.USUAL] for side in sides]
+        if not all(lengths):  # changes follow each other closely
+            return None
+        usual = statistics.fmean(map(statistics.median, lengths))
+        change, self._change = self._change, None
+        match kind:
+            case _Kind.USUAL:
                 self.num_steps += 1
-                self.num_long += length > 2 * statistics.median(self._before)
-            self._before.append(length)
-            return None
-        self._around.append(length)
-        if len(self._around) < 2:
-            return None
-        (with_change, first), self._around = self._around, None
-        usual = statistics.median(self._before)
-        self._before.clear()
-        return (usual, with_change, first) if max(with_change, first) < BUSY else None
+                self.num_long += length > 2 * usual
+            case _Kind.CHANGE:
+                self._change = usual, length
+            case _Kind.NEXT:
+                return None if change is None else (*change, length)
+        return None
 
 
 class RecoveryTimes:
@@ -108,13 +138,18 @@ class RecoveryTimes:
         if by_agreement:
             self._lengths.changed()
 
-    def stepped(self, now: float, *, runs: bool = False) -> None:
-        """A step has been decided in the current group; ``runs``: somebody has tokens."""
+    def stepped(self, now: float, *, runs: bool = False, pauses: bool = False) -> None:
+        """A step has been decided in the current group.
+
+        ``runs``: somebody has tokens. ``pauses``: nobody has, though no change is due now.
+        """
+        if pauses:
+            self._lengths.paused()
         if runs and (lengths := self._lengths.began(now)) is not None:
             usual, with_change, first = (1000 * seconds for seconds in lengths)
             logger.info(
                 "epoch %d began in a step of %.1f ms, the next one took %.1f ms, usual are %.1f ms; "
-                "of %d other steps %d took more than twice as long as those before",
+                "of %d other steps %d took more than twice as long as their neighbours",
                 self.epoch, with_change, first, usual, self._lengths.num_steps, self._lengths.num_long,
             )  # fmt: skip
         change, self._entered = self._entered, None

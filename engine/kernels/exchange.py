@@ -22,7 +22,7 @@ from engine.kernels.rows import SLACK, pitch_of
 from engine.kernels.waits import NativeWaits
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.placement import Placement, assign_experts
-from parallel.replicas import Ints, Replicas, line
+from parallel.replicas import Ints, Replicas, line, replicas_at
 
 WORDS_BYTES = 4096
 """Bytes at the beginning of an arena that hold its words."""
@@ -133,6 +133,12 @@ class Exchange:
         self.record["gathered"] = gathered.data_ptr()
         return gathered
 
+    def take_room(self, before: Exchange) -> None:
+        """Use the scratch of the exchange before, which is not used any more."""
+        for name in ("sources", "gathered"):
+            self._kept[name] = before._kept[name]
+            self.record[name] = before.record[name]
+
     def begin(self, sizes: Sequence[int]) -> None:
         """Prepare for a step. ``sizes``: rows of each member by its header."""
         if sizes:
@@ -182,7 +188,7 @@ class Joined(Exchange):
     ) -> None:
         """``counted``: pairs computed here so far [layers, experts], counted on."""
         room = Layout.room(shape, group.arena_bytes)
-        super().__init__(shape, room, Replicas(placement, group.rank))
+        super().__init__(shape, room, replicas_at(placement, group.rank))
         self._group = group
         self._members = group.arenas  # keeps the memory mapped
         self._place([member.arena for member in self._members])

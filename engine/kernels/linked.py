@@ -32,7 +32,7 @@ from parallel.communicators.native_links import LinksTable
 from parallel.communicators.rounds import CALLS
 from parallel.expert_parallel import ExpertParallel
 from parallel.placement import Placement
-from parallel.replicas import Replicas
+from parallel.replicas import replicas_at
 
 ARENA_BYTES = 1 << 30
 """Size of a member's arena with its mirrors.
@@ -220,7 +220,7 @@ class Linked(Exchange):
         """
         hosts = hosts_of(group)
         room = Layout.room(shape, arena_bytes, hosts.num_mirrors)
-        super().__init__(shape, room, Replicas(placement, group.rank))
+        super().__init__(shape, room, replicas_at(placement, group.rank))
         self._group, self._experts = group, experts
         self._memory = Memory(group, self.layout.num_bytes, self.layout.places_at)
         self._place(self._memory.arenas)

@@ -182,7 +182,7 @@ class Program:
 
         The modules hold this member's.
         """
-        self._joined, self._room = None, self._room._replace(own=0)
+        before, self._joined = self._joined, None
         self._lists.clear()
         if self._shape is None or self._is_rank:
             return
@@ -192,6 +192,12 @@ class Program:
             self._joined = Joined(self._library, group, *facts, self._experts.tokens_per_expert)
         elif links := linked(group):
             self._joined = Linked(self._library, links, *facts, self._experts)
+        if self._joined is None or self._exchange is None:
+            # No buffers yet, or those of a group that is left.
+            self._room = self._room if before is None else self._room._replace(own=0)
+        else:  # to make buffers anew takes page faults in the next step
+            self._joined.take_room(self._exchange)
+            self._exchange = self._joined
 
     def serve(self) -> bool:
         """Take part in a step of the group without rows; False without a native exchange.

@@ -7,7 +7,7 @@ model are kept as codes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from engine.kernels.pages import Arena
 from engine.model.quantization.attached import codes_of
-from engine.model.quantization.matrices import Codes
+from engine.model.quantization.matrices import AT_ONCE, Codes
 from engine.model.quantization.rounding import Rounding, common
 from engine.model.quantization.stacks import TWICE
 
@@ -210,19 +210,36 @@ def _byte_panels(part: Codes, multiple: int, parts: int) -> list[torch.Tensor]:
 
 def _panels(part: Codes, multiple: int, has_zeros: bool, pack: int) -> list[torch.Tensor]:
     """Words of codes [..., panels, lines, 16], scales [..., panels, groups, 16], zeros if wanted."""
-    each = WORD_BITS // part.bits
     codes = _filled_up(part.codes, multiple)
-    # Numbers in the order of a panel's memory: 16 outputs, each with `pack` inputs that are neighbours.
-    lines = _by_lane(codes.view(torch.int16) if pack == 2 else codes).contiguous().view(torch.int8)
-    chunks = lines.flatten(-2).unflatten(-1, (-1, each, LANES))
-    if part.bits == 4:
-        chunks = _places_of_floats(chunks) if part.is_float else (chunks + 8) & 15  # none is negative
-        chunks = chunks[..., 0::2, :] | (chunks[..., 1::2, :] << 4)
-    words = chunks.transpose(-2, -1).contiguous().view(torch.int32).squeeze(-1)
+    *stack, outputs, inputs = codes.shape
+    words = torch.empty(*stack, outputs // LANES, inputs * part.bits // WORD_BITS, LANES, dtype=torch.int32)
+    matrices, places = codes.view(-1, outputs, inputs), words.view(-1, *words.shape[-3:])
+    for one, place in zip(matrices, places, strict=True):
+        for panels in _few_panels(one.shape):  # that stay in a cache meanwhile
+            rows = one[panels.start * LANES : panels.stop * LANES]
+            place[panels] = _words(rows, part.bits, part.is_float, pack)
     wanted = [part.scales]
     if has_zeros:
         wanted.append(torch.zeros_like(part.scales) if part.zeros is None else part.zeros)
     return [words, *(_by_lane(_filled_up(value, multiple)) for value in wanted)]
+
+
+def _few_panels(shape: torch.Size) -> Iterator[slice]:
+    """Panels of a matrix [outputs, inputs], some at a time."""
+    outputs, inputs = shape
+    step = max(1, AT_ONCE // (LANES * max(1, inputs)))
+    return (slice(begin, begin + step) for begin in range(0, outputs // LANES, step))
+
+
+def _words(codes: torch.Tensor, bits: int, is_float: bool, pack: int) -> torch.Tensor:
+    """Words [panels, lines, 16] of codes [panels * 16, inputs]."""
+    # Numbers in the order of a panel's memory: 16 outputs, each with `pack` inputs that are neighbours.
+    lines = _by_lane(codes.view(torch.int16) if pack == 2 else codes).contiguous().view(torch.int8)
+    chunks = lines.flatten(-2).unflatten(-1, (-1, WORD_BITS // bits, LANES))
+    if bits == 4:
+        chunks = _places_of_floats(chunks) if is_float else (chunks + 8) & 15  # none is negative
+        chunks = chunks[..., 0::2, :] | (chunks[..., 1::2, :] << 4)
+    return chunks.transpose(-2, -1).contiguous().view(torch.int32).squeeze(-1)
 
 
 _PLACES = torch.zeros(32, dtype=torch.int8)

@@ -552,10 +552,19 @@ def default_sampling(directory: Path) -> dict[str, Any]:
     return {ours: generation[key] for key, ours in SAMPLING_KEYS.items() if generation.get(key) is not None}
 
 
+def _instead(directory: Path) -> str:
+    """What to give instead of a directory without a configuration."""
+    found = sorted(directory.glob(f"*{SUFFIX}"))
+    if not found:
+        return f"is it a model directory? (A GGUF file of a repository: owner/name/FILE{SUFFIX})"
+    names = ", ".join(path.name for path in found)
+    return f"give one of its GGUF files as the model ({names}), like {found[0]}"
+
+
 def _read_json(path: Path, required: bool = False) -> dict[str, Any]:
     if not path.is_file():
         if required:
-            raise CheckpointError(f"{path.parent} has no {path.name}: is it a model directory?")
+            raise CheckpointError(f"{path.parent} has no {path.name}: {_instead(path.parent)}")
         return {}
     try:
         content = json.loads(path.read_bytes())

@@ -76,6 +76,8 @@ class BlockPool:
         self._block_of: dict[BlockHash, int] = {}
         self._part_of: dict[int, BlockHash] = {}
         self._parts: dict[BlockHash, list[int]] = {}
+        self.num_touched = 0
+        """Blocks that were ever given out: the first ones of the cache."""
 
     def __repr__(self) -> str:
         return f"<BlockPool {self.num_used} of {self.num_blocks} used, {len(self._block_of)} known>"
@@ -135,6 +137,7 @@ class BlockPool:
             self._forget(block)
             self._references[block] = 1
             taken.append(block)
+        self.num_touched = max(self.num_touched, max(taken, default=-1) + 1)
         return taken
 
     def name(self, block: int, block_hash: BlockHash) -> None:

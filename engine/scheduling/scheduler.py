@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
+from typing import Protocol
 
 import msgspec
 
 from engine.messages import Counters, FinishReason, TokenLogprobs
-from engine.scheduling.blocks import BlockPool
+from engine.scheduling.blocks import BlockHash, BlockPool
 from engine.scheduling.expected_prefix_blocks import ExpectedPrefixBlocks
 from engine.scheduling.lone_chunk import LoneChunk
 from engine.scheduling.prompt_share import PromptShare
@@ -85,6 +86,16 @@ class Outcome(msgspec.Struct, frozen=True):
     """One for each, when asked for."""
 
 
+class Contents(Protocol):
+    """Wants to know which tokens named blocks have (:class:`engine.events.recording.EventRecorder`)."""
+
+    @property
+    def lacks_tokens(self) -> bool: ...
+    def tell(
+        self, hashes: Sequence[BlockHash], token_ids: Sequence[int], salt: str, first: int, end: int
+    ) -> None: ...
+
+
 class Scheduler:
     """Owner of an instance's requests and of its block pool."""
 
@@ -102,6 +113,7 @@ class Scheduler:
         self._free_slots = list(range(rules.max_num_seqs))[::-1]
         self._in_flight: deque[UnderWay] = deque()
         self._num_grammars = 0
+        self.contents: Contents | None = None
         self.others_run = False
         """Whether other instances in lockstep have rows, which wait for those here."""
         self.only_instance = True
@@ -532,7 +544,13 @@ class Scheduler:
         hashes = request.hashes_up_to(num_full, self._rules.block_size)
         for index in range(request.num_named, num_full):
             self._pool.name(request.blocks[index], hashes[index])
+        if self.contents is not None and request.num_named < num_full:
+            self._tell_contents(request, request.num_named, num_full)
         request.num_named = num_full
+
+    def _tell_contents(self, request: Request, first: int, end: int) -> None:
+        if self.contents is not None and self.contents.lacks_tokens:
+            self.contents.tell(request.hashes, request.token_ids, request.cache_salt, first, end)
 
     def _admit_waiting(self, rows: StepRows, most_rows: int) -> list[Admit]:
         """Admit waiting requests in order, up to the first that does not fit.
@@ -600,6 +618,7 @@ class Scheduler:
         self._by_slot[request.slot] = request
         request.blocks = known + taken
         request.num_named = request.num_computed // self._rules.block_size
+        self._tell_contents(request, 0, request.num_named)
         if not request.was_admitted:
             request.was_admitted = True
             request.num_cached = min(request.num_computed, request.num_prompt)

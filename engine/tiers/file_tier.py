@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import count
 
 from engine.messages import FileCounters
 from engine.scheduling.blocks import BlockHash, BlockPool
@@ -37,10 +38,41 @@ FIRST_LOOK = 10.0
 """Most seconds that an instance waits for the list of a directory before it serves."""
 PREPARED_BYTES = 512 << 20
 """Most bytes of the cache whose pages are made ready for files."""
+READERS = 2
+"""Threads that read the blocks of one prompt.
+
+Digests take more time than the reading itself.
+"""
+FEWEST_EACH = 4
+"""Blocks for each thread at least; fewer are not worth waking one."""
+CLOSING_LOOK = 0.2
+"""Seconds between two looks of a reader that waits for another whether the instance leaves."""
 FLUSH = 5.0
 """Seconds in which a leaving instance writes what waits."""
 LOWER = 10
 """How much lower than that of others the writer's priority is (nice)."""
+
+
+class _Reading:
+    """Blocks that several threads read at once, each the next one that nobody has begun."""
+
+    def __init__(self, wanted: Wanted, until: float) -> None:
+        self.wanted = wanted
+        self.until = until
+        self.numbers = count()
+        self.ends: list[tuple[int, Outcome]] = []
+        """Blocks that are not there, and why."""
+        self.done = threading.Semaphore(0)
+        """Released by each helper that reads no more of it."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a block before any further one is lacking."""
+        return bool(self.ends)
+
+    def result(self) -> tuple[int, Outcome]:
+        """How many of the first blocks are there, and why there are no more."""
+        return min(self.ends, default=(len(self.wanted.names), Outcome.WHOLE))
 
 
 class FileTier:
@@ -64,6 +96,7 @@ class FileTier:
         window = max(1, min(WINDOW, pool.num_blocks // WINDOW_PART))
         self.policy = WriteBehind(self._kept, window)
         self._reads: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
+        self._helped: queue.SimpleQueue[_Reading | None] = queue.SimpleQueue()
         self._num_reads = 0
         self._cancelled: set[int] = set()
         self._read: deque[Ended] = deque()
@@ -78,6 +111,10 @@ class FileTier:
         self._threads = [
             threading.Thread(target=self._read_all, name="kv-reader", daemon=True),
             threading.Thread(target=self._write_all, name="kv-writer", daemon=True),
+            *(
+                threading.Thread(target=self._help, name=f"kv-reader-{number}", daemon=True)
+                for number in range(1, READERS)
+            ),
         ]
 
     def __repr__(self) -> str:
@@ -180,6 +217,8 @@ class FileTier:
         self._closing = True
         self._reads.put(None)
         self._writes.put("close")
+        for _ in range(1, READERS):
+            self._helped.put(None)
         for thread in self._threads:
             thread.join(max(0.1, until - time.monotonic()))  # one that hangs in a system call is left behind
 
@@ -193,37 +232,73 @@ class FileTier:
         while (wanted := self._reads.get()) is not None and not self._closing:
             began = time.monotonic()
             try:
-                count, outcome = self._read_blocks(wanted, began + wanted.seconds)
+                found, outcome = self._read_blocks(wanted, began + wanted.seconds)
             except Exception:
                 logger.exception("a block file could not be read")
-                count, outcome = 0, Outcome.LOST
-            seconds, num_bytes = time.monotonic() - began, count * self._memory.block_bytes
+                found, outcome = 0, Outcome.LOST
+            seconds, num_bytes = time.monotonic() - began, found * self._memory.block_bytes
             self._add(read_bytes=num_bytes, read_seconds=seconds)
-            self._read.append(Ended(wanted.number, count, outcome, wanted.source, num_bytes, seconds))
+            self._read.append(Ended(wanted.number, found, outcome, wanted.source, num_bytes, seconds))
             self._wake()
 
     def _read_blocks(self, wanted: Wanted, until: float) -> tuple[int, Outcome]:
-        """Read blocks in order; returns how many are right, and why there are no more."""
-        for count, (name, block) in enumerate(zip(wanted.names, wanted.blocks, strict=True)):
-            if wanted.number in self._cancelled or self._closing:
-                return count, Outcome.CANCELLED
-            if time.monotonic() > until:
-                return count, Outcome.SLOW
+        """Read blocks, with the other readers.
+
+        Returns how many of the first are right, and why there are no more.
+        """
+        reading = _Reading(wanted, until)
+        helpers = min(READERS, len(wanted.names) // FEWEST_EACH) - 1
+        for _ in range(helpers):
+            self._helped.put(reading)
+        self._work(reading)
+        for _ in range(helpers):
+            while not reading.done.acquire(timeout=CLOSING_LOOK) and not self._closing:
+                pass  # a helper that hangs in a system call may still write into a block
+        return reading.result()
+
+    def _help(self) -> None:
+        while (reading := self._helped.get()) is not None:
             try:
-                self._files.read(name, self._memory.parts_of(block))
-            except FileNotFoundError:
-                self._kept.discard(name)
-                return count, Outcome.WHOLE if count else Outcome.ABSENT
-            except WrongBlock as error:
-                logger.error("%s: it is deleted, and the block is computed", error)
-                self.forget([name])
-                return count, Outcome.WRONG
-            except OSError as error:
-                self._kept.discard(name)
-                self._add(read_failures=1)
-                self._complain(f"a block file cannot be read: {error}")
-                return count, Outcome.LOST
-        return len(wanted.names), Outcome.WHOLE
+                self._work(reading)
+            finally:
+                reading.done.release()
+
+    def _work(self, reading: _Reading) -> None:
+        """Read one block after the other of those that nobody has begun."""
+        for index in reading.numbers:
+            if index >= len(reading.wanted.names) or reading.is_over:
+                return
+            try:
+                outcome = self._read_block(reading, index)
+            except Exception:
+                logger.exception("a block file could not be read")
+                outcome = Outcome.LOST
+            if outcome is not None:
+                reading.ends.append((index, outcome))
+                return
+
+    def _read_block(self, reading: _Reading, index: int) -> Outcome | None:
+        """Read one block; returns why it is not there."""
+        wanted, name = reading.wanted, reading.wanted.names[index]
+        if wanted.number in self._cancelled or self._closing:
+            return Outcome.CANCELLED
+        if time.monotonic() > reading.until:
+            return Outcome.SLOW
+        try:
+            self._files.read(name, self._memory.parts_of(wanted.blocks[index]))
+        except FileNotFoundError:
+            self._kept.discard(name)
+            return Outcome.WHOLE if index else Outcome.ABSENT
+        except WrongBlock as error:
+            logger.error("%s: it is deleted, and the block is computed", error)
+            self.forget([name])
+            return Outcome.WRONG
+        except OSError as error:
+            self._kept.discard(name)
+            self._add(read_failures=1)
+            self._complain(f"a block file cannot be read: {error}")
+            return Outcome.LOST
+        return None
 
     def _complain(self, text: str) -> None:
         """Log a trouble, but not each of many."""
@@ -239,7 +314,7 @@ class FileTier:
         self._look(trims=True)
         self._listed.set()
         if self._kept:
-            self._memory.prepare(min(PREPARED_BYTES, len(self._kept) * self._memory.block_bytes))
+            self._memory.prepare(min(PREPARED_BYTES // self._memory.block_bytes, len(self._kept)))
         looked = time.monotonic()
         while True:
             job: Writing | str = "look"

@@ -58,22 +58,24 @@ class BlockMemory:
         """
         return [memoryview(part[block]) for part in self._parts]
 
-    def prepare(self, num_bytes: int) -> None:
-        """Have the system give the pages of the first blocks now; their content stays.
+    def prepare(self, num_blocks: int, first: int = 0) -> bool:
+        """Have the system give the pages of some blocks now; their content stays.
 
-        They are taken first. Getting a page costs more than filling it from a file; without Linux, or before
-        5.14, that is paid later. Any thread may call this while others read and write.
+        Getting a page costs more than filling it from a file; without Linux, or before 5.14, that is paid
+        later, and this returns False. Any thread may call this while others read and write.
         """
         if not sys.platform.startswith("linux"):
-            return
-        blocks = min(self.num_blocks, num_bytes // self.block_bytes)
+            return False
+        num_blocks = min(num_blocks, self.num_blocks - first)
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         for part in self._parts:
-            begin = part.ctypes.data + -part.ctypes.data % mmap.PAGESIZE
-            length = (part.ctypes.data + blocks * part.shape[1] - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+            start = part.ctypes.data
+            begin = max(start + -start % mmap.PAGESIZE, _whole(start + first * part.shape[1]))
+            length = _whole(start + (first + num_blocks) * part.shape[1]) - begin
             if length > 0 and madvise(begin, length, POPULATE_WRITE):
-                return  # this system cannot
+                return False
+        return True
 
     def write(self, block: int, data: memoryview) -> None:
         """Put bytes that :meth:`read` gave into a block."""
@@ -83,3 +85,8 @@ class BlockMemory:
             end = begin + part.shape[1]
             part[block] = row[begin:end]
             begin = end
+
+
+def _whole(address: int) -> int:
+    """The begin of the page that an address is in."""
+    return address // mmap.PAGESIZE * mmap.PAGESIZE

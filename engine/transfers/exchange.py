@@ -434,7 +434,8 @@ class BlockExchange:
         computing = None if at_any_price else price.seconds_to_compute(tokens)
         seconds = MOST_SECONDS if computing is None else min(MOST_SECONDS, max(LEAST_SECONDS, computing))
         self._numbers += 1
-        transfer = _Transfer(Wanted(self._numbers, source, names, blocks, seconds))
+        wanted = Wanted(self._numbers, source, names, blocks, seconds, in_background=at_any_price)
+        transfer = _Transfer(wanted)
         self._transfers[self._numbers] = transfer
         for name in names:
             self._on_the_way.setdefault(name, transfer)

@@ -30,8 +30,13 @@ from engine.transfers.messages import (
     split,
 )
 
-WINDOW = 4
+WINDOW = 8
 """Pieces on the way at once."""
+COPY_WINDOW = 1
+"""Those of a copy, for which nobody waits.
+
+A request that is handed over comes over the same connection, behind what is on the way.
+"""
 MOST_ASKED = 4
 """Transfers from one source at once; the others wait for their turn."""
 STALL = 1.0
@@ -75,6 +80,8 @@ class Wanted:
 
     ``names`` is then the last of its blocks that are here.
     """
+    in_background: bool = False
+    """Whether nobody waits for it: it leaves the way free for others."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +182,8 @@ class Fetcher:
         """The question to a source."""
         wanted = self._fetches[number].wanted
         room = len(wanted.blocks) if wanted.holder else 0
-        return Ask(number, self._identity, joined(wanted.names), WINDOW, wanted.holder, room)
+        window = COPY_WINDOW if wanted.in_background else WINDOW
+        return Ask(number, self._identity, joined(wanted.names), window, wanted.holder, room)
 
     def asked(self, number: int) -> None:
         """The question was sent."""

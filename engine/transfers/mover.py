@@ -35,7 +35,7 @@ from engine.transfers.messages import Piece, ToSource, ToTaker, digest_of
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 18
 """Bytes of a piece, if more than one block fits into it."""
 LARGEST_BLOCK = MAX_MESSAGE_BYTES // 2
 """Bytes of a block above which nothing is moved."""

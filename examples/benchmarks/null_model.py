@@ -127,6 +127,12 @@ class NullExecutor:
     def tokens_per_expert(self) -> dict[int, int]:
         return {}
 
+    def block_memory(self) -> None:
+        return None
+
+    def spans(self) -> dict[str, list[Any]]:
+        return {}
+
     def arithmetic(self) -> list[Any]:
         from coordinator.numerics import Arithmetic
 

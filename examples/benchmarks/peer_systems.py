@@ -135,7 +135,14 @@ BOUND = KV | {"VLLM_CPU_OMP_THREADS_BIND": f"0-{CORES - 1}"}
 SYSTEMS |= {  # quantised
     f"lockstep-{variant}": System(OURS + " -dp 1", variant=variant) for variant in VARIANTS
 }
-SYSTEMS |= {f"vllm-{variant}": System(VLLM, BOUND, peer="vllm", variant=variant) for variant in VARIANTS}
+DENSE_TYPES = ("llama", "qwen3")
+SYSTEMS |= {
+    # vLLM has no experts in AWQ on a CPU: "No WNA16 MoE backend supports the deployment configuration".
+    f"vllm-{variant}": System(
+        VLLM, BOUND, peer="vllm", variant=variant, model_types=DENSE_TYPES if variant == "awq" else ()
+    )
+    for variant in VARIANTS
+}
 SYSTEMS |= {
     f"llama.cpp-{kind}": System(
         f"{LLAMA} --kind {kind} --sequences 32", peer="llama.cpp", most=32, model_types=GGUF_TYPES

@@ -47,6 +47,12 @@ def balance_metrics(balance: ExpertBalance, since_change: float) -> Iterator[Fam
     for rank, copies in sorted(balance.held.items()):
         held.add_metric((str(rank),), copies)
     yield held
+    replicas = GaugeMetricFamily(
+        "lockstep:eplb_expert_copies", "Copies of an expert, over all layers.", labels=("expert",)
+    )
+    for expert, copies in enumerate(balance.replicas):
+        replicas.add_metric((str(expert),), copies)
+    yield replicas
     yield GaugeMetricFamily(
         "lockstep:eplb_least_copies", "Copies of the expert that has fewest.", balance.copies
     )
@@ -57,7 +63,7 @@ def balance_metrics(balance: ExpertBalance, since_change: float) -> Iterator[Fam
     )
     yield GaugeMetricFamily(
         "lockstep:eplb_failing",
-        "1 if the last rebalancings in a row have failed.",
+        "1 if the last three rebalancings have failed, or no loads came from all for three intervals.",
         int(balance.is_failing),
     )
     for name, text, value in (

@@ -133,7 +133,9 @@ def _balance(balance: ExpertBalance) -> str:
     measured = f"balancedness {balance.balancedness:.2f}" if balance.windows else "loads not counted yet"
     parts = [f"experts: {measured}", f"{balance.changes} changes moved {balance.moves} copies"]
     if balance.failures:
-        parts.append(f"{balance.failures} failed{', the last ones in a row' if balance.is_failing else ''}")
+        parts.append(f"{balance.failures} failed")
+    if balance.is_failing:
+        parts.append("NOT BALANCED of late: the coordinator's log says why")
     if balance.wanted_copies > 1:
         parts.append(f"at least {balance.copies} of {balance.wanted_copies} copies each")
         if balance.most_copies < balance.wanted_copies:

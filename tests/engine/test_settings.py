@@ -34,6 +34,15 @@ def test_on_gpus_experts_are_spread_only_if_asked(device: Any, asked: bool | Non
     assert resolve(config, 2)[1].enable_expert_parallel is spread
 
 
+def test_more_copies_than_instances_can_hold_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    for count, is_named in ((8, False), (9, True)):
+        caplog.clear()
+        eplb = DeviceConfig(enable_eplb=True, eplb_config=f'{{"num_redundant_experts": {count}}}')
+        settings = resolve(EngineConfig(device=eplb), 2)[1]
+        assert settings.balancing is not None
+        assert ("num_redundant_experts 9 means 8 until instances join" in caplog.text) is is_named
+
+
 def test_experts_reach_each_other_over_nccl_on_gpus_only() -> None:
     asked: dict[str, Any] = {"enable_expert_parallel": True, "all2all_backend": "nccl"}
     with pytest.raises(CheckpointError, match="--all2all-backend nccl needs a GPU for each instance"):

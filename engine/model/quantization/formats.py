@@ -9,7 +9,7 @@ them. Which matrices are quantised is seen in the files; what a file cannot say 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -80,6 +80,11 @@ class Format(msgspec.Struct, frozen=True):
     """Bits of a number (GPTQ, AWQ); 0: the files say it."""
     block: tuple[int, int] | None = None
     """Outputs and inputs that share a scale; None: the shape of the scales says it."""
+    group_sizes: tuple[int, ...] = ()
+    """Sizes of groups of inputs that share a scale.
+
+    Empty: the shape of the scales says it.
+    """
     zero_offset: int = 0
     """What is added to GPTQ's stored zero points."""
     rounds_activations: bool = False
@@ -148,12 +153,15 @@ def format_of(config: Mapping[str, Any]) -> Format | None:
                 raise Refused(_not_read(f"gptq in the layout {kind}"))
             if found.get("dynamic"):
                 raise Refused(_not_read("gptq with different bits per layer ('dynamic')"))
-            return Format(method, ("gptq",), _bits(found, (4, 8)), zero_offset=_GPTQ_OFFSETS[kind])
+            sizes = _group_sizes([found])
+            return Format(
+                method, ("gptq",), _bits(found, (4, 8)), group_sizes=sizes, zero_offset=_GPTQ_OFFSETS[kind]
+            )
         case "awq":
             version = str(found.get("version") or "gemm").lower()
             if version != "gemm":
                 raise Refused(_not_read(f"awq in the layout {version}"))
-            return Format(method, ("awq",), _bits(found, (4,)))
+            return Format(method, ("awq",), _bits(found, (4,)), group_sizes=_group_sizes([found]))
     raise Refused(_not_read(str(method)))
 
 
@@ -170,9 +178,10 @@ def why_not_so(config: Mapping[str, Any], name: str, *, reads_weights: bool) -> 
         if method == name:
             return None
         has = "plain weights" if method is None else f"weights quantised by {method}"
+        other = "" if method else f", or quantise its weights by one of {', '.join(ONLINE)}"
         return (
             f"--quantization {name}: the checkpoint has {has}. Leave it out, which serves the checkpoint as "
-            f"it is, or quantise plain weights by one of {', '.join(ONLINE)}"
+            f"it is{other}"
         )
     if method is not None:
         return (
@@ -193,6 +202,7 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Format:
     layouts: dict[Layout, None] = {}
     blocks: set[tuple[int, int]] = set()
     activations: list[Activations] = []
+    all_weights: list[Mapping[str, Any]] = []
     rounds = False
     for group in _groups(found):
         named = str(group.get("format") or found.get("format"))
@@ -202,6 +212,7 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Format:
         if not isinstance(weights, dict):
             raise Refused("has a group in its quantization_config that says nothing about 'weights'")
         layouts[_LAYOUTS[named]] = None
+        all_weights.append(weights)
         if block := _block(weights.get("block_structure")):
             blocks.add(block)
         rounds |= bool(group.get("input_activations"))
@@ -212,6 +223,7 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Format:
         "compressed-tensors",
         tuple(layouts),
         block=next(iter(blocks), None),
+        group_sizes=_group_sizes(all_weights),
         rounds_activations=rounds,
         activations=tuple(activations),
     )
@@ -253,6 +265,15 @@ def _bits(found: Mapping[str, Any], possible: tuple[int, ...]) -> int:
     if bits not in possible:
         raise Refused(_not_read(f"{found.get('quant_method')} with {bits} bits"))
     return int(bits)
+
+
+def _group_sizes(parts: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    """Inputs that share a scale, as these parts of the config say.
+
+    -1 and null stand for whole rows.
+    """
+    given = [part.get("group_size", part.get("q_group_size")) for part in parts]
+    return tuple(sorted({each for each in given if isinstance(each, int) and each > 0}))
 
 
 def _block(given: Any) -> tuple[int, int] | None:

@@ -306,7 +306,7 @@ class QuantizedMatrix(ABC):
     # ---- for all layouts
 
     def _refuse(self, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self._name}: {problem}")
+        return CheckpointError(f"{self._name}: {problem}. The checkpoint is broken: download it again")
 
     def _shape_of(self, part: str, dimensions: int) -> list[int]:
         shape = list(self._parts[part].get_shape())
@@ -317,7 +317,7 @@ class QuantizedMatrix(ABC):
     def _checked_scales(self, scales: torch.Tensor) -> torch.Tensor:
         scales = scales.float()
         if not bool(torch.isfinite(scales).all()):
-            raise self._refuse(f"{self.SCALES} has a scale that is no number: the checkpoint is broken")
+            raise self._refuse(f"{self.SCALES} has a scale that is no number")
         return scales
 
     def _group_of(self, columns: slice, size: int, every: int = 1) -> torch.Tensor:
@@ -326,9 +326,21 @@ class QuantizedMatrix(ABC):
 
     def _check_groups(self, groups: int, inputs: int) -> int:
         """Inputs of a group."""
+        self._compare_groups(groups, inputs)
         if groups < 1 or inputs % groups:
             raise self._refuse(f"{inputs} inputs are not {groups} groups of one size")
         return inputs // groups
+
+    def _compare_groups(self, groups: int, inputs: int, *, may_be_short: bool = False) -> None:
+        """Compare groups with config.json; ``may_be_short``: the last one may have fewer inputs."""
+        sizes = self._form.group_sizes
+        fits = (groups == -(-inputs // size) and (may_be_short or inputs % size == 0) for size in sizes)
+        if groups > 1 and sizes and not any(fits):
+            said = " or ".join(map(str, sizes))
+            raise CheckpointError(
+                f"{self._name}: {inputs} inputs are not {groups} groups of {said}, as config.json says: "
+                "only such are read that divide inputs. Quantise with such a group_size, or download it again"
+            )
 
 
 class _WithGrid(QuantizedMatrix):
@@ -460,7 +472,9 @@ class PackedMatrix(_WithGrid):
             raise self._refuse(f"weight_shape says {said}, and weight_packed has {rows} outputs")
         fitting = [bits for bits in (4, 8) if -(-said[1] * bits // WORD_BITS) == words]
         if not fitting:
-            raise self._refuse(f"{said[1]} inputs in {words} words: only 4 and 8 bits a number are read")
+            raise CheckpointError(
+                f"{self._name}: {said[1]} inputs in {words} words: only numbers of 4 and 8 bits are read"
+            )
         self._bits = fitting[0]
         return said[0], said[1]
 
@@ -531,6 +545,7 @@ class _Transposed(QuantizedMatrix):
             raise self._refuse(f"scales and qzeros do not fit {outputs} outputs in {groups} groups")
         self._num_groups = groups
         if "g_idx" in self._parts:
+            self._compare_groups(groups, inputs, may_be_short=True)
             if self._shape_of("g_idx", 1) != [inputs]:
                 raise self._refuse("g_idx has not one group for each input")
         else:

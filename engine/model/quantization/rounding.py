@@ -9,6 +9,7 @@ sums have no order. ``rounding.hpp`` does the same.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -65,11 +66,17 @@ class Rounding:
         total: list[torch.Tensor] = []
         for part, columns in enumerate(codes.chunk(parts, dim=-1)):
             sums = integer_product(rows[..., part, :], columns)
-            sums -= zeros[..., part, :].to(torch.int32) * columns.sum(-1, dtype=torch.int32)
+            if self._has_zeros:
+                sums -= zeros[..., part, :].to(torch.int32) * columns.sum(-1, dtype=torch.int32)
             total.append(sums.float() * scales * row_scales[..., part, :])
         while len(total) > 1:
             total = [one + other for one, other in zip(total[::2], total[1::2], strict=True)]
         return total[0]
+
+    @property
+    def _has_zeros(self) -> bool:
+        """Whether 0 may become another number."""
+        return bool(self.zero) if self.scale else not self.is_symmetric
 
     def _found(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         least, most = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
@@ -97,9 +104,31 @@ def common(roundings: list[Rounding | None]) -> Rounding | None:
 
 def integer_product(rows: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     """Exact product of whole numbers of 8 bits, [..., k] and [outputs, k], as int32."""
+    if codes.device.type == "cpu" and rows.numel() and _bytes_are_exact():
+        found: torch.Tensor = torch._int_mm(rows.flatten(0, -2).to(torch.int8), codes.T)
+        return found.view(*rows.shape[:-1], len(codes))
     sums = torch.zeros(*rows.shape[:-1], len(codes), dtype=torch.int32, device=rows.device)
     for some, columns in zip(
         rows.float().split(_EXACT_INPUTS, -1), codes.split(_EXACT_INPUTS, -1), strict=True
     ):
         sums += (some @ columns.float().T).to(torch.int32)
     return sums
+
+
+@cache
+def _bytes_are_exact() -> bool:
+    """Whether torch multiplies bytes exactly here, in a tenth of the time of floats.
+
+    Processors that lack instructions for it add pairs of products up in 16 bits. These overflow at the ends
+    of the range.
+    """
+    ends = torch.tensor([LEAST, MOST], dtype=torch.int8)
+    codes = ends.repeat_interleave(64)[torch.arange(192) % 128].expand(32, -1).contiguous()
+    try:
+        for rows in (codes, -codes - 1, codes.flip(-1)):
+            exact = rows.int() @ codes.int().T
+            if not all(torch.equal(torch._int_mm(rows[:n], codes.T), exact[:n]) for n in (1, 3, 32)):
+                return False
+    except (RuntimeError, AttributeError, NotImplementedError):  # not every build of torch has it
+        return False
+    return True

@@ -19,10 +19,14 @@ compute, which are on the same machine: while one instance computed and the othe
 themselves; when all compute, they take their time from them. ``fastest``: the fastest run of each mesh, which
 other work on the machine has disturbed least, and the prediction from the one whose experts stay.
 
+The last line is for machines with fewer cores than instances, and busy ones: the CPU time of the busiest
+instance, which is the length of all steps where each has a core of its own. Its prediction takes what a row
+through an expert costs from the CPU times and rows of the instances whose experts stay.
+
 ``--moves 100`` then has experts move as often, under streams of one token, another one each time. It prints a
 histogram of the length of steps, as gaps between tokens of a stream, over the median of the eight around;
 half the time without moves. From the instances' logs comes how long the steps were in which experts changed
-places, and the ones behind them, over the median of the eight before.
+places, and the ones behind them, over their neighbours: the mean of the medians of the four on either side.
 """
 
 from __future__ import annotations
@@ -70,8 +74,10 @@ CHANGED = re.compile(
     r"of (\d+) other steps (\d+) took"
 )
 """An instance's log line on the steps around a change."""
-SETTLE = 40.0
+SETTLE = 90.0
 """Seconds within which the experts of a skewed load are where they belong."""
+SETTLED = 0.9
+"""Balancedness of a load whose experts are where they belong."""
 
 Session = aiohttp.ClientSession
 
@@ -134,14 +140,18 @@ async def counted(url: str) -> dict[int, dict[str, float]]:
     return totals
 
 
-def others_cpu() -> float:
-    """Seconds that all processes but instances have computed: routers, coordinators, and this client."""
-    total = sum(psutil.Process().cpu_times()[:2])
+def cpu_seconds() -> tuple[dict[int, float], float]:
+    """Seconds computed by each instance, by process, and by all else: routers, coordinators, this client."""
+    instances: dict[int, float] = {}
+    others = sum(psutil.Process().cpu_times()[:2])
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if "Engine" not in " ".join(process.cmdline()):
-                total += sum(process.cpu_times()[:2])
-    return float(total)
+            seconds = sum(process.cpu_times()[:2])
+            if "Engine" in " ".join(process.cmdline()):
+                instances[process.pid] = seconds
+            else:
+                others += seconds
+    return instances, float(others)
 
 
 async def changes(admin: str) -> dict[str, Any]:
@@ -153,13 +163,15 @@ async def changes(admin: str) -> dict[str, Any]:
 
 async def measure(one: Mesh, asked: Sequence[list[int]], args: argparse.Namespace) -> dict[str, float]:
     """One load, and what the instances counted meanwhile."""
-    before, others = await counted(one.url), others_cpu()
+    before, (instances, others) = await counted(one.url), cpu_seconds()
     seconds = await ask_all(one.url, asked, args.output_len, args.concurrency)
-    others = others_cpu() - others
+    instances_now, others_now = cpu_seconds()
     await asyncio.sleep(REPORT_SECONDS)
     after = await counted(one.url)
     rows = [after[rank]["expert_tokens"] - before[rank]["expert_tokens"] for rank in sorted(after)]
     spent = [after[rank]["step_seconds"] - before[rank]["step_seconds"] for rank in sorted(after)]
+    # Those of the other mesh, which sleeps, have computed least.
+    computed = sorted(instances_now[pid] - instances[pid] for pid in instances)[-len(rows) :]
     return {
         "seconds": seconds,
         "tokens_per_second": len(asked) * (args.input_len + args.output_len) / seconds,
@@ -168,7 +180,9 @@ async def measure(one: Mesh, asked: Sequence[list[int]], args: argparse.Namespac
         "busiest_seconds": max(spent),
         "busiest_rows": max(rows),
         "rows": sum(rows),
-        "others_cpu_seconds": others,
+        "others_cpu_seconds": others_now - others,
+        "busiest_cpu_seconds": computed[-1],
+        "least_cpu_seconds": statistics.fmean(computed[:-1]),
     }
 
 
@@ -181,6 +195,25 @@ def predicted(
     """
     busiest = per_row * still["rows"] / size / balancedness
     return still["seconds"] / (still["seconds"] - still["busiest_seconds"] + busiest + more)
+
+
+def cpu_ratio(still: dict[str, float], moving: dict[str, float]) -> float:
+    """CPU time of the busiest instance where experts stay, over that where they move."""
+    return still["busiest_cpu_seconds"] / moving["busiest_cpu_seconds"]
+
+
+def predicted_cpu_ratio(still: dict[str, float], balancedness: float, size: int) -> float:
+    """The same, by what a row costs the busiest instance where experts stay.
+
+    It is 1 where none is the busiest.
+    """
+    others_rows = (still["rows"] - still["busiest_rows"]) / (size - 1)
+    if still["busiest_rows"] < 1.2 * others_rows:
+        return 1.0
+    more_rows = still["busiest_rows"] - others_rows
+    per_row = (still["busiest_cpu_seconds"] - still["least_cpu_seconds"]) / more_rows
+    fewer_rows = still["busiest_rows"] - still["rows"] / size / balancedness
+    return still["busiest_cpu_seconds"] / (still["busiest_cpu_seconds"] - per_row * fewer_rows)
 
 
 def from_instances(still: dict[str, float], size: int) -> float:
@@ -210,10 +243,10 @@ async def settle(one: Mesh, classes: Sequence[int], args: argparse.Namespace, rn
     while time.monotonic() < until:
         asked = prompts(args.num_prompts, args.input_len, classes, rng)
         await ask_all(one.url, asked, args.output_len, args.concurrency)
-        now = (await changes(one.admin))["changes"]
-        if first < now == before:
+        found = await changes(one.admin)
+        if first < found["changes"] == before and found["balancedness"] > SETTLED:
             return
-        before = now
+        before = found["changes"]
 
 
 async def compare(size: int, still: Mesh, moving: Mesh, args: argparse.Namespace) -> dict[str, Any]:
@@ -244,6 +277,13 @@ async def compare(size: int, still: Mesh, moving: Mesh, args: argparse.Namespace
             ],
             "predicted": [
                 predicted(a, b["balancedness"], size, per_row([a]))
+                for a, b in zip(still.runs[load], moving.runs[load], strict=True)
+            ],
+            "cpu_ratios": [
+                cpu_ratio(*pair) for pair in zip(still.runs[load], moving.runs[load], strict=True)
+            ],
+            "predicted_cpu_ratios": [
+                predicted_cpu_ratio(a, b["balancedness"], size)
                 for a, b in zip(still.runs[load], moving.runs[load], strict=True)
             ],
             "fastest": of_fastest(still.runs[load], moving.runs[load], size),
@@ -283,6 +323,13 @@ def tell(size: int, load: str, found: dict[str, Any]) -> None:
             f"{middle(runs, 'others_cpu_seconds'):.2f} s",
             flush=True,
         )
+    of_cpu, foreseen = found["cpu_ratios"], statistics.median(found["predicted_cpu_ratios"])
+    print(
+        f"  CPU time of the busiest instance: {middle(still, 'busiest_cpu_seconds'):.2f} -> "
+        f"{middle(moving, 'busiest_cpu_seconds'):.2f} s, ratio {statistics.median(of_cpu):.2f} "
+        f"({min(of_cpu):.2f} to {max(of_cpu):.2f}), predicted {foreseen:.2f}",
+        flush=True,
+    )
 
 
 # ---- the length of steps
@@ -359,7 +406,7 @@ async def feel(one: Mesh, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def around_changes(log: str) -> dict[str, Any]:
-    """Steps around changes: with the change, and the next, over those before."""
+    """Steps around changes: with the change, and the next, over their neighbours."""
     lines = CHANGED.findall(log)
     found = [tuple(map(float, each[1:4])) for each in lines]
     last = {instance: (int(steps), int(long)) for instance, *_, steps, long in lines}
@@ -367,7 +414,8 @@ def around_changes(log: str) -> dict[str, Any]:
     page: dict[str, Any] = {"other_steps": others, "of_which_over_twice": long}
     if others:
         print(
-            f"{others} other steps: {long} over twice those before ({100 * long / others:.2f} %)", flush=True
+            f"{others} other steps: {long} over twice their neighbours ({100 * long / others:.2f} %)",
+            flush=True,
         )
     for at, name in enumerate(("changes", "next")):
         ratios = sorted(each[at] / each[2] for each in found)
@@ -384,7 +432,7 @@ def around_changes(log: str) -> dict[str, Any]:
         counts = zip(page[name]["steps"], bins(), strict=True)
         shown = ", ".join(f"{count} up to {high}" for count, (_, high) in counts)
         print(f"{len(ratios)} steps ({name}): {shown}; median {page[name]['p50']:.2f}, at most "
-              f"{ratios[-1]:.1f} times those before, {page[name]['longest_ms']:.0f} ms "
+              f"{ratios[-1]:.1f} times their neighbours, {page[name]['longest_ms']:.0f} ms "
               f"(usual {page[name]['usual_ms']:.1f})", flush=True)  # fmt: skip
     return page
 

@@ -20,6 +20,7 @@ Variant = Literal["int8", "int4", "gptq", "awq"]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight outputs each nibble of a word holds, lowest first."""
 PACKED, SCALES, SHAPE = "weight_packed", "weight_scale", "weight_shape"
+ROUTER = ".mlp.gate.weight"
 WEIGHTS = "model.safetensors"
 
 Words = npt.NDArray[np.uint32]
@@ -58,7 +59,8 @@ def repack(source: Path, target: Path, variant: Variant) -> None:
         if path.suffix in (".json", ".jinja"):
             shutil.copy(path, target)
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = described(variant)
+    has_router = any(name.endswith(ROUTER) for name in tensors)
+    config["quantization_config"] = described(variant, has_router=has_router)
     (target / "config.json").write_text(json.dumps(config, indent=2))
     save_file(tensors, target / WEIGHTS, {"format": "pt"})
 
@@ -83,10 +85,14 @@ def joined(eights: Words, order: Any) -> Words:
     return words
 
 
-def described(variant: Variant) -> dict[str, Any]:
-    """The quantization_config."""
+def described(variant: Variant, *, has_router: bool) -> dict[str, Any]:
+    """The quantization_config.
+
+    vLLM leaves out each module of AWQ with one of these names in its own. ``mlp.gate`` is in
+    ``mlp.gate_up_proj``, of which it makes two matrices one.
+    """
     common: dict[str, Any] = {"quant_method": variant, "bits": 4, "group_size": GROUP}
     if variant == "gptq":
         return common | {"sym": True, "desc_act": False, "checkpoint_format": "gptq", "lm_head": False}
-    kept = ["lm_head", "mlp.gate"]
+    kept = ["lm_head", *(["mlp.gate"] if has_router else [])]
     return common | {"zero_point": True, "version": "gemm", "modules_to_not_convert": kept}

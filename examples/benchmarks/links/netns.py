@@ -1,8 +1,8 @@
 """Two network namespaces, joined by a link with a delay and a rate (needs root).
 
 The link is a virtual cable with ``tc netem`` where the kernel has that. Where it has not,
-``link_emulator.cpp`` (compiled here) carries the packets. Both ends have one address each. Everything is
-removed at the end.
+``link_emulator.cpp`` (compiled here) carries the packets. A link with a rate and no delay is a cable with
+``tc tbf`` on every kernel. Both ends have one address each. Everything is removed at the end.
 
 The delay is that of one direction: a round trip takes twice as long.
 """
@@ -29,6 +29,8 @@ DEVICE = "eth0"
 MTU = 1500
 QUEUE_BYTES = 4 << 20
 """Bytes that may wait for the link; what comes then is dropped."""
+BURST_BYTES = 2 << 20
+"""Bytes that a link without delay carries at once."""
 PROBES = 2000
 """Round trips of a calibration."""
 CALIBRATED_US = 100.0
@@ -90,8 +92,16 @@ class Namespace:
 class Network:
     """Both ends and the link between them."""
 
-    def __init__(self, ends: tuple[Namespace, Namespace], emulator: subprocess.Popen[str] | None) -> None:
+    def __init__(
+        self,
+        ends: tuple[Namespace, Namespace],
+        emulator: subprocess.Popen[str] | None,
+        *,
+        delays: bool = True,
+    ) -> None:
+        """``delays``: whether the link can have a delay; else it has a rate only."""
         self.ends = ends
+        self._delays = delays
         self._emulator = emulator
         self._head_start_ns = 0
         self.link = Link()
@@ -106,6 +116,10 @@ class Network:
         if self._emulator is not None:
             delay, rate = int(1000 * link.delay_us), int(1e9 * link.gbits)
             self._ask(f"set {delay} {rate} {QUEUE_BYTES} {self._head_start_ns}")
+        elif not self._delays:
+            for end in self.ends:
+                words = f"tbf rate {1000 * link.gbits:g}mbit burst {BURST_BYTES} limit {QUEUE_BYTES}"
+                tc(end.name, *f"qdisc replace dev {DEVICE} root {words}".split())
         else:
             shaped = [f"delay {link.delay_us:g}us"] + [f"rate {1000 * link.gbits:g}mbit"] * bool(link.gbits)
             for end in self.ends:
@@ -317,7 +331,8 @@ def network(name: str = "", link: Link | None = None) -> Iterator[Network]:
             ip("netns", "add", end.name)
             stack.callback(ip, "netns", "del", end.name)
         emulator = None
-        if has_netem():
+        delays = link is None or link.delay_us > 0 or not link.gbits
+        if not delays or has_netem():
             cable = f"link add {DEVICE} netns {first.name} type veth peer name {DEVICE} netns {second.name}"
             ip(*cable.split())
         else:
@@ -326,7 +341,7 @@ def network(name: str = "", link: Link | None = None) -> Iterator[Network]:
             ip("-n", end.name, "addr", "add", f"{end.address}/24", "dev", DEVICE)
             ip("-n", end.name, "link", "set", DEVICE, "up", "mtu", str(MTU), "txqueuelen", "1000")
             ip("-n", end.name, "link", "set", "lo", "up")
-        made = Network((first, second), emulator)
+        made = Network((first, second), emulator, delays=delays)
         if emulator is not None:
             made.calibrate()
         made.set(link or Link())

@@ -5,6 +5,8 @@
 
 Two instances, each asked by its rank. In each round a new prompt is computed by the first one. The second one
 then answers another new prompt (computed), that of the first instance (fetched), and that again (cached).
+
+With ``--namespaces 0:10`` the instances are on two hosts, network namespaces with such a link between them.
 """
 
 from __future__ import annotations
@@ -22,10 +24,14 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installed
+
+from coordinator.rpc import keys
+from examples.benchmarks.links import netns
 from router.tools.bench.report import machine
 
 KINDS = ("computed", "fetched", "cached")
@@ -48,26 +54,46 @@ class Mesh(NamedTuple):
 
 
 @contextlib.contextmanager
-def mesh(model: str, flags: str, headless: str | None = None) -> Iterator[Mesh]:
+def mesh(
+    model: str, flags: str, headless: str | None = None, hosts: Sequence[netns.Namespace] = ()
+) -> Iterator[Mesh]:
     """Two instances that share no experts.
 
-    ``headless``: flags of the second one, which then has a ``serve`` of its own.
+    ``headless``: flags of the second one, which then has a ``serve`` of its own. ``hosts``: where both run;
+    this process is on the first of them.
     """
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         ports = [f"--port={one.getsockname()[1]}", f"--data-parallel-rpc-port={other.getsockname()[1]}"]
     wanted = [model] * bool(model) + shlex.split(
         f"-dp 2 --dtype bfloat16 --no-enable-expert-parallel {flags}"
     )
-    local = ["-dpl", "1"] if headless is not None else []
+    local = ["-dpl", "1"] if headless is not None or hosts else []
     serve = [sys.executable, "-P", "-m", "router.launcher.serve"]
     command = [*serve, *wanted, *local, "--disable-access-log", *ports]
     environment = {**os.environ, "LOCKSTEP_PARENT_PID": str(os.getpid())}
-    with tempfile.NamedTemporaryFile("w+", prefix="lockstep-bench-", suffix=".log") as log:
+    with (
+        tempfile.NamedTemporaryFile("w+", prefix="lockstep-bench-", suffix=".log") as log,
+        tempfile.TemporaryDirectory(prefix="lockstep-bench-") as directory,
+    ):
+        prefix: list[str] = []
+        apart: list[str] = []
+        if hosts:
+            keys.write(keys.generate(), key := Path(directory) / "mesh.key")
+            headless, prefix = headless or "", hosts[1].prefix
+            apart = ["-dpa", hosts[0].address, "--mesh-key-file", str(key)]
+        command += apart
         children = [subprocess.Popen(command, stdout=log, stderr=log, env=environment)]
         child = children[0]
         if headless is not None:
             alike = "--headless -dpl 1 --dtype bfloat16 --no-enable-expert-parallel"
-            other = [*serve, *[model] * bool(model), *shlex.split(f"{alike} {headless}"), ports[1]]
+            other = [
+                *prefix,
+                *serve,
+                *[model] * bool(model),
+                *shlex.split(f"{alike} {headless}"),
+                ports[1],
+                *apart,
+            ]
             children.append(subprocess.Popen(other, stdout=log, stderr=log, env=environment))
         running = Mesh(f"http://127.0.0.1:{ports[0].partition('=')[2]}", ports[1], Path(log.name))
         try:
@@ -111,14 +137,18 @@ def main() -> int:
     add("--rounds", type=int, default=5, help="rounds, after one that is not counted (default: %(default)s)")
     add("--serve-flags", default="", help="for the mesh")
     add("--output-json", type=Path, help="write the numbers here")
+    netns.add_flag(parser)
     args = parser.parse_args()
+    if args.namespaces is not None and (status := netns.rerun_inside(args.namespaces)) is not None:
+        return status
+    hosts = netns.ends_here() if args.namespaces is not None else ()
     chance, times = random.Random(1), {kind: [0.0] * 0 for kind in KINDS}
 
     def prompt() -> list[int]:
         return [chance.randrange(10, 8000) for _ in range(args.length)]
 
     loads = [os.getloadavg()[0]]
-    with mesh(args.model, args.serve_flags) as running:
+    with mesh(args.model, args.serve_flags, hosts=hosts) as running:
         url = running.url
         for number in range(args.rounds + 1):
             held = prompt()
@@ -142,6 +172,7 @@ def main() -> int:
             **machine(),
             "load_average": loads,
             "args": {"model": args.model, "length": args.length},
+            "link": str(args.namespaces or "one host"),
             "milliseconds": times,
         }
         args.output_json.write_text(json.dumps({**result, "medians": medians}, indent=1) + "\n")

@@ -1,33 +1,62 @@
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 
-from engine.groups.recovery_times import USUAL, StepLengths
+from engine.groups.recovery_times import AROUND, BUSY, StepLengths
+
+USUAL = [0.01] * (2 * AROUND + 1)
+CHANGE, NEXT = 0.03, 0.02
 
 
-def begun(lengths: StepLengths, seconds: list[float]) -> list[tuple[float, float, float] | None]:
-    """What is known after each of steps that begin so long after each other."""
-    return [lengths.began(sum(seconds[: number + 1])) for number in range(len(seconds))]
+def begun(
+    lengths: StepLengths, seconds: list[float], changes: int = -1, pauses: int = -1
+) -> list[tuple[float, float, float]]:
+    """What is known of changes while steps of these lengths begin.
+
+    The group changes, and nobody has tokens, before the step of this number ends.
+    """
+    told = []
+    for number, now in enumerate(accumulate(seconds, initial=100.0)):
+        if number - 1 == changes:
+            lengths.changed()
+        if number - 1 == pauses:
+            lengths.paused()
+        told.append(lengths.began(now))
+    return [each for each in told if each is not None]
 
 
-def test_steps_around_a_change_are_told_beside_the_usual_ones() -> None:
+def test_steps_around_a_change_are_told_beside_their_neighbours() -> None:
     lengths = StepLengths()
-    assert not any(begun(lengths, [0.01] * (USUAL + 3)))
-    lengths.changed()
-    now = 0.01 * (USUAL + 3)
-    assert lengths.began(now + 0.03) is None
-    assert lengths.began(now + 0.05) == pytest.approx((0.01, 0.03, 0.02))
-    assert lengths.began(now + 0.06) is None, "once"
-    assert (lengths.num_steps, lengths.num_long) == (3, 0)
-    begun(lengths, [now + 0.07, *[0.01] * USUAL, 0.03])
-    assert (lengths.num_steps, lengths.num_long) == (6, 1)
+    steps = [*USUAL, CHANGE, NEXT, *USUAL]
+    (told,) = begun(lengths, steps, changes=len(USUAL))
+    assert told == pytest.approx((0.01, CHANGE, NEXT))
+    assert (lengths.num_steps, lengths.num_long) == (2 * len(USUAL) - 2 * AROUND, 0)
 
 
-def test_nothing_is_told_where_there_was_no_work() -> None:
+def test_other_steps_are_counted_and_long_ones_among_them() -> None:
     lengths = StepLengths()
-    lengths.changed()
-    assert not any(begun(lengths, [0.01] * 4))
+    assert begun(lengths, [*USUAL, 0.021, *USUAL]) == []
+    assert (lengths.num_steps, lengths.num_long) == (2 * len(USUAL) + 1 - 2 * AROUND, 1)
+
+
+def test_a_load_that_grows_with_the_change_makes_no_long_step() -> None:
     lengths = StepLengths()
-    begun(lengths, [0.01] * USUAL + [30.0])
-    lengths.changed()
-    assert not any(begun(lengths, [60.0, 60.1, 60.2]))
+    (told,) = begun(lengths, [*USUAL, CHANGE, CHANGE, *[0.03] * len(USUAL)], changes=len(USUAL))
+    assert told[0] == pytest.approx(0.02), "between the neighbours before and those behind"
+
+
+@pytest.mark.parametrize("pauses", [len(USUAL) - 1, len(USUAL), len(USUAL) + 1, len(USUAL) + 3])
+def test_nothing_is_told_where_there_was_no_work(pauses: int) -> None:
+    steps = [*USUAL, CHANGE, NEXT, *USUAL[: AROUND + 1]]
+    assert begun(StepLengths(), steps, changes=len(USUAL), pauses=pauses) == []
+    assert begun(StepLengths(), [*USUAL[:-1], BUSY, *steps[len(USUAL) :]], changes=len(USUAL)) == []
+
+
+def test_changes_that_follow_each_other_closely_are_left_out() -> None:
+    lengths = StepLengths()
+    for number in range(40):
+        if number % 2:
+            lengths.changed()
+        assert lengths.began(0.01 * number) is None

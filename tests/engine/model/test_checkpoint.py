@@ -182,6 +182,10 @@ def test_broken_directories_are_told_apart(copy: Path) -> None:
     (copy / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no config.json: is it a model directory\?"):
         read_model_info(copy)
+    for name in ("m-Q8_0.gguf", "m-Q4_0.gguf"):
+        (copy / name).write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"one of its GGUF files .*m-Q4_0.gguf, m-Q8_0.gguf.*, like /"):
+        read_model_info(copy)
     (copy / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"has no \*.safetensors file"):
         weight_files(copy)

@@ -109,6 +109,16 @@ def test_copies_that_do_not_fit_are_refused_at_the_start_with_the_numbers(
     numbers = rf"{info.num_experts // 2} more experts of each layer .* lower num_redundant_experts"
     with pytest.raises(CheckpointError, match=numbers):
         executor._bytes_for_copies()
+    monkeypatch.setattr("engine.host.memory.available_memory", lambda: needed + 1000)
+    assert executor._bytes_for_copies(1000) == needed
+    with pytest.raises(CheckpointError, match=numbers):
+        executor._bytes_for_copies(1001)
+
+
+def test_a_worker_holds_no_more_copies_than_there_are_experts(directory: Path) -> None:
+    info = read_model_info(directory)
+    eplb = DeviceConfig(enable_eplb=True, eplb_config='{"num_redundant_experts": 4000}')
+    assert UniExecutor(EngineConfig(device=eplb), info, 1, (0, 2))._most_held == info.num_experts
 
 
 def test_experts_that_were_read_for_others_than_are_held_now_are_read_again(

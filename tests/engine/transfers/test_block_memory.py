@@ -38,6 +38,6 @@ def test_each_fact_is_another_identity() -> None:
 def test_pages_are_made_ready_and_keep_what_is_in_them() -> None:
     parts = [np.full((64, width), 7, dtype=np.uint8) for width in (8192, 100)]
     memory = BlockMemory(parts)
-    for num_bytes in (0, 20_000, 1 << 30):
-        memory.prepare(num_bytes)
+    for first, count in ((0, 0), (0, 3), (3, 1), (10, 1 << 30), (63, 1)):
+        memory.prepare(count, first)
     assert all((part == 7).all() for part in parts)

@@ -283,7 +283,7 @@ def run(asked: argparse.Namespace, directory: Path, stack: contextlib.ExitStack)
             problems.append(f"the mesh does not settle: {error}")
     problems += [*mesh.tracebacks(), *load.problems]  # there may be many of the last kind, of one cause
     try:
-        assert_at_rest(mesh, COPIES if asked.eplb else None)
+        assert_at_rest(mesh, COPIES if asked.eplb else None, shares_experts=not asked.transfers)
     except (AssertionError, OSError) as error:
         problems.append(f"not at rest: {error}; {mesh.view()}")
     problems += growth.problems()

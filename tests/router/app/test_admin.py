@@ -10,7 +10,7 @@ import httpx2
 import msgspec
 import pytest
 
-from coordinator.messages import Answer, Drain, Scale, View
+from coordinator.messages import Answer, Drain, Rebalance, Scale, View
 from coordinator.settings import flags
 from router.app.admin import AdminGate, make_admin_app
 from router.app.app import make_app
@@ -30,7 +30,7 @@ class World:
     def __init__(self, view: View | None) -> None:
         self.view = view
         self.coordinator_silent_for: float | None = 0.25
-        self.wishes: list[Drain | Scale] = []
+        self.wishes: list[Drain | Rebalance | Scale] = []
         self.answer: tuple[int, str] | None = (202, "done")
 
     def instance_health(self) -> Mapping[int, InstanceHealth]:
@@ -48,7 +48,7 @@ class World:
         assert timeout > 1
         return list(self.missing)
 
-    async def command(self, wish: Drain | Scale) -> Answer:
+    async def command(self, wish: Drain | Rebalance | Scale) -> Answer:
         self.wishes.append(wish)
         if self.answer is None:
             raise TimeoutError
@@ -141,6 +141,22 @@ def test_a_wish_to_scale_in_the_form_of_vllm_needs_what_the_admin_api_needs() ->
         assert ask(gate(world), "POST", url, json=body).status_code == 400
     assert ask(gate(world, "secret"), "POST", url, json={"new_data_parallel_size": 3}).status_code == 401
     assert len(world.wishes) == 1
+
+
+def test_a_wish_that_experts_move_needs_what_the_admin_api_needs() -> None:
+    world = World(None)
+    url = ADMIN + "/eplb/rebalance"
+    for body in ({}, None):
+        done = ask(gate(world), "POST", url, json=body)
+        assert (done.status_code, done.json()) == (202, {"accepted": True, "text": "done"})
+    assert all(isinstance(wish, Rebalance) for wish in world.wishes)
+    assert ask(gate(world), "POST", url, json={"now": True}).status_code == 400
+    assert ask(gate(world, "secret"), "POST", url, json={}).status_code == 401
+    assert ask(gate(world), "POST", ENDPOINT + "/eplb/rebalance", json={}).status_code == 404
+    world.answer = (409, "start the instances with --enable-eplb")
+    refused = ask(gate(world), "POST", url, json={})
+    assert (refused.status_code, "--enable-eplb" in refused.text) == (409, True)
+    assert len(world.wishes) == 3
 
 
 def test_a_wish_to_forget_prefixes_needs_what_the_admin_api_needs() -> None:

@@ -24,3 +24,16 @@ def test_what_moved_is_counted_in_copies_bytes_and_seconds() -> None:
     assert found["lockstep:eplb_moved_bytes_total"] == 9000
     assert found["lockstep:eplb_rebalancing_seconds_total"] == 0.75
     assert found["lockstep:eplb_seconds_since_rebalancing"] == 12.5
+    assert found["lockstep:eplb_failing"] == 0
+
+
+def test_copies_are_told_by_instance_and_by_expert_and_failures_by_a_gauge() -> None:
+    balance = ExpertBalance(held={0: 5, 1: 4}, replicas=(2, 4, 3), is_failing=True)
+    found = {
+        (sample.name, *sample.labels.items()): sample.value
+        for family in balance_metrics(balance, 0.0)
+        for sample in family.samples
+    }
+    assert found["lockstep:eplb_copies", ("rank", "1")] == 4
+    assert [found["lockstep:eplb_expert_copies", ("expert", str(number))] for number in range(3)] == [2, 4, 3]
+    assert found["lockstep:eplb_failing",] == 1

@@ -52,3 +52,8 @@ def test_balance_and_the_busiest_experts_stand_below(capsys: pytest.CaptureFixtu
     printed = " ".join(capsys.readouterr().out.split())
     assert "balancedness 0.93; 2 changes moved 5 copies" in printed
     assert "busiest: 3 (25% of rows, on 0 1), 7 (12% of rows, on 1)" in printed
+    assert "NOT BALANCED" not in printed
+    failing = msgspec.structs.replace(balance, failures=3, is_failing=True)
+    _console().print(as_table(msgspec.structs.replace(shown, balance=failing)))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "3 failed; NOT BALANCED of late: the coordinator's log says why" in printed

@@ -11,13 +11,16 @@ import random
 import msgspec
 
 from coordinator.messages import Balancing, Rebalance
+from coordinator.rebalancing import QUIET
 from parallel.balance import Seats, Terms, least_copies
 from tests.simulator.elastic.instance import Instance
+from tests.simulator.elastic.settings import TICKS_PER_SECOND
 from tests.simulator.elastic.world import World
 from tests.simulator.schedule import run_schedule
 
 TOKEN_ROWS = (1, 1, 1, 5, 40, 300, 2000)
 """Rows of an expert for each token: with many a difference is no chance."""
+QUIET_TICKS = int(QUIET * TICKS_PER_SECOND)
 
 
 class BalancedWorld(World):
@@ -45,8 +48,11 @@ class BalancedWorld(World):
         for _ in range(chance.choice((5, 20))):
             self.after(None, 50 + chance.randrange(self.settings.span + 100), self._arrive)
         changes = 4 + 2 * (self.settings.kills + self.settings.joins + self.settings.leaves)
+        self._steady += QUIET_TICKS  # copies are put back when a loss is that old
         each = self.settings.prepare + self.settings.forming + self.settings.deadline
-        self._bound += changes * each + 20 * 40 * (self.settings.compute + self.settings.gather + 5)
+        self._bound += changes * (each + QUIET_TICKS) + 20 * 40 * (
+            self.settings.compute + self.settings.gather + 5
+        )
 
     def _shift(self) -> None:
         """Other experts are chosen most from now on."""
@@ -72,7 +78,7 @@ class BalancedWorld(World):
         form, summary = epochs.form, epochs.rebalancing.summary
         self.checker.counts["rebalancings"] += summary.changes
         self.checker.counts["failed rebalancings"] += summary.failures
-        waits = epochs.rebalancing._not_before > self.now / 100 or not epochs._is_well()
+        waits = epochs.rebalancing.waits(self.now / TICKS_PER_SECOND) or not epochs._is_well()
         if form is None or waits or self.settings.room:
             return
         size = len(form.peers)

@@ -83,6 +83,7 @@ class World(Schedule[Call]):
         super().__init__(seed)
         self.settings = Settings.draw(self.rng)
         self._bound = self.settings.bound
+        self._steady = STEADY
         self.num_layers = 1
         self.popularity: list[list[int]] = []
         """Rows of each expert for each token, by layer."""
@@ -514,7 +515,7 @@ class World(Schedule[Call]):
             self.push(until + 1 - self.now, event)
             return
         event.what(*event.arguments)
-        self.is_over = self._steady_since is not None and self.now - self._steady_since >= STEADY
+        self.is_over = self._steady_since is not None and self.now - self._steady_since >= self._steady
         if self.is_over:
             self.ends()
         if not self.is_over and self.now > self.last_fault + self._bound:

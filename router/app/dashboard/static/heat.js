@@ -18,7 +18,8 @@ function balanceOf(balance) {
   const changes = `${balance.changes} changes moved ${balance.moves} copies`;
   const busiest = balance.busiest.slice(0, 3)
     .map((one) => `${one.expert} (${(100 * one.share).toFixed(0)} %, on ${one.ranks.join(", ")})`).join("; ");
-  return [measured, changes, ...(held ? [`copies: ${held}`] : []), ...(busiest ? [`busiest: ${busiest}`] : [])]
+  const failing = balance.is_failing ? ["not balanced of late: the coordinator's log says why"] : [];
+  return [measured, changes, ...failing, ...(held ? [`copies: ${held}`] : []), ...(busiest ? [`busiest: ${busiest}`] : [])]
     .map((textContent) => Object.assign(document.createElement("span"), { textContent }));
 }
 

@@ -54,7 +54,7 @@ def loss_by_torch(directory: Path, windows: Sequence[Sequence[int]], inputs: Inp
     """
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     if inputs is not None:
-        _change_inputs(model, inputs)
+        change_inputs(model, inputs)
     total = count = 0.0
     with torch.inference_mode():
         for window in windows:
@@ -65,7 +65,7 @@ def loss_by_torch(directory: Path, windows: Sequence[Sequence[int]], inputs: Inp
     return total / count
 
 
-def _change_inputs(model: Any, inputs: Inputs) -> None:
+def change_inputs(model: Any, inputs: Inputs) -> None:
     """Let all linear layers but the head, and all experts, get other inputs."""
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear) and name != "lm_head":

@@ -6,6 +6,7 @@ import math
 import shutil
 import subprocess
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -15,12 +16,16 @@ pytest.importorskip("gguf")
 
 from gguf import GGMLQuantizationType, quants
 
+from engine.model.gguf.reading import TYPES
+from engine.quantization_config import ONLINE, QuantizationName
 from examples.training.corpus import stage_text
-from examples.training.held_out_loss import windows
+from examples.training.held_out_loss import loss_of, windows
 from tests.engine.model.gguf.k_quants import k_quantized
 from tests.engine.model.quantization import perplexity, reference
 from tests.engine.model.quantization.perplexity import FORMATS, LIMIT, SHIPPED, Work
 
+CACHE_LIMIT = 0.005
+"""Largest part by which a perplexity may change with keys and values as codes."""
 STORY = list(range(40, 140))
 """Tokens of no text at all, for what does not need one."""
 
@@ -75,3 +80,28 @@ def test_perplexity_is_that_of_the_library(name: str, text: Path, tmp_path: Path
     found = perplexity.measure(name, Work(tmp_path, perplexity.training_windows(text)), windows(text))
     assert abs(found.change) < LIMIT
     assert math.exp(found.served) < 60, "still the model of the card"
+
+
+@pytest.fixture(scope="module")
+def plain_loss(text: Path) -> float:
+    """With keys and values in bfloat16."""
+    return loss_of(str(SHIPPED), "auto", "auto", windows(text))
+
+
+@pytest.mark.nightly
+@pytest.mark.mesh
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+def test_perplexity_with_a_cache_of_codes(kept: str, text: Path, plain_loss: float) -> None:
+    found = loss_of(str(SHIPPED), kept, "auto", windows(text))
+    assert found != plain_loss
+    assert abs(math.exp(found - plain_loss) - 1) < CACHE_LIMIT
+
+
+def test_every_format_that_is_read_is_measured() -> None:
+    """Types of GGUF files, ways to quantise while reading, and methods of checkpoints."""
+    measured = {name.removeprefix("gguf ") for name in FORMATS if name.startswith("gguf ")}
+    assert measured == {kind.name for kind in TYPES.values()} - {"F32"}
+    assert {f"--quantization {name}" for name in ONLINE} <= FORMATS.keys()
+    methods = [name.partition(" ")[0].rstrip(",") for name in FORMATS]
+    assert {*get_args(QuantizationName)} - {*ONLINE, "mxfp4"} <= {*methods}

@@ -77,12 +77,15 @@ K_PROJ = "model.layers.1.self_attn.k_proj"
         ("gptq", lambda t: t[f"{K_PROJ}.scales"][0].fill_(float("nan")), "k_proj.weight: scales has a scale that is no number"),
         ("gptq", lambda t: t[f"{K_PROJ}.g_idx"].fill_(99), "g_idx names a group that none of its 4 is"),
         ("deepseek's fp8", lambda t: t.update({f"{K_PROJ}.weight_scale_inv": torch.ones(1, 4)}), "does not fit 32 x 64"),
-        ("w4a16 groups", lambda t: t.update({f"{K_PROJ}.weight_scale": torch.ones(32, 5)}), "64 inputs are not 5 groups"),
+        ("w4a16 groups", lambda t: t.update({f"{K_PROJ}.weight_scale": torch.ones(32, 5)}), "64 inputs are not 5 groups of 16, as config.json says"),
+        ("w4a16 groups", lambda t: t.update({f"{K_PROJ}.weight_scale": torch.ones(32, 2)}), "64 inputs are not 2 groups of 16, as config.json says.*group_size"),
+        ("awq", lambda t: t.update({f"{K_PROJ}.scales": torch.ones(2, 32), f"{K_PROJ}.qzeros": t[f"{K_PROJ}.qzeros"][:2].clone()}), "64 inputs are not 2 groups of 16"),
+        ("gptq in another order", lambda t: t.update({f"{K_PROJ}.scales": torch.ones(3, 32), f"{K_PROJ}.qzeros": t[f"{K_PROJ}.qzeros"][:3].clone()}), "64 inputs are not 3 groups of 16"),
         ("w4a16 groups", lambda t: t[f"{K_PROJ}.weight_shape"].fill_(100), "weight_shape says"),
         ("w4a16 in another order", lambda t: t[f"{K_PROJ}.weight_g_idx"].fill_(9), "weight_g_idx names a group that none of its 4 is"),
         ("w4a16 asymmetric", lambda t: t.update({f"{K_PROJ}.weight_zero_point": torch.zeros(1, 1, dtype=torch.int32)}), "weight_zero_point does not fit scales of 32 x 4"),
         ("w8 asymmetric", lambda t: t.update({f"{K_PROJ}.weight_zero_point": torch.zeros(3, 1, dtype=torch.int8)}), "weight_zero_point has not the shape of weight_scale"),
-        ("w8a8 per channel", lambda t: t.update({f"{K_PROJ}.weight_scale": torch.ones(31, 1)}), "for 32 outputs"),
+        ("w8a8 per channel", lambda t: t.update({f"{K_PROJ}.weight_scale": torch.ones(31, 1)}), "for 32 outputs. The checkpoint is broken: download it again"),
     ],
 )  # fmt: skip
 def test_a_broken_checkpoint_is_refused_by_name(

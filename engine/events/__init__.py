@@ -1,0 +1,1 @@
+"""KV events in vLLM's form: others can follow prefix caches."""
