@@ -233,9 +233,11 @@ def pages() -> dict[Path, str]:
     lines += [f"| `{each.long_name}` | {default(each)} | {first_sentence(each.help)} |" for each in flags()]
     return {
         FOLDER / "limits.md": "\n".join([*lines, *tables(("router/",))]) + "\n",
-        FOLDER / "limits-mesh.md": "\n".join([MESH_HEAD, *tables(("engine/",), TRANSFERS)])
+        FOLDER / "limits-mesh.md": "\n".join([MESH_HEAD, *tables(("engine/",), TRANSFERS)]) + "\n",
+        FOLDER / "limits-groups.md": "\n".join(
+            [GROUPS_HEAD, *tables(("coordinator/", "parallel/", TRANSFERS))]
+        )
         + "\n",
-        FOLDER / "limits-groups.md": "\n".join([GROUPS_HEAD, *tables(("coordinator/", "parallel/", TRANSFERS))]) + "\n",
     }
 
 
