@@ -286,7 +286,7 @@ class Instance:
                 tracing.close()
 
     def _share_memory(self, executor: Executor, facts: ModelFacts) -> None:
-        """Have the KV cache in memory that outlives this process, where that is asked for and can be done."""
+        """Have the KV cache in memory that outlives this process, if that is asked for."""
         predecessor, path = os.environ.get(PREDECESSOR_VARIABLE), os.environ.get(MEMORY_VARIABLE)
         if not self._config.cache.enable_kv_inheritance or path is None:
             return

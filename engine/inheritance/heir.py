@@ -1,4 +1,4 @@
-"""Copies blocks of dead instances from their memory into a cache, in a thread of its own.
+"""Copies blocks of dead instances into a cache, in a thread of its own.
 
 The same contract as a fetch from a live one: a :class:`.Wanted` ends by an :class:`.Ended`, whatever happens.
 Nobody is asked, and nothing is mapped: what is released meanwhile is a short read, and is computed.
@@ -24,23 +24,30 @@ from engine.transfers.fetching import DEAD, Ended, Outcome, Source, Wanted
 logger = logging.getLogger(__name__)
 
 LIVING = 0.25
-"""Seconds in which a dying owner has to be gone; memory of one that lives is not read."""
+"""Seconds in which a dying owner has to be gone.
+
+Memory of one that lives is not read.
+"""
 LOOK_INTERVAL = 0.001
 """Seconds between two looks whether it is."""
+
+
+class OwnerLives(OSError):
+    """The owner of some memory may still write it."""
 
 
 class _Estate:
     """The memory of one dead instance, open."""
 
-    def __init__(self, source: Source, identity: str) -> None:
-        """Raises OSError if it cannot be read, or is not what it should be."""
+    def __init__(self, source: Source, identity: str, patience: float) -> None:
+        """``patience``: seconds to wait for its owner's death. Raises OSError if it cannot be read."""
         path, _, owner = source.removeprefix(DEAD).partition("#")
         if not is_cache(path):
             raise FileNotFoundError(f"{path} is gone")
         self.source = source
         self.file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            _wait_for_death(self.file)
+            _wait_for_death(self.file, patience)
             header = unpacked(os.pread(self.file, HEADER_BYTES, 0))
             if header is None or header.owner != owner:
                 raise FileNotFoundError(f"{path} is another instance's, or empty")
@@ -73,6 +80,8 @@ class Heir:
         self._ended: deque[Ended] = deque()
         self._cancelled: set[int] = set()
         self._estate: _Estate | None = None
+        self._living: Source | None = None
+        """Whose owner lived when it was looked at last: nobody waits for its death again."""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-heir", daemon=True)
         self._thread.start()
@@ -120,10 +129,18 @@ class Heir:
         self._leave()
 
     def _copy(self, wanted: Wanted, until: float) -> tuple[int, Outcome]:
-        """Copy blocks; returns how many of the first are there, and why there are no more."""
+        """Copy blocks.
+
+        Returns how many of the first are there, and why there are no more.
+        """
         if self._estate is None or self._estate.source != wanted.source:
             self._leave()
-            self._estate = _Estate(wanted.source, self._identity)
+            patience = 0.0 if wanted.source == self._living else LIVING
+            try:
+                self._estate = _Estate(wanted.source, self._identity, patience)
+            except OwnerLives:
+                self._living = wanted.source
+                raise
         estate = self._estate
         for index, (name, to) in enumerate(zip(wanted.names, wanted.blocks, strict=True)):
             if wanted.number in self._cancelled or self._closing:
@@ -143,18 +160,18 @@ class Heir:
             self._estate = None
 
 
-def _wait_for_death(file: int) -> None:
+def _wait_for_death(file: int, patience: float) -> None:
     """Return once the owner's last thread is gone.
 
     Raises:
-        OSError: it lives on.
+        OwnerLives: it lives on.
     """
-    until = time.monotonic() + LIVING
+    until = time.monotonic() + patience
     while True:
         try:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return
         except BlockingIOError as error:
             if time.monotonic() > until:
-                raise OSError("the instance lives") from error
+                raise OwnerLives("the instance lives") from error
             time.sleep(LOOK_INTERVAL)

@@ -1,4 +1,4 @@
-"""Which block of a cache has which name, for whoever reads the memory after its owner's death (pure).
+"""Names of the blocks of a cache, to be read after its owner's death (pure).
 
 The table lies beside the blocks, in memory that outlives its owner. An entry is made once a block is full and
 computed, and is void before the block may be written again. Owners are killed between any two instructions,

@@ -125,6 +125,8 @@ class BlockExchange:
         """
         self._heir = heir
         self._dead_price = FetchPrice(price.token_bytes)
+        self._estates: dict[Source, tuple[int, int, int]] = {}
+        """Transfers from each dead instance so far, blocks that came, and those asked for."""
         self._tier = tier
         self._tier_price = FetchPrice(price.token_bytes)
         self._pool = pool
@@ -499,10 +501,7 @@ class BlockExchange:
             why = "what it sent is not what it named" if is_wrong else "its cache differs"
             self._shun(end.source, why, is_wrong=is_wrong)
         if _is_dead(end.source):
-            logger.info(
-                "inherited %d of %d KV blocks of a dead instance in %.0f ms (%s)",
-                num_full, len(wanted.names), 1000 * end.seconds, end.outcome.value,
-            )  # fmt: skip
+            self._inherited(end.source, num_full, len(wanted.names))
         found = self._leave(transfer)
         for request in found:
             request.num_fetched = tokens
@@ -512,6 +511,15 @@ class BlockExchange:
         for key in transfer.copies:
             self._end_copy(key, is_taken=end.was_lent and wanted.holder is not None)
         return found
+
+    def _inherited(self, source: Source, count: int, asked: int) -> None:
+        """Log what a dead instance left, once all that is wanted of it has come."""
+        before = self._estates.pop(source, (0, 0, 0))
+        now = before[0] + 1, before[1] + count, before[2] + asked
+        if any(each.wanted.source == source for each in self._transfers.values()):
+            self._estates[source] = now
+        else:
+            logger.info("%d requests inherit %d of %d KV blocks of a dead instance", *now)
 
     def _shun(self, source: Source, why: str, *, is_wrong: bool) -> None:
         level = logging.ERROR if is_wrong else logging.INFO

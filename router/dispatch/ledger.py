@@ -133,7 +133,7 @@ class Entry:
     blocks_at: str = ""
     """Where the instance of its current try may fetch KV blocks (``Submit.blocks_at``)."""
     inherits_at: str = ""
-    """Where the blocks are that an instance had when it died with the request; empty once it goes on."""
+    """Where the blocks are that died with its instance; empty once it goes on."""
     inherits_on: str = ""
     """The host where that is."""
     sink: TokenSink | None = None

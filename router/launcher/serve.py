@@ -213,7 +213,7 @@ def _run(config: ServeConfig, model: _Model, held: contextlib.ExitStack, keys: M
 
 
 def _caches(config: ServeConfig, held: contextlib.ExitStack) -> CacheFiles | None:
-    """Memory of KV caches that outlives instances, if that is asked for and can be done here."""
+    """Memory of KV caches that outlives instances, if that is asked for."""
     if not config.engine.cache.enable_kv_inheritance or not hasattr(os, "memfd_create"):
         return None
     caches = CacheFiles()

@@ -13,7 +13,7 @@ BLOCKS = 6
 
 
 class Recorded:
-    """The memory of a table; ``states`` has what is there at each point at which its owner may be killed."""
+    """The memory of a table, and what it was wherever its owner may be killed."""
 
     def __init__(self) -> None:
         self.memory = bytearray(BLOCKS * ENTRY_BYTES)
