@@ -127,6 +127,13 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "them, and lend them blocks."
         ),
     ] = True
+    enable_kv_inheritance: Annotated[
+        bool,
+        flag(
+            help="Keep KV caches in memory of `serve`, so that other instances of the host copy what one "
+            "that died had computed. On CPUs, without -tp and -pp."
+        ),
+    ] = False
     kv_cache_dir: Annotated[
         str | None,
         flag(
@@ -163,6 +170,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.kv_cache_dir is not None and not (self.enable_prefix_caching and self.enable_kv_transfer):
             off = "prefix-caching" if not self.enable_prefix_caching else "kv-transfer"
             raise ValueError(f"--kv-cache-dir does nothing with --no-enable-{off}: drop one of the two")
+        if self.enable_kv_inheritance and not (self.enable_prefix_caching and self.enable_kv_transfer):
+            off = "prefix-caching" if not self.enable_prefix_caching else "kv-transfer"
+            raise ValueError(
+                f"--enable-kv-inheritance does nothing with --no-enable-{off}: drop one of the two"
+            )
         if self.kv_events is not None and not self.enable_prefix_caching:
             raise ValueError(
                 "--kv-events-config does nothing with --no-enable-prefix-caching: drop one of the two"

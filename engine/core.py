@@ -15,6 +15,7 @@ from engine.events.recording import EventRecorder
 from engine.executor_contract import Executor
 from engine.groups.step_profile import StepProfile
 from engine.groups.stepping import Agreement, Alone, Stepping
+from engine.inheritance.table import Publisher, Table
 from engine.messages import (
     BlockEvents,
     CacheReset,
@@ -41,7 +42,7 @@ from engine.scheduling.scheduler import Scheduler, SchedulerRules
 from engine.scheduling.speculation import Speculation
 from engine.step import Masks, Step
 from engine.tiers.file_tier import FileTier
-from engine.transfers.exchange import BlockExchange, Mover
+from engine.transfers.exchange import BlockExchange, Heir, Mover
 from engine.transfers.messages import Holder
 from engine.transfers.price import FetchPrice
 from parallel.communicators.base import CollectiveError
@@ -113,6 +114,8 @@ class EngineCore:
         self.exchange: BlockExchange | None = None
         """Transfers of KV blocks, where there are any."""
         self._tier: FileTier | None = None
+        self._publisher: Publisher | None = None
+        self._inherited_at = ""
         self._recorder: EventRecorder | None = None
         self._resets: list[tuple[Peer, int]] = []
         """Wishes to reset the prefix cache that are not answered yet."""
@@ -161,18 +164,25 @@ class EngineCore:
         token_bytes: float,
         checks: bool = False,
         tier: FileTier | None = None,
+        heir: Heir | None = None,
     ) -> None:
         """Fetch KV blocks from other instances from now on, and lend them blocks.
 
         ``address`` is where they ask for them; ``token_bytes`` those of one token in the cache. ``checks``:
         bits do not depend on the batch, so some fetched blocks are computed as well, and compared. ``tier``:
-        blocks in files.
+        blocks in files. ``heir``: those of dead instances.
         """
         size, checks = self._config.cache.block_size, checks and self._executor.in_flight == 1
         price = FetchPrice(token_bytes)
-        self.exchange = BlockExchange(self._pool, mover, price, size, checks=checks, tier=tier)
+        self.exchange = BlockExchange(self._pool, mover, price, size, checks=checks, tier=tier, heir=heir)
         self._tier = tier
         self._blocks_at, self._cache_identity = address, identity
+
+    def publish_blocks(self, address: str, table: Table) -> None:
+        """Say in memory that outlives this process, found at ``address``, which blocks are whole."""
+        self._inherited_at = address
+        self._publisher = Publisher(self._pool, table)
+        self._pool.observe(self._publisher)
 
     def record_events(self) -> EventRecorder:
         """Record changes of the prefix cache from now on, before any request has come."""
@@ -225,6 +235,8 @@ class EngineCore:
         """
         if self.exchange is None:
             return []
+        if self._publisher is not None:
+            self._publisher.turn(self.scheduler.blocks_being_filled)
         for request in self.exchange.turn(self.scheduler.blocks_being_filled, self._holder):
             self.scheduler.add(request)
         found: list[tuple[Peer, Prefetched | HandedOver]] = []
@@ -495,6 +507,7 @@ class EngineCore:
             blocks_at=self._blocks_at,
             cache_identity=self._cache_identity,
             role=self._config.cache.role,
+            inherited_at=self._inherited_at,
         )
 
     @property

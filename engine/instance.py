@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -37,6 +38,7 @@ from engine.groups.transport import transport_problem
 from engine.host import deferred, memory
 from engine.host.cache_size import TooLittleMemory, size_cache
 from engine.host.cores import Share, instances_at_once, share_of_cores, tell_threads
+from engine.inheritance.names import MEMORY_VARIABLE, PREDECESSOR_VARIABLE
 from engine.kv_events_config import endpoint_of
 from engine.model.checkpoint import ModelInfo
 from engine.numerics import kind_problem, numerics_of
@@ -56,6 +58,7 @@ from parallel.devices import cuda_devices, device_sharers
 if TYPE_CHECKING:
     from engine.executor_contract import SpreadExecutor
     from engine.groups.spread import Spread
+    from engine.inheritance.heir import Heir
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +90,7 @@ class Instance:
         """(rank, size) that chooses the experts to load first; None: not spread."""
         self._spread: Spread | None = None
         self._tier: FileTier | None = None
+        self._inherits: Heir | None = None
         self._events: tuple[EventRecorder, EventPublisher] | None = None
         self._pages: PagesAhead | None = None
         self._watch: StepWatch | None = None
@@ -204,6 +208,7 @@ class Instance:
                 facts = executor.load(lambda phase: membership.update(phase=phase))
             self._check_stopped()
             membership.update(phase="kv cache")
+            self._share_memory(executor, facts)
             with self._turn(facts):
                 num_blocks, max_model_len = self._size_cache(executor, facts, self._neighbours(membership))
                 executor.allocate(num_blocks)
@@ -266,6 +271,8 @@ class Instance:
                     self._pages.close()
                 if self._tier is not None:
                     self._tier.close()
+                if self._inherits is not None:
+                    self._inherits.close()
                 if self._events is not None:
                     self._tell_events()
                     self._events[1].close()
@@ -277,6 +284,39 @@ class Instance:
             executor.close()
             if tracing is not None:
                 tracing.close()
+
+    def _share_memory(self, executor: Executor, facts: ModelFacts) -> None:
+        """Have the KV cache in memory that outlives this process, if that is asked for."""
+        predecessor, path = os.environ.get(PREDECESSOR_VARIABLE), os.environ.get(MEMORY_VARIABLE)
+        if not self._config.cache.enable_kv_inheritance or path is None:
+            return
+        from engine.executor.uni import UniExecutor  # loads torch
+        from engine.inheritance.shared_cache import SharedCache, release
+
+        if predecessor is not None:
+            with contextlib.suppress(OSError):  # it is gone, or just being read: serve closes it soon
+                release(predecessor)
+        if not isinstance(executor, UniExecutor) or facts.device != "cpu":
+            logger.warning("--enable-kv-inheritance is not built for -tp, -pp and GPUs: nothing is inherited")
+            return
+        try:
+            executor.shared = SharedCache(path)
+        except OSError as error:
+            logger.warning("the KV cache dies with this instance: %s: %s", path, error.strerror)
+
+    def _heir(self, core: EngineCore, executor: Executor, memory: BlockMemory, identity: str) -> Heir | None:
+        """Publish this cache's blocks, and copy those of dead instances."""
+        if not self._config.cache.enable_kv_inheritance or self._server is None:
+            return None
+        from engine.executor.uni import UniExecutor
+        from engine.inheritance.heir import Heir
+
+        published = executor.published(identity) if isinstance(executor, UniExecutor) else None
+        if published is None:
+            return None
+        core.publish_blocks(*published)
+        logger.info("the KV cache outlives this instance")
+        return Heir(memory, identity, self._server.wake)
 
     def _turn(self, facts: ModelFacts) -> AbstractContextManager[None]:
         """Keeps others from measuring memory while this instance does, and takes its own."""
@@ -325,6 +365,7 @@ class Instance:
         tier = self._tier = self._file_tier(core, memory, identity, server.wake)
         mover = BlockMover(memory, identity, endpoint(self._listen_address(), 0), self._keys, server.wake)
         mover.start()
+        self._inherits = self._heir(core, executor, memory, identity)
         core.exchange_blocks(
             mover,
             address=mover.address,
@@ -332,6 +373,7 @@ class Instance:
             token_bytes=memory.block_bytes / cache.block_size,
             checks=self._numerics.invariant,
             tier=tier,
+            heir=self._inherits,
         )
         logger.info("KV blocks are lent at %s (cache %s)", mover.address, identity)
         return mover

@@ -281,6 +281,8 @@ class TransferCounters(msgspec.Struct, frozen=True, array_like=True):
     """Fetched blocks that were computed as well, and compared."""
     wrong_blocks: int = 0
     """Blocks that differed from what was computed, or from their digest."""
+    inherited_tokens: int = 0
+    """Those of ``fetched_tokens`` that a dead instance had computed."""
 
 
 class FileCounters(msgspec.Struct, frozen=True, array_like=True):
@@ -394,6 +396,11 @@ class Capacity(msgspec.Struct, frozen=True, omit_defaults=True):
     """Blocks of caches with equal identities can be exchanged."""
     role: str = ""
     """``prefill`` or ``decode``; empty: both (``--disaggregation-mode``)."""
+    inherited_at: str = ""
+    """Where others on its host find its KV blocks once it is dead (:mod:`engine.inheritance`).
+
+    Empty: nowhere.
+    """
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):

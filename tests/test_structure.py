@@ -32,6 +32,7 @@ ROOMS = {
         "tiers",
         "events",
         "kernels",
+        "inheritance",
         "groups",
         "compute",
         "executor",

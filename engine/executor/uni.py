@@ -37,6 +37,8 @@ from engine.executor_contract import ExpertTimes, Progress
 from engine.host import memory
 from engine.host.cache_size import experts_after_loss, leave_room, left_beside, share_of_device
 from engine.host.cores import has_gpu
+from engine.inheritance.shared_cache import SharedCache
+from engine.inheritance.table import Table
 from engine.kernels import library
 from engine.kernels.buffers import Room
 from engine.kernels.cache import NativeCache
@@ -116,6 +118,11 @@ class UniExecutor:
         self._stored: list[torch.Tensor] = []
         """The tensors of the KV cache."""
         self._num_blocks = 0
+        self.shared: SharedCache | None = None
+        """Memory for the KV cache that outlives this process, where it is wanted.
+
+        Set before :meth:`allocate`.
+        """
         self._attention = self._attention_before = AttentionUse()
         """Time in attention, now and before the last step."""
         self._program: Program | None = None
@@ -422,6 +429,10 @@ class UniExecutor:
             )
         if self._program is None and self._config.device.batch_invariant:
             self._fix_blocks(model)
+        if self._program is None:
+            self.shared = None
+        if self.shared is not None:
+            self.shared.reserve(num_blocks)
         if self._program is not None:
             native = NativeCache(
                 self._program.cached,
@@ -429,6 +440,7 @@ class UniExecutor:
                 block_size=block_size,
                 dtype=model.dtype,
                 codes=self._config.cache.kv_codes,
+                memory=self.shared,
             )
             self._program.use(native)
             self._stored = native.stored
@@ -468,6 +480,15 @@ class UniExecutor:
             return None
         shape = self._num_blocks, -1
         return BlockMemory([each.view(torch.uint8).reshape(shape).numpy() for each in self._stored])
+
+    def published(self, identity: str) -> tuple[str, Table] | None:
+        """Where the KV cache is found after this process died, and its table of blocks.
+
+        None where it dies with it.
+        """
+        if self.shared is None or not self._stored:
+            return None
+        return self.shared.address, self.shared.table(identity, self._stored)
 
     def arithmetic(self) -> list[Arithmetic]:
         """See :class:`.Executor`."""

@@ -17,7 +17,7 @@ import torch
 from engine.attention.base import Int32s, Int64s, LayerShape, PackedRows
 from engine.attention.kv_codes import SCALE_TYPE, KVCodes
 from engine.kernels.packing import LANES
-from engine.kernels.pages import Arena
+from engine.kernels.pages import Allocator, Arena
 
 CODES: dict[KVCodes | None, int] = {None: 0, "int8": 1, "fp8": 2}
 """Numbers by which ``kv_codes.hpp`` knows what is kept."""
@@ -60,15 +60,17 @@ class NativeCache:
         block_size: int,
         dtype: torch.dtype,
         codes: KVCodes | None = None,
+        memory: Allocator | None = None,
     ) -> None:
         """``block_size`` is a multiple of 16.
 
-        ``codes``: what keys and values are kept as; None: as numbers of ``dtype``.
+        ``codes``: what keys and values are kept as; None: as numbers of ``dtype``. ``memory``: where the
+        tensors are; None: in memory of this process.
         """
         self.block_size = block_size
         self._kv_heads = min((layer.kv_heads for layer in layers), default=1)
         self.num_blocks = num_blocks
-        arena, positions = Arena(), num_blocks * block_size
+        arena, positions = memory or Arena(), num_blocks * block_size
         kept = dtype if codes is None else torch.int8
         self.codes = CODES[codes]
         widths = [layer.key_dim + (0 if codes is None else layer.apart) for layer in layers]

@@ -12,6 +12,7 @@ import contextlib
 import math
 import mmap
 import os
+from typing import Protocol
 
 import torch
 
@@ -38,6 +39,12 @@ def mapped(num_bytes: int) -> torch.Tensor:
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     begin = -whole.data_ptr() % HUGE
     return whole[begin : begin + num_bytes]
+
+
+class Allocator(Protocol):
+    """Gives tensors of zeros."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
 
 
 class Arena:

@@ -22,7 +22,7 @@ from engine.messages import TransferCounters
 from engine.scheduling.blocks import BlockHash, BlockPool
 from engine.scheduling.request import Request, RequestKey
 from engine.transfers.checking import BlockChecks
-from engine.transfers.fetching import Ended, Outcome, Source, Wanted
+from engine.transfers.fetching import DEAD, Ended, Outcome, Source, Wanted
 from engine.transfers.handing_over import Find, HandOvers, Tail, nobody
 from engine.transfers.lending import Key, Look, Return
 from engine.transfers.messages import MOST_BLOCKS, NO_BLOCK, Holder
@@ -74,6 +74,14 @@ class Tier(Protocol):
     def forget(self, names: Sequence[BlockHash]) -> None: ...
 
 
+class Heir(Protocol):
+    """Blocks of dead instances: :class:`engine.inheritance.heir.Heir`."""
+
+    def fetch(self, wanted: Wanted) -> None: ...
+    def cancel(self, number: int) -> None: ...
+    def take_events(self) -> list[Ended]: ...
+
+
 FILES: Source = "files"
 """The tier as a source; no address is like this."""
 
@@ -109,11 +117,16 @@ class BlockExchange:
         *,
         checks: bool = False,
         tier: Tier | None = None,
+        heir: Heir | None = None,
     ) -> None:
         """``checks``: some fetched blocks are computed as well, since their bits must be equal.
 
-        ``tier``: where blocks are looked up that the cache has not.
+        ``tier``: where blocks are looked up that the cache has not. ``heir``: copies those of the dead.
         """
+        self._heir = heir
+        self._dead_price = FetchPrice(price.token_bytes)
+        self._estates: dict[Source, tuple[int, int, int]] = {}
+        """Transfers from each dead instance so far, blocks that came, and those asked for."""
         self._tier = tier
         self._tier_price = FetchPrice(price.token_bytes)
         self._pool = pool
@@ -186,6 +199,8 @@ class BlockExchange:
             taken.requests[request.key] = request
             self._waiting[request.key] = taken
             return True
+        if _is_dead(request.blocks_at) and self._heir is None:
+            request.blocks_at = ""
         if not self.is_open or (not request.blocks_at and self._tier is None):
             return False
         names = request.prefix_hashes(self._block_size)
@@ -307,6 +322,8 @@ class BlockExchange:
         if self._tier is not None:
             self._tier.turn(being_filled)
             events = [*events, *self._tier.take_events()]
+        if self._heir is not None:
+            events = [*events, *self._heir.take_events()]
         for event in events:
             match event:
                 case Look(loan, names, None):
@@ -320,7 +337,7 @@ class BlockExchange:
                     ready += self._ended(event)
         for loan, request, answer in self._hand_overs.due(find) if self._hand_overs else ():
             self._hand_over(loan, request, answer)
-        if self._tier is not None and self._transfers:
+        if self._transfers and (self._tier is not None or self._heir is not None):
             ready += self._overdue()
         if self._mover.has_ended and not self.is_idle:
             ready += self._give_up()
@@ -337,6 +354,7 @@ class BlockExchange:
         """Take in a step with prompt tokens, for the prices of what is fetched."""
         self.price.computed(tokens, seconds)
         self._tier_price.computed(tokens, seconds)
+        self._dead_price.computed(tokens, seconds)
 
     def _overdue(self) -> list[Request]:
         """Requests that wait no longer for files: a read may hang, and keeps its room."""
@@ -408,8 +426,12 @@ class BlockExchange:
     def _cancel_unwanted(self, transfer: _Transfer) -> None:
         if not transfer.is_wanted and not transfer.is_cancelled:
             transfer.is_cancelled = True
-            mover = self._tier if transfer.wanted.source == FILES and self._tier is not None else self._mover
-            mover.cancel(transfer.wanted.number)
+            self._mover_of(transfer.wanted.source).cancel(transfer.wanted.number)
+
+    def _mover_of(self, source: Source) -> Mover | Tier | Heir:
+        if source == FILES and self._tier is not None:
+            return self._tier
+        return self._heir if _is_dead(source) and self._heir is not None else self._mover
 
     def _begin_best(self, names: list[BlockHash], source: Source) -> _Transfer | None:
         """Begin a transfer from files that have all blocks, or if no instance has some."""
@@ -427,7 +449,7 @@ class BlockExchange:
         if not names or source in self._shunned:
             return None
         price = self._price_of(source)
-        if not at_any_price and not price.pays(tokens, now):
+        if not at_any_price and not _is_dead(source) and not price.pays(tokens, now):
             return None
         blocks = self._pool.take(len(names))
         assert blocks is not None, "there are more free ones"
@@ -440,15 +462,15 @@ class BlockExchange:
         for name in names:
             self._on_the_way.setdefault(name, transfer)
         self._count(queried_tokens=self._counters.queried_tokens + tokens)
-        if source == FILES and self._tier is not None:
+        if _is_here(source):
             transfer.due_at = now + seconds
-            self._tier.fetch(transfer.wanted)
-        else:
-            self._mover.fetch(transfer.wanted)
+        self._mover_of(source).fetch(transfer.wanted)
         return transfer
 
     def _price_of(self, source: Source) -> FetchPrice:
-        return self._tier_price if source == FILES else self.price
+        if source == FILES:
+            return self._tier_price
+        return self._dead_price if _is_dead(source) else self.price
 
     def _ended(self, end: Ended) -> list[Request]:
         transfer = self._transfers.pop(end.number)
@@ -466,6 +488,7 @@ class BlockExchange:
         outcomes = self._counters.outcomes
         self._count(
             fetched_tokens=self._counters.fetched_tokens + tokens,
+            inherited_tokens=self._counters.inherited_tokens + (tokens if _is_dead(end.source) else 0),
             fetched_bytes=self._counters.fetched_bytes + end.num_bytes,
             fetch_seconds=self._counters.fetch_seconds + end.seconds,
             outcomes={**outcomes, end.outcome.value: outcomes.get(end.outcome.value, 0) + 1},
@@ -477,6 +500,8 @@ class BlockExchange:
             is_wrong = end.outcome is Outcome.WRONG
             why = "what it sent is not what it named" if is_wrong else "its cache differs"
             self._shun(end.source, why, is_wrong=is_wrong)
+        if _is_dead(end.source):
+            self._inherited(end.source, num_full, len(wanted.names))
         found = self._leave(transfer)
         for request in found:
             request.num_fetched = tokens
@@ -486,6 +511,15 @@ class BlockExchange:
         for key in transfer.copies:
             self._end_copy(key, is_taken=end.was_lent and wanted.holder is not None)
         return found
+
+    def _inherited(self, source: Source, count: int, asked: int) -> None:
+        """Log what a dead instance left, once all that is wanted of it has come."""
+        before = self._estates.pop(source, (0, 0, 0))
+        now = before[0] + 1, before[1] + count, before[2] + asked
+        if any(each.wanted.source == source for each in self._transfers.values()):
+            self._estates[source] = now
+        else:
+            logger.info("%d requests inherit %d of %d KV blocks of a dead instance", *now)
 
     def _shun(self, source: Source, why: str, *, is_wrong: bool) -> None:
         level = logging.ERROR if is_wrong else logging.INFO
@@ -500,7 +534,7 @@ class BlockExchange:
             self._pool.release(blocks)
         found: list[Request] = []
         for number, transfer in list(self._transfers.items()):
-            if transfer.wanted.source != FILES:  # whose thread may still write
+            if not _is_here(transfer.wanted.source):  # whose thread may still write
                 self._pool.release(transfer.wanted.blocks)
                 found += self._leave(transfer)
                 self._set_aside(transfer)
@@ -515,3 +549,12 @@ class BlockExchange:
 
     def _count(self, **changes: object) -> None:
         self._counters = msgspec.structs.replace(self._counters, **changes)
+
+
+def _is_dead(source: Source) -> bool:
+    return source.startswith(DEAD)
+
+
+def _is_here(source: Source) -> bool:
+    """Whether a thread of its own reads it, which may hang."""
+    return source == FILES or _is_dead(source)

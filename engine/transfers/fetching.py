@@ -44,6 +44,8 @@ STALL = 1.0
 
 Source = str
 """Address of a source."""
+DEAD = "memory:"
+"""What the address of a dead instance's memory begins with (:mod:`engine.inheritance`)."""
 
 
 class Outcome(enum.StrEnum):

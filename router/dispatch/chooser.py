@@ -160,6 +160,8 @@ class Chooser:
         length = self._pool.index.prefix_length(instance.name, blocks)
         cached = length * instance.capacity.block_size if instance.capacity is not None else 0
         entry.blocks_at, spared = self._source_for(instance, blocks, cached)
+        if entry.inherits_at and entry.inherits_on == instance.member.host:
+            entry.blocks_at, spared = entry.inherits_at, max(0, entry.work - cached - 1)
         entry.uncached = entry.work - cached - spared
         if not entry.prompt.background:
             self.counts["affinity_hits" if cached else "affinity_misses"] += 1

@@ -132,6 +132,10 @@ class Entry:
     """When it left its instance, where that was later than the loss."""
     blocks_at: str = ""
     """Where the instance of its current try may fetch KV blocks (``Submit.blocks_at``)."""
+    inherits_at: str = ""
+    """Where the blocks are that died with its instance; empty once it goes on."""
+    inherits_on: str = ""
+    """The host where that is."""
     sink: TokenSink | None = None
     """Where a single token goes at once: see :meth:`router.mesh.Generation.hand_over`.
 

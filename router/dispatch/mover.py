@@ -174,10 +174,12 @@ class RequestMover:
             return
         numbers = [entry.address[1] for entry in lost if entry.address]
         self._connections[instance.name].send(Abort(numbers))
-        loss = Loss(instance.rank, time.monotonic(), len(lost))
+        loss, capacity = Loss(instance.rank, time.monotonic(), len(lost)), instance.capacity
         for entry in lost:
             entry.owed = True
             entry.moves(loss)
+            entry.inherits_at = "" if instance.is_leaving or capacity is None else capacity.inherited_at
+            entry.inherits_on = instance.member.host
             if instance.is_leaving:
                 entry.uncount_try()
             self.resume(entry, instance, patience)
@@ -267,6 +269,7 @@ class RequestMover:
     def begins_try(self, entry: Entry, delta: Delta) -> None:
         """Record that the first delta of a try has come."""
         self._chooser.settle(entry)
+        entry.inherits_at = ""
         if delta.token_ids:  # else it failed, and nothing was computed
             self._note_class(entry)
 

@@ -36,6 +36,7 @@ from parallel.devices import cuda_devices, visible_cuda_devices
 from parallel.topology import threads_per_worker, usable_cores
 from router.config import HttpConfig, ServeConfig
 from router.http.listen import at_path, bind, wait_for_health
+from router.launcher.cache_files import CacheFiles
 from router.launcher.endpoint_config import EVERYWHERE
 from router.launcher.environment import with_key
 from router.launcher.foreign_flags import FOREIGN
@@ -206,8 +207,18 @@ def _run(config: ServeConfig, model: _Model, held: contextlib.ExitStack, keys: M
         engine_spec=lambda rank, number: _one_more(config, rank, number),
         doors=sockets,
         fork_server=_fork_server(config, model.model_type),
+        caches=_caches(config, held),
     )
     return uvloop.run(_supervise(config, mesh_name, supervisor, doors, keys))
+
+
+def _caches(config: ServeConfig, held: contextlib.ExitStack) -> CacheFiles | None:
+    """Memory of KV caches that outlives instances, if that is asked for."""
+    if not config.engine.cache.enable_kv_inheritance or not hasattr(os, "memfd_create"):
+        return None
+    caches = CacheFiles()
+    held.callback(caches.close)
+    return caches
 
 
 def _bound(config: ServeConfig, held: contextlib.ExitStack) -> tuple[ServeConfig, list[socket.socket]]:

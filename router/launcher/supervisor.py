@@ -21,6 +21,7 @@ from coordinator.process import process
 from coordinator.rpc.handshakes import KeyRefused
 from engine.host.forked import Forked, ForkServer, Unforked
 from router.faults import FaultEvent, Faults
+from router.launcher.cache_files import CacheFiles
 from router.launcher.child_process import ChildProcess, exit_status, fork, spawn
 from router.launcher.launch import ProcessSpec
 from router.launcher.restarts import Restarts
@@ -54,12 +55,13 @@ class Supervisor:
         engine_spec: Callable[[int | None, int], ProcessSpec] | None = None,
         doors: Sequence[socket.socket] = (),
         fork_server: ForkServer | None = None,
+        caches: CacheFiles | None = None,
     ) -> None:
         """``drain_timeout``: seconds that headless instances may take to finish what they have.
         ``shutdown_timeout``: seconds that routers may take to finish requests.
         ``engine_spec`` makes the instance of a rank (None: of any), with a number among ours. ``doors`` are
         held open for routers to come, and closed at the end; so is ``fork_server``, which makes the
-        instances, if there is one."""
+        instances, if there is one. ``caches``: memory of their KV caches, which outlives them."""
         self._table = list(table)
         self._drain_timeout = drain_timeout
         self._shutdown_timeout = shutdown_timeout
@@ -67,6 +69,7 @@ class Supervisor:
         self._engine_spec = engine_spec
         self._doors = doors
         self._fork_server = fork_server
+        self._caches = caches
         self._children: dict[int, ChildProcess] = {}
         self._coming_back: dict[int, ProcessSpec] = {}
         self._num_keys = 0
@@ -230,6 +233,8 @@ class Supervisor:
                 ours.retired = ours.retired or not member.state.stays
                 if member.state is State.READY and ours.began is None:
                     ours.began = time.monotonic()
+                    if self._caches is not None:
+                        self._caches.serves(ours.key)
 
     # ---- life
 
@@ -260,6 +265,8 @@ class Supervisor:
         name = uuid.uuid4().hex[:12]
         self._names.append(name)
         environment = {**spec.environment(), process.INSTANCE_VARIABLE: name}
+        if self._caches is not None and spec.is_instance:
+            environment |= self._caches.begin(key)
         started: Process | Forked | None = None
         if self._forks(spec):
             self._coming_back[key] = spec
@@ -296,6 +303,8 @@ class Supervisor:
         self._children.pop(child.key, None)
         self._gone.append(child.process.pid)
         self._gone_names.append(child.name)
+        if self._caches is not None and (status == 0 or child.retired):
+            self._caches.forget(child.key)
         if self._ended.is_set():
             return
         how = process.how_it_ended(status)
@@ -326,6 +335,8 @@ class Supervisor:
             delay = self._restarts.after_end(child.key, child.spec.role, served_for)
             if delay is None:
                 logger.error("%s ended too often in a row: it is not started again", child.spec.name)
+                if self._caches is not None:
+                    self._caches.forget(child.key)
                 self._end_without_instances(status)
                 return
             self._coming_back[child.key] = self._successor(child, status)

@@ -144,6 +144,9 @@ def _of_transfers(model: str, reports: Mapping[int, InstanceReport]) -> Iterable
     seconds = CounterMetricFamily(
         "lockstep:kv_fetch_seconds", "Time of transfers, from the question to the last block.", labels=LABELS
     )
+    inherited = CounterMetricFamily(
+        "lockstep:kv_inherited_tokens", "Tokens whose KV blocks came from a dead instance.", labels=LABELS
+    )
     lent = CounterMetricFamily(
         "lockstep:kv_lent_blocks", "KV blocks that were held for other instances.", labels=LABELS
     )
@@ -167,12 +170,13 @@ def _of_transfers(model: str, reports: Mapping[int, InstanceReport]) -> Iterable
         for outcome, count in sorted(counters.outcomes.items()):
             outcomes.add_metric((*labels, outcome), count)
         num_bytes.add_metric(labels, counters.fetched_bytes)
+        inherited.add_metric(labels, counters.inherited_tokens)
         seconds.add_metric(labels, counters.fetch_seconds)
         lent.add_metric(labels, counters.lent_blocks)
         checked.add_metric(labels, counters.checked_blocks)
         wrong.add_metric(labels, counters.wrong_blocks)
         price.add_metric(labels, report.fetch_price)
-    return [outcomes, num_bytes, seconds, lent, checked, wrong, price]
+    return [outcomes, num_bytes, seconds, inherited, lent, checked, wrong, price]
 
 
 def _of_lockstep(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[Metric]:

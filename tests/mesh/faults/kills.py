@@ -97,6 +97,8 @@ class Case:
 
     ``before``: its successor is at work when the instance is killed.
     """
+    together: bool = False
+    """Whether one ``serve`` has all instances, and starts them again itself."""
 
     @property
     def spread(self) -> bool:
@@ -111,16 +113,19 @@ class Case:
 
 TWICE = '{"num_redundant_experts": 8}'
 """As many copies of the shipped model's experts as there are experts."""
+APART = ("--no-enable-expert-parallel",)
 CASES = {
     "moe": Case(3, ("-ep",)),
     "moe-twice": Case(3, ("-ep", "--enable-eplb", "--eplb-survive", "1", "--eplb-config", TWICE)),
     "two-of-four": Case(4, ("-ep",), at_once=2),
     "tp": Case(2, ("-tp", "2", "--no-enable-expert-parallel"), victims=workers),
     "dense": Case(3, ("--no-enable-expert-parallel",), dense=True),
+    "inherit": Case(3, (*APART, "--enable-kv-inheritance", "--restart"), dense=True, together=True),
+    "no-inherit": Case(3, (*APART, "--restart"), dense=True, together=True),
     "coordinator-then-rank": Case(3, ("-ep",), coordinator="before"),
     "coordinator-and-rank": Case(3, ("-ep",), coordinator="with"),
 }
-"""Cases by name; those of coordinators and of copies are not part of ``all``.
+"""Cases by name; ``all`` leaves out coordinators, copies and inheritance.
 
 Each kill of a coordinator takes ten seconds more: one whose deaths follow each other is started ever later.
 """
@@ -207,7 +212,11 @@ class Kills:
 
     def heal(self) -> None:
         """Start others in place of the dead, and wait for them."""
-        self._mesh.make_whole()
+        if self._case.together:
+            size = self._case.size
+            wait_until(lambda: self._mesh.ready() == list(range(size)), 90, "all instances are ready")
+        else:
+            self._mesh.make_whole()
         self.found[-1]["later gap"] = 1000 * self._load.longest_wait(self._killed_at + 1.0, time.monotonic())
 
     def _wait_for(self, text: str, count: int) -> list[tuple[float, str]]:
@@ -334,7 +343,7 @@ def run(name: str, asked: argparse.Namespace, directory: Path) -> tuple[dict[str
     with contextlib.ExitStack() as stack:
         hosts = netns.ends_here() if asked.namespaces else None
         mesh = SpreadMesh(
-            directory, stack, case.size, apart=True, model=model, how=case.how, flags=FLAGS, hosts=hosts,
+            directory, stack, case.size, apart=not case.together, model=model, how=case.how, flags=FLAGS, hosts=hosts,
             backend=asked.backend,
         )  # fmt: skip
         bodies = [body_of(number, model=model) for number in range(NUM_BODIES)]

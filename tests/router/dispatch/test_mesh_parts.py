@@ -134,6 +134,24 @@ def test_who_holds_a_request_is_preferred() -> None:
     assert caught.value.status == 503
 
 
+def test_what_a_dead_instance_had_is_taken_on_its_host_alone() -> None:
+    pool = Pool()
+    chooser = Chooser(pool, Ledger())
+    near = member("near", 0)
+    pool.apply(view(near, msgspec.structs.replace(near, instance="far", rank=1, host="far")), 0.0)
+    for instance in pool:
+        instance.attached, instance.capacity = True, capacity(100)
+        entry = Entry(
+            Prompt(request_id="r", prompt_ids=[1] * 100, params=SamplingParams(), seed=9),
+            inherits_at="memory:/proc/1/fd/2#x",
+            inherits_on=near.host,
+        )
+        number = chooser.dispatch(entry, instance, 0.0)
+        is_near = instance.name == "near"
+        assert entry.submit(number).blocks_at == ("memory:/proc/1/fd/2#x" if is_near else "")
+        assert entry.uncached == (1 if is_near else 100)
+
+
 def test_a_report_never_hides_or_doubles_a_dispatch() -> None:
     instance = Instance(member("a", 0))
     numbers = [instance.dispatch(tokens, 0.0) for tokens in (100, 50, 25)]

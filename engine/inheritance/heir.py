@@ -1,0 +1,177 @@
+"""Copies blocks of dead instances into a cache, in a thread of its own.
+
+The same contract as a fetch from a live one: a :class:`.Wanted` ends by an :class:`.Ended`, whatever happens.
+Nobody is asked, and nothing is mapped: what is released meanwhile is a short read, and is computed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from engine.inheritance.shared_cache import is_cache
+from engine.inheritance.table import ENTRY_BYTES, HEADER_BYTES, Header, Table, unpacked
+from engine.scheduling.blocks import BlockHash
+from engine.transfers.block_memory import BlockMemory
+from engine.transfers.fetching import DEAD, Ended, Outcome, Source, Wanted
+
+logger = logging.getLogger(__name__)
+
+LIVING = 0.25
+"""Seconds in which a dying owner has to be gone.
+
+Memory of one that lives is not read.
+"""
+LOOK_INTERVAL = 0.001
+"""Seconds between two looks whether it is."""
+
+
+class OwnerLives(OSError):
+    """The owner of some memory may still write it."""
+
+
+class _Estate:
+    """The memory of one dead instance, open."""
+
+    def __init__(self, source: Source, identity: str, patience: float) -> None:
+        """``patience``: seconds to wait for its owner's death. Raises OSError if it cannot be read."""
+        path, _, owner = source.removeprefix(DEAD).partition("#")
+        if not is_cache(path):
+            raise FileNotFoundError(f"{path} is gone")
+        self.source = source
+        self.file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _wait_for_death(self.file, patience)
+            header = unpacked(os.pread(self.file, HEADER_BYTES, 0))
+            if header is None or header.owner != owner:
+                raise FileNotFoundError(f"{path} is another instance's, or empty")
+            if header.identity != identity:
+                raise FileNotFoundError(f"{path} is of another cache")
+            table = bytearray(os.pread(self.file, header.num_blocks * ENTRY_BYTES, HEADER_BYTES))
+        except BaseException:
+            os.close(self.file)
+            raise
+        self.header: Header = header
+        self.blocks: dict[BlockHash, int] = Table(memoryview(table), owner).read()
+
+    def copy(self, block: int, parts: list[memoryview]) -> bool:
+        """Copy one block; False if it is not there any more."""
+        for (begin, size), part in zip(self.header.parts, parts, strict=True):
+            if os.preadv(self.file, [part], begin + block * size) != size:
+                return False
+        return True
+
+
+class Heir:
+    """Reads blocks of dead instances into one cache until it is closed."""
+
+    def __init__(self, memory: BlockMemory, identity: str, wake: Callable[[], None]) -> None:
+        """``wake``: called by the thread when there are events to take."""
+        self._memory = memory
+        self._identity = identity
+        self._wake = wake
+        self._asked: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
+        self._ended: deque[Ended] = deque()
+        self._cancelled: set[int] = set()
+        self._estate: _Estate | None = None
+        self._living: Source | None = None
+        """Whose owner lived when it was looked at last: nobody waits for its death again."""
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kv-heir", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<Heir of {self._estate.source if self._estate else 'nobody'}>"
+
+    def fetch(self, wanted: Wanted) -> None:
+        """Begin to copy blocks."""
+        self._asked.put(wanted)
+
+    def cancel(self, number: int) -> None:
+        """End a copy soon."""
+        self._cancelled.add(number)
+
+    def take_events(self) -> list[Ended]:
+        """Copies that ended since the last call."""
+        found = []
+        while self._ended:
+            end = self._ended.popleft()
+            self._cancelled.discard(end.number)
+            found.append(end)
+        return found
+
+    def close(self) -> None:
+        self._closing = True
+        self._asked.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (wanted := self._asked.get()) is not None and not self._closing:
+            began = time.monotonic()
+            count, outcome = 0, Outcome.LOST
+            try:
+                count, outcome = self._copy(wanted, began + wanted.seconds)
+            except OSError as error:
+                logger.info("nothing is inherited: %s", error)
+            except Exception:
+                logger.exception("blocks of a dead instance could not be copied")
+            seconds, num_bytes = time.monotonic() - began, count * self._memory.block_bytes
+            self._ended.append(Ended(wanted.number, count, outcome, wanted.source, num_bytes, seconds))
+            self._wake()
+            if self._asked.empty():
+                self._leave()  # else the memory would be kept from the system
+        self._leave()
+
+    def _copy(self, wanted: Wanted, until: float) -> tuple[int, Outcome]:
+        """Copy blocks.
+
+        Returns how many of the first are there, and why there are no more.
+        """
+        if self._estate is None or self._estate.source != wanted.source:
+            self._leave()
+            patience = 0.0 if wanted.source == self._living else LIVING
+            try:
+                self._estate = _Estate(wanted.source, self._identity, patience)
+            except OwnerLives:
+                self._living = wanted.source
+                raise
+        estate = self._estate
+        for index, (name, to) in enumerate(zip(wanted.names, wanted.blocks, strict=True)):
+            if wanted.number in self._cancelled or self._closing:
+                return index, Outcome.CANCELLED
+            if time.monotonic() > until:
+                return index, Outcome.SLOW
+            block = estate.blocks.get(name)
+            if block is None:
+                return index, Outcome.WHOLE if index else Outcome.ABSENT
+            if not estate.copy(block, self._memory.parts_of(to)):
+                return index, Outcome.LOST
+        return len(wanted.names), Outcome.WHOLE
+
+    def _leave(self) -> None:
+        if self._estate is not None:
+            os.close(self._estate.file)
+            self._estate = None
+
+
+def _wait_for_death(file: int, patience: float) -> None:
+    """Return once the owner's last thread is gone.
+
+    Raises:
+        OwnerLives: it lives on.
+    """
+    until = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() > until:
+                raise OwnerLives("the instance lives") from error
+            time.sleep(LOOK_INTERVAL)

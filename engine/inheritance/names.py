@@ -1,0 +1,8 @@
+"""Names by which ``serve``, instances and routers know memory that is inherited."""
+
+MEMORY_VARIABLE = "LOCKSTEP_KV_MEMORY"
+"""Environment variable: path of the file for the cache of this instance."""
+PREDECESSOR_VARIABLE = "LOCKSTEP_KV_PREDECESSOR"
+"""Environment variable: path of the file of the instance that died before this one."""
+FILE_NAME = "lockstep-kv"
+"""What these files are called, in ``/proc``."""
