@@ -333,7 +333,8 @@ class EngineCore:
 
         Returns the new tokens by router, none if nothing runs. In lockstep each step begins once all agree on
         it. Where no further step follows for now, all that are under way are finished. Where it
-        :attr:`overlaps`, ``meanwhile`` is called while workers compute.
+        :attr:`overlaps`, ``meanwhile`` is called while workers or a device compute; before a device gets a
+        step with prompts, too.
 
         A step that does not come to its end is kept and runs again before anything else is scheduled, also
         if its requests are aborted meanwhile: others may rely on the blocks that it fills. So nothing has to
@@ -344,7 +345,7 @@ class EngineCore:
             engine.executor_contract.WorkerLost: a worker of this instance is.
         """
         try:
-            pauses = self._begin_steps()
+            pauses = self._begin_steps(meanwhile)
             if self.overlaps:
                 meanwhile()
             for _ in range(len(self._under_way) if pauses else min(1, len(self._under_way))):
@@ -373,7 +374,7 @@ class EngineCore:
             else:
                 self._outgoing[peer] = tokens
 
-    def _begin_steps(self) -> bool:
+    def _begin_steps(self, meanwhile: Callable[[], None]) -> bool:
         """Begin steps until enough are under way, or nothing more can run now.
 
         In lockstep some are without any rows of this instance. Returns whether no further step follows.
@@ -389,6 +390,8 @@ class EngineCore:
                 return agreement.pauses
             if not self._under_way:
                 self._finished_at = time.perf_counter()
+            if self.overlaps and not self._executor.has_workers and step.num_tokens > len(step.slots):
+                meanwhile()  # its many launches would keep tokens back for as long as it computes
             self._executor.begin(step, agreement.sizes)
             self._under_way.append((step, agreement))
         return False

@@ -54,7 +54,9 @@ class Executor(Protocol):
     in_flight: int
     """Most steps under way at once; more than one where workers form a pipeline."""
     computes_apart: bool
-    """Whether :meth:`begin` returns while others compute."""
+    """Whether :meth:`begin` returns while others, or a device, compute."""
+    has_workers: bool
+    """Whether other processes compute, whose results it awaits no longer than it may."""
 
     @property
     def needs_tokens(self) -> bool:
@@ -95,7 +97,7 @@ class Executor(Protocol):
     def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
         """Start to compute a step behind those under way, at most ``in_flight`` in all.
 
-        Running the same step again gives the same result. Without workers the step is computed here and now.
+        Running the same step again gives the same result. Without workers a CPU computes it here and now.
 
         Args:
             sizes: with experts spread over instances, the tokens of every rank in this step; one without

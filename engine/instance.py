@@ -244,7 +244,7 @@ class Instance:
                 self._spread = self._spread_experts(membership, executor, self._server, sharers)
                 core.stepping = self._spread.stepping
                 logger.info("loaded after %.1f s", time.monotonic() - began)
-            if not executor.computes_apart:
+            if not executor.has_workers:
                 device = self._config.device
                 limit = device.step_timeout if place is None else device.lockstep_timeout
                 self._watch = StepWatch(limit, self._mesh.startup_timeout)

@@ -2,11 +2,12 @@
 
 A plain copy to a CUDA device waits until all that was launched before is done. From page-locked memory it
 need not, and torch's allocator of such memory hands it out again only when the copy is over. So a step waits
-once: in :func:`fetch`, for its results.
+once: for its results, which :func:`begin_fetch` begins to copy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,22 @@ def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def fetch(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The tensor's numbers on the host, once the device has computed them."""
-    found: npt.NDArray[Any] = tensor.cpu().numpy()
-    return found
+def begin_fetch(tensor: torch.Tensor) -> Callable[[], npt.NDArray[Any]]:
+    """Begin to copy a tensor to the host; the function returned waits for its numbers.
+
+    A host that has something to do while the device computes does it in between.
+    """
+    if tensor.device.type == "cpu":
+        here: npt.NDArray[Any] = tensor.numpy()
+        return lambda: here
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def numbers() -> npt.NDArray[Any]:
+        copied.synchronize()
+        found: npt.NDArray[Any] = copy.numpy()
+        return found
+
+    return numbers

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.base import PLAN_KEYWORD, Int64s, PackedRows, PagedAttention
-from engine.attention.transfer import fetch, upload
+from engine.attention.transfer import begin_fetch, upload
 from engine.compute.logits_backend import SampleRow
 from engine.compute.sampler import Sampler, VocabularyShard, read_logprobs
 from engine.compute.token_rules import TokenRules
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from engine.compute.decode_graphs import DecodeGraphs
     from engine.kernels.going_on import GoingOn
     from engine.kernels.program import Program
+
+Pending = Callable[[], StepResult]
+"""Waits for a step that was begun."""
 
 MIN_TABLE_WIDTH = 16
 MIN_SPARE_TOKENS = 64
@@ -164,14 +167,21 @@ class ModelRunner:
 
     def run(self, step: Step) -> StepResult:
         """Compute one step. Running it again gives the same result and leaves the same state."""
+        return self.begin(step)()
+
+    def begin(self, step: Step) -> Pending:
+        """Begin one step; the function returned waits for it, before another begins.
+
+        On a device all is launched when this returns. On a CPU most of it is computed by then.
+        """
         result = self._go_on(step)
         if result is not None:
-            return result
+            return _done(result)
         for admit in step.admits:
             self._slots[admit.slot] = _Slot.of(admit)
             self._tables.clear(admit.slot)
         if not step.slots:
-            return StepResult([])
+            return _done(StepResult([]))
         for slot, start, token in zip(step.slots, step.starts, step.tokens, strict=False):
             self._slots[slot].put(start, token)
         for index, draft in step.drafts.items():
@@ -186,17 +196,24 @@ class ModelRunner:
             draws = self._draws(step, wanted) if program is not None and self._is_plain(step) else None
             if program is not None and draws is not None and program.can_choose(len(input_ids), draws):
                 tokens = program.choose(packed, input_ids, wanted.tokens, draws)
-                result = self._result(step, wanted, tokens, {}, {})
+                pending = _done(self._result(step, wanted, tokens, {}, {}))
                 self._going_on = program.going_on
                 if self._going_on is not None:
                     self._going_on.begin(step)
             else:
                 output = self._forward(packed, input_ids, wanted.tokens, hidden)
-                result = self._finish(step, wanted, output) if self._shard.is_last else StepResult([])
-            self.spans.append((began, time.monotonic()))
+                pending = self._sample(step, wanted, output) if self._shard.is_last else _done(StepResult([]))
             if not self._shard.is_last:
+                self.spans.append((began, time.monotonic()))
                 self._send(output)
+                return pending
+
+        def finish() -> StepResult:
+            result = pending()
+            self.spans.append((began, time.monotonic()))
             return result
+
+        return finish
 
     def _go_on(self, step: Step) -> StepResult | None:
         """Compute a consecutive decode step of the same rows; None if it is none."""
@@ -334,8 +351,8 @@ class ModelRunner:
         carried = hidden if carries(self._shard.stages, hidden) else hidden.cpu()
         self._shard.stages.send(carried, self._shard.stage + 1)
 
-    def _finish(self, step: Step, wanted: _Wanted, logits: torch.Tensor) -> StepResult:
-        """Sample, fetch everything from the device at once, and keep the new tokens."""
+    def _sample(self, step: Step, wanted: _Wanted, logits: torch.Tensor) -> Pending:
+        """Sample, fetch everything from the device at once, then keep the new tokens."""
         masks = _masks_by_row(step)
         num_sampled = len(wanted.sampled)
         sample_rows = [
@@ -348,11 +365,27 @@ class ModelRunner:
             chosen = logits.new_empty(0).long()
         with_logprobs = [i for i, row in enumerate(sample_rows) if row.params.logprobs is not None]
         if not with_logprobs and not wanted.prompt_rows:
-            return self._result(step, wanted, fetch(chosen).tolist(), {}, {})
+            tokens_here = begin_fetch(chosen)
+            return lambda: self._result(step, wanted, tokens_here().tolist(), {}, {})
         table = self._logprob_table(step, wanted, logits, chosen, with_logprobs)
-        fetched = fetch(torch.cat([chosen.double(), table.flatten()]))
+        all_here = begin_fetch(torch.cat([chosen.double(), table.flatten()]))
+        return lambda: self._result_with_logprobs(
+            step, wanted, all_here(), tuple(table.shape), with_logprobs, sample_rows
+        )
+
+    def _result_with_logprobs(
+        self,
+        step: Step,
+        wanted: _Wanted,
+        fetched: npt.NDArray[np.float64],
+        shape: tuple[int, ...],
+        with_logprobs: list[int],
+        sample_rows: list[SampleRow],
+    ) -> StepResult:
+        """Result from tokens and a table of that ``shape``, see :meth:`_logprob_table`."""
+        num_sampled = len(wanted.sampled)
         tokens = [int(token) for token in fetched[:num_sampled]]
-        lines = fetched[num_sampled:].reshape(table.shape)
+        lines = fetched[num_sampled:].reshape(shape)
         logprobs = {}
         for line, index in zip(lines, with_logprobs, strict=False):
             logprobs[index] = read_logprobs(line, sample_rows[index].params.logprobs or 0)
@@ -446,6 +479,10 @@ class ModelRunner:
                 )
             begin += len(draft) + 1
         return StepResult(by_row, row_logprobs, prompt_logprobs, further)
+
+
+def _done(result: StepResult) -> Pending:
+    return lambda: result
 
 
 def sampler_of(model: LoadedModel, *, row_by_row: bool = False) -> Sampler:

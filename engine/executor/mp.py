@@ -66,6 +66,7 @@ class MpExecutor:
     """Implements :class:`engine.executor_contract.Executor` with the workers of a crew."""
 
     computes_apart = True
+    has_workers = True
 
     def __init__(
         self,

@@ -31,11 +31,11 @@ from engine.compute import invariance
 from engine.compute.decode_graphs import CudaCapture, DecodeGraphs, make_graphs
 from engine.compute.fixed_blocks import FixedBlocks
 from engine.compute.graph_sizes import capture_sizes
-from engine.compute.runner import ModelRunner, sampler_of
+from engine.compute.runner import ModelRunner, Pending, sampler_of
 from engine.config import EngineConfig
 from engine.executor_contract import ExpertTimes, Progress
 from engine.host import memory
-from engine.host.cache_size import experts_after_loss, leave_room, share_of_device
+from engine.host.cache_size import experts_after_loss, leave_room, left_beside, share_of_device
 from engine.host.cores import has_gpu
 from engine.inheritance.shared_cache import SharedCache
 from engine.inheritance.table import Table
@@ -82,7 +82,7 @@ class UniExecutor:
 
     in_flight = 1
     needs_tokens = False
-    computes_apart = False
+    has_workers = False
 
     def __init__(
         self,
@@ -103,7 +103,8 @@ class UniExecutor:
         self._place = place
         self._shard = shard
         self._before_first_run = before_first_run
-        self._results: deque[StepResult] = deque()
+        self._pending: deque[Pending] = deque()
+        self.computes_apart = False
         self._info = info
         self._threads = threads
         self._model: LoadedModel | None = None
@@ -275,14 +276,19 @@ class UniExecutor:
         device, sharers = self._model.device, device_sharers()
         free, total = torch.cuda.mem_get_info(device)
         reserved, peak = torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
-        share = share_of_device(
+        peak += self._gather_bytes()
+        utilization = self._config.cache.utilization(sharers)
+        share = share_of_device(total=total, free=free, reserved=reserved, peak=peak, utilization=utilization)
+        left = left_beside(
+            share,
             total=total,
             free=free,
             reserved=reserved,
-            peak=peak + self._gather_bytes(),
-            utilization=self._config.cache.utilization(sharers),
+            peak=peak,
+            utilization=utilization,
+            sharers=sharers,
         )
-        return self._leave_room(share, max(0, free + reserved - peak - share) // sharers)
+        return self._leave_room(share, left)
 
     def _gather_bytes(self) -> int:
         """What TORCH_SDPA will keep for gathered contexts, of which the largest step has none."""
@@ -448,6 +454,7 @@ class UniExecutor:
         cache = self._make_cache(num_blocks)
         self._stored = cache.stored if model.device.type == "cpu" else []
         graphs = self._make_graphs(cache, num_blocks)
+        self.computes_apart = launches_ahead(self._place, self._shard, has_graphs=graphs is not None)
         fixed = self._fixed is not None
         self._runner = ModelRunner(model, cache, block_size, graphs=graphs, row_by_row=fixed)
         self._attention = cache.use
@@ -549,7 +556,7 @@ class UniExecutor:
         )
 
     def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
-        """See :class:`.Executor`. The step is done when this returns: no other process computes it."""
+        """See :class:`.Executor`. On a CPU the step is done when this returns."""
         assert self._runner is not None, "allocate() comes first"
         assert self._model is not None
         self._untouched.note(step)
@@ -560,7 +567,11 @@ class UniExecutor:
             only_serves = self._model.experts is not None and not step.slots
             if only_serves and (self._program is None or not self._program.serve()):
                 self._pass_expert_layers(self._model)
-            self._results.append(self._runner.run(step))
+            pending = self._runner.begin(step)
+            if not self.computes_apart:
+                result = pending()
+                pending = lambda: result  # noqa: E731
+            self._pending.append(pending)
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -582,7 +593,7 @@ class UniExecutor:
 
     def finish(self) -> StepResult:
         """See :class:`.Executor`."""
-        return self._results.popleft()
+        return self._pending.popleft()()
 
     def check(self) -> None:
         """There are no workers that could end."""
@@ -737,6 +748,15 @@ class UniExecutor:
         self._held = None
         self._model = None
         self._program = None
+
+
+def launches_ahead(place: tuple[int, int] | None, shard: Shard, *, has_graphs: bool) -> bool:
+    """Whether beginning a step only launches it, and its results are waited for later.
+
+    Not in groups: they watch a step from its launch to its results, since a peer that is lost shows only as
+    a device that waits. Without graphs a device is done hardly later than its last launch.
+    """
+    return has_graphs and place is None and shard.is_whole
 
 
 def goes_between_hosts(form: GroupPlan) -> bool:

@@ -19,7 +19,10 @@ from engine.gpu.grouped_kernels import STEP_ADDRESSES, group_of_tile
 INT8, INT4, FLOAT8, FLOAT4 = 0, 1, 2, 3
 """Kinds of codes."""
 _MAGIC = tl.constexpr(12582912.0)
-"""1.5 * 2 ** 23: to add it and take it away rounds to the nearest whole number, halves to the even one."""
+"""1.5 * 2 ** 23: adding it and taking it away rounds.
+
+Halves go to the even one.
+"""
 _FAR = tl.constexpr(1048576.0)
 
 
@@ -42,7 +45,7 @@ def number_of(codes, KIND: tl.constexpr):
 
 @triton.jit
 def weights_of(codes, scale, zero, KIND: tl.constexpr, ZEROS: tl.constexpr, SCALED: tl.constexpr):
-    """Weights [k, n] of codes, with scale and zero point [n] of the group that they are in.
+    """Weights [k, n] of codes, with scale and zero point [n] of their group.
 
     Without ``SCALED`` the scale is left for the sums.
     """
@@ -183,7 +186,7 @@ def round_rows(
     FIXED: tl.constexpr,
     SYMMETRIC: tl.constexpr,
 ):
-    """Program (row, part): numbers of a part of a row as int8, with the part's scale and zero point."""
+    """Program (row, part): a part of a row as int8, with scale and zero point."""
     row, part = tl.program_id(0), tl.program_id(1)
     parts = tl.num_programs(1)
     k = tl.arange(0, BLOCK)

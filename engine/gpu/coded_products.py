@@ -1,25 +1,24 @@
-"""Quantised weights on a GPU, and launches of the kernels that multiply by them (loads triton)."""
+"""Quantised weights on a GPU, and the kernels that multiply by them (loads triton)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from engine.gpu import coded_kernels as kernels
-from engine.model.quantization.matrices import FLOAT8, Codes
-from engine.model.quantization.rounding import Rounding
-from engine.model.quantization.stacks import TWICE
+from engine.gpu.coded_kernels import FLOAT4, INT4, INT8
+from engine.gpu.coded_kernels import FLOAT8 as E4M3
 
 if TYPE_CHECKING:
     from engine.gpu.grouped_products import Pairs
 
 WORD = 32
 """Inputs of codes of 4 bits that are packed together."""
-LEAST_INPUTS = 16
+GROUP_STEP = 16
 """What the inputs of a group are a multiple of."""
-MOST_INPUTS = 128
+TILE_INPUTS = 128
 """Most inputs that a program multiplies at once."""
 SMALL_TILE, LARGE_TILE = 16, 64
 """Rows of a tile."""
@@ -27,11 +26,30 @@ MANY_ROWS = 48
 """Rows of a matrix, on average, from which tiles are large."""
 FLOAT8_FACTOR = 256.0
 """What floats of 8 bits are smaller by after their bits were shifted."""
+TWICE_FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the numbers of floats of 4 bits (e2m1), by their bits."""
+
+
+class InputRounding(Protocol):
+    """How inputs are rounded before they are multiplied; see ``engine.model.quantization.rounding``."""
+
+    @property
+    def scale(self) -> float: ...
+
+    @property
+    def zero(self) -> int: ...
+
+    @property
+    def is_symmetric(self) -> bool: ...
+
+    def product(
+        self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, parts: int = 1
+    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
 class DeviceCodes:
-    """The weights of a linear layer, or of a layer's experts, as the kernels read them."""
+    """Weights of a linear layer, or of a layer's experts, for the kernels."""
 
     codes: torch.Tensor
     """uint8 [matrices, outputs, bytes]."""
@@ -43,7 +61,7 @@ class DeviceCodes:
     inputs: int
     order: torch.Tensor | None = None
     """int64 [inputs]: which input stands at each place; None: they stand in their order."""
-    rounding: Rounding | None = None
+    rounding: InputRounding | None = None
     """How inputs are rounded; None: not at all."""
     parts: int = 1
     """Parts of rounded inputs that have scales of their own."""
@@ -64,50 +82,6 @@ class DeviceCodes:
         """Bytes of memory of the device."""
         held = (self.codes, self.scales, self.zeros, self.order, self.sums)
         return sum(each.nbytes for each in held if each is not None)
-
-    @classmethod
-    def of(cls, known: Codes, device: torch.device, parts: int = 1) -> DeviceCodes | None:
-        """Codes of a matrix or a stack of them; None where the kernels do not read their groups.
-
-        ``parts``: of the inputs, if they are rounded.
-        """
-        is_matrix = known.codes.dim() == 2
-        order = None
-        if known.order is not None:
-            order = _order_of(known.order) if is_matrix else None
-            if order is None:
-                return None
-            groups = len(known.scales[0])
-            if not bool((known.order.long()[order].view(groups, -1) == torch.arange(groups)[:, None]).all()):
-                return None
-            known = replace(known, codes=known.codes[:, order], order=None)
-        if is_matrix:
-            zeros = None if known.zeros is None else known.zeros[None]
-            known = replace(known, codes=known.codes[None], scales=known.scales[None], zeros=zeros)
-        inputs, groups = known.codes.shape[-1], known.scales.shape[-1]
-        group = inputs // groups
-        if groups > 1 and group % LEAST_INPUTS:
-            return None
-        sums = None
-        if known.rounding is not None:
-            if groups > 1 or known.bits != 8 or known.is_float or known.zeros is not None:
-                return None
-            if not known.rounding.is_centred:
-                sums = known.codes.unflatten(-1, (parts, -1)).sum(-1, dtype=torch.int32).mT.contiguous()
-                sums = sums.to(device)
-        kind, factor = _kind_of(known)
-        zeros = None if known.zeros is None else known.zeros.mT.contiguous().to(device)
-        return cls(
-            _packed(known).to(device),
-            (known.scales.mT * factor).contiguous().to(device),
-            zeros,
-            kind,
-            inputs,
-            None if order is None else order.to(device),
-            known.rounding,
-            parts,
-            sums,
-        )
 
     def widened(self, number: int, dtype: torch.dtype) -> torch.Tensor:
         """Weights [outputs, inputs] of one matrix, by torch's operators."""
@@ -163,9 +137,9 @@ class DeviceCodes:
         gather: bool,
     ) -> None:
         groups = self.scales.shape[1]
-        is_packed = self.kind in (kernels.INT4, kernels.FLOAT4)
+        is_packed = self.kind in (INT4, FLOAT4)
         fitting = _power(max(self.inputs, WORD)) if groups == 1 else _even(self.inputs // groups)
-        block_k = min(MOST_INPUTS, max(WORD, fitting)) if is_packed else min(MOST_INPUTS // 2, fitting)
+        block_k = min(TILE_INPUTS, max(WORD, fitting)) if is_packed else min(TILE_INPUTS // 2, fitting)
         grid, tiles = self._tiles(outputs, pairs)
         kernels.coded_product[grid](
             rows,
@@ -218,7 +192,7 @@ class DeviceCodes:
             1 if pairs is None else pairs.top_k,
             PART=part,
             PARTS=self.parts,
-            BLOCK_K=min(MOST_INPUTS, max(WORD, _power(part))),
+            BLOCK_K=min(TILE_INPUTS, max(WORD, _power(part))),
             GATHER=gather,
             SYMMETRIC=self.sums is None,
             BIAS=bias is not None,
@@ -231,6 +205,8 @@ class DeviceCodes:
         count, width = outputs.shape
         matrices = 1 if pairs is None else len(self.codes)
         block_m = LARGE_TILE if count >= MANY_ROWS * matrices else SMALL_TILE
+        if self.parts > 1:  # whose sums take twice the registers
+            block_m = min(block_m, LARGE_TILE // 2)
         block_n = min(64, max(16, _power(width)))
         tiles = -(-count // block_m) if pairs is None else count // block_m + min(matrices, count)
         sizes = {
@@ -244,7 +220,7 @@ class DeviceCodes:
 
 
 def round_rows(
-    rows: torch.Tensor, rounding: Rounding, parts: int = 1
+    rows: torch.Tensor, rounding: InputRounding, parts: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows [n, k] as int8, with scales float32 and zero points int32 [n, parts]."""
     count, width = rows.shape
@@ -269,46 +245,17 @@ def round_rows(
     return codes, scales, zeros
 
 
-def _kind_of(known: Codes) -> tuple[int, float]:
-    """The kernels' kind of these codes, and what their scales are multiplied by."""
-    if known.bits == 8:
-        return (kernels.FLOAT8, FLOAT8_FACTOR) if known.is_float else (kernels.INT8, 1.0)
-    return (kernels.FLOAT4 if known.is_float else kernels.INT4), 1.0
-
-
-def _packed(known: Codes) -> torch.Tensor:
-    """uint8 [matrices, outputs, bytes]."""
-    if known.bits == 8:
-        return known.codes.contiguous().view(torch.uint8)
-    numbers = known.codes
-    if known.is_float:
-        places = {number: place for place, number in reversed(list(enumerate(TWICE.tolist())))}
-        by_number = torch.tensor([places.get(number, 0) for number in range(-128, 128)], dtype=torch.uint8)
-        numbers = by_number[numbers.int() + 128]
-    else:
-        numbers = numbers.view(torch.uint8) & 15
-    numbers = torch.nn.functional.pad(numbers, (0, -numbers.shape[-1] % WORD)).unflatten(
-        -1, (-1, 2, WORD // 2)
-    )
-    return (numbers[..., 0, :] | numbers[..., 1, :] << 4).flatten(-2).contiguous()
-
-
 def _unpacked(codes: torch.Tensor, kind: int) -> torch.Tensor:
     """Numbers float32 [outputs, inputs] of codes [outputs, bytes]."""
-    if kind == kernels.INT8:
+    if kind == INT8:
         return codes.view(torch.int8).float()
-    if kind == kernels.FLOAT8:
-        return codes.view(FLOAT8).float() / FLOAT8_FACTOR
+    if kind == E4M3:
+        return codes.view(torch.float8_e4m3fn).float() / FLOAT8_FACTOR
     words = codes.unflatten(-1, (-1, 1, WORD // 2))
     places = torch.cat((words & 15, words >> 4), dim=-2).flatten(-3)
-    if kind == kernels.FLOAT4:
-        return TWICE.to(codes.device)[places.int()].float()
+    if kind == FLOAT4:
+        return torch.tensor(TWICE_FLOAT4, device=codes.device)[places.int()].float()
     return (places ^ 8).float() - 8.0
-
-
-def _order_of(groups: torch.Tensor) -> torch.Tensor:
-    """Inputs sorted by their group."""
-    return torch.argsort(groups, stable=True)
 
 
 def _even(size: int) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from engine.gpu.coded_parameter import coded_of
 from engine.gpu.late_rotary import LATE, Turn, hands_over
 
 logger = logging.getLogger(__name__)
@@ -252,7 +253,9 @@ def _gated_alike(module: Any, product: MergedLinear, tanh: bool) -> bool:
 
 def _experts_alike(module: Any, tanh: bool) -> bool:
     weight = module.gate_up_proj
-    rows = _random_rows(weight, weight.shape[2 if module.is_transposed else 1])[0]
+    codes = coded_of(weight)
+    width = weight.shape[2 if module.is_transposed else 1] if codes is None else codes.outputs
+    rows = _random_rows(weight, width)[0]
     return _are_alike(lambda: _Gate(tanh)(rows), lambda: module._apply_gate(rows))
 
 

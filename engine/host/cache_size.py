@@ -112,6 +112,21 @@ def share_of_device(*, total: int, free: int, reserved: int, peak: int, utilizat
     return max(0, min(int(total * utilization), free + reserved) - peak)
 
 
+def left_beside(
+    cache: int, *, total: int, free: int, reserved: int, peak: int, utilization: float, sharers: int
+) -> int:
+    """Bytes of a device that an instance may count on beside its share.
+
+    What another is still to take of its own share is free now, and does not count.
+
+    Args:
+        cache: bytes for the KV cache, of :func:`share_of_device`, which has the others.
+        sharers: instances on the device.
+    """
+    nobodys = total - int(total * utilization) * sharers
+    return max(0, min(free + reserved - peak - cache, nobodys)) // sharers
+
+
 def leave_room(cache: int, left: int, room: int) -> int:
     """Bytes for the KV cache where ``room`` bytes must stay free beside it.
 

@@ -11,8 +11,8 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from engine.gpu import grouped_experts, product_choice
-from engine.gpu.coded_layers import widen_again
 from engine.gpu.coded_parameter import coded_of
+from engine.model.coded_layers import widen_again
 from engine.model.expert_weights import expert_modules
 
 logger = logging.getLogger(__name__)

@@ -26,12 +26,12 @@ from transformers.utils import logging as transformers_logging
 from engine.attention.base import IMPLEMENTATION, PLAN_KEYWORD, LayerShape, paged_attention
 from engine.attention.kv_codes import KVCodes
 from engine.config import ModelConfig
-from engine.gpu.coded_layers import CodedLayers, held_by, keep_codes
 from engine.gpu.fused_layers import fuse_layers
 from engine.gpu.late_rotary import turn_late
 from engine.gpu.product_choice import has_triton, reads_codes
 from engine.host.deferred import run_deferred
 from engine.model.checkpoint import CheckpointError, ModelInfo, format_of_weights, is_laid_out_as_usual
+from engine.model.coded_layers import CodedLayers, held_by, keep_codes
 from engine.model.cut_check import check, share_run
 from engine.model.expert_weights import ExpertShare, expert_modules, only_experts_of
 from engine.model.experts_function import choose_experts_function

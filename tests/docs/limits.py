@@ -1,7 +1,7 @@
 """The pages of all limits, made from the constants and flags that set them.
 
-``python -m tests.docs.limits`` writes ``docs/run/limits.md`` (flags, router), ``limits-mesh.md`` (engine, coordinator)
-and ``limits-groups.md`` (parallel, and transfers of KV blocks).
+``python -m tests.docs.limits`` writes ``docs/run/limits.md`` (flags, router), ``limits-mesh.md`` (engine)
+and ``limits-groups.md`` (coordinator, parallel, and transfers of KV blocks).
 Modules are parsed, not imported, so torch stays out.
 """
 
@@ -64,20 +64,20 @@ The names in the tables are `module.CONSTANT`, the headings are folders.
 ROUTER_HEAD = f"""\
 # Limits
 
-Each wait, queue and size that a flag or the router bounds. [limits-mesh.md](limits-mesh.md) has those of instances
-and the coordinator, [limits-groups.md](limits-groups.md) those of groups and links. {MADE}
+Each wait, queue and size that a flag or the router bounds. [limits-mesh.md](limits-mesh.md) has those of instances,
+[limits-groups.md](limits-groups.md) those of the coordinator, groups and links. {MADE}
 [operations.md](operations.md#limits) explains what a client notices at the most important ones;
 [bounds.md](../design/bounds.md) lists bounds by what they protect, with what happens beyond them.
 """
 MESH_HEAD = f"""\
 # Limits inside the mesh
 
-Each wait, queue and size that instances and the coordinator bound. [limits.md](limits.md) has the flags and
-the router. {MADE}"""
+Each wait, queue and size that instances bound. [limits.md](limits.md) has the flags and the router,
+[limits-groups.md](limits-groups.md) the coordinator and groups. {MADE}"""
 GROUPS_HEAD = f"""\
-# Limits of groups and links
+# Limits of the coordinator and of groups
 
-Each wait, queue and size that communicators, the links between hosts and transfers of KV blocks bound. [limits.md](limits.md) has the flags and
+Each wait, queue and size that the coordinator, communicators, the links between hosts and transfers of KV blocks bound. [limits.md](limits.md) has the flags and
 the router. {MADE}"""
 
 
@@ -233,9 +233,11 @@ def pages() -> dict[Path, str]:
     lines += [f"| `{each.long_name}` | {default(each)} | {first_sentence(each.help)} |" for each in flags()]
     return {
         FOLDER / "limits.md": "\n".join([*lines, *tables(("router/",))]) + "\n",
-        FOLDER / "limits-mesh.md": "\n".join([MESH_HEAD, *tables(("engine/", "coordinator/"), TRANSFERS)])
+        FOLDER / "limits-mesh.md": "\n".join([MESH_HEAD, *tables(("engine/",), TRANSFERS)]) + "\n",
+        FOLDER / "limits-groups.md": "\n".join(
+            [GROUPS_HEAD, *tables(("coordinator/", "parallel/", TRANSFERS))]
+        )
         + "\n",
-        FOLDER / "limits-groups.md": "\n".join([GROUPS_HEAD, *tables(("parallel/", TRANSFERS))]) + "\n",
     }
 
 

@@ -64,6 +64,7 @@ class ThreadedShards:
     """Implements ``engine.executor_contract.Executor``."""
 
     computes_apart = False
+    has_workers = False
 
     def __init__(
         self,

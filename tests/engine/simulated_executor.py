@@ -57,7 +57,7 @@ class SimulatedExecutor:
         self._checks_reads = checks_reads
         self.in_flight = in_flight
         self.needs_tokens = in_flight > 1
-        self.computes_apart = computes_apart
+        self.computes_apart = self.has_workers = computes_apart
         self._results: deque[StepResult] = deque()
         self._block_size = block_size
         self._max_tokens = most_tokens(budget)

@@ -182,7 +182,7 @@ class Troubled:
     def __init__(self, rng: random.Random, executor: SimulatedExecutor) -> None:
         self._rng = rng
         self.in_flight, self.needs_tokens = executor.in_flight, executor.needs_tokens
-        self.computes_apart = executor.computes_apart
+        self.computes_apart, self.has_workers = executor.computes_apart, executor.has_workers
         self._executor = executor
         self.failures = 0
         self.times = RecoveryTimes()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.benchmarks.gpu import gpu_first, shapes
+from examples.benchmarks.gpu import coded_steps, gpu_first, shapes
 from tests.nightly import NIGHTLY
 
 
@@ -33,6 +33,10 @@ def test_it_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert all(row["step_ms"] > 0 and row["limit_tokens_per_s"] > 0 for row in rows)
         assert printed.count(f"{shape} ") >= 1 + len(rows)
     assert results["qwen3-30b-a3b"]["parameters"] > results["qwen3-0.6b"]["parameters"]
+    products = results["quantised products"]["products"]
+    assert {row["kind"] for row in products} == set(coded_steps.KINDS)
+    assert all(row["difference"] < row["tolerance"] and row["ms"] > 0 for row in products)
+    assert printed.count("mxfp4") == 2
     if NIGHTLY:
         assert [row["rows"] for row in results["qwen3-0.6b peer"]["rows"]] == [1, 4]
         assert results["two instances"]["answer"]

@@ -215,6 +215,14 @@ def table(results: Result) -> str:
                 f"   {row['tokens_per_s'] / row['limit_tokens_per_s']:11.1%}"
                 f"   {'' if peer is None else f'{peer:12.0f}'}".rstrip()
             )
+    products = [row for each in results.values() for row in each.get("products", [])]
+    if products:
+        lines += ["", "quantised weights   rows         ms   reading ms   differs by"]
+        lines += [
+            f"{row['kind']:18} {row['rows']:5} {row['ms']:10.3f} {row['limit_ms']:12.3f}"
+            f"   {row['difference']:10.1e}"
+            for row in products
+        ]
     return "\n".join(lines)
 
 
@@ -250,6 +258,8 @@ def main(argv: list[str] | None = None) -> int:
         if shape == "qwen3-0.6b" and "peer" not in options.without:
             arguments = ["--shape", shape, *size, *rows, *short[:2], *(["--tokens", "6"] * options.tiny)]
             parts.run(f"{shape} peer", 80.0, measured(peer, arguments, directory, f"{shape}-peer"))
+    codes = "examples.benchmarks.gpu.coded_steps"
+    parts.run("quantised products", 40.0, measured(codes, [*size, *rows], directory, "quantised-products"))
     if "mesh" not in options.without:
         parts.run("two instances", 60.0, two_instances(directory))
     print(table(parts.results))

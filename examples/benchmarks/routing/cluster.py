@@ -63,6 +63,7 @@ class Clocked:
     in_flight = 1
     needs_tokens = False
     computes_apart = False
+    has_workers = False
 
     def __init__(self, time: StepTime) -> None:
         self._time = time

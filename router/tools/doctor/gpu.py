@@ -50,5 +50,5 @@ def check_triton(facts: TritonFacts, has_gpu: bool) -> list[Finding]:
     if not lacks:
         return [ok(AREA, "triton", f"its kernels can be compiled, with {facts.compiler}")]
     what = " and ".join(each for each, _ in lacks)
-    text = f"without {what} Triton compiles nothing: steps take several times longer"
+    text = f"without {what} Triton compiles nothing: steps run on torch's operators, without graphs"
     return [note(AREA, "triton", text, "; ".join(fix for _, fix in lacks))]

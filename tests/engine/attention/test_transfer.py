@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from engine.attention.transfer import fetch, upload
+from engine.attention.transfer import begin_fetch, upload
 from engine.compute import runner as runner_module
 from engine.compute import sampler, token_rules, torch_logits
 from engine.compute.runner import ModelRunner
@@ -42,17 +44,22 @@ class PretendedDevice:
     """A device whose uploads become fake tensors, and whose downloads are zeros."""
 
     def __init__(self) -> None:
-        self.fetched = 0
+        self.begun = self.fetched = 0
 
     def upload(self, array: np.ndarray, device: torch.device) -> torch.Tensor:
         assert device.type == "cuda"
         dtype = torch.from_numpy(np.zeros(1, dtype=array.dtype)).dtype
         return torch.empty(array.shape, dtype=dtype, device=device)
 
-    def fetch(self, tensor: torch.Tensor) -> np.ndarray:
+    def begin_fetch(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
         assert tensor.device.type == "cuda"
-        self.fetched += 1
-        return np.zeros(tuple(tensor.shape), dtype=np.float64 if tensor.is_floating_point() else np.int64)
+        self.begun += 1
+
+        def numbers() -> np.ndarray:
+            self.fetched += 1
+            return np.zeros(tuple(tensor.shape), np.float64 if tensor.is_floating_point() else np.int64)
+
+        return numbers
 
 
 @pytest.mark.parametrize(
@@ -64,7 +71,7 @@ def test_a_step_waits_once(kinds: slice, by_kernel: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(sampler, "is_race_right", lambda _: by_kernel)
     monkeypatch.setattr(fused_launches, "kernels", Kernels(launched))
     monkeypatch.setattr(runner_module, "upload", device.upload)
-    monkeypatch.setattr(runner_module, "fetch", device.fetch)
+    monkeypatch.setattr(runner_module, "begin_fetch", device.begin_fetch)
     for module in (sampler, torch_logits, token_rules):
         monkeypatch.setattr(module, "upload", device.upload)
     made = torch.tensor
@@ -96,8 +103,10 @@ def test_a_step_waits_once(kinds: slice, by_kernel: bool, monkeypatch: pytest.Mo
 
     runner = Computed(Model(), None, 4)
     with FakeTensorMode(), Launches(), Indexing():
-        result = runner.run(step)
-    assert device.fetched == 1
+        finish = runner.begin(step)
+        assert (device.begun, device.fetched) == (1, 0), "nothing was waited for yet"
+        result = finish()
+    assert (device.begun, device.fetched) == (1, 1)
     assert launched == (["race", "nucleus", "race"] if by_kernel else [])
     assert len(result.tokens) == len(all_params)
     if len(all_params) > 3:
@@ -132,5 +141,5 @@ def test_the_pretended_device_notices() -> None:
 def test_on_a_cpu_nothing_is_copied() -> None:
     numbers = np.arange(6)
     tensor = upload(numbers, torch.device("cpu"))
-    assert fetch(tensor).ctypes.data == numbers.ctypes.data
+    assert begin_fetch(tensor)().ctypes.data == numbers.ctypes.data
     assert upload(numbers[::2], torch.device("cpu")).tolist() == [0, 2, 4]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from engine.executor import make_executor, uni
 from engine.executor.uni import CPU_KV_LIMIT, UniExecutor
 from engine.host import memory
 from engine.host.cache_size import size_cache
+from engine.instance import Instance
 from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.model.shard import Shard
 from engine.sampling import SamplingParams
@@ -203,6 +205,80 @@ def test_the_cache_leaves_room_for_the_experts_of_a_lost_instance(
     assert said in caplog.text
     executor._place = None
     assert executor._leave_room(share, left) == share
+
+
+class SharedDevice:
+    """A pretended GPU; threads stand for processes, each with its own allocator."""
+
+    total, peak = 1000, 30
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._lock, self._own = threading.Lock(), threading.local()
+        self.taken, self.measuring, self.most_measuring = 0, 0, 0
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.total - self.taken, self.total))
+        for name in ("memory_reserved", "memory_allocated"):
+            monkeypatch.setattr(torch.cuda, name, lambda device: self._own.taken)
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: self._own.taken + self.peak)
+
+    def take(self, count: int) -> None:
+        with self._lock:
+            self._own.taken = getattr(self._own, "taken", 0) + count
+            self.taken += count
+            assert self.taken <= self.total, "out of memory"
+
+    def serve(self, executor: UniExecutor, weights: int, found: list[int]) -> None:
+        """Load, then measure and take the cache as an instance does."""
+        self.take(weights)
+        with Instance._turn(SimpleNamespace(), SimpleNamespace(device="cuda:0")):  # type: ignore[arg-type]
+            self.measuring += 1
+            self.most_measuring = max(self.most_measuring, self.measuring)
+            share = executor.free_kv_memory()
+            time.sleep(0.05)  # graphs are captured
+            self.take(share + self.peak)
+            self.measuring -= 1
+        found.append(share)
+
+
+@pytest.mark.parametrize(
+    ("experts", "expected"),
+    [
+        (0, 330),  # of 460 each has 100 of weights, and 30 for its largest step
+        (30, 330),  # 80 of the device are neither's: 40 for each one's lost experts
+        (60, 304),  # 60 and a margin are 66, of which 40 are there
+    ],
+)
+def test_two_instances_on_one_device_share_its_memory_in_turn(
+    experts: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither sees what the other will take, nor do both count on the same room."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("LOCKSTEP_DEVICE_SHARERS", "2")
+    monkeypatch.setattr("engine.instance.cuda_devices", lambda: ("0",))
+    monkeypatch.setattr(UniExecutor, "_run_largest_step", lambda _: None)
+    device, found, failed = SharedDevice(monkeypatch), [], []
+
+    def run() -> None:
+        executor = UniExecutor.__new__(UniExecutor)
+        executor._config = EngineConfig()
+        executor._model = SimpleNamespace(device=torch.device("cuda", 0))
+        executor._backend = "TRITON_ATTN"
+        executor._info = SimpleNamespace(num_experts=4)
+        executor._shard = SimpleNamespace(size=1)
+        executor._place = (0, 2) if experts else None
+        executor._held = SimpleNamespace(most=2, bytes_per_expert=experts // 2, copies=1)
+        try:
+            device.serve(executor, 100, found)
+        except Exception as error:  # noqa: BLE001
+            failed.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    assert failed == []
+    assert device.most_measuring == 1
+    assert found == [expected, expected]
 
 
 def test_what_gathered_contexts_will_take_is_not_given_to_the_cache() -> None:

@@ -12,7 +12,7 @@ compiles what earlier ones have not.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +22,12 @@ import torch
 
 from engine.attention import triton_paged
 from engine.attention.base import LayerShape, PackedRows
-from engine.gpu import fused_launches, grouped_products
+from engine.gpu import coded_kernels, coded_products, fused_launches, grouped_products
+from engine.gpu.coded_products import DeviceCodes
 from engine.gpu.late_rotary import Turn
+from engine.model.quantization.rounding import Rounding
 from tests.engine.gpu.compiling import META, Compiled, compiling
+from tests.nightly import NIGHTLY
 
 SHARED = {
     75: 64 << 10,
@@ -152,6 +155,21 @@ class Steps:
         outputs = linear(module, "down_proj", inner, pairs, "triton", gather=False)
         pairs.weighted_sum(outputs, empty(len(hidden), sizes.top_k, dtype=dtype), dtype)
 
+    def coded(self, rows: int) -> None:
+        """Products of this many rows by quantised weights of all kinds, and by experts'."""
+        sizes, dtype = self.sizes, self.dtype
+        hidden = empty(rows, sizes.hidden, dtype=dtype)
+        bias = empty(sizes.inner, dtype=dtype)
+        for codes in coded_matrices(sizes.inner, sizes.hidden):
+            codes.product(hidden)
+            if NIGHTLY:
+                codes.product(hidden, bias)
+        if sizes.experts and NIGHTLY:
+            ids = empty(rows, sizes.top_k, dtype=torch.int64)
+            pairs = grouped_products.Pairs.of(ids, sizes.experts)
+            for codes in coded_matrices(sizes.inner, sizes.hidden, sizes.experts):
+                codes.product(hidden, None, pairs, gather=True)
+
     def sample(self, rows: int) -> None:
         """Races of so many rows."""
         float32 = torch.float32
@@ -160,6 +178,24 @@ class Steps:
         keys, top_k = empty(rows, 2, dtype=torch.int32), empty(rows, dtype=torch.int32)
         for limits in (None, (top_k, empty(rows, dtype=float32))):
             fused_launches.race(logits, best, temperatures, lowest, keys, limits)
+
+
+def coded_matrices(outputs: int, inputs: int, matrices: int = 1) -> Iterator[DeviceCodes]:
+    """Quantised weights: all kinds at night, else two, and those that round inputs."""
+    kinds = (coded_kernels.FLOAT8, coded_kernels.INT4)
+    for kind in (*kinds, coded_kernels.INT8, coded_kernels.FLOAT4) if NIGHTLY else kinds:
+        is_packed = kind in (coded_kernels.INT4, coded_kernels.FLOAT4)
+        held = -(-inputs // coded_products.WORD) * coded_products.WORD // 2 if is_packed else inputs
+        codes = empty(matrices, outputs, held, dtype=torch.uint8)
+        for groups in (inputs // 32,) if is_packed else (1, inputs // 128):
+            scales = empty(matrices, groups, outputs, dtype=torch.float32)
+            zeros = scales if kind == coded_kernels.INT4 else None
+            yield DeviceCodes(codes, scales, zeros, kind, inputs)
+    codes, scales = empty(matrices, outputs, inputs, dtype=torch.uint8), scales[:, :1]
+    yield DeviceCodes(codes, scales, None, coded_kernels.INT8, inputs, rounding=Rounding())
+    sums = empty(matrices, 4, outputs, dtype=torch.int32)
+    rounding = Rounding(is_symmetric=False)
+    yield DeviceCodes(codes, scales, None, coded_kernels.INT8, inputs, None, rounding, 4, sums)
 
 
 def compile_all(capability: int, dtype: torch.dtype, sizes: Sizes) -> tuple[list[Compiled], list[Compiled]]:
@@ -172,6 +208,8 @@ def compile_all(capability: int, dtype: torch.dtype, sizes: Sizes) -> tuple[list
         steps.mixed([1, 70, 9], [1000, 0, 33])
         steps.mixed([1, 9], [4, 0])
         steps.sample(3)
+        for rows in (1, 64, 8192):
+            steps.coded(rows)
         at_start = list(made)
         steps.decode(7)
         steps.mixed([1, 1, 1, 5], [0, 17, 900, 3])
@@ -179,6 +217,8 @@ def compile_all(capability: int, dtype: torch.dtype, sizes: Sizes) -> tuple[list
         steps.mixed([1371], [5])
         steps.sample(1)
         steps.sample(64)
+        for rows in (7, 33, 800, 1371):
+            steps.coded(rows)
     return at_start, made[len(at_start) :]
 
 

@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config, 
 from engine.attention import triton_paged
 from engine.attention.base import IMPLEMENTATION, PLAN_KEYWORD, LayerShape, paged_attention
 from engine.gpu import (
+    coded_products,
     fused_launches,
     fused_layers,
     grouped_experts,
@@ -20,7 +21,13 @@ from engine.gpu import (
     late_rotary,
     product_choice,
 )
+from engine.model import coded_layers
 from engine.model.experts_function import choose_experts_function
+from engine.model.quantization import device_codes
+from engine.model.quantization.attached import ATTRIBUTE as CODES
+from engine.model.quantization.attached import CodesReader
+from engine.model.quantization.matrices import Codes
+from engine.model.quantization.rounding import Rounding
 from tests.engine.compute.test_capturable import to_device
 from tests.engine.gpu.recorder import Kernels
 from tests.engine.pretended_device import Indexing, Launches
@@ -69,10 +76,43 @@ MIXTURE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def launches_of(config: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+class Known(CodesReader):
+    """Codes of a weight, as a checkpoint in int4 or in W8A8 would give them."""
+
+    def __init__(self, weight: torch.Tensor, *, rounded: bool) -> None:
+        super().__init__([], weight.dim() == 3)
+        self._shape, self._rounded = weight.shape, rounded
+
+    @property
+    def rounds(self) -> bool:
+        return self._rounded
+
+    def read(self) -> Codes:
+        groups = 1 if self._rounded else self._shape[-1] // 128
+        scales = torch.ones(*self._shape[:-1], groups)
+        codes = torch.zeros(self._shape, dtype=torch.int8)
+        rounding = Rounding() if self._rounded else None
+        return Codes(codes, scales, None, 8 if self._rounded else 4, rounding=rounding)
+
+
+def on_pretended_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def quantise(model: Any, *, rounded: bool) -> list[fused_layers.MergedLinear]:
+    """Let the weights of layers be codes."""
+    for path, parameter in model.named_parameters():
+        if path.endswith(("_proj.weight", "gate_up_proj", "down_proj")):
+            setattr(parameter, CODES, Known(parameter, rounded=rounded))
+    kept = coded_layers.keep_codes(model, torch.device("cuda"), experts=True)
+    assert not any("widened" in what for what in kept.counts), kept.counts
+    return kept.merged
+
+
+def launches_of(config: Any, monkeypatch: pytest.MonkeyPatch, weights: str = "plain") -> Counter[str]:
     """Operators and kernels of one step, by name."""
     launches = Launches()
-    for module in (triton_paged, grouped_products, fused_launches):
+    for module in (triton_paged, grouped_products, coded_products, fused_launches):
         monkeypatch.setattr(module, "kernels", Kernels(launches.names))
     layers = [LayerShape(8, 128, 128, None)] * config.num_hidden_layers
     cuda = torch.device("cuda")
@@ -81,9 +121,10 @@ def launches_of(config: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             config, dtype=torch.bfloat16, attn_implementation=IMPLEMENTATION
         )
         to_device(model.eval())
+        merged = [] if weights == "plain" else quantise(model, rounded=weights == "W8A8")
         if model._can_set_experts_implementation():
             model.set_experts_implementation(choose_experts_function(model))
-        fused_layers.fuse_layers(model)
+        fused_layers.fuse_layers(model, merged)
         late_rotary.turn_late(model, PLAN_KEYWORD)
         index = 0
         for module in model.modules():
@@ -104,11 +145,23 @@ def launches_of(config: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "capability", "count"),
-    [("dense", (9, 0), 14), ("mixture", (9, 0), 25), ("mixture", (8, 0), 23)],
+    ("kind", "capability", "weights", "count"),
+    [
+        ("dense", (9, 0), "plain", 14),
+        ("mixture", (9, 0), "plain", 25),
+        ("mixture", (8, 0), "plain", 23),
+        ("dense", (9, 0), "int4", 14),
+        ("dense", (9, 0), "W8A8", 18),  # one more for each product, which rounds its inputs
+        ("mixture", (9, 0), "int4", 23),
+        ("mixture", (8, 0), "W8A8", 27),
+    ],
 )
-def test_launches_per_layer(kind: str, capability, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_per_layer(
+    kind: str, capability, weights: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Everything of a layer; transformers' own has 53 and 71 without attention."""
+    monkeypatch.setattr(coded_layers, "_agrees", lambda codes, weight: True)
+    monkeypatch.setattr(device_codes, "there", on_pretended_device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(product_choice, "has_triton", lambda: True)
     monkeypatch.setattr(grouped_experts, "check_experts", lambda layers: None)
@@ -116,7 +169,9 @@ def test_launches_per_layer(kind: str, capability, count: int, monkeypatch: pyte
     AttentionInterface.register(IMPLEMENTATION, paged_attention)
     make = Qwen3Config if kind == "dense" else Qwen3MoeConfig
     options = SIZES if kind == "dense" else SIZES | MIXTURE
-    one, two = (launches_of(make(**options, num_hidden_layers=layers), monkeypatch) for layers in (1, 2))
+    one, two = (
+        launches_of(make(**options, num_hidden_layers=layers), monkeypatch, weights) for layers in (1, 2)
+    )
     per_layer = two - one
     assert per_layer["attend"] == per_layer["rotate_and_store"] == 1
     assert not per_layer["store"]

@@ -1,4 +1,4 @@
-"""Quantised weights stay codes on a GPU: linear layers and experts multiply by them where they lie.
+"""Quantised weights stay codes on a GPU: layers multiply by them where they lie.
 
 A checkpoint is read on the host, where transformers sees widened weights. Each weight that has codes then
 gives way to these, which go to the device, and the rest of the model follows: the device never holds the
@@ -20,6 +20,7 @@ from engine.gpu.coded_parameter import ATTRIBUTE, coded_of
 from engine.gpu.fused_layers import MERGED, MergedLinear, biases_of, plain_layers
 from engine.model.expert_weights import expert_modules
 from engine.model.quantization.attached import CodesReader, forget_codes, in_a_row, reader_of
+from engine.model.quantization.device_codes import device_codes
 from engine.model.quantization.layers import parts_of_inputs
 from parallel.tensor_parallel import RowParallelLinear
 
@@ -45,9 +46,10 @@ class CodedLayers:
 
 
 def keep_codes(model: Any, device: torch.device, *, experts: bool) -> CodedLayers:
-    """Let the quantised weights of a model that was read on the host be codes on a device.
+    """Let the quantised weights of a model be codes on a device.
 
-    ``experts``: theirs as well. The caller brings the rest of the model to the device.
+    It was read on the host. ``experts``: theirs as well. The caller brings the rest of the model to the
+    device.
     """
     kept = _Kept(device)
     for module in model.modules():
@@ -143,12 +145,10 @@ class _Kept:
 
         ``weight``: [..., outputs, inputs], on the host.
         """
-        from engine.gpu.coded_products import DeviceCodes
-
         known = reader.read()
         if known is None or known.codes.shape != weight.shape or (known.rounding is not None) != must_round:
             return None
-        codes = DeviceCodes.of(known, self._device, parts)
+        codes = device_codes(known, self._device, parts)
         if codes is None:
             return None
         groups = codes.scales.shape[1]
@@ -216,7 +216,10 @@ def _empty(module: Any, name: str) -> None:
 
 
 def _agrees(codes: DeviceCodes, weight: torch.Tensor) -> bool:
-    """Whether the kernels give what torch gives for a few rows, and the codes are the weights."""
+    """Whether the kernels give what torch gives for a few rows.
+
+    And whether the codes are the weights.
+    """
     from engine.gpu.grouped_products import Pairs
 
     numbers = torch.Generator().manual_seed(5)
