@@ -15,6 +15,7 @@ from router.dispatch import policy, roles
 from router.dispatch.ledger import Entry, Ledger
 from router.dispatch.policy import Candidate, Policy, Wish
 from router.dispatch.pool import NO_REPORT, Instance, Pool
+from router.dispatch.warm_up import HotPrefixes
 from router.mesh import MeshError, Prompt
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Chooser:
         self._policy = kind
         self._turn = 0
         self._many: Many | None = None
+        self.hot = HotPrefixes()
         self.counts: Counter[str] = Counter()
         """Dispatches to instances that had some of the prompt (``affinity_hits``) or none
         (``affinity_misses``), and requests refused for full queues (``queue_full``)."""
@@ -165,6 +167,8 @@ class Chooser:
         entry.uncached = entry.work - cached - spared
         if not entry.prompt.background:
             self.counts["affinity_hits" if cached else "affinity_misses"] += 1
+            if not entry.owed:
+                self.hot.saw(entry.prompt.prompt_ids, entry.prompt.cache_salt, blocks)
         number = instance.dispatch(entry.work, now, cached=cached + spared)
         self._ledger.place(entry, instance.name, number)
         entry.is_computed_in(instance.fingerprint)

@@ -340,5 +340,6 @@ class MeshClient:
             for instance in self._pool:
                 if instance.name not in self._connections:
                     self._connect(instance)
+            self._mover.end_warm_ups()
             self._mover.leave_idle_instances()
             self._mover.dispatch_orphans()

@@ -21,6 +21,7 @@ from router.dispatch.ledger import MAX_FRUITLESS, Entry, Ledger, Loss, named
 from router.dispatch.pool import ANSWER_TIMEOUT, Instance, Pool
 from router.dispatch.recalls import Recaller
 from router.dispatch.stream import Stream
+from router.dispatch.warm_up import WarmUps
 from router.faults import FaultEvent, Faults
 from router.mesh import MeshError, Prompt
 
@@ -54,6 +55,7 @@ class RequestMover:
         self._faults = faults
         self._recaller = Recaller(pool, ledger)
         self._departures = Departures(self._choose_to_decode)
+        self._warm_ups = WarmUps(pool, chooser.hot)
         self._moves_queued = moves_queued
         self._orphans: list[Entry] = []
         """Requests that wait for an instance."""
@@ -150,6 +152,7 @@ class RequestMover:
         Returns False if it was lost already.
         """
         self._pool.index.forget(instance.name)
+        self._warm_ups.stop()
         was_attached = instance.lost(time.monotonic())
         self._depart(self._departures.gone(instance))
         return was_attached
@@ -192,8 +195,27 @@ class RequestMover:
             entry.owed = True
         self._depart(self._departures.begin(instance, lost, loss))
 
+    def warm_up(self, newcomer: Instance) -> None:
+        """Have an instance that has joined copy hot prefixes before it gets requests."""
+        wishes = self._warm_ups.begin(newcomer, time.monotonic())
+        if not wishes:
+            return
+        connection = self._connections.get(newcomer.name)
+        if connection is None or not all(connection.send(wish) for wish in wishes):
+            self._warm_ups.stop()
+            return
+        logger.info("instance %d copies %d hot prefixes first", newcomer.rank, len(wishes))
+
+    def end_warm_ups(self) -> None:
+        """Bound the time of copies before the first request."""
+        self._warm_ups.overdue(time.monotonic())
+
     def copied(self, target: Instance, copied: Prefetched) -> None:
-        """An instance has copied blocks of a request that is to move there."""
+        """An instance has copied blocks of a request that is to move there, or of a hot prefix."""
+        if self._warm_ups.copied(target, copied.number):
+            if not target.warming:
+                self.dispatch_orphans()
+            return
         self._depart(self._departures.copied(target, copied.number, copied.tokens, is_taken=copied.taken))
 
     def handed_over(self, instance: Instance, number: int) -> None:

@@ -71,6 +71,8 @@ class Instance:
     None while it serves, loads or drains.
     """
     capacity: Capacity | None = None
+    warming: bool = False
+    """It copies prefixes first (:mod:`router.dispatch.warm_up`), and gets requests then."""
     asked_back: bool = False
     """Requests were recalled from it, and its answer has not come."""
     moved: bool = False
@@ -107,7 +109,8 @@ class Instance:
 
     @property
     def ready(self) -> bool:
-        return self.member.state is State.READY and self.attached and not self.leaves
+        is_here = self.member.state is State.READY and self.attached
+        return is_here and not self.leaves and not self.warming
 
     @property
     def is_leaving(self) -> bool:

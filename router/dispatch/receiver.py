@@ -128,7 +128,10 @@ class MessageReceiver:
         """Resume the requests of an earlier connection, of which the instance knows nothing."""
         if attached.repeated and instance.attached:
             return
+        is_new = instance.capacity is None
         instance.attached, instance.capacity, instance.asked_back = True, attached.capacity, False
         self._pool.has_roles = self._pool.has_roles or bool(attached.capacity.role)
+        if is_new:
+            self._mover.warm_up(instance)
         self._mover.move_all(instance, "reattached")
         self._mover.dispatch_orphans()

@@ -18,7 +18,7 @@ import pytest
 from engine.config import SHIPPED_MODEL
 from engine.kernels import library
 from tests.mesh.clients.test_clients import metrics
-from tests.mesh.harness import Ports, serve, wait_until
+from tests.mesh.harness import Ports, free_port, serve, wait_until
 
 pytestmark = [
     pytest.mark.mesh,
@@ -191,3 +191,26 @@ def test_long_prompts_begin_at_one_instance_and_go_on_at_another(tmp_path: Path)
 
 LENGTHS = [(0, 600), (1, 600), (2, 60), (3, 600), (4, 60), (5, 600)]
 """Number and tokens of each prompt."""
+
+
+def test_a_newcomer_has_the_hottest_prefix_before_its_first_request(tmp_path: Path) -> None:
+    """Three prompts begin alike; what they share is copied, and answers stay the same."""
+    ports = Ports()
+    admin = free_port()
+    flags = [*FLAGS, "--enable-prompt-tokens-details", "--admin-port", str(admin)]
+    with serve(tmp_path / "log", "-dp", "2", *ports.head(), *flags) as command:
+        command.wait_for("2 instances ready")
+        computed = [ask(ports, 10, rank=0)[:2] for _ in range(3)]
+        time.sleep(0.3)  # its blocks are reported at the latest by then
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{admin}/admin/scale", b'{"n": 3}', {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            assert answer.status == 202
+        command.wait_for("copies 1 hot prefixes first")
+        wait_until(lambda: of(ports, "vllm:external_prefix_cache_hits_total", 2) == 992, 20, "it has them")
+        *found, cached = ask(ports, 10, rank=2)
+        assert tuple(found) == tuple(computed[0])
+        assert cached == (LENGTH - 1) // 16 * 16
+        assert "Traceback" not in command.log
+        command.stop()
