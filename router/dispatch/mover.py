@@ -211,7 +211,7 @@ class RequestMover:
         self._warm_ups.overdue(time.monotonic())
 
     def copied(self, target: Instance, copied: Prefetched) -> None:
-        """An instance has copied blocks of a request that is to move there, or of a hot prefix."""
+        """An instance has copied blocks of a moving request, or of a hot prefix."""
         if self._warm_ups.copied(target, copied.number):
             if not target.warming:
                 self.dispatch_orphans()

@@ -35,7 +35,7 @@ class Prefix:
     """What several prompts begin with."""
 
     token_ids: list[int]
-    """Of a whole prompt."""
+    """Those of a whole prompt."""
     cache_salt: str
     blocks: Sequence[int]
     """Names of the blocks that all have, as the index knows them."""
