@@ -44,7 +44,10 @@ def main(argv: list[str] | None = None) -> int:
         logger.error("%s", error)
         return process.EXIT_FAILED
     except ImportError as error:
-        logger.error("a library cannot be loaded: %s; lockstep doctor looks at the installation", error)
+        logger.error(
+            "a library cannot be loaded: %s%s; lockstep doctor looks at the installation",
+            error, f" ({type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ else "",
+        )  # fmt: skip
         return process.EXIT_FAILED
     except Exception as error:
         if not is_out_of_memory(error):

@@ -23,6 +23,11 @@ It is a function of an expert's number and rows [n, in], which gives [n, out].
 """
 
 
+def has_post_norm(module: Any) -> bool:
+    """Whether an experts module norms each expert's output; no family did before transformers 5.20."""
+    return getattr(module, "has_post_expert_norm", False)
+
+
 class ExpertProducts:
     """Outputs of local experts on the CPU, for any number of layers."""
 
@@ -39,7 +44,7 @@ class ExpertProducts:
         inner = self._linear(module, first, rows, counts)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
         outputs = self._linear(module, "down_proj", inner, counts)
-        if module.has_post_expert_norm:
+        if has_post_norm(module):
             outputs = module.post_expert_norm(outputs)
         return outputs.to(rows.dtype)
 

@@ -17,6 +17,7 @@ import torch
 
 from engine.gpu.coded_parameter import coded_of
 from engine.gpu.product_choice import product_here
+from parallel.expert_products import has_post_norm
 
 NAME = "lockstep_grouped"
 """Name of :func:`grouped_forward` in transformers' experts registry."""
@@ -70,7 +71,7 @@ def grouped_forward(
     inner = grouped_linear(module, first, hidden, pairs, product, gather=True)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
     outputs = grouped_linear(module, "down_proj", inner, pairs, product, gather=False)
-    if module.has_post_expert_norm:
+    if has_post_norm(module):
         outputs = module.post_expert_norm(outputs)
     return pairs.weighted_sum(outputs, weights, hidden.dtype)
 
@@ -90,7 +91,7 @@ def each_expert(
         inner = _linear_of(module, "gate_up_proj" if module.has_gate else "up_proj", expert, hidden[tokens])
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
         result = _linear_of(module, "down_proj", expert, inner)
-        if module.has_post_expert_norm:
+        if has_post_norm(module):
             result = module.post_expert_norm(result)
         outputs.index_add_(0, tokens, result.float() * weights[tokens, choice, None].float())
     return outputs.to(hidden.dtype)

@@ -3,7 +3,8 @@
 Both import, when they are loaded, compilers, tracers, optimisers and ways to train. Three things spare that:
 
 - The code of modules named in :data:`DEFERRED` waits. They are found and put in their places as ever; when
-  somebody asks one of them for something, all run, in this order. Submodules can be imported before.
+  somebody asks one of them for something, or for a submodule, all run, in this order. Submodules named in
+  :data:`EARLY` can be imported before.
 - transformers finds torch without what is named in :data:`LACKING`. It supports such builds of torch,
   and then leaves out what stands on it. (Lockstep shards models in its own way.)
 - What transformers finds by reading the files of all its models, twice, is kept in a cache.
@@ -39,6 +40,18 @@ DEFERRED: tuple[str, ...] = ("torch._meta_registrations", "torch.export", "torch
 """How operators without a kernel for the meta device compute shapes there, exporting, the compiler.
 
 A model that cannot be loaded without them gets another try (:func:`engine.model.weights.load_model`).
+"""
+EARLY = frozenset(
+    {
+        "torch._dynamo._trace_wrapped_higher_order_op",
+        "torch.export._tree_utils",
+        "torch.export.graph_signature",
+    }
+)
+"""Submodules of these that torch and transformers import, and that do not need what waits.
+
+Others, which say torchvision imports, may ask their parent for something while they run. The parent would
+then import them in turn, half made.
 """
 MARKS = {"torch._dynamo": ("allow_in_graph", "assume_constant_result", "disable")}
 """Decorators that only tell the compiler about a function.
@@ -216,11 +229,22 @@ def _state(directory: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def _waits_above(name: str) -> bool:
+    """Whether a module waits that is to run before this submodule of it."""
+    root, _, _ = name.partition(".")
+    if name in EARLY or not any(name.startswith(f"{each}.") for each in tuple(_waiting)):
+        return False
+    # What a package imports while it runs itself, it imports at its own risk.
+    return not getattr(getattr(sys.modules.get(root), "__spec__", None), "_initializing", False)
+
+
 class _Finder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name not in DEFERRED and name != "transformers.utils.import_utils":
+            if _waits_above(name):
+                run_deferred()
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:

@@ -48,7 +48,7 @@ def expert_modules(model: Any) -> dict[str, Any]:
     return {
         path: module
         for path, module in model.named_modules()
-        if hasattr(module, "num_experts") and hasattr(module, "_is_expert_parallel")
+        if hasattr(module, "num_experts") and hasattr(module, "is_concatenated")
     }
 
 

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,9 @@ class Parts:
 
 
 def environment() -> Mapping[str, str]:
-    """For the parts: no interpreter, nothing from the network."""
-    changed = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    """For the parts: no interpreter, nothing from the network; packages may come by ``PYTHONPATH``."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    changed = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     return {name: each for name, each in os.environ.items() if name != "TRITON_INTERPRET"} | changed
 
 
@@ -154,7 +156,8 @@ def two_instances(directory: Path) -> Callable[[float], Result]:
             try:
                 answer = _ask(process, time.monotonic() + seconds - 5.0)
             finally:
-                os.killpg(process.pid, signal.SIGTERM)
+                with suppress(ProcessLookupError):  # it may have ended by itself
+                    os.killpg(process.pid, signal.SIGTERM)
                 try:
                     process.wait(5.0)
                 except subprocess.TimeoutExpired:

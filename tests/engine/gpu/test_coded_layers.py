@@ -179,11 +179,11 @@ CASES = [
 
 
 def loaded(directory: Path, monkeypatch: pytest.MonkeyPatch, *, coded: bool) -> Any:
-    """A model on the CPU; ``coded``: as if that were a device with our kernels."""
+    """A model; ``coded``: as if a CPU were a device with our kernels."""
     with monkeypatch.context() as patch:
         patch.setattr(weights, "reads_codes", lambda _device: coded)
         settings = ModelConfig(model=str(directory))
-        found = weights.load_model(read_model_info(directory), settings, dtype=FP32, device=CPU)
+        found = weights.load_model(read_model_info(directory), settings, dtype=FP32, device=DEVICE)
     found.module.set_attn_implementation("eager")
     return found
 
@@ -207,7 +207,7 @@ def test_a_model_of_codes_gives_the_logits_of_the_widened_one(
     assert found.num_parameters == expected.num_parameters
     assert found.weight_bytes < expected.weight_bytes
     with torch.inference_mode():
-        ids = torch.arange(3, 14)[None]
+        ids = torch.arange(3, 14, device=DEVICE)[None]
         one, other = (each.module(input_ids=ids, use_cache=False).logits for each in (expected, found))
     assert relative(other, one) < 1e-4
     assert torch.equal(one.argmax(-1), other.argmax(-1))

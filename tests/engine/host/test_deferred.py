@@ -31,7 +31,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "late.part.seen = hasattr(late, 'VALUE')\nVALUE = 7\n"
     )
     (home / "part.py").write_text("NAME = __name__\nseen = None\n")
+    (home / "asks.py").write_text("from late import VALUE\n")
     monkeypatch.setattr(deferred, "DEFERRED", ("late",))
+    monkeypatch.setattr(deferred, "EARLY", frozenset({"late.part"}))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     deferred.trim()
@@ -54,6 +56,17 @@ def test_a_deferred_module_runs_once_when_it_is_first_asked_for_something(packag
     assert not part.seen, "while its code runs, what it has not said yet is not there"
     with pytest.raises(AttributeError, match="'late' has no attribute 'nothing'"):
         _ = late.nothing
+    assert times_run(package) == 1
+
+
+def test_a_submodule_that_asks_its_parent_finds_it_whole(package: Path) -> None:
+    """torchvision imports such a one; the parent imports it as well."""
+    file = package / "late" / "__init__.py"
+    file.write_text(file.read_text() + "import late.asks\nMORE = 8\n")
+    late = importlib.import_module("late")
+    asks = importlib.import_module("late.asks")
+    assert asks.VALUE == late.VALUE == 7
+    assert late.MORE == 8
     assert times_run(package) == 1
 
 
