@@ -230,11 +230,120 @@ def scaled_logits(line, token, width, highest, heat, least):
 
 
 @triton.jit
-def farthest_of(line, width, highest, heat, least, wanted, most, BLOCK: tl.constexpr):
+def reach_of(steps, REACHES: tl.constexpr):
+    """Distances from the best, of which tokens are counted: 1, 2, 3, and so on, the last one without end."""
+    return tl.where(steps < REACHES - 1, steps.to(tl.float32) + 1.0, float("inf"))
+
+
+@triton.jit(do_not_specialize=["logits_row", "width", "parts"])
+def crowd(
+    logits,
+    best,
+    temperatures,
+    lowest,
+    masses,
+    counts,
+    logits_row,
+    width,
+    parts,
+    BLOCK: tl.constexpr,
+    REACHES: tl.constexpr,
+):
+    """Program (row, part): how many of ``BLOCK`` tokens are nearer than each reach, and what they weigh.
+
+    masses float32 and counts int32 are [rows, parts, REACHES].
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, steps = part * BLOCK + tl.arange(0, BLOCK), tl.arange(0, REACHES)
+    highest, heat, least = tl.load(best + row), tl.load(temperatures + row), tl.load(lowest + row)
+    scaled = scaled_logits(logits + row * logits_row, token, width, highest, heat, least)
+    nearer = (0.0 - scaled)[None, :] < reach_of(steps, REACHES)[:, None]
+    place = (row * parts + part) * REACHES + steps
+    tl.store(masses + place, tl.sum(tl.where(nearer, tl.exp(scaled)[None, :], 0.0), 1))
+    tl.store(counts + place, tl.sum(nearer.to(tl.int32), 1))
+
+
+@triton.jit
+def bracket_of(mass, count, most, share, is_cut, NEAR: tl.constexpr, REACHES: tl.constexpr):
+    """Between which reaches all lies that is to be looked at closely: numbers of both, or REACHES twice.
+
+    With top-k these are the tokens that it leaves, else those among which the last one of top-p is. The lower
+    is -1 where there is none. mass and count [REACHES] are of all tokens. There are at most ``NEAR`` between.
+    """
+    steps = tl.arange(0, REACHES)
+    everything = tl.sum(tl.where(steps == REACHES - 1, count, 0), 0)
+    wanted = share * tl.sum(tl.where(steps == REACHES - 1, mass, 0.0), 0)
+    holds = tl.where(is_cut, count >= tl.minimum(most, everything), mass >= 1.0001 * wanted)
+    upper = tl.min(tl.where(holds, steps, REACHES), 0)
+    lacks = (mass <= 0.9999 * wanted) & (steps < upper) & (is_cut == 0)  # in whatever order of sums
+    lower = tl.max(tl.where(lacks, steps, -1), 0)
+    between = tl.sum(tl.where(steps == upper, count, 0), 0) - tl.sum(tl.where(steps == lower, count, 0), 0)
+    is_near = (upper < REACHES) & (between <= NEAR)
+    return tl.where(is_near, lower, REACHES), tl.where(is_near, upper, REACHES), between
+
+
+@triton.jit
+def in_all(source, row, parts, PARTS: tl.constexpr, REACHES: tl.constexpr):
+    """What each part of a row holds: [PARTS, REACHES] of masses or counts."""
+    part, steps = tl.arange(0, PARTS), tl.arange(0, REACHES)
+    place = (row * parts + part)[:, None] * REACHES + steps[None, :]
+    return tl.load(source + place, mask=(part < parts)[:, None] & (steps < REACHES)[None, :], other=0)
+
+
+@triton.jit(do_not_specialize=["logits_row", "width", "parts"])
+def pick_near(
+    logits,
+    best,
+    temperatures,
+    lowest,
+    top_k,
+    top_p,
+    masses,
+    counts,
+    near,
+    near_ids,
+    logits_row,
+    width,
+    parts,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    REACHES: tl.constexpr,
+    NEAR: tl.constexpr,
+):
+    """Program (row, part): copy the tokens of the row's bracket, by their ids, if they are few.
+
+    Scaled logits go to near and ids to near_ids [rows, NEAR], behind those of the parts before.
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    steps = tl.arange(0, REACHES)
+    most, share = tl.load(top_k + row), tl.load(top_p + row)
+    of_parts = in_all(counts, row, parts, PARTS, REACHES)
+    mass = tl.sum(in_all(masses, row, parts, PARTS, REACHES), 0)
+    lower, upper, _ = bracket_of(mass, tl.sum(of_parts, 0), most, share, most < width, NEAR, REACHES)
+    if upper < REACHES:
+        before = tl.sum(tl.where((tl.arange(0, PARTS) < part)[:, None], of_parts, 0), 0)
+        first = tl.sum(tl.where(steps == upper, before, 0) - tl.where(steps == lower, before, 0), 0)
+        highest, heat, least = tl.load(best + row), tl.load(temperatures + row), tl.load(lowest + row)
+        token = part * BLOCK + tl.arange(0, BLOCK)
+        scaled = scaled_logits(logits + row * logits_row, token, width, highest, heat, least)
+        distance = 0.0 - scaled
+        nearest = tl.where(lower < 0, -1.0, reach_of(lower, REACHES))
+        comes = (distance >= nearest) & (distance < reach_of(upper, REACHES))
+        place = row * NEAR + first + tl.cumsum(comes.to(tl.int32), 0) - 1
+        tl.store(near + place, scaled, mask=comes)
+        tl.store(near_ids + place, token, mask=comes)
+
+
+@triton.jit
+def farthest_of(
+    line, width, highest, heat, least, wanted, most, mass_nearer, count_nearer, BLOCK: tl.constexpr
+):
     """The bits of the greatest distance from the best at which a token may come.
 
-    Fewer than ``most`` tokens are nearer, and they weigh less than ``wanted``. Also returned: how much nearer
-    tokens weigh, how many they are, and how many are as far. Two bits are found by each pass over the row.
+    Fewer than ``most`` tokens are nearer, and they weigh less than ``wanted``, with those that are left out
+    of the line because they are nearer than all in it. Also returned: how much nearer tokens weigh, how many
+    they are, and how many are as far. Two bits are found by each pass over the line, whose sums are added up
+    across the program's threads once, at its end.
     """
     column, steps = tl.arange(0, BLOCK), tl.arange(0, 4)
     bound = (0.0 - least).to(tl.int32, bitcast=True)  # infinity's without min-p
@@ -242,26 +351,33 @@ def farthest_of(line, width, highest, heat, least, wanted, most, BLOCK: tl.const
     for digit in range(16):
         shift = 30 - 2 * digit
         pivots = farthest + (steps << shift)
-        mass, count = tl.zeros([4], tl.float32), tl.zeros([4], tl.int32)
+        masses, counts = tl.zeros([4, BLOCK], tl.float32), tl.zeros([4, BLOCK], tl.int32)
         for start in range(0, width, BLOCK):
             scaled = scaled_logits(line, start + column, width, highest, heat, least)
             nearer = (0.0 - scaled).to(tl.int32, bitcast=True)[None, :] < pivots[:, None]
-            mass += tl.sum(tl.where(nearer, tl.exp(scaled)[None, :], 0.0), 1)
-            count += tl.sum(nearer.to(tl.int32), 1)
+            masses += tl.where(nearer, tl.exp(scaled)[None, :], 0.0)
+            counts += nearer.to(tl.int32)
+        mass, count = mass_nearer + tl.sum(masses, 1), count_nearer + tl.sum(counts, 1)
         may_come = (mass < wanted) & (count < most) & (pivots >= farthest) & (pivots <= bound)
         farthest += tl.max(tl.where(may_come, steps, 0), 0) << shift
-    mass_before = tl.zeros([1], tl.float32)
-    before, as_far = tl.zeros([1], tl.int32), tl.zeros([1], tl.int32)
+    weights = tl.zeros([BLOCK], tl.float32)
+    befores, equals = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     for start in range(0, width, BLOCK):
         scaled = scaled_logits(line, start + column, width, highest, heat, least)
         distance = (0.0 - scaled).to(tl.int32, bitcast=True)
-        mass_before += tl.sum(tl.where(distance < farthest, tl.exp(scaled), 0.0), 0)
-        before += tl.sum((distance < farthest).to(tl.int32), 0)
-        as_far += tl.sum((distance == farthest).to(tl.int32), 0)
-    return farthest, mass_before, before, as_far
+        weights += tl.where(distance < farthest, tl.exp(scaled), 0.0)
+        befores += (distance < farthest).to(tl.int32)
+        equals += (distance == farthest).to(tl.int32)
+    one = tl.zeros([1], tl.int32)
+    return (
+        farthest,
+        mass_nearer + tl.sum(weights, 0) + one,
+        count_nearer + tl.sum(befores, 0) + one,
+        tl.sum(equals, 0) + one,
+    )
 
 
-@triton.jit(do_not_specialize=["logits_row", "width"])
+@triton.jit(do_not_specialize=["logits_row", "width", "parts"])
 def nucleus(
     logits,
     best,
@@ -269,11 +385,19 @@ def nucleus(
     lowest,
     top_k,
     top_p,
+    masses,
+    counts,
+    near,
+    near_ids,
     cut,
     last,
     logits_row,
     width,
+    parts,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    REACHES: tl.constexpr,
+    NEAR: tl.constexpr,
 ):
     """Program (row): which tokens top-k leaves, and of these top-p; equal ones by their ids.
 
@@ -281,34 +405,48 @@ def nucleus(
     lowest scaled logit that may come (cut), and the last token that may come with just that (last).
 
     Nothing is sorted. Distances from the best are floats above 0, whose bits rise as they do, and that of the
-    farthest token which may come is found bit by bit.
+    farthest token which may come is found bit by bit: among the tokens of the row's bracket, or among all
+    where these are too many.
     """
     row = tl.program_id(0).to(tl.int64)
+    column, steps = tl.arange(0, BLOCK), tl.arange(0, REACHES)
     line = logits + row * logits_row
     highest, heat = tl.load(best + row), tl.load(temperatures + row)
     least, most, share = tl.load(lowest + row), tl.load(top_k + row), tl.load(top_p + row)
-    column = tl.arange(0, BLOCK)
-    total = tl.zeros([1], tl.float32)
-    if most < width:
-        far, mass, before, equal = farthest_of(line, width, highest, heat, least, float("inf"), most, BLOCK)
+    is_cut = most < width
+    mass = tl.sum(in_all(masses, row, parts, PARTS, REACHES), 0)
+    count = tl.sum(in_all(counts, row, parts, PARTS, REACHES), 0)
+    lower, upper, between = bracket_of(mass, count, most, share, is_cut, NEAR, REACHES)
+    total = tl.sum(tl.where(steps == REACHES - 1, mass, 0.0), 0) + tl.zeros([1], tl.float32)
+    mass_nearer = tl.sum(tl.where(steps == lower, mass, 0.0), 0)
+    count_nearer = tl.sum(tl.where(steps == lower, count, 0), 0)
+    is_near = upper < REACHES
+    if is_near:
+        line, width = near + row * NEAR, between
+        highest, heat = tl.full([], 0.0, tl.float32), tl.full([], 1.0, tl.float32)
+    if is_cut:
+        far, mass_before, before, equal = farthest_of(
+            line, width, highest, heat, least, float("inf"), most, mass_nearer, count_nearer, BLOCK
+        )
         weight = tl.exp(0.0 - far.to(tl.float32, bitcast=True))
-        total = mass + tl.minimum(equal, most - before).to(tl.float32) * weight
-    else:
-        for start in range(0, width, BLOCK):
-            scaled = scaled_logits(line, start + column, width, highest, heat, least)
-            total += tl.sum(tl.exp(scaled), 0)
+        total = mass_before + tl.minimum(equal, most - before).to(tl.float32) * weight
     wanted = total * share
-    far, mass, before, _ = farthest_of(line, width, highest, heat, least, wanted, most, BLOCK)
+    far, mass_before, before, _ = farthest_of(
+        line, width, highest, heat, least, wanted, most, mass_nearer, count_nearer, BLOCK
+    )
     edge = 0.0 - far.to(tl.float32, bitcast=True)
-    room = tl.minimum(tl.ceil((wanted - mass) / tl.maximum(tl.exp(edge), 1e-30)), 1e9).to(tl.int32)
+    room = tl.minimum(tl.ceil((wanted - mass_before) / tl.maximum(tl.exp(edge), 1e-30)), 1e9).to(tl.int32)
     room = tl.maximum(tl.minimum(room, most - before), 1)
     seen, final = tl.zeros([1], tl.int32), tl.zeros([1], tl.int32)
     for start in range(0, width, BLOCK):
-        token = start + column
-        equal = (scaled_logits(line, token, width, highest, heat, least) == edge) & (token < width)
-        place = seen + tl.cumsum(equal.to(tl.int32), 0)
-        final = tl.maximum(final, tl.max(tl.where(equal & (place <= room), token, 0), 0))
-        seen += tl.sum(equal.to(tl.int32), 0)
+        place = start + column
+        equals = (scaled_logits(line, place, width, highest, heat, least) == edge) & (place < width)
+        token = place
+        if is_near:
+            token = tl.load(near_ids + row * NEAR + place, mask=place < width, other=0)
+        rank = seen + tl.cumsum(equals.to(tl.int32), 0)
+        final = tl.maximum(final, tl.max(tl.where(equals & (rank <= room), token, 0), 0))
+        seen += tl.sum(equals.to(tl.int32), 0)
     one = tl.arange(0, 1)
     tl.store(cut + row + one, edge)
     tl.store(last + row + one, final)

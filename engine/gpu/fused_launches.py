@@ -11,8 +11,16 @@ GATE_BLOCK = 1024
 """Numbers of a program of a gate."""
 RACE_BLOCK = 4096
 """Tokens of a program of a race."""
+CROWD_BLOCK = 2048
+"""Tokens of a program that counts them by their distance from the best one."""
+REACHES = 16
+"""Distances by which they are counted."""
 NUCLEUS_BLOCK = 2048
 """Tokens that a program of top-k and top-p looks at together."""
+NUCLEUS_WARPS = 8
+"""Warps of such a program."""
+NEAR_TOKENS = 1 << 15
+"""Most tokens of a row that such a program looks at apart from all others."""
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, *, plus_one: bool) -> torch.Tensor:
@@ -148,19 +156,7 @@ def race(
     rows, width = logits.shape
     last = keys  # not looked at without limits
     if limits is not None:
-        cut, last = torch.empty_like(lowest), torch.empty_like(keys[:, 0])
-        kernels.nucleus[(rows,)](
-            logits,
-            best,
-            temperatures,
-            lowest,
-            *limits,
-            cut,
-            last,
-            logits.stride(0),
-            width,
-            BLOCK=NUCLEUS_BLOCK,
-        )
+        cut, last = _limits(logits, best, temperatures, lowest, *limits)
         lowest = cut
     parts = -(-width // RACE_BLOCK)
     speeds = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
@@ -181,3 +177,39 @@ def race(
         LIMITED=limits is not None,
     )
     return winners.gather(1, speeds.argmax(1, keepdim=True))[:, 0]
+
+
+def _limits(
+    logits: torch.Tensor,
+    best: torch.Tensor,
+    temperatures: torch.Tensor,
+    lowest: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row the lowest scaled logit that may come, and the last token that may come with it.
+
+    All programs of a device count tokens by their distance from the best, and copy the few that matter; one
+    for each row then looks closely at these.
+    """
+    rows, width = logits.shape
+    parts = -(-width // CROWD_BLOCK)
+    sizes = {"PARTS": 1 << (parts - 1).bit_length(), "REACHES": REACHES, "NEAR": NEAR_TOKENS}
+    masses = torch.empty(rows, parts, REACHES, dtype=torch.float32, device=logits.device)
+    counts = torch.empty_like(masses, dtype=torch.int32)
+    near = torch.empty(rows, NEAR_TOKENS, dtype=torch.float32, device=logits.device)
+    near_ids = torch.empty_like(near, dtype=torch.int32)
+    cut, last = torch.empty_like(lowest), torch.empty_like(top_k)
+    row_facts = (logits, best, temperatures, lowest)
+    place = (logits.stride(0), width, parts)
+    kernels.crowd[(rows, parts)](
+        *row_facts, masses, counts, *place, BLOCK=CROWD_BLOCK, REACHES=REACHES, num_warps=NUCLEUS_WARPS
+    )
+    crowds = (top_k, top_p, masses, counts, near, near_ids)
+    kernels.pick_near[(rows, parts)](
+        *row_facts, *crowds, *place, BLOCK=CROWD_BLOCK, **sizes, num_warps=NUCLEUS_WARPS
+    )
+    kernels.nucleus[(rows,)](
+        *row_facts, *crowds, cut, last, *place, BLOCK=NUCLEUS_BLOCK, **sizes, num_warps=NUCLEUS_WARPS
+    )
+    return cut, last

@@ -81,9 +81,11 @@ class Rounding:
     def _found(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         least, most = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
         if self.is_symmetric:
-            scale = torch.maximum(most, -least) / torch.tensor(float(MOST))
+            scale = torch.maximum(most, -least) / torch.full_like(
+                most, MOST
+            )  # by a number CUDA would multiply by 1/127
             return scale, torch.zeros_like(scale)
-        scale = (most - least) / torch.tensor(float(MOST - LEAST))
+        scale = (most - least) / torch.full_like(most, MOST - LEAST)
         return scale, torch.where(scale > 0, LEAST - least / scale, 0).round()
 
 

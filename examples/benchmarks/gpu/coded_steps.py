@@ -2,18 +2,23 @@
 
     python -m examples.benchmarks.gpu.coded_steps --device cuda --output build/coded.json
 
-One matrix in the size of a feed-forward layer, in all kinds of codes, beside torch's product in bfloat16. On
-a CPU Triton's interpreter runs them, which shows that the script works and nothing about a GPU.
+One matrix in the size of a feed-forward layer, in all kinds of codes, beside torch's product in bfloat16.
+Copies of it are multiplied in turn, more than a device's cache holds, and replayed as a graph, so that
+neither the cache nor the host's launches count. On a CPU Triton's interpreter runs them, which shows that the script
+works and nothing about a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +32,8 @@ KINDS = ("bfloat16", "int8", "int4", "fp8", "mxfp4", "w8a8")
 SEED = 7
 REPEATS = 20
 COPIED_BYTES = 1 << 28
+CACHED_BYTES = 200 << 20
+"""More than the cache of a device holds."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,6 +68,9 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
+Product = Callable[[], torch.Tensor]
+
+
 class Weight:
     """One matrix, in one kind of codes or plain."""
 
@@ -72,10 +82,11 @@ class Weight:
 
         self.kind, self._device = kind, device
         numbers = torch.Generator().manual_seed(SEED)
-        self._codes: CodedWeight | None = None
+        self._codes: list[CodedWeight] = []
         shape = (outputs, inputs)
         if kind == "bfloat16":
-            self._plain = torch.randn(shape, generator=numbers).to(device, torch.bfloat16)
+            plain = torch.randn(shape, generator=numbers).to(device, torch.bfloat16)
+            self._plain = self._several(plain)
             return
         bits = 4 if kind in ("int4", "mxfp4") else 8
         if kind == "mxfp4":
@@ -89,54 +100,71 @@ class Weight:
         scales = torch.rand(outputs, groups, generator=numbers) * 0.01
         rounding = Rounding() if kind == "w8a8" else None
         is_float = kind in ("fp8", "mxfp4")
-        self._codes = device_codes(Codes(codes, scales, None, bits, is_float, rounding), device)
-        assert self._codes is not None
+        one = device_codes(Codes(codes, scales, None, bits, is_float, rounding), device)
+        assert one is not None
+        self._codes = self._several(one)
+
+    def _several(self, one: Any) -> list[Any]:
+        """The matrix and copies of it."""
+        count = math.ceil(CACHED_BYTES / one.nbytes) if self._device.type == "cuda" else 1
+        return [one, *(copy.deepcopy(one) for _ in range(count - 1))]
 
     @property
     def nbytes(self) -> int:
-        return self._plain.nbytes if self._codes is None else self._codes.nbytes
+        return int((self._codes or self._plain)[0].nbytes)
 
     def measure(self, rows: int) -> dict[str, Any]:
         """Milliseconds of a product, and how it differs from torch's in float32."""
         numbers = torch.Generator().manual_seed(rows)
-        codes = self._codes
-        inputs = self._plain.shape[1] if codes is None else codes.inputs
+        inputs = self._codes[0].inputs if self._codes else self._plain[0].shape[1]
         x = torch.randn(rows, inputs, generator=numbers).to(self._device, torch.bfloat16)
-        if codes is None:
-            weight = self._plain
-            product: Callable[[], torch.Tensor] = lambda: x @ weight.T  # noqa: E731
-            expected = x.float() @ weight.float().T
+        products: list[Product]
+        if self._codes:
+            products = [partial(each.product, x) for each in self._codes]
+            expected = self._codes[0].expected(0, x)
         else:
-            product = lambda: codes.product(x)  # noqa: E731
-            expected = codes.expected(0, x)
-        found = product().float()
+            products = [partial(torch.matmul, x, each.T) for each in self._plain]
+            expected = x.float() @ self._plain[0].float().T
+        found = products[0]().float()
         difference = float((found - expected).norm() / expected.norm())
         return {
             "kind": self.kind,
             "rows": rows,
-            "ms": _milliseconds(product, self._device),
+            "ms": _milliseconds(products, self._device),
             "bytes": self.nbytes,
             "difference": difference,
             "tolerance": 1e-2,
         }
 
 
-def _milliseconds(product: Callable[[], torch.Tensor], device: torch.device) -> float:
-    """Time of one call, of many in a row."""
-    repeats = REPEATS if device.type == "cuda" else 1
+def _milliseconds(products: Sequence[Product], device: torch.device) -> float:
+    """Time of one call, of many in a row that take turns."""
+    turns = REPEATS if device.type == "cuda" else 1
+    run = partial(_run, [products[turn % len(products)] for turn in range(turns)])
+    if device.type == "cuda":
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        run = graph.replay
+        run()
     _wait(device)
     began = time.perf_counter()
-    for _ in range(repeats):
-        product()
+    run()
     _wait(device)
-    return (time.perf_counter() - began) * 1e3 / repeats
+    return (time.perf_counter() - began) * 1e3 / turns
+
+
+def _run(products: Sequence[Product]) -> None:
+    for product in products:
+        product()
 
 
 def _bytes_per_second(device: torch.device) -> float:
     """What reading memory gives, by a copy, which reads half of what it moves."""
     source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    milliseconds = _milliseconds(lambda: target.copy_(source), device)
+    milliseconds = _milliseconds([partial(target.copy_, source)], device)
     return 2 * COPIED_BYTES / milliseconds * 1e3
 
 

@@ -60,7 +60,7 @@ def on_device(known: Codes, parts: int = 1) -> DeviceCodes:
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.cpu().double() - expected.double()).norm() / expected.double().norm())
+    return float((found.cpu().double() - expected.cpu().double()).norm() / expected.double().norm())
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])

@@ -113,8 +113,12 @@ LIMITS = [
         pytest.param("many are equal", 4100, marks=pytest.mark.nightly),
     ],
 )
-def test_without_a_sort_the_same_tokens_win(kind: str, width: int) -> None:
+@pytest.mark.parametrize("near", [fused_launches.NEAR_TOKENS, 64])
+def test_without_a_sort_the_same_tokens_win(
+    kind: str, width: int, near: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Seed by seed, and so with the same chances as where the vocabulary is sorted."""
+    monkeypatch.setattr(fused_launches, "NEAR_TOKENS", near)
     params = [SamplingParams(**each) for each in LIMITS for _ in range(2)]  # type: ignore[arg-type]
     nothing = np.zeros(0, dtype=np.int64)
     rows = [SampleRow(each, 5 * i, 11 * i, nothing, 0, TokenRules(each)) for i, each in enumerate(params)]
@@ -127,9 +131,11 @@ def test_without_a_sort_the_same_tokens_win(kind: str, width: int) -> None:
     assert torch.equal(race_of_nucleus(logits, rows), expected)
 
 
+@pytest.mark.parametrize("near", [0, 256, fused_launches.NEAR_TOKENS])
 @pytest.mark.parametrize("equal", [False, True])
-def test_the_tokens_left_are_those_of_a_sort(equal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The very set, not only the winners of a few races."""
+def test_the_tokens_left_are_those_of_a_sort(equal: bool, near: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The very set, not only the winners of a few races; whether or not those near the best are copied."""
+    monkeypatch.setattr(fused_launches, "NEAR_TOKENS", near)
     numbers = torch.Generator().manual_seed(8)
     logits = torch.randn(3, 700, generator=numbers).to(DEVICE) * 2
     logits = logits.round() if equal else logits
