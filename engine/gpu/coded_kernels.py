@@ -82,12 +82,16 @@ def coded_product(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    CUT: tl.constexpr,
     GATHER: tl.constexpr,
     ZEROS: tl.constexpr,
     BIAS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Program (part, tile): outputs [count, OUT] of rows [count, IN], by coded weights.
+    """Program (part, tile, cut): outputs [cuts, count, OUT] of rows [count, IN], by coded weights.
+
+    A cut adds up ``CUT`` inputs, a multiple of ``BLOCK_K`` if there are several; the caller adds up cuts.
+    Their size is known to the compiler: it reads whole vectors only where it knows that they are aligned.
 
     codes: uint8 [experts, OUT, BYTES]; scales and zeros: float32 [experts, GROUPS, OUT], of groups of
     neighbours. ``BLOCK_K`` divides their inputs; of 4 bits it may be 32 where these are 16. With no
@@ -115,7 +119,9 @@ def coded_product(
         zero = scale
         if ZEROS:
             zero = tl.load(zeros + factors, mask=in_out, other=0.0)
-        for start in range(0, IN, BLOCK_K):
+        cut = tl.program_id(2)
+        for step in range(0, CUT, BLOCK_K):
+            start = cut * CUT + step
             if KIND == 0 or KIND == 2:
                 if GROUPS > 1:
                     of_group = factors + (start // GROUP) * OUT
@@ -157,12 +163,55 @@ def coded_product(
         if GROUPS == 1:
             sums = sums * scale[None, :]
         if BIAS:
-            sums += tl.load(bias + matrix * OUT + n, mask=in_out, other=0.0).to(tl.float32)[None, :]
+            first_cut = in_out & (n * 0 + cut == 0)
+            sums += tl.load(bias + matrix * OUT + n, mask=first_cut, other=0.0).to(tl.float32)[None, :]
         tl.store(
-            outputs + m.to(tl.int64)[:, None] * OUT + n[None, :],
+            outputs + (cut * count + m.to(tl.int64))[:, None] * OUT + n[None, :],
             sums.to(outputs.dtype.element_ty),
             mask=in_rows[:, None] & in_out[None, :],
         )
+
+
+@triton.jit(do_not_specialize=["numel", "count"])
+def added_up(cuts, outputs, numel, count, BLOCK: tl.constexpr):
+    """Program (part): sums of cuts [count, numel], in their order."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < numel
+    total = tl.zeros([BLOCK], tl.float32)
+    for cut in range(0, count):
+        total += tl.load(cuts + cut * numel + place, mask=inside, other=0.0)
+    tl.store(outputs + place, total.to(outputs.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def widen(
+    codes,
+    scales,
+    zeros,
+    weights,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    BYTES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ZEROS: tl.constexpr,
+):
+    """Program (output, part): ``BLOCK`` bytes of codes [OUT, BYTES] as weights [OUT, IN]."""
+    output = tl.program_id(0).to(tl.int64)
+    byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    held = tl.load(codes + output * BYTES + byte, mask=byte < BYTES, other=0)
+    for high in tl.static_range(1 if KIND == 0 or KIND == 2 else 2):
+        place = byte
+        if KIND == 1 or KIND == 3:
+            place = byte // 16 * 32 + byte % 16 + 16 * high
+        inside = place < IN
+        factor = place // (IN // GROUPS) * OUT + output
+        numbers = number_of(held >> (4 * high), KIND)
+        if ZEROS:
+            numbers = numbers - tl.load(zeros + factor, mask=inside, other=0.0)
+        numbers = numbers * tl.load(scales + factor, mask=inside, other=0.0)
+        tl.store(weights + output * IN + place, numbers.to(weights.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -231,7 +231,10 @@ def scaled_logits(line, token, width, highest, heat, least):
 
 @triton.jit
 def reach_of(steps, REACHES: tl.constexpr):
-    """Distances from the best, of which tokens are counted: 1, 2, 3, and so on, the last one without end."""
+    """Distances from the best by which tokens are counted: 1, 2, 3, and so on.
+
+    The last one is infinite.
+    """
     return tl.where(steps < REACHES - 1, steps.to(tl.float32) + 1.0, float("inf"))
 
 
@@ -249,7 +252,7 @@ def crowd(
     BLOCK: tl.constexpr,
     REACHES: tl.constexpr,
 ):
-    """Program (row, part): how many of ``BLOCK`` tokens are nearer than each reach, and what they weigh.
+    """Program (row, part): of ``BLOCK`` tokens, number and weight of those nearer than each reach.
 
     masses float32 and counts int32 are [rows, parts, REACHES].
     """
@@ -265,8 +268,9 @@ def crowd(
 
 @triton.jit
 def bracket_of(mass, count, most, share, is_cut, NEAR: tl.constexpr, REACHES: tl.constexpr):
-    """Between which reaches all lies that is to be looked at closely: numbers of both, or REACHES twice.
+    """Between which reaches all lies that is to be looked at closely.
 
+    Numbers of both, or ``REACHES`` twice, and how many tokens lie between.
     With top-k these are the tokens that it leaves, else those among which the last one of top-p is. The lower
     is -1 where there is none. mass and count [REACHES] are of all tokens. There are at most ``NEAR`` between.
     """
@@ -310,9 +314,9 @@ def pick_near(
     REACHES: tl.constexpr,
     NEAR: tl.constexpr,
 ):
-    """Program (row, part): copy the tokens of the row's bracket, by their ids, if they are few.
+    """Program (row, part): copy the tokens of the row's bracket, if they are few.
 
-    Scaled logits go to near and ids to near_ids [rows, NEAR], behind those of the parts before.
+    Scaled logits go to near and ids to near_ids [rows, NEAR], in the order of ids.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     steps = tl.arange(0, REACHES)

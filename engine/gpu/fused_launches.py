@@ -187,7 +187,7 @@ def _limits(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row the lowest scaled logit that may come, and the last token that may come with it.
+    """Each row's lowest scaled logit that may come, and the last token with just that.
 
     All programs of a device count tokens by their distance from the best, and copy the few that matter; one
     for each row then looks closely at these.

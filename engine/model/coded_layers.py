@@ -216,20 +216,24 @@ def _empty(module: Any, name: str) -> None:
 
 
 def _agrees(codes: DeviceCodes, weight: torch.Tensor) -> bool:
-    """Whether the kernels give what torch gives for a few rows.
+    """Whether the kernels give what torch gives for a few rows, and for many.
 
     And whether the codes are the weights.
     """
+    from engine.gpu.coded_products import WIDENED_ROWS
     from engine.gpu.grouped_products import Pairs
 
     numbers = torch.Generator().manual_seed(5)
-    rows = torch.randn(CHECKED_ROWS, codes.inputs, generator=numbers).to(weight.dtype)
+    count = WIDENED_ROWS if weight.dim() == 2 else CHECKED_ROWS
+    rows = torch.randn(count, codes.inputs, generator=numbers).to(weight.dtype)
     here = rows.to(codes.codes.device)
     try:
         with torch.inference_mode():
             if weight.dim() == 2:
-                found, expected = codes.product(here).cpu(), codes.expected(0, here).cpu()
-                plain = rows.float() @ weight.float().T
+                some = [here[:CHECKED_ROWS], here]  # many rows are multiplied in another way
+                found = torch.cat([codes.product(each) for each in some]).cpu()
+                expected = torch.cat([codes.expected(0, each) for each in some]).cpu()
+                plain = torch.cat([rows[: len(each)].float() @ weight.float().T for each in some])
             else:
                 ids = torch.rand(CHECKED_ROWS, len(weight), generator=numbers).topk(1).indices
                 pairs = Pairs.of(ids.to(here.device), len(weight))

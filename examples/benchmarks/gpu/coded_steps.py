@@ -4,8 +4,8 @@
 
 One matrix in the size of a feed-forward layer, in all kinds of codes, beside torch's product in bfloat16.
 Copies of it are multiplied in turn, more than a device's cache holds, and replayed as a graph, so that
-neither the cache nor the host's launches count. On a CPU Triton's interpreter runs them, which shows that the script
-works and nothing about a GPU.
+neither the cache nor the host's launches count. On a CPU Triton's interpreter runs them, which shows that the
+script works and nothing about a GPU.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def coded_matrices(outputs: int, inputs: int, matrices: int = 1) -> Iterator[Dev
         is_packed = kind in (coded_kernels.INT4, coded_kernels.FLOAT4)
         held = -(-inputs // coded_products.WORD) * coded_products.WORD // 2 if is_packed else inputs
         codes = empty(matrices, outputs, held, dtype=torch.uint8)
-        for groups in (inputs // 32,) if is_packed else (1, inputs // 128):
+        for groups in (inputs // 32,) if is_packed else (1, inputs // (32 if inputs % 128 else 128)):
             scales = empty(matrices, groups, outputs, dtype=torch.float32)
             zeros = scales if kind == coded_kernels.INT4 else None
             yield DeviceCodes(codes, scales, zeros, kind, inputs)

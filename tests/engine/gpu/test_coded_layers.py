@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.config import ModelConfig
-from engine.gpu import grouped_experts, product_choice
+from engine.gpu import coded_products, grouped_experts, product_choice
 from engine.gpu.coded_parameter import coded_of
 from engine.gpu.coded_products import DeviceCodes, round_rows
 from engine.gpu.grouped_products import Pairs
@@ -29,7 +29,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {FP32: 1e-5, BF16: 1e-2, FP16: 2e-3}
-SHAPES = [(40, 96, 1), (70, 64, 2), (33, 80, 1), (24, 256, 2), (24, 96, 6), (16, 80, 5)]
+SHAPES = [(40, 96, 1), (70, 64, 2), (33, 80, 1), (24, 256, 2), (24, 96, 6), (16, 80, 5), (20, 1024, 8)]
 """Outputs, inputs, groups."""
 ROUNDINGS = [Rounding(), Rounding(is_symmetric=False), Rounding(0.02, 3), Rounding(0.03)]
 
@@ -73,7 +73,7 @@ def test_products_equal_those_of_widened_weights(kind: str, dtype: torch.dtype) 
             known = codes(kind, outputs, inputs, groups=groups, zeros=zeros)
             held = on_device(known)
             assert torch.equal(held.widened(0, FP32).cpu(), known.widened(FP32))
-            for count in (1, 5) if outputs > 24 else (1, 5, 50):
+            for count in (1, 5) if outputs > 24 else (1, 50, 130):  # the last widened as a whole
                 rows = torch.randn(2, count, inputs, generator=numbers).to(dtype)
                 bias = torch.randn(outputs, generator=numbers).to(dtype)
                 expected = rows.float() @ known.widened(FP32).T + bias.float()
@@ -180,6 +180,7 @@ CASES = [
 
 def loaded(directory: Path, monkeypatch: pytest.MonkeyPatch, *, coded: bool) -> Any:
     """A model; ``coded``: as if a CPU were a device with our kernels."""
+    monkeypatch.setattr(coded_products, "FEW_OUTPUTS", 64)  # fewer programs, which an interpreter computes
     with monkeypatch.context() as patch:
         patch.setattr(weights, "reads_codes", lambda _device: coded)
         settings = ModelConfig(model=str(directory))
@@ -209,7 +210,8 @@ def test_a_model_of_codes_gives_the_logits_of_the_widened_one(
     with torch.inference_mode():
         ids = torch.arange(3, 14, device=DEVICE)[None]
         one, other = (each.module(input_ids=ids, use_cache=False).logits for each in (expected, found))
-    assert relative(other, one) < 1e-4
+    # Where inputs are rounded, and sums have other orders on a GPU, one number may round the other way.
+    assert relative(other, one) < (3e-2 if kind.startswith("w8a8") and DEVICE.type == "cuda" else 1e-4)
     assert torch.equal(one.argmax(-1), other.argmax(-1))
 
 

@@ -134,7 +134,10 @@ def test_without_a_sort_the_same_tokens_win(
 @pytest.mark.parametrize("near", [0, 256, fused_launches.NEAR_TOKENS])
 @pytest.mark.parametrize("equal", [False, True])
 def test_the_tokens_left_are_those_of_a_sort(equal: bool, near: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The very set, not only the winners of a few races; whether or not those near the best are copied."""
+    """The very set, not only the winners of a few races.
+
+    Whether or not tokens near the best are copied.
+    """
     monkeypatch.setattr(fused_launches, "NEAR_TOKENS", near)
     numbers = torch.Generator().manual_seed(8)
     logits = torch.randn(3, 700, generator=numbers).to(DEVICE) * 2
