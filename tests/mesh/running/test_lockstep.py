@@ -107,9 +107,9 @@ def test_spreading_is_the_default_and_idle_instances_take_part_and_sleep_costs_n
         time.sleep(1.0)
         for _ in range(3):  # others that compute on this machine make it look dearer
             used = rest(engines)
-            if max(used) < REST * 0.02:
+            if max(used) < REST * 0.01:
                 break
-        assert max(used) < REST * 0.02, f"CPU seconds in {REST} s of sleep: {used}"
+        assert max(used) < REST * 0.01, f"CPU seconds in {REST} s of sleep: {used}"
         command.child("Coordinator").send_signal(signal.SIGSTOP)
         try:
             assert streamed(ports), "sleeping and waking need no coordinator"
@@ -139,9 +139,15 @@ def _of(rank: int, name: str, **more: str) -> str:
 
 def rest(engines: list[psutil.Process]) -> list[float]:
     """CPU seconds of each instance while no request runs."""
-    before = [sum(engine.cpu_times()[:2]) for engine in engines]
+    before = [cpu_seconds(engine) for engine in engines]
     time.sleep(REST)
-    return [sum(engine.cpu_times()[:2]) - then for engine, then in zip(engines, before, strict=True)]
+    return [cpu_seconds(engine) - then for engine, then in zip(engines, before, strict=True)]
+
+
+def cpu_seconds(engine: psutil.Process) -> float:
+    """Exact time of all threads: the kernel's ticks are of 10 ms, a quarter of what is looked for."""
+    threads = Path(f"/proc/{engine.pid}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
 def test_random_experts_are_not_spread(tmp_path: Path) -> None:
