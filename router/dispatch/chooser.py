@@ -162,8 +162,10 @@ class Chooser:
         length = self._pool.index.prefix_length(instance.name, blocks)
         cached = length * instance.capacity.block_size if instance.capacity is not None else 0
         entry.blocks_at, spared = self._source_for(instance, blocks, cached)
-        if entry.inherits_at and entry.inherits_on == instance.member.host:
-            entry.blocks_at, spared = entry.inherits_at, max(0, entry.work - cached - 1)
+        if _may_inherit(entry, instance):
+            inherited = max(0, min(entry.inherits, entry.work - 1) - cached)
+            if inherited > spared or not entry.blocks_at:  # what the dead one had may be more than is known
+                entry.blocks_at, spared = entry.inherits_at, inherited
         entry.uncached = entry.work - cached - spared
         if not entry.prompt.background:
             self.counts["affinity_hits" if cached else "affinity_misses"] += 1
@@ -238,6 +240,13 @@ class Chooser:
     def _cached(self, instance: Instance, lengths: dict[str, int]) -> int:
         length = lengths.get(instance.name, 0)
         return length * instance.capacity.block_size if instance.capacity is not None else 0
+
+
+def _may_inherit(entry: Entry, instance: Instance) -> bool:
+    """Whether an instance can read the cache that died with the request's last one."""
+    capacity = instance.capacity
+    reads = capacity is not None and bool(capacity.inherited_at)
+    return reads and bool(entry.inherits_at) and entry.inherits_on == instance.member.host
 
 
 def _too_long(prompt: Prompt, limit: int) -> MeshError:

@@ -136,6 +136,8 @@ class Entry:
     """Where the blocks are that died with its instance; empty once it goes on."""
     inherits_on: str = ""
     """The host where that is."""
+    inherits: int = 0
+    """Tokens whose blocks are known to be there."""
     sink: TokenSink | None = None
     """Where a single token goes at once: see :meth:`router.mesh.Generation.hand_over`.
 

@@ -183,6 +183,8 @@ class RequestMover:
             entry.moves(loss)
             entry.inherits_at = "" if instance.is_leaving or capacity is None else capacity.inherited_at
             entry.inherits_on = instance.member.host
+            # Before its first token only what it had at the start is known; it may have computed more.
+            entry.inherits = entry.work if entry.fruitless == 0 else max(0, entry.work - entry.uncached)
             if instance.is_leaving:
                 entry.uncount_try()
             self.resume(entry, instance, patience)

@@ -7,6 +7,7 @@ time. Where nothing is hot, or nobody lends, it serves at once.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ LEAST_BLOCKS = 4
 """Blocks below which a prefix is not worth a copy."""
 LEAST_USES = 2
 """Requests that shared a prefix, from which on it is copied."""
+MOST_TOKENS = 32_768
+"""Tokens of a prefix that are remembered: a client may send 64 prompts of a million each."""
 MOST_WARMED = 8
 """Prefixes that a newcomer copies."""
 PART = 8
@@ -34,8 +37,8 @@ FIRST_NUMBER = 1 << 40
 class Prefix:
     """What several prompts begin with."""
 
-    token_ids: list[int]
-    """Those of a whole prompt."""
+    token_ids: array[int]
+    """The first ones of a whole prompt."""
     cache_salt: str
     blocks: Sequence[int]
     """Names of the blocks that all have, as the index knows them."""
@@ -59,7 +62,10 @@ class HotPrefixes:
         if known is None:
             if len(self._known) >= MOST_PREFIXES:
                 del self._known[min(self._known, key=lambda block: self._known[block].uses)]
-            self._known[blocks[0]] = Prefix(token_ids, cache_salt, blocks)
+            first = array("i", token_ids[:MOST_TOKENS])
+            self._known[blocks[0]] = Prefix(
+                first, cache_salt, blocks[: len(blocks) * len(first) // len(token_ids)]
+            )
             return
         common = _common(known.blocks, blocks)
         if common >= LEAST_BLOCKS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import msgspec
@@ -139,17 +140,24 @@ def test_what_a_dead_instance_had_is_taken_on_its_host_alone() -> None:
     chooser = Chooser(pool, Ledger())
     near = member("near", 0)
     pool.apply(view(near, msgspec.structs.replace(near, instance="far", rank=1, host="far")), 0.0)
-    for instance in pool:
-        instance.attached, instance.capacity = True, capacity(100)
+    pool.apply(
+        view(*(each.member for each in pool), msgspec.structs.replace(near, instance="other serve", rank=2)),
+        0.0,
+    )
+    for instance, had in itertools.product(pool, (0, 64, 100)):
+        reads = "memory:/proc/3/fd/4#y" if instance.name != "other serve" else ""
+        instance.attached = True
+        instance.capacity = msgspec.structs.replace(capacity(100), inherited_at=reads)
         entry = Entry(
-            Prompt(request_id="r", prompt_ids=[1] * 100, params=SamplingParams(), seed=9),
+            Prompt(request_id="r", prompt_ids=[had] * 100, params=SamplingParams(), seed=9),
             inherits_at="memory:/proc/1/fd/2#x",
             inherits_on=near.host,
+            inherits=had,
         )
         number = chooser.dispatch(entry, instance, 0.0)
         is_near = instance.name == "near"
         assert entry.submit(number).blocks_at == ("memory:/proc/1/fd/2#x" if is_near else "")
-        assert entry.uncached == (1 if is_near else 100)
+        assert entry.uncached == (100 - min(had, 99) if is_near else 100)
 
 
 def test_a_report_never_hides_or_doubles_a_dispatch() -> None:

@@ -12,6 +12,7 @@ from router.dispatch.warm_up import (
     LEAST_BLOCKS,
     MOST_PREFIXES,
     MOST_SECONDS,
+    MOST_TOKENS,
     MOST_WARMED,
     PART,
     HotPrefixes,
@@ -52,6 +53,16 @@ def test_the_most_used_come_first_within_the_bounds() -> None:
     for first in range(100, 100 + 2 * MOST_PREFIXES):
         hot.saw(*prompt(first))
     assert [each.token_ids[0] for each in hot.hottest(BLOCKS)] == [12], "rare ones are forgotten first"
+
+
+def test_long_prompts_take_little_room() -> None:
+    hot = HotPrefixes()
+    ids = [7] * 1_000_000
+    for _ in range(2):
+        hot.saw(ids, "", [*range(len(ids) // SIZE)])
+    (found,) = hot.hottest(100_000)
+    assert found.token_ids.itemsize * len(found.token_ids) == 4 * MOST_TOKENS
+    assert len(found.blocks) == MOST_TOKENS // SIZE, "no block without its tokens"
 
 
 def capacity(num_blocks: int = 10_000, at: str = "somewhere", identity: str = "a") -> Capacity:
