@@ -131,10 +131,6 @@ class Lender:
         peer, number = key
         return [] if loan.is_over else [Send(peer, Refused(number, reason))]
 
-    def __bool__(self) -> bool:
-        """Whether any loan is open."""
-        return bool(self._loans)
-
     def waiting(self) -> list[Action]:
         """Questions whether the takers of loans that wait for them are still there."""
         return [

@@ -87,8 +87,6 @@ class BlockMover:
         self._asks = False
         """Whether another try to ask sources is due."""
         self._closing: asyncio.Event | None = None
-        self._fetches, self._lends = asyncio.Event(), asyncio.Event()
-        """Whether there may be something to look at again."""
         self._problem: Exception | None = None
         self._troubles = Complaints(logger, "a message of a transfer of KV blocks could not be acted on")
         self._thread = threading.Thread(target=self._run, name="kv-mover", daemon=True)
@@ -231,7 +229,6 @@ class BlockMover:
 
     def _received(self, peer: Peer, message: ToSource | OtherProtocol) -> None:
         if not isinstance(message, OtherProtocol):  # of another version of Lockstep: its caches differ
-            self._lends.set()
             self._lend(self._lender.received(peer, message))
 
     def _lend(self, actions: Sequence[lending.Action]) -> None:
@@ -258,17 +255,13 @@ class BlockMover:
 
     async def _ask_if_held(self) -> None:
         while True:
-            await self._lends.wait()  # an instance at rest does not wake up for nothing
             await asyncio.sleep(HELD_INTERVAL)
             self._lend(self._lender.waiting())
-            if not self._lender:
-                self._lends.clear()
 
     # ---- fetching
 
     def _begin(self, wanted: Wanted) -> None:
         self._fetcher.begin(wanted, time.monotonic())
-        self._fetches.set()
         try:
             self._link(wanted.source)
         except (zmq.ZMQError, OSError) as error:
@@ -337,12 +330,9 @@ class BlockMover:
 
     async def _look_again(self) -> None:
         while True:
-            await self._fetches.wait()
             await asyncio.sleep(LOOK_INTERVAL)
             if self._fetcher:
                 self._carry_out(self._fetcher.look(time.monotonic()))
-            else:
-                self._fetches.clear()
 
 
 class _Link:
