@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 IDLE_WAIT = 0.1
 """Seconds that an idle loop sleeps at most; a message ends it at once."""
 QUIET_LOOK = 1.0
-"""Seconds between two looks at what routers do not know, while nothing arrives and no step runs."""
+"""Seconds between two looks for news for routers, while nothing arrives."""
 MAX_MESSAGES_PER_TURN = 1000
 """Messages taken in between two steps: a flood of them must not stop the steps."""
 ROUTER_TIMEOUT = 10.0
@@ -144,7 +144,10 @@ class Server:
         """When the requests here must have moved, once routers were asked to move them."""
         self._goes_at_once = False
         self._look_due = 0.0
-        """When to look at rest for what routers do not know: a report takes most of an idle turn."""
+        """When to look at rest for news for routers.
+
+        The report to compare takes most of an idle turn.
+        """
         core.grammars.on_done = self._listener.interrupt
         self.progress = Progress(core.capacity.num_blocks)
         self.leaves_requests = False

@@ -46,7 +46,7 @@ LOOK_INTERVAL = 0.05
 ASK_INTERVAL = 0.002
 """Seconds between two tries to ask a source that is being connected to."""
 HELD_INTERVAL = 0.25
-"""Seconds between two questions whether takers that keep a loan waiting are there, while there are loans."""
+"""Seconds between two questions whether takers that keep a loan waiting are there."""
 MOST_SOURCES = 64
 """Connections to sources that are kept open, those used last."""
 PEER_TIMEOUT_MS = 10_000

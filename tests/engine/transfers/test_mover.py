@@ -151,7 +151,7 @@ def test_a_step_loop_that_does_not_answer_is_not_waited_for(make: Make) -> None:
 
 
 def test_a_mover_rests_without_transfers_and_looks_at_the_next_one(make: Make) -> None:
-    """Looks of a thread that has nothing to look at cost an idle instance more than its loop does."""
+    """Idle looks cost an idle instance as much as its step loop."""
     source, taker = make(1), make(2)
     ends = (source, taker)
     assert all("at rest" in repr(end.mover) for end in ends)
