@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_WAIT = 0.1
 """Seconds that an idle loop sleeps at most; a message ends it at once."""
+QUIET_LOOK = 1.0
+"""Seconds between two looks for news for routers, while nothing arrives."""
 MAX_MESSAGES_PER_TURN = 1000
 """Messages taken in between two steps: a flood of them must not stop the steps."""
 ROUTER_TIMEOUT = 10.0
@@ -141,6 +143,11 @@ class Server:
         self._moves_until: float | None = None
         """When the requests here must have moved, once routers were asked to move them."""
         self._goes_at_once = False
+        self._look_due = 0.0
+        """When to look at rest for news for routers.
+
+        The report to compare takes most of an idle turn.
+        """
         core.grammars.on_done = self._listener.interrupt
         self.progress = Progress(core.capacity.num_blocks)
         self.leaves_requests = False
@@ -188,17 +195,14 @@ class Server:
                     break
                 if isinstance(turn, Enter):
                     self._core.run_again()
+                    self._look_due = 0.0
                 steps = not isinstance(turn, AwaitGroup) and self._wants_step()
                 if steps:
                     self._step()  # 3. one forward pass; tokens, one message per router
                 if self._draining.is_set() and self._drained() and self._core.stepping.drained():
                     break
                 if not steps:
-                    if not self._core.has_work:
-                        self.progress.rested(self._core.snapshot)
-                    self._hand_out()
-                    self._report_changes(at_rest=True)  # 4. tell what changed, sleep until a message
-                    self._listener.wait(IDLE_WAIT)
+                    self._rest()  # 4. tell what changed, sleep until a message
         finally:
             self._hand_out()
 
@@ -233,6 +237,7 @@ class Server:
         return self._core.has_work or self._core.stepping.must_step
 
     def _step(self) -> None:
+        self._look_due = 0.0
         try:
             outgoing = self._core.step(self._hand_out)
         except CollectiveError as error:
@@ -246,6 +251,17 @@ class Server:
         self._report_changes()
         self.progress.stepped(snapshot)
 
+    def _rest(self) -> None:
+        if not self._core.has_work:
+            self.progress.rested(self._core.snapshot)
+        self._hand_out()
+        now = time.monotonic()
+        if now >= self._look_due:
+            self._look_due = now + QUIET_LOOK
+            self._report_changes(at_rest=True)
+        if self._listener.wait(IDLE_WAIT):
+            self._look_due = 0.0
+
     # ---- in
 
     def _take_in(self) -> None:
@@ -256,6 +272,7 @@ class Server:
             received = self._listener.receive()
             if received is None:
                 break
+            self._look_due = 0.0
             peer, message = received
             if isinstance(message, Wake):
                 self._core.stepping.on_wake(message)

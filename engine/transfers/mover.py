@@ -42,7 +42,7 @@ LARGEST_BLOCK = MAX_MESSAGE_BYTES // 2
 LARGEST_QUESTION = 2 << 20
 """Bytes of a message of a taker; a larger one costs it the connection."""
 LOOK_INTERVAL = 0.05
-"""Seconds between two looks at transfers that may take too long."""
+"""Seconds between two looks at transfers that may take too long, while there are any."""
 ASK_INTERVAL = 0.002
 """Seconds between two tries to ask a source that is being connected to."""
 HELD_INTERVAL = 0.25
@@ -87,6 +87,8 @@ class BlockMover:
         self._asks = False
         """Whether another try to ask sources is due."""
         self._closing: asyncio.Event | None = None
+        self._fetches, self._lends = asyncio.Event(), asyncio.Event()
+        """Whether there may be fetches and loans to look at: a thread without any sleeps."""
         self._problem: Exception | None = None
         self._troubles = Complaints(logger, "a message of a transfer of KV blocks could not be acted on")
         self._thread = threading.Thread(target=self._run, name="kv-mover", daemon=True)
@@ -94,7 +96,8 @@ class BlockMover:
         """Blocks sent to others so far."""
 
     def __repr__(self) -> str:
-        return f"<BlockMover at {self.address} {self._lender!r} {self._fetcher!r}>"
+        rests = "" if self._fetches.is_set() or self._lends.is_set() else " at rest"
+        return f"<BlockMover at {self.address} {self._lender!r} {self._fetcher!r}{rests}>"
 
     # ---- the step loop's side
 
@@ -233,6 +236,8 @@ class BlockMover:
 
     def _lend(self, actions: Sequence[lending.Action]) -> None:
         assert self._listener is not None
+        if self._lender:
+            self._lends.set()
         waiting = deque(actions)
         while waiting:
             match action := waiting.popleft():
@@ -255,13 +260,17 @@ class BlockMover:
 
     async def _ask_if_held(self) -> None:
         while True:
-            await asyncio.sleep(HELD_INTERVAL)
-            self._lend(self._lender.waiting())
+            await self._lends.wait()
+            while self._lender:
+                await asyncio.sleep(HELD_INTERVAL)
+                self._lend(self._lender.waiting())
+            self._lends.clear()
 
     # ---- fetching
 
     def _begin(self, wanted: Wanted) -> None:
         self._fetcher.begin(wanted, time.monotonic())
+        self._fetches.set()
         try:
             self._link(wanted.source)
         except (zmq.ZMQError, OSError) as error:
@@ -330,9 +339,11 @@ class BlockMover:
 
     async def _look_again(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_INTERVAL)
-            if self._fetcher:
+            await self._fetches.wait()
+            while self._fetcher:
+                await asyncio.sleep(LOOK_INTERVAL)
                 self._carry_out(self._fetcher.look(time.monotonic()))
+            self._fetches.clear()
 
 
 class _Link:

@@ -36,7 +36,7 @@ from engine.messages import (
 from engine.model.checkpoint import ModelInfo
 from engine.sampling import SamplingParams
 from engine.scheduling.outgoing_tokens import halves
-from engine.server import Server
+from engine.server import IDLE_WAIT, QUIET_LOOK, Server
 from engine.step import Step, StepResult
 from parallel.links.errors import CollectiveError
 from parallel.links.keys import LinkKey
@@ -49,6 +49,8 @@ INFO = ModelInfo(
     eos_token_ids=(VOCAB - 1,), num_experts=0,
 )  # fmt: skip
 PROMPT = [1, 2, 3]
+QUIET_TURNS = 12
+"""Turns of an idle loop."""
 
 
 class Watched(SimulatedExecutor):
@@ -305,6 +307,34 @@ def test_a_router_that_asks_again_is_told_again_that_nothing_is_lost() -> None:
     router.tokens()
     assert [message.repeated for message in router.attached] == [False, True]
     router.close()
+
+
+def test_what_nobody_told_is_looked_for_seldom_at_rest_and_at_once_after_a_message() -> None:
+    router = Router(Watched([], computes_apart=False), [])
+    looks, turns = list[int](), 0
+    report = router.core.report
+
+    def counted(last_dispatch: int, bad_messages: int) -> InstanceReport:
+        looks.append(turns)
+        return report(last_dispatch, bad_messages)
+
+    router.core.report = counted  # type: ignore[method-assign]
+    router.say(Attach("r"))
+
+    def between() -> None:
+        nonlocal turns
+        turns += 1
+        if turns == QUIET_TURNS:
+            router.say(Attach("r"))
+        if turns == QUIET_TURNS + 2:
+            router.server.drain(0.0)
+
+    router.server.run(between)
+    router.close()
+    most_at_rest = 1 + QUIET_TURNS * IDLE_WAIT / QUIET_LOOK
+    assert 2 <= len(looks) <= 3 + most_at_rest
+    assert len(looks) < QUIET_TURNS / 2
+    assert looks[-1] >= QUIET_TURNS, "a message may have changed something"
 
 
 TOO_LONG = msgspec.structs.replace(submit(2, 2), prompt_ids=[1] * 100)

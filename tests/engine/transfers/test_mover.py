@@ -150,6 +150,20 @@ def test_a_step_loop_that_does_not_answer_is_not_waited_for(make: Make) -> None:
     until(lambda: source.of(Return))  # it had asked its step loop, which holds blocks by now
 
 
+def test_a_mover_rests_without_transfers_and_looks_at_the_next_one(make: Make) -> None:
+    """Idle looks cost an idle instance as much as its step loop."""
+    source, taker = make(1), make(2)
+    ends = (source, taker)
+    assert all("at rest" in repr(end.mover) for end in ends)
+    for number in (1, 2):
+        fetch(taker, source, number=number, seconds=0.5)
+        until(lambda: not any("at rest" in repr(end.mover) for end in ends))
+        assert end_of(taker).outcome is Outcome.SLOW, "it was looked at"
+        until(lambda: source.of(Return))
+        source.events.clear()
+        until(lambda: all("at rest" in repr(end.mover) for end in ends))
+
+
 def test_a_flipped_bit_is_found(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     source, taker = make(1), make(2)
     source.lends = {name: index for index, name in enumerate(NAMES)}
