@@ -35,7 +35,7 @@ MOST_READS = 32
 RESCAN = 5.0
 """Seconds between two looks at what other instances have written."""
 FIRST_LOOK = 10.0
-"""Most seconds that an instance waits for the list of a directory before it serves."""
+"""Most seconds that an instance waits for the list of a directory, and for pages, before it serves."""
 PREPARED_BYTES = 512 << 20
 """Most bytes of the cache whose pages are made ready for files."""
 READERS = 2
@@ -309,12 +309,12 @@ class FileTier:
     # ---- the writer
 
     def _write_all(self) -> None:
+        self._look(trims=True)
+        if self._kept:  # what is not done now, the first request would wait for
+            self._memory.prepare(min(PREPARED_BYTES // self._memory.block_bytes, len(self._kept)))
+        self._listed.set()
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWER)
-        self._look(trims=True)
-        self._listed.set()
-        if self._kept:
-            self._memory.prepare(min(PREPARED_BYTES // self._memory.block_bytes, len(self._kept)))
         looked = time.monotonic()
         while True:
             job: Writing | str = "look"
