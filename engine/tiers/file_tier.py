@@ -23,6 +23,7 @@ from engine.tiers.block_files import BlockFiles, WrongBlock
 from engine.tiers.write_behind import WriteBehind, Writing
 from engine.transfers.block_memory import BlockMemory
 from engine.transfers.fetching import Ended, Outcome, Wanted
+from engine.transfers.pages_ahead import blocks_ahead, wanted_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +40,7 @@ FIRST_LOOK = 10.0
 PREPARED_BYTES = 512 << 20
 """Most bytes of the cache whose pages are made ready for files."""
 READERS = 2
-"""Threads that read the blocks of one prompt.
-
-Digests take more time than the reading itself.
-"""
+"""Threads that read the blocks of one prompt, which takes two of them half as long where cores are free."""
 FEWEST_EACH = 4
 """Blocks for each thread at least; fewer are not worth waking one."""
 CLOSING_LOOK = 0.2
@@ -311,7 +309,8 @@ class FileTier:
     def _write_all(self) -> None:
         self._look(trims=True)
         if self._kept:  # what is not done now, the first request would wait for
-            self._memory.prepare(min(PREPARED_BYTES // self._memory.block_bytes, len(self._kept)))
+            wanted = wanted_blocks(len(self._kept), blocks_ahead(self._memory), self._memory.num_blocks)
+            self._memory.prepare(min(PREPARED_BYTES // self._memory.block_bytes, wanted))
         self._listed.set()
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWER)
