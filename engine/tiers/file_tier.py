@@ -36,11 +36,11 @@ MOST_READS = 32
 RESCAN = 5.0
 """Seconds between two looks at what other instances have written."""
 FIRST_LOOK = 10.0
-"""Most seconds that an instance waits for the list of a directory, and for pages, before it serves."""
+"""Most seconds before an instance serves, for the list of a directory and for pages."""
 PREPARED_BYTES = 512 << 20
 """Most bytes of the cache whose pages are made ready for files."""
 READERS = 2
-"""Threads that read the blocks of one prompt, which takes two of them half as long where cores are free."""
+"""Threads that read the blocks of one prompt."""
 FEWEST_EACH = 4
 """Blocks for each thread at least; fewer are not worth waking one."""
 CLOSING_LOOK = 0.2
