@@ -1,4 +1,4 @@
-"""CRC-32 of KV blocks: zlib's value, several times as fast where the CPU multiplies without carries.
+"""CRC-32 of KV blocks: zlib's value, faster where the CPU multiplies without carries.
 
 ``checksums.cpp`` is compiled in the background at the first start. Until it is there, and where there is no
 compiler or no such CPU, zlib computes the same value.
@@ -27,7 +27,7 @@ SOURCE = Path(__file__).with_name("checksums.cpp")
 NEEDED_FLAGS = {"pclmulqdq", "sse4_1"}
 SYMBOLS = ("lockstep_crc32_kind", "lockstep_crc32", "lockstep_read_checked")
 TABLE, NARROW, WIDE = range(3)
-"""Kinds of instructions: none of these, products of 64 bits, and four of those at once."""
+"""Kinds of instructions: none, products of 64 bits, four of those at once."""
 MOST_PARTS = 512
 """Parts that one system call reads, without the library."""
 
@@ -37,7 +37,7 @@ Spans = npt.NDArray[np.int64]
 
 
 class Parts(list[memoryview]):
-    """Buffers one after the other, with their spans, which take longer to find than to check."""
+    """Buffers one after the other, with their spans, which take long to find."""
 
     def __init__(self, parts: Iterable[memoryview], spans: Spans) -> None:
         super().__init__(parts)
@@ -93,7 +93,7 @@ def compiled() -> Path:
 
 @cache
 def load() -> Library | None:
-    """The library, compiled first if need be; None where there is none, for a reason that is logged."""
+    """The library, compiled first if need be; None for a reason that is logged."""
     global _loaded
     if missing := NEEDED_FLAGS - compiler.cpu_flags():
         logger.info("checksums by zlib: this CPU lacks %s", ", ".join(sorted(missing)))

@@ -1,4 +1,4 @@
-"""Checksums: zlib's values at every length and place, by each kind of instructions, and while reading."""
+"""Checksums: zlib's values at every length and place, by each kind of instructions."""
 
 from __future__ import annotations
 
