@@ -49,6 +49,7 @@ from engine.step import ModelFacts
 from engine.step_watch import StepWatch, place_of
 from engine.tiers.block_files import BlockFiles, folder_of
 from engine.tiers.file_tier import FileTier
+from engine.transfers import checksums
 from engine.transfers.block_memory import BlockMemory
 from engine.transfers.identity import CacheFacts, identity_of
 from engine.transfers.mover import LARGEST_BLOCK, BlockMover
@@ -362,6 +363,7 @@ class Instance:
             layout=memory.layout,
         )
         identity = identity_of(facts)
+        checksums.begin_build()
         tier = self._tier = self._file_tier(core, memory, identity, server.wake)
         mover = BlockMover(memory, identity, endpoint(self._listen_address(), 0), self._keys, server.wake)
         mover.start()

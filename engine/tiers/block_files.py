@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.scheduling.blocks import HASH_BYTES, BlockHash
-from engine.transfers.messages import DIGEST_BYTES, digest_of_parts
+from engine.transfers.checksums import read_checked
+from engine.transfers.messages import DIGEST_BYTES, digest_of_crc, digest_of_parts
 
 MAGIC = b"LSKVBLK1"
 HEADER = struct.Struct(f"<8sQ{DIGEST_BYTES}s")
 """Magic, bytes of the block, digest."""
 SUFFIX, UNFINISHED = ".kv", ".tmp"
 MOST_PARTS = 512
-"""Parts of a block that one system call reads or writes."""
+"""Parts of a block that one system call writes."""
 KEPT = 0.9
 """Part of the bound that is kept when a directory has outgrown it."""
 
@@ -105,18 +106,22 @@ class BlockFiles:
             WrongBlock: it is another size, or its bytes are not those that were written.
             OSError: it cannot be read.
         """
-        header = bytearray(HEADER.size)
         descriptor = os.open(path := self.path(name), os.O_RDONLY | os.O_CLOEXEC)
         try:
             if os.fstat(descriptor).st_size != self.file_bytes:
                 raise WrongBlock(f"{path} has another size")
-            _read_all(descriptor, [memoryview(header), *parts])
+            header = os.pread(descriptor, HEADER.size, 0)
+            if len(header) != HEADER.size:
+                raise WrongBlock(f"{path} became shorter while it was read")
+            magic, num_bytes, digest = HEADER.unpack(header)
+            if (magic, num_bytes) != (MAGIC, self._block_bytes):
+                raise WrongBlock(f"{path} is no file of a block")
+            num_read, crc = read_checked(descriptor, HEADER.size, parts)
         finally:
             os.close(descriptor)
-        magic, num_bytes, digest = HEADER.unpack(header)
-        if (magic, num_bytes) != (MAGIC, self._block_bytes):
-            raise WrongBlock(f"{path} is no file of a block")
-        if digest_of_parts(self._identity, name, parts) != digest:
+        if num_read != self._block_bytes:
+            raise WrongBlock(f"{path} became shorter while it was read")
+        if digest_of_crc(self._identity, name, crc, num_read) != digest:
             raise WrongBlock(f"{path} has another digest than its bytes")
         with contextlib.suppress(OSError):
             os.utime(path)
@@ -215,13 +220,6 @@ def _name_of(file: str) -> BlockHash | None:
         return bytes.fromhex(text)
     except ValueError:
         return None
-
-
-def _read_all(descriptor: int, parts: Sequence[memoryview]) -> None:
-    for first in range(0, len(parts), MOST_PARTS):
-        some = parts[first : first + MOST_PARTS]
-        if os.readv(descriptor, some) != sum(each.nbytes for each in some):
-            raise WrongBlock("a file became shorter while it was read")
 
 
 def _write_all(descriptor: int, parts: Sequence[memoryview]) -> None:

@@ -23,6 +23,7 @@ from engine.tiers.block_files import BlockFiles, WrongBlock
 from engine.tiers.write_behind import WriteBehind, Writing
 from engine.transfers.block_memory import BlockMemory
 from engine.transfers.fetching import Ended, Outcome, Wanted
+from engine.transfers.pages_ahead import blocks_ahead, wanted_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +36,11 @@ MOST_READS = 32
 RESCAN = 5.0
 """Seconds between two looks at what other instances have written."""
 FIRST_LOOK = 10.0
-"""Most seconds that an instance waits for the list of a directory before it serves."""
+"""Most seconds before an instance serves, for the list of a directory and for pages."""
 PREPARED_BYTES = 512 << 20
 """Most bytes of the cache whose pages are made ready for files."""
 READERS = 2
-"""Threads that read the blocks of one prompt.
-
-Digests take more time than the reading itself.
-"""
+"""Threads that read the blocks of one prompt."""
 FEWEST_EACH = 4
 """Blocks for each thread at least; fewer are not worth waking one."""
 CLOSING_LOOK = 0.2
@@ -309,12 +307,13 @@ class FileTier:
     # ---- the writer
 
     def _write_all(self) -> None:
+        self._look(trims=True)
+        if self._kept:  # what is not done now, the first request would wait for
+            wanted = wanted_blocks(len(self._kept), blocks_ahead(self._memory), self._memory.num_blocks)
+            self._memory.prepare(min(PREPARED_BYTES // self._memory.block_bytes, wanted))
+        self._listed.set()
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWER)
-        self._look(trims=True)
-        self._listed.set()
-        if self._kept:
-            self._memory.prepare(min(PREPARED_BYTES // self._memory.block_bytes, len(self._kept)))
         looked = time.monotonic()
         while True:
             job: Writing | str = "look"

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from engine.transfers.checksums import Parts
+
 POPULATE_WRITE = 23
 """``MADV_POPULATE_WRITE`` of Linux; :mod:`mmap` does not name it."""
 Bytes = npt.NDArray[np.uint8]
@@ -27,6 +29,9 @@ class BlockMemory:
         assert len({len(part) for part in parts}) == 1, "all tensors have the same blocks"
         self._parts = list(parts)
         self.num_blocks = len(parts[0])
+        self._begins = np.array([part.ctypes.data for part in parts], dtype=np.int64)
+        self._steps = np.array([part.strides[0] for part in parts], dtype=np.int64)
+        self._sizes = np.array(self.layout, dtype=np.int64)
 
     def __repr__(self) -> str:
         return f"<BlockMemory {self.num_blocks} blocks of {self.block_bytes} bytes>"
@@ -51,12 +56,13 @@ class BlockMemory:
                 begin = end
         return found
 
-    def parts_of(self, block: int) -> list[memoryview]:
+    def parts_of(self, block: int) -> Parts:
         """The bytes of a block where they are, in the order of :meth:`read`.
 
         What is written there is in the cache.
         """
-        return [memoryview(part[block]) for part in self._parts]
+        spans = np.stack([self._begins + block * self._steps, self._sizes], axis=1)
+        return Parts([memoryview(part[block]) for part in self._parts], spans)
 
     def prepare(self, num_blocks: int, first: int = 0) -> bool:
         """Have the system give the pages of some blocks now; their content stays.

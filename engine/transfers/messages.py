@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from engine.scheduling.blocks import HASH_BYTES, BlockHash
+from engine.transfers.checksums import Buffer, crc32
 
 DIGEST_BYTES = 16
 CRC = struct.Struct("<IQ")
@@ -24,7 +24,6 @@ MOST_BLOCKS = 65_536
 MOST_PIECES = 16
 """Pieces that a taker grants at once."""
 
-Buffer = bytes | bytearray | memoryview
 NO_BLOCK: BlockHash = bytes(HASH_BYTES)
 """Name of the block before a request's first one."""
 
@@ -43,11 +42,13 @@ def digest_of(identity: str, name: BlockHash, data: Buffer) -> bytes:
     return digest_of_parts(identity, name, [data])
 
 
-def digest_of_parts(identity: str, name: BlockHash, parts: Iterable[Buffer]) -> bytes:
+def digest_of_parts(identity: str, name: BlockHash, parts: Sequence[Buffer]) -> bytes:
     """:func:`digest_of` bytes that lie in several places, one after the other."""
-    crc = length = 0
-    for part in parts:
-        crc, length = zlib.crc32(part, crc), length + len(part)
+    return digest_of_crc(identity, name, crc32(parts), sum(len(part) for part in parts))
+
+
+def digest_of_crc(identity: str, name: BlockHash, crc: int, length: int) -> bytes:
+    """:func:`digest_of` so many bytes with this CRC."""
     facts = CRC.pack(crc, length)
     return hashlib.blake2b(identity.encode() + name + facts, digest_size=DIGEST_BYTES).digest()
 

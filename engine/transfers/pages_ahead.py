@@ -29,8 +29,7 @@ class PagesAhead:
 
     def __init__(self, memory: BlockMemory) -> None:
         self._memory = memory
-        self._ahead = max(1, HUGE // max(memory.layout))
-        """Blocks that have their pages at once."""
+        self._ahead = blocks_ahead(memory)
         self._num_ready = 0
         self._num_wanted = 0
         self._changed = threading.Event()
@@ -71,6 +70,11 @@ class PagesAhead:
                 self._num_ready = end
             if self._closing or self._num_ready == self._memory.num_blocks:
                 return
+
+
+def blocks_ahead(memory: BlockMemory) -> int:
+    """Blocks that have their pages at once."""
+    return max(1, HUGE // max(memory.layout))
 
 
 def wanted_blocks(num_used: int, ahead: int, num_blocks: int) -> int:

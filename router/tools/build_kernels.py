@@ -84,9 +84,11 @@ def _build(config: BuildKernelsConfig) -> None:
 def _sources() -> list[Callable[[], Path]]:
     """Functions that compile one source each; their modules load torch, so they come late."""
     from engine.kernels import library
+    from engine.transfers import checksums
     from parallel.communicators import native_links, native_network_rounds, native_rounds
 
-    return [library.compiled, native_rounds.compiled, native_network_rounds.compiled, native_links.compiled]
+    others = checksums, native_rounds, native_network_rounds, native_links
+    return [library.compiled, *(each.compiled for each in others)]
 
 
 if __name__ == "__main__":

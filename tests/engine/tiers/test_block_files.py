@@ -16,6 +16,7 @@ from engine.tiers.block_files import (
     files_to_drop,
     folder_of,
 )
+from engine.transfers import checksums
 
 NAMES = [bytes([number]) * 16 for number in range(20)]
 FOLDER = folder_of("org/model 7B", "abc", "def")
@@ -53,7 +54,37 @@ def test_a_block_of_more_parts_than_one_call_takes(tmp_path: Path) -> None:
     assert [each[1] for each in found] == [number % 251 for number in range(1500)]
 
 
-def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+@pytest.fixture(params=["zlib", "library"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are checked by zlib, then by the compiled checksums where there are some."""
+    library = None if request.param == "zlib" else checksums.load()
+    if library is None and request.param == "library":
+        pytest.skip("there is no compiler, or this CPU does not multiply without carries")
+    monkeypatch.setattr(checksums, "_loaded", library)
+
+
+@pytest.mark.parametrize("writer", ["zlib", "library"])
+def test_files_fit_each_way_of_checking(
+    way: None, writer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = BlockFiles(tmp_path, FOLDER, "def", 48 * 5000)
+    content = [memoryview(os.urandom(5000)) for _ in range(48)]
+    with monkeypatch.context() as written:
+        written.setattr(checksums, "_loaded", None if writer == "zlib" else checksums.load())
+        files.write(NAMES[0], content)
+    found = [memoryview(bytearray(5000)) for _ in range(48)]
+    files.read(NAMES[0], found)
+    assert found == content
+    whole = files.path(NAMES[0]).read_bytes()
+    for position in range(HEADER.size, len(whole), 3331):
+        changed = bytearray(whole)
+        changed[position] ^= 1 << position % 8
+        files.path(NAMES[0]).write_bytes(changed)
+        with pytest.raises(WrongBlock):
+            files.read(NAMES[0], found)
+
+
+def test_every_flipped_bit_is_found(way: None, tmp_path: Path) -> None:
     files = make(tmp_path)
     files.write(NAMES[0], parts(9))
     path = files.path(NAMES[0])
