@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from coordinator.addresses import check_not_wildcard, check_written, is_loopback
 from coordinator.config import LogLevel, MeshConfig
+from coordinator.messages import Role
 from coordinator.settings.flags import Bytes, Count, Natural, Port, Size, flag
 from engine import eplb_config
 from engine.eplb_config import EplbConfig
@@ -162,7 +163,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         flag(
             help="What these instances are preferred for: prefill: long prompts, whose requests move to "
             "another instance with their KV blocks after the first token; decode: all but long prompts; "
-            "null: both."
+            "null: both. lockstep role changes it while they serve."
         ),
     ] = "null"
 
@@ -187,9 +188,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return config if config is not None and config.is_on else None
 
     @property
-    def role(self) -> str:
-        """The role of an instance, as routers know it; empty for none."""
-        return "" if self.disaggregation_mode == "null" else self.disaggregation_mode
+    def role(self) -> Role:
+        """The role that these instances begin with."""
+        return Role.MIXED if self.disaggregation_mode == "null" else Role(self.disaggregation_mode)
 
     @property
     def kv_codes(self) -> Literal["int8", "fp8"] | None:

@@ -158,6 +158,7 @@ class Instance:
             self._load,
             self._keys,
             self._on_drain,
+            self._config.cache.role,
         )
         membership.start()
         return membership

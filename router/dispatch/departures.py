@@ -94,9 +94,9 @@ class Departures:
     def __repr__(self) -> str:
         return f"<Departures: {len(self._moves)} copies under way>"
 
-    def begin_one(self, source: Instance, entry: Entry, loss: Loss) -> list[Action]:
-        """Move a request that stays where its blocks cannot be copied."""
-        return self._next(_Departure(source, loss, deque([entry]), may_stay=True))
+    def begin_some(self, source: Instance, entries: Iterable[Entry], loss: Loss) -> list[Action]:
+        """Move requests that stay where their blocks cannot be copied."""
+        return self._next(_Departure(source, loss, deque(entries), may_stay=True))
 
     def begin(self, source: Instance, entries: Iterable[Entry], loss: Loss) -> list[Action]:
         """Move the requests of an instance, which goes on with them meanwhile."""
@@ -169,6 +169,9 @@ class Departures:
             if address is None or address[0] != departure.source.name:
                 departure.loss.less()
                 continue
+            if departure.may_stay and self._is_moving(entry):
+                departure.loss.less()
+                continue
             target = self._choose(entry)
             can_copy = target is not None and _can_copy(departure.source, target)
             if target is departure.source or (departure.may_stay and not can_copy):
@@ -180,6 +183,11 @@ class Departures:
             departure.num_copied += 1
             actions.append(self._copy(_Move(entry, address, departure, target)))
         return actions
+
+    def _is_moving(self, entry: Entry) -> bool:
+        """Whether a request is being copied already, as when a role is set twice."""
+        moves = self._moves.values()
+        return any(move.entry is entry and move.address == entry.address for move in moves)
 
     def _copy(self, move: _Move) -> Copy:
         assert move.departure.source.capacity is not None
