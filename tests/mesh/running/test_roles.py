@@ -23,6 +23,8 @@ pytestmark = [
     pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here"),
 ]
 
+TRANSFER = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
+
 
 def roles(ports: Ports) -> list[Role]:
     """Roles of instances that are ready, by rank, as the coordinator knows them."""
@@ -47,7 +49,7 @@ def router_sees(ports: Ports) -> bool:
 def test_streams_go_on_while_roles_change_and_roles_outlive_processes(tmp_path: Path) -> None:
     ports = Ports()
     admin = free_port()
-    flags = [*FLAGS, "--num-gpu-blocks-override", "1200", "--restart"]
+    flags = [*FLAGS, "--num-gpu-blocks-override", "1200", "--restart", "--kv-transfer-config", TRANSFER]
     prompts = [[4 + (90 * each + 7 * index) % 4000 for index in range(600)] for each in range(6)]
 
     def set_role(rank: int, role: Role) -> None:
@@ -66,6 +68,7 @@ def test_streams_go_on_while_roles_change_and_roles_outlive_processes(tmp_path: 
 
     with serve(tmp_path / "log", "-dp", "2", *ports.head(), "--admin-port", str(admin), *flags) as command:
         command.wait_for("2 instances ready")
+        assert "KV blocks move in our own way: kv_connector of --kv-transfer-config" in command.log
         alone = asyncio.run(streams(ports, prompts, tokens=LONG))
         wait_until(lambda: generated(ports) == 3 * LONG, 10, "both are mixed")
         fresh = [[7, *prompt] for prompt in prompts]  # cached nowhere
