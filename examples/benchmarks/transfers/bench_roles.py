@@ -3,8 +3,8 @@
 
     python examples/benchmarks/transfers/bench_roles.py --output-json roles.json
 
-Two instances, both mixed or one for prefill and one for decode. Streams with short prompts run all the time,
-and long prompts come beside them. Rounds of both ways are interleaved.
+Two instances, both mixed or one for prefill and one for decode. Streams with short prompts run all the time:
+first alone, then beside long prompts. Rounds of both ways are interleaved.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def run(args: argparse.Namespace, kind: str) -> dict[str, Any]:
         decodes = [client(SHORT, args.tokens) for _ in range(args.decodes)]
         while not all(len(each.tokens) > 5 for each in decodes):
             time.sleep(0.05)
+        alone = time.perf_counter()
+        time.sleep(args.alone)
         began, firsts = time.perf_counter(), [0.0] * 0
         while time.perf_counter() < began + args.seconds and all(each.is_alive() for each in decodes):
             asked = time.perf_counter()
@@ -57,6 +59,7 @@ def run(args: argparse.Namespace, kind: str) -> dict[str, Any]:
             firsts += [1000 * (each.times[0] - asked) for each in long]
         ended = time.perf_counter()
         gaps = sorted(gap for each in decodes for gap in each.gaps(began, ended))
+        undisturbed = sorted(gap for each in decodes for gap in each.gaps(alone, began))
         check([first, *decodes])
         tokens = sum(sum(began < at < ended for at in each.times) for each in decodes)
     return {
@@ -65,7 +68,8 @@ def run(args: argparse.Namespace, kind: str) -> dict[str, Any]:
         "load": os.getloadavg()[0],
         "decode_tokens_per_second": tokens / (ended - began),
         "long_prompts": len(firsts),
-        "itl_ms": {f"p{percent}": percentile(gaps, percent) for percent in (50, 90, 99)},
+        "itl_ms": {f"p{percent}": percentile(gaps, percent) for percent in (50, 90, 99, 100)},
+        "itl_alone_ms": {f"p{percent}": percentile(undisturbed, percent) for percent in (50, 90, 99)},
         "ttft_of_long_prompts_ms": {
             f"p{percent}": percentile(sorted(firsts), percent) for percent in (50, 99)
         },
@@ -81,7 +85,8 @@ def main() -> int:
     add("--prompts", type=int, default=2, help="long prompts at once (default: %(default)s)")
     add("--length", type=int, default=1500, help="tokens of a long prompt (default: %(default)s)")
     add("--answer", type=int, default=32, help="tokens of its answer (default: %(default)s)")
-    add("--seconds", type=float, default=12.0, help="of each round (default: %(default)s)")
+    add("--alone", type=float, default=3.0, help="seconds without long prompts (default: %(default)s)")
+    add("--seconds", type=float, default=12.0, help="seconds beside them (default: %(default)s)")
     add("--rounds", type=int, default=2, help="rounds of both ways (default: %(default)s)")
     add("--serve-flags", default="", help="for both instances")
     add("--output-json", type=Path, help="write the numbers here")
