@@ -16,11 +16,12 @@ from engine.transfers.block_memory import BlockMemory
 
 HUGE = 2 << 20
 """Bytes of a huge page: what a tensor grows by at once."""
-LEAST_AHEAD, MOST_AHEAD = 1, 4
-"""Huge pages of each tensor that are ready at least, and those that are made ready beside steps.
+LEAST_AHEAD = 1
+"""Huge pages of each tensor that are ready at least."""
+MOST_AHEAD = 4
+"""Huge pages of each tensor that are made ready in the time that steps leave.
 
-At most one more is. Blocks that are fetched use them up faster than those that are computed: a prompt's at
-once.
+At most one more is. Blocks that are fetched use them up faster than those that are computed: those of a prompt at once.
 """
 
 
@@ -79,7 +80,7 @@ class PagesAhead:
 
 
 class _Keeper:
-    """A thread that has so many pages ready, and is nicer than steps by so much."""
+    """A thread that keeps so many pages ready, with a niceness of its own."""
 
     def __init__(self, pages: PagesAhead, ahead: int, niceness: int) -> None:
         self.ahead = ahead

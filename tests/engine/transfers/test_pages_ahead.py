@@ -73,7 +73,7 @@ def test_a_step_writes_without_a_page_fault() -> None:
 def test_what_is_near_does_not_wait_for_the_thread_that_goes_after_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Half of the threads stand still: pages come all the same, as far as steps will soon need them."""
+    """Pages that steps will soon need come all the same."""
     memory, going_on = cache(10 * PER_PAGE), threading.Event()
     monkeypatch.setattr(
         "engine.transfers.pages_ahead.be_nicer", lambda niceness: niceness and going_on.wait(60)
