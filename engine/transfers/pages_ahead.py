@@ -21,7 +21,8 @@ LEAST_AHEAD = 1
 MOST_AHEAD = 4
 """Huge pages of each tensor that are made ready in the time that steps leave.
 
-At most one more is. Blocks that are fetched use them up faster than those that are computed: those of a prompt at once.
+At most one more is. Blocks that are fetched use them up faster than those that are computed: those of a
+prompt at once.
 """
 
 

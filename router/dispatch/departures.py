@@ -26,6 +26,9 @@ Then it is handed over as it is.
 MOST_MISSING = 2
 """Full blocks that the target may lack of a request that could stay."""
 
+MOST_TRIES = 3
+"""Hand-overs of a request that could stay; it may outgrow the room for it meanwhile."""
+
 
 @dataclass(frozen=True)
 class Copy:
@@ -80,6 +83,8 @@ class _Move:
     rounds: int = field(default=1)
     is_last: bool = False
     """The target takes it over with this round."""
+    tries: int = 0
+    """Hand-overs that were begun."""
 
 
 class Departures:
@@ -119,14 +124,17 @@ class Departures:
             return []
         del self._moves[number]
         before, move.tokens = move.tokens, tokens
-        if move.entry.address != move.address or move.is_last:
+        if move.entry.address != move.address or (move.is_last and not _may_try_again(move)):
             return self._over(move)
+        if move.is_last:  # what came since is copied first
+            move.is_last, move.rounds = False, 1
+            return [self._copy(move)]
         if tokens > before and move.rounds < MOST_ROUNDS and _num_missing(move):
             move.rounds += 1
             return [self._copy(move)]
         if _num_missing(move) > MOST_MISSING or not target.ready:
             return self._over(move)
-        move.is_last = True
+        move.is_last, move.tries = True, move.tries + 1
         return [self._copy(move)]
 
     def handed_over(self, source: Instance, number: int) -> list[Action] | None:
@@ -226,6 +234,11 @@ def _can_copy(source: Instance, target: Instance) -> bool:
     if one is None or other is None or not source.lends or not target.lends:
         return False
     return one.cache_identity == other.cache_identity
+
+
+def _may_try_again(move: _Move) -> bool:
+    """Whether a hand-over that came to nothing is tried once more."""
+    return move.departure.may_stay and move.tries < MOST_TRIES and move.target.ready
 
 
 def _num_missing(move: _Move) -> int:

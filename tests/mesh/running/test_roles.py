@@ -82,7 +82,7 @@ def test_streams_go_on_while_roles_change_and_roles_outlive_processes(tmp_path: 
         before = generated(ports)
         assert asyncio.run(streams(ports, fresh, tokens=LONG)) == expected
         time.sleep(0.5)  # its last report has come by then
-        assert generated(ports) - before < len(fresh) * LONG / 4, "all go on at the other one"
+        assert generated(ports) - before < 3 * LONG * 0.9, "those that begin there go on at the other one"
         assert main_role(["0", "decode", *ports.join()]) == 0
 
         command.child("Engine_1").kill()

@@ -9,7 +9,7 @@ from coordinator.messages import Role, View
 from coordinator.views import ViewNews
 from engine.messages import Capacity
 from router.dispatch import roles
-from router.dispatch.departures import MOST_COPIES, Copy, HandOver
+from router.dispatch.departures import MOST_COPIES, MOST_TRIES, Copy, HandOver
 from router.dispatch.policy import Candidate
 from router.dispatch.pool import Pool
 from tests.router.dispatch.test_departures import World
@@ -123,6 +123,32 @@ def test_it_stays_where_nobody_takes_its_blocks() -> None:
             world.target.capacity = Capacity(16, 1000, 64, 512, 100)  # lends and takes nothing
         assert begun(world) == []
         assert world.loss.away == 0
+
+
+def test_a_hand_over_that_comes_to_nothing_is_tried_again_a_few_times() -> None:
+    """The request outgrew the room for it, as it may where cores are busy."""
+    for refused in range(MOST_TRIES + 1):
+        world = World()
+        (copy,) = begun(world)
+        (last,) = world.copied(copy)
+        for _ in range(refused):
+            assert isinstance(last, Copy)
+            assert last.message.request
+            world.give(world.entries[0], 48)
+            following = world.copied(last, tokens=96)
+            if world.loss.away == 0:
+                break
+            (copy,) = following
+            assert isinstance(copy, Copy)
+            assert not copy.message.request, "what is new is copied first"
+            (last,) = world.copied(copy)
+        if refused == MOST_TRIES:
+            assert following == []
+            assert world.loss.away == 0, "it stays"
+            assert world.departures.handed_over(world.source, 1) is None
+        else:
+            (over,) = world.hands_over([last])
+            assert isinstance(over, HandOver)
 
 
 def test_it_stays_when_the_target_is_lost_or_got_too_little() -> None:
