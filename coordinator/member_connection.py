@@ -27,8 +27,10 @@ from coordinator.messages import (
     Reach,
     Reached,
     Register,
+    Role,
     Scale,
     State,
+    TakeRole,
     ToCoordinator,
     Unknown,
     View,
@@ -84,8 +86,9 @@ class MemberConnection:
         load: Callable[[], Load],
         keys: MeshKeys | None = None,
         on_drain: Callable[[float | None], None] = lambda timeout: None,
+        role: Role = Role.MIXED,
     ) -> None:
-        """Register with the coordinator at ``endpoint``.
+        """Register with the coordinator at ``endpoint``, which may give it another ``role``.
 
         ``on_drain`` is called in the thread, once per drain command of an operator, with its timeout in
         seconds.
@@ -94,7 +97,7 @@ class MemberConnection:
         self._drain = ""
         self._endpoint = endpoint
         self._keys = keys
-        self._state = MemberState(register)
+        self._state = MemberState(register, role)
         self._load = load
         self._heard_at = self._complained_at = time.monotonic()
         self._progress_at = time.monotonic()
@@ -256,7 +259,7 @@ class MemberConnection:
             except OtherProtocol as error:
                 message = AdmissionRefused(f"the coordinator speaks another protocol: {error}")
             self._heard_at = time.monotonic()
-            before = self._state.waits_for
+            before, role = self._state.waits_for, self._state.role
             if isinstance(message, Unknown) and self._state.welcome is not None:
                 logger.warning("the coordinator does not know this instance (any more): registering again")
             if self._state.take(message):
@@ -265,6 +268,8 @@ class MemberConnection:
                 self._progress_at = self._heard_at
             if isinstance(message, Welcome) and message.fenced:
                 logger.warning("the others went on without this instance: it joins them again")
+            if isinstance(message, TakeRole) and message.role is not role:
+                logger.info("an operator has set the role of this instance: %s", message.role)
             if isinstance(message, Drain):
                 self._drain_once(message)
             if isinstance(message, Reach):

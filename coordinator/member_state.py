@@ -24,7 +24,9 @@ from coordinator.messages import (
     Probe,
     Reach,
     Register,
+    Role,
     State,
+    TakeRole,
     ToCoordinator,
     Unknown,
     View,
@@ -41,8 +43,11 @@ class MemberState:
     Before each message it is set what is new, by assignment.
     """
 
-    def __init__(self, register: Register) -> None:
+    def __init__(self, register: Register, role: Role = Role.MIXED) -> None:
         self.register = register
+        self.role = role
+        self.is_role_set = False
+        """Whether an operator has set the role."""
         self.state = State.LOADING
         self.phase = "starting"
         self.address = self.store = ""
@@ -117,6 +122,8 @@ class MemberState:
             ready_epoch=self.ready_epoch,
             answers=self._answers,
             numerics=self.numerics,
+            role=self.role,
+            is_role_set=self.is_role_set,
         )
         return [heartbeat] if self._lost is None else [heartbeat, self._lost]
 
@@ -139,6 +146,9 @@ class MemberState:
                 self._take_form(message)
             case Probe(number):
                 self._answers = number
+                return True
+            case TakeRole(role):
+                self.role, self.is_role_set = role, True
                 return True
             case Unknown():
                 return self._register_again()

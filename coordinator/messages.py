@@ -108,6 +108,16 @@ class State(enum.StrEnum):
         return self in (State.LOADING, State.LOADED, State.READY)
 
 
+class Role(enum.StrEnum):
+    """What an instance is preferred for (:mod:`router.dispatch.roles`)."""
+
+    MIXED = "mixed"
+    PREFILL = "prefill"
+    """Long prompts, whose requests go on elsewhere after the first token."""
+    DECODE = "decode"
+    """All but long prompts."""
+
+
 class Evidence(enum.StrEnum):
     """What makes a member think that another one is lost."""
 
@@ -212,6 +222,9 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     """The number of the newest :class:`Probe` that it has received."""
     numerics: Numerics | None = None
     """Its numerics class; None before the weights are loaded."""
+    role: Role = Role.MIXED
+    is_role_set: bool = False
+    """Whether an operator has set the role, and not the command line."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -289,6 +302,14 @@ class Drain(msgspec.Struct, frozen=True, tag="drain", kw_only=True):
     """Name of the instance that must have this rank; empty for any."""
 
 
+class SetRole(msgspec.Struct, frozen=True, tag="set_role", kw_only=True):
+    """An operator wants an instance to have another role."""
+
+    command: str
+    rank: int
+    role: Role
+
+
 class Rebalance(msgspec.Struct, frozen=True, tag="rebalance", kw_only=True):
     """An operator wants experts to move now where that makes steps faster."""
 
@@ -316,11 +337,22 @@ class Answer(msgspec.Struct, frozen=True, tag="answer", kw_only=True):
     """Text for the operator: what happens now, or what prevents it and what to do."""
 
 
-OperatorCommand = Drain | Scale | Rebalance
+OperatorCommand = Drain | Scale | SetRole | Rebalance
 """Wishes of operators, each answered by an :class:`Answer`."""
 
 ToCoordinator = (
-    Register | Heartbeat | Lost | Reached | Leave | Exited | Watch | Drain | Scale | Rebalance | Answer
+    Register
+    | Heartbeat
+    | Lost
+    | Reached
+    | Leave
+    | Exited
+    | Watch
+    | Drain
+    | Scale
+    | SetRole
+    | Rebalance
+    | Answer
 )
 
 
@@ -417,6 +449,15 @@ class Reach(msgspec.Struct, frozen=True, tag="reach"):
     """host:port by name of the instance."""
 
 
+class TakeRole(msgspec.Struct, frozen=True, tag="role"):
+    """An operator has set the role of this instance.
+
+    Sent until heartbeats name it. So a coordinator that is started again learns it from the instance.
+    """
+
+    role: Role
+
+
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
     """A heartbeat of an instance that is not in the world (any more): register again."""
 
@@ -439,6 +480,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """
     odd: int = 0
     """Shadow checks of all routers in which it computed otherwise than two others."""
+    role: Role = Role.MIXED
 
 
 def ranks_by_class(members: Sequence[Member]) -> dict[Numerics, list[int]]:
@@ -627,6 +669,7 @@ FromCoordinator = (
     | ViewChange
     | ViewCurrent
     | Beat
+    | TakeRole
     | Drain
     | Scale
     | Answer

@@ -15,6 +15,7 @@ from coordinator.messages import (
     Heartbeat,
     Load,
     Member,
+    Role,
     Settings,
     State,
     View,
@@ -137,6 +138,8 @@ class Record:
     """Epoch of the group that it steps in."""
     ready_epoch: int = 0
     numerics: Numerics | None = None
+    role: Role = Role.MIXED
+    is_role_set: bool = False
     odd: dict[str, int] = field(default_factory=dict)
     """Shadow checks that name it, by router."""
     registered_at: float = 0.0
@@ -145,7 +148,7 @@ class Record:
 
     def hear(self, peer: Peer, message: Heartbeat, now: float) -> bool:
         """Take over the contents of a heartbeat; returns whether watchers need to know."""
-        before = (self.state, self.phase, self.address, self.numerics)
+        before = (self.state, self.phase, self.address, self.numerics, self.role)
         self.peer, self.heard_at, self.load = peer, now, message.load
         self.state, self.phase, self.address = message.state, message.phase, message.address
         self.store = message.store
@@ -154,7 +157,8 @@ class Record:
         self.expert_layers, self.expert_bytes = message.expert_layers, message.expert_bytes
         self.epoch, self.ready_epoch = message.epoch, message.ready_epoch
         self.numerics = message.numerics or self.numerics
-        return (self.state, self.phase, self.address, self.numerics) != before
+        self.role, self.is_role_set = message.role, message.is_role_set
+        return (self.state, self.phase, self.address, self.numerics, self.role) != before
 
     def member(self) -> Member:
         """As watchers see it."""
@@ -169,6 +173,7 @@ class Record:
             load=self.load,
             numerics=self.numerics,
             odd=sum(self.odd.values()),
+            role=self.role,
         )
 
     def hear_odd(self, router: str, count: int) -> bool:

@@ -38,6 +38,7 @@ from coordinator.messages import (
     Rebalance,
     Register,
     Scale,
+    SetRole,
     Settings,
     State,
     ToCoordinator,
@@ -50,6 +51,7 @@ from coordinator.numerics import Numerics, combined
 from coordinator.operations import ACCEPTED, CONFLICT, Operations
 from coordinator.reach import Asked, Reachability
 from coordinator.records import Instruction, Note, Peer, Publish, Record, Records, Rules, Send
+from coordinator.roles import SetRoles
 from coordinator.suspicion import Suspicions
 from coordinator.views import ViewLog
 
@@ -82,6 +84,7 @@ class Registry:
         self._epochs = Epochs(rules, self._records, self._reach)
         self._suspicions = Suspicions(rules)
         self._operations = Operations()
+        self._roles = SetRoles()
         self._left: set[int] = set()
         """Ranks whose instances were drained: they are not waited for."""
         self._complete = False
@@ -117,6 +120,8 @@ class Registry:
                 return list(self._watch(peer, message, now))
             case Drain():
                 return list(self._drain(peer, message))
+            case SetRole():
+                return list(self._set_role(peer, message))
             case Rebalance():
                 return [Send(peer, self._rebalance(message)), *self._go_on(now)]
             case Scale():
@@ -337,6 +342,9 @@ class Registry:
         wish = self._operations.still_wanted(record)
         if wish is not None:
             yield Send(peer, wish)
+        role = self._roles.heard(record)
+        if role is not None:
+            yield Send(peer, role)
         neighbours = self._records.num_on_host(record.host)
         yield Send(peer, Beat(self._epochs.number, neighbours, self._longer_interval))
         if changed:
@@ -372,6 +380,7 @@ class Registry:
             yield Note(f"instance {record.rank} left")
             if record.state not in (State.LOADING, State.LOADED):
                 self._left.add(record.rank)
+                self._roles.forget(record.rank)
             self._remove(record)
 
     def _exited(self, message: Exited) -> Iterator[Instruction]:
@@ -544,6 +553,18 @@ class Registry:
         if record is not None:
             self._log.touch(record.instance)
 
+    def _set_role(self, peer: Peer, message: SetRole) -> Iterator[Instruction]:
+        answer = self._roles.set(message, self._records)
+        yield Send(peer, answer)
+        record = self._records.get(message.rank)
+        if record is None:
+            return
+        yield Note(f"an operator sets a role: {answer.text}")
+        role = self._roles.heard(record)
+        if role is not None:
+            yield Send(record.peer, role)
+        self._log.touch(record.instance)
+
     # ---- questions
 
     def _knows_all(self, age: float) -> bool:
@@ -565,10 +586,12 @@ class Registry:
     def _shown_member(self, record: Record, shortage: str, shared: Numerics | None) -> Member:
         """An instance as watchers see it.
 
-        It is ready only if its group can serve, and draining from the moment of the command. ``shared`` is
-        that of the members of the group, if it is not the class of each.
+        It is ready only if its group can serve. It is draining, or has another role, from the moment of the
+        command. ``shared`` is that of the members of the group, if it is not the class of each.
         """
         member = record.member()
+        if (role := self._roles.of(record)) is not member.role:
+            member = msgspec.structs.replace(member, role=role)
         if shared is not None and self._epochs.is_member(record.instance):
             member = msgspec.structs.replace(member, numerics=shared)
         if record.state.stays and self._operations.was_told(record.instance):

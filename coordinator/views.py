@@ -136,6 +136,7 @@ def is_same_but_load(one: Member, other: Member) -> bool:
         and one.address == other.address
         and one.numerics == other.numerics
         and one.odd == other.odd
+        and one.role is other.role
         and one.host == other.host
         and one.pid == other.pid
         and one.instance == other.instance

@@ -10,11 +10,14 @@ from msgspec import Meta
 
 from coordinator.addresses import check_not_wildcard, check_written, is_loopback
 from coordinator.config import LogLevel, MeshConfig
+from coordinator.messages import Role
 from coordinator.settings.flags import Bytes, Count, Natural, Port, Size, flag
 from engine import eplb_config
 from engine.eplb_config import EplbConfig
 from engine.kv_events_config import KvEventsConfig
 from engine.kv_events_config import read_config as read_events_config
+from engine.kv_transfer_config import KvTransferConfig
+from engine.kv_transfer_config import read_config as read_transfer_config
 from engine.quantization_config import ONLINE, OnlineName, QuantizationName
 from engine.speculation_config import SpeculativeConfig, read_config
 from engine.step import CRUMBS, most_tokens
@@ -162,9 +165,18 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         flag(
             help="What these instances are preferred for: prefill: long prompts, whose requests move to "
             "another instance with their KV blocks after the first token; decode: all but long prompts; "
-            "null: both."
+            "null: both. lockstep role changes it while they serve."
         ),
     ] = "null"
+    kv_transfer_config: Annotated[
+        str | None,
+        flag(
+            json=True,
+            help='JSON object, like {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}: the form of '
+            "--disaggregation-mode in vLLM (kv_producer: prefill, kv_consumer: decode, kv_both: null). "
+            "Blocks move in our own way, whatever the connector.",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.kv_cache_dir is not None and not (self.enable_prefix_caching and self.enable_kv_transfer):
@@ -179,6 +191,19 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(
                 "--kv-events-config does nothing with --no-enable-prefix-caching: drop one of the two"
             )
+        if self.kv_transfer is not None:
+            self._check_transfer(self.kv_transfer)
+
+    def _check_transfer(self, given: KvTransferConfig) -> None:
+        if given.kv_connector is not None and not (self.enable_prefix_caching and self.enable_kv_transfer):
+            off = "prefix-caching" if not self.enable_prefix_caching else "kv-transfer"
+            raise ValueError(f"--kv-transfer-config does nothing with --no-enable-{off}: drop one of the two")
+        mode = self.disaggregation_mode
+        if mode != "null" and given.role not in (None, mode):
+            raise ValueError(
+                f"--disaggregation-mode {mode} and --kv-transfer-config with {given.kv_role} are two roles: "
+                "drop one of the two"
+            )
 
     @property
     def kv_events(self) -> KvEventsConfig | None:
@@ -187,9 +212,17 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return config if config is not None and config.is_on else None
 
     @property
-    def role(self) -> str:
-        """The role of an instance, as routers know it; empty for none."""
-        return "" if self.disaggregation_mode == "null" else self.disaggregation_mode
+    def kv_transfer(self) -> KvTransferConfig | None:
+        """``kv_transfer_config``, read."""
+        return None if self.kv_transfer_config is None else read_transfer_config(self.kv_transfer_config)
+
+    @property
+    def role(self) -> Role:
+        """The role that these instances begin with."""
+        if self.disaggregation_mode != "null":
+            return Role(self.disaggregation_mode)
+        given = self.kv_transfer
+        return Role.MIXED if given is None or given.role is None else given.role
 
     @property
     def kv_codes(self) -> Literal["int8", "fp8"] | None:

@@ -506,7 +506,6 @@ class EngineCore:
             caches_prefixes=self._pool.is_caching,
             blocks_at=self._blocks_at,
             cache_identity=self._cache_identity,
-            role=self._config.cache.role,
             inherited_at=self._inherited_at,
         )
 

@@ -159,6 +159,7 @@ class Instance:
             self._load,
             self._keys,
             self._on_drain,
+            self._config.cache.role,
         )
         membership.start()
         return membership
@@ -349,6 +350,9 @@ class Instance:
         memory = executor.block_memory()
         if memory is None and cache.kv_cache_dir is not None:
             raise Ended(process.EXIT_USAGE, "--kv-cache-dir is not built for caches on a GPU: drop it")
+        if (given := cache.kv_transfer) is not None and given.without_effect:
+            names = ", ".join(given.without_effect)
+            logger.info("KV blocks move in our own way: %s of --kv-transfer-config change nothing", names)
         if memory is None or not cache.enable_prefix_caching or not cache.enable_kv_transfer:
             return None
         assert self._settings is not None

@@ -394,8 +394,6 @@ class Capacity(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where other instances fetch its KV blocks (:mod:`engine.transfers.mover`); empty: nowhere."""
     cache_identity: str = ""
     """Blocks of caches with equal identities can be exchanged."""
-    role: str = ""
-    """``prefill`` or ``decode``; empty: both (``--disaggregation-mode``)."""
     inherited_at: str = ""
     """Where others on its host find its KV blocks once it is dead (:mod:`engine.inheritance`).
 

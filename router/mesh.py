@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from coordinator.messages import ExpertBalance
+from coordinator.messages import ExpertBalance, Role
 from coordinator.numerics import UNKNOWN as UNKNOWN_CLASS
 from coordinator.numerics import Numerics
 from engine.messages import Delta, InstanceReport
@@ -196,6 +196,10 @@ class MeshFacts(Protocol):
 
     def numerics(self) -> Mapping[Numerics, list[int]]:
         """Ranks of the instances in each numerics class, as far as they are known."""
+        ...
+
+    def roles(self) -> Mapping[int, Role]:
+        """Role of each instance, by rank."""
         ...
 
     def refused_peers(self) -> Mapping[str, int]:

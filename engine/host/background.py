@@ -33,6 +33,14 @@ RELEASE_DELAY = 0.25
 Result = TypeVar("Result")
 
 
+def be_nicer(niceness: int = NICENESS) -> None:
+    """Let other threads go before the calling one, and before those that it starts."""
+    with contextlib.suppress(OSError):
+        thread = threading.get_native_id()
+        nicer = min(LEAST_PRIORITY, os.getpriority(os.PRIO_PROCESS, thread) + niceness)
+        os.setpriority(os.PRIO_PROCESS, thread, nicer)
+
+
 def beside_steps(work: Callable[[], Result]) -> Result:
     """Call this in another thread, in the time that steps leave, and wait for it.
 
@@ -42,10 +50,7 @@ def beside_steps(work: Callable[[], Result]) -> Result:
     future: Future[Result] = Future()
 
     def run() -> None:
-        with contextlib.suppress(OSError):
-            thread = threading.get_native_id()
-            nicer = min(LEAST_PRIORITY, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
-            os.setpriority(os.PRIO_PROCESS, thread, nicer)
+        be_nicer()
         try:
             future.set_result(work())
         except BaseException as error:  # noqa: BLE001 (raised by the caller)

@@ -23,7 +23,7 @@ from engine.tiers.block_files import BlockFiles, WrongBlock
 from engine.tiers.write_behind import WriteBehind, Writing
 from engine.transfers.block_memory import BlockMemory
 from engine.transfers.fetching import Ended, Outcome, Wanted
-from engine.transfers.pages_ahead import blocks_ahead, wanted_blocks
+from engine.transfers.pages_ahead import MOST_AHEAD, blocks_at_once, wanted_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -309,7 +309,8 @@ class FileTier:
     def _write_all(self) -> None:
         self._look(trims=True)
         if self._kept:  # what is not done now, the first request would wait for
-            wanted = wanted_blocks(len(self._kept), blocks_ahead(self._memory), self._memory.num_blocks)
+            group = blocks_at_once(self._memory)
+            wanted = wanted_blocks(len(self._kept), group, self._memory.num_blocks, MOST_AHEAD)
             self._memory.prepare(min(PREPARED_BYTES // self._memory.block_bytes, wanted))
         self._listed.set()
         with contextlib.suppress(OSError):

@@ -2,7 +2,8 @@
 
 A cache takes no memory until it is used. The first write to a huge page waits until the system has found and
 cleared it; each tensor has pages of its own, so a step that comes to the next ones waits for all of them: 50
-to 120 ms were seen. Here a thread asks for them while steps are far away. It is no nicer than steps: what it
+to 240 ms were seen. Here threads ask for them while steps are far away. One of them does it in the time that
+steps leave. The other one is no nicer than steps, and has work where the first one falls behind: what it
 does not do, they have to.
 """
 
@@ -10,14 +11,18 @@ from __future__ import annotations
 
 import threading
 
+from engine.host.background import NICENESS, be_nicer
 from engine.transfers.block_memory import BlockMemory
 
 HUGE = 2 << 20
 """Bytes of a huge page: what a tensor grows by at once."""
-LEAST_AHEAD = 2
-"""Huge pages of each tensor that are ready at least; at most one more is.
+LEAST_AHEAD = 1
+"""Huge pages of each tensor that are ready at least."""
+MOST_AHEAD = 4
+"""Huge pages of each tensor that are made ready in the time that steps leave.
 
-Blocks that are fetched use them up faster than those that are computed.
+At most one more is. Blocks that are fetched use them up faster than those that are computed: those of a
+prompt at once.
 """
 
 
@@ -29,13 +34,11 @@ class PagesAhead:
 
     def __init__(self, memory: BlockMemory) -> None:
         self._memory = memory
-        self._ahead = blocks_ahead(memory)
+        self._group = blocks_at_once(memory)
         self._num_ready = 0
-        self._num_wanted = 0
-        self._changed = threading.Event()
+        self._num_used = 0
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="kv-pages", daemon=True)
-        self._thread.start()
+        self._keepers = [_Keeper(self, LEAST_AHEAD, 0), _Keeper(self, MOST_AHEAD, NICENESS)]
         self.used(0)
 
     def __repr__(self) -> str:
@@ -48,38 +51,62 @@ class PagesAhead:
 
     def used(self, num_blocks: int) -> None:
         """Have pages for more than the first ``num_blocks``, which were given out by now."""
-        wanted = wanted_blocks(num_blocks, self._ahead, self._memory.num_blocks)
-        if wanted > self._num_wanted:
-            self._num_wanted = wanted
-            self._changed.set()
+        self._num_used = max(self._num_used, num_blocks)
+        for keeper in self._keepers:
+            if self.wanted(keeper.ahead) > self._num_ready:
+                keeper.changed.set()
 
     def close(self) -> None:
-        """End the thread; its memory may go after that."""
+        """End the threads; the memory may go after that."""
         self._closing = True
-        self._changed.set()
-        self._thread.join()
+        for keeper in self._keepers:
+            keeper.changed.set()
+        for keeper in self._keepers:
+            keeper.thread.join()
+
+    def wanted(self, ahead: int) -> int:
+        """Blocks that should have pages now."""
+        return wanted_blocks(self._num_used, self._group, self._memory.num_blocks, ahead)
+
+    def keep(self, ahead: int) -> bool:
+        """Have pages for what is wanted; returns whether there may be more to do later."""
+        while self._num_ready < (wanted := self.wanted(ahead)) and not self._closing:
+            first = self._num_ready
+            end = min(wanted, first + self._group)
+            if not self._memory.prepare(end - first, first):
+                return False  # this system cannot
+            self._num_ready = max(self._num_ready, end)  # the other thread may have come further
+        return not self._closing and self._num_ready < self._memory.num_blocks
+
+
+class _Keeper:
+    """A thread that keeps so many pages ready, with a niceness of its own."""
+
+    def __init__(self, pages: PagesAhead, ahead: int, niceness: int) -> None:
+        self.ahead = ahead
+        self.changed = threading.Event()
+        self._pages = pages
+        self._niceness = niceness
+        self.thread = threading.Thread(target=self._run, name="kv-pages", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
+        be_nicer(self._niceness)
         while True:
-            self._changed.wait()
-            self._changed.clear()
-            while self._num_ready < self._num_wanted and not self._closing:
-                end = min(self._num_wanted, self._num_ready + self._ahead)
-                if not self._memory.prepare(end - self._num_ready, self._num_ready):
-                    return  # this system cannot
-                self._num_ready = end
-            if self._closing or self._num_ready == self._memory.num_blocks:
+            self.changed.wait()
+            self.changed.clear()
+            if not self._pages.keep(self.ahead):
                 return
 
 
-def blocks_ahead(memory: BlockMemory) -> int:
-    """Blocks that have their pages at once."""
+def blocks_at_once(memory: BlockMemory) -> int:
+    """Blocks that have the same huge pages."""
     return max(1, HUGE // max(memory.layout))
 
 
-def wanted_blocks(num_used: int, ahead: int, num_blocks: int) -> int:
+def wanted_blocks(num_used: int, group: int, num_blocks: int, ahead: int) -> int:
     """Blocks that should have pages where ``num_used`` were given out.
 
-    ``ahead``: how many have the same huge pages.
+    ``group``: how many have the same huge pages. ``ahead``: groups that are ready at least.
     """
-    return min(num_blocks, (num_used // ahead + LEAST_AHEAD + 1) * ahead)
+    return min(num_blocks, (num_used // group + ahead + 1) * group)

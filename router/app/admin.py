@@ -1,8 +1,8 @@
-"""The admin API: view of the mesh, requests, faults, drain, scale and rebalancing, under ``/admin``.
+"""The admin API under ``/admin``: the mesh, requests, faults, drain, scale, roles, rebalancing.
 
 JSON in and out. It has a port of its own (``--admin-port``), or a key of its own (``--admin-api-key``), or
 both; clients of the endpoint never get in by accident. Commands go through the coordinator, like ``lockstep
-drain`` and ``scale``.
+drain``, ``scale`` and ``role``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,18 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.config import MAX_INSTANCES
-from coordinator.messages import Answer, Drain, ExpertBalance, Load, OperatorCommand, Rebalance, Scale, View
+from coordinator.messages import (
+    Answer,
+    Drain,
+    ExpertBalance,
+    Load,
+    OperatorCommand,
+    Rebalance,
+    Role,
+    Scale,
+    SetRole,
+    View,
+)
 from coordinator.operations import ACCEPTED
 from router.app.app import exception_handlers
 from router.app.middleware import OPEN_PATHS, KeyCheck, RequestIds, foreign_host
@@ -85,6 +96,11 @@ class ScaleRequest(msgspec.Struct, forbid_unknown_fields=True):
     force: bool = False
 
 
+class RoleRequest(msgspec.Struct, forbid_unknown_fields=True):
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_INSTANCES)]
+    role: Role
+
+
 class ElasticRequest(msgspec.Struct):
     """vLLM's form of a wish to scale."""
 
@@ -110,6 +126,7 @@ class InstanceAnswer(msgspec.Struct, frozen=True):
     address: str
     host: str
     pid: int
+    role: Role
     load: Load
     odd: int
     """Shadow checks in which it computed otherwise than two others."""
@@ -155,6 +172,7 @@ class FaultsAnswer(msgspec.Struct, frozen=True):
 
 _read_drain = decoder(DrainRequest)
 _read_scale = decoder(ScaleRequest)
+_read_role = decoder(RoleRequest)
 _read_elastic = decoder(ElasticRequest)
 _read_rebalance = decoder(RebalanceRequest)
 
@@ -195,6 +213,10 @@ def make_admin_app(
         wanted = _read_scale(await read_body(request, BODY_LIMITS))
         return await carry_out(Scale(command=_name(), size=wanted.n, force=wanted.force))
 
+    async def role(request: Request) -> Response:
+        wanted = _read_role(await read_body(request, BODY_LIMITS))
+        return await carry_out(SetRole(command=_name(), rank=wanted.rank, role=wanted.role))
+
     async def scale_elastic_ep(request: Request) -> Response:
         wanted = _read_elastic(await read_body(request, BODY_LIMITS))
         if wanted.drain_timeout is not None:
@@ -233,6 +255,7 @@ def make_admin_app(
             Route("/admin/faults", told_faults, methods=["GET"]),
             Route("/admin/drain", drain, methods=["POST"]),
             Route("/admin/scale", scale, methods=["POST"]),
+            Route("/admin/role", role, methods=["POST"]),
             Route(ELASTIC, scale_elastic_ep, methods=["POST"]),
             Route(REBALANCE, rebalance, methods=["POST"]),
             Route(RESET, reset_prefix_cache, methods=["POST"]),
@@ -306,6 +329,7 @@ def _world(view: View, mesh: Watched, front_end: int) -> WorldAnswer:
                 address=member.address,
                 host=member.host,
                 pid=member.pid,
+                role=member.role,
                 load=member.load,
                 odd=member.odd,
                 router=health.get(member.rank),

@@ -21,7 +21,16 @@ import zmq.asyncio
 
 from coordinator.commands import ask
 from coordinator.member_connection import Watcher
-from coordinator.messages import Answer, Drain, ExpertBalance, Settings, State, View, ranks_by_class
+from coordinator.messages import (
+    Answer,
+    Drain,
+    ExpertBalance,
+    Role,
+    Settings,
+    State,
+    View,
+    ranks_by_class,
+)
 from coordinator.numerics import Numerics
 from coordinator.rpc.complaints import Complaints
 from coordinator.rpc.keys import MeshKeys
@@ -222,6 +231,10 @@ class MeshClient:
         """Ranks of the instances in each numerics class: see :class:`router.mesh.MeshFacts`."""
         return ranks_by_class(self.view.members if self.view else [])
 
+    def roles(self) -> Mapping[int, Role]:
+        """Role of each instance, by rank."""
+        return {member.rank: member.role for member in (self.view.members if self.view else [])}
+
     def refused_peers(self) -> Mapping[str, int]:
         """Connections that were refused, by the process that did it."""
         if self.view is None:
@@ -280,6 +293,8 @@ class MeshClient:
             self._disconnect(instance)
         for instance in changes.reclassed:
             self._mover.follow_class(instance)
+        for instance in changes.with_new_role:
+            self._mover.follow_role(instance)
         self._mover.dispatch_orphans()
         if self._shadowing is not None and self.view is not None:
             self._shadowing.on_view(self.view)

@@ -26,6 +26,9 @@ Then it is handed over as it is.
 MOST_MISSING = 2
 """Full blocks that the target may lack of a request that could stay."""
 
+MOST_TRIES = 3
+"""Hand-overs of a request that could stay; it may outgrow the room for it meanwhile."""
+
 
 @dataclass(frozen=True)
 class Copy:
@@ -80,6 +83,8 @@ class _Move:
     rounds: int = field(default=1)
     is_last: bool = False
     """The target takes it over with this round."""
+    tries: int = 0
+    """Hand-overs that were begun."""
 
 
 class Departures:
@@ -94,9 +99,9 @@ class Departures:
     def __repr__(self) -> str:
         return f"<Departures: {len(self._moves)} copies under way>"
 
-    def begin_one(self, source: Instance, entry: Entry, loss: Loss) -> list[Action]:
-        """Move a request that stays where its blocks cannot be copied."""
-        return self._next(_Departure(source, loss, deque([entry]), may_stay=True))
+    def begin_some(self, source: Instance, entries: Iterable[Entry], loss: Loss) -> list[Action]:
+        """Move requests that stay where their blocks cannot be copied."""
+        return self._next(_Departure(source, loss, deque(entries), may_stay=True))
 
     def begin(self, source: Instance, entries: Iterable[Entry], loss: Loss) -> list[Action]:
         """Move the requests of an instance, which goes on with them meanwhile."""
@@ -119,14 +124,17 @@ class Departures:
             return []
         del self._moves[number]
         before, move.tokens = move.tokens, tokens
-        if move.entry.address != move.address or move.is_last:
+        if move.entry.address != move.address or (move.is_last and not _may_try_again(move)):
             return self._over(move)
+        if move.is_last:  # what came since is copied first
+            move.is_last, move.rounds = False, 1
+            return [self._copy(move)]
         if tokens > before and move.rounds < MOST_ROUNDS and _num_missing(move):
             move.rounds += 1
             return [self._copy(move)]
         if _num_missing(move) > MOST_MISSING or not target.ready:
             return self._over(move)
-        move.is_last = True
+        move.is_last, move.tries = True, move.tries + 1
         return [self._copy(move)]
 
     def handed_over(self, source: Instance, number: int) -> list[Action] | None:
@@ -169,6 +177,9 @@ class Departures:
             if address is None or address[0] != departure.source.name:
                 departure.loss.less()
                 continue
+            if departure.may_stay and self._is_moving(entry):
+                departure.loss.less()
+                continue
             target = self._choose(entry)
             can_copy = target is not None and _can_copy(departure.source, target)
             if target is departure.source or (departure.may_stay and not can_copy):
@@ -180,6 +191,11 @@ class Departures:
             departure.num_copied += 1
             actions.append(self._copy(_Move(entry, address, departure, target)))
         return actions
+
+    def _is_moving(self, entry: Entry) -> bool:
+        """Whether a request is being copied already, as when a role is set twice."""
+        moves = self._moves.values()
+        return any(move.entry is entry and move.address == entry.address for move in moves)
 
     def _copy(self, move: _Move) -> Copy:
         assert move.departure.source.capacity is not None
@@ -218,6 +234,11 @@ def _can_copy(source: Instance, target: Instance) -> bool:
     if one is None or other is None or not source.lends or not target.lends:
         return False
     return one.cache_identity == other.cache_identity
+
+
+def _may_try_again(move: _Move) -> bool:
+    """Whether a hand-over that came to nothing is tried once more."""
+    return move.departure.may_stay and move.tries < MOST_TRIES and move.target.ready
 
 
 def _num_missing(move: _Move) -> int:

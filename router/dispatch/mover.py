@@ -302,13 +302,22 @@ class RequestMover:
         if not self._pool.has_roles or entry.address is None:
             return
         instance = self._pool.get(entry.address[0])
-        if instance is None or entry.prompt.background or entry.prompt.rank is not None:
-            return
-        asked = entry.prompt.asked
-        if roles.moves_on(instance.capacity, asked - len(entry.emitted) if asked else None):
+        if instance is not None and _moves_on(entry, instance):
+            self._move_for_role(instance, [entry])
+
+    def follow_role(self, instance: Instance) -> None:
+        """Move requests on that an instance decodes, if it only begins requests from now on."""
+        entries = self._ledger.of_instance(instance.name)
+        moving = [entry for entry in entries if entry.emitted and _moves_on(entry, instance)]
+        if moving:
+            logger.info("instance %d is %s now: %d requests move", instance.rank, instance.role, len(moving))
+            self._move_for_role(instance, moving)
+
+    def _move_for_role(self, instance: Instance, entries: list[Entry]) -> None:
+        for entry in entries:
             entry.owed = True
-            loss = Loss(instance.rank, time.monotonic(), 1, planned=True)
-            self._depart(self._departures.begin_one(instance, entry, loss))
+        loss = Loss(instance.rank, time.monotonic(), len(entries), planned=True)
+        self._depart(self._departures.begin_some(instance, entries, loss))
 
     def follow_class(self, instance: Instance) -> None:
         """Record that an instance computes in another numerics class from now on."""
@@ -449,3 +458,11 @@ class RequestMover:
     def _drop(self, entry: Entry) -> None:
         self._chooser.settle(entry)
         self._ledger.drop(entry)
+
+
+def _moves_on(entry: Entry, instance: Instance) -> bool:
+    """Whether a request that has a token leaves its instance for its role."""
+    if entry.prompt.background or entry.prompt.rank is not None:
+        return False
+    asked = entry.prompt.asked
+    return roles.moves_on(instance.role, asked - len(entry.emitted) if asked else None)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from coordinator.messages import Role
 from engine.messages import Capacity
 from engine.transfers.price import FEWEST, WORTH
 
@@ -91,6 +92,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Share of evicted blocks that are computed again."""
     capacity: Capacity | None = None
     """None until it has answered."""
+    role: Role = Role.MIXED
     numerics: str | None = None
     """Name of its numerics class; None if unknown."""
     fetchable_tokens: int = 0

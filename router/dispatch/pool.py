@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from coordinator.messages import Member, State, View
+from coordinator.messages import Member, Role, State, View
 from coordinator.views import ViewNews
 from engine.messages import Capacity, Counters, InstanceReport
 from router.dispatch.circuit_breaker import CircuitBreaker
@@ -106,6 +106,11 @@ class Instance:
         """Name of its numerics class; None if its version names none."""
         numerics = self.member.numerics
         return None if numerics is None else numerics.fingerprint
+
+    @property
+    def role(self) -> Role:
+        """What it is preferred for, as of the newest view."""
+        return self.member.role
 
     @property
     def ready(self) -> bool:
@@ -231,6 +236,7 @@ class Instance:
             vacant=vacant,
             wanted_share=wanted_share,
             capacity=self.capacity,
+            role=self.member.role,
             numerics=self.fingerprint,
             fetchable_tokens=fetchable_tokens,
             fetch_price=report.fetch_price,
@@ -255,6 +261,7 @@ class Changes(msgspec.Struct, frozen=True):
     removed: list[Instance]
     reclassed: list[Instance]
     """Instances that compute in another numerics class than before."""
+    with_new_role: list[Instance]
 
 
 class Pool:
@@ -269,8 +276,7 @@ class Pool:
         self._size = 0
         """Instances that the mesh starts with, as far as is known."""
         self._is_complete = False
-        self.has_roles = False
-        """Whether an instance had a role (:mod:`router.dispatch.roles`)."""
+        self._with_role: set[str] = set()
 
     def __repr__(self) -> str:
         return f"<Pool {' '.join(f'{i.rank}:{i.member.state}' for i in self)}>"
@@ -280,6 +286,11 @@ class Pool:
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(self._instances.values())
+
+    @property
+    def has_roles(self) -> bool:
+        """Whether an instance is preferred for some requests (:mod:`router.dispatch.roles`)."""
+        return bool(self._with_role)
 
     def get(self, name: str) -> Instance | None:
         return self._instances.get(name)
@@ -398,9 +409,13 @@ class Pool:
     def _change(self, missing: Sequence[str], members: Mapping[str, Member], now: float) -> Changes:
         removed = [self._instances.pop(name) for name in missing]
         self._touched.update(missing)
-        added, reclassed = [], []
+        self._with_role.difference_update(missing)
+        added, reclassed, with_new_role = [], [], []
         for name, member in members.items():
+            (self._with_role.discard if member.role is Role.MIXED else self._with_role.add)(name)
             instance = self._instances.get(name)
+            if instance is not None and instance.role is not member.role:
+                with_new_role.append(instance)
             if instance is None:
                 breaker = self._breakers.setdefault(member.rank, CircuitBreaker())
                 instance = Instance(member, breaker=breaker, seen_at=now, touched=self._touched)
@@ -411,7 +426,7 @@ class Pool:
                 reclassed.append(instance)
         if len(self._breakers) > len(self._instances):
             self._forget_breakers(now)
-        return Changes(added, removed, reclassed)
+        return Changes(added, removed, reclassed, with_new_role)
 
     def _forget_breakers(self, now: float) -> None:
         here = {instance.rank for instance in self}

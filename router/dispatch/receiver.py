@@ -130,7 +130,6 @@ class MessageReceiver:
             return
         is_new = instance.capacity is None
         instance.attached, instance.capacity, instance.asked_back = True, attached.capacity, False
-        self._pool.has_roles = self._pool.has_roles or bool(attached.capacity.role)
         if is_new:
             self._mover.warm_up(instance)
         self._mover.move_all(instance, "reattached")

@@ -1,18 +1,16 @@
 """Roles of instances: some compute long prompts, the others go on with them (pure).
 
 A role biases the choice and excludes nothing. Where no instance of the wanted role can take a request, any
-other one does. An instance without a role has both.
+other one does. A mixed instance has both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.messages import Capacity
+from coordinator.messages import Role
 from router.dispatch.policy import Candidate
 
-PREFILL, DECODE = "prefill", "decode"
-"""Values of ``--disaggregation-mode``; an instance without a role has an empty one."""
 LONG = 256
 """Tokens to compute from which on a prompt is one for the role ``prefill``.
 
@@ -23,12 +21,12 @@ FEW = 16
 
 
 def suited(candidates: Sequence[Candidate], tokens: int, *, decodes: bool) -> Sequence[Candidate]:
-    """Candidates whose role fits a request of ``tokens`` tokens; all if none has a role.
+    """Candidates whose role fits a request of ``tokens`` tokens; all if all are mixed.
 
     ``decodes``: its tokens come along, or are computed already.
     """
-    decoding = [each for each in candidates if role_of(each.capacity) != PREFILL]
-    prefilling = [each for each in candidates if role_of(each.capacity) != DECODE]
+    decoding = [each for each in candidates if each.role is not Role.PREFILL]
+    prefilling = [each for each in candidates if each.role is not Role.DECODE]
     if len(decoding) == len(prefilling) == len(candidates):
         return candidates
     missing = min((tokens - each.cached_tokens for each in decoding), default=tokens)
@@ -36,14 +34,9 @@ def suited(candidates: Sequence[Candidate], tokens: int, *, decodes: bool) -> Se
     return chosen or candidates
 
 
-def moves_on(capacity: Capacity | None, remaining: int | None) -> bool:
-    """Whether a request that has its first token is to leave an instance.
+def moves_on(role: Role, remaining: int | None) -> bool:
+    """Whether a request that has a token is to leave an instance of this role.
 
     ``remaining``: tokens that it still wants; None: as many as there is room for.
     """
-    return role_of(capacity) == PREFILL and (remaining is None or remaining >= FEW)
-
-
-def role_of(capacity: Capacity | None) -> str:
-    """The role of an instance; empty for none."""
-    return capacity.role if capacity is not None else ""
+    return role is Role.PREFILL and (remaining is None or remaining >= FEW)

@@ -188,7 +188,7 @@ _REFUSED_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     _NO_OFFLOAD: {"cpu-offload-gb": ("0",), "offload-backend": ("auto",), "offload-group-size": ("0",),
         "offload-params": (), "cpu-offload-params": ()},
     _NO_TRANSFER: {
-        "kv-transfer-config": (), "ec-transfer-config": (),
+        "ec-transfer-config": (),
         "kv-offloading-size": ("0",), "kv-offloading-backend": ("native",),
         "disaggregation-transfer-backend": (),
     },

@@ -460,6 +460,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     ),
     "drain": (_of("router.tools.operate", "main_drain"), "have an instance finish what it has and leave"),
     "scale": (_of("router.tools.operate", "main_scale"), "bring a mesh to a number of instances"),
+    "role": (_of("router.tools.operate", "main_role"), "have an instance prefill, decode, or do both"),
     "autoscale": (
         _of("router.tools.autoscale.command"),
         "follow the load of a mesh, and start or drain instances",

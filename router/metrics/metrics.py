@@ -273,6 +273,12 @@ class Metrics:
             invariant = str(each.invariant).lower()
             numerics.add_metric((each.fingerprint, each.kernels, each.dtype, invariant), len(ranks))
         yield numerics
+        roles = GaugeMetricFamily(
+            "lockstep:instance_role", "1 for the role that an instance has.", labels=("engine", "role")
+        )
+        for rank, role in sorted(self._mesh.roles().items()):
+            roles.add_metric((str(rank), role.value), 1)
+        yield roles
         refused = CounterMetricFamily(
             "lockstep:refused_peers",
             "Connections that were refused, most for want of the mesh's key.",

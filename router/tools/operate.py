@@ -1,4 +1,4 @@
-"""``lockstep drain`` and ``lockstep scale``: send a command, then wait for its result."""
+"""``lockstep drain``, ``scale`` and ``role``: send a command, then wait for its result."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
 from coordinator.commands import ask, find_view
 from coordinator.config import MeshConfig
 from coordinator.member_connection import fetch_view
-from coordinator.messages import Drain, Member, Scale, State, View
+from coordinator.messages import Drain, Member, Role, Scale, SetRole, State, View
 from coordinator.operations import ACCEPTED
 from coordinator.process import process
 from coordinator.rpc.codec import OtherProtocol
@@ -89,6 +89,23 @@ class ScaleConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             raise ValueError("give the number of instances that the mesh is to have in all")
 
 
+class RoleConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Role."""
+
+    mesh: MeshConfig = MeshConfig()
+    rank: Annotated[
+        Natural | None, flag(positional=True, help="Rank of the instance, as in lockstep status.")
+    ] = None
+    role: Annotated[
+        Literal["prefill", "decode", "mixed"] | None,
+        flag(positional=True, help="prefill: long prompts; decode: all but these; mixed: both."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.rank is None or self.role is None:
+            raise ValueError("give the RANK of an instance and its role: prefill, decode or mixed")
+
+
 def main_drain(argv: list[str] | None = None) -> int:
     config = parse(
         DrainConfig,
@@ -115,8 +132,27 @@ def main_scale(argv: list[str] | None = None) -> int:
     return asyncio.run(_carry_out("scale", config.mesh, wish, config.wait, config.timeout))
 
 
-async def _carry_out(name: str, mesh: MeshConfig, wish: Drain | Scale, wait: bool, timeout: float) -> int:
-    """Send the command, print the answer, and wait for the result."""
+def main_role(argv: list[str] | None = None) -> int:
+    config = parse(
+        RoleConfig,
+        sys.argv[1:] if argv is None else argv,
+        prog="lockstep role",
+        description="Have an instance preferred for long prompts, for all else, or for both.",
+        shares_file=True,
+    )
+    assert config.rank is not None
+    assert config.role is not None
+    wish = SetRole(command=uuid.uuid4().hex, rank=config.rank, role=Role(config.role))
+    return asyncio.run(_carry_out("role", config.mesh, wish, False, ASK_TIMEOUT))
+
+
+async def _carry_out(
+    name: str, mesh: MeshConfig, wish: Drain | Scale | SetRole, wait: bool, timeout: float
+) -> int:
+    """Send the command, print the answer, and wait for the result.
+
+    A role counts from the moment of the answer.
+    """
     endpoint = mesh.coordinator_endpoint
     keys = process.mesh_keys(mesh, f"lockstep {name}")
     began = time.monotonic()
@@ -131,6 +167,8 @@ async def _carry_out(name: str, mesh: MeshConfig, wish: Drain | Scale, wait: boo
     if answer.status != ACCEPTED:
         return _fail(name, answer.text)
     print(answer.text, flush=True)
+    if isinstance(wish, SetRole):
+        return 0
     done = _is_gone(before, wish.rank) if isinstance(wish, Drain) else _has_size(wish.size)
     while wait:
         try:

@@ -15,7 +15,7 @@ from rich.table import Table
 from coordinator.commands import find_view
 from coordinator.config import MeshConfig
 from coordinator.member_connection import fetch_view
-from coordinator.messages import ExpertBalance, Member, View
+from coordinator.messages import ExpertBalance, Member, Role, View
 from coordinator.process import process
 from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.handshakes import KeyRefused
@@ -117,14 +117,18 @@ def as_table(view: View) -> Table:
     title = f"{model}: epoch {view.epoch}, {count} instance{'s' * (count != 1)}{missing}"
     table = Table(title=title, caption=_balance(view.balance) if view.balance is not None else None)
     experts = ("experts",) if view.balance is not None else ()
-    for name in ("rank", "state", "epoch", "load", *experts, "KV use", "tokens/s", "numerics", "address"):
+    has_roles = any(member.role is not Role.MIXED for member in view.members)
+    roles = ("role",) if has_roles else ()
+    for name in (
+        "rank", "state", *roles, "epoch", "load", *experts, "KV use", "tokens/s", "numerics", "address",
+    ):  # fmt: skip
         table.add_column(
             name,
-            justify="left" if name in ("state", "load", "numerics", "address") else "right",
+            justify="left" if name in ("state", "role", "load", "numerics", "address") else "right",
             no_wrap=True,
         )
     for member in view.members:
-        table.add_row(*_row(member, view.epoch, view.balance))
+        table.add_row(*_row(member, view.epoch, view.balance, has_roles=has_roles))
     return table
 
 
@@ -149,7 +153,7 @@ def _balance(balance: ExpertBalance) -> str:
     return "; ".join(parts)
 
 
-def _row(member: Member, epoch: int, balance: ExpertBalance | None) -> list[str]:
+def _row(member: Member, epoch: int, balance: ExpertBalance | None, *, has_roles: bool) -> list[str]:
     load = member.load
     state = (
         str(member.state) if member.phase in ("serving", member.state) else f"{member.state}: {member.phase}"
@@ -161,6 +165,7 @@ def _row(member: Member, epoch: int, balance: ExpertBalance | None) -> list[str]
     return [
         str(member.rank),
         state,
+        *([str(member.role)] if has_roles else []),
         str(epoch),
         f"{load.running} running, {load.waiting} waiting",
         *([] if balance is None else [str(balance.held.get(member.rank, "-"))]),

@@ -11,16 +11,16 @@ import pytest
 from coordinator.commands import REFUSED_PATIENCE, find_view
 from router.launcher.entry import INTERRUPTED
 from router.launcher.serve import main
-from router.tools.operate import main_drain, main_scale
+from router.tools.operate import main_drain, main_role, main_scale
 
 
 def test_nobody_there_is_said_soon(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as unheard:  # bound, so that nobody else comes to listen there
         unheard.bind(("127.0.0.1", 0))
         port = unheard.getsockname()[1]
-        for command in (main_scale, main_drain):
+        for command, *rest in ((main_scale,), (main_drain,), (main_role, "decode")):
             began = time.monotonic()
-            assert command(["1", "-dpp", str(port)]) == 1
+            assert command(["1", *rest, "-dpp", str(port)]) == 1
             assert time.monotonic() - began < REFUSED_PATIENCE + 5.0, "and not the 10 s of an answer"
             assert f"no answer from a coordinator at tcp://127.0.0.1:{port}" in capsys.readouterr().err
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from coordinator.messages import ExpertBalance
+from coordinator.messages import ExpertBalance, Role
 from coordinator.numerics import Numerics
 from engine.messages import Delta, FinishReason, InstanceReport, TokenLogprobs
 from router.mesh import MeshError, NumericsChange, Prompt, ServedModel, TokenSink
@@ -130,6 +130,7 @@ class Facts:
     shadow_checks: Mapping[str, int] = field(default_factory=dict)
     shadow_differences: Mapping[str, int] = field(default_factory=dict)
     numerics: Mapping[Numerics, list[int]] = field(default_factory=dict)
+    roles: Mapping[int, Role] = field(default_factory=dict)
 
 
 class FakeMesh:
@@ -179,6 +180,9 @@ class FakeMesh:
 
     def numerics(self) -> Mapping[Numerics, list[int]]:
         return self._facts.numerics
+
+    def roles(self) -> Mapping[int, Role]:
+        return self._facts.roles
 
     def balance(self) -> ExpertBalance | None:
         return self._facts.balance

@@ -52,12 +52,18 @@ class Client(threading.Thread):
         self.times: list[float] = []
         self.tokens: list[int] = []
         self.error: Exception | None = None
+        self._is_stopped = False
 
     def run(self) -> None:
         try:
             self._read()
         except Exception as error:  # noqa: BLE001 (is raised where it is looked at)
             self.error = error
+
+    def stop(self) -> None:
+        """Read no more tokens, which ends the request."""
+        self._is_stopped = True
+        self.join(10)
 
     def _read(self) -> None:
         connection = http.client.HTTPConnection(self._address.hostname or "", self._address.port, timeout=120)
@@ -68,6 +74,9 @@ class Client(threading.Thread):
         if answer.status != 200:
             raise RuntimeError(f"status {answer.status}: {answer.read(1000)!r}")
         for line in answer:
+            if self._is_stopped:
+                connection.close()
+                return
             if line.startswith(b"data: {"):
                 choices = json.loads(line[6:])["choices"]
                 found = choices[0].get("token_ids") if choices else None

@@ -135,10 +135,7 @@ def _is_alike(one: Instance, other: Instance) -> bool:
     """Whether blocks of one fit the other, and both have the same role."""
     if one.capacity is None or other.capacity is None:
         return False
-    return (one.capacity.cache_identity, one.capacity.role) == (
-        other.capacity.cache_identity,
-        other.capacity.role,
-    )
+    return (one.capacity.cache_identity, one.role) == (other.capacity.cache_identity, other.role)
 
 
 def _room_of(instance: Instance) -> int:

@@ -72,6 +72,7 @@ def _instance(member: Member, report: InstanceReport | None, health: InstanceHea
         host=member.host,
         pid=member.pid,
         instance=member.instance,
+        role=member.role,
         load=member.load,
         numerics=member.numerics,
         odd=member.odd,

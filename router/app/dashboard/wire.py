@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from coordinator.messages import ExpertBalance, Load
+from coordinator.messages import ExpertBalance, Load, Role
 from coordinator.numerics import Numerics
 from router.dispatch.ledger import Flight
 from router.dispatch.pool import InstanceHealth
@@ -63,6 +63,7 @@ class InstanceState(msgspec.Struct, frozen=True):
     host: str
     pid: int
     instance: str
+    role: Role
     load: Load
     numerics: Numerics | None
     odd: int

@@ -10,7 +10,7 @@ import httpx2
 import msgspec
 import pytest
 
-from coordinator.messages import Answer, Drain, Rebalance, Scale, View
+from coordinator.messages import Answer, Drain, OperatorCommand, Rebalance, Role, Scale, SetRole, View
 from coordinator.settings import flags
 from router.app.admin import AdminGate, make_admin_app
 from router.app.app import make_app
@@ -30,7 +30,7 @@ class World:
     def __init__(self, view: View | None) -> None:
         self.view = view
         self.coordinator_silent_for: float | None = 0.25
-        self.wishes: list[Drain | Rebalance | Scale] = []
+        self.wishes: list[OperatorCommand] = []
         self.answer: tuple[int, str] | None = (202, "done")
 
     def instance_health(self) -> Mapping[int, InstanceHealth]:
@@ -48,7 +48,7 @@ class World:
         assert timeout > 1
         return list(self.missing)
 
-    async def command(self, wish: Drain | Rebalance | Scale) -> Answer:
+    async def command(self, wish: OperatorCommand) -> Answer:
         self.wishes.append(wish)
         if self.answer is None:
             raise TimeoutError
@@ -78,7 +78,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def test_the_world() -> None:
-    odd = msgspec.structs.replace(member("b", 1), odd=2)
+    odd = msgspec.structs.replace(member("b", 1), odd=2, role=Role.DECODE)
     answer = ask(gate(World(view(member("a", 0), odd))), "GET", f"{ADMIN}/admin/world").json()
     assert (answer["epoch"], answer["size"], answer["front_end"]) == (1, 2, 1)
     assert answer["coordinator_silent_for"] == 0.25
@@ -87,6 +87,7 @@ def test_the_world() -> None:
     assert first["router"] == {"attached": True, "failures": 1, "in_flight": 3}
     assert second["router"] is None
     assert (first["odd"], second["odd"]) == (0, 2)
+    assert (first["role"], second["role"]) == ("mixed", "decode")
     unknown = ask(gate(World(None)), "GET", f"{ADMIN}/admin/world")
     assert unknown.status_code == 503
     assert unknown.headers["retry-after"] == "1"
@@ -121,7 +122,10 @@ def test_commands_are_passed_on() -> None:
     done = ask(gate(world), "POST", f"{ADMIN}/admin/drain", json={"rank": 1, "timeout": 2.5, "force": True})
     assert (done.status_code, done.json()) == (202, {"accepted": True, "text": "done"})
     ask(gate(world), "POST", f"{ADMIN}/admin/scale", json={"n": 3})
-    drain, scale = world.wishes
+    ask(gate(world), "POST", f"{ADMIN}/admin/role", json={"rank": 1, "role": "prefill"})
+    drain, scale, role = world.wishes
+    assert isinstance(role, SetRole)
+    assert (role.rank, role.role) == (1, Role.PREFILL)
     assert isinstance(drain, Drain)
     assert (drain.rank, drain.timeout, drain.force) == (1, 2.5, True)
     assert isinstance(scale, Scale)

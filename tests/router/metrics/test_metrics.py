@@ -6,6 +6,7 @@ import re
 
 import msgspec
 
+from coordinator.messages import Role
 from coordinator.numerics import Numerics
 from engine.messages import Counters, InstanceReport, LockstepCounters
 from parallel.links.counts import LinkCount
@@ -28,6 +29,7 @@ def test_metrics(served: ServedModel) -> None:
         epoch=4,
         instances={"ready": 2},
         refused_peers={"coordinator": 5, "0": 1},
+        roles={0: Role.MIXED, 1: Role.PREFILL},
         choices={"affinity_hits": 3, "moves": 2},
         numerics_changes={"true": 2},
         shadow_checks={"equal": 5, "odd": 1},
@@ -115,6 +117,10 @@ def test_metrics(served: ServedModel) -> None:
     assert (values["lockstep:epoch"], values['lockstep:instances{state="ready"}']) == (4, 2)
     assert values['lockstep:refused_peers_total{by="coordinator"}'] == 5
     assert values['lockstep:refused_peers_total{by="0"}'] == 1
+    roles = {name for name in values if name.startswith("lockstep:instance_role")}
+    assert roles == {
+        'lockstep:instance_role{engine="0",role="mixed"}', 'lockstep:instance_role{engine="1",role="prefill"}',
+    }  # fmt: skip
     outcomes = ("affinity_hits", "affinity_misses", "moves", "queue_full")
     choices = [values[f'lockstep:choices_total{{outcome="{outcome}"}}'] for outcome in outcomes]
     assert choices == [3, 0, 2, 0]

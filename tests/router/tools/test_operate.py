@@ -17,6 +17,7 @@ from router.tools.operate import (
     _is_gone,
     _why_it_stays,
     main_drain,
+    main_role,
     main_scale,
 )
 
@@ -85,6 +86,12 @@ def test_a_coordinator_that_has_just_been_started_again_knows_nobody_yet() -> No
         (main_scale, ["0"], "lockstep scale: error: SIZE: Expected `int` >= 1"),
         (main_scale, ["many"], "lockstep scale: error: SIZE must be a number, not 'many'"),
         (main_drain, ["x"], "lockstep drain: error: RANK must be a number, not 'x'"),
+        (main_role, ["1"], "lockstep role: error: give the RANK of an instance and its role"),
+        (
+            main_role,
+            ["1", "null"],
+            "lockstep role: error: ROLE must be one of prefill, decode, mixed, not 'null'",
+        ),
     ],
 )
 def test_errors_name_what_was_given(

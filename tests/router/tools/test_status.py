@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from coordinator.messages import BusyExpert, ExpertBalance
+from coordinator.messages import BusyExpert, ExpertBalance, Role
 from coordinator.numerics import Numerics
 from router.tools.status import _console, as_table
 from tests.router.dispatch.test_mesh_parts import member, view
@@ -40,6 +40,15 @@ def test_an_instance_that_shadow_checks_name_is_shown_so(capsys: pytest.CaptureF
     assert printed.count("odd in") == 2
     assert "ready (odd in 1 shadow check)" in printed
     assert "ready (odd in 2 shadow checks)" in printed
+
+
+def test_roles_are_shown_where_an_instance_has_one(capsys: pytest.CaptureFixture[str]) -> None:
+    members = [member(f"m{rank}", rank) for rank in range(2)]
+    _console().print(as_table(view(*members)))
+    assert "role" not in capsys.readouterr().out
+    _console().print(as_table(view(members[0], msgspec.structs.replace(members[1], role=Role.PREFILL))))
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("role", "mixed", "prefill"))
 
 
 def test_balance_and_the_busiest_experts_stand_below(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,7 @@ function stateOf(one) {
   found.dataset.state = stalled ? "stalled" : one.odd ? "odd" : one.state;
   found.textContent = stalled ? `no step for ${one.load.stalled_for.toFixed(0)} s`
     : [one.state, "serving"].includes(one.phase) ? one.state : `${one.state}: ${one.phase}`;
+  if (one.role !== "mixed") found.textContent += `, ${one.role}`;
   if (one.odd) found.textContent += `, odd in ${one.odd} shadow check${one.odd > 1 ? "s" : ""}`;
   return found;
 }
