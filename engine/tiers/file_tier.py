@@ -21,7 +21,7 @@ from engine.messages import FileCounters
 from engine.scheduling.blocks import BlockHash, BlockPool
 from engine.tiers.block_files import BlockFiles, WrongBlock
 from engine.tiers.write_behind import WriteBehind, Writing
-from engine.transfers.block_memory import BlockMemory
+from engine.transfers.block_memory import CacheMemory
 from engine.transfers.fetching import Ended, Outcome, Wanted
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class FileTier:
     def __init__(
         self,
         pool: BlockPool,
-        memory: BlockMemory,
+        memory: CacheMemory,
         files: BlockFiles,
         most_bytes: int,
         wake: Callable[[], None],
@@ -285,7 +285,8 @@ class FileTier:
         if time.monotonic() > reading.until:
             return Outcome.SLOW
         try:
-            self._files.read(name, self._memory.parts_of(wanted.blocks[index]))
+            with self._memory.filling(wanted.blocks[index]) as parts:
+                self._files.read(name, parts)
         except FileNotFoundError:
             self._kept.discard(name)
             return Outcome.WHOLE if index else Outcome.ABSENT

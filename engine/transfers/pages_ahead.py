@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 
-from engine.transfers.block_memory import BlockMemory
+from engine.transfers.block_memory import CacheMemory
 
 HUGE = 2 << 20
 """Bytes of a huge page: what a tensor grows by at once."""
@@ -27,7 +27,7 @@ class PagesAhead:
     A new cache is used in the order of its blocks' numbers (:class:`engine.scheduling.blocks.BlockPool`).
     """
 
-    def __init__(self, memory: BlockMemory) -> None:
+    def __init__(self, memory: CacheMemory) -> None:
         self._memory = memory
         self._ahead = max(1, HUGE // max(memory.layout))
         """Blocks that have their pages at once."""
