@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import signal
+import threading
 import time
 import urllib.request
 from collections.abc import Callable
@@ -93,7 +94,8 @@ def test_blocks_of_another_instance_spare_computing_and_change_no_bit(
 
         before = list(ask(ports, 1300, rank=0)[:2])
         time.sleep(0.3)
-        source.kill()
+        killer = threading.Timer(0.004, (command.child("Worker_0_PP") if workers else source).kill)
+        killer.start()  # while its blocks are fetched
         assert list(ask(ports, 1300, rank=1)[:2]) == before
         wait_until(lambda: of(ports, "vllm:kv_cache_usage_perc", 1) == 0, 10, "nothing is held")
         assert "Traceback" not in command.log
