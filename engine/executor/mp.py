@@ -102,7 +102,7 @@ class MpExecutor:
         self._caches: list[CacheAt | None] = []
         self._num_blocks = 0
         self._num_begun = self._num_finished = 0
-        """Steps that were sent, and those of them whose results are here, as all before them."""
+        """Steps that were sent, and the first of them whose results are here."""
         self._sent: deque[int] = deque()
         """Numbers of the steps under way."""
         self._on_cpu = True
@@ -216,7 +216,7 @@ class MpExecutor:
         self._caches, self._num_blocks = [each.cache for each in allocated], num_blocks
 
     def block_memory(self) -> ShardMemory | None:
-        """See :class:`.Executor`. It is in the memory of workers; None where one is on another host."""
+        """See :class:`.Executor`. None where a worker is on another host."""
         caches = [
             WorkerCache(worker.name, worker.child.pid, worker.ended, cache)
             for worker, cache in zip(self._workers, self._caches, strict=True)

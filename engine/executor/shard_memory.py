@@ -1,4 +1,4 @@
-"""The KV cache of an instance with workers, whose shards lie in the memory of several processes.
+"""The KV cache of an instance with workers: shards in the memory of several processes.
 
 A block is the bytes of its shards, by stage, then rank. The engine copies them from and to the workers with
 Linux' ``process_vm_readv`` and ``process_vm_writev``. So the workers' caches stay in memory of their own, in
@@ -41,7 +41,7 @@ class WorkerCache:
 
     name: str
     pid: int
-    """Of a child of this process."""
+    """The child of this process that the worker is."""
     ended: int
     """A descriptor that is readable once it has ended."""
     cache: CacheAt

@@ -322,7 +322,7 @@ class Scheduler:
         }
 
     def blocks_in_flight(self) -> set[int]:
-        """All blocks that steps under way may read or write, also for requests that are aborted."""
+        """All blocks that steps under way read or write, also for aborted requests."""
         return {block for each in self._in_flight for table in each.tables for block in table}
 
     def restart(self) -> list[Step]:

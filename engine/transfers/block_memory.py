@@ -56,11 +56,11 @@ class CacheMemory(Protocol):
         ...
 
     def filling(self, block: int) -> AbstractContextManager[list[memoryview]]:
-        """Room for the bytes of a block, which are in the cache once the context ends."""
+        """Room for the bytes of a block; the cache has them once the context ends."""
         ...
 
     def prepare(self, num_blocks: int, first: int = 0) -> bool:
-        """Have the system give the pages of some blocks now, where it can; their content stays."""
+        """Have the system give the pages of some blocks now; their content stays."""
         ...
 
     def write(self, block: int, data: memoryview) -> None:

@@ -25,7 +25,7 @@ class CacheFacts(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     shards: Sequence[int] = ()
-    """Tensors of each worker, by stage, then rank; a block is their shards in this order."""
+    """Number of tensors of each worker, by stage, then rank."""
 
 
 def identity_of(facts: CacheFacts) -> str:

@@ -226,7 +226,10 @@ class BlockMover:
         await self._closing.wait()
 
     def _lose(self, error: CacheGone) -> None:
-        """The cache is out of reach, which also ends the instance soon; nothing is said of its transfers."""
+        """End all transfers without a word: the cache is out of reach.
+
+        That ends the instance soon, too.
+        """
         assert self._closing is not None
         logger.info("no KV blocks are moved any more: %s", error)
         self._is_lost = True

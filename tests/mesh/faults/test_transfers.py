@@ -31,7 +31,7 @@ FLAGS = ["--dtype", "bfloat16", "--num-gpu-blocks-override", "600", "--no-enable
 LENGTH = 1000
 """Tokens of a prompt."""
 LONG, SHORT = 900, 200
-"""Tokens of an answer that has not ended when its instance drains, without workers and with them."""
+"""Tokens of an answer that outlasts a drain, without workers and with them."""
 
 
 def ask(ports: Ports, first: int, rank: int) -> tuple[list[int], list[str], int]:
