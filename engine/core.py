@@ -174,7 +174,10 @@ class EngineCore:
         """
         size, checks = self._config.cache.block_size, checks and self._executor.in_flight == 1
         price = FetchPrice(token_bytes)
-        self.exchange = BlockExchange(self._pool, mover, price, size, checks=checks, tier=tier, heir=heir)
+        self.exchange = BlockExchange(
+            self._pool, mover, price, size, checks=checks, tier=tier, heir=heir,
+            in_flight=self.scheduler.blocks_in_flight,
+        )  # fmt: skip
         self._tier = tier
         self._blocks_at, self._cache_identity = address, identity
 

@@ -12,7 +12,7 @@ from engine.step import ModelFacts, Span, Step, StepResult
 if TYPE_CHECKING:
     from coordinator.messages import GroupPlan
     from coordinator.numerics import Arithmetic
-    from engine.transfers.block_memory import BlockMemory
+    from engine.transfers.block_memory import CacheMemory
     from parallel.communicators.base import Communicator
     from parallel.links.counts import LinkCount
     from parallel.placement import Placement
@@ -86,7 +86,7 @@ class Executor(Protocol):
         """
         ...
 
-    def block_memory(self) -> BlockMemory | None:
+    def block_memory(self) -> CacheMemory | None:
         """The bytes of the KV cache; None where this process cannot reach them."""
         ...
 

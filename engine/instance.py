@@ -50,7 +50,7 @@ from engine.step_watch import StepWatch, place_of
 from engine.tiers.block_files import BlockFiles, folder_of
 from engine.tiers.file_tier import FileTier
 from engine.transfers import checksums
-from engine.transfers.block_memory import BlockMemory
+from engine.transfers.block_memory import CacheMemory
 from engine.transfers.identity import CacheFacts, identity_of
 from engine.transfers.mover import LARGEST_BLOCK, BlockMover
 from engine.transfers.pages_ahead import PagesAhead
@@ -236,7 +236,7 @@ class Instance:
             self._server = Server(self._name, endpoint(self._listen_address(), 0), core, self._keys)
             self._publish_events(core)
             mover = self._move_blocks(core, executor, self._server)
-            if (kv := executor.block_memory()) is not None:
+            if not executor.has_workers and (kv := executor.block_memory()) is not None:
                 self._pages = PagesAhead(kv)
             if place is None:
                 membership.update(state=State.READY, phase="serving", address=self._server.endpoint)
@@ -306,7 +306,7 @@ class Instance:
         except OSError as error:
             logger.warning("the KV cache dies with this instance: %s: %s", path, error.strerror)
 
-    def _heir(self, core: EngineCore, executor: Executor, memory: BlockMemory, identity: str) -> Heir | None:
+    def _heir(self, core: EngineCore, executor: Executor, memory: CacheMemory, identity: str) -> Heir | None:
         """Publish this cache's blocks, and copy those of dead instances."""
         if not self._config.cache.enable_kv_inheritance or self._server is None:
             return None
@@ -349,7 +349,7 @@ class Instance:
         cache = self._config.cache
         memory = executor.block_memory()
         if memory is None and cache.kv_cache_dir is not None:
-            raise Ended(process.EXIT_USAGE, "--kv-cache-dir is not built for caches on a GPU: drop it")
+            raise Ended(process.EXIT_USAGE, "--kv-cache-dir needs a KV cache in reach: drop it")
         if (given := cache.kv_transfer) is not None and given.without_effect:
             names = ", ".join(given.without_effect)
             logger.info("KV blocks move in our own way: %s of --kv-transfer-config change nothing", names)
@@ -365,6 +365,9 @@ class Instance:
             dtype=self._settings.dtype,
             block_size=cache.block_size,
             layout=memory.layout,
+            shards=memory.shards,
+            tensor_parallel_size=self._config.device.tensor_parallel_size,
+            pipeline_parallel_size=self._config.device.pipeline_parallel_size,
         )
         identity = identity_of(facts)
         checksums.begin_build()
@@ -385,7 +388,7 @@ class Instance:
         return mover
 
     def _file_tier(
-        self, core: EngineCore, memory: BlockMemory, identity: str, wake: Callable[[], None]
+        self, core: EngineCore, memory: CacheMemory, identity: str, wake: Callable[[], None]
     ) -> FileTier | None:
         """Keep blocks in files, too, if that is asked for."""
         cache, settings, numerics = self._config.cache, self._settings, self._numerics

@@ -146,6 +146,15 @@ class Free(msgspec.Struct, frozen=True, tag="free"):
     num_bytes: int
 
 
+class CacheAt(msgspec.Struct, frozen=True):
+    """Where a worker's KV cache lies in its memory."""
+
+    steps: int
+    """Address of the number of steps that the worker is done with, in 8 bytes."""
+    tensors: list[tuple[int, int]]
+    """Address of each tensor, and the bytes of a block in it."""
+
+
 class Allocated(msgspec.Struct, frozen=True, tag="allocated"):
     """The KV cache is there."""
 
@@ -153,6 +162,8 @@ class Allocated(msgspec.Struct, frozen=True, tag="allocated"):
     """As in :class:`Loaded`, of as many copies as are held from now on."""
     arithmetic: Arithmetic | None = None
     """What the worker computes with."""
+    cache: CacheAt | None = None
+    """None: it is on a device."""
 
 
 class Computed(msgspec.Struct, frozen=True, tag="computed"):

@@ -13,7 +13,7 @@ import logging
 import os
 import select
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NoReturn, TypeVar
 
@@ -23,11 +23,12 @@ from coordinator.numerics import Arithmetic
 from coordinator.process import process
 from engine.config import EngineConfig
 from engine.executor.channel import ChannelClosed
-from engine.executor.ends import END_TIMEOUT, Crew, WorkerEnd
+from engine.executor.ends import END_TIMEOUT, Crew, LocalWorker, WorkerEnd
 from engine.executor.messages import (
     Allocate,
     Allocated,
     Begin,
+    CacheAt,
     Computed,
     Execute,
     Failed,
@@ -46,6 +47,7 @@ from engine.executor.messages import (
     TellSpans,
     ToWorker,
 )
+from engine.executor.shard_memory import ShardMemory, WorkerCache
 from engine.executor_contract import STARTUP_TIMEOUT, CannotStart, ExpertTimes, Progress, WorkerLost
 from engine.model.checkpoint import CheckpointError, ModelInfo
 from engine.step import KVSpec, ModelFacts, Span, Step, StepResult
@@ -97,6 +99,12 @@ class MpExecutor:
         self._kv: list[KVSpec] = []
         self._expert_bytes: list[int] = []
         self._arithmetic: list[Arithmetic] = []
+        self._caches: list[CacheAt | None] = []
+        self._num_blocks = 0
+        self._num_begun = self._num_finished = 0
+        """Steps that were sent, and the first of them whose results are here."""
+        self._sent: deque[int] = deque()
+        """Numbers of the steps under way."""
         self._on_cpu = True
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
@@ -205,9 +213,22 @@ class MpExecutor:
         allocated = self._await_each(self._workers, Allocated)
         self._expert_bytes = [each.expert_bytes for each in allocated]
         self._arithmetic = [each.arithmetic for each in allocated if each.arithmetic is not None]
+        self._caches, self._num_blocks = [each.cache for each in allocated], num_blocks
 
-    def block_memory(self) -> None:
-        """See :class:`.Executor`. It is in the workers' memory."""
+    def block_memory(self) -> ShardMemory | None:
+        """See :class:`.Executor`. None where a worker is on another host."""
+        caches = [
+            WorkerCache(worker.name, worker.child.pid, worker.ended, cache)
+            for worker, cache in zip(self._workers, self._caches, strict=True)
+            if isinstance(worker, LocalWorker) and cache is not None
+        ]
+        if len(caches) < len(self._workers):
+            return None
+        memory = ShardMemory(caches, self._num_blocks, lambda: self._num_finished)
+        problem = memory.problem()
+        if problem:
+            logger.warning("KV blocks stay where they are: %s", problem)
+        return None if problem else memory
 
     def arithmetic(self) -> list[Arithmetic]:
         """See :class:`.Executor`."""
@@ -217,6 +238,7 @@ class MpExecutor:
 
     def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
         """See :class:`.Executor`."""
+        self._note_begun()
         self._send_all(Execute(step))
 
     def finish(self) -> StepResult:
@@ -227,7 +249,13 @@ class MpExecutor:
         """
         stages, ranks = self._layout
         answering = self._workers[(stages - 1) * ranks]
-        return self._await(answering, Computed, self._step_timeout).result
+        result = self._await(answering, Computed, self._step_timeout).result
+        self._num_finished = self._sent.popleft()
+        return result
+
+    def _note_begun(self) -> None:
+        self._num_begun += 1
+        self._sent.append(self._num_begun)
 
     def check(self) -> None:
         """See :class:`.Executor`."""

@@ -137,6 +137,7 @@ class SpreadMpExecutor(MpExecutor):
     def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
         """See :class:`.Executor`."""
         self._untouched.note(step)
+        self._note_begun()
         self._send_all(Execute(step, tuple(sizes), self._epoch))
         self._groups.ask_counts()
 
@@ -153,6 +154,7 @@ class SpreadMpExecutor(MpExecutor):
                 computed = answering.inbox.popleft()
                 assert isinstance(computed, Computed)
                 self._times = computed.times
+                self._num_finished = self._sent.popleft()
                 return computed.result
             self._check_groups()
             now = time.perf_counter()
@@ -237,6 +239,8 @@ class SpreadMpExecutor(MpExecutor):
                     self._serves = False
                     raise WorkerLost(f"{worker} does not come out of its step")
                 self._take_in(self._poll.poll(left * 1000))
+        self._sent.clear()
+        self._num_finished = self._num_begun  # all workers came out of the steps before
         self._held = held_by_rank(placement, group.form.ranks, group.rank)
 
     def _has_joined(self, inbox: deque[FromWorker]) -> bool:

@@ -11,6 +11,7 @@ knows nothing of requests. It ends with its engine: the kernel kills it when the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -27,6 +28,7 @@ from engine.executor.messages import (
     Allocated,
     Begin,
     Broken,
+    CacheAt,
     Computed,
     Execute,
     Failed,
@@ -77,6 +79,8 @@ class Worker:
         self._decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
         self._groups: list[Communicator] = []
         self._hosted: MeetingHost | None = None
+        self._num_done = ctypes.c_int64(0)
+        """Steps that are done with; the engine reads it where it is (:mod:`engine.executor.shard_memory`)."""
 
     def run(self) -> None:
         """Serve until the engine is gone.
@@ -217,6 +221,7 @@ class Worker:
         match message:
             case Execute():
                 self._execute(executor, message)
+                self._num_done.value += 1
             case Join(epoch):
                 assert self._spread is not None
                 joined = self._spread.join(epoch)
@@ -227,7 +232,8 @@ class Worker:
                 self._send(Free(executor.free_kv_memory()))
             case Allocate(num_blocks):
                 executor.allocate(num_blocks)
-                self._send(Allocated(executor.expert_bytes, *executor.arithmetic()))
+                (arithmetic,) = executor.arithmetic()
+                self._send(Allocated(executor.expert_bytes, arithmetic, self._cache_of(executor)))
             case TellSpans():
                 (spans,) = executor.spans().values()
                 self._send(Spans(spans))
@@ -236,6 +242,10 @@ class Worker:
                 executor.set_threads(threads)
             case _:
                 raise AssertionError(f"{begin.name} got {message!r} while it serves")
+
+    def _cache_of(self, executor: UniExecutor) -> CacheAt | None:
+        memory = executor.block_memory()
+        return None if memory is None else CacheAt(ctypes.addressof(self._num_done), memory.places)
 
     def _execute(self, executor: UniExecutor, message: Execute) -> None:
         spread = self._spread

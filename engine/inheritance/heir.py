@@ -18,7 +18,7 @@ from collections.abc import Callable
 from engine.inheritance.shared_cache import is_cache
 from engine.inheritance.table import ENTRY_BYTES, HEADER_BYTES, Header, Table, unpacked
 from engine.scheduling.blocks import BlockHash
-from engine.transfers.block_memory import BlockMemory
+from engine.transfers.block_memory import CacheMemory
 from engine.transfers.fetching import DEAD, Ended, Outcome, Source, Wanted
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class _Estate:
 class Heir:
     """Reads blocks of dead instances into one cache until it is closed."""
 
-    def __init__(self, memory: BlockMemory, identity: str, wake: Callable[[], None]) -> None:
+    def __init__(self, memory: CacheMemory, identity: str, wake: Callable[[], None]) -> None:
         """``wake``: called by the thread when there are events to take."""
         self._memory = memory
         self._identity = identity
@@ -150,8 +150,9 @@ class Heir:
             block = estate.blocks.get(name)
             if block is None:
                 return index, Outcome.WHOLE if index else Outcome.ABSENT
-            if not estate.copy(block, self._memory.parts_of(to)):
-                return index, Outcome.LOST
+            with self._memory.filling(to) as parts:
+                if not estate.copy(block, parts):
+                    return index, Outcome.LOST
         return len(wanted.names), Outcome.WHOLE
 
     def _leave(self) -> None:

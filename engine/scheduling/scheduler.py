@@ -321,6 +321,10 @@ class Scheduler:
             for block in table[start // size : -(-end // size)]
         }
 
+    def blocks_in_flight(self) -> set[int]:
+        """All blocks that steps under way read or write, also for aborted requests."""
+        return {block for each in self._in_flight for table in each.tables for block in table}
+
     def restart(self) -> list[Step]:
         """Steps in flight, oldest first, to be run again by the workers.
 

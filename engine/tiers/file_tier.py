@@ -21,7 +21,7 @@ from engine.messages import FileCounters
 from engine.scheduling.blocks import BlockHash, BlockPool
 from engine.tiers.block_files import BlockFiles, WrongBlock
 from engine.tiers.write_behind import WriteBehind, Writing
-from engine.transfers.block_memory import BlockMemory
+from engine.transfers.block_memory import CacheMemory
 from engine.transfers.fetching import Ended, Outcome, Wanted
 from engine.transfers.pages_ahead import MOST_AHEAD, blocks_at_once, wanted_blocks
 
@@ -79,7 +79,7 @@ class FileTier:
     def __init__(
         self,
         pool: BlockPool,
-        memory: BlockMemory,
+        memory: CacheMemory,
         files: BlockFiles,
         most_bytes: int,
         wake: Callable[[], None],
@@ -283,7 +283,8 @@ class FileTier:
         if time.monotonic() > reading.until:
             return Outcome.SLOW
         try:
-            self._files.read(name, self._memory.parts_of(wanted.blocks[index]))
+            with self._memory.filling(wanted.blocks[index]) as parts:
+                self._files.read(name, parts)
         except FileNotFoundError:
             self._kept.discard(name)
             return Outcome.WHOLE if index else Outcome.ABSENT

@@ -5,10 +5,13 @@ What they mean is the cache's own matter: blocks are copied whole.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +23,57 @@ POPULATE_WRITE = 23
 Bytes = npt.NDArray[np.uint8]
 
 
+class CacheGone(OSError):
+    """Raised when blocks cannot be reached any more: who holds them has ended, or hangs."""
+
+
+class CacheMemory(Protocol):
+    """The blocks of a cache, wherever they lie.
+
+    Any thread may use any block that the step loop lets it. All but :meth:`prepare` raise
+    :class:`CacheGone`.
+    """
+
+    num_blocks: int
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Bytes of a block in each tensor."""
+        ...
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """Tensors of each worker, by stage, then rank; empty without workers."""
+        ...
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    def read(self, blocks: Sequence[int]) -> Bytes:
+        """A copy of some blocks: [blocks, bytes]."""
+        ...
+
+    def parts_of(self, block: int) -> list[memoryview]:
+        """The bytes of a block, in the order of :meth:`read`; to be read only."""
+        ...
+
+    def filling(self, block: int) -> AbstractContextManager[list[memoryview]]:
+        """Room for the bytes of a block; the cache has them once the context ends."""
+        ...
+
+    def prepare(self, num_blocks: int, first: int = 0) -> bool:
+        """Have the system give the pages of some blocks now; their content stays."""
+        ...
+
+    def write(self, block: int, data: memoryview) -> None:
+        """Put bytes that :meth:`read` gave into a block."""
+        ...
+
+
 class BlockMemory:
-    """Tensors of a cache on this host, each cut into as many equal blocks."""
+    """Tensors of a cache in this process, each cut into as many equal blocks."""
+
+    shards: tuple[int, ...] = ()
 
     def __init__(self, parts: Sequence[Bytes]) -> None:
         """``parts``: [blocks, bytes of a block] each, sharing the memory of the cache."""
@@ -63,6 +115,16 @@ class BlockMemory:
         """
         spans = np.stack([self._begins + block * self._steps, self._sizes], axis=1)
         return Parts([memoryview(part[block]) for part in self._parts], spans)
+
+    @contextlib.contextmanager
+    def filling(self, block: int) -> Iterator[list[memoryview]]:
+        """See :class:`CacheMemory`. What is written there is in the cache at once."""
+        yield self.parts_of(block)
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Address of each tensor, and the bytes of a block in it."""
+        return [(part.ctypes.data, part.shape[1]) for part in self._parts]
 
     def prepare(self, num_blocks: int, first: int = 0) -> bool:
         """Have the system give the pages of some blocks now; their content stays.

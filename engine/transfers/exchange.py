@@ -118,11 +118,14 @@ class BlockExchange:
         checks: bool = False,
         tier: Tier | None = None,
         heir: Heir | None = None,
+        in_flight: Callable[[], set[int]] = set,
     ) -> None:
         """``checks``: some fetched blocks are computed as well, since their bits must be equal.
 
-        ``tier``: where blocks are looked up that the cache has not. ``heir``: copies those of the dead.
+        ``in_flight``: blocks that steps under way read or write, held by a request or not. ``tier``: where
+        blocks are looked up that the cache has not. ``heir``: copies those of the dead.
         """
+        self._in_flight = in_flight
         self._heir = heir
         self._dead_price = FetchPrice(price.token_bytes)
         self._estates: dict[Source, tuple[int, int, int]] = {}
@@ -251,7 +254,7 @@ class BlockExchange:
         known = len(self._pool.find_prefix(names))
         room = len(names) - known + AHEAD
         is_possible = source and source not in self._shunned and self.is_open
-        blocks = self._pool.take(room) if is_possible and len(self._copies) <= MOST_COPIES else None
+        blocks = self._take(room) if is_possible and len(self._copies) <= MOST_COPIES else None
         if blocks is None:
             self._end_copy(key)
             return
@@ -451,8 +454,9 @@ class BlockExchange:
         price = self._price_of(source)
         if not at_any_price and not _is_dead(source) and not price.pays(tokens, now):
             return None
-        blocks = self._pool.take(len(names))
-        assert blocks is not None, "there are more free ones"
+        blocks = self._take(len(names))
+        if blocks is None:
+            return None
         computing = None if at_any_price else price.seconds_to_compute(tokens)
         seconds = MOST_SECONDS if computing is None else min(MOST_SECONDS, max(LEAST_SECONDS, computing))
         self._numbers += 1
@@ -466,6 +470,18 @@ class BlockExchange:
             transfer.due_at = now + seconds
         self._mover_of(source).fetch(transfer.wanted)
         return transfer
+
+    def _take(self, count: int) -> list[int] | None:
+        """Free blocks that no step touches; None if too few are free.
+
+        Workers may still compute a step for a request that was aborted meanwhile, whose blocks are free.
+        Later steps are computed behind it, but what comes from elsewhere is written at once.
+        """
+        blocks = self._pool.take(count)
+        if blocks is not None and not self._in_flight().isdisjoint(blocks):
+            self._pool.release(blocks)
+            return None
+        return blocks
 
     def _price_of(self, source: Source) -> FetchPrice:
         if source == FILES:

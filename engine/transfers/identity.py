@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-FORMAT = 1
+FORMAT = 2
 """Raised with each change of what a block's bytes mean beside the facts below."""
 
 
@@ -24,9 +24,8 @@ class CacheFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of a block in each tensor of the cache, in order."""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    rank: int = 0
-    """Tensor-parallel rank of the worker that holds the cache."""
-    stage: int = 0
+    shards: Sequence[int] = ()
+    """Number of tensors of each worker, by stage, then rank."""
 
 
 def identity_of(facts: CacheFacts) -> str:

@@ -28,7 +28,7 @@ from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import MAX_MESSAGE_BYTES, AsyncConnection, AsyncListener, Peer, with_room
 from engine.scheduling.blocks import BlockHash
 from engine.transfers import fetching, lending
-from engine.transfers.block_memory import BlockMemory
+from engine.transfers.block_memory import CacheGone, CacheMemory
 from engine.transfers.fetching import Ended, Fetcher, Source, Wanted
 from engine.transfers.lending import Key, Lender, Look, Return
 from engine.transfers.messages import Piece, ToSource, ToTaker, digest_of
@@ -61,7 +61,7 @@ class BlockMover:
 
     def __init__(
         self,
-        memory: BlockMemory,
+        memory: CacheMemory,
         identity: str,
         endpoint: str,
         keys: MeshKeys | None,
@@ -90,6 +90,8 @@ class BlockMover:
         self._fetches, self._lends = asyncio.Event(), asyncio.Event()
         """Whether there may be fetches and loans to look at: a thread without any sleeps."""
         self._problem: Exception | None = None
+        self._is_lost = False
+        """Whether the cache cannot be reached any more: no transfer ends well from now on."""
         self._troubles = Complaints(logger, "a message of a transfer of KV blocks could not be acted on")
         self._thread = threading.Thread(target=self._run, name="kv-mover", daemon=True)
         self.lent_blocks = 0
@@ -143,7 +145,10 @@ class BlockMover:
 
     def same(self, one: int, other: int) -> bool:
         """Whether two blocks, which the step loop holds, have the same bytes."""
-        return bool((self._memory.read([one]) == self._memory.read([other])).all())
+        try:
+            return bool((self._memory.read([one]) == self._memory.read([other])).all())
+        except CacheGone:
+            return False  # if this instance lives on at all, it computes them again
 
     @property
     def has_ended(self) -> bool:
@@ -223,6 +228,16 @@ class BlockMover:
         assert self._closing is not None
         await self._closing.wait()
 
+    def _lose(self, error: CacheGone) -> None:
+        """End all transfers without a word: the cache is out of reach.
+
+        That ends the instance soon, too.
+        """
+        assert self._closing is not None
+        logger.info("no KV blocks are moved any more: %s", error)
+        self._is_lost = True
+        self._closing.set()
+
     def _tell(self, action: object) -> None:
         if isinstance(action, Look | Return | Ended):
             self._events.append(action)
@@ -238,14 +253,19 @@ class BlockMover:
         assert self._listener is not None
         if self._lender:
             self._lends.set()
-        waiting = deque(actions)
+        waiting = deque(() if self._is_lost else actions)
         while waiting:
             match action := waiting.popleft():
                 case lending.Send(peer, message):
                     if not self._listener.send(peer, message):
                         waiting.extend(self._lender.gone(peer))
                 case lending.SendPiece():
-                    if not self._listener.send(action.peer, self._piece(action)):
+                    try:
+                        piece = self._piece(action)
+                    except CacheGone as error:
+                        self._lose(error)
+                        return
+                    if not self._listener.send(action.peer, piece):
                         waiting.extend(self._lender.gone(action.peer))
                 case _:
                     self._tell(action)
@@ -325,10 +345,16 @@ class BlockMover:
         self._broke(source)
 
     def _carry_out(self, actions: Sequence[fetching.Action]) -> None:
+        if self._is_lost:
+            return
         for action in actions:
             match action:
                 case fetching.Write(block, data):
-                    self._memory.write(block, data)
+                    try:
+                        self._memory.write(block, data)
+                    except CacheGone as error:
+                        self._lose(error)
+                        return
                 case fetching.Tell(source, message):
                     if source in self._links:
                         self._links[source].send(message)

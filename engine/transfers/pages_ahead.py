@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 
 from engine.host.background import NICENESS, be_nicer
-from engine.transfers.block_memory import BlockMemory
+from engine.transfers.block_memory import CacheMemory
 
 HUGE = 2 << 20
 """Bytes of a huge page: what a tensor grows by at once."""
@@ -32,7 +32,7 @@ class PagesAhead:
     A new cache is used in the order of its blocks' numbers (:class:`engine.scheduling.blocks.BlockPool`).
     """
 
-    def __init__(self, memory: BlockMemory) -> None:
+    def __init__(self, memory: CacheMemory) -> None:
         self._memory = memory
         self._group = blocks_at_once(memory)
         self._num_ready = 0
@@ -99,7 +99,7 @@ class _Keeper:
                 return
 
 
-def blocks_at_once(memory: BlockMemory) -> int:
+def blocks_at_once(memory: CacheMemory) -> int:
     """Blocks that have the same huge pages."""
     return max(1, HUGE // max(memory.layout))
 

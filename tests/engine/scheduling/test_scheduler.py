@@ -381,6 +381,22 @@ def test_the_answer_for_an_aborted_request_is_not_given_to_the_one_that_has_its_
     assert bench.outputs == {gone: [], number: expected_output(tokens(2, 9), 5)}
 
 
+def test_blocks_of_a_step_under_way_are_known_after_its_request_is_aborted() -> None:
+    bench = Bench(micro_batches=2, num_blocks=8, block_size=4)
+    gone = bench.add(tokens(1, 10), max_tokens=5)
+    step = bench.scheduler.schedule()
+    assert step is not None
+    bench.under_way.append(step)
+    bench.executor.begin(step)
+    held = bench.scheduler.blocks_in_flight()
+    assert len(held) == bench.pool.num_used == 3
+    assert bench.scheduler.abort((PEER, gone))
+    assert bench.pool.num_used == 0
+    assert bench.scheduler.blocks_in_flight() == held
+    bench.finish()
+    assert bench.scheduler.blocks_in_flight() == set()
+
+
 def test_stop_tokens_and_minimum() -> None:
     prompt = tokens(7, 5)
     output = expected_output(prompt, 8)

@@ -18,13 +18,12 @@ def test_files_need_names_and_transfers(off: str) -> None:
 @pytest.mark.parametrize(
     "device",
     [
-        DeviceConfig(tensor_parallel_size=2),
-        DeviceConfig(pipeline_parallel_size=2),
-        DeviceConfig(distributed_executor_backend="mp"),
+        DeviceConfig(tensor_parallel_size=2, distributed_executor_backend="ray"),
         DeviceConfig(device="cuda"),
     ],
 )
-def test_files_are_not_built_for_workers_and_gpus(device: DeviceConfig) -> None:
+def test_files_are_not_built_for_workers_elsewhere_and_gpus(device: DeviceConfig) -> None:
     with pytest.raises(ValueError, match="--kv-cache-dir is not built for"):
         EngineConfig(cache=FILES, device=device)
     EngineConfig(device=device)
+    EngineConfig(cache=FILES, device=DeviceConfig(tensor_parallel_size=2, pipeline_parallel_size=2))

@@ -26,8 +26,8 @@ def test_a_block_is_its_part_of_every_tensor() -> None:
 def test_each_fact_is_another_identity() -> None:
     facts = CacheFacts(numerics="fp_1", dtype="bfloat16", block_size=16, layout=(64, 64))
     changes: list[dict[str, object]] = [
-        {"numerics": "fp_2"}, {"dtype": "float32"}, {"block_size": 32}, {"layout": (64, 32)}, {"rank": 1},
-        {"stage": 1}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2},
+        {"numerics": "fp_2"}, {"dtype": "float32"}, {"block_size": 32}, {"layout": (64, 32)},
+        {"shards": (1, 1)}, {"shards": (2, 0)}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2},
     ]  # fmt: skip
     others = [msgspec.structs.replace(facts, **change) for change in changes]
     found = {identity_of(each) for each in (facts, *others)}

@@ -67,7 +67,10 @@ class Setup:
         self.mover = FakeMover()
         self.price = FetchPrice(100.0)
         self.now = 100.0
-        self.exchange = BlockExchange(self.pool, self.mover, self.price, SIZE, lambda: self.now)
+        self.in_flight: set[int] = set()
+        self.exchange = BlockExchange(
+            self.pool, self.mover, self.price, SIZE, lambda: self.now, in_flight=lambda: self.in_flight
+        )
         self.arrivals = 0
 
     def request(self, length: int = 10 * SIZE + 3, first: int = 0, source: str = "s") -> Request:
@@ -234,6 +237,20 @@ def test_a_wrong_source_is_not_asked_again(setup: Setup, caplog: pytest.LogCaptu
     assert "KV blocks of s are not asked for any more: what it sent is not what it named" in caplog.text
     assert not setup.exchange.takes(setup.request(first=1000))
     assert setup.exchange.takes(setup.request(first=1000, source="another"))
+
+
+def test_free_blocks_that_a_step_still_touches_are_not_written(setup: Setup) -> None:
+    """Its request was aborted, and workers are not done with it."""
+    setup.in_flight = {9}  # of those that are taken next
+    assert not setup.exchange.takes(setup.request())
+    setup.exchange.take_over((b"router", 1), setup.request().prefix_hashes(SIZE), "s", ("router", 5))
+    assert setup.exchange.take_copied() == [((b"router", 1), 0, False)]
+    assert setup.pool.num_used == 0
+    assert setup.exchange.is_idle
+    assert not setup.mover.fetches
+    setup.in_flight = {39}
+    assert setup.exchange.takes(setup.request())
+    setup.in_flight = set()
 
 
 def test_without_the_mover_nothing_is_held(setup: Setup) -> None:

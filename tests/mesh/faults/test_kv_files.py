@@ -19,10 +19,13 @@ pytestmark = [
 CACHED = (LENGTH - 1) // 16 * 16
 
 
-def test_a_mesh_that_starts_again_finds_its_prefixes_and_wrong_files_cost_no_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [(), ("-tp", "2")], ids=" ".join)
+def test_a_mesh_that_starts_again_finds_its_prefixes_and_wrong_files_cost_no_answer(
+    tmp_path: Path, workers: tuple[str, ...]
+) -> None:
     ports, admin, directory = Ports(), free_port(), tmp_path / "kv"
     flags = [
-        *FLAGS, "--enable-prompt-tokens-details", "--kv-cache-dir", str(directory), "--admin-port", str(admin),
+        *FLAGS, *workers, "--enable-prompt-tokens-details", "--kv-cache-dir", str(directory), "--admin-port", str(admin),
     ]  # fmt: skip
     with serve(tmp_path / "log", "-dp", "1", *ports.head(), *flags) as command:
         command.wait_for("1 instance ready")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import signal
+import threading
 import time
 import urllib.request
 from collections.abc import Callable
@@ -29,8 +30,8 @@ pytestmark = [
 FLAGS = ["--dtype", "bfloat16", "--num-gpu-blocks-override", "600", "--no-enable-expert-parallel"]
 LENGTH = 1000
 """Tokens of a prompt."""
-LONG = 900
-"""Tokens of an answer that has not ended when its instance drains."""
+LONG, SHORT = 900, 200
+"""Tokens of an answer that outlasts a drain, without workers and with them."""
 
 
 def ask(ports: Ports, first: int, rank: int) -> tuple[list[int], list[str], int]:
@@ -58,11 +59,13 @@ def of(ports: Ports, name: str, rank: int, **labels: str) -> float:
     return metrics(ports).get(f"{name}{{{shown}}}", 0.0)
 
 
-def test_blocks_of_another_instance_spare_computing_and_change_no_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [(), ("-tp", "2"), ("-pp", "2")], ids=" ".join)
+def test_blocks_of_another_instance_spare_computing_and_change_no_bit(
+    tmp_path: Path, workers: tuple[str, ...]
+) -> None:
     ports = Ports()
-    with serve(
-        tmp_path / "log", "-dp", "2", *ports.head(), *FLAGS, "--enable-prompt-tokens-details"
-    ) as command:
+    flags = [*FLAGS, *workers, "--enable-prompt-tokens-details"]
+    with serve(tmp_path / "log", "-dp", "2", *ports.head(), *flags) as command:
         command.wait_for("2 instances ready")
         for first in (10, 500):
             *computed, cached = ask(ports, first, rank=0)
@@ -92,7 +95,8 @@ def test_blocks_of_another_instance_spare_computing_and_change_no_bit(tmp_path: 
 
         before = list(ask(ports, 1300, rank=0)[:2])
         time.sleep(0.3)
-        source.kill()
+        killer = threading.Timer(0.004, (command.child("Worker_0_PP") if workers else source).kill)
+        killer.start()  # while its blocks are fetched
         assert list(ask(ports, 1300, rank=1)[:2]) == before
         wait_until(lambda: of(ports, "vllm:kv_cache_usage_perc", 1) == 0, 10, "nothing is held")
         assert "Traceback" not in command.log
@@ -112,13 +116,17 @@ def test_blocks_stay_where_they_are_if_that_is_wished(tmp_path: Path) -> None:
         assert command.stop() == 0
 
 
-def test_requests_of_a_drained_instance_move_with_their_blocks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [(), ("-tp", "2"), ("-pp", "2")], ids=" ".join)
+def test_requests_of_a_drained_instance_move_with_their_blocks(
+    tmp_path: Path, workers: tuple[str, ...]
+) -> None:
     ports = Ports()
-    flags = [*FLAGS, "--num-gpu-blocks-override", "1200", "--drain-timeout", "0"]
+    flags = [*FLAGS, *workers, "--num-gpu-blocks-override", "1200", "--drain-timeout", "0"]
+    length = SHORT if workers else LONG  # on two cores workers wait for each other
     prompts = [[4 + (90 * each + 7 * index) % 4000 for index in range(600)] for each in range(8)]
     with serve(tmp_path / "log", "-dp", "2", *ports.head(), *flags) as command:
         command.wait_for("2 instances ready")
-        moved = asyncio.run(streams(ports, prompts, command.child("Engine_1").terminate, tokens=LONG))
+        moved = asyncio.run(streams(ports, prompts, command.child("Engine_1").terminate, tokens=length))
         wait_until(lambda: "are back after" in command.log, 10, "all have moved")
         found = re.search(r"8 requests of .* (\d+) tokens computed again, (\d+) were cached", command.log)
         assert found is not None, command.log
@@ -126,7 +134,7 @@ def test_requests_of_a_drained_instance_move_with_their_blocks(tmp_path: Path) -
         assert computed == 0, "the block in the making came, too"
         assert cached >= 8 * 592
         assert "is left to the routers" not in command.log
-        assert asyncio.run(streams(ports, prompts, tokens=LONG)) == moved
+        assert asyncio.run(streams(ports, prompts, tokens=length)) == moved
         wait_until(lambda: of(ports, "vllm:kv_cache_usage_perc", 0) == 0, 10, "nothing is held")
         assert "Traceback" not in command.log
         command.stop()
