@@ -10,6 +10,7 @@ import pytest
 from engine.kernels import library
 from tests.mesh.faults.test_transfers import FLAGS, LENGTH, ask, of
 from tests.mesh.harness import Ports, free_port, serve, wait_until
+from tests.nightly import NIGHTLY
 
 pytestmark = [
     pytest.mark.mesh,
@@ -19,7 +20,7 @@ pytestmark = [
 CACHED = (LENGTH - 1) // 16 * 16
 
 
-@pytest.mark.parametrize("workers", [(), ("-tp", "2")], ids=" ".join)
+@pytest.mark.parametrize("workers", [(), ("-tp", "2")] if NIGHTLY else [()], ids=" ".join)
 def test_a_mesh_that_starts_again_finds_its_prefixes_and_wrong_files_cost_no_answer(
     tmp_path: Path, workers: tuple[str, ...]
 ) -> None:

@@ -20,6 +20,7 @@ from engine.config import SHIPPED_MODEL
 from engine.kernels import library
 from tests.mesh.clients.test_clients import metrics
 from tests.mesh.harness import Ports, free_port, serve, wait_until
+from tests.nightly import NIGHTLY
 
 pytestmark = [
     pytest.mark.mesh,
@@ -99,6 +100,26 @@ def test_blocks_of_another_instance_spare_computing_and_change_no_bit(
         killer.start()  # while its blocks are fetched
         assert list(ask(ports, 1300, rank=1)[:2]) == before
         wait_until(lambda: of(ports, "vllm:kv_cache_usage_perc", 1) == 0, 10, "nothing is held")
+        assert "Traceback" not in command.log
+        command.stop()
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="at night")
+def test_workers_that_share_experts_with_others_lend_their_shards_and_die(tmp_path: Path) -> None:
+    ports = Ports()
+    flags = [*FLAGS, "-ep", "-tp", "2", "--enable-prompt-tokens-details"]
+    with serve(tmp_path / "log", "-dp", "2", *ports.head(), *flags) as command:
+        command.wait_for("2 instances ready")
+        for first in (10, 500):
+            computed = ask(ports, first, rank=0)[:2]
+            time.sleep(0.3)
+            *fetched, cached = ask(ports, first, rank=1)
+            assert tuple(fetched) == computed
+            assert cached == (LENGTH - 1) // 16 * 16
+        assert of(ports, "vllm:external_prefix_cache_hits_total", 1) == 2 * 992
+        computed = ask(ports, 1300, rank=0)[:2]
+        command.child("Worker_0_PP").kill()
+        assert ask(ports, 1300, rank=1)[:2] == computed
         assert "Traceback" not in command.log
         command.stop()
 
