@@ -22,7 +22,10 @@ LEAST_BLOCKS = 4
 LEAST_USES = 2
 """Requests that shared a prefix, from which on it is copied."""
 MOST_TOKENS = 32_768
-"""Tokens of a prefix that are remembered: a client may send 64 prompts of a million each."""
+"""Tokens of a prefix that are remembered.
+
+A client may send 64 prompts of a million each.
+"""
 MOST_WARMED = 8
 """Prefixes that a newcomer copies."""
 PART = 8

@@ -60,4 +60,4 @@ def test_a_group_that_is_not_wanted_any_more_is_closed_though_nobody_entered_it(
     assert group.closed.wait(10)
     assert group.is_aborted
     assert preparation.group is None
-    assert not ended.is_set(), "nobody is told of it"
+    assert not ended.is_set(), "no member has been told"

@@ -52,7 +52,7 @@ def test_followers_of_two_instances_have_their_blocks(tmp_path: Path) -> None:
             with urllib.request.urlopen(request, timeout=60) as answer:
                 assert answer.status == 200
             for follower in (one, other):
-                wait_until(lambda: follower.catch_up() or not follower.contexts, 5, "it is told")  # noqa: B023
+                wait_until(lambda: follower.catch_up() or not follower.contexts, 5, "its change is published")  # noqa: B023
                 assert follower.kinds[-1] == "AllBlocksCleared"
         assert "Traceback" not in command.log
         assert command.stop() == 0

@@ -145,7 +145,10 @@ def rest(engines: list[psutil.Process]) -> list[float]:
 
 
 def cpu_seconds(engine: psutil.Process) -> float:
-    """Exact time of all threads: the kernel's ticks are of 10 ms, a quarter of what is looked for."""
+    """Exact time of all threads.
+
+    The kernel's ticks are of 10 ms, a quarter of what is looked for.
+    """
     threads = Path(f"/proc/{engine.pid}/task").glob("*/schedstat")
     return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
