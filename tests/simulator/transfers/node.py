@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from engine.inheritance.table import ENTRY_BYTES, Publisher, Table
 from engine.messages import Abort, Delta, FinishReason, HandedOver, Prefetch, Prefetched, Submit, Tokens
 from engine.scheduling.blocks import BlockHash, BlockPool, hash_block
 from engine.scheduling.request import Request, RequestKey, Status, from_submit
 from engine.transfers import fetching, lending
 from engine.transfers.exchange import BlockExchange
-from engine.transfers.fetching import Ended, Fetcher, Wanted
+from engine.transfers.fetching import DEAD, Ended, Fetcher, Outcome, Wanted
 from engine.transfers.lending import Key, Lender, Look, Return
 from engine.transfers.messages import Holder, Piece, ToTaker, digest_of
 from engine.transfers.price import FetchPrice
@@ -49,19 +50,71 @@ def next_token(tokens: Sequence[int]) -> int:
     return (31 * tokens[-1] + len(tokens)) % 997
 
 
+class SimulatedHeir:
+    """Copies blocks of dead instances, one at a time; between two of them anything may happen."""
+
+    def __init__(self, node: Node, world: Any) -> None:
+        self._node, self._world = node, world
+        self._cancelled: set[int] = set()
+        self._ended: list[Ended] = []
+
+    def fetch(self, wanted: Wanted) -> None:
+        self._node.calls.append(partial(self._copy, wanted, 0))
+
+    def cancel(self, number: int) -> None:
+        self._cancelled.add(number)
+
+    def take_events(self) -> list[Ended]:
+        found, self._ended = self._ended, []
+        return found
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._ended)
+
+    def _copy(self, wanted: Wanted, index: int) -> None:
+        owner = wanted.source.removeprefix(DEAD)
+        if wanted.number in self._cancelled:
+            return self._end(wanted, index, Outcome.CANCELLED)
+        if owner not in self._world.dead or owner in self._world.released:
+            return self._end(wanted, index, Outcome.LOST)
+        dead = self._world.nodes[owner]
+        if index == len(wanted.names):
+            return self._end(wanted, index, Outcome.WHOLE)
+        block = Table(memoryview(dead.table), owner).read().get(wanted.names[index])
+        if block is None:
+            return self._end(wanted, index, Outcome.WHOLE if index else Outcome.ABSENT)
+        self._node.memory[wanted.blocks[index]] = dead.memory[block]
+        self._world.seen["inherited"] += 1
+        self._node.calls.append(partial(self._copy, wanted, index + 1))
+
+    def _end(self, wanted: Wanted, count: int, outcome: Outcome) -> None:
+        self._ended.append(Ended(wanted.number, count, outcome, wanted.source, count * SIZE, 0.0))
+
+
 class Node:
     """An instance; what its two threads do next is chosen by the world."""
 
     exchange_class: type[BlockExchange] = BlockExchange
     lender_class: type[Lender] = Lender
+    publisher_class: type[Publisher] = Publisher
 
-    def __init__(self, name: str, world: Any, num_blocks: int) -> None:
+    def __init__(self, name: str, world: Any, num_blocks: int, *, inherits: bool = False) -> None:
         self.name, self.address = name, f"at {name}"
         self._world = world
         self.pool = BlockPool(num_blocks)
         self.memory = [b"junk"] * num_blocks
         self.lender, self.fetcher = self.lender_class(IDENTITY, 1), Fetcher(IDENTITY, SIZE)
-        self.exchange = self.exchange_class(self.pool, self, FetchPrice(1.0), SIZE, lambda: float(world.now))
+        self.heir = SimulatedHeir(self, world) if inherits else None
+        self.exchange = self.exchange_class(
+            self.pool, self, FetchPrice(1.0), SIZE, lambda: float(world.now), heir=self.heir
+        )
+        self.table = bytearray(num_blocks * ENTRY_BYTES)
+        """Outlives the instance, as its memory does."""
+        self.publisher: Publisher | None = None
+        if inherits:
+            self.publisher = self.publisher_class(self.pool, Table(memoryview(self.table), name))
+            self.pool.observe(self.publisher)
         self.has_ended = False
         self.events: deque[Any] = deque()
         self.calls: deque[Callable[[], None]] = deque()
@@ -154,6 +207,8 @@ class Node:
             self._world.to_router(self, HandedOver(key[1]))
         for (_, number), tokens, is_taken in self.exchange.take_copied():
             self._world.to_router(self, Prefetched(number, tokens, is_taken))
+        if self.publisher is not None:
+            self.publisher.turn(lambda: being_filled)
         self.check()
 
     def let_go(self, key: RequestKey) -> None:
@@ -260,6 +315,12 @@ class Node:
         if deltas:
             self._world.to_router(self, Tokens(deltas))
         self.check()
+
+    def die(self, chance: Callable[[], float]) -> None:
+        """Nothing of it goes on; of the blocks of the step under way some are written, some half."""
+        for block, content in self.filling:
+            if (drawn := chance()) < 0.7:
+                self.memory[block] = content if drawn < 0.3 else content[: SIZE // 2] + b"........"
 
     # ---- checks
 

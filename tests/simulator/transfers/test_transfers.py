@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from engine.inheritance.table import Publisher
 from engine.scheduling.blocks import BlockHash
 from engine.scheduling.request import Request, RequestKey
 from engine.transfers import fetching
@@ -29,14 +30,16 @@ FEW, MANY = range(150, 240), range(6000)
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("inherits", [False, True])
 @pytest.mark.parametrize("part", range(PARTS))
-def test_no_schedule_breaks_a_rule(part: int) -> None:
+def test_no_schedule_breaks_a_rule(part: int, inherits: bool) -> None:
     seen: Counter[str] = Counter()
     for seed in range(part * SCHEDULES, (part + 1) * SCHEDULES):
-        world = World(seed)
+        world = World(seed, inherits=inherits)
         world.run()
         seen += world.seen
-    for kind in ("whole", "lost", "fetched", "drains", "kills", "handed over", "parts"):
+    kinds = ["whole", "lost", "fetched", "drains", "kills", "handed over", "parts"]
+    for kind in [*kinds, "inherited"] if inherits else kinds:
         assert seen[kind], f"nothing was {kind}: {seen}"
 
 
@@ -96,6 +99,20 @@ class LendsThePartOfAnotherPosition(BlockExchange):
         super()._hand_over(loan, request, answer)
 
 
+class PublishesWhatIsBeingFilled(Publisher):
+    """An entry is made of a block that has its name, but not its content yet."""
+
+    def turn(self, being_filled: Callable[[], set[int]]) -> None:
+        super().turn(set)
+
+
+class KeepsEntriesOfTheDropped(Publisher):
+    """An entry stays while its block is written anew."""
+
+    def dropped(self, block_hash: BlockHash) -> None:
+        self._pending.pop(block_hash, None)
+
+
 class RunsOnWhatItHandedOver(Node):
     """A request goes on at the instance that handed it over."""
 
@@ -112,8 +129,10 @@ class RunsOnWhatItHandedOver(Node):
         (LeavesItRunning, Rule.ONCE, FEW),
         (LendsThePartOfAnotherPosition, Rule.CONTENT, FEW),
         (RunsOnWhatItHandedOver, Rule.ONCE, FEW),
+        (PublishesWhatIsBeingFilled, Rule.CONTENT, FEW),
         pytest.param(LetsGoOfWhatIsRead, Rule.CONTENT, MANY, marks=pytest.mark.nightly),
         pytest.param(LendsWhatIsBeingFilled, Rule.CONTENT, MANY, marks=pytest.mark.nightly),
+        pytest.param(KeepsEntriesOfTheDropped, Rule.CONTENT, MANY, marks=pytest.mark.nightly),
     ],
 )
 def test_a_planted_bug_is_found(bug: type, rule: Rule, seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +143,7 @@ def test_a_planted_bug_is_found(bug: type, rule: Rule, seeds: range, monkeypatch
     class PlantedNode(bug if issubclass(bug, Node) else Node):  # type: ignore[misc]
         exchange_class = bug if issubclass(bug, BlockExchange) else BlockExchange
         lender_class = bug if issubclass(bug, Lender) else Lender
+        publisher_class = bug if issubclass(bug, Publisher) else Publisher
 
     class Planted(World):
         node_class = PlantedNode
@@ -131,7 +151,7 @@ def test_a_planted_bug_is_found(bug: type, rule: Rule, seeds: range, monkeypatch
 
     for seed in seeds:
         try:
-            Planted(seed).run()
+            Planted(seed, inherits=issubclass(bug, Publisher)).run()
         except Broken as broken:
             assert broken.rule is rule  # noqa: PT017 (the schedule that finds it is not known)
             return

@@ -12,6 +12,7 @@ from coordinator.messages import Load, Member, State, View
 from engine.messages import Abort, Capacity, Leaving
 from engine.sampling import SamplingParams
 from engine.scheduling.blocks import hash_block
+from engine.transfers.fetching import DEAD
 from engine.transfers.messages import Piece
 from router.dispatch.chooser import Chooser
 from router.dispatch.ledger import Entry, Ledger
@@ -56,7 +57,8 @@ class World:
     node_class: type[Node] = Node
     mover_class: type[RequestMover] = RequestMover
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, inherits: bool = False) -> None:
+        """``inherits``: caches outlive their instances, and others copy from them."""
         self.chance = chance = random.Random(seed)
         self.is_calm = seed % 3 == 2
         """Long answers, fast wires and few faults: many requests are handed over."""
@@ -65,7 +67,8 @@ class World:
         self.seen: Counter[str] = Counter()
         """What happened, by kind: a simulator that never moves a block shows nothing."""
         blocks = chance.choice([30, 60] if self.is_calm else [20, 24, 30, 60])
-        self.nodes = {name: self.node_class(name, self, blocks) for name in NAMES}
+        self.inherits = inherits
+        self.nodes = {name: self.node_class(name, self, blocks, inherits=inherits) for name in NAMES}
         self.generation: Counter[tuple[str, str]] = Counter()
         self.to_sources: dict[bytes, deque[Any]] = {}
         self.to_takers: dict[bytes, deque[Any]] = {}
@@ -73,6 +76,8 @@ class World:
         self.entries: list[Entry] = []
         self.dead: set[str] = set()
         self.leaving: set[str] = set()
+        self.released: set[str] = set()
+        """The dead whose memory is gone as well."""
         self._set_up(blocks)
 
     def _set_up(self, blocks: int) -> None:
@@ -89,8 +94,9 @@ class World:
         for instance in self.pool:
             instance.attached = True
             instance.capacity = Capacity(
-                SIZE, blocks, 64, 512, 100, blocks_at=f"at {instance.name}", cache_identity=IDENTITY
-            )
+                SIZE, blocks, 64, 512, 100, blocks_at=f"at {instance.name}", cache_identity=IDENTITY,
+                inherited_at=DEAD + instance.name if self.inherits else "",
+            )  # fmt: skip
 
     # ---- wires
 
@@ -173,6 +179,8 @@ class World:
     def kill(self, name: str) -> None:
         self.seen["kills"] += 1
         self.dead.add(name)
+        if self.inherits:
+            self.nodes[name].die(self.chance.random)
         for other in NAMES:
             if other != name:
                 self.break_connection(other, name)
@@ -182,9 +190,14 @@ class World:
 
     def _lose_one(self) -> None:
         name = self.chance.choice(NAMES)
+        if self.inherits and name in self.dead:
+            self.released.add(name)
         if name in self.dead or len(self.dead | self.leaving | {name}) == len(NAMES):
             return
-        if name not in self.leaving and self.chance.random() < 0.7:
+        if self.inherits:  # most in the middle of a step, whose blocks are then half done
+            if self.nodes[name].filling or self.chance.random() < 0.2:
+                self.kill(name)
+        elif name not in self.leaving and self.chance.random() < 0.7:
             self.drain(name)
         elif self.chance.random() < 0.5:
             self.kill(name)
@@ -267,6 +280,7 @@ class World:
             or any(self.to_takers.values())
             or any(node.inbox or node.calls or node.events or node.running or node.queue for node in alive)
             or not all(node.exchange.is_idle for node in alive)
+            or any(node.heir is not None and node.heir.has_events for node in alive)
         )
 
     def _check_once(self) -> None:
