@@ -107,7 +107,7 @@ def test_a_step_waits_once(kinds: slice, by_kernel: bool, monkeypatch: pytest.Mo
         assert (device.begun, device.fetched) == (1, 0), "nothing was waited for yet"
         result = finish()
     assert (device.begun, device.fetched) == (1, 1)
-    assert launched == (["race", "nucleus", "race"] if by_kernel else [])
+    assert launched == (["race", "crowd", "pick_near", "nucleus", "race"] if by_kernel else [])
     assert len(result.tokens) == len(all_params)
     if len(all_params) > 3:
         assert isinstance(result.logprobs.get(6), TokenLogprobs)
@@ -124,7 +124,7 @@ def test_a_rehearsal_of_sampling_waits_for_nothing(by_kernel: bool, monkeypatch:
     with FakeTensorMode(), Launches() as launches, Indexing():
         Sampler(torch.device("cuda")).rehearse(torch.empty(6, VOCAB, dtype=torch.bfloat16, device="cuda"))
     assert ("sort" in launches.names) != by_kernel
-    assert launched == ["nucleus", "race"] * by_kernel
+    assert launched == ["crowd", "pick_near", "nucleus", "race"] * by_kernel
 
 
 def test_the_pretended_device_notices() -> None:
