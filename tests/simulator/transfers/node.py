@@ -51,7 +51,7 @@ def next_token(tokens: Sequence[int]) -> int:
 
 
 class SimulatedHeir:
-    """Copies blocks of dead instances, one at a time; between two of them anything may happen."""
+    """Copies blocks of dead instances one by one; between two of them anything may happen."""
 
     def __init__(self, node: Node, world: Any) -> None:
         self._node, self._world = node, world
@@ -317,7 +317,7 @@ class Node:
         self.check()
 
     def die(self, chance: Callable[[], float]) -> None:
-        """Nothing of it goes on; of the blocks of the step under way some are written, some half."""
+        """Nothing of it goes on; blocks of its step are written, half written, or not."""
         for block, content in self.filling:
             if (drawn := chance()) < 0.7:
                 self.memory[block] = content if drawn < 0.3 else content[: SIZE // 2] + b"........"

@@ -38,8 +38,8 @@ def test_no_schedule_breaks_a_rule(part: int, inherits: bool) -> None:
         world = World(seed, inherits=inherits)
         world.run()
         seen += world.seen
-    kinds = ["whole", "lost", "fetched", "drains", "kills", "handed over", "parts"]
-    for kind in [*kinds, "inherited"] if inherits else kinds:
+    more = ["inherited"] if inherits else ["drains", "handed over", "parts"]
+    for kind in ["whole", "lost", "fetched", "kills", *more]:
         assert seen[kind], f"nothing was {kind}: {seen}"
 
 
@@ -100,7 +100,7 @@ class LendsThePartOfAnotherPosition(BlockExchange):
 
 
 class PublishesWhatIsBeingFilled(Publisher):
-    """An entry is made of a block that has its name, but not its content yet."""
+    """An entry is made of a block that has its name, but no content yet."""
 
     def turn(self, being_filled: Callable[[], set[int]]) -> None:
         super().turn(set)
