@@ -263,12 +263,10 @@ class DeviceCodes:
         block_m = LARGE_TILE if count >= MANY_ROWS * matrices else SMALL_TILE
         if self.parts > 1:  # whose sums take twice the registers
             block_m = min(block_m, LARGE_TILE // 2)
-        few = FEW_OUTPUTS if block_m == SMALL_TILE else MANY_OUTPUTS
-        if (
-            self.rounding is not None and block_m == LARGE_TILE
-        ):  # whose weights need no registers to be widened
-            few = 2 * MANY_OUTPUTS
-        block_n = min(few, max(16, _power(width)))
+        most = FEW_OUTPUTS if block_m == SMALL_TILE else MANY_OUTPUTS
+        if self.rounding is not None and block_m == LARGE_TILE:
+            most *= 2  # nothing is widened, which would take registers
+        block_n = min(most, max(16, _power(width)))
         tiles = -(-count // block_m) if pairs is None else count // block_m + min(matrices, count)
         sizes = {
             "OUT": width,

@@ -270,9 +270,9 @@ def crowd(
 def bracket_of(mass, count, most, share, is_cut, NEAR: tl.constexpr, REACHES: tl.constexpr):
     """Between which reaches all lies that is to be looked at closely.
 
-    Numbers of both, or ``REACHES`` twice, and how many tokens lie between.
-    With top-k these are the tokens that it leaves, else those among which the last one of top-p is. The lower
-    is -1 where there is none. mass and count [REACHES] are of all tokens. There are at most ``NEAR`` between.
+    Numbers of both, or ``REACHES`` twice, and how many tokens lie between, at most ``NEAR``. With top-k these
+    are the tokens that it leaves, else those among which the last one of top-p is. The lower number is -1
+    where there is none. mass and count [REACHES] are of all tokens.
     """
     steps = tl.arange(0, REACHES)
     everything = tl.sum(tl.where(steps == REACHES - 1, count, 0), 0)

@@ -80,10 +80,9 @@ class Rounding:
 
     def _found(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         least, most = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+        # Divided by a tensor of the device: in place of dividing by a number CUDA multiplies by its inverse.
         if self.is_symmetric:
-            scale = torch.maximum(most, -least) / torch.full_like(
-                most, MOST
-            )  # by a number CUDA would multiply by 1/127
+            scale = torch.maximum(most, -least) / torch.full_like(most, MOST)
             return scale, torch.zeros_like(scale)
         scale = (most - least) / torch.full_like(most, MOST - LEAST)
         return scale, torch.where(scale > 0, LEAST - least / scale, 0).round()
