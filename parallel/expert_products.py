@@ -24,7 +24,7 @@ It is a function of an expert's number and rows [n, in], which gives [n, out].
 
 
 def has_post_norm(module: Any) -> bool:
-    """Whether an experts module norms each expert's output; no family did before transformers 5.20."""
+    """Whether an experts module norms each expert's output; transformers 5.17 does not tell."""
     return getattr(module, "has_post_expert_norm", False)
 
 

@@ -215,7 +215,7 @@ def test_movers_copy_shards_and_a_worker_that_dies_costs_its_transfer_only(
             assert ends[0].count == 0
             until(lambda: source.has_ended)
         else:
-            assert not ends, "nothing is said to be there"
+            assert not ends, "no transfer is reported"
         assert "Traceback" not in caplog.text
         assert ("no KV blocks are moved any more: Worker_1 has ended" in caplog.text) == (dies is not None)
     finally:
