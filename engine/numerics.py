@@ -8,7 +8,7 @@ from coordinator.messages import Settings
 from coordinator.numerics import Arithmetic, Facts, Numerics, class_of
 from engine.config import DeviceConfig, ModelConfig
 from engine.host.versions import versions
-from engine.kernels import library
+from engine.kernels.core import library
 from engine.model.checkpoint import CheckpointError, angles_follow_length, weight_format
 
 

@@ -1,4 +1,4 @@
-"""Rows of logits by the native kernels, on the CPU: :mod:`engine.kernels.logits`."""
+"""Rows of logits by the native kernels, on the CPU: :mod:`engine.kernels.choosing.logits`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from engine.attention.base import Int64s
 from engine.compute.logits_backend import SampleRow
-from engine.kernels import logits as kernels
-from engine.kernels.library import Library
+from engine.kernels.choosing import logits as kernels
+from engine.kernels.core.library import Library
 
 
 class NativeLogits:

@@ -22,7 +22,7 @@ from engine.compute.logits_backend import SampleRow
 from engine.compute.sampler import Sampler, VocabularyShard, read_logprobs
 from engine.compute.token_rules import TokenRules
 from engine.compute.trace import MOST_SPANS
-from engine.kernels.logits import NO_DRAWS, Draws, draw_of, draws
+from engine.kernels.choosing.logits import NO_DRAWS, Draws, draw_of, draws
 from engine.messages import TokenLogprobs
 from engine.model.weights import LoadedModel
 from engine.scheduling.speculation import num_taken
@@ -52,7 +52,7 @@ class _Slot:
     is_plain: bool
     """See :attr:`SamplingParams.is_plain`."""
     draw: bytes
-    """See :func:`engine.kernels.logits.draw_of`."""
+    """See :func:`engine.kernels.choosing.logits.draw_of`."""
     rules: TokenRules
 
     @classmethod

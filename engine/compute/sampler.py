@@ -26,7 +26,7 @@ from engine.compute.native_logits import NativeLogits
 from engine.compute.reasoning_budget import forced_token
 from engine.compute.token_rules import Columns, RuleTensors, TokenRules
 from engine.compute.torch_logits import TorchLogits, is_race_right, most_likely, numbers
-from engine.kernels import library
+from engine.kernels.core import library
 from engine.messages import TokenLogprobs
 from engine.sampling import SamplingParams
 from parallel.communicators.arithmetic import even_sizes

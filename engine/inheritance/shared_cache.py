@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from engine.inheritance.names import FILE_NAME
 from engine.inheritance.table import ENTRY_BYTES, HEADER_BYTES, Header, Table, packed
-from engine.kernels.pages import HUGE, VARIABLE
+from engine.kernels.core.pages import HUGE, VARIABLE
 from engine.transfers.fetching import DEAD
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 Usual: attention, then an MLP or a mixture of experts, each added to the residual stream, with norms before or
 behind them. Which of the known operations the model's code makes of its parts is seen in what that code gives
-for made-up inputs (:mod:`engine.kernels.recognition`). Whether that is all it does is tried by running both
+for made-up inputs (:mod:`engine.kernels.core.stand_ins`). Whether that is all it does is tried by running both
 (:mod:`engine.kernels.trial`). So a family that differs in a detail is computed by torch, not served wrong.
 
 A model may be a shard: a stage without the embedding or the output layer, or a tensor-parallel rank's part,
@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 from engine.attention.base import LAYER_ATTRIBUTE, LayerShape
-from engine.kernels.packing import LANES, PACK
-from engine.kernels.recognition.activations import Activation, activation_of
-from engine.kernels.recognition.ends import embedding_factor, of_logits
-from engine.kernels.recognition.experts import ExpertForm, form_of
-from engine.kernels.recognition.latent import Latents, is_latent, latent_parts, noted_latent
-from engine.kernels.recognition.norms import Norm, norm_of
-from engine.kernels.recognition.order import Inside, order_of
-from engine.kernels.recognition.per_layer import (
+from engine.kernels.products.packing import LANES, PACK
+from engine.kernels.products.activations import Activation, activation_of
+from engine.kernels.embedding.ends import embedding_factor, of_logits
+from engine.kernels.experts.form import ExpertForm, form_of
+from engine.kernels.attention.latent import Latents, is_latent, latent_parts, noted_latent
+from engine.kernels.norms.norm import Norm, norm_of
+from engine.kernels.order import Inside, order_of
+from engine.kernels.embedding.per_layer import (
     PROJECTION,
     TABLE,
     TABLE_NORM,
@@ -37,7 +37,7 @@ from engine.kernels.recognition.per_layer import (
     without_input,
     without_inputs,
 )
-from engine.kernels.recognition.projections import (
+from engine.kernels.products.projections import (
     QUERIES_ALONE,
     VALUES_OF_KEYS,
     Linear,
@@ -47,15 +47,15 @@ from engine.kernels.recognition.projections import (
     mlp_projections,
     whole,
 )
-from engine.kernels.recognition.routing import (
+from engine.kernels.experts.routing import (
     Routing,
     router_of,
     routing_of,
     scaled_routing_of,
     weights_of,
 )
-from engine.kernels.recognition.stand_ins import NotUsual
-from engine.kernels.recognition.turning import (
+from engine.kernels.core.stand_ins import NotUsual
+from engine.kernels.attention.rotary import (
     TOKENS,
     Noted,
     QueryFactors,

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from engine.attention.base import Int64s, PackedRows
-from engine.kernels.cache import NativePlan
-from engine.kernels.operations import StepArguments
+from engine.kernels.cache.native_cache import NativePlan
+from engine.kernels.core.operations import StepArguments
 from engine.step import Step
 
 

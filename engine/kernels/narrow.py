@@ -33,16 +33,16 @@ from engine.kernels.decoder import (
     recognise,
     shared_of,
 )
-from engine.kernels.recognition.activations import ActivationKind
-from engine.kernels.recognition.latent import is_latent, latent_modules
-from engine.kernels.recognition.projections import (
+from engine.kernels.products.activations import ActivationKind
+from engine.kernels.attention.latent import is_latent, latent_modules
+from engine.kernels.products.projections import (
     attention_projections,
     is_joined,
     linear_of,
     mlp_projections,
 )
-from engine.kernels.recognition.routing import CORRECTION
-from engine.kernels.recognition.turning import NORMS
+from engine.kernels.experts.routing import CORRECTION
+from engine.kernels.attention.rotary import NORMS
 from engine.model.expert_weights import expert_modules
 from engine.model.experts_function import EXPERTS_IMPLEMENTATION
 from engine.model.shard import PassThrough, StageInput

@@ -1,7 +1,7 @@
 """Runs the steps of a decoder as a list of operations in ``step.cpp``.
 
 The list is written once and run every step. The layers' weights are laid out anew; the model that they came
-from is not run any more. Where the list is cut at the expert layers (:mod:`engine.kernels.lowering`),
+from is not run any more. Where the list is cut at the expert layers (:mod:`engine.kernels.step_list`),
 :class:`~parallel.expert_parallel.ExpertParallel` does the exchange between two pieces; where it is cut for a
 sum over tensor-parallel ranks, their communicator adds up.
 """
@@ -15,21 +15,21 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.base import AttentionUse, Int64s, LayerShape, PackedRows
-from engine.kernels import operations
-from engine.kernels.buffers import Buffers, Room
-from engine.kernels.cache import NativeCache, NativePlan
+from engine.kernels.core import operations
+from engine.kernels.lowering.buffers import Buffers, Room
+from engine.kernels.cache.native_cache import NativeCache, NativePlan
 from engine.kernels.decoder import Decoder, Layer, Moe
-from engine.kernels.exchange import Alone, Exchange, Joined, Shape
-from engine.kernels.experts import NativeExperts, combine
+from engine.kernels.exchange.exchange import Alone, Exchange, Joined, Shape
+from engine.kernels.experts.packed_experts import NativeExperts, combine
 from engine.kernels.going_on import GoingOn
-from engine.kernels.library import Kind, Library
-from engine.kernels.linked import Linked, LinkedSums, has_links, linked
-from engine.kernels.logits import NO_DRAWS, Draws, can_contest
-from engine.kernels.lowering import Lowering, PartialSums, StepList
-from engine.kernels.operations import OperationKind, StepArguments
-from engine.kernels.packing import Packer
-from engine.kernels.recognition.turning import QueryFactors
-from engine.kernels.sums import OwnSums, SharedSums, Sums
+from engine.kernels.core.library import Kind, Library
+from engine.kernels.exchange.linked import Linked, LinkedSums, has_links, linked
+from engine.kernels.choosing.logits import NO_DRAWS, Draws, can_contest
+from engine.kernels.step_list import Lowering, PartialSums, StepList
+from engine.kernels.core.operations import OperationKind, StepArguments
+from engine.kernels.products.packing import Packer
+from engine.kernels.attention.rotary import QueryFactors
+from engine.kernels.exchange.sums import OwnSums, SharedSums, Sums
 from engine.kernels.weights import PackedDecoder, rounds_inputs
 from parallel.communicators.base import Communicator
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
@@ -123,7 +123,7 @@ class Program:
 
     @property
     def version(self) -> str:
-        """See :attr:`engine.kernels.library.Library.version`."""
+        """See :attr:`engine.kernels.core.library.Library.version`."""
         return self._library.version
 
     @property

@@ -11,15 +11,15 @@
 
 #include <omp.h>
 
-#include "attention.hpp"
-#include "choosing.hpp"
-#include "contract.hpp"
-#include "experts.hpp"
-#include "logprobs.hpp"
-#include "products.hpp"
-#include "rounding.hpp"
-#include "shaping.hpp"
-#include "turning.hpp"
+#include "attention/attention.hpp"
+#include "choosing/choosing.hpp"
+#include "core/contract.hpp"
+#include "experts/experts.hpp"
+#include "choosing/logprobs.hpp"
+#include "products/products.hpp"
+#include "products/rounding.hpp"
+#include "choosing/shaping.hpp"
+#include "attention/turning.hpp"
 
 namespace {
 

@@ -1,14 +1,14 @@
-"""A decoder's weights as the kernels want them, laid out once (:mod:`engine.kernels.packing`)."""
+"""A decoder's weights as the kernels want them, laid out once (:mod:`engine.kernels.products.packing`)."""
 
 from __future__ import annotations
 
 import torch
 
 from engine.kernels.decoder import Attention, Decoder, Layer, Mlp, Moe
-from engine.kernels.experts import PackedExperts
-from engine.kernels.packing import Laid, Packer
-from engine.kernels.recognition.latent import Latents
-from engine.kernels.recognition.per_layer import LayerInput
+from engine.kernels.experts.packed_experts import PackedExperts
+from engine.kernels.products.packing import Laid, Packer
+from engine.kernels.attention.latent import Latents
+from engine.kernels.embedding.per_layer import LayerInput
 from engine.model.quantization.attached import in_a_row, reader_of, rows_of
 from parallel.parts import parts_here
 

@@ -44,9 +44,9 @@ class NullModel:
         return len(draws) == 0
 
     def choose(self, packed: Any, ids: Any, wanted: Any, _draws: Any) -> Any:
-        from engine.kernels.cache import NativePlan
+        from engine.kernels.cache.native_cache import NativePlan
         from engine.kernels.going_on import GoingOn
-        from engine.kernels.operations import StepArguments
+        from engine.kernels.core.operations import StepArguments
 
         self.going_on = None
         if packed.num_single == len(packed.starts) == len(wanted):

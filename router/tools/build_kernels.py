@@ -83,7 +83,7 @@ def _build(config: BuildKernelsConfig) -> None:
 
 def _sources() -> list[Callable[[], Path]]:
     """Functions that compile one source each; their modules load torch, so they come late."""
-    from engine.kernels import library
+    from engine.kernels.core import library
     from engine.transfers import checksums
     from parallel.communicators import native_links, native_network_rounds, native_rounds
 

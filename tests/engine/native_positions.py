@@ -25,7 +25,7 @@ import transformers
 
 from engine.attention.base import PackedRows
 from engine.config import ModelConfig
-from engine.kernels.cache import NativeCache
+from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.make import make_program
 from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info

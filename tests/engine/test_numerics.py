@@ -14,7 +14,7 @@ from coordinator.numerics import Arithmetic, Numerics
 from coordinator.settings.flags import parse
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, InstanceConfig, ModelConfig
 from engine.executor.uni import UniExecutor
-from engine.kernels import library
+from engine.kernels.core import library
 from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.numerics import check_kind, kind_problem, native_kind, numerics_of
 from engine.sampling import SamplingParams

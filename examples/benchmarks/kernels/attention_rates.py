@@ -29,11 +29,11 @@ import torch
 
 from engine.attention.base import LayerShape
 from engine.attention.kv_codes import KVCodes
-from engine.kernels import library
-from engine.kernels.cache import NativeCache
-from engine.kernels.library import Library
-from engine.kernels.operations import OperationKind, Operations, StepArguments
-from engine.kernels.rows import SLACK, pitch_of
+from engine.kernels.core import library
+from engine.kernels.cache.native_cache import NativeCache
+from engine.kernels.core.library import Library
+from engine.kernels.core.operations import OperationKind, Operations, StepArguments
+from engine.kernels.core.rows import SLACK, pitch_of
 from examples.benchmarks.bench_lockstep import print_table
 from examples.benchmarks.roofline import BLOCK, Rows, limits, packed_step
 from router.tools.bench.report import machine

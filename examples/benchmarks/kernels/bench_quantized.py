@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installe
 import torch
 
 from engine.config import ModelConfig
-from engine.kernels.cache import NativeCache
+from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.make import make_program
 from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from engine.attention.base import PLAN_KEYWORD, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.config import ModelConfig
-from engine.kernels.cache import NativeCache
+from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.make import make_program
 from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info

@@ -17,7 +17,7 @@ from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, 
 from engine.core import EngineCore
 from engine.executor.uni import UniExecutor
 from engine.executor_contract import Executor
-from engine.kernels import library
+from engine.kernels.core import library
 from engine.messages import Counters, Submit, TokenLogprobs
 from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.numerics import numerics_of

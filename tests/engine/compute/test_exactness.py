@@ -18,7 +18,7 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.core import EngineCore
 from engine.executor import make_executor
 from engine.executor_contract import Executor
-from engine.kernels import library
+from engine.kernels.core import library
 from engine.messages import Counters, Submit
 from engine.model.checkpoint import read_model_info
 from engine.sampling import SamplingParams

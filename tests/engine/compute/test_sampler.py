@@ -17,7 +17,7 @@ from engine.compute.logits_backend import NEVER, SampleRow
 from engine.compute.sampler import Sampler, read_logprobs
 from engine.compute.token_rules import TokenRules
 from engine.compute.torch_logits import NUCLEUS_WIDTH
-from engine.kernels import library
+from engine.kernels.core import library
 from engine.sampling import SamplingParams, ThinkingBudget
 
 VOCAB = 64

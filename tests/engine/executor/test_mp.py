@@ -28,7 +28,7 @@ from engine.executor.spread_mp import SpreadMpExecutor
 from engine.executor.uni import UniExecutor
 from engine.executor_contract import Progress, WorkerLost
 from engine.host import forked, memory
-from engine.kernels import library
+from engine.kernels.core import library
 from engine.messages import TokenLogprobs
 from engine.model.checkpoint import CheckpointError, ModelInfo, read_model_info
 from engine.sampling import SamplingParams

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.config import SHIPPED_MODEL
-from engine.kernels import library
+from engine.kernels.core import library
 from engine.messages import Submit
 from engine.model.checkpoint import MODELS_DIRECTORY, read_model_info
 from tests.engine.invariance.answers import ALONE, Answers, How, Instance, load, settings

@@ -21,8 +21,8 @@ import torch
 
 from coordinator.numerics import Numerics
 from engine.config import SHIPPED_MODEL, EngineConfig
-from engine.kernels import library
-from engine.kernels.compression import OFF
+from engine.kernels.core import library
+from engine.kernels.products.compression import OFF
 from engine.messages import Counters, Submit
 from engine.model.checkpoint import MODELS_DIRECTORY, read_model_info
 from engine.numerics import numerics_of

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-from engine.kernels import library
+from engine.kernels.core import library
 from parallel import compiler
 
 HEADER = Path(__file__).with_suffix(".hpp")

@@ -18,7 +18,7 @@ from coordinator.numerics import Arithmetic, class_of
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.executor.uni import UniExecutor
-from engine.kernels import library
+from engine.kernels.core import library
 from engine.messages import Submit, TokenLogprobs
 from engine.model.checkpoint import read_model_info
 from engine.sampling import SamplingParams

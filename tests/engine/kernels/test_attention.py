@@ -12,11 +12,11 @@ import torch
 
 from engine.attention.base import LayerShape, PackedRows
 from engine.attention.kv_codes import KVCodes, quantized, widened
-from engine.kernels import library
-from engine.kernels.cache import NativeCache
-from engine.kernels.library import Library
-from engine.kernels.operations import WITHIN, OperationKind, Operations, StepArguments
-from engine.kernels.rows import SLACK, pitch_of
+from engine.kernels.core import library
+from engine.kernels.cache.native_cache import NativeCache
+from engine.kernels.core.library import Library
+from engine.kernels.core.operations import WITHIN, OperationKind, Operations, StepArguments
+from engine.kernels.core.rows import SLACK, pitch_of
 from tests.engine.kernels.emulated_tiles import ABLE, emulated_tiles
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kernels.cache import _tasks, _tasks_of_rows
+from engine.kernels.cache.native_cache import _tasks, _tasks_of_rows
 
 
 @given(st.lists(st.integers(1, 120), min_size=1, max_size=12), st.sampled_from([1, 12, 48]))

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels import library
-from engine.kernels.operations import AS_FLOAT, OperationKind
-from engine.kernels.packing import panels
+from engine.kernels.core import library
+from engine.kernels.core.operations import AS_FLOAT, OperationKind
+from engine.kernels.products.packing import panels
 from tests.engine.compute import test_bfloat16
 from tests.engine.kernels import test_kernels
 from tests.engine.kernels.emulated_tiles import ABLE, HEADER, emulated_tiles

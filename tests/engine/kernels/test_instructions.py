@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels import library
+from engine.kernels.core import library
 from parallel import compiler
 
 KERNELS = library.load()

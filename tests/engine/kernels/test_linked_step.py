@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from engine.attention.base import PackedRows
-from engine.kernels import library
-from engine.kernels.exchange import Layout, Shape
-from engine.kernels.hosts import POSTS, REMOTE, TAKES, Hosts
-from engine.kernels.linked import Linked, LinkedSums, Look
+from engine.kernels.core import library
+from engine.kernels.exchange.exchange import Layout, Shape
+from engine.kernels.exchange.hosts import POSTS, REMOTE, TAKES, Hosts
+from engine.kernels.exchange.linked import Linked, LinkedSums, Look
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.native_links import NativeLinks
 from parallel.communicators.network import NetworkCommunicator

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from engine.attention.base import PackedRows
-from engine.kernels import library
+from engine.kernels.core import library
 from engine.kernels.program import Program
 from tests.engine.greedy import greedy_outputs
 from tests.engine.native_families import NATIVE, make_family

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from engine.executor.uni import UniExecutor
-from engine.kernels import library
+from engine.kernels.core import library
 from engine.messages import Submit
 from engine.model.checkpoint import read_model_info
 from tests.engine.compute.test_exactness import prompts

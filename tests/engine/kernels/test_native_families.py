@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from engine.config import DeviceConfig, EngineConfig, ModelConfig
 from engine.executor import uni
 from engine.executor.uni import UniExecutor
-from engine.kernels import library, packing
+from engine.kernels.core import library
+from engine.kernels.products import packing
 from engine.kernels.make import make_program
 from engine.kernels.program import Program
 from engine.messages import Submit

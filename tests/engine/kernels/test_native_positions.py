@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kernels import library
+from engine.kernels.core import library
 from tests.engine.native_families import TRIED
 from tests.engine.native_positions import Deviations, check
 from tests.nightly import NIGHTLY

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from engine.config import ModelConfig
-from engine.kernels import library, make, trial
+from engine.kernels import make, trial
+from engine.kernels.core import library
 from engine.kernels.decoder import recognise
 from engine.kernels.make import bytes_for_program, make_program
 from engine.kernels.narrow import NarrowCopy

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kernels import pages
-from engine.kernels.pages import CHUNK, HUGE, VARIABLE, Arena, mapped
+from engine.kernels.core import pages
+from engine.kernels.core.pages import CHUNK, HUGE, VARIABLE, Arena, mapped
 
 
 def test_tensors_are_zero_apart_and_aligned() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kernels import library
-from engine.kernels.quantized import EightBitPanels, QuantizedPanels
+from engine.kernels.core import library
+from engine.kernels.products.quantized import EightBitPanels, QuantizedPanels
 from engine.model.checkpoint import read_model_info
 from engine.model.expert_change import HeldExperts
 from engine.quantization_config import OnlineName

@@ -19,10 +19,10 @@ from transformers.models.minimax_m2 import modeling_minimax_m2 as minimax
 from transformers.models.phimoe import modeling_phimoe as phimoe
 from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2
 
-from engine.kernels import library
-from engine.kernels.operations import OperationKind, Operations, StepArguments
-from engine.kernels.recognition.routing import Routing, router_of, routing_of, weights_of
-from engine.kernels.recognition.stand_ins import NotUsual
+from engine.kernels.core import library
+from engine.kernels.core.operations import OperationKind, Operations, StepArguments
+from engine.kernels.experts.routing import Routing, router_of, routing_of, weights_of
+from engine.kernels.core.stand_ins import NotUsual
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
 

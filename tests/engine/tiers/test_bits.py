@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.core import EngineCore
-from engine.kernels import library
+from engine.kernels.core import library
 from engine.messages import Submit
 from engine.tiers.block_files import BlockFiles
 from engine.tiers.file_tier import FileTier

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from engine.core import EngineCore
-from engine.kernels import library
+from engine.kernels.core import library
 from engine.messages import HandedOver, Prefetch, Submit
 from engine.scheduling.request import from_submit
 from engine.transfers import checking, fetching, price

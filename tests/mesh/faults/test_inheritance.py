@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels import library
+from engine.kernels.core import library
 from tests.mesh.faults.test_transfers import FLAGS, of, streams
 from tests.mesh.harness import Ports, serve, wait_until
 

@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from engine.config import SHIPPED_MODEL
-from engine.kernels import library
+from engine.kernels.core import library
 from engine.messages import Submit
 from engine.model.checkpoint import MODELS_DIRECTORY
 from router.api.parameters import MIN_TEMPERATURE

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels import library
+from engine.kernels.core import library
 from tests.mesh.faults.test_transfers import FLAGS, LENGTH, ask, of
 from tests.mesh.harness import Ports, free_port, serve, wait_until
 from tests.nightly import NIGHTLY

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import SHIPPED_MODEL
-from engine.kernels import library
+from engine.kernels.core import library
 from engine.model.checkpoint import MODELS_DIRECTORY
 from tests.engine.invariance.answers import How, load
 from tests.mesh.faults.skewed import balance, flags_of, moving

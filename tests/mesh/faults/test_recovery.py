@@ -28,7 +28,7 @@ def room_for_four() -> int:
 
     Two instances then hold all experts, and one does not. Native kernels keep a copy.
     """
-    from engine.kernels import library
+    from engine.kernels.core import library
 
     each = 6 * 3 * 192 * 192 * 4
     return 4 * each * (1 if library.load() is None else 2)

@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.messages import State
 from engine.config import SHIPPED_MODEL
-from engine.kernels import library
+from engine.kernels.core import library
 from tests.mesh.harness import Command, Ports, serve, wait_until
 
 pytestmark = [

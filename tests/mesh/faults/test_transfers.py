@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from engine.config import SHIPPED_MODEL
-from engine.kernels import library
+from engine.kernels.core import library
 from tests.mesh.clients.test_clients import metrics
 from tests.mesh.harness import Ports, free_port, serve, wait_until
 from tests.nightly import NIGHTLY

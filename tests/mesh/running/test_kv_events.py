@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels import library
+from engine.kernels.core import library
 from engine.scheduling.blocks import prefix_names
 from tests.engine.events.follower import Follower
 from tests.mesh.faults.test_transfers import FLAGS, LENGTH, ask

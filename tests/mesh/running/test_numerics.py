@@ -19,7 +19,7 @@ import pytest
 
 from coordinator.process.process import EXIT_REFUSED, EXIT_USAGE
 from engine.config import SHIPPED_MODEL
-from engine.kernels import library
+from engine.kernels.core import library
 from tests.mesh.harness import Ports, serve, wait_until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from engine.config import SHIPPED_MODEL
-from engine.kernels import library
+from engine.kernels.core import library
 from router.capsule import FIELD, Capsule, found_in, read, written
 from router.tools.replay.command import main as replay
 from tests.mesh.harness import Ports, serve

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.messages import Role
-from engine.kernels import library
+from engine.kernels.core import library
 from router.tools.operate import main_role
 from tests.mesh.clients.test_clients import metrics
 from tests.mesh.faults.test_transfers import FLAGS, LONG, of, streams

@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from engine.executor.uni import UniExecutor
-from engine.kernels import library
+from engine.kernels.core import library
 from engine.kernels.decoder import Attention
 from engine.kernels.make import make_program
 from engine.kernels.program import Program

@@ -1,0 +1,1 @@
+"""Attention: recognition of heads, rotation and latents, their weights, and the operations."""

@@ -1,0 +1,309 @@
+"""Recognition of what attention does with queries and keys: norms, rotation and factors.
+
+The module's own code runs on made-up projections, with an attention that takes notes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.attention.base import PLAN_KEYWORD, AttentionUse, LayerShape
+from engine.kernels.norms.norm import Norm, alone, norm_of
+from engine.kernels.products.projections import (
+    QUERIES_ALONE,
+    VALUES_OF_KEYS,
+    attention_projections,
+    is_joined,
+)
+from engine.kernels.core.stand_ins import Gives, NotUsual, distance, made_up, with_parts
+from parallel.tensor_parallel import ParallelRMSNorm
+
+NORMS = ("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"), ("q_layernorm", "k_layernorm")
+"""Names of the norms of queries and keys."""
+VALUE_NORM = "v_norm"
+NORM_NAMES = {name for both in NORMS for name in both}
+TOKENS = 6
+
+
+class Rotary:
+    """A model's rotary embedding, for one kind of layers."""
+
+    def __init__(self, module: Any, *kind: str) -> None:
+        """``kind``: of layers, where the module asks for it."""
+        self.module = module
+        self.kind = kind
+
+    def __call__(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [1, tokens, numbers that are turned] of positions [1, tokens]."""
+        angles = self.given(ids)
+        if isinstance(angles, torch.Tensor):  # a complex number for each pair
+            angles = torch.cat([angles.real, angles.real], -1), torch.cat([angles.imag, angles.imag], -1)
+        cosines, sines = angles
+        return cosines.float(), sines.float()
+
+    def given(self, ids: torch.Tensor) -> Any:
+        """What attention is given for positions [1, tokens]."""
+        return self.module(torch.zeros(1), ids, *self.kind)
+
+    def halves(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [tokens, half] of positions [tokens]: each pair of numbers has one."""
+        cosines, sines = self(ids.unsqueeze(0))
+        return halved(cosines)[0].contiguous(), halved(sines)[0].contiguous()
+
+
+def halved(angles: torch.Tensor) -> torch.Tensor:
+    """One of each two equal numbers [..., half].
+
+    Equal ones lie side by side, or half of all apart. Where none are equal, each is for a pair already.
+    """
+    half = angles.shape[-1] // 2
+    if torch.equal(angles[..., :half], angles[..., half:]):
+        return angles[..., :half]
+    return angles[..., ::2] if torch.equal(angles[..., ::2], angles[..., 1::2]) else angles
+
+
+@dataclass(frozen=True)
+class Turning:
+    """What is done with the heads of queries and keys."""
+
+    norms: Norm | None = None
+    """Norm of each head: weights [query heads + KV heads, dim], and no bias."""
+    wide_norms: tuple[Norm, Norm] | None = None
+    """Norms of all heads of queries together, and of keys."""
+    is_norm_last: bool = False
+    """Whether norms come behind the rotation."""
+    angles: str | None = None
+    """How numbers are paired: ``halves`` or ``neighbours``. None: nothing is rotated."""
+
+
+@dataclass(frozen=True)
+class QueryFactors:
+    """Factors on queries that grow with the position, from one original context to the next."""
+
+    growth: float
+    original: int
+    """Tokens of the original context."""
+
+    def table(self, positions: torch.Tensor) -> torch.Tensor:
+        """float32 factors of positions."""
+        return 1 + self.growth * torch.log1p((positions // self.original).float())
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What an attention module gives its attention function."""
+
+    turning: Turning
+    value_norm: Norm | None
+    """Norm of the values of each head: weights [value dim]."""
+    scale: float
+    cap: float
+    sinks: torch.Tensor | None
+    factors: torch.Tensor
+    """[tokens] of the queries, at the positions that were asked for."""
+
+
+class Notes:
+    """A plan of attention that only takes notes."""
+
+    def __init__(self, value_dim: int) -> None:
+        self.use = AttentionUse()
+        self._value_dim = value_dim
+
+    def attend(
+        self,
+        _layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self.query, self.key, self.value = (each.transpose(0, 1) for each in (query, key, value))
+        self.scale, self.cap, self.sinks = float(scale), float(softcap or 0), sinks
+        return query.new_zeros(query.shape[1], query.shape[0], self._value_dim)
+
+
+def rotary_of(base: Any, attention: Any) -> Rotary | None:
+    """The rotary embedding that a layer is given."""
+    module = getattr(base, "rotary_emb", None)
+    if module is None:
+        return None
+    if "layer_type" not in inspect.signature(module.forward).parameters:
+        return Rotary(module)
+    return Rotary(module, attention.config.layer_types[attention.layer_idx])
+
+
+def noted(
+    module: Any, rotary: Rotary | None, shape: LayerShape, heads: int, positions: torch.Tensor
+) -> Noted:
+    """What a module does for tokens at these positions [TOKENS]."""
+    dim, kv_heads = shape.key_dim, shape.kv_heads
+    names, out = attention_projections(module)
+    raw = [
+        made_up(1, TOKENS, number * width, seed=3 + place, dtype=torch.float32)
+        for place, (number, width) in enumerate(((heads, dim), (kv_heads, dim), (kv_heads, shape.value_dim)))
+    ]
+    given = [torch.cat(raw, dim=-1)] if is_joined(names) else raw[: len(names)]
+    if len(names) == len(VALUES_OF_KEYS):
+        raw[2] = raw[1]
+    parts = {name: Gives(each) for name, each in zip(names, given, strict=True)}
+    parts |= {name: alone(part) for name, part in module.named_children() if name in NORM_NAMES}
+    notes = Notes(shape.value_dim)
+    angles = None if rotary is None else rotary(torch.arange(TOKENS)[None])
+    with_parts(module, parts | {out: Gives(lambda rows: rows)})(
+        hidden_states=made_up(1, TOKENS, 2, seed=7, dtype=torch.float32),
+        position_embeddings=angles,
+        attention_mask=None,
+        position_ids=positions[None],
+        past_key_values=None,
+        **_others_of(module, raw[1:], kv_heads),
+        **{PLAN_KEYWORD: notes},
+    )
+    query, key = (rows.view(TOKENS, -1, dim) for rows in raw[:2])
+    norms = _norms(module)
+    ways = list(_ways(module, norms, dim, heads, kv_heads, angles))
+    which, rows, seen = (0, query, notes.query) if tuple(names) == QUERIES_ALONE else (1, key, notes.key)
+    off = [distance(seen, _turned(rows, which, way, norms, angles)) for way in ways]
+    way = ways[off.index(min(off))]
+    expected = _turned(query, 0, way, norms, angles)
+    factors = (notes.query * expected).sum((1, 2)) / expected.square().sum((1, 2))
+    value_norm = _value_norm(module, raw[2].view(TOKENS, -1, shape.value_dim), notes.value)
+    return Noted(way, value_norm, notes.scale, notes.cap, notes.sinks, factors)
+
+
+def _others_of(module: Any, raw: list[torch.Tensor], kv_heads: int) -> dict[str, Any]:
+    """Arguments that some attention modules must be given: keys and values of other layers."""
+    if "shared_kv_states" not in inspect.signature(module.forward).parameters:
+        return {}
+    both = tuple(each.view(1, TOKENS, kv_heads, -1).transpose(1, 2) for each in raw)
+    return {"shared_kv_states": {module.layer_type: both}}
+
+
+def _value_norm(module: Any, raw: torch.Tensor, found: torch.Tensor) -> Norm | None:
+    """What is done with values [tokens, heads, dim]."""
+    norm = getattr(module, VALUE_NORM, None)
+    if norm is None or distance(found, raw) < distance(found, norm(raw)):
+        return None
+    value_norm = norm_of(norm, raw.shape[-1])
+    if value_norm.is_centred:
+        raise NotUsual(f"a norm of values of type {type(norm).__name__}")
+    return value_norm
+
+
+def _norms(module: Any) -> tuple[Any, Any] | None:
+    """Norms of queries and of keys; the latter is None where keys are another layer's."""
+    found = (pair for pair in NORMS if hasattr(module, pair[0]))
+    return next(((getattr(module, query), getattr(module, key, None)) for query, key in found), None)
+
+
+def _ways(
+    module: Any,
+    norms: tuple[Any, Any] | None,
+    dim: int,
+    heads: int,
+    kv_heads: int,
+    angles: tuple[torch.Tensor, torch.Tensor] | None,
+) -> Iterator[Turning]:
+    """All that might be done."""
+    pairs = [None] if angles is None else ["halves", "neighbours", None]
+    if norms is None:
+        yield from (Turning(angles=pair) for pair in pairs)
+        return
+    weight = getattr(norms[0], "weight", None)
+    is_vector = weight is not None and weight.ndim == 1 and weight.numel() == heads * dim
+    wide = is_vector and (heads > 1 or isinstance(norms[0], ParallelRMSNorm))
+    if wide:
+        each = norm_of(norms[0], heads * dim), norm_of(norms[1], kv_heads * dim)
+        yield from (Turning(wide_norms=each, angles=pair) for pair in pairs)
+        return
+    both = _of_heads(module, norms, dim, heads, kv_heads)
+    yield from (
+        Turning(norms=both, angles=pair, is_norm_last=last) for pair in pairs for last in (False, True)
+    )
+
+
+def _of_heads(module: Any, norms: tuple[Any, Any], dim: int, heads: int, kv_heads: int) -> Norm:
+    """The norms of all heads as one.
+
+    Weights are repeated for each head, unless each has its own.
+    """
+    found = []
+    for norm, number in zip(norms, (heads, kv_heads), strict=True):
+        if norm is None:
+            continue
+        if getattr(norm, "weight", None) is None or norm.weight.numel() == dim:
+            one = norm_of(norm, dim)
+            weights = one.weights[:dim].repeat(number)
+        else:
+            one = _of_own_heads(norm, number, dim)
+            weights = one.weights
+        if one.is_centred and getattr(norm, "bias", None) is not None:
+            raise NotUsual("a bias in the norms of heads")
+        found.append(Norm(weights, one.eps, one.is_centred))
+    if len({(each.eps, each.is_centred) for each in found}) > 1:
+        raise NotUsual(f"norms of different kinds in {type(module).__name__}")
+    return Norm(torch.cat([each.weights for each in found]), found[0].eps, found[0].is_centred)
+
+
+def _of_own_heads(norm: Any, number: int, dim: int) -> Norm:
+    """A norm of each head with weights [heads, dim] of its own."""
+    if tuple(norm.weight.shape) != (number, dim):
+        raise NotUsual(f"a norm of type {type(norm).__name__}")
+    given = made_up(1, number, dim, seed=1, dtype=torch.float32) + 0.5
+    mean = given.mean(-1, keepdim=True)
+    weights, eps = norm.weight.detach().to(torch.float32, copy=True), float(norm.variance_epsilon)
+    by_size = given * (given.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+    by_deviation = (given - mean) * ((given - mean).pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+    found = norm(given)
+    is_centred = distance(found, by_deviation * weights) < distance(found, by_size * weights)
+    return Norm(weights.flatten(), eps, is_centred)
+
+
+def _turned(
+    rows: torch.Tensor,
+    which: int,
+    way: Turning,
+    norms: tuple[Any, Any] | None,
+    angles: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """[tokens, heads, dim] of queries (0) or keys (1), done the given way."""
+
+    def normed(given: torch.Tensor) -> torch.Tensor:
+        if norms is None:
+            return given
+        shaped = given.flatten(1) if way.wide_norms is not None else given
+        result: torch.Tensor = alone(norms[which])(shaped)
+        return result.float().view(given.shape)
+
+    if not way.is_norm_last:
+        rows = normed(rows)
+    if way.angles is not None and angles is not None:
+        rows = rotated(rows, angles, way.angles)
+    return normed(rows) if way.is_norm_last else rows
+
+
+def rotated(rows: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], pairs: str) -> torch.Tensor:
+    """[tokens, heads, dim], whose first numbers are rotated, by angles of the tokens."""
+    cosines, sines = (halved(each)[0][:, None] for each in angles)
+    width = 2 * cosines.shape[-1]
+    turned, rest = rows[..., :width], rows[..., width:]
+    places = order_of_pairs(width, pairs)
+    first, second = turned[..., places].chunk(2, dim=-1)
+    both = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+    result = torch.empty_like(turned)
+    result[..., places] = both
+    return torch.cat([result, rest], dim=-1)
+
+
+def order_of_pairs(width: int, pairs: str | None) -> torch.Tensor:
+    """Where the first numbers of all pairs are, then the second ones."""
+    places = torch.arange(width)
+    return torch.cat([places[::2], places[1::2]]) if pairs == "neighbours" else places

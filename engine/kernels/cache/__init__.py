@@ -1,0 +1,1 @@
+"""The KV cache as the kernels read and write it."""

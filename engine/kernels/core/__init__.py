@@ -1,0 +1,1 @@
+"""What every kind of operation shares: the compiled library, lists of operations, memory, stand-ins."""

@@ -1,0 +1,108 @@
+"""Inputs that layers have beside the stream, from a second embedding.
+
+They are read from attributes. Whether that is what the model computes is tried elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.kernels.products.activations import Activation, activation_of
+from engine.kernels.norms.norm import Norm, norm_of
+from engine.kernels.products.projections import whole
+from engine.kernels.core.stand_ins import NotUsual, with_parts
+
+GATE, OUT, NORM = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
+"""Names of a layer's parts for its input."""
+TABLE, PROJECTION, TABLE_NORM = (
+    "embed_tokens_per_layer",
+    "per_layer_model_projection",
+    "per_layer_projection_norm",
+)
+"""Names of a base model's parts that make the inputs of all layers."""
+WIDTH = "hidden_size_per_layer_input"
+"""Attribute of a layer: numbers of its input."""
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """What a layer does with its input.
+
+    It adds ``norm((act(stream x gate) * input) x out)`` to the stream.
+    """
+
+    width: int
+    """Numbers of its input."""
+    gate: torch.Tensor
+    """[width, hidden]"""
+    activation: Activation
+    out: torch.Tensor
+    """[hidden, width]"""
+    norm: Norm
+    place: int
+    """Number of the layer among all that have an input."""
+    total: int
+    """Numbers of a token's inputs of all layers."""
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """What makes the inputs of all layers: ``(norm(embedded x projection) + table[token]) * factor``."""
+
+    table: torch.Tensor
+    """[tokens, layers * width]"""
+    factors: torch.Tensor
+    """float32: on the table, and on the sum."""
+    projection: torch.Tensor
+    """[layers * width, hidden]"""
+    projection_factor: float
+    norm: Norm
+    """Norm of the numbers of each layer."""
+
+    @property
+    def width(self) -> int:
+        return int(self.norm.weights.numel())
+
+
+def input_of(layer: Any, hidden: int, place: int, layers: int) -> LayerInput | None:
+    """The input of a layer; None if it has none."""
+    if not hasattr(layer, GATE):
+        return None
+    gate, out = whole(getattr(layer, GATE)), whole(getattr(layer, OUT))
+    if gate.bias is not None or out.bias is not None:
+        raise NotUsual("a layer's own input with biases")
+    norm, width = norm_of(getattr(layer, NORM), hidden), gate.outputs
+    return LayerInput(width, gate.weight, activation_of(layer), out.weight, norm, place, layers * width)
+
+
+def without_input(layer: Any) -> Any:
+    """A layer that leaves its input out."""
+    if not hasattr(layer, GATE):
+        return layer
+    made = with_parts(layer, {})
+    for name in (GATE, OUT, NORM, "act_fn"):
+        made._modules.pop(name, None)
+    setattr(made, WIDTH, 0)
+    return made
+
+
+def inputs_of(base: Any, dtype: torch.dtype) -> LayerInputs | None:
+    """What makes the inputs of a base model's layers; None if these have none."""
+    table = getattr(base, TABLE, None)
+    if table is None:
+        return None
+    projection = whole(getattr(base, PROJECTION))
+    norm = norm_of(getattr(base, TABLE_NORM), int(getattr(base, WIDTH)))
+    factors = [float(torch.as_tensor(table.embed_scale).to(dtype)), float(base.per_layer_input_scale)]
+    factor = float(base.per_layer_model_projection_scale)
+    return LayerInputs(table.weight, torch.tensor(factors), projection.weight, factor, norm)
+
+
+def without_inputs(base: Any) -> Any:
+    """A base model whose layers are given no inputs of their own."""
+    made = with_parts(base, {})
+    setattr(made, WIDTH, 0)
+    return made

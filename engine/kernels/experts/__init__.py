@@ -1,0 +1,1 @@
+"""Mixtures of experts: recognition of routers and experts, their weights, and the operations."""

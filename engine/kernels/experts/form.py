@@ -1,0 +1,112 @@
+"""What experts do between their two products, and how their weights lie.
+
+The module's own gate runs on made-up numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.kernels.products.activations import CLOSE, KNOWN, Activation, ActivationKind
+from engine.kernels.core.stand_ins import NotUsual, distance, made_up
+from engine.model.quantization.attached import outputs_of
+
+ROWS, LARGE = 8, 6.0
+"""Made-up rows, and their size: beyond where gates are clipped."""
+
+
+@dataclass(frozen=True)
+class ExpertForm:
+    """What the experts of a module have in common."""
+
+    hidden: int
+    width: int
+    activation: Activation
+    is_interleaved: bool
+    """Whether outputs of gate and up lie side by side; the gate's come first otherwise."""
+    is_transposed: bool
+    """Whether weights are [experts, inputs, outputs]."""
+    has_bias: bool
+
+    def halves(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gate and up [..., width] of [..., 2 * width]."""
+        if self.is_interleaved:
+            return gate_up[..., ::2], gate_up[..., 1::2]
+        gate, up = gate_up.chunk(2, dim=-1)
+        return gate, up
+
+    def joined(self, width: int, columns: list[int]) -> list[int]:
+        """Where these columns of gate and up are in [..., 2 * width]."""
+        if self.is_interleaved:
+            return [2 * column + which for column in columns for which in (0, 1)]
+        return [*columns, *(width + column for column in columns)]
+
+    def weights(self, module: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gate and up [experts, width, hidden], down [experts, hidden, width]."""
+        inward, down = module.gate_up_proj, module.down_proj.data
+        if self.is_transposed:
+            down = down.mT
+        wide = inward.data if self.is_transposed else inward.data.mT
+        first, second = slice(0, self.width), slice(self.width, None)
+        if self.is_interleaved:
+            first, second = slice(0, None, 2), slice(1, None, 2)
+        gate, up = (
+            outputs_of(inward, half.mT, rows)
+            for half, rows in zip(self.halves(wide), (first, second), strict=True)
+        )
+        return gate, up, outputs_of(module.down_proj, down, slice(None))
+
+    def biases(self, module: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Those of gate, then up [experts, 2, width] in float32, and of down [experts, hidden]."""
+        if not self.has_bias:
+            return None
+        inward = torch.stack(self.halves(module.gate_up_proj_bias.data), dim=1)
+        return inward.float().contiguous(), module.down_proj_bias.data.float().contiguous()
+
+
+def form_of(module: Any) -> ExpertForm:
+    """The form of a module of fused experts.
+
+    Raises:
+        NotUsual: the kernels do not know it.
+    """
+    own = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
+    has_bias, is_transposed = bool(module.has_bias), bool(module.is_transposed)
+    names = {"gate_up_proj", "down_proj"}
+    if own.keys() != names | ({f"{name}_bias" for name in names} if has_bias else set()):
+        raise NotUsual(f"experts with {', '.join(sorted(own))}")
+    hidden, width = own["down_proj"][1:][:: -1 if is_transposed else 1]
+    inward = (2 * width, hidden)
+    if own["gate_up_proj"][1:] != inward[:: -1 if is_transposed else 1]:
+        raise NotUsual("experts laid out the other way round")
+    if width % 2 or hidden % 2:
+        raise NotUsual("an odd width")
+    activation, is_interleaved = _gate_of(module, width)
+    return ExpertForm(hidden, width, activation, is_interleaved, is_transposed, has_bias)
+
+
+def _gate_of(module: Any, width: int) -> tuple[Activation, bool]:
+    """The activation of a gate, and whether it lies between the numbers of ``up``."""
+    given = made_up(ROWS, 2 * width, seed=1, dtype=torch.float32) * LARGE
+    found = module._apply_gate(given.clone())
+    for is_interleaved in (False, True):
+        gate, up = (given[..., ::2], given[..., 1::2]) if is_interleaved else given.chunk(2, dim=-1)
+        for activation, expected in _ways(module, gate, up):
+            if distance(found, expected) < CLOSE:
+                return activation, is_interleaved
+    raise NotUsual(f"the gate of {type(module).__name__}")
+
+
+def _ways(module: Any, gate: torch.Tensor, up: torch.Tensor) -> Iterator[tuple[Activation, torch.Tensor]]:
+    """What gates might do."""
+    for kind, known in KNOWN.items():
+        yield Activation(kind), known(gate) * up
+    slope, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
+    if isinstance(slope, float) and isinstance(limit, float):
+        clipped = gate.clamp(max=limit)
+        expected = (up.clamp(-limit, limit) + 1) * clipped * torch.sigmoid(slope * clipped)
+        yield Activation(ActivationKind.CLIPPED, torch.tensor([slope, limit])), expected

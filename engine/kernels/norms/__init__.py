@@ -1,0 +1,1 @@
+"""Norms of rows: recognition, weights and the operations that compute them."""

@@ -1,0 +1,216 @@
+"""Order of the parts of a layer: norms, attention, MLP and sums.
+
+The layer's own code runs on made-up rows, with stand-ins for its parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from engine.attention.base import LAYER_ATTRIBUTE, PLAN_KEYWORD
+from engine.kernels.core.stand_ins import Gives, NotUsual, distance, made_up, with_parts
+
+CLOSE = 1e-6
+"""Distance of two ways to compute the same, if a factor was rounded to float32."""
+DIGITS = 12
+"""Decimals of a factor that are not due to rounding."""
+
+
+@dataclass(frozen=True)
+class Inside:
+    """Names of an MLP's and a mixture's parts, with norms of their own.
+
+    The mixture is given what the MLP's norm is given; what both give is added up behind their norms.
+    """
+
+    mlp: str
+    router: str
+    experts: str
+    before_experts: str
+    behind_mlp: str
+    behind_experts: str
+
+
+@dataclass(frozen=True)
+class Order:
+    """Names of a layer's parts, by their place."""
+
+    attention: str
+    mlp: str
+    beside: str | None
+    """An MLP of the mixture's rows, whose result is added to the mixture's."""
+    inside: Inside | None
+    """What stands in the place of the MLP, whose name is its MLP's."""
+    before_attention: str | None
+    behind_attention: str | None
+    before_mlp: str | None
+    behind_mlp: str | None
+    is_parallel: bool
+    """Whether the MLP sees what attention sees, and not what it adds."""
+    factor: float
+    """Factor on what attention and the MLP add."""
+    stream_factor: float
+    """Factor on all that the layer gives."""
+
+
+def order_of(layer: Any, hidden: int) -> Order:
+    """The order of a layer's parts."""
+    if hasattr(layer, ROUTER) and hasattr(layer, EXPERTS):
+        return _order_of_both(layer, hidden)
+    attention, mlp, beside, norms = _parts(layer)
+    rows = made_up(1, 3, hidden, seed=1)
+    both = [mlp] if beside is None else [mlp, beside]
+    results = {
+        name: made_up(1, 3, hidden, seed=2 + number) for number, name in enumerate([attention, *both, *norms])
+    }
+    parts = {name: Gives(result) for name, result in results.items()}
+    parts[attention] = Gives((results[attention], None))
+    try:
+        found = _run(layer, parts, rows)
+    except ValueError:  # what the MLP gives is taken apart: its routing stands beside it
+        parts |= {name: Gives(results[name]) for name in (*norms, *both)}
+        parts |= {attention: Gives((results[attention], None)), mlp: Gives((results[mlp], None))}
+        found = _run(layer, parts, rows)
+    if any(len(part.given) != 1 for part in parts.values()):
+        raise NotUsual(f"{type(layer).__name__} does not use each of its parts once")
+    given = {name: part.given[0].reshape(rows.shape) for name, part in parts.items()}
+    if beside is not None:
+        if not torch.equal(given.pop(beside), given[mlp]):
+            raise NotUsual(f"{type(layer).__name__} gives its two MLPs different rows")
+        results[mlp] = results[mlp] + results.pop(beside)
+    order = _ordered(type(layer).__name__, attention, mlp, rows, results, given, found)
+    return replace(order, beside=beside)
+
+
+def _run(layer: Any, parts: dict[str, Gives], rows: torch.Tensor) -> torch.Tensor:
+    count = rows.shape[1]
+    found = with_parts(layer, parts)(
+        rows,
+        attention_mask=None,
+        position_ids=torch.arange(count)[None],
+        past_key_values=None,
+        use_cache=False,
+        position_embeddings=(torch.ones(1, count, 2), torch.zeros(1, count, 2)),
+        **{PLAN_KEYWORD: None},
+    )
+    result: torch.Tensor = found[0] if isinstance(found, tuple) else found
+    return result
+
+
+def _ordered(
+    layer: str,
+    attention: str,
+    mlp: str,
+    rows: torch.Tensor,
+    results: dict[str, torch.Tensor],
+    given: dict[str, torch.Tensor],
+    found: torch.Tensor,
+) -> Order:
+    norms = results.keys() - {attention, mlp}
+
+    def giver(of: str) -> str | None:
+        """The norm whose result a part is given."""
+        return next((name for name in norms if torch.equal(results[name], given[of])), None)
+
+    def taker(of: str) -> str | None:
+        """The norm that is given a part's result."""
+        return next((name for name in norms if torch.equal(results[of], given[name])), None)
+
+    before, behind = (giver(attention), giver(mlp)), (taker(attention), taker(mlp))
+    if set(before + behind) - {None} != norms:
+        raise NotUsual(f"{layer} has a norm in another place")
+    added = [results[norm or part] for norm, part in zip(behind, (attention, mlp), strict=True)]
+    stream_factor, of_attention, _ = (
+        torch.linalg.lstsq(
+            torch.stack([each.flatten() for each in (rows, *added)], dim=1), found.flatten()[:, None]
+        )
+        .solution.flatten()
+        .tolist()
+    )
+    factor = round(of_attention / stream_factor, DIGITS)
+    sequential = rows + factor * added[0]
+    seen = [given[norm or part] for norm, part in zip(before, (attention, mlp), strict=True)]
+    is_parallel = distance(seen[1], rows) < CLOSE
+    if (
+        distance(found, stream_factor * (sequential + factor * added[1])) > CLOSE
+        or distance(seen[0], rows) > CLOSE
+        or not (is_parallel or distance(seen[1], sequential) < CLOSE)
+    ):
+        raise NotUsual(f"{layer} adds up its parts in another way")
+    names = before[0], behind[0], before[1], behind[1]
+    return Order(attention, mlp, None, None, *names, is_parallel, factor, round(stream_factor, DIGITS))
+
+
+def _order_of_both(layer: Any, hidden: int) -> Order:
+    """The order of a layer with an MLP and a mixture side by side."""
+    kind, children = type(layer).__name__, _children(layer)
+    attention = next((name for name, part in children.items() if hasattr(part, LAYER_ATTRIBUTE)), "")
+    wide = [name for name, part in children.items() if any(each.ndim > 1 for each in part.parameters())]
+    dense = [name for name in wide if name not in (attention, ROUTER, EXPERTS)]
+    norms = [name for name in children if name not in wide]
+    if not attention or len(dense) != 1 or any(True for _ in layer.named_parameters(recurse=False)):
+        raise NotUsual(f"{kind} has the parts {', '.join(sorted(children))}")
+    mlp, rows = dense[0], made_up(1, 3, hidden, seed=1)
+    names = [attention, mlp, EXPERTS, *norms]
+    results = {name: made_up(1, 3, hidden, seed=2 + number) for number, name in enumerate(names)}
+    parts = {name: Gives(result) for name, result in results.items()}
+    parts |= {attention: Gives((results[attention], None)), ROUTER: Gives((None, None, None))}
+    found = _run(layer, parts, rows)
+    if any(len(part.given) != 1 for part in parts.values()):
+        raise NotUsual(f"{kind} does not use each of its parts once")
+    given = {name: part.given[0].reshape(rows.shape) for name, part in parts.items()}
+
+    inside = _inside(kind, mlp, norms, results, given)
+    results[mlp] = results[inside.behind_mlp] + results[inside.behind_experts]
+    for name in (EXPERTS, inside.before_experts, inside.behind_mlp, inside.behind_experts):
+        del results[name], given[name]
+    return replace(_ordered(kind, attention, mlp, rows, results, given, found), inside=inside)
+
+
+def _inside(
+    kind: str, mlp: str, norms: list[str], results: dict[str, torch.Tensor], given: dict[str, torch.Tensor]
+) -> Inside:
+    """Which norm is where around an MLP and a mixture."""
+
+    def norm(one: dict[str, torch.Tensor], other: torch.Tensor) -> str:
+        found = [name for name in norms if torch.equal(one[name], other)]
+        if len(found) != 1:
+            raise NotUsual(f"{kind} has a norm in another place")
+        return found[0]
+
+    before, before_mlp = norm(results, given[EXPERTS]), norm(results, given[mlp])
+    if not all(torch.equal(given[name], given[before_mlp]) for name in (before, ROUTER)):
+        raise NotUsual(f"{kind} gives its MLP and its mixture different rows")
+    behind = norm(given, results[mlp]), norm(given, results[EXPERTS])
+    return Inside(mlp, ROUTER, EXPERTS, before, *behind)
+
+
+ROUTER, EXPERTS = "router", "experts"
+"""Names of a mixture's parts where they are parts of the layer itself."""
+
+
+def _children(layer: Any) -> dict[str, Any]:
+    return {
+        name: part
+        for name, part in layer.named_children()
+        if not isinstance(part, torch.nn.Dropout | torch.nn.Identity)
+    }
+
+
+def _parts(layer: Any) -> tuple[str, str, str | None, list[str]]:
+    """Names of attention, the MLP, one beside a mixture, and the norms."""
+    children = _children(layer)
+    attention = [name for name, part in children.items() if hasattr(part, LAYER_ATTRIBUTE)]
+    wide = [name for name, part in children.items() if any(each.ndim > 1 for each in part.parameters())]
+    mlp = sorted(
+        (name for name in wide if name not in attention),
+        key=lambda name: not hasattr(children[name], "experts"),
+    )
+    beside = mlp.pop() if len(mlp) == 2 and hasattr(children[mlp[0]], "experts") else None
+    if len(attention) != 1 or len(mlp) != 1 or any(True for _ in layer.named_parameters(recurse=False)):
+        raise NotUsual(f"{type(layer).__name__} has the parts {', '.join(sorted(children))}")
+    norms = [name for name in children if name not in (*attention, *mlp, beside)]
+    return attention[0], mlp[0], beside, norms

@@ -1,0 +1,1 @@
+"""Products of rows and weights: how weights are laid out, compressed and quantised, and MLPs."""

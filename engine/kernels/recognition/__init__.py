@@ -1,4 +1,0 @@
-"""Recognition of what a model's modules compute.
-
-Their own code runs on made-up inputs.
-"""
