@@ -39,9 +39,9 @@ from engine.host.cache_size import experts_after_loss, leave_room, left_beside, 
 from engine.host.cores import has_gpu
 from engine.inheritance.shared_cache import SharedCache
 from engine.inheritance.table import Table
+from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
 from engine.kernels.lowering.buffers import Room
-from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.make import bytes_for_program, cached_layers, make_program
 from engine.kernels.program import Program
 from engine.model.checkpoint import CheckpointError, ModelInfo, chosen_dtype

@@ -19,13 +19,18 @@ from typing import Any
 import torch
 
 from engine.attention.base import LAYER_ATTRIBUTE, LayerShape
-from engine.kernels.products.packing import LANES, PACK
-from engine.kernels.products.activations import Activation, activation_of
-from engine.kernels.embedding.ends import embedding_factor, of_logits
-from engine.kernels.experts.form import ExpertForm, form_of
 from engine.kernels.attention.latent import Latents, is_latent, latent_parts, noted_latent
-from engine.kernels.norms.norm import Norm, norm_of
-from engine.kernels.order import Inside, order_of
+from engine.kernels.attention.rotary import (
+    TOKENS,
+    Noted,
+    QueryFactors,
+    Rotary,
+    noted,
+    order_of_pairs,
+    rotary_of,
+)
+from engine.kernels.core.stand_ins import NotUsual
+from engine.kernels.embedding.ends import embedding_factor, of_logits
 from engine.kernels.embedding.per_layer import (
     PROJECTION,
     TABLE,
@@ -37,6 +42,18 @@ from engine.kernels.embedding.per_layer import (
     without_input,
     without_inputs,
 )
+from engine.kernels.experts.form import ExpertForm, form_of
+from engine.kernels.experts.routing import (
+    Routing,
+    router_of,
+    routing_of,
+    scaled_routing_of,
+    weights_of,
+)
+from engine.kernels.norms.norm import Norm, norm_of
+from engine.kernels.order import Inside, order_of
+from engine.kernels.products.activations import Activation, activation_of
+from engine.kernels.products.packing import LANES, PACK
 from engine.kernels.products.projections import (
     QUERIES_ALONE,
     VALUES_OF_KEYS,
@@ -46,23 +63,6 @@ from engine.kernels.products.projections import (
     linear_of,
     mlp_projections,
     whole,
-)
-from engine.kernels.experts.routing import (
-    Routing,
-    router_of,
-    routing_of,
-    scaled_routing_of,
-    weights_of,
-)
-from engine.kernels.core.stand_ins import NotUsual
-from engine.kernels.attention.rotary import (
-    TOKENS,
-    Noted,
-    QueryFactors,
-    Rotary,
-    noted,
-    order_of_pairs,
-    rotary_of,
 )
 from engine.model.quantization.attached import reader_of, rows_of
 from engine.model.shard import PassThrough

@@ -25,12 +25,12 @@ import torch
 from engine.attention.base import PLAN_KEYWORD, Int64s, LayerShape, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.host.memory import MARGIN, available_memory
-from engine.kernels.step_list import buffers
-from engine.kernels.core import library
-from engine.kernels.cache.native_cache import NativeCache
-from engine.kernels.decoder import Decoder, NotUsual, base_parts, recognise
-from engine.kernels.program import Program
 from engine.kernels.attention.latent import is_latent
+from engine.kernels.cache.native_cache import NativeCache
+from engine.kernels.core import library
+from engine.kernels.decoder import Decoder, NotUsual, base_parts, recognise
+from engine.kernels.lowering import buffers
+from engine.kernels.program import Program
 from engine.kernels.trial import judge
 from engine.kernels.weights import num_bytes, weights_of
 from engine.model.quantization.attached import forget_codes

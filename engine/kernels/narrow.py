@@ -22,6 +22,8 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from engine.attention.base import LAYER_ATTRIBUTE
+from engine.kernels.attention.latent import is_latent, latent_modules
+from engine.kernels.attention.rotary import NORMS
 from engine.kernels.decoder import (
     Attention,
     Decoder,
@@ -33,16 +35,14 @@ from engine.kernels.decoder import (
     recognise,
     shared_of,
 )
+from engine.kernels.experts.routing import CORRECTION
 from engine.kernels.products.activations import ActivationKind
-from engine.kernels.attention.latent import is_latent, latent_modules
 from engine.kernels.products.projections import (
     attention_projections,
     is_joined,
     linear_of,
     mlp_projections,
 )
-from engine.kernels.experts.routing import CORRECTION
-from engine.kernels.attention.rotary import NORMS
 from engine.model.expert_weights import expert_modules
 from engine.model.experts_function import EXPERTS_IMPLEMENTATION
 from engine.model.shard import PassThrough, StageInput

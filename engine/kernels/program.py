@@ -15,21 +15,22 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.base import AttentionUse, Int64s, LayerShape, PackedRows
-from engine.kernels.core import operations
-from engine.kernels.lowering.buffers import Buffers, Room
+from engine.kernels.attention.rotary import QueryFactors
 from engine.kernels.cache.native_cache import NativeCache, NativePlan
+from engine.kernels.choosing.logits import NO_DRAWS, Draws, can_contest
+from engine.kernels.core import operations
+from engine.kernels.core.library import Kind, Library
+from engine.kernels.core.operations import OperationKind, StepArguments
 from engine.kernels.decoder import Decoder, Layer, Moe
 from engine.kernels.exchange.exchange import Alone, Exchange, Joined, Shape
+from engine.kernels.exchange.linked import Linked, LinkedSums, has_links, linked
+from engine.kernels.exchange.sums import OwnSums, SharedSums, Sums
 from engine.kernels.experts.packed_experts import NativeExperts, combine
 from engine.kernels.going_on import GoingOn
-from engine.kernels.core.library import Kind, Library
-from engine.kernels.exchange.linked import Linked, LinkedSums, has_links, linked
-from engine.kernels.choosing.logits import NO_DRAWS, Draws, can_contest
-from engine.kernels.step_list import Lowering, PartialSums, StepList
-from engine.kernels.core.operations import OperationKind, StepArguments
+from engine.kernels.lowering.buffers import Buffers, Room
 from engine.kernels.products.packing import Packer
-from engine.kernels.attention.rotary import QueryFactors
-from engine.kernels.exchange.sums import OwnSums, SharedSums, Sums
+from engine.kernels.registry import LAYOUTS
+from engine.kernels.step_list import Lowering, PartialSums, StepList
 from engine.kernels.weights import PackedDecoder, rounds_inputs
 from parallel.communicators.base import Communicator
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
@@ -60,7 +61,7 @@ class Program:
 
         ``ranks``: those that the decoder's partial sums are of, all of which run the same steps.
         """
-        operations.check(library)
+        operations.check(library, LAYOUTS)
         self._library = library
         self._decoder = decoder
         self._experts = experts

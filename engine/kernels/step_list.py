@@ -17,12 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.kernels.lowering.buffers import Buffers
+from engine.kernels.attention.latent import Latents
+from engine.kernels.attention.rotary import QueryFactors
 from engine.kernels.cache.native_cache import NativeCache
-from engine.kernels.decoder import Attention, Embedding, Layer, Moe, MoeNorms, NotUsual, Output
-from engine.kernels.exchange.exchange import Alone, Exchange
-from engine.kernels.experts.packed_experts import NativeExperts, add_rounding
-from engine.kernels.exchange.linked import Linked
 from engine.kernels.core.operations import (
     ADD,
     AS_FLOAT,
@@ -36,12 +33,15 @@ from engine.kernels.core.operations import (
     OperationKind,
     Operations,
 )
-from engine.kernels.products.packing import Laid
-from engine.kernels.attention.latent import Latents
-from engine.kernels.norms.norm import Norm, OverRanks
+from engine.kernels.decoder import Attention, Embedding, Layer, Moe, MoeNorms, NotUsual, Output
 from engine.kernels.embedding.per_layer import LayerInputs
-from engine.kernels.attention.rotary import QueryFactors
+from engine.kernels.exchange.exchange import Alone, Exchange
+from engine.kernels.exchange.linked import Linked
 from engine.kernels.exchange.sums import Area, OwnSums, Sums, norm_parts
+from engine.kernels.experts.packed_experts import NativeExperts, add_rounding
+from engine.kernels.lowering.buffers import Buffers
+from engine.kernels.norms.norm import Norm, OverRanks
+from engine.kernels.products.packing import PackedWeights
 from engine.kernels.weights import (
     PackedDecoder,
     PackedInput,
@@ -73,7 +73,7 @@ class _Product(NamedTuple):
     """A product of rows and weights that is added to the stream."""
 
     into: torch.Tensor
-    weights: Laid | None
+    weights: PackedWeights | None
     width: int
     bias: torch.Tensor | None
     is_partial: bool
@@ -621,7 +621,7 @@ class Lowering:
                 OperationKind.LINEAR, more=product.bias, flags=self._rows | flags, b=parts, **fields, **to
             )
 
-    def _rounded(self, into: Any, weights: Laid | None, width: int) -> Any:
+    def _rounded(self, into: Any, weights: PackedWeights | None, width: int) -> Any:
         """Where a product finds its rows: rounded to 8 bits, if its weights want that."""
         return add_rounding(self._list, weights, into, self._buffers.rounded, width, flags=self._rows)
 

@@ -31,12 +31,12 @@ import torch
 
 from engine.attention.base import PLAN_KEYWORD, Int64s, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
+from engine.kernels.attention.rotary import QueryFactors, Rotary
 from engine.kernels.cache.native_cache import NativeCache
-from engine.kernels.decoder import Decoder, NotUsual, base_parts
 from engine.kernels.core.library import Library
+from engine.kernels.decoder import Decoder, NotUsual, base_parts
 from engine.kernels.narrow import NarrowCopy, random_numbers
 from engine.kernels.program import Program
-from engine.kernels.attention.rotary import QueryFactors, Rotary
 from engine.model.weights import LoadedModel
 
 LAYER_TOLERANCE = 2e-4

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from engine.kernels.decoder import Attention, Decoder, Layer, Mlp, Moe
-from engine.kernels.experts.packed_experts import PackedExperts
-from engine.kernels.products.packing import Laid, Packer
 from engine.kernels.attention.latent import Latents
+from engine.kernels.decoder import Attention, Decoder, Layer, Mlp, Moe
 from engine.kernels.embedding.per_layer import LayerInput
+from engine.kernels.experts.packed_experts import PackedExperts
+from engine.kernels.products.packing import PackedWeights, Packer
 from engine.model.quantization.attached import in_a_row, reader_of, rows_of
 from parallel.parts import parts_here
 
@@ -81,7 +81,7 @@ class PackedLatents:
     def __init__(self, attention: Attention, latents: Latents, packer: Packer) -> None:
         queries, (kept, shared) = _ordered(attention.qkv[0], attention), _kept_and_shared(attention, latents)
         before = queries
-        self.queries: Laid | None = None
+        self.queries: PackedWeights | None = None
         """Makes queries from their latent; None where they are made with the latents."""
         if latents.queries is not None:
             before = latents.queries.weight
@@ -154,7 +154,7 @@ class PackedLayer:
         """``spread``: its experts come and go, so they are packed when they are used."""
         attention = layer.attention
         self.layer = layer
-        self.qkv: Laid | None = None
+        self.qkv: PackedWeights | None = None
         self.latents: PackedLatents | None = None
         """What makes heads in two steps, instead of ``qkv``."""
         self.kept: PackedKept | None = None

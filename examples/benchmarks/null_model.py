@@ -45,8 +45,8 @@ class NullModel:
 
     def choose(self, packed: Any, ids: Any, wanted: Any, _draws: Any) -> Any:
         from engine.kernels.cache.native_cache import NativePlan
-        from engine.kernels.going_on import GoingOn
         from engine.kernels.core.operations import StepArguments
+        from engine.kernels.going_on import GoingOn
 
         self.going_on = None
         if packed.num_single == len(packed.starts) == len(wanted):

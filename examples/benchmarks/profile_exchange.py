@@ -51,10 +51,10 @@ def member(
     import torch
 
     from engine.config import ModelConfig
-    from engine.kernels.core import library
     from engine.kernels.cache.native_cache import NativeCache
-    from engine.kernels.decoder import recognise
+    from engine.kernels.core import library
     from engine.kernels.core.operations import OperationKind
+    from engine.kernels.decoder import recognise
     from engine.kernels.program import Program
     from engine.model.checkpoint import read_model_info
     from engine.model.expert_weights import ExpertShare

@@ -40,10 +40,10 @@ import torch
 
 from engine.attention.base import PackedRows
 from engine.config import ModelConfig
-from engine.kernels.core import library
 from engine.kernels.cache.native_cache import NativeCache
-from engine.kernels.decoder import Decoder, Mlp, recognise
+from engine.kernels.core import library
 from engine.kernels.core.operations import OperationKind
+from engine.kernels.decoder import Decoder, Mlp, recognise
 from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info
 from engine.model.weights import load_model

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from engine.attention.base import PLAN_KEYWORD, LayerShape
+from engine.kernels.attention.rotary import TOKENS, Noted, Notes, Rotary, Turning, rotated
+from engine.kernels.core.stand_ins import Gives, NotUsual, distance, made_up, with_parts
 from engine.kernels.norms.norm import Norm, norm_of
 from engine.kernels.products.projections import OUT, Linear, whole
-from engine.kernels.core.stand_ins import Gives, NotUsual, distance, made_up, with_parts
-from engine.kernels.attention.rotary import TOKENS, Noted, Notes, Rotary, Turning, rotated
 
 QUERIES = "q_proj"
 QUERY_LATENT = "q_a_proj", "q_a_layernorm", "q_b_proj"

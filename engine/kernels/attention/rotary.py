@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from engine.attention.base import PLAN_KEYWORD, AttentionUse, LayerShape
+from engine.kernels.core.stand_ins import Gives, NotUsual, distance, made_up, with_parts
 from engine.kernels.norms.norm import Norm, alone, norm_of
 from engine.kernels.products.projections import (
     QUERIES_ALONE,
@@ -20,7 +21,6 @@ from engine.kernels.products.projections import (
     attention_projections,
     is_joined,
 )
-from engine.kernels.core.stand_ins import Gives, NotUsual, distance, made_up, with_parts
 from parallel.tensor_parallel import ParallelRMSNorm
 
 NORMS = ("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"), ("q_layernorm", "k_layernorm")

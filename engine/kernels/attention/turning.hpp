@@ -1,4 +1,4 @@
-// Norms of rows, and the rotation of heads by their positions.
+// What QKV does with the heads of queries and keys: norms, and the rotation by their positions.
 
 #pragma once
 
@@ -6,67 +6,9 @@
 
 #include "../core/contract.hpp"
 #include "../core/numbers.hpp"
+#include "../norms/norms.hpp"
 
 namespace {
-
-// A norm: by the root of the mean square, or by the standard deviation around the mean; times weights, plus a bias if there is one.
-struct Norm {
-    const float* weights;
-    const float* bias;
-    float eps;
-    bool is_centred;
-};
-
-// The sum of the squares of numbers.
-template <class T>
-float squares_of(const typename T::Element* in, int64_t width) {
-    Floats squares = filled(0.f);
-    for (int64_t i = 0; i < width; i += LANES) {
-        Floats x = T::load(in + i, lanes_of(int(width - i)));
-        squares = fmadd(x, x, squares);
-    }
-    return sum_of(squares);
-}
-
-// The same of so many equal parts, each by itself, neighbours added first.
-template <class T>
-float squares_in_parts(const typename T::Element* in, int64_t width, int64_t parts) {
-    int64_t part = width / parts;
-    auto at = [&](int64_t number) { return filled(squares_of<T>(in + number * part, part)); };
-    return sum_of(sum_of_neighbours(parts, at), Mask(1));
-}
-
-// out = (in - mean) * scale, times the norm's weights, plus its bias; or with ADDS it is added to what is there.
-template <class T, bool ADDS = false>
-void scale_row(const typename T::Element* in, typename T::Element* out, const Norm& norm, int64_t width, Floats mean, float scale) {
-    for (int64_t i = 0; i < width; i += LANES) {
-        Mask lanes = lanes_of(int(width - i));
-        Floats x = T::load(in + i, lanes);
-        if (norm.is_centred) x = x - mean;
-        x = x * filled(scale) * load(norm.weights + i, lanes);
-        if (norm.bias != nullptr) x = x + load(norm.bias + i, lanes);
-        if (ADDS) x = x + T::load(out + i, lanes);
-        T::store(out + i, x, lanes);
-    }
-}
-
-inline float scale_of(float squares, int64_t width, const Norm& norm) { return 1.f / std::sqrt(squares / float(width) + norm.eps); }
-
-// out = the norm of in, or with ADDS it is added to what is there.
-template <class T, bool ADDS = false>
-void norm_row(const typename T::Element* in, typename T::Element* out, const Norm& norm, int64_t width) {
-    Floats total = filled(0.f), squares = filled(0.f);
-    if (norm.is_centred)
-        for (int64_t i = 0; i < width; i += LANES) total = total + T::load(in + i, lanes_of(int(width - i)));
-    Floats mean = filled(norm.is_centred ? sum_of(total) / float(width) : 0.f);
-    for (int64_t i = 0; i < width; i += LANES) {
-        Mask lanes = lanes_of(int(width - i));
-        Floats x = T::load(in + i, lanes);
-        if (norm.is_centred) x = only(lanes, x - mean);
-        squares = fmadd(x, x, squares);
-    }
-    scale_row<T, ADDS>(in, out, norm, width, mean, scale_of(sum_of(squares), width, norm));
-}
 
 // How QKV turns heads of c numbers: k: 0, or one more than the number of their angles; more: norm weights [heads, c] of queries, then
 // of keys, or none; number: what the norms add. CENTRED: norms are centred; NORM_LAST: they come behind the rotation.

@@ -16,8 +16,8 @@ import torch
 
 from engine.attention.base import Int32s, Int64s, LayerShape, PackedRows
 from engine.attention.kv_codes import SCALE_TYPE, KVCodes
-from engine.kernels.products.packing import LANES
 from engine.kernels.core.pages import Allocator, Arena
+from engine.kernels.products.packing import LANES
 
 CODES: dict[KVCodes | None, int] = {None: 0, "int8": 1, "fp8": 2}
 """Numbers by which ``kv_codes.hpp`` knows what is kept."""

@@ -6,7 +6,8 @@
 #pragma once
 
 #include "candidates.hpp"
-#include "../experts/experts.hpp"
+#include "../core/contract.hpp"
+#include "../exchange/linked.hpp"
 
 namespace {
 
@@ -209,4 +210,38 @@ void best_of_all(const Operation& op, const Step& step, Work& work) {
     });
 }
 
+// out [selected, n] float: c * tanh(out / c), where c is the number
+void cap(const Operation& op, const Step& step, Work& work) {
+    const Floats most = filled(float(op.number));
+    work.for_each(step.selected, [&](int64_t row) {
+        for (int64_t i = 0; i < op.n; i += LANES) {
+            Mask lanes = lanes_of(int(op.n - i));
+            float* at = static_cast<float*>(op.out) + row * op.n + i;
+            store(at, most * tanh_of(load(at, lanes) / most), lanes);
+        }
+    });
+}
+
 }  // namespace
+
+extern "C" {
+
+// Draws the tokens of rows of logits [rows, n] that are to stand at these positions.
+void lockstep_draw(const void* logits, int64_t rows, int64_t n, const void* draws, const void* positions, void* out, int64_t threads) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(int(threads))
+    for (int64_t row = 0; row < rows; ++row)
+        static_cast<int64_t*>(out)[row] = drawn(static_cast<const float*>(logits) + row * n, n, static_cast<const Draw*>(draws)[row],
+                                                static_cast<const int64_t*>(positions)[row]);
+}
+
+// The best ones [rows] of a rank's rows of logits [rows, n], whose first column is token `first`.
+void lockstep_contestants(const void* logits, int64_t rows, int64_t n, int64_t first, const void* draws, const void* positions,
+                          void* out, int64_t threads) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(int(threads))
+    for (int64_t row = 0; row < rows; ++row)
+        static_cast<Best*>(out)[row] = contestant(static_cast<const float*>(logits) + row * n, n, first,
+                                                  static_cast<const Draw*>(draws)[row], static_cast<const int64_t*>(positions)[row]);
+}
+
+int64_t lockstep_draw_bytes() { return sizeof(Draw); }
+}

@@ -61,7 +61,8 @@ def draw(library: Library, logits: torch.Tensor, how: Draws, positions: Int64s) 
     """Tokens of all rows, drawn for these positions."""
     rows, columns = _size(logits)
     found = np.empty(rows, dtype=np.int64)
-    library.draw(
+    library.call(
+        "draw",
         logits.data_ptr(),
         rows,
         columns,
@@ -88,7 +89,8 @@ def contestants(
     """
     rows, columns = _size(logits)
     found = np.empty(rows, dtype=_BEST)
-    library.contestants(
+    library.call(
+        "contestants",
         logits.data_ptr(),
         rows,
         columns,
@@ -150,7 +152,9 @@ def leave_out(
 def _shape(library: Library, logits: torch.Tensor, shapes: Sequence[tuple[Any, ...]], first: int) -> None:
     _, columns = _size(logits)
     array = np.array(shapes, dtype=SHAPE)
-    library.shape(logits.data_ptr(), columns, first, array.ctypes.data, len(array), torch.get_num_threads())
+    library.call(
+        "shape", logits.data_ptr(), columns, first, array.ctypes.data, len(array), torch.get_num_threads()
+    )
 
 
 def logprobs(
@@ -159,7 +163,8 @@ def logprobs(
     """See :meth:`engine.compute.logits_backend.LogitsBackend.logprob_table`."""
     rows, columns = _size(logits)
     table = np.empty((rows, 3 + 2 * num_top))
-    library.logprobs(
+    library.call(
+        "logprobs",
         logits.data_ptr(),
         rows,
         columns,

@@ -34,3 +34,14 @@ void logprobs(const float* logits, int64_t n, int64_t target, int64_t top, doubl
 }
 
 }  // namespace
+
+extern "C" {
+
+// Lines [rows, 3 + 2 * top] for rows of logits [rows, n].
+void lockstep_logprobs(const void* logits, int64_t rows, int64_t n, const void* targets, int64_t top, void* out, int64_t threads) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(int(threads))
+    for (int64_t row = 0; row < rows; ++row)
+        logprobs(static_cast<const float*>(logits) + row * n, n, static_cast<const int64_t*>(targets)[row], top,
+                 static_cast<double*>(out) + row * (3 + 2 * top));
+}
+}

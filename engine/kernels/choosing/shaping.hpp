@@ -55,3 +55,19 @@ void penalise(float* logits, int64_t n, int64_t first, const Shape& shape) {
 }
 
 }  // namespace
+
+extern "C" {
+
+// Changes rows of logits [rows, n], whose first column is token `first`.
+void lockstep_shape(void* logits, int64_t n, int64_t first, const void* shapes, int64_t count, int64_t threads) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(int(threads))
+    for (int64_t i = 0; i < count; ++i) {
+        const Shape& shape = static_cast<const Shape*>(shapes)[i];
+        float* row = static_cast<float*>(logits) + shape.row * n;
+        if (shape.mask != nullptr) leave_out(row, n, first, shape.mask);
+        if (shape.num_tokens > 0) penalise(row, n, first, shape);
+    }
+}
+
+int64_t lockstep_shape_bytes() { return sizeof(Shape); }
+}

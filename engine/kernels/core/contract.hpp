@@ -146,12 +146,18 @@ class Team {
 };
 
 enum Kind : int64_t {
-    EMBED, NORM, LINEAR, QKV, ATTEND, GATED, ROUTE, SORT, EXPERTS_UP, EXPERTS_DOWN, COMBINE, SELECT,
-    OFFER, MEET, RETURN, HOME, CHOOSE, GATHER, SUM, BEST_OF_ALL, LOOK, CAP, WIDEN, ROUND, SQUARES, CLEAR, SCALE, INPUTS, TIMES
+#define OPERATION(kind, call) kind,
+#define CALLERS OPERATION
+#include "../operations.def"
 };
 // Of the thread that the caller called in: it may call back.
 constexpr bool is_callers(int64_t kind) {
-    return kind == OFFER || kind == MEET || kind == RETURN || kind == HOME || kind == LOOK;
+    switch (kind) {
+#define OPERATION(kind, call)
+#define CALLERS(kind, call) case kind: return true;
+#include "../operations.def"
+    }
+    return false;
 }
 
 struct Operation {

@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import re
 import subprocess
 import threading
 from functools import cache
@@ -21,6 +22,7 @@ from parallel import compiler
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parents[1] / "step.cpp"
+OPERATIONS = SOURCE.with_name("operations.def")
 NEEDED_FLAGS = {"avx2", "fma"}
 AVX512_FLAGS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"}
 FLAGS = (
@@ -45,14 +47,8 @@ KIND_FLAGS: dict[Kind, set[str]] = {
 }
 """Features of the CPU that each kind of kernels needs, as Linux names them."""
 
-KINDS = ("operation", "step", "exchange", "linkage", "peer", "draw", "shape", "routing", "rounding")
-"""Structures passed to the kernels, which know their sizes."""
-CALLS = (
-    *("run", "has_arrived", "use_tiles", "survey", "compress", "draw", "shape", "logprobs", "contestants"),
-    *("has_avx512", "can_compress", "compiler"),
-)
-SYMBOLS = tuple(f"lockstep_{name}" for name in (*CALLS, *(f"{kind}_bytes" for kind in KINDS)))
-"""All functions called in the library."""
+EXPORTED = re.compile(r"^[\w* ]+\b(lockstep_\w+)\(", re.MULTILINE)
+"""A function of the sources that is called from here."""
 
 
 class Library:
@@ -60,48 +56,29 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self._loaded = ctypes.CDLL(str(path))
-        self._run = self._loaded.lockstep_run
-        self._run.argtypes = [
-            ctypes.c_void_p,
-            ctypes.c_int64,
-            ctypes.c_void_p,
-            ctypes.c_int64,
-            ctypes.c_int64,
-        ]
-        self._run.restype = ctypes.c_int64
-        self.sizes = tuple(int(self._loaded[f"lockstep_{kind}_bytes"]()) for kind in KINDS)
-        """Bytes of the structures in :data:`KINDS`."""
-        self._use_tiles = self._loaded.lockstep_use_tiles
-        self._use_tiles.argtypes, self._use_tiles.restype = [ctypes.c_int64], ctypes.c_int64
-        address, number = ctypes.c_void_p, ctypes.c_int64
-        self._survey, self._compress = self._loaded.lockstep_survey, self._loaded.lockstep_compress
-        self._survey.argtypes, self._survey.restype = [address, number, address, address, number], number
-        self._compress.argtypes = [address, number, address, address, address, address, number]
-        self._compress.restype = None
-        self._draw, self._shape = self._loaded.lockstep_draw, self._loaded.lockstep_shape
-        self._draw.argtypes = [address, number, number, address, address, address, number]
-        self._shape.argtypes = [address, number, number, address, number, number]
-        self._logprobs = self._loaded.lockstep_logprobs
-        self._logprobs.argtypes = [address, number, number, address, number, address, number]
-        self._contestants = self._loaded.lockstep_contestants
-        self._contestants.argtypes = [address, number, number, number, address, address, address, number]
-        self._draw.restype = self._contestants.restype = self._shape.restype = self._logprobs.restype = None
-        self._has_arrived = self._loaded.lockstep_has_arrived
-        self._has_arrived.argtypes, self._has_arrived.restype = [address, number, address, number], number
-        self.has_avx512 = bool(self._loaded.lockstep_has_avx512())
+        for name in _symbols():
+            self._loaded[name].restype = ctypes.c_int64
+        self.has_avx512 = bool(self.call("has_avx512"))
         """Whether vectors are those of AVX-512, which multiplies bfloat16, or of AVX2."""
-        self.compresses = bool(self._loaded.lockstep_can_compress())
+        self.compresses = bool(self.call("can_compress"))
         """Whether this CPU has the instructions for weights in 12 bits."""
         self.has_tiles = False
         self.use_tiles(_asked() not in ("avx512", "avx2"))
         self.key = f"{path.stem} {self.has_tiles}"
         """Name of source and CPU kind: instances with equal keys compute equal bits."""
-        self._loaded.lockstep_compiler.restype = ctypes.c_char_p
-        self.version = _version(self._loaded.lockstep_compiler())
+        self.version = _version(self.text("compiler").encode())
         """Digest of the sources, the compiler and the C library.
 
         The CPU is no part of it: kernels of one kind do the same operations on all that have them.
         """
+
+    def call(self, name: str, *values: int) -> int:
+        """Call ``lockstep_<name>`` with whole numbers and addresses; 0 where it returns nothing."""
+        return int(getattr(self._loaded, f"lockstep_{name}")(*map(ctypes.c_int64, values)))
+
+    def text(self, name: str) -> str:
+        """The text that ``lockstep_<name>`` points to."""
+        return ctypes.string_at(self.call(name)).decode()
 
     def kind(self, *, bfloat16: bool) -> Kind:
         """The kind of kernels that compute in a data type: AMX multiplies bfloat16 only."""
@@ -114,64 +91,7 @@ class Library:
 
         To be called between two steps.
         """
-        self.has_tiles = self._use_tiles(int(wanted)) != 0
-
-    def survey(self, weights: int, tiles: int, uppers: int, begins: int, threads: int) -> int:
-        """Fill in what :meth:`compress` needs to know; returns the number of patches."""
-        return int(self._survey(weights, tiles, uppers, begins, threads))
-
-    def compress(
-        self, weights: int, tiles: int, uppers: int, begins: int, patches: int, out: int, threads: int
-    ) -> None:
-        """Write the tiles in 12 bits a weight, and the patches.
-
-        All are addresses but ``tiles``.
-        """
-        self._compress(weights, tiles, uppers, begins, patches, out, threads)
-
-    def draw(
-        self, logits: int, rows: int, width: int, draws: int, positions: int, out: int, threads: int
-    ) -> None:
-        """See :func:`engine.kernels.choosing.logits.draw`; addresses of arrays."""
-        self._draw(logits, rows, width, draws, positions, out, threads)
-
-    def contestants(
-        self,
-        logits: int,
-        rows: int,
-        width: int,
-        first: int,
-        draws: int,
-        positions: int,
-        out: int,
-        threads: int,
-    ) -> None:
-        """See :func:`engine.kernels.choosing.logits.contestants`; addresses of arrays."""
-        self._contestants(logits, rows, width, first, draws, positions, out, threads)
-
-    def shape(self, logits: int, width: int, first: int, shapes: int, count: int, threads: int) -> None:
-        """See :func:`engine.kernels.choosing.logits.penalise`; addresses of arrays."""
-        self._shape(logits, width, first, shapes, count, threads)
-
-    def logprobs(
-        self, logits: int, rows: int, width: int, targets: int, num_top: int, out: int, threads: int
-    ) -> None:
-        """See :func:`engine.kernels.choosing.logits.logprobs`; addresses of arrays."""
-        self._logprobs(logits, rows, width, targets, num_top, out, threads)
-
-    def run(self, operations: int, count: int, step: int, element: int, threads: int) -> bool:
-        """Run ``count`` operations of a step; False if the step was given up.
-
-        ``operations`` and ``step`` are addresses; ``element`` is 0 for float32, 1 for bfloat16.
-        """
-        return int(self._run(operations, count, step, element, threads)) == 0
-
-    def has_arrived(self, exchange: int, rank: int, word: int, target: int) -> bool:
-        """Whether a word of a member has risen to ``target``.
-
-        What has come from it over its link is taken first.
-        """
-        return bool(self._has_arrived(exchange, rank, word, target))
+        self.has_tiles = self.call("use_tiles", int(wanted)) != 0
 
 
 _chosen: Kind | None = None
@@ -211,7 +131,13 @@ def _version(compiled_by: bytes) -> str:
 
 def _headers() -> list[Path]:
     shared = (compiler.INCLUDE / name for name in ("links.hpp", "waiting.hpp"))
-    return [*sorted(SOURCE.parent.rglob("*.hpp")), *shared]
+    return [OPERATIONS, *sorted(SOURCE.parent.rglob("*.hpp")), *shared]
+
+
+@cache
+def _symbols() -> tuple[str, ...]:
+    """All functions that the sources export."""
+    return tuple(name for path in (SOURCE, *_headers()) for name in EXPORTED.findall(path.read_text()))
 
 
 def begin_build() -> None:
@@ -247,7 +173,7 @@ def compiled(*, avx2: bool = False) -> Path:
         subprocess.SubprocessError: the compiler fails, or takes too long.
     """
     without = [option for flag, option in BEYOND_AVX2.items() if avx2 and flag in compiler.cpu_flags()]
-    return compiler.compiled(SOURCE, _headers(), [*FLAGS, *without], SYMBOLS)
+    return compiler.compiled(SOURCE, _headers(), [*FLAGS, *without], _symbols())
 
 
 @cache

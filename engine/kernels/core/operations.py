@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from engine.kernels.products.compression import Compressed
 from engine.kernels.core.library import Library
-from engine.kernels.choosing.logits import DRAW, SHAPE
-from engine.kernels.products.quantized import ROUNDING, EightBitPanels, QuantizedPanels
 
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -38,39 +36,10 @@ _STEP = np.dtype(
         "num_chosen_tasks", "chosen_tasks", "draws"
     )]
 )  # fmt: skip
-EXCHANGE = np.dtype(
-    [(name, np.int64) for name in (
-        "rank", "size", "num_experts", "num_local", "top_k", "hidden", "rows_at", "ids_at", "places_at",
-        "results_at", "arenas", "returned", "copies", "counts", "most_copies", "numbers", "line",
-        "sizes", "firsts", "rounds", "counted", "begins", "sources", "gathered", "check", "crowded",
-        "linkage", "row_bytes"
-    )]
-)  # fmt: skip
-"""See ``linked.hpp``, as for the next two."""
-ROUTING = np.dtype(
-    [(name, np.float64 if name in ("factor", "least", "near") else np.int64) for name in (
-        "is_sigmoid", "is_normalised", "is_exact", "groups", "kept", "best_of_group", "factor", "least",
-        "near", "correction", "scales"
-    )]
-)  # fmt: skip
-"""See ``experts.hpp``."""
-_LEARNED = "budget", "arrival", "products", "offered_at", "began_at", "first_pass", "next_look"
-LINKAGE = np.dtype(
-    [(name, np.float64 if name in _LEARNED else np.int64) for name in (
-        "links", "are_sums", "peers", "hosts", "roles", "most", "area", "area_bytes", "look", *_LEARNED,
-        "num_missing", "now", "problem", "problem_rank", "problem_note", "problem_bytes"
-    )]
-)  # fmt: skip
-PEER = np.dtype(
-    [(name, np.int64) for name in (
-        "stage", "note", "num_bytes", "expected", "pass", "is_returned", "offer_note", "offer_bytes",
-        "results_note", "results_bytes"
-    )]
-)  # fmt: skip
 
 
 class OperationKind(enum.IntEnum):
-    """Kinds of operations, in the order of ``contract.hpp``.
+    """Kinds of operations, in the order of ``operations.def``.
 
     The kernel of each describes what it does with its fields.
     """
@@ -106,6 +75,15 @@ class OperationKind(enum.IntEnum):
     TIMES = 28
 
 
+class RecordedWeights:
+    """Packed weights that the kernels read through a record of addresses."""
+
+    flag: int
+    """Flag of operations that read such weights."""
+    record: np.ndarray[Any, Any]
+    """The addresses, as the operation reads them."""
+
+
 class StepArguments:
     """Fields that change from step to step; keeps what they point to alive."""
 
@@ -134,12 +112,8 @@ class Operations:
         for name, value in fields.items():
             row[name] = _address(value)
             self._kept.append(value)
-        if isinstance(fields.get("weights"), Compressed):
-            row["flags"] |= COMPRESSED
-        if isinstance(fields.get("weights"), QuantizedPanels):
-            row["flags"] |= QUANTIZED
-        if isinstance(fields.get("weights"), EightBitPanels):
-            row["flags"] |= ROUNDED
+        if isinstance(weights := fields.get("weights"), RecordedWeights):
+            row["flags"] |= weights.flag
         self._count += 1
 
     def run(
@@ -156,20 +130,22 @@ class Operations:
         """
         count = (self._count if end is None else end) - begin
         address = self._array.ctypes.data + begin * self._array.itemsize
-        return library.run(address, count, step.array.ctypes.data, ELEMENT[dtype], torch.get_num_threads())
+        step_at, threads = step.array.ctypes.data, torch.get_num_threads()
+        return library.call("run", address, count, step_at, ELEMENT[dtype], threads) == 0
 
 
-def check(library: Library) -> None:
-    """Check that the layouts here are those of the compiled source."""
-    layouts = _OPERATION, _STEP, EXCHANGE, LINKAGE, PEER, DRAW, SHAPE, ROUTING, ROUNDING
-    assert library.sizes == tuple(layout.itemsize for layout in layouts)
+def check(library: Library, layouts: Mapping[str, np.dtype[Any]]) -> None:
+    """Check that operations and structures are those of the compiled sources."""
+    assert library.text("operation_names").split() == [kind.name for kind in OperationKind]
+    for name, layout in {"operation": _OPERATION, "step": _STEP, **layouts}.items():
+        assert library.call(f"{name}_bytes") == layout.itemsize, name
 
 
 def _address(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         assert value.is_contiguous()
         return value.data_ptr()
-    if isinstance(value, Compressed | QuantizedPanels | EightBitPanels):
+    if isinstance(value, RecordedWeights):
         value = value.record
     if isinstance(value, np.ndarray):
         assert value.flags.c_contiguous

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from engine.kernels.products.activations import Activation, activation_of
-from engine.kernels.norms.norm import Norm, norm_of
-from engine.kernels.products.projections import whole
 from engine.kernels.core.stand_ins import NotUsual, with_parts
+from engine.kernels.norms.norm import Norm, norm_of
+from engine.kernels.products.activations import Activation, activation_of
+from engine.kernels.products.projections import whole
 
 GATE, OUT, NORM = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
 """Names of a layer's parts for its input."""

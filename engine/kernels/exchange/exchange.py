@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from engine.kernels.core.library import Library
-from engine.kernels.core.operations import EXCHANGE
 from engine.kernels.core.rows import SLACK, pitch_of
+from engine.kernels.exchange.layouts import EXCHANGE
 from engine.kernels.exchange.peer_waits import NativeWaits
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.placement import Placement, assign_experts

@@ -18,14 +18,14 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
-from engine.kernels.exchange.exchange import Exchange, Layout, Shape, signature_of
-from engine.kernels.exchange.hosts import Hosts
 from engine.kernels.core.library import Library
-from engine.kernels.core.operations import LINKAGE, PEER
 from engine.kernels.core.pages import ALIGNMENT, mapped
 from engine.kernels.core.rows import pitch_of
-from engine.kernels.exchange.sums import Sums
+from engine.kernels.exchange.exchange import Exchange, Layout, Shape, signature_of
+from engine.kernels.exchange.hosts import Hosts
+from engine.kernels.exchange.layouts import LINKAGE, PEER
 from engine.kernels.exchange.peer_waits import ExchangingGroup, NativeWaits
+from engine.kernels.exchange.sums import Sums
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.messages import Health
 from parallel.communicators.native_links import LinksTable
@@ -158,7 +158,9 @@ class Linkage:
         exchange["crowded"] = group.is_crowded
         address = exchange.ctypes.data
         self.waits = NativeWaits(
-            group, what, lambda rank, word, target: library.has_arrived(address, rank, word, target)
+            group,
+            what,
+            lambda rank, word, target: library.call("has_arrived", address, rank, word, target) != 0,
         )
         exchange["check"] = self.waits.address
 

@@ -24,11 +24,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.kernels.exchange.exchange import WORDS_BYTES
-from engine.kernels.core.operations import EXCHANGE
-from engine.kernels.products.packing import LANES
 from engine.kernels.core.pages import mapped
+from engine.kernels.exchange.exchange import WORDS_BYTES
+from engine.kernels.exchange.layouts import EXCHANGE
 from engine.kernels.exchange.peer_waits import NativeWaits
+from engine.kernels.products.packing import LANES
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.parts import MOST_PARTS
 from parallel.tensor_parallel import TensorRank

@@ -13,84 +13,11 @@
 #include <vector>
 
 #include "../core/contract.hpp"
-#include "../exchange/linked.hpp"
+#include "../exchange/members.hpp"
+#include "../exchange/sums.hpp"
 #include "../products/products.hpp"
-#include "waiting.hpp"  // of parallel/communicators/native
 
 namespace {
-
-// The sum of a number of each member's: number `at` of the floats from a byte of its arena on.
-inline Floats sum_over_ranks(const Exchange& exchange, int64_t begin, int64_t at, Mask lanes) {
-    return sum_of_neighbours(exchange.size, [&](int64_t rank) {
-        return load(reinterpret_cast<const float*>(exchange.arenas[rank] + begin) + at, lanes);
-    });
-}
-
-// extra: the exchange. What others wait for is in this member's arena.
-void publish(const Operation& op, int64_t which) {
-    auto& exchange = *static_cast<const Exchange*>(op.extra);
-    __atomic_store_n(words_of(exchange, exchange.rank) + which, *exchange.rounds, __ATOMIC_RELEASE);
-}
-
-// extra: the exchange. This member's rows are in its arena; or its sums, from byte a of it on, k bytes a row.
-void offer(const Operation& op, const Step& step, Team& team) {
-    if (op.flags & TO_CHOOSE && !step.choose) return;
-    auto& exchange = *static_cast<const Exchange*>(op.extra);
-    int64_t rows = rows_of(op, step);
-    words_of(exchange, exchange.rank)[OFFERED_ROWS] = rows;
-    ++*exchange.rounds;
-    publish(op, OFFERED);
-    if (!is_linked(exchange)) return;
-    exchange.linkage->area = op.a, exchange.linkage->area_bytes = rows * op.k, exchange.linkage->now = &exchange;
-    post_offer(exchange, rows);
-    if (!exchange.linkage->are_sums) team.pending = {go_on_with, &exchange};
-}
-
-// extra: the exchange. Wait for the others' rows (MEET), or results (HOME).
-void meet(const Operation& op, const Step& step, int64_t which, Team& team) {
-    if (op.flags & TO_CHOOSE && !step.choose) return;
-    auto& exchange = *static_cast<const Exchange*>(op.extra);
-    if (is_linked(exchange)) {
-        Linkage& linkage = *exchange.linkage;
-        linkage.first_pass = seconds_now() - linkage.began_at;
-        if (!await_all(exchange, which, linkage.are_sums || which == RETURNED)) team.failed.store(true, std::memory_order_relaxed);
-        linkage.began_at = seconds_now();
-        if (which == RETURNED) team.pending = {};
-        return;
-    }
-    for (int64_t rank = 0; rank < exchange.size; ++rank) {
-        Patience patience{exchange.crowded};
-        if (!await(words_of(exchange, rank) + which, *exchange.rounds, rank, patience, exchange.check)) {
-            team.failed.store(true, std::memory_order_relaxed);
-            return;
-        }
-    }
-}
-
-// extra: the exchange, over links. Whether to wait for the others' rows before the products of what is there. Members of this host are
-// waited for: they may still read the last layer's results, which the products overwrite.
-void look(const Operation& op, const Step& step, Team& team) {
-    auto& exchange = *static_cast<const Exchange*>(op.extra);
-    bool begins = begins_without_others(exchange, rows_of(op, step));
-    if (!await_all(exchange, OFFERED, false, begins)) team.failed.store(true, std::memory_order_relaxed);
-    exchange.linkage->began_at = seconds_now();
-}
-
-// extra: the exchange. Results of the experts here are in its arena; a: 1 if those of some members' rows only, which came first.
-void give_back(const Operation& op) {
-    auto& exchange = *static_cast<const Exchange*>(op.extra);
-    if (is_linked(exchange)) {
-        Linkage& linkage = *exchange.linkage;
-        if (op.a != 1) learn(linkage.products, linkage.first_pass + seconds_now() - linkage.began_at);
-        for (int64_t home = 0; home < exchange.size; ++home) {
-            Peer& peer = linkage.peers[home];
-            if (!has_role(exchange, home, REMOTE) || peer.pass == 0 || peer.is_returned) continue;
-            peer.is_returned = 1;
-            post_results(exchange, home);
-        }
-    }
-    if (op.a != 1) publish(op, RETURNED);
-}
 
 // How the logits of a router become experts and their weights.
 struct Routing {
@@ -467,4 +394,19 @@ void combine(const Operation& op, const Step& step, Work& work) {
     });
 }
 
+// Both products with inputs of the kind that the weights multiply.
+template <class T>
+void experts_up_of_kind(const Operation& op, Work& work) {
+    op.flags & ROUNDED ? experts_up<T, Bytes>(op, work) : experts_up<T>(op, work);
+}
+template <class T>
+void experts_down_of_kind(const Operation& op, Work& work) {
+    op.flags & ROUNDED ? experts_down<T, Bytes>(op, work) : experts_down<T>(op, work);
+}
+
 }  // namespace
+
+extern "C" {
+
+int64_t lockstep_routing_bytes() { return sizeof(Routing); }
+}

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from engine.kernels.products.activations import CLOSE, KNOWN, Activation, ActivationKind
 from engine.kernels.core.stand_ins import NotUsual, distance, made_up
+from engine.kernels.products.activations import CLOSE, KNOWN, Activation, ActivationKind
 from engine.model.quantization.attached import outputs_of
 
 ROWS, LARGE = 8, 6.0

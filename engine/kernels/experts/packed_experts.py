@@ -14,11 +14,11 @@ import torch
 from engine.host.background import let_go
 from engine.kernels.core.library import Library
 from engine.kernels.core.operations import AS_FLOAT, OperationKind, Operations, StepArguments
-from engine.kernels.products.packing import Laid, Packer
 from engine.kernels.core.pages import Arena
-from engine.kernels.products.quantized import EightBitPanels
-from engine.kernels.experts.form import ExpertForm, form_of
 from engine.kernels.core.rows import SLACK, bytes_pitch, pitch_of, spaced
+from engine.kernels.experts.form import ExpertForm, form_of
+from engine.kernels.products.packing import PackedWeights, Packer
+from engine.kernels.products.quantized import EightBitPanels
 from parallel.parts import parts_here
 
 
@@ -26,8 +26,8 @@ from parallel.parts import parts_here
 class PackedExperts:
     """The experts of a layer, laid out for the kernels."""
 
-    up: Laid
-    down: Laid
+    up: PackedWeights
+    down: PackedWeights
     count: int
     form: ExpertForm
     biases: tuple[torch.Tensor, torch.Tensor] | None
@@ -106,7 +106,7 @@ class PackedExperts:
         )
 
 
-def _rows_of(mine: Laid, theirs: Laid | None, rows: Sequence[int]) -> torch.Tensor | None:
+def _rows_of(mine: PackedWeights, theirs: PackedWeights | None, rows: Sequence[int]) -> torch.Tensor | None:
     """Panels [rows, ...] out of two tensors; the next of ``theirs`` for each -1."""
     if not isinstance(mine, torch.Tensor) or not isinstance(theirs, torch.Tensor | None):
         return None
@@ -119,7 +119,7 @@ def _rows_of(mine: Laid, theirs: Laid | None, rows: Sequence[int]) -> torch.Tens
 
 def add_rounding(
     operations: Operations,
-    weights: Laid | None,
+    weights: PackedWeights | None,
     rows: Any,
     rounded: torch.Tensor | None,
     width: int,

@@ -13,9 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.kernels.core.operations import ROUTING
-from engine.kernels.norms.norm import Norm, norm_of
 from engine.kernels.core.stand_ins import NotUsual
+from engine.kernels.norms.norm import Norm, norm_of
+
+ROUTING = np.dtype(
+    [(name, np.float64 if name in ("factor", "least", "near") else np.int64) for name in (
+        "is_sigmoid", "is_normalised", "is_exact", "groups", "kept", "best_of_group", "factor", "least",
+        "near", "correction", "scales"
+    )]
+)  # fmt: skip
+"""See ``experts.hpp``."""
 
 LEAST = 1e-20
 """The least sum that weights are divided by."""

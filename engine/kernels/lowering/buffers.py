@@ -7,10 +7,10 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from engine.attention.base import Int64s
-from engine.kernels.decoder import Decoder, Mlp, Moe
-from engine.kernels.exchange.exchange import Exchange
 from engine.kernels.core.pages import Arena
 from engine.kernels.core.rows import SLACK, bytes_pitch, pitch_of
+from engine.kernels.decoder import Decoder, Mlp, Moe
+from engine.kernels.exchange.exchange import Exchange
 from engine.kernels.weights import rounds_inputs
 
 MIN_TOKENS = 64

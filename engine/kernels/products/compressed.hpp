@@ -182,3 +182,20 @@ uint32_t* scratch(int64_t words) {
 }
 
 }  // namespace
+
+extern "C" {
+
+int64_t lockstep_can_compress() { return CAN_COMPRESS; }
+
+// 12 bits for each of these weights, laid out in panels of whole tiles: first what they need, then they themselves.
+int64_t lockstep_survey(const void* weights, int64_t tiles, void* uppers, void* begins, int64_t threads) {
+    return survey(static_cast<const uint16_t*>(weights), tiles, static_cast<uint8_t*>(uppers), static_cast<uint32_t*>(begins),
+                  int(threads));
+}
+
+void lockstep_compress(const void* weights, int64_t tiles, const void* uppers, const void* begins, void* patches, void* out,
+                       int64_t threads) {
+    compress(static_cast<const uint16_t*>(weights), tiles, static_cast<const uint8_t*>(uppers),
+             static_cast<const uint32_t*>(begins), static_cast<uint32_t*>(patches), static_cast<uint8_t*>(out), int(threads));
+}
+}

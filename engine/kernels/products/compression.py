@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from engine.kernels.core.library import Library
+from engine.kernels.core.operations import COMPRESSED, RecordedWeights
 from engine.kernels.core.pages import Arena
 
 TILE = 16
@@ -29,14 +30,17 @@ OFF = "LOCKSTEP_COMPRESS_WEIGHTS"
 """Environment variable: 0 keeps weights as they are."""
 
 
-class Compressed:
+class Compressed(RecordedWeights):
     """The panels of a matrix, or of some matrices, in 12 bits a weight."""
+
+    flag = COMPRESSED
 
     def __init__(self, library: Library, panels: torch.Tensor, tiles: torch.Tensor, survey: Survey) -> None:
         """``tiles``: uint8 [tiles, TILE_BYTES], to be written."""
         self.tiles, self._uppers, self._begins = tiles, survey.uppers, survey.begins
         self._patches = np.empty(survey.num_patches, dtype=np.uint32)
-        library.compress(
+        library.call(
+            "compress",
             panels.data_ptr(),
             len(tiles),
             self._uppers.ctypes.data,
@@ -66,7 +70,8 @@ class Survey:
         tiles = panels.numel() // TILE_WEIGHTS
         self.uppers = np.empty(CODES, dtype=np.uint8)
         self.begins = np.empty(tiles + 1, dtype=np.uint32)
-        self.num_patches = library.survey(
+        self.num_patches = library.call(
+            "survey",
             panels.data_ptr(),
             tiles,
             self.uppers.ctypes.data,

@@ -13,12 +13,14 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.products.compression import Compressed, can_compress, compressed
 from engine.kernels.core.library import Library
+from engine.kernels.core.operations import RecordedWeights
 from engine.kernels.core.pages import Arena
+from engine.kernels.products.compression import can_compress, compressed
 from engine.kernels.products.quantized import EightBitPanels, QuantizedPanels, halves, quantized
 
-Laid: TypeAlias = "torch.Tensor | Compressed | QuantizedPanels | EightBitPanels"
+PackedWeights: TypeAlias = "torch.Tensor | RecordedWeights"
+"""Weights as operations read them."""
 LANES = 16
 PACK = {torch.float32: 1, torch.bfloat16: 2}
 """Numbers per word."""
@@ -52,7 +54,7 @@ class Packer:
         self.half_bytes = 0
         """Bytes of weights that are kept as float16, and computed in float32."""
 
-    def panels(self, *weights: torch.Tensor, multiple: int = LANES, parts: int = 1) -> Laid:
+    def panels(self, *weights: torch.Tensor, multiple: int = LANES, parts: int = 1) -> PackedWeights:
         """See the function of this name, for several weights in a row.
 
         The outputs of all but the last one must fill whole panels. A parameter that knows its codes is kept
@@ -62,13 +64,13 @@ class Packer:
             _stacked([weight.data for weight in weights], multiple)
         )
 
-    def gate_and_up(self, gate: torch.Tensor, up: torch.Tensor) -> Laid:
+    def gate_and_up(self, gate: torch.Tensor, up: torch.Tensor) -> PackedWeights:
         """[..., width, inputs] of both -> gate's panels, then up's."""
         return self._keep(quantized([[gate], [up]], LANES, self._arena)) or self._lay(
             [_turned(gate.data), _turned(up.data)]
         )
 
-    def gate_up_stack(self, gate_up: torch.Tensor) -> Laid:
+    def gate_up_stack(self, gate_up: torch.Tensor) -> PackedWeights:
         """[experts, 2 * width, inputs], gate first -> of each expert gate's panels, then up's."""
         if gate_up.shape[-2] % (2 * LANES) == 0:
             laid = self._keep(quantized([[gate_up]], LANES, self._arena))
@@ -77,13 +79,13 @@ class Packer:
         gate, up = gate_up.data.chunk(2, dim=-2)
         return self._lay([_turned(gate), _turned(up)])
 
-    def _keep(self, laid: QuantizedPanels | EightBitPanels | None) -> Laid | None:
+    def _keep(self, laid: QuantizedPanels | EightBitPanels | None) -> PackedWeights | None:
         if laid is not None:
             self.num_bytes += laid.num_bytes
             self.quantized_bytes += laid.num_bytes
         return laid
 
-    def _lay(self, parts: Sequence[torch.Tensor]) -> Laid:
+    def _lay(self, parts: Sequence[torch.Tensor]) -> PackedWeights:
         shape, dtype = _shape(parts), parts[0].dtype
         as_they_are = math.prod(shape) * dtype.itemsize
         if (as_halves := halves(parts, self._arena)) is not None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from engine.kernels.products.activations import NAMES as ACTIVATIONS
 from engine.kernels.core.stand_ins import NotUsual
+from engine.kernels.products.activations import NAMES as ACTIVATIONS
 from parallel.tensor_parallel import RowParallelLinear
 
 

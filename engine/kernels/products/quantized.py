@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from engine.kernels.core.operations import QUANTIZED, ROUNDED, RecordedWeights
 from engine.kernels.core.pages import Arena
 from engine.model.quantization.attached import codes_of
 from engine.model.quantization.matrices import AT_ONCE, Codes
@@ -30,8 +31,10 @@ ROUNDING = np.dtype([("scale", np.float64), ("zero", np.int64), ("is_symmetric",
 """See ``rounding.hpp``."""
 
 
-class QuantizedPanels:
+class QuantizedPanels(RecordedWeights):
     """The panels of a matrix, or of some matrices, as codes."""
+
+    flag = QUANTIZED
 
     def __init__(
         self,
@@ -61,8 +64,10 @@ class QuantizedPanels:
         return f"<QuantizedPanels {len(self._kept[0])} panels, {self.num_bytes} bytes>"
 
 
-class EightBitPanels:
+class EightBitPanels(RecordedWeights):
     """The panels of a matrix that multiplies inputs in 8 bits."""
+
+    flag = ROUNDED
 
     def __init__(
         self, words: torch.Tensor, scales: torch.Tensor, sums: torch.Tensor, rounding: Rounding

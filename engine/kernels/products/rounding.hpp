@@ -64,3 +64,8 @@ void round_row(const Rounding& how, const typename T::Element* in, int64_t k, in
 }
 
 }  // namespace
+
+extern "C" {
+
+int64_t lockstep_rounding_bytes() { return sizeof(Rounding); }
+}

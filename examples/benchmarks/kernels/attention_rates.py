@@ -29,8 +29,8 @@ import torch
 
 from engine.attention.base import LayerShape
 from engine.attention.kv_codes import KVCodes
-from engine.kernels.core import library
 from engine.kernels.cache.native_cache import NativeCache
+from engine.kernels.core import library
 from engine.kernels.core.library import Library
 from engine.kernels.core.operations import OperationKind, Operations, StepArguments
 from engine.kernels.core.rows import SLACK, pitch_of

@@ -12,8 +12,8 @@ import transformers
 from engine.attention.base import PLAN_KEYWORD, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.config import SHIPPED_MODEL, ModelConfig
-from engine.kernels.core import library
 from engine.kernels.cache.native_cache import NativeCache
+from engine.kernels.core import library
 from engine.kernels.decoder import recognise
 from engine.kernels.program import Program
 from engine.model.checkpoint import MODELS_DIRECTORY, read_model_info

@@ -12,8 +12,8 @@ import torch
 
 from engine.attention.base import LayerShape, PackedRows
 from engine.attention.kv_codes import KVCodes, quantized, widened
-from engine.kernels.core import library
 from engine.kernels.cache.native_cache import NativeCache
+from engine.kernels.core import library
 from engine.kernels.core.library import Library
 from engine.kernels.core.operations import WITHIN, OperationKind, Operations, StepArguments
 from engine.kernels.core.rows import SLACK, pitch_of

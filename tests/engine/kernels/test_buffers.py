@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from engine.config import ModelConfig
-from engine.kernels.lowering.buffers import Buffers, Room, num_bytes
 from engine.kernels.decoder import Decoder, Moe, recognise
 from engine.kernels.exchange.exchange import Alone, Exchange, Shape
+from engine.kernels.lowering.buffers import Buffers, Room, num_bytes
 from engine.model.checkpoint import read_model_info
 from engine.model.weights import load_model
 from tests.engine.tiny_models import make_tiny_model

@@ -8,6 +8,10 @@ import pytest
 import torch
 
 from engine.kernels.core import library
+from engine.kernels.core.operations import ADD, AS_FLOAT, OperationKind, Operations, StepArguments
+from engine.kernels.core.pages import Arena
+from engine.kernels.core.rows import pitch_of, spaced
+from engine.kernels.experts.packed_experts import NativeExperts
 from engine.kernels.products.compression import (
     OFF,
     TILE_BYTES,
@@ -17,11 +21,7 @@ from engine.kernels.products.compression import (
     can_compress,
     compressed,
 )
-from engine.kernels.experts.packed_experts import NativeExperts
-from engine.kernels.core.operations import ADD, AS_FLOAT, OperationKind, Operations, StepArguments
 from engine.kernels.products.packing import Packer, gate_and_up, panels
-from engine.kernels.core.pages import Arena
-from engine.kernels.core.rows import pitch_of, spaced
 from tests.engine.kernels.emulated_tiles import emulated_tiles
 from tests.engine.kernels.test_kernels import experts, random
 

@@ -19,19 +19,19 @@ from engine.attention.base import PLAN_KEYWORD, LayerShape, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.compute.runner import ModelRunner
 from engine.config import ModelConfig
-from engine.kernels.cache.native_cache import native_cache as cache_module
 from engine.kernels import make
-from engine.kernels.core import library
 from engine.kernels import program as program_module
 from engine.kernels.cache.native_cache import NativeCache
+from engine.kernels.cache import native_cache as cache_module
+from engine.kernels.core import library
+from engine.kernels.core.operations import ADD, AS_FLOAT, SELECTED, OperationKind, Operations, StepArguments
+from engine.kernels.core.rows import SLACK, pitch_of
 from engine.kernels.decoder import NotUsual, recognise
 from engine.kernels.experts.packed_experts import NativeExperts
 from engine.kernels.going_on import GoingOn
 from engine.kernels.make import bytes_for_program, make_program
-from engine.kernels.core.operations import ADD, AS_FLOAT, SELECTED, OperationKind, Operations, StepArguments
 from engine.kernels.products.packing import gate_and_up, panels
 from engine.kernels.program import Program
-from engine.kernels.core.rows import SLACK, pitch_of
 from engine.model.checkpoint import read_model_info
 from engine.model.weights import LoadedModel, load_model
 from engine.sampling import SamplingParams

@@ -17,8 +17,8 @@ import torch
 
 from engine.attention.base import PackedRows
 from engine.config import ModelConfig
-from engine.kernels.core import library
 from engine.kernels.cache.native_cache import NativeCache
+from engine.kernels.core import library
 from engine.kernels.decoder import recognise
 from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info

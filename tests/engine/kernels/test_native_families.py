@@ -18,8 +18,8 @@ from engine.config import DeviceConfig, EngineConfig, ModelConfig
 from engine.executor import uni
 from engine.executor.uni import UniExecutor
 from engine.kernels.core import library
-from engine.kernels.products import packing
 from engine.kernels.make import make_program
+from engine.kernels.products import packing
 from engine.kernels.program import Program
 from engine.messages import Submit
 from engine.model.checkpoint import CheckpointError, read_model_info

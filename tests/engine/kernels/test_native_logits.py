@@ -13,8 +13,8 @@ from engine.compute.native_logits import NativeLogits
 from engine.compute.sampler import Sampler, backend_on
 from engine.compute.token_rules import TokenRules
 from engine.compute.torch_logits import TorchLogits, _exponentials
-from engine.kernels.core import library
 from engine.kernels.choosing import logits as native
+from engine.kernels.core import library
 from engine.sampling import SamplingParams
 
 KERNELS = library.load()

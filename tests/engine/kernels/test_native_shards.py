@@ -23,13 +23,13 @@ import torch
 from engine.config import ModelConfig
 from engine.executor.uni import UniExecutor
 from engine.kernels import make
-from engine.kernels.core import library
-from engine.kernels.choosing import logits as native
 from engine.kernels.cache.native_cache import NativeCache
-from engine.kernels.decoder import Decoder, recognise
+from engine.kernels.choosing import logits as native
+from engine.kernels.core import library
 from engine.kernels.core.operations import AS_FLOAT, OperationKind, Operations, StepArguments
-from engine.kernels.program import Program
+from engine.kernels.decoder import Decoder, recognise
 from engine.kernels.exchange.sums import OwnSums, Sums
+from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info
 from engine.model.shard import Shard
 from engine.model.weights import LoadedModel, load_model

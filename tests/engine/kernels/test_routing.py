@@ -21,8 +21,8 @@ from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2
 
 from engine.kernels.core import library
 from engine.kernels.core.operations import OperationKind, Operations, StepArguments
-from engine.kernels.experts.routing import Routing, router_of, routing_of, weights_of
 from engine.kernels.core.stand_ins import NotUsual
+from engine.kernels.experts.routing import Routing, router_of, routing_of, weights_of
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
 

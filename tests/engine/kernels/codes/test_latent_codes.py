@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine.attention.kv_codes import KVCodes
-from engine.kernels.core import library
 from engine.kernels.cache.native_cache import NativeCache
+from engine.kernels.core import library
 from engine.kernels.program import Program
 from tests.engine.kernels.test_kernels import SCENARIO, everything, packed_rows, program_of
 from tests.engine.kernels.test_native_trial import load

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from engine.kernels.core import library
+from engine.kernels.core.operations import ADD, AS_FLOAT, OperationKind
+from engine.kernels.core.rows import pitch_of, spaced
 from engine.kernels.experts.packed_experts import NativeExperts
 from engine.kernels.make import make_program
-from engine.kernels.core.operations import ADD, AS_FLOAT, OperationKind
 from engine.kernels.products.packing import Packer
 from engine.kernels.products.quantized import QuantizedPanels
-from engine.kernels.core.rows import pitch_of, spaced
 from engine.model.quantization.attached import ATTRIBUTE
 from engine.model.quantization.matrices import Codes
 from engine.model.quantization.stacks import TWICE

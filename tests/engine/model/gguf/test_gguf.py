@@ -22,8 +22,8 @@ from gguf import GGUFWriter
 
 from engine.attention.base import PackedRows
 from engine.config import SHIPPED_MODEL, EngineConfig, ModelConfig
-from engine.kernels.core import library
 from engine.kernels.cache.native_cache import NativeCache
+from engine.kernels.core import library
 from engine.kernels.make import make_program
 from engine.model.checkpoint import (
     MODELS_DIRECTORY,

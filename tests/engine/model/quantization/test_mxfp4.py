@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from engine.attention.base import PackedRows
 from engine.config import ModelConfig
-from engine.kernels.core import library
 from engine.kernels.cache.native_cache import NativeCache
+from engine.kernels.core import library
 from engine.kernels.make import make_program
 from engine.model.checkpoint import CheckpointError, format_of_weights, read_model_info
 from engine.model.expert_weights import read_experts

@@ -1,0 +1,79 @@
+// What the stream begins with: rows of the embedding, and inputs that layers have beside the stream.
+
+#pragma once
+
+#include <cstring>
+#include "../core/contract.hpp"
+#include "../norms/norms.hpp"
+#include "../products/activations.hpp"
+
+namespace {
+
+// number: a factor; more: rows of positions that are added, or none. With AS_FLOAT out is float [tokens, k], of the n tokens from
+// number a on; 0 for others, which another rank has. Positions are added by one rank, to whichever token.
+template <class T>
+void embed(const Operation& op, const Step& step, Work& work) {
+    using E = typename T::Element;
+    const Floats factor = factor_of(op.number);
+    auto* placed = static_cast<const E*>(op.more);
+    if (op.flags & AS_FLOAT) {
+        work.for_each(step.tokens, [&](int64_t token) {
+            int64_t number = step.ids[token] - op.a;
+            bool is_here = number >= 0 && number < op.n;
+            const E* from = static_cast<const E*>(op.in) + (is_here ? number * op.k : 0);
+            for (int64_t i = 0; i < op.k; i += LANES) {
+                Mask lanes = lanes_of(int(op.k - i));
+                Floats value = is_here ? T::load(from + i, lanes) * factor : filled(0.f);
+                if (placed != nullptr) value = value + T::load(placed + step.positions[token] * op.k + i, lanes);
+                store(static_cast<float*>(op.out) + token * op.k + i, value, lanes);
+            }
+        });
+        return;
+    }
+    work.for_each(step.tokens, [&](int64_t token) {
+        E* to = static_cast<E*>(op.out) + token * pitch_of<T>(op.k);
+        const E* from = static_cast<const E*>(op.in) + step.ids[token] * op.k;
+        if (op.number == 0 && placed == nullptr) return void(std::memcpy(to, from, op.k * sizeof(E)));
+        for (int64_t i = 0; i < op.k; i += LANES) {
+            Mask lanes = lanes_of(int(op.k - i));
+            Floats value = T::load(from + i, lanes) * factor;
+            if (placed != nullptr) value = value + T::load(placed + step.positions[token] * op.k + i, lanes);
+            T::store(to + i, value, lanes);
+        }
+    });
+}
+
+// out [tokens, n], of each layer k numbers: their norm, plus those of the token in a table [tokens of the vocabulary, n]. more: the norm's
+// weights [k]; number: what it adds; factors: on the table's numbers, and on the sum
+template <class T>
+void inputs(const Operation& op, const Step& step, Work& work) {
+    using E = typename T::Element;
+    const Norm norm{static_cast<const float*>(op.more), nullptr, float(op.number), false};
+    const Floats of_table = filled(op.factors[0]), of_sum = filled(op.factors[1]);
+    work.for_each(step.tokens, [&](int64_t token) {
+        E* to = static_cast<E*>(op.out) + token * pitch_of<T>(op.n);
+        const E* table = static_cast<const E*>(op.in) + step.ids[token] * op.n;
+        for (int64_t first = 0; first < op.n; first += op.k) norm_row<T>(to + first, to + first, norm, op.k);
+        for (int64_t i = 0; i < op.n; i += LANES) {
+            Mask lanes = lanes_of(int(op.n - i));
+            T::store(to + i, fmadd(T::load(table + i, lanes), of_table, T::load(to + i, lanes)) * of_sum, lanes);
+        }
+    });
+}
+
+// out [rows, k] is multiplied by in, of tokens' rows which are part of wider ones, of n numbers
+template <class T>
+void times(const Operation& op, const Step& step, Work& work) {
+    using E = typename T::Element;
+    work.for_each(rows_of(op, step), [&](int64_t row) {
+        int64_t token = op.flags & SELECTED ? step.chosen[row] : row;
+        const E* from = static_cast<const E*>(op.in) + token * pitch_of<T>(op.n);
+        E* to = static_cast<E*>(op.out) + row * pitch_of<T>(op.k);
+        for (int64_t i = 0; i < op.k; i += LANES) {
+            Mask lanes = lanes_of(int(op.k - i));
+            T::store(to + i, T::load(to + i, lanes) * T::load(from + i, lanes), lanes);
+        }
+    });
+}
+
+}  // namespace
