@@ -28,11 +28,12 @@ from engine.host.memory import MARGIN, available_memory
 from engine.kernels.attention.latent import is_latent
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
-from engine.kernels.decoder import Decoder, NotUsual, base_parts, recognise
+from engine.kernels.core.base_model import base_parts
+from engine.kernels.core.stand_ins import NotUsual
+from engine.kernels.decoder import Decoder, recognise
 from engine.kernels.lowering import buffers
 from engine.kernels.program import Program
 from engine.kernels.trial import judge
-from engine.kernels.weights import num_bytes, weights_of
 from engine.model.quantization.attached import forget_codes
 from engine.model.weights import LoadedModel
 from parallel.communicators.base import CollectiveError
@@ -73,7 +74,7 @@ def bytes_for_program(model: LoadedModel, block_size: int, largest: buffers.Room
         return 0
     try:
         decoder = _decoder_of(model, block_size)
-        return num_bytes(decoder) + (0 if largest is None else buffers.num_bytes(decoder, largest))
+        return decoder.num_bytes + (0 if largest is None else buffers.num_bytes(decoder.needs, largest))
     except _Off:
         return 0
 
@@ -223,7 +224,7 @@ def _decoder_of(model: LoadedModel, block_size: int) -> Decoder:
         raise _Off(f", --block-size {block_size} is not a multiple of 16")
     with _off_by_any_error():
         decoder = recognise(model.module, model.layers, model.dtype)
-    needed, free = num_bytes(decoder) * model.stage.shard.neighbours, available_memory()
+    needed, free = decoder.num_bytes * model.stage.shard.neighbours, available_memory()
     if needed > free * (1 - MARGIN):
         sizes = f"{needed / 2**30:.1f} GiB of weights are laid out anew, and {free / 2**30:.1f} GiB are free"
         raise _Off(f", {sizes}; steps run on torch's own operators")
@@ -330,6 +331,6 @@ def _let_go(model: LoadedModel, decoder: Decoder) -> None:
             if id(weight) not in kept and weight is not embedding:
                 weight.data = weight.data.new_empty(0)
                 forget_codes(weight)
-    for weight in (each for layer in decoder.layers for each in weights_of(layer)):
+    for weight in (each for layer in decoder.layers for each in layer.matrices()):
         if id(weight) not in kept:
             weight.data = weight.data.new_empty(0)

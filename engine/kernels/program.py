@@ -1,7 +1,7 @@
 """Runs the steps of a decoder as a list of operations in ``step.cpp``.
 
 The list is written once and run every step. The layers' weights are laid out anew; the model that they came
-from is not run any more. Where the list is cut at the expert layers (:mod:`engine.kernels.step_list`),
+from is not run any more. Where the list is cut at the expert layers (:mod:`engine.kernels.lowering.writer`),
 :class:`~parallel.expert_parallel.ExpertParallel` does the exchange between two pieces; where it is cut for a
 sum over tensor-parallel ranks, their communicator adds up.
 """
@@ -15,23 +15,25 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.base import AttentionUse, Int64s, LayerShape, PackedRows
-from engine.kernels.attention.rotary import QueryFactors
 from engine.kernels.cache.native_cache import NativeCache, NativePlan
 from engine.kernels.choosing.logits import NO_DRAWS, Draws, can_contest
 from engine.kernels.core import operations
 from engine.kernels.core.library import Kind, Library
 from engine.kernels.core.operations import OperationKind, StepArguments
-from engine.kernels.decoder import Decoder, Layer, Moe
-from engine.kernels.exchange.exchange import Alone, Exchange, Joined, Shape
+from engine.kernels.decoder import Decoder
+from engine.kernels.embedding.per_layer import INPUTS
+from engine.kernels.exchange.exchange import Alone, Exchange, Joined
 from engine.kernels.exchange.linked import Linked, LinkedSums, has_links, linked
 from engine.kernels.exchange.sums import OwnSums, SharedSums, Sums
 from engine.kernels.experts.packed_experts import NativeExperts, combine
+from engine.kernels.experts.packed_mixture import ExchangedLayer
 from engine.kernels.going_on import GoingOn
 from engine.kernels.lowering.buffers import Buffers, Room
+from engine.kernels.lowering.parts import Packing, PositionTable
+from engine.kernels.lowering.writer import Facts, PartialSums, StepList, Writer
 from engine.kernels.products.packing import Packer
 from engine.kernels.registry import LAYOUTS
-from engine.kernels.step_list import Lowering, PartialSums, StepList
-from engine.kernels.weights import PackedDecoder, rounds_inputs
+from engine.kernels.step_list import PackedDecoder
 from parallel.communicators.base import Communicator
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.expert_parallel import ExpertParallel
@@ -66,11 +68,11 @@ class Program:
         self._decoder = decoder
         self._experts = experts
         self._products = NativeExperts(library)
+        self._is_rank, self._size = ranks is not None, 1 if ranks is None else ranks.size
         packer = Packer(library)
-        self._packed = PackedDecoder(
-            decoder, packer, 1 if ranks is None else ranks.size, spread=experts is not None
-        )
-        self._rounds = rounds_inputs(decoder)
+        spread = None if experts is None else self._products
+        self._packed = PackedDecoder(decoder, Packing(packer, decoder.dtype, self._size, spread))
+        self._needs = decoder.needs
         self.weight_bytes, self.saved_bytes = packer.num_bytes, packer.saved_bytes
         """Bytes of the weights as they are laid out, and bytes that this saves.
 
@@ -82,22 +84,17 @@ class Program:
         """Cosines and sines [positions, half] of each rotary embedding."""
         self._angle_table = np.zeros(0, dtype=np.int64)
         """Their addresses and widths, as a step reads them."""
-        self._factors: dict[QueryFactors, torch.Tensor] = {}
-        """Factors on queries, by position."""
+        self._tables: dict[PositionTable, torch.Tensor] = {}
+        """Tables by position."""
         self._num_positions = 0
-        """Positions that there are angles and factors for."""
+        """Positions that there are angles and tables for."""
         self._cache: NativeCache | None = None
         self._room = Room()
-        sparse = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Moe)]
-        self._num_sparse = len(sparse)
-        self._shape: Shape | None = None
-        if sparse:
-            self._shape = Shape(decoder.hidden, sparse[0].top_k, sparse[0].num_experts, decoder.dtype)
+        self._num_sparse, self._shape = len(decoder.sparse), decoder.exchanged
         self._joined: Joined | Linked | None = None
         self._buffers: Buffers | None = None
         self._exchange: Exchange | None = None
         """Exchange for the buffers' room; None without expert layers."""
-        self._is_rank, self._size = ranks is not None, 1 if ranks is None else ranks.size
         self._ranks = ranks if decoder.num_sums else None
         self._common_sums: SharedSums | LinkedSums | None = None
         """Sums inside the list of operations."""
@@ -289,7 +286,7 @@ class Program:
             self._buffers.stream[:tokens, : self._decoder.hidden] = hidden[0]
         if inputs is not None:
             assert self._buffers is not None
-            self._buffers.inputs[:tokens, : inputs.shape[1]] = inputs
+            self._buffers[INPUTS][:tokens, : inputs.shape[1]] = inputs
         arguments = self._arguments(plan, packed, input_ids, wanted, draws)
         self._run(arguments, tokens)
         return arguments, plan
@@ -312,17 +309,12 @@ class Program:
         if written is None:
             assert self._cache is not None
             assert self._buffers is not None
-            lowering = Lowering(
-                self._packed,
-                self._products,
-                self._cache,
-                self._buffers,
-                self._exchange,
-                sums,
-                self._size,
-                self._factors,
-            )
-            written = self._lists[how] = lowering.write(exchanges=native)
+            decoder = self._decoder
+            facts = Facts(decoder.hidden, decoder.dtype, self._size, decoder.num_sums, self._tables)
+            exchange = self._exchange if native else None
+            room = self._packed.most_operations
+            writer = Writer(room, facts, self._cache, self._buffers, exchange, sums)
+            written = self._lists[how] = self._packed.write(writer, exchanges=native)
         if native:
             assert self._exchange is not None
             self._exchange.begin(() if self._experts is None else self._experts.sizes)
@@ -333,7 +325,7 @@ class Program:
         for end, then in written.cuts:
             if not written.operations.run(self._library, step, self._decoder.dtype, begin, end):
                 raise self._failure()
-            if isinstance(then, Layer):
+            if isinstance(then, ExchangedLayer):
                 self._exchange_through_python(then, tokens)
             elif isinstance(then, PartialSums):
                 assert self._own_sums is not None
@@ -442,11 +434,10 @@ class Program:
             self._num_positions = max(MIN_POSITIONS, 1 << (length - 1).bit_length())
             ids = torch.arange(self._num_positions)
             self._angles = [rotary.halves(ids) for rotary in self._decoder.rotaries]
-            found = (layer.attention.factors for layer in self._decoder.layers)
-            kinds = {each for each in found if each is not None}
+            kinds = {each for layer in self._decoder.layers for each in layer.mixer.tables()}
             if kinds:
                 self._lists.clear()  # which point to those of before
-            self._factors = {kind: kind.table(ids) for kind in kinds}
+            self._tables = {kind: kind.table(ids) for kind in kinds}
             self._angle_table = np.array(
                 [
                     (cosines.data_ptr(), sines.data_ptr(), cosines.shape[-1])
@@ -455,25 +446,20 @@ class Program:
                 dtype=np.int64,
             )
 
-    def _exchange_through_python(self, layer: Layer, tokens: int) -> None:
+    def _exchange_through_python(self, layer: ExchangedLayer, tokens: int) -> None:
         """Compute the experts of a layer, wherever they are."""
         assert self._experts is not None
         assert self._buffers is not None
-        moe = layer.mlp
-        assert isinstance(moe, Moe)
-        buffers, pairs = self._buffers, tokens * moe.top_k
-        ids = buffers.ids[:pairs].view(tokens, moe.top_k)
-        weights = buffers.scores[:pairs].view(tokens, moe.top_k)
         hidden = self._decoder.hidden
         with torch.inference_mode():
-            rows = buffers.normed[:tokens, :hidden].contiguous()
-            given = self._experts.forward(moe.experts, rows, ids, weights, combine)
+            rows = self._buffers.normed[:tokens, :hidden].contiguous()
+            ids, scores = layer.ids[:tokens], layer.scores[:tokens]
+            given = self._experts.forward(layer.moe.experts, rows, ids, scores, combine)
             given = given if layer.factor == 1.0 else given * layer.factor
-            to = buffers.stream if layer.mlp_last_norm is None else buffers.mixed
-            if to is buffers.stream or (moe.shared is not None and moe.norms is None):
-                to[:tokens, :hidden] += given
+            if layer.adds:
+                layer.out[:tokens, :hidden] += given
             else:
-                to[:tokens, :hidden] = given
+                layer.out[:tokens, :hidden] = given
 
     def _make_room(self, wanted: Room) -> None:
         """Make buffers for so many tokens; written lists of others are dropped."""
@@ -484,4 +470,4 @@ class Program:
         self._buffers = self._own_sums = None  # gone before the new ones come
         if self._shape is not None:
             self._exchange = self._joined or Alone(self._shape, self._room.own)
-        self._buffers = Buffers(self._decoder, self._room, self._exchange, rounds=self._rounds)
+        self._buffers = Buffers(self._needs, self._room, self._exchange)

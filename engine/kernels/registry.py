@@ -1,10 +1,36 @@
-"""The list of all kinds of operations' structures, which no room but this one knows together."""
+"""All kinds of layer parts, and the structures of their operations. Only this module knows them together.
+
+A new kind of attention, of state or of product is a class of :mod:`engine.kernels.lowering.parts` in a room
+of its own, a line here, and its operations in ``operations.def``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from engine.attention.base import LayerShape
+from engine.kernels.attention import narrow as narrow_attention
+from engine.kernels.attention.attention import Attention
+from engine.kernels.attention.packed import PackedAttention
+from engine.kernels.attention.recognition import attention_of
 from engine.kernels.choosing.logits import DRAW, SHAPE
+from engine.kernels.core.base_model import BaseModel
 from engine.kernels.exchange.layouts import EXCHANGE, LINKAGE, PEER
+from engine.kernels.experts import narrow as narrow_mixture
+from engine.kernels.experts.mixture import Moe
+from engine.kernels.experts.packed_mixture import PackedMoe
 from engine.kernels.experts.routing import ROUTING
+from engine.kernels.lowering.parts import (
+    FeedForward,
+    Mixer,
+    PackedFeedForward,
+    PackedMixer,
+    Packing,
+)
+from engine.kernels.mlp import narrow as narrow_mlp
+from engine.kernels.mlp.mlp import Mlp, PackedMlp
+from engine.kernels.products.made_up import MadeUpWeights
 from engine.kernels.products.quantized import ROUNDING
 
 LAYOUTS = {
@@ -17,3 +43,55 @@ LAYOUTS = {
     "rounding": ROUNDING,
 }
 """Structures that operations read, by the names that the compiled sources have for their sizes."""
+
+RECOGNISERS: tuple[Callable[[Any, LayerShape, BaseModel], Mixer | None], ...] = (attention_of,)
+"""Recognisers of mixers, the particular before the general.
+
+Each returns None for modules that it does not know; the last one raises.
+"""
+
+PACKED_MIXERS: dict[type, Callable[[Any, Packing], PackedMixer]] = {Attention: PackedAttention}
+PACKED_FEED_FORWARDS: dict[type, Callable[[Any, Packing], PackedFeedForward]] = {
+    Mlp: PackedMlp,
+    Moe: PackedMoe,
+}
+
+
+class NarrowMixer(NamedTuple):
+    """How a kind of mixer is copied with few heads (:mod:`engine.kernels.narrow`)."""
+
+    make_up: Callable[[MadeUpWeights, Any, Any], None]
+    """Makes weights up for a module of the model."""
+    tell: Callable[[Any, Any], None]
+    """Sets numbers that the copy's module reads."""
+    shape: Callable[[Any, LayerShape], LayerShape]
+    """What the copy caches."""
+
+
+NARROW_MIXERS: dict[type, NarrowMixer] = {
+    Attention: NarrowMixer(narrow_attention.make_up, narrow_attention.tell, narrow_attention.narrow_shape)
+}
+NARROW_PARTS: dict[type, Callable[[MadeUpWeights, Any, Any], None]] = {
+    Mlp: narrow_mlp.make_up,
+    Moe: narrow_mixture.make_up,
+}
+
+
+def mixer_of(module: Any, shape: LayerShape, base: BaseModel) -> Mixer:
+    """The mixer of a module.
+
+    Raises:
+        engine.kernels.core.stand_ins.NotUsual: no kind knows it.
+    """
+    found = (recognise(module, shape, base) for recognise in RECOGNISERS)
+    return next(mixer for mixer in found if mixer is not None)
+
+
+def packed_mixer(mixer: Mixer, packing: Packing) -> PackedMixer:
+    """The mixer with its weights laid out."""
+    return PACKED_MIXERS[type(mixer)](mixer, packing)
+
+
+def packed_feed_forward(mlp: FeedForward, packing: Packing) -> PackedFeedForward:
+    """The feed-forward part with its weights laid out."""
+    return PACKED_FEED_FORWARDS[type(mlp)](mlp, packing)

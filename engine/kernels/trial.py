@@ -31,11 +31,15 @@ import torch
 
 from engine.attention.base import PLAN_KEYWORD, Int64s, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
-from engine.kernels.attention.rotary import QueryFactors, Rotary
+from engine.kernels.attention.rotary import Rotary
 from engine.kernels.cache.native_cache import NativeCache
+from engine.kernels.core.base_model import base_parts
 from engine.kernels.core.library import Library
-from engine.kernels.decoder import Decoder, NotUsual, base_parts
-from engine.kernels.narrow import NarrowCopy, random_numbers
+from engine.kernels.core.stand_ins import NotUsual
+from engine.kernels.decoder import Decoder
+from engine.kernels.lowering.parts import PositionTable
+from engine.kernels.narrow import NarrowCopy
+from engine.kernels.products.made_up import random_numbers
 from engine.kernels.program import Program
 from engine.model.weights import LoadedModel
 
@@ -143,7 +147,7 @@ def _deviations(
     for number, layer in enumerate(decoder.layers):
         given, expected = run.states[number], run.states[number + 1]
         kind = copy.layers[number], *_fields(layer)
-        if kind not in programs or layer.attention.source is not None:
+        if kind not in programs or layer.mixer.source is not None:
             programs[kind] = _program_of(kernels, replace(decoder, output=None), run, number)
         found = _compute(programs[kind], given, run.inputs)
         yield from _too_far(number, (found - expected).norm(dim=-1), (expected - given).norm(dim=-1))
@@ -163,12 +167,12 @@ def _deviations(
 def _program_of(kernels: Library, decoder: Decoder, run: _Run, number: int) -> Program:
     """A program of one layer alone, with another's keys and values if it reads them."""
     layer, count = decoder.layers[number], len(run.states[0])
-    source = layer.attention.source
+    source = layer.mixer.source
     if source is None:
         return _program(kernels, replace(decoder, layers=(layer,)), count)
     stored = _program_of(kernels, replace(decoder, output=None), run, source)
     _compute(stored, run.states[source], run.inputs)
-    alone = replace(layer, attention=replace(layer.attention, source=0))
+    alone = replace(layer, mixer=layer.mixer.reading(0))
     program = Program(kernels, replace(decoder, layers=(alone,)))
     program.use(stored.cache)
     return program
@@ -347,19 +351,12 @@ def _packed(count: int) -> PackedRows:
 def _placed(decoder: Decoder, positions: Int64s) -> Decoder:
     """The layers of a decoder, where token number i is taken for one at ``positions[i]``."""
     rotaries = tuple(_Placed(rotary, positions) for rotary in decoder.rotaries)
+    at = tuple(positions.tolist())
     layers = tuple(
-        replace(layer, attention=replace(layer.attention, factors=_at(layer.attention.factors, positions)))
+        replace(layer, mixer=layer.mixer.with_tables(lambda table: _PlacedTable(table, at)))
         for layer in decoder.layers
     )
     return replace(decoder, embedding=None, layers=layers, rotaries=rotaries)
-
-
-def _at(factors: QueryFactors | None, positions: Int64s) -> QueryFactors | None:
-    return (
-        None
-        if factors is None
-        else _PlacedFactors(factors.growth, factors.original, tuple(positions.tolist()))
-    )
 
 
 def _padded(table: torch.Tensor, length: int) -> torch.Tensor:
@@ -370,13 +367,14 @@ def _padded(table: torch.Tensor, length: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _PlacedFactors(QueryFactors):
-    """Factors that take token number i for one at ``positions[i]``."""
+class _PlacedTable:
+    """A table that takes token number i for one at ``positions[i]``."""
 
+    own: PositionTable
     positions: tuple[int, ...]
 
     def table(self, positions: torch.Tensor) -> torch.Tensor:
-        return _padded(super().table(torch.tensor(self.positions)), len(positions))
+        return _padded(self.own.table(torch.tensor(self.positions)), len(positions))
 
 
 class _Placed(Rotary):

@@ -40,10 +40,13 @@ import torch
 
 from engine.attention.base import PackedRows
 from engine.config import ModelConfig
+from engine.kernels.attention.attention import Attention
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
 from engine.kernels.core.operations import OperationKind
-from engine.kernels.decoder import Decoder, Mlp, recognise
+from engine.kernels.decoder import Decoder, recognise
+from engine.kernels.experts.mixture import Moe
+from engine.kernels.mlp.mlp import Mlp
 from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info
 from engine.model.weights import load_model
@@ -81,20 +84,27 @@ def limits(dtype: torch.dtype, model_bytes: int) -> dict[str, float]:
     }
 
 
+def vocabulary_of(decoder: Decoder) -> int:
+    """Width of the logits."""
+    assert decoder.output is not None
+    return decoder.output.vocab
+
+
 def weight_numbers(decoder: Decoder, tokens: int, wanted: int) -> tuple[float, float]:
     """Weights that a step with so many tokens reads, and products with them.
 
     Logits are wanted for ``wanted`` tokens. Experts count as if all tokens chose at random.
     """
-    read = float(decoder.vocab * decoder.hidden)
+    read = float(vocabulary_of(decoder) * decoder.hidden)
     products = wanted * read
     for layer in decoder.layers:
         rows = wanted if layer is decoder.layers[-1] else tokens  # behind the last layer's keys and values
-        qkv, own = sum(each.numel() for each in layer.attention.qkv), layer.attention.out.numel()
+        assert isinstance(layer.mixer, Attention)
+        qkv, own = sum(each.numel() for each in layer.mixer.qkv), layer.mixer.out.numel()
         if isinstance(layer.mlp, Mlp):
-            own += sum(each.numel() for each in (layer.mlp.gate, layer.mlp.up, layer.mlp.down))
-        else:
-            moe, one = layer.mlp, 3 * layer.mlp.width * decoder.hidden
+            own += sum(each.numel() for each in layer.mlp.matrices())
+        elif isinstance(moe := layer.mlp, Moe):
+            one = 3 * moe.width * decoder.hidden
             missed = (1 - moe.top_k / moe.num_experts) ** rows
             own += moe.router.numel()
             read += moe.num_experts * (1 - missed) * one
@@ -116,8 +126,9 @@ def attention_work(decoder: Decoder, rows: Rows, size: int) -> tuple[float, floa
     """Bytes of keys and values that attention reads, and operations of its products."""
     keys = sum(start + count for start, count in rows)
     pairs = sum(count * (start + (count + 1) / 2) for start, count in rows)
-    cached = sum(2 * layer.attention.kv_heads * layer.attention.dim for layer in decoder.layers)
-    *widths, last = (layer.attention.heads * layer.attention.dim for layer in decoder.layers)
+    mixers = [layer.mixer for layer in decoder.layers if isinstance(layer.mixer, Attention)]
+    cached = sum(2 * each.kv_heads * each.dim for each in mixers)
+    *widths, last = (each.heads * each.dim for each in mixers)
     return cached * keys * size, 4 * sum(widths) * pairs + 4 * last * keys
 
 
@@ -160,11 +171,11 @@ def measure(
 ) -> dict[str, Any]:
     """Measure steps that follow each other, as those of a prompt do, as one."""
     if all(count == 1 for _, count in steps[0]):
-        seconds, spent = consecutive(program, decoder.vocab, steps[0], times)
+        seconds, spent = consecutive(program, vocabulary_of(decoder), steps[0], times)
         steps = [[(start + BLOCK // 2, 1) for start, _ in steps[0]]]
-        given = [packed_step(rows, decoder.vocab) for rows in steps]
+        given = [packed_step(rows, vocabulary_of(decoder)) for rows in steps]
     else:
-        given = [packed_step(rows, decoder.vocab) for rows in steps]
+        given = [packed_step(rows, vocabulary_of(decoder)) for rows in steps]
         seconds, spent = repeated(program, given, times)
     size = decoder.dtype.itemsize
     kept = program.weight_bytes / (program.weight_bytes + program.saved_bytes)

@@ -17,7 +17,7 @@ from engine.attention.base import PLAN_KEYWORD, LayerShape
 from engine.kernels.attention.rotary import TOKENS, Noted, Notes, Rotary, Turning, rotated
 from engine.kernels.core.stand_ins import Gives, NotUsual, distance, made_up, with_parts
 from engine.kernels.norms.norm import Norm, norm_of
-from engine.kernels.products.projections import OUT, Linear, whole
+from engine.kernels.products.projections import OUT, Linear, joined_bias, whole
 
 QUERIES = "q_proj"
 QUERY_LATENT = "q_a_proj", "q_a_layernorm", "q_b_proj"
@@ -125,21 +125,9 @@ def latent_parts(module: Any, shape: LayerShape) -> LatentParts:
         Latent(keys.weight, norm_of(getattr(module, norm), size), size),
         keys.outputs - size,
         expand.weight,
-        _biases([*before, keys]),
+        joined_bias([*before, keys]),
     )
     return LatentParts(heads, latents, out)
-
-
-def _biases(projections: list[Linear]) -> torch.Tensor | None:
-    """Biases in a row; zeros for projections that have none."""
-    if all(each.bias is None for each in projections):
-        return None
-    return torch.cat(
-        [
-            torch.zeros(each.outputs) if each.bias is None else each.bias.detach().float()
-            for each in projections
-        ]
-    )
 
 
 def noted_latent(

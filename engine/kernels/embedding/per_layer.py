@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
+from engine.kernels.core.base_model import PROJECTION, TABLE, TABLE_NORM
+from engine.kernels.core.operations import OperationKind
 from engine.kernels.core.stand_ins import NotUsual, with_parts
+from engine.kernels.lowering.parts import Packing, Product, Scratch
+from engine.kernels.lowering.writer import Writer
 from engine.kernels.norms.norm import Norm, norm_of
 from engine.kernels.products.activations import Activation, activation_of
 from engine.kernels.products.projections import whole
 
 GATE, OUT, NORM = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
 """Names of a layer's parts for its input."""
-TABLE, PROJECTION, TABLE_NORM = (
-    "embed_tokens_per_layer",
-    "per_layer_model_projection",
-    "per_layer_projection_norm",
-)
-"""Names of a base model's parts that make the inputs of all layers."""
+INPUTS, GATED_INPUT = "inputs", "middle"
+"""Rows of all layers' inputs, token by token; and of one layer's, behind its gate."""
 WIDTH = "hidden_size_per_layer_input"
 """Attribute of a layer: numbers of its input."""
 
@@ -46,6 +46,14 @@ class LayerInput:
     """Number of the layer among all that have an input."""
     total: int
     """Numbers of a token's inputs of all layers."""
+
+    def matrices(self) -> list[torch.Tensor]:
+        """Weights that packing lays out."""
+        return [self.gate, self.out]
+
+    def scratch(self) -> list[Scratch]:
+        """Rows that its operations hand on."""
+        return [Scratch(INPUTS, self.total, is_input=False), Scratch(GATED_INPUT, self.width)]
 
 
 @dataclass(frozen=True)
@@ -106,3 +114,30 @@ def without_inputs(base: Any) -> Any:
     made = with_parts(base, {})
     setattr(made, WIDTH, 0)
     return made
+
+
+class PackedInput:
+    """The weights for a layer's input beside the stream, and its operations."""
+
+    def __init__(self, layer_input: LayerInput, packing: Packing) -> None:
+        self.input = layer_input
+        self.gate = packing.packer.panels(layer_input.gate, multiple=32)
+        self.out = packing.packer.panels(layer_input.out, multiple=32)
+
+    def add(self, writer: Writer) -> None:
+        """Write what the layer makes of its input, which is added to the stream."""
+        own, middle, inputs = self.input, writer.buffers[GATED_INPUT], writer.buffers[INPUTS]
+        writer.add(
+            OperationKind.LINEAR,
+            into=writer.rounded(writer.stream, self.gate, writer.hidden),
+            out=middle,
+            weights=self.gate,
+            extra=own.activation.numbers,
+            c=own.activation.kind,
+            n=own.width,
+            k=writer.hidden,
+            flags=writer.rows,
+        )
+        begin = inputs.data_ptr() + own.place * own.width * inputs.element_size()
+        writer.add(OperationKind.TIMES, into=begin, out=middle, n=own.total, k=own.width, flags=writer.rows)
+        writer.add_product(Product(middle, self.out, own.width, None, False), own.norm, 1.0)

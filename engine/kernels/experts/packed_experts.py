@@ -17,8 +17,7 @@ from engine.kernels.core.operations import AS_FLOAT, OperationKind, Operations, 
 from engine.kernels.core.pages import Arena
 from engine.kernels.core.rows import SLACK, bytes_pitch, pitch_of, spaced
 from engine.kernels.experts.form import ExpertForm, form_of
-from engine.kernels.products.packing import PackedWeights, Packer
-from engine.kernels.products.quantized import EightBitPanels
+from engine.kernels.products.packing import PackedWeights, Packer, add_rounding
 from parallel.parts import parts_here
 
 
@@ -72,9 +71,10 @@ class PackedExperts:
         """Add the two products to a list of operations.
 
         Rows [n, hidden] are sorted by expert: number i has those from ``begins[i]`` on. They go through
-        ``middle`` [n, width] to ``out`` [n, hidden]. All three lie as :mod:`engine.kernels.core.rows` describes;
-        rows and middle can be read ``SLACK`` rows beyond. Where ``ranks`` have a part of each expert,
-        or other experts (``as_float``), out is float32 [n, hidden], side by side, to be added to theirs.
+        ``middle`` [n, width] to ``out`` [n, hidden]. All three lie as
+        :mod:`engine.kernels.core.rows` describes; rows and middle can be read ``SLACK`` rows beyond. Where
+        ``ranks`` have a part of each expert, or other experts (``as_float``), out is float32 [n, hidden],
+        side by side, to be added to theirs.
         ``rounded``: room for rows of the wider kind, where weights want them in 8 bits.
         """
         shared, form, activation = {"extra": begins, "a": self.count}, self.form, self.form.activation
@@ -115,33 +115,6 @@ def _rows_of(mine: PackedWeights, theirs: PackedWeights | None, rows: Sequence[i
     for out, row in zip(laid, rows, strict=True):
         out.copy_(mine[row] if row >= 0 else next(fresh))
     return laid
-
-
-def add_rounding(
-    operations: Operations,
-    weights: PackedWeights | None,
-    rows: Any,
-    rounded: torch.Tensor | None,
-    width: int,
-    **which: Any,
-) -> Any:
-    """Where a product finds its rows: rounded to 8 bits before, if its weights ask.
-
-    ``which``: fields that say which rows.
-    """
-    if not isinstance(weights, EightBitPanels):
-        return rows
-    assert rounded is not None
-    operations.add(
-        OperationKind.ROUND,
-        into=rows,
-        out=rounded,
-        more=weights.rounding,
-        k=width,
-        b=weights.parts,
-        **which,
-    )
-    return rounded
 
 
 class NativeExperts:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
 from engine.kernels.core.library import Library
-from engine.kernels.core.operations import RecordedWeights
+from engine.kernels.core.operations import OperationKind, Operations, RecordedWeights
 from engine.kernels.core.pages import Arena
 from engine.kernels.products.compression import can_compress, compressed
 from engine.kernels.products.quantized import EightBitPanels, QuantizedPanels, halves, quantized
@@ -133,3 +133,30 @@ def _shape(parts: Sequence[torch.Tensor]) -> tuple[int, ...]:
 def _written(parts: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
     """Panels in a row, along their own dimension."""
     return torch.cat([*parts], dim=-4, out=out).contiguous()
+
+
+def add_rounding(
+    operations: Operations,
+    weights: PackedWeights | None,
+    rows: Any,
+    rounded: torch.Tensor | None,
+    width: int,
+    **which: Any,
+) -> Any:
+    """Where a product finds its rows: rounded to 8 bits before, if its weights ask.
+
+    ``which``: fields that say which rows.
+    """
+    if not isinstance(weights, EightBitPanels):
+        return rows
+    assert rounded is not None
+    operations.add(
+        OperationKind.ROUND,
+        into=rows,
+        out=rounded,
+        more=weights.rounding,
+        k=width,
+        b=weights.parts,
+        **which,
+    )
+    return rounded

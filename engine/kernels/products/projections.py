@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,23 @@ class Linear:
     @property
     def outputs(self) -> int:
         return int(self.weight.shape[0])
+
+    @property
+    def own_bias(self) -> torch.Tensor | None:
+        """A copy of the bias in float32, since the model's own tensor is emptied."""
+        return None if self.bias is None else self.bias.detach().to(torch.float32, copy=True)
+
+
+def joined_bias(projections: Sequence[Linear]) -> torch.Tensor | None:
+    """Copies of biases in a row, in float32; zeros for projections that have none."""
+    if all(each.bias is None for each in projections):
+        return None
+    return torch.cat(
+        [
+            torch.zeros(each.outputs) if each.bias is None else each.bias.detach().float()
+            for each in projections
+        ]
+    )
 
 
 def linear_of(module: Any) -> Linear:

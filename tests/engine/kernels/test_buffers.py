@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from engine.config import ModelConfig
-from engine.kernels.decoder import Decoder, Moe, recognise
-from engine.kernels.exchange.exchange import Alone, Exchange, Shape
+from engine.kernels.decoder import Decoder, recognise
+from engine.kernels.exchange.exchange import Alone, Exchange
 from engine.kernels.lowering.buffers import Buffers, Room, num_bytes
 from engine.model.checkpoint import read_model_info
 from engine.model.weights import load_model
@@ -18,10 +17,7 @@ from tests.engine.tiny_models import make_tiny_model
 
 
 def exchange_of(decoder: Decoder, rows: int) -> Exchange | None:
-    for layer in decoder.layers:
-        if isinstance(moe := layer.mlp, Moe):
-            return Alone(Shape(decoder.hidden, moe.top_k, moe.num_experts, decoder.dtype), rows)
-    return None
+    return None if decoder.exchanged is None else Alone(decoder.exchanged, rows)
 
 
 @pytest.mark.parametrize(
@@ -38,9 +34,9 @@ def test_memory_for_the_largest_step_is_planned_for(
     decoder = recognise(model.module, model.layers, model.dtype)
     room = Room().grown(Room(tokens, 100, tokens))
     exchange = exchange_of(decoder, room.own)
-    buffers = Buffers(decoder, room, exchange)
-    taken = sum(each.nbytes for each in vars(buffers).values() if isinstance(each, torch.Tensor | np.ndarray))
+    buffers = Buffers(decoder.needs, room, exchange)
+    taken = buffers.num_bytes + (0 if buffers.gathered is None else buffers.gathered.nbytes)
     taken += 0 if exchange is None else exchange.layout.num_bytes
-    planned = num_bytes(decoder, Room(tokens, 100, tokens))
+    planned = num_bytes(decoder.needs, Room(tokens, 100, tokens))
     assert taken <= planned * 1.1 + 65536
     assert planned <= taken * 1.2 + 65536

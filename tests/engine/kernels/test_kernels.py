@@ -21,12 +21,13 @@ from engine.compute.runner import ModelRunner
 from engine.config import ModelConfig
 from engine.kernels import make
 from engine.kernels import program as program_module
-from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.cache import native_cache as cache_module
+from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
 from engine.kernels.core.operations import ADD, AS_FLOAT, SELECTED, OperationKind, Operations, StepArguments
 from engine.kernels.core.rows import SLACK, pitch_of
-from engine.kernels.decoder import NotUsual, recognise
+from engine.kernels.core.stand_ins import NotUsual
+from engine.kernels.decoder import recognise
 from engine.kernels.experts.packed_experts import NativeExperts
 from engine.kernels.going_on import GoingOn
 from engine.kernels.make import bytes_for_program, make_program

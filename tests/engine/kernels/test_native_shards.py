@@ -23,6 +23,7 @@ import torch
 from engine.config import ModelConfig
 from engine.executor.uni import UniExecutor
 from engine.kernels import make
+from engine.kernels.attention.attention import Attention
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.choosing import logits as native
 from engine.kernels.core import library
@@ -171,8 +172,9 @@ def test_all_workers_have_the_kernels_or_none(
         if other == "no room":
             raise make._Off(", no room")
         first, *rest = decoder.layers
-        attention = replace(first.attention, scale=1.5 * first.attention.scale)
-        return replace(decoder, layers=(replace(first, attention=attention), *rest))
+        assert isinstance(first.mixer, Attention)
+        attention = replace(first.mixer, scale=1.5 * first.mixer.scale)
+        return replace(decoder, layers=(replace(first, mixer=attention), *rest))
 
     executor = shards(directory, LAYOUTS[layout], BLOCK_SIZE, group=shared_group)
     try:

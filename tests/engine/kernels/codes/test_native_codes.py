@@ -13,8 +13,8 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from engine.executor.uni import UniExecutor
+from engine.kernels.attention.attention import Attention
 from engine.kernels.core import library
-from engine.kernels.decoder import Attention
 from engine.kernels.make import make_program
 from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info
@@ -93,7 +93,7 @@ def test_without_their_codes_they_would_be_refused(
 
 
 def attentions(program: Program) -> list[Attention]:
-    return [packed.layer.attention for packed in program._packed.layers]
+    return [packed.layer.mixer for packed in program._packed.layers]
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ import torch
 from engine.kernels.core import library
 from engine.kernels.core.operations import ADD, AS_FLOAT, OperationKind, Operations, StepArguments
 from engine.kernels.core.rows import SLACK, bytes_pitch, pitch_of, spaced
-from engine.kernels.experts.packed_experts import NativeExperts, add_rounding
+from engine.kernels.experts.packed_experts import NativeExperts
 from engine.kernels.make import make_program
-from engine.kernels.products.packing import Packer
+from engine.kernels.products.packing import Packer, add_rounding
 from engine.kernels.products.quantized import EightBitPanels
 from engine.model.quantization.attached import ATTRIBUTE
 from engine.model.quantization.matrices import Codes

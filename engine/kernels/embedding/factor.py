@@ -1,0 +1,45 @@
+"""The factor on what a model's embedding has for a token.
+
+Its own code runs on made-up numbers, with stand-ins for what is in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from engine.attention.base import PLAN_KEYWORD
+from engine.kernels.core.stand_ins import Gives, NotUsual, distance, made_up, with_parts
+from engine.model.shard import StageOutput
+
+CLOSE = 1e-5
+TOKENS = 3
+
+
+def embedding_factor(base: Any, names: Mapping[str, str], hidden: int, dtype: torch.dtype) -> float:
+    """The factor on what the embedding has for a token.
+
+    ``names``: of the base model's parts, by role.
+    """
+    embedding = getattr(base, names["embedding"])
+    own = getattr(embedding, "embed_scale", 1.0)  # a module's own: rounded to its type
+    own = float(torch.as_tensor(own).to(dtype)) if hasattr(embedding, "embed_scale") else 1.0
+    given, placed = made_up(1, TOKENS, hidden, seed=1), made_up(1, TOKENS, hidden, seed=2)
+    first = next(iter(getattr(base, names["layers"])))
+    seen = StageOutput().looks_like(first)
+    parts = {
+        names["embedding"]: Gives(given),
+        names["layers"]: torch.nn.ModuleList([seen]),
+        names["norm"]: Gives(lambda rows: rows),
+    }
+    if "positions" in names:
+        parts[names["positions"]] = Gives(placed)
+    ids = torch.arange(TOKENS)[None]
+    with_parts(base, parts)(input_ids=ids, position_ids=ids, use_cache=False, **{PLAN_KEYWORD: None})
+    found = seen.hidden.double() - (placed if "positions" in names else 0)
+    factor = float((found * given).sum() / given.square().sum())
+    if distance(found, factor * given) > CLOSE:
+        raise NotUsual("it changes what the embedding gives")
+    return own * factor

@@ -1,0 +1,249 @@
+"""Writer of a step's list of operations, for buffers of one size.
+
+Where experts are spread over instances that share memory, the exchange is part of the list
+(:mod:`engine.kernels.exchange.exchange`). Over other transports the list is cut at each expert layer. The
+same goes for the partial sums of tensor-parallel ranks (:mod:`engine.kernels.exchange.sums`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from engine.kernels.cache.native_cache import NativeCache
+from engine.kernels.core.operations import (
+    ADD,
+    AS_FLOAT,
+    CENTRED,
+    SELECTED,
+    OperationKind,
+    Operations,
+)
+from engine.kernels.core.stand_ins import NotUsual
+from engine.kernels.exchange.exchange import Exchange
+from engine.kernels.exchange.sums import Area, OwnSums, Sums
+from engine.kernels.lowering.buffers import Buffers
+from engine.kernels.lowering.parts import Product, Rows
+from engine.kernels.norms.norm import Norm
+from engine.kernels.products.packing import PackedWeights, add_rounding
+from parallel.parts import parts_here
+
+
+class PartialSums(NamedTuple):
+    """Partial sums of this rank, to which those of others are added at a cut."""
+
+    area: Area
+    are_selected: bool
+    """Whether they are of the rows with wanted logits only."""
+    width: int
+    """Numbers of a row."""
+
+
+@dataclass
+class StepList:
+    """The operations of a step, and where they are cut for an exchange through Python."""
+
+    operations: Operations
+    cuts: list[tuple[int, Any]]
+    """Ends of pieces, rising, and what comes after each.
+
+    That is :class:`PartialSums`, what a part of a layer handed to :meth:`Writer.cut`, or, at the end of the
+    list, None.
+    """
+
+
+class Facts(NamedTuple):
+    """What the written list is for."""
+
+    hidden: int
+    dtype: torch.dtype
+    ranks: int
+    """Tensor-parallel ranks."""
+    num_sums: int
+    """Sums over them in one step."""
+    tables: Mapping[Any, torch.Tensor]
+    """Rows of each :class:`~engine.kernels.lowering.parts.PositionTable`."""
+
+
+def factor_field(factor: float) -> float:
+    """A factor as operations have it: 0 for none."""
+    return 0.0 if factor == 1.0 else factor
+
+
+class Writer:
+    """Writer of one list. The list keeps all that it points to alive."""
+
+    def __init__(
+        self,
+        room: int,
+        facts: Facts,
+        cache: NativeCache,
+        buffers: Buffers,
+        exchange: Exchange | None,
+        sums: Sums | None,
+    ) -> None:
+        """``room``: most operations.
+
+        ``exchange``: of experts inside the list; None if the list is cut there, or has none. ``sums``: over
+        tensor-parallel ranks, None if there is one.
+        """
+        self.facts, self.hidden = facts, facts.hidden
+        self.cache, self.buffers, self.exchange = cache, buffers, exchange
+        self._sums = sums
+        self.num_sums = 0
+        """Sums written so far."""
+        self._num_exchanges = 0
+        self._cuts: list[tuple[int, Any]] = []
+        self._list = Operations(room)
+        self.stream: torch.Tensor = buffers.stream
+        """What the layers add to."""
+        self.rows = 0
+        """The flag that tells which rows it has."""
+
+    def add(self, kind: OperationKind, **fields: Any) -> None:
+        """Append an operation (:meth:`engine.kernels.core.operations.Operations.add`)."""
+        self._list.add(kind, **fields)
+
+    @property
+    def operations(self) -> Operations:
+        """The list so far."""
+        return self._list
+
+    def finish(self) -> StepList:
+        """The written list."""
+        return StepList(self._list, [*self._cuts, (len(self._list), None)])
+
+    def cut(self, then: Any) -> None:
+        """End a piece of the list here; ``then`` is what comes before the next one."""
+        self._cuts.append((len(self._list), then))
+
+    def next_exchange(self) -> np.ndarray[Any, Any]:
+        """The record of the next layer whose rows are exchanged."""
+        assert self.exchange is not None
+        self._num_exchanges += 1
+        return self.exchange.of_layer(self._num_exchanges - 1)
+
+    def select(self) -> None:
+        """Go on with those rows alone whose logits are wanted."""
+        self.add(OperationKind.SELECT, into=self.stream, out=self.buffers.last, k=self.hidden)
+        self.stream, self.rows = self.buffers.last, SELECTED
+
+    def scale(self, factor: float, out: Rows | None = None) -> None:
+        """Multiply the stream by a factor, where it is or into other rows."""
+        self.add(
+            OperationKind.SCALE,
+            into=self.stream,
+            out=self.stream if out is None else out,
+            k=self.hidden,
+            number=factor_field(factor),
+            flags=self.rows,
+        )
+
+    def norm(self, norm: Norm | None, out: Rows) -> Rows:
+        """Where the rows are that a part reads: ``out``, behind a norm, or the stream."""
+        if norm is None:
+            return self.stream
+        self.normalise(norm, self.stream, out, self.hidden)
+        return out
+
+    def normalise(self, norm: Norm, into: Rows, out: Rows, size: int, **more: Any) -> None:
+        """Write a norm of rows of ``size`` numbers."""
+        flags = self.rows | (CENTRED if norm.is_centred else 0) | more.pop("flags", 0)
+        self.add(
+            OperationKind.NORM,
+            into=into,
+            out=out,
+            more=norm.weights,
+            k=size,
+            number=norm.eps,
+            flags=flags,
+            **more,
+        )
+
+    def add_product(self, product: Product, norm: Norm | None, factor: float) -> None:
+        """Multiply rows by weights and add the result, behind its norm, to the stream."""
+        if norm is None:
+            return self.multiply(product, self.stream, ADD, factor)
+        if factor != 1.0:
+            raise NotUsual("a factor on what a norm gives")
+        self.multiply(product, self.buffers.branch)
+        self.normalise(norm, self.buffers.branch, self.stream, self.hidden, flags=ADD)
+
+    def multiply(self, product: Product, out: torch.Tensor, flags: int = 0, factor: float = 1.0) -> None:
+        """Multiply rows by weights; a partial sum is added over all ranks first."""
+        parts = parts_here(product.width, self.facts.ranks if product.is_partial else 1)
+        into = self.rounded(product.into, product.weights, product.width)
+        fields = {"into": into, "weights": product.weights, "n": self.hidden, "k": product.width}
+        to: dict[str, Any] = {"out": out, "number": factor_field(factor), "factors": product.row_factors}
+        if product.is_partial:
+            area = self.area()
+            self.add(OperationKind.LINEAR, out=area.address, flags=self.rows | AS_FLOAT, b=parts, **fields)
+            self.sum(area, product.bias, flags, **to)
+        else:
+            self.add(
+                OperationKind.LINEAR, more=product.bias, flags=self.rows | flags, b=parts, **fields, **to
+            )
+
+    def rounded(self, into: Any, weights: PackedWeights | None, width: int) -> Any:
+        """Where a product finds its rows: rounded to 8 bits, if its weights want that."""
+        return add_rounding(self._list, weights, into, self.buffers.rounded, width, flags=self.rows)
+
+    def area(self) -> Area:
+        """Area of the next sum."""
+        assert self._sums is not None
+        self.num_sums += 1
+        return self._sums.area(self.num_sums - 1, self.facts.num_sums)
+
+    def sum(
+        self,
+        area: Area,
+        bias: torch.Tensor | None,
+        flags: int,
+        out: torch.Tensor,
+        number: float = 0.0,
+        factors: torch.Tensor | None = None,
+    ) -> None:
+        """Write or add what all ranks have given."""
+        record = self.meet_for(area, self.hidden)
+        self.add(
+            OperationKind.SUM,
+            out=out,
+            more=bias,
+            extra=record,
+            factors=factors,
+            n=self.hidden,
+            a=area.begin,
+            number=number,
+            flags=self.rows | flags,
+        )
+
+    def meet_for(self, area: Area, width: int) -> np.ndarray[Any, Any]:
+        """Wait for the sums of all ranks, and return the record of where they are.
+
+        ``width``: of a row of them.
+        """
+        assert self._sums is not None
+        if isinstance(self._sums, OwnSums):
+            self.cut(PartialSums(area, self.rows == SELECTED, width))
+        else:
+            self.meet(area.begin, 4 * width)
+        return self._sums.record
+
+    def meet(self, begin: int, row_bytes: int, when: int = 0) -> None:
+        """Wait until all ranks have come this far.
+
+        Each offers what is from byte ``begin`` of its arena on, so many bytes for a row.
+        """
+        if (sums := self.common_sums) is not None:
+            flags = self.rows | when
+            self.add(OperationKind.OFFER, extra=sums.record, a=begin, k=row_bytes, flags=flags)
+            self.add(OperationKind.MEET, extra=sums.record, flags=when)
+
+    @property
+    def common_sums(self) -> Any:
+        """Sums that ranks make inside the list; None if there are none."""
+        return None if isinstance(self._sums, OwnSums) else self._sums

@@ -1,0 +1,1 @@
+"""MLPs: recognition, weights and the operations that compute them."""

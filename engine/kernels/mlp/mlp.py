@@ -1,0 +1,123 @@
+"""MLPs, gated or not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from engine.kernels.core.operations import OperationKind
+from engine.kernels.core.stand_ins import NotUsual
+from engine.kernels.lowering.parts import Packing, Place, Product, Rows, Scratch
+from engine.kernels.lowering.writer import Writer
+from engine.kernels.products.activations import Activation, activation_of
+from engine.kernels.products.projections import joined_bias, linear_of, mlp_projections, whole
+from engine.model.quantization.attached import rows_of
+from parallel.parts import parts_here
+
+MIDDLE = "middle"
+"""Rows between the products of an MLP."""
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """An MLP, gated or not."""
+
+    gate: torch.Tensor | None
+    """[width, hidden], like ``up``"""
+    up: torch.Tensor
+    down: torch.Tensor
+    is_partial: bool
+    """Whether its result, without the bias, is a sum over the tensor-parallel ranks."""
+    width: int
+    activation: Activation
+    bias: torch.Tensor | None
+    """float32, of gate, then of up."""
+    down_bias: torch.Tensor | None
+
+    sums_per_token = 1
+
+    @property
+    def num_sums(self) -> int:
+        return int(self.is_partial)
+
+    def matrices(self) -> list[torch.Tensor]:
+        return [each for each in (self.gate, self.up, self.down) if each is not None]
+
+    def scratch(self) -> list[Scratch]:
+        return [Scratch(MIDDLE, self.width)]
+
+    def cut_inputs(self) -> list[int]:
+        return [self.width] if self.is_partial else []
+
+    def whole(self) -> Mlp:
+        return replace(self, is_partial=False)
+
+
+def mlp_of(module: Any) -> Mlp:
+    """The MLP of a module.
+
+    Raises:
+        NotUsual: it has other parts.
+    """
+    projections = mlp_projections(module)
+    if projections is None:
+        children = {name for name, _ in module.named_children()}
+        raise NotUsual(f"{type(module).__name__} has the parts {', '.join(sorted(children))}")
+    *inward, down = [*map(whole, projections[:-1]), linear_of(projections[-1])]
+    width = down.weight.shape[1]
+    gate, up = (inward[0].weight, inward[-1].weight) if len(inward) == 2 else (None, inward[0].weight)
+    if up.shape[0] == 2 * width:
+        gate, up = rows_of(up, slice(0, width)), rows_of(up, slice(width, 2 * width))
+    if up.shape[0] != width:
+        raise NotUsual("an MLP whose parts have different widths")
+    return Mlp(
+        gate=gate,
+        up=up,
+        down=down.weight,
+        is_partial=down.is_partial,
+        width=width,
+        activation=activation_of(module),
+        bias=joined_bias(inward),
+        down_bias=down.own_bias,
+    )
+
+
+class PackedMlp:
+    """The weights of an MLP, and its operations."""
+
+    exchanges = False
+
+    def __init__(self, mlp: Mlp, packing: Packing) -> None:
+        self.mlp = mlp
+        packer, ranks = packing.packer, packing.ranks if mlp.is_partial else 1
+        self.inward = (
+            packer.panels(mlp.up, multiple=32) if mlp.gate is None else packer.gate_and_up(mlp.gate, mlp.up)
+        )
+        """Gate and up, or up alone."""
+        self.down = packer.panels(mlp.down, multiple=32, parts=parts_here(mlp.width, ranks))
+
+    def read(self, writer: Writer, place: Place) -> Rows:
+        """Write the norm before it; returns the rows that it reads."""
+        return writer.norm(place.norm, writer.buffers.normed)
+
+    def add(self, writer: Writer, place: Place, rows: Rows) -> None:
+        """Write all that it adds to the stream."""
+        writer.add_product(self.product(writer, rows), place.last_norm, place.factor)
+
+    def product(self, writer: Writer, into: Rows, row_factors: torch.Tensor | None = None) -> Product:
+        """Write the MLP up to its last product, which is returned.
+
+        ``row_factors``: see :class:`~engine.kernels.lowering.parts.Product`.
+        """
+        mlp, middle = self.mlp, writer.buffers[MIDDLE]
+        into = writer.rounded(into, self.inward, writer.hidden)
+        shape = {"into": into, "out": middle, "n": mlp.width, "k": writer.hidden, "flags": writer.rows}
+        given = {"weights": self.inward, "more": mlp.bias}
+        if mlp.gate is not None:
+            writer.add(OperationKind.GATED, a=mlp.activation.kind, **given, **shape)
+        else:
+            numbers, kind = mlp.activation.numbers, mlp.activation.kind
+            writer.add(OperationKind.LINEAR, extra=numbers, c=kind, **given, **shape)
+        return Product(middle, self.down, mlp.width, mlp.down_bias, mlp.is_partial, row_factors)
