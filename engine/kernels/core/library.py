@@ -57,7 +57,7 @@ class Library:
     def __init__(self, path: Path) -> None:
         self._loaded = ctypes.CDLL(str(path))
         for name in _symbols():
-            self._loaded[name].restype = ctypes.c_int64
+            getattr(self._loaded, name).restype = ctypes.c_int64
         self.has_avx512 = bool(self.call("has_avx512"))
         """Whether vectors are those of AVX-512, which multiplies bfloat16, or of AVX2."""
         self.compresses = bool(self.call("can_compress"))
