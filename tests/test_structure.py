@@ -7,7 +7,6 @@ import graphlib
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,45 +17,10 @@ ROOT = Path(__file__).parent.parent
 ORDER = ["parallel", "coordinator", "engine", "router"]
 """Each package may import those before it, and itself."""
 
-ROOMS = {
-    "parallel": ["links", "communicators"],
-    "coordinator": ["settings", "rpc", "process"],
-    "engine": [
-        "host",
-        "gpu",
-        "attention",
-        "probe",
-        "model",
-        "scheduling",
-        "transfers",
-        "tiers",
-        "events",
-        "kernels",
-        "inheritance",
-        "groups",
-        "compute",
-        "executor",
-    ],
-    "router": [
-        "http",
-        "text",
-        "metrics",
-        "turns",
-        "dispatch",
-        "launcher",
-        "tools",
-        "api",
-        "epp",
-        "offline",
-        "app",
-    ],
-}
-"""The folders of each package, from the lowest up: each may import those before it.
-
-Modules beside them belong to no room, and must close no circle either.
-"""
 MOST_MODULES = 25
 """Most modules in one folder, so that they are found."""
+MOST_LINES = 6000
+"""Most lines of Python and C++ in one room, rooms inside of it left out."""
 
 COMPUTES = {
     "parallel.communicators.arithmetic",
@@ -147,47 +111,50 @@ def imported_modules(path: Path, known: set[str]) -> set[str]:
     return found & known
 
 
-def graph(room_of: Callable[[str], str]) -> dict[str, set[str]]:
-    """Imports between rooms: for each room, the rooms that it imports."""
-    paths = {name_of(path): path for package in ORDER for path in sources(package)}
-    edges: dict[str, set[str]] = {room_of(name): set() for name in paths}
+def rooms() -> list[Path]:
+    """All folders of the packages that hold modules, the packages themselves among them."""
+    return sorted({path.parent for package in ORDER for path in sources(package)})
+
+
+def graph(room: Path) -> dict[str, set[str]]:
+    """Imports between what lies in a room: modules and rooms, each room as one."""
+    inside, depth = name_of(room), len(room.relative_to(ROOT).parts)
+    paths = {name_of(path): path for path in sources(str(room.relative_to(ROOT)))}
+
+    def unit_of(module: str) -> str:
+        return ".".join(module.split(".")[: depth + 1])
+
+    edges: dict[str, set[str]] = {unit_of(name): set() for name in paths if name != inside}
     for name, path in paths.items():
-        edges[room_of(name)] |= {room_of(other) for other in imported_modules(path, set(paths))}
-    return {room: others - {room} for room, others in edges.items()}
+        if name != inside:
+            edges[unit_of(name)] |= {unit_of(other) for other in imported_modules(path, set(paths))}
+    return {unit: others - {unit, inside} for unit, others in edges.items()}
 
 
-def room_of(module: str) -> str:
-    """The room of a module, or the module itself if it lies beside the rooms."""
-    package, *rest = module.split(".")
-    return f"{package}.{rest[0]}" if rest and rest[0] in ROOMS[package] else module
-
-
-def module_itself(module: str) -> str:
-    return module
-
-
-@pytest.mark.parametrize("package", ORDER)
-def test_every_folder_is_a_room(package: str) -> None:
-    folders = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
-    assert folders == set(ROOMS[package])
-
-
-def test_rooms_import_downwards() -> None:
-    for room, others in graph(room_of).items():
-        package, _, name = room.partition(".")
-        if name in ROOMS[package]:
-            below = ROOMS[package][: ROOMS[package].index(name)]
-            inside = {other.split(".")[1] for other in others if other.startswith(f"{package}.")}
-            above = (inside & set(ROOMS[package])) - set(below)
-            assert not above, f"{room} imports {above}, which stands above it"
-
-
-@pytest.mark.parametrize("unit", [room_of, module_itself])
-def test_no_imports_form_a_circle(unit: Callable[[str], str]) -> None:
+@pytest.mark.parametrize("room", rooms(), ids=name_of)
+def test_no_imports_in_a_room_form_a_circle(room: Path) -> None:
+    """What two rooms import of each other tells which one is above."""
     try:
-        graphlib.TopologicalSorter(graph(unit)).prepare()
+        graphlib.TopologicalSorter(graph(room)).prepare()
     except graphlib.CycleError as error:
         pytest.fail(f"imports in a circle: {' <- '.join(error.args[1])}")
+
+
+def test_no_modules_form_a_circle() -> None:
+    paths = {name_of(path): path for package in ORDER for path in sources(package)}
+    edges = {name: imported_modules(path, set(paths)) - {name} for name, path in paths.items()}
+    try:
+        graphlib.TopologicalSorter(edges).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"imports in a circle: {' <- '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("room", rooms(), ids=name_of)
+def test_a_room_is_a_package_of_bounded_size(room: Path) -> None:
+    assert (room / "__init__.py").exists()
+    sources = [path for suffix in ("py", "cpp", "hpp") for path in room.glob(f"*.{suffix}")]
+    lines = sum(len(path.read_text().splitlines()) for path in sources)
+    assert lines <= MOST_LINES, f"{room.relative_to(ROOT)} has {lines} lines"
 
 
 @pytest.mark.parametrize("top", [*ORDER, "tests", "examples"])

@@ -29,7 +29,8 @@ from engine.kernels.exchange.exchange import Shape
 from engine.kernels.experts.mixture import Moe, mixture_beside, mixture_of, norm_in
 from engine.kernels.lowering.buffers import Needs
 from engine.kernels.lowering.layer_order import Order, order_of
-from engine.kernels.lowering.parts import FeedForward, Mixer, Part, Place, all_scratch
+from engine.kernels.lowering.parts import FeedForward, Mixer, Part, Place
+from engine.kernels.lowering.scratch import all_scratch
 from engine.kernels.mlp.mlp import mlp_of
 from engine.kernels.norms.norm import Norm, norm_of
 from engine.kernels.products.packing import PACK
@@ -200,7 +201,10 @@ def _layer(layer: Any, shape: LayerShape, base: BaseModel) -> Layer:
 def _feed_forward(
     layer: Any, order: Order, behind: Norm | None, base: BaseModel
 ) -> tuple[FeedForward, Norm | None]:
-    """The MLP or the mixture of a layer, and the norm behind it, which may be one of its own parts."""
+    """The MLP or the mixture of a layer, and the norm behind it.
+
+    The norm may be one of the mixture's own parts.
+    """
     block, hidden = getattr(layer, order.mlp), base.hidden
     beside = None if order.beside is None else getattr(layer, order.beside)
     if not hasattr(block, "experts"):

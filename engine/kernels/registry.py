@@ -1,7 +1,8 @@
-"""All kinds of layer parts, and the structures of their operations. Only this module knows them together.
+"""All kinds of layer parts, and the structures of their operations.
 
-A new kind of attention, of state or of product is a class of :mod:`engine.kernels.lowering.parts` in a room
-of its own, a line here, and its operations in ``operations.def``.
+Only this module knows them together. A new kind of attention, of state or of product is a class of
+:mod:`engine.kernels.lowering.parts` in a room of its own, a line here, and its operations in
+``operations.def``.
 """
 
 from __future__ import annotations
@@ -21,13 +22,7 @@ from engine.kernels.experts import narrow as narrow_mixture
 from engine.kernels.experts.mixture import Moe
 from engine.kernels.experts.packed_mixture import PackedMoe
 from engine.kernels.experts.routing import ROUTING
-from engine.kernels.lowering.parts import (
-    FeedForward,
-    Mixer,
-    PackedFeedForward,
-    PackedMixer,
-    Packing,
-)
+from engine.kernels.lowering.parts import FeedForward, Mixer, PackedFeedForward, PackedMixer, Packing
 from engine.kernels.mlp import narrow as narrow_mlp
 from engine.kernels.mlp.mlp import Mlp, PackedMlp
 from engine.kernels.products.made_up import MadeUpWeights

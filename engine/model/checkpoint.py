@@ -20,6 +20,7 @@ import msgspec
 
 from coordinator.distribution import installed_version
 from engine.config import QUANTIZED_MODELS, SHIPPED_MODEL
+from engine.model.errors import CheckpointError as CheckpointError
 from engine.model.gguf.directory import SUFFIX, WEIGHTS, gguf_directory
 from engine.model.gguf.reading import GgufError, read_header
 from engine.model.model_sources import (
@@ -74,13 +75,6 @@ FINGERPRINT_SAMPLES = 16
 FINGERPRINT_SAMPLE_BYTES = 4096
 GGUF_HEADER_BYTES = 1 << 20
 """Most bytes from the beginning of a GGUF file that are part of the digest."""
-
-
-class CheckpointError(ValueError):
-    """Refusal of a model that cannot be served.
-
-    The message names what is wrong and what to do.
-    """
 
 
 class ReadingStopped(Exception):

@@ -9,7 +9,8 @@ import torch
 
 from engine.attention.base import LayerShape
 from engine.kernels.attention.latent import Latents
-from engine.kernels.lowering.parts import PositionTable, Scratch
+from engine.kernels.lowering.parts import PositionTable
+from engine.kernels.lowering.scratch import Scratch
 from engine.kernels.norms.norm import Norm
 
 PROJECTED, ATTENDED = "projected", "attended"

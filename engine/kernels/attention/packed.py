@@ -10,7 +10,8 @@ from engine.kernels.attention.attention import APART, ATTENDED, LATENT, PROJECTE
 from engine.kernels.attention.latent import Latents
 from engine.kernels.core.operations import CENTRED, NORM_LAST, QUERIES_ONLY, WITHIN, OperationKind
 from engine.kernels.exchange.sums import norm_parts
-from engine.kernels.lowering.parts import Packing, Product, Rows
+from engine.kernels.lowering.parts import Packing
+from engine.kernels.lowering.product import Product, Rows
 from engine.kernels.lowering.writer import Writer
 from engine.kernels.norms.norm import Norm, OverRanks
 from engine.kernels.products.packing import PackedWeights

@@ -1,4 +1,4 @@
-"""The output layer: the last norm, logits with their factor and cap, and the choice of a token.
+"""The output layer: the last norm, logits, and the choice of a token.
 
 The factor and the cap are seen by running the model's own code on made-up numbers, with stand-ins for what
 is in between.

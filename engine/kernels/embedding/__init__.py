@@ -1,1 +1,1 @@
-"""What a layer stack begins with: the embedding, and inputs that layers have beside the stream."""
+"""The embedding, and inputs that layers have beside the stream."""

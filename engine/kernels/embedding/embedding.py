@@ -1,4 +1,4 @@
-"""What the stream begins with: rows of the embedding, and inputs that layers have beside the stream."""
+"""The embedding: recognition, weights and operations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ class Embedding:
 
 
 def embedding_of(base: Any, names: Mapping[str, str], hidden: int, dtype: torch.dtype) -> Embedding | None:
-    """The embedding of a base model, whose parts have these names by role; None on later stages."""
+    """The embedding of a base model; None on later stages.
+
+    ``names``: of the model's parts, by role.
+    """
     module = getattr(base, names["embedding"])
     if isinstance(module, PassThrough):
         return None

@@ -13,7 +13,9 @@ import torch
 from engine.kernels.core.base_model import PROJECTION, TABLE, TABLE_NORM
 from engine.kernels.core.operations import OperationKind
 from engine.kernels.core.stand_ins import NotUsual, with_parts
-from engine.kernels.lowering.parts import Packing, Product, Scratch
+from engine.kernels.lowering.parts import Packing
+from engine.kernels.lowering.product import Product
+from engine.kernels.lowering.scratch import Scratch
 from engine.kernels.lowering.writer import Writer
 from engine.kernels.norms.norm import Norm, norm_of
 from engine.kernels.products.activations import Activation, activation_of

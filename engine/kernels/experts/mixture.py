@@ -18,7 +18,8 @@ from engine.kernels.experts.routing import (
     weights_of,
 )
 from engine.kernels.lowering.layer_order import Inside
-from engine.kernels.lowering.parts import FeedForward, Scratch
+from engine.kernels.lowering.parts import FeedForward
+from engine.kernels.lowering.scratch import Scratch
 from engine.kernels.mlp.mlp import Mlp, mlp_of
 from engine.kernels.norms.norm import Norm, norm_of
 from engine.kernels.products.projections import whole
@@ -29,9 +30,9 @@ SHARED = {"shared_expert", "shared_experts", "shared_mlp"}
 SHARED_GATE = "shared_expert_gate"
 
 SCORES, IDS, ROUTER_LOGITS, SHARED_LOGITS = "scores", "ids", "router_logits", "shared_logits"
-"""Weights and numbers of a token's experts; logits of its router, and of a shared expert's gate."""
+"""Weights and numbers of a token's experts; logits of routers and of gates."""
 WIDENED, MIXED, EXPERT_MIDDLE = "widened", "mixed", "expert_middle"
-"""Rows in float32, for routers in it; what experts give; and what lies between their products."""
+"""Rows in float32; what experts give; and what lies between their products."""
 
 
 @dataclass(frozen=True)

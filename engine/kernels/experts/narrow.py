@@ -11,7 +11,7 @@ from engine.kernels.products.projections import mlp_projections
 
 
 def make_up(weights: MadeUpWeights, moe: Moe, layer: Any) -> None:
-    """Make weights up for the mixture of a layer; half of each expert's columns are loud."""
+    """Make weights up for a mixture; half of each expert's columns are loud."""
     if moe.shared is not None:
         parts = parts_beside_mixer(layer)
         parts += [shared for shared in map(shared_of, parts) if shared is not None]

@@ -25,7 +25,8 @@ from engine.kernels.experts.mixture import (
     MoeNorms,
 )
 from engine.kernels.experts.packed_experts import NativeExperts, PackedExperts
-from engine.kernels.lowering.parts import Packing, Place, Rows
+from engine.kernels.lowering.parts import Packing, Place
+from engine.kernels.lowering.product import Rows
 from engine.kernels.lowering.writer import Writer, factor_field
 from engine.kernels.mlp.mlp import PackedMlp
 
@@ -88,7 +89,10 @@ class PackedMoe:
         return rows
 
     def add(self, writer: Writer, place: Place, rows: Rows) -> None:
-        """Write the mixture of these rows; without an exchange, the list is cut at its experts."""
+        """Write the mixture of these rows.
+
+        Without an exchange, the list is cut at its experts.
+        """
         buffers, norms, exchange = writer.buffers, self.moe.norms, writer.exchange
         to = _To(writer.stream, ADD, place.factor)
         if place.last_norm is not None:

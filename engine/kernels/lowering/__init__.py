@@ -1,1 +1,1 @@
-"""Writing of operation lists: buffers, the writer, and what a part of a layer must provide."""
+"""Writing of operation lists: buffers, the writer, and the contract of layer parts."""

@@ -11,7 +11,7 @@ from engine.attention.base import Int64s
 from engine.kernels.core.pages import Arena
 from engine.kernels.core.rows import SLACK, bytes_pitch, pitch_of
 from engine.kernels.exchange.exchange import Exchange, Shape
-from engine.kernels.lowering.parts import Scratch
+from engine.kernels.lowering.scratch import Scratch
 
 MIN_TOKENS = 64
 """Tokens that the first buffers have room for; the room doubles as steps grow."""
@@ -112,7 +112,7 @@ class Buffers:
         """Rows of all members that go through the experts here."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Rows of :class:`~engine.kernels.lowering.parts.Scratch` of this name."""
+        """Rows of :class:`~engine.kernels.lowering.scratch.Scratch` of this name."""
         return self._scratch[name]
 
     @property

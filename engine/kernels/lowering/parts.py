@@ -7,40 +7,17 @@ writes its operations. :mod:`engine.kernels.registry` lists the kinds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from engine.attention.base import LayerShape
+from engine.kernels.lowering.product import Product, Rows
+from engine.kernels.lowering.scratch import UsesScratch
+from engine.kernels.lowering.writer import Writer
 from engine.kernels.norms.norm import Norm
-from engine.kernels.products.packing import PackedWeights, Packer
-
-if TYPE_CHECKING:
-    from engine.kernels.lowering.writer import Writer
-
-Rows: TypeAlias = "torch.Tensor | int"
-"""Rows between operations: a tensor, or the address of rows that lie inside of wider ones."""
-
-
-@dataclass(frozen=True)
-class Scratch:
-    """Rows that operations of one part hand on to each other; parts share those of one name."""
-
-    name: str
-    width: int
-    """Numbers of a row. The widest part of a model decides."""
-    per: Literal["token", "group token"] = "token"
-    """One row for each token of this member, or of all members of its group."""
-    times: int = 1
-    """Rows for each token."""
-    slack: int = 0
-    """Further rows, which may be read but are not used."""
-    dtype: torch.dtype | None = None
-    """None: rows of the model's type, laid out as :mod:`engine.kernels.core.rows` describes."""
-    is_input: bool = True
-    """Whether products may read them, so that they may have to be rounded to 8 bits."""
+from engine.kernels.products.packing import Packer
 
 
 class PositionTable(Protocol):
@@ -48,13 +25,6 @@ class PositionTable(Protocol):
 
     def table(self, positions: torch.Tensor) -> torch.Tensor:
         """Rows [positions, ...] of the table."""
-
-
-class UsesScratch(Protocol):
-    """What hands rows on between its operations."""
-
-    def scratch(self) -> list[Scratch]:
-        """Rows that its operations hand on."""
 
 
 class Part(UsesScratch, Protocol):
@@ -95,7 +65,7 @@ class Mixer(Part, Protocol):
         """The same with the cache of another layer, which it reads."""
 
     def chosen_as(self, other: Any) -> Any:
-        """The same with all that a recogniser chooses by sizes as it was chosen for another one."""
+        """The same with what depends on sizes as in another one."""
 
 
 class FeedForward(Part, Protocol):
@@ -115,21 +85,7 @@ class Packing(NamedTuple):
     ranks: int
     """Tensor-parallel ranks."""
     spread: Any
-    """What packs experts that come and go when they are used; None: experts stay, and are packed now."""
-
-
-class Product(NamedTuple):
-    """Last product of a part, whose result is added to the stream."""
-
-    into: torch.Tensor
-    weights: PackedWeights | None
-    width: int
-    """Inputs here."""
-    bias: torch.Tensor | None
-    is_partial: bool
-    """Whether other ranks have other inputs."""
-    row_factors: torch.Tensor | None = None
-    """Logits [rows] in float32, whose sigmoids are factors on the result."""
+    """Packs experts that come and go when they are used; None: experts stay."""
 
 
 class Place(NamedTuple):
@@ -165,13 +121,3 @@ class PackedFeedForward(Protocol):
 
     def add(self, writer: Writer, place: Place, rows: Rows) -> None:
         """Write all that it adds to the stream."""
-
-
-def all_scratch(parts: Sequence[UsesScratch]) -> dict[str, Scratch]:
-    """Rows of all parts by name, each of the widest and most."""
-    found: dict[str, Scratch] = {}
-    for each in (scratch for part in parts for scratch in part.scratch()):
-        known = found.get(each.name)
-        if known is None or (each.width, each.times) > (known.width, known.times):
-            found[each.name] = each
-    return found

@@ -27,7 +27,7 @@ from engine.kernels.core.stand_ins import NotUsual
 from engine.kernels.exchange.exchange import Exchange
 from engine.kernels.exchange.sums import Area, OwnSums, Sums
 from engine.kernels.lowering.buffers import Buffers
-from engine.kernels.lowering.parts import Product, Rows
+from engine.kernels.lowering.product import Product, Rows
 from engine.kernels.norms.norm import Norm
 from engine.kernels.products.packing import PackedWeights, add_rounding
 from parallel.parts import parts_here

@@ -9,7 +9,9 @@ import torch
 
 from engine.kernels.core.operations import OperationKind
 from engine.kernels.core.stand_ins import NotUsual
-from engine.kernels.lowering.parts import Packing, Place, Product, Rows, Scratch
+from engine.kernels.lowering.parts import Packing, Place
+from engine.kernels.lowering.product import Product, Rows
+from engine.kernels.lowering.scratch import Scratch
 from engine.kernels.lowering.writer import Writer
 from engine.kernels.products.activations import Activation, activation_of
 from engine.kernels.products.projections import joined_bias, linear_of, mlp_projections, whole
@@ -109,7 +111,7 @@ class PackedMlp:
     def product(self, writer: Writer, into: Rows, row_factors: torch.Tensor | None = None) -> Product:
         """Write the MLP up to its last product, which is returned.
 
-        ``row_factors``: see :class:`~engine.kernels.lowering.parts.Product`.
+        ``row_factors``: see :class:`~engine.kernels.lowering.product.Product`.
         """
         mlp, middle = self.mlp, writer.buffers[MIDDLE]
         into = writer.rounded(into, self.inward, writer.hidden)

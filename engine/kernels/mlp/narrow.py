@@ -27,7 +27,7 @@ def make_up(weights: MadeUpWeights, mlp: Mlp, layer: Any) -> None:
 
 
 def make_up_projections(weights: MadeUpWeights, mlp: Mlp, projections: list[Any]) -> None:
-    """Make weights up for these linear layers of an MLP; half of its columns are loud."""
+    """Make weights up for an MLP's linear layers; half of its columns are loud."""
     columns, (*inward, down) = min(mlp.width, MOST_COLUMNS), projections
     loud, hidden = range(columns // 2, columns), mlp.down.shape[0]
     both, power = [*loud, *(columns + index for index in loud)], 1 if mlp.gate is None else 2

@@ -76,7 +76,7 @@ class MadeUpWeights:
             buffer.data = buffer.data.to(dtype)
 
     def keep_buffer(self, buffer: torch.Tensor) -> None:
-        """A copy stands for a buffer of the model's type, and is converted like a weight."""
+        """Keep a copy of a buffer, which is converted like a weight."""
         self.memo[id(buffer)] = buffer.to(torch.float32, copy=True)
         self._buffers.append(self.memo[id(buffer)])
 

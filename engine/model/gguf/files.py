@@ -16,7 +16,7 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from engine.model.checkpoint import CheckpointError
+from engine.model.errors import CheckpointError
 from engine.model.gguf.names import Recipe, recipes_of
 from engine.model.gguf.reading import TensorEntry, read_header
 from engine.model.quantization.matrices import DTYPE_NAMES, Codes, Stored, ranges_of

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.model.checkpoint import CheckpointError
+from engine.model.errors import CheckpointError
 from engine.model.quantization.codes import AWQ_ORDER, WORD_BITS, unpacked, word_range
 from engine.model.quantization.formats import Format, Layout
 from engine.model.quantization.rounding import MOST_INPUTS, WORD_INPUTS, Rounding

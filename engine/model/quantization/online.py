@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from engine.model.checkpoint import CheckpointError
+from engine.model.errors import CheckpointError
 from engine.model.quantization.formats import online_format
 from engine.model.quantization.matrices import FLOAT8, QuantizedMatrix, Stored, few_rows, ranges_of
 from engine.model.quantization.rounding import MOST_INPUTS, WORD_INPUTS, Rounding

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.model.checkpoint import CheckpointError
+from engine.model.errors import CheckpointError
 from engine.model.quantization.formats import Format
 from engine.model.quantization.matrices import (
     DTYPE_NAMES,

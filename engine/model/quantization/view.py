@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine.model.checkpoint import CheckpointError
+from engine.model.errors import CheckpointError
 from engine.model.quantization.formats import MXFP4, Format
 from engine.model.quantization.matrices import FURTHER_PARTS, KINDS, QuantizedMatrix, Stored, is_code
 from engine.model.quantization.stacks import BLOCKS, SCALES, ExpertStack, mxfp4_stacks

@@ -16,7 +16,7 @@ from engine.kernels.products.packing import panels
 from tests.engine.compute import test_bfloat16
 from tests.engine.kernels import test_kernels
 from tests.engine.kernels.emulated_tiles import ABLE, HEADER, emulated_tiles
-from tests.engine.kernels.test_compression import narrow, run, same_bits
+from tests.engine.kernels.products.test_compression import narrow, run, same_bits
 from tests.engine.kernels.test_kernels import random
 
 REAL = library.load()

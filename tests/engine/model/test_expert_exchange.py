@@ -17,7 +17,7 @@ from engine.model.expert_exchange import exchange
 from engine.model.expert_weights import ExpertShare
 from parallel.communicators.base import Communicator
 from parallel.placement import assign_experts
-from tests.engine.kernels.linked_group import linked_group, of_all
+from tests.engine.kernels.exchange.linked_group import linked_group, of_all
 from tests.engine.model.test_expert_change import PLENTY, assert_holds
 from tests.engine.model.test_expert_weights import load
 from tests.engine.tiny_models import make_tiny_model

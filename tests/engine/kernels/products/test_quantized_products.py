@@ -19,7 +19,7 @@ from engine.model.quantization.attached import ATTRIBUTE
 from engine.model.quantization.matrices import Codes
 from engine.model.quantization.stacks import TWICE
 from tests.engine.kernels.emulated_tiles import ABLE, emulated_tiles
-from tests.engine.kernels.test_compression import run, same_bits
+from tests.engine.kernels.products.test_compression import run, same_bits
 from tests.engine.kernels.test_kernels import experts, random
 from tests.engine.model.quantization.writers import write_quantized
 from tests.engine.model.test_weights import load

@@ -24,10 +24,10 @@ from parallel.communicators.base import CollectiveError
 from parallel.communicators.native_links import NativeLinks
 from parallel.communicators.network import NetworkCommunicator
 from parallel.communicators.rounds import CALLS
-from tests.engine.kernels.linked_group import LinkedMember, linked_group, of_all
+from tests.engine.kernels.exchange.linked_group import LinkedMember, linked_group, of_all
+from tests.engine.kernels.exchange.test_native_exchange import Member, run
+from tests.engine.kernels.exchange.test_native_shards import FAMILIES, LAYERS, Rank
 from tests.engine.kernels.test_kernels import SCENARIO, packed_rows
-from tests.engine.kernels.test_native_exchange import Member, run
-from tests.engine.kernels.test_native_shards import FAMILIES, LAYERS, Rank
 from tests.engine.tiny_models import make_tiny_model
 
 KERNELS = library.load()

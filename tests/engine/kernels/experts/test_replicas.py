@@ -17,9 +17,9 @@ from engine.model.expert_change import HeldExperts
 from engine.quantization_config import OnlineName
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.placement import Placement, held_by_rank
-from tests.engine.kernels.linked_group import linked_group, of_all
+from tests.engine.kernels.exchange.linked_group import linked_group, of_all
+from tests.engine.kernels.exchange.test_native_exchange import Member, run, together
 from tests.engine.kernels.test_kernels import SCENARIO
-from tests.engine.kernels.test_native_exchange import Member, run, together
 from tests.engine.tiny_models import make_tiny_model
 
 KERNELS = library.load()

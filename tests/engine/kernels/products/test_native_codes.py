@@ -23,7 +23,7 @@ from engine.model.quantization.attached import codes_of, in_a_row, reader_of, ro
 from tests.engine.invariance.answers import ALONE
 from tests.engine.invariance.answers import load as load_instance
 from tests.engine.invariance.mixed import requests
-from tests.engine.kernels.codes.test_rounded_products import weight_of
+from tests.engine.kernels.products.test_rounded_products import weight_of
 from tests.engine.kernels.test_native_trial import load
 from tests.engine.model.quantization.writers import write_quantized
 from tests.engine.model.test_sharding import LAYOUTS, NUM_IN_TABLE, greedy, run, settings, shards
