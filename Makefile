@@ -22,7 +22,7 @@ PLAIN_PROCESSES ?= 3
 # These wait for a third of theirs.
 MESH_PROCESSES ?= 3
 
-.PHONY: serve test check docs format bench bench-collectives bench-drains bench-growth bench-hosts bench-kv-room bench-lockstep bench-offline bench-overhead bench-prompts bench-restarts bench-router bench-scale bench-serving bench-startup bench-transfers bench-wake bench-structured gpu-first structured soak chaos kills joins nightly fuzz crowd clients deployments programs screenshots simulate model clean
+.PHONY: serve test check docs format bench bench-collectives bench-drains bench-growth bench-hosts bench-kv-room bench-lockstep bench-offline bench-overhead bench-prompts bench-restarts bench-router bench-scale bench-serving bench-startup bench-transfers bench-wake bench-structured gpu-first house structured soak chaos kills joins nightly fuzz crowd clients deployments programs screenshots simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -38,10 +38,14 @@ else
 	$(BIN)/python -m tests.second_tries -m mesh --numprocesses $(MESH_PROCESSES) --dist loadfile --no-loadscope-reorder $(MESH_TESTS)
 endif
 
-check: $(STAMP)  ## lint, format, types
+house: $(STAMP)  ## measures of the code's structure: classes, functions, names, repeated lines, rooms, pages
+	$(BIN)/python -m tests.house $(ARGS)
+
+check: $(STAMP)  ## lint, format, types, and the measures of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --num-workers 2
+	$(BIN)/python -m tests.house --check
 
 docs: $(STAMP)  ## the documentation as a site in build/site; fails at the first warning
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

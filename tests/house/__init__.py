@@ -1,0 +1,1 @@
+"""Measures of the code's structure, and what they may be at most."""
