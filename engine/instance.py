@@ -25,7 +25,8 @@ from coordinator.messages import Load, Register, Settings, State
 from coordinator.numerics import TORCH, Numerics
 from coordinator.process import process
 from coordinator.process.tracing import Tracing, TracingMissing
-from coordinator.rpc.keys import MeshKeys
+from coordinator.rpc.keys import MeshKeys, file_key
+from coordinator.rpc.own_key import is_lasting
 from engine.compute.trace import write_chrome_trace
 from engine.config import InstanceConfig
 from engine.core import EngineCore
@@ -49,6 +50,7 @@ from engine.step import ModelFacts
 from engine.step_watch import StepWatch, place_of
 from engine.tiers.block_files import BlockFiles, folder_of
 from engine.tiers.file_tier import FileTier
+from engine.tiers.own_folders import NotOwn
 from engine.transfers import checksums
 from engine.transfers.block_memory import CacheMemory
 from engine.transfers.identity import CacheFacts, identity_of
@@ -398,12 +400,16 @@ class Instance:
         assert numerics is not None
         root = Path(cache.kv_cache_dir)
         folder = folder_of(Path(settings.model).name, numerics.fingerprint, identity)
-        files = BlockFiles(root, folder, identity, memory.block_bytes)
+        key = file_key(self._keys) if self._keys is not None and is_lasting(self._mesh) else None
+        files = BlockFiles(root, folder, identity, memory.block_bytes, key)
         if files.file_bytes > cache.kv_cache_dir_size:
             raise Ended(process.EXIT_USAGE, "--kv-cache-dir-size is less than one KV block: give more")
         tier = FileTier(core.pool, memory, files, cache.kv_cache_dir_size, wake)
         try:
             tier.start()
+        except NotOwn as error:
+            text = f"--kv-cache-dir {root}: {error.filename} {error.strerror}, or give another directory"
+            raise Ended(process.EXIT_USAGE, text) from error
         except OSError as error:
             text = f"--kv-cache-dir {root}: {error.strerror}: give a directory that can be written to"
             raise Ended(process.EXIT_USAGE, text) from error

@@ -304,6 +304,11 @@ class FileCounters(msgspec.Struct, frozen=True, array_like=True):
     """Files that this instance deleted since the directory was too large."""
     directory_bytes: int = 0
     """Bytes of all files of the directory, as far as this instance knows."""
+    hung_seconds: float = 0.0
+    """Seconds for which the disk has not answered.
+
+    0: it answers, or nothing is asked of it.
+    """
 
 
 class InstanceReport(msgspec.Struct, frozen=True, array_like=True):

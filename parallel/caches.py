@@ -50,7 +50,11 @@ def is_trusted(path: Path) -> bool:
     Raises:
         OSError: it is not there.
     """
-    found = path.lstat()
+    return is_own(path.lstat())
+
+
+def is_own(found: os.stat_result) -> bool:
+    """Whether only this user or root can write to a file or directory."""
     kind_is_plain = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
     return kind_is_plain and found.st_uid in (0, os.geteuid()) and not found.st_mode & OTHERS_WRITE
 

@@ -17,7 +17,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from parallel.links.keys import LinkKey
+from parallel.links.keys import KEY_BYTES, LinkKey
 
 FORMAT = "lockstep-mesh-key-1"
 """First word of the line that counts; another version of Lockstep may write another."""
@@ -69,6 +69,11 @@ def _of_secrets(server: bytes, client: bytes) -> MeshKeys:
 def link_key(keys: MeshKeys) -> LinkKey:
     """Key of the links that carry tensors, derived from both secrets; it gives neither away."""
     return LinkKey.derive(z85.decode(keys.server_secret) + z85.decode(keys.client_secret))
+
+
+def file_key(keys: MeshKeys) -> LinkKey:
+    """Key of the digests of KV blocks in files, derived like that of links."""
+    return LinkKey(link_key(keys).expand(b"lockstep: key of KV blocks in files, 1", b"", KEY_BYTES))
 
 
 def text_of(keys: MeshKeys) -> str:

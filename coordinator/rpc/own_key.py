@@ -37,6 +37,14 @@ def is_own(mesh: MeshConfig) -> bool:
     return mesh.mesh_key_file is None and not mesh.insecure_mesh and is_loopback(mesh.data_parallel_address)
 
 
+def is_lasting(mesh: MeshConfig) -> bool:
+    """Whether the key is a file of an operator, which later meshes have, too.
+
+    One that is made here may be another after a restart of the host, at another port or in a new container.
+    """
+    return mesh.mesh_key_file is not None and not mesh.mesh_key_file.startswith(HANDED_DOWN)
+
+
 def find(mesh: MeshConfig) -> MeshKeys | None:
     """The key of this user's mesh with this coordinator, or None if none was made.
 

@@ -1,8 +1,9 @@
 """The tier of KV blocks in files, with the threads that read and write.
 
-Reading and writing have a thread each, so that a slow disk costs no step, and a write no read. The step loop
-holds the blocks that they use: those of a transfer until its :class:`.Ended`, those that are written until
-the writer has told. Which blocks are written is decided by :mod:`engine.tiers.write_behind`.
+Reading and writing have threads of their own, so that a slow disk costs no step, and a write no read. The
+step loop holds the blocks that they use: those of a transfer until its :class:`.Ended`, those that are
+written until the writer has told, and those that a thread may fill beyond the end of its transfer. Which
+blocks are written is decided by :mod:`engine.tiers.write_behind`, what is read by :mod:`engine.tiers.reads`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections.abc import Callable, Iterator, Sequence
 
 from engine.messages import FileCounters
 from engine.scheduling.blocks import BlockHash, BlockPool
 from engine.tiers.block_files import BlockFiles, WrongBlock
+from engine.tiers.reads import Job, Reads
 from engine.tiers.write_behind import WriteBehind, Writing
 from engine.transfers.block_memory import CacheMemory
 from engine.transfers.fetching import Ended, Outcome, Wanted
@@ -43,34 +44,15 @@ READERS = 2
 """Threads that read the blocks of one prompt."""
 FEWEST_EACH = 4
 """Blocks for each thread at least; fewer are not worth waking one."""
-CLOSING_LOOK = 0.2
-"""Seconds between two looks of a reader that waits for another whether the instance leaves."""
+WRITE_HANGS = 10.0
+"""Most seconds for writing one block, or for making the directory ready.
+
+After that the disk hangs.
+"""
 FLUSH = 5.0
 """Seconds in which a leaving instance writes what waits."""
 LOWER = 10
 """How much lower than that of others the writer's priority is (nice)."""
-
-
-class _Reading:
-    """Blocks that several threads read at once, each the next one that nobody has begun."""
-
-    def __init__(self, wanted: Wanted, until: float) -> None:
-        self.wanted = wanted
-        self.until = until
-        self.numbers = count()
-        self.ends: list[tuple[int, Outcome]] = []
-        """Blocks that are not there, and why."""
-        self.done = threading.Semaphore(0)
-        """Released by each helper that reads no more of it."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether a block before any further one is lacking."""
-        return bool(self.ends)
-
-    def result(self) -> tuple[int, Outcome]:
-        """How many of the first blocks are there, and why there are no more."""
-        return min(self.ends, default=(len(self.wanted.names), Outcome.WHOLE))
 
 
 class FileTier:
@@ -83,8 +65,10 @@ class FileTier:
         files: BlockFiles,
         most_bytes: int,
         wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``most_bytes``: of all files of the directory. ``wake``: called by threads when there is news."""
+        self._clock = clock
         self._pool = pool
         self._memory = memory
         self._files = files
@@ -93,12 +77,19 @@ class FileTier:
         self._kept: set[BlockHash] = set()
         window = max(1, min(WINDOW, pool.num_blocks // WINDOW_PART))
         self.policy = WriteBehind(self._kept, window)
-        self._reads: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
-        self._helped: queue.SimpleQueue[_Reading | None] = queue.SimpleQueue()
-        self._num_reads = 0
-        self._cancelled: set[int] = set()
-        self._read: deque[Ended] = deque()
-        self._writes: queue.SimpleQueue[Writing | str] = queue.SimpleQueue()
+        self._reads = Reads(memory.block_bytes)
+        self._work = threading.Condition()
+        """Guards the reads, and wakes threads that wait for a block to read."""
+        self._hung_for = 0.0
+        """Seconds for which the disk has not answered, when it was looked at last."""
+        self._problem: OSError | None = None
+        """Why nothing can be written to the directory."""
+        self._call_began: float | None = None
+        """When the writer began to write a block, or to make the directory ready.
+
+        None: it does neither.
+        """
+        self._writes: queue.SimpleQueue[Writing | Sequence[BlockHash] | str] = queue.SimpleQueue()
         self._written: deque[tuple[BlockHash, bool]] = deque()
         self._listed = threading.Event()
         self._cleared = threading.Event()
@@ -107,11 +98,10 @@ class FileTier:
         self._told_at = 0.0
         self._totals = dict.fromkeys(FileCounters.__struct_fields__, 0.0)
         self._threads = [
-            threading.Thread(target=self._read_all, name="kv-reader", daemon=True),
             threading.Thread(target=self._write_all, name="kv-writer", daemon=True),
             *(
-                threading.Thread(target=self._help, name=f"kv-reader-{number}", daemon=True)
-                for number in range(1, READERS)
+                threading.Thread(target=self._read_all, name=f"kv-reader-{number}", daemon=True)
+                for number in range(READERS)
             ),
         ]
 
@@ -124,11 +114,13 @@ class FileTier:
         Raises:
             OSError: nothing can be written to the directory.
         """
-        self._files.prepare()
         for thread in self._threads:
             thread.start()
         if not self._listed.wait(FIRST_LOOK):
             logger.warning("%r takes long to list: its blocks are used once they are known", self._files)
+        elif self._problem is not None:
+            self.close()
+            raise self._problem
         self._pool.observe(self.policy)
 
     # ---- the step loop's side
@@ -136,33 +128,41 @@ class FileTier:
     def count(self, names: Sequence[BlockHash]) -> int:
         """How many of the first of these blocks have files."""
         found = 0
-        if self._num_reads < MOST_READS and self._cleared.is_set():
+        with self._work:
+            is_open = len(self._reads) < MOST_READS and not self._reads.is_overdue(self._clock())
+        if is_open and not self._hung_for and self._cleared.is_set():
             found = next((at for at, name in enumerate(names) if name not in self._kept), len(names))
         self._add(queried_blocks=len(names), found_blocks=found)
         return found
 
     def fetch(self, wanted: Wanted) -> None:
         """Begin to read blocks; it ends by one :class:`.Ended`, whatever happens."""
-        self._num_reads += 1
-        self._reads.put(wanted)
+        with self._work:
+            self._reads.ask(wanted, self._clock())
+            self._work.notify(max(1, len(wanted.names) // FEWEST_EACH))
 
     def cancel(self, number: int) -> None:
         """End a read soon."""
-        self._cancelled.add(number)
+        with self._work:
+            self._reads.cancel(number, self._clock())
 
     def take_events(self) -> list[Ended]:
         """Reads that ended since the last call."""
-        found = []
-        while self._read:
-            end = self._read.popleft()
-            self._num_reads -= 1
-            self._cancelled.discard(end.number)
-            found.append(end)
+        with self._work:
+            found = self._reads.take_ended()
+        for end in found:
+            self._add(read_bytes=end.num_bytes, read_seconds=end.seconds)
         return found
 
     def turn(self, being_filled: Callable[[], set[int]]) -> None:
-        """Let go of what is written, and hold what is to be written next."""
-        now = time.monotonic()
+        """Let go of what is written, hold what comes next, and end what hangs."""
+        now = self._clock()
+        with self._work:
+            held, returned = self._reads.look(now), self._reads.take_returned()
+            hangs_for = self._reads.hangs_for(now)
+        self._pool.hold(held)
+        self._pool.release(returned)
+        self._tell_health(now, hangs_for)
         while self._written:
             name, is_written = self._written.popleft()
             block = self.policy.ended(name, now, is_written=is_written)
@@ -182,17 +182,17 @@ class FileTier:
                 self._writes.put(each)
 
     def forget(self, names: Sequence[BlockHash]) -> None:
-        """Delete files whose blocks are not what is computed."""
+        """Have files deleted whose blocks are not what is computed."""
         self._kept.difference_update(names)
-        for name in names:
-            self._files.drop(name)
+        self._writes.put(list(names))  # deleting may hang
 
     def clear(self) -> None:
         """Delete all files of this cache; :attr:`is_clear` tells when that is done."""
         self.policy.clear()
         self._kept.clear()
-        self._cleared.clear()
-        self._writes.put("clear")
+        if self._cleared.is_set():
+            self._cleared.clear()
+            self._writes.put("clear")
 
     @property
     def is_clear(self) -> bool:
@@ -202,6 +202,7 @@ class FileTier:
         """Totals so far."""
         totals = {name: type(getattr(FileCounters(), name))(value) for name, value in self._totals.items()}
         totals["skipped_blocks"], totals["write_failures"] = self.policy.num_skipped, self.policy.num_failed
+        totals["hung_seconds"] = round(self._hung_for, 1)
         return FileCounters(**totals)
 
     def close(self) -> None:
@@ -212,11 +213,10 @@ class FileTier:
             if not self.policy.num_held:
                 break  # nothing more can be written now
             time.sleep(0.002)
-        self._closing = True
-        self._reads.put(None)
+        with self._work:
+            self._closing = True
+            self._work.notify_all()
         self._writes.put("close")
-        for _ in range(1, READERS):
-            self._helped.put(None)
         for thread in self._threads:
             thread.join(max(0.1, until - time.monotonic()))  # one that hangs in a system call is left behind
 
@@ -224,73 +224,53 @@ class FileTier:
         for name, amount in more.items():
             self._totals[name] += amount
 
-    # ---- the reader
+    def _tell_health(self, now: float, hangs_for: float) -> None:
+        """Note for how long the disk has not answered; log when that begins and ends."""
+        if (began := self._call_began) is not None and now > began + WRITE_HANGS:
+            hangs_for = max(hangs_for, now - began)
+        if hangs_for and not self._hung_for:
+            logger.error("the disk of %r hangs: prompts are computed until it answers", self._files)
+        elif self._hung_for and not hangs_for:
+            logger.warning("the disk of %r answers again after %.0f s", self._files, self._hung_for)
+        self._hung_for = hangs_for
+
+    # ---- the readers
 
     def _read_all(self) -> None:
-        while (wanted := self._reads.get()) is not None and not self._closing:
-            began = time.monotonic()
+        while (job := self._next_job()) is not None:
             try:
-                found, outcome = self._read_blocks(wanted, began + wanted.seconds)
+                lacks = self._read_block(job)
             except Exception:
                 logger.exception("a block file could not be read")
-                found, outcome = 0, Outcome.LOST
-            seconds, num_bytes = time.monotonic() - began, found * self._memory.block_bytes
-            self._add(read_bytes=num_bytes, read_seconds=seconds)
-            self._read.append(Ended(wanted.number, found, outcome, wanted.source, num_bytes, seconds))
-            self._wake()
+                lacks = Outcome.LOST
+            with self._work:
+                if is_news := self._reads.done(job, lacks, self._clock()):
+                    self._work.notify_all()  # nothing was begun while this one was overdue
+            if is_news:
+                self._wake()
 
-    def _read_blocks(self, wanted: Wanted, until: float) -> tuple[int, Outcome]:
-        """Read blocks, with the other readers.
+    def _next_job(self) -> Job | None:
+        """Wait for a block to read; None once the instance leaves."""
+        with self._work:
+            while not self._closing:
+                if (job := self._reads.take(self._clock())) is not None:
+                    return job
+                self._work.wait()
+        return None
 
-        Returns how many of the first are right, and why there are no more.
-        """
-        reading = _Reading(wanted, until)
-        helpers = min(READERS, len(wanted.names) // FEWEST_EACH) - 1
-        for _ in range(helpers):
-            self._helped.put(reading)
-        self._work(reading)
-        for _ in range(helpers):
-            while not reading.done.acquire(timeout=CLOSING_LOOK) and not self._closing:
-                pass  # a helper that hangs in a system call may still write into a block
-        return reading.result()
-
-    def _help(self) -> None:
-        while (reading := self._helped.get()) is not None:
-            try:
-                self._work(reading)
-            finally:
-                reading.done.release()
-
-    def _work(self, reading: _Reading) -> None:
-        """Read one block after the other of those that nobody has begun."""
-        for index in reading.numbers:
-            if index >= len(reading.wanted.names) or reading.is_over:
-                return
-            try:
-                outcome = self._read_block(reading, index)
-            except Exception:
-                logger.exception("a block file could not be read")
-                outcome = Outcome.LOST
-            if outcome is not None:
-                reading.ends.append((index, outcome))
-                return
-
-    def _read_block(self, reading: _Reading, index: int) -> Outcome | None:
+    def _read_block(self, job: Job) -> Outcome | None:
         """Read one block; returns why it is not there."""
-        wanted, name = reading.wanted, reading.wanted.names[index]
-        if wanted.number in self._cancelled or self._closing:
-            return Outcome.CANCELLED
-        if time.monotonic() > reading.until:
-            return Outcome.SLOW
+        name, index = job.name, job.index
         try:
-            with self._memory.filling(wanted.blocks[index]) as parts:
+            with self._memory.filling(job.block) as parts:
                 self._files.read(name, parts)
         except FileNotFoundError:
             self._kept.discard(name)
             return Outcome.WHOLE if index else Outcome.ABSENT
         except WrongBlock as error:
             logger.error("%s: it is deleted, and the block is computed", error)
-            self.forget([name])
+            self._kept.discard(name)
+            self._files.drop(name)
             return Outcome.WRONG
         except OSError as error:
             self._kept.discard(name)
@@ -308,7 +288,13 @@ class FileTier:
     # ---- the writer
 
     def _write_all(self) -> None:
-        self._look(trims=True)
+        try:
+            with self._timed():
+                self._files.prepare()
+        except OSError as error:
+            self._problem = error
+        else:
+            self._look(trims=True)
         if self._kept:  # what is not done now, the first request would wait for
             group = blocks_at_once(self._memory)
             wanted = wanted_blocks(len(self._kept), group, self._memory.num_blocks, MOST_AHEAD)
@@ -318,20 +304,26 @@ class FileTier:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWER)
         looked = time.monotonic()
         while True:
-            job: Writing | str = "look"
+            job: Writing | Sequence[BlockHash] | str = "look"
             with contextlib.suppress(queue.Empty):
                 job = self._writes.get(timeout=RESCAN)
             if isinstance(job, Writing):
                 self._written.append((job.name, self._write(job)))
                 self._wake()
             elif job == "clear":
-                logger.info("%d files of KV blocks are deleted", self._files.clear())
+                num_files = self._files.clear()
+                logger.info("%d files of KV blocks are deleted in %s", num_files, self._files.folder)
                 self._kept.clear()
                 self._look(trims=True)
                 self._cleared.set()
                 self._wake()
             elif job == "close":
                 return
+            elif not isinstance(job, str):
+                self._kept.difference_update(job)
+                for name in job:
+                    self._files.drop(name)
+                logger.info("%d wrong files of KV blocks are deleted in %s", len(job), self._files.folder)
             if time.monotonic() > looked + RESCAN:
                 self._look()
                 looked = time.monotonic()
@@ -339,7 +331,8 @@ class FileTier:
     def _write(self, job: Writing) -> bool:
         began = time.monotonic()
         try:
-            self._files.write(job.name, self._memory.parts_of(job.block))
+            with self._timed():
+                self._files.write(job.name, self._memory.parts_of(job.block))
         except OSError as error:
             self._complain(f"KV blocks cannot be written to files: {error}")
             return False
@@ -351,12 +344,24 @@ class FileTier:
             self._look(trims=True)
         return True
 
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Meanwhile the writer is in what a disk that answers is soon through with."""
+        self._call_began = self._clock()
+        try:
+            yield
+        finally:
+            self._call_began = None
+
     def _look(self, *, trims: bool = False) -> None:
         """Learn which blocks there are, and delete the oldest where they are too many."""
         try:
             if trims:
                 dropped, left = self._files.trim(self._most_bytes)
-                self._add(dropped_files=dropped)
+                if dropped:
+                    self._add(dropped_files=dropped)
+                    text = "%d files of KV blocks, used least lately, are deleted below %s"
+                    logger.info(text, dropped, self._files.root)
                 self._totals["directory_bytes"] = left
             names = self._files.names()
         except OSError as error:

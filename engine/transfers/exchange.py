@@ -34,6 +34,8 @@ LENT_PART = 4
 """Divisor of the cache: blocks that loans keep from requests, at most."""
 FETCHED_PART = 2
 """Divisor of the free blocks: those that one transfer may take."""
+FILES_PART = 2
+"""Divisor of the cache: blocks that all transfers from files take together, at most."""
 LEAST_SECONDS, MOST_SECONDS = 0.25, 10.0
 """Seconds that a transfer may take, where computing would take less or more."""
 MOST_COPIES = 16
@@ -360,7 +362,7 @@ class BlockExchange:
         self._dead_price.computed(tokens, seconds)
 
     def _overdue(self) -> list[Request]:
-        """Requests that wait no longer for files: a read may hang, and keeps its room."""
+        """Requests that wait no longer: a read may hang, and keeps its room."""
         now, found = self._clock(), []
         for transfer in [each for each in self._transfers.values() if now > each.due_at]:
             transfer.due_at = math.inf
@@ -447,7 +449,12 @@ class BlockExchange:
         self, names: list[BlockHash], source: Source, *, at_any_price: bool = False
     ) -> _Transfer | None:
         now = self._clock()
-        names = names[: self._pool.num_free // FETCHED_PART]
+        room = self._pool.num_free // FETCHED_PART
+        if source == FILES:
+            reads = (each.wanted for each in self._transfers.values() if each.wanted.source == FILES)
+            taken = sum(len(wanted.blocks) for wanted in reads)
+            room = max(0, min(room, self._pool.num_blocks // FILES_PART - taken))
+        names = names[:room]
         tokens = len(names) * self._block_size
         if not names or source in self._shunned:
             return None

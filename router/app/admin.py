@@ -33,6 +33,7 @@ from coordinator.messages import (
     View,
 )
 from coordinator.operations import ACCEPTED
+from engine.messages import InstanceReport
 from router.app.app import exception_handlers
 from router.app.middleware import OPEN_PATHS, KeyCheck, RequestIds, foreign_host
 from router.app.refusals import Refusals
@@ -68,6 +69,7 @@ class Watched(Protocol):
         """Seconds since the coordinator was heard; None if it never was."""
         ...
 
+    def reports(self) -> Mapping[int, InstanceReport]: ...
     def instance_health(self) -> Mapping[int, InstanceHealth]: ...
     @property
     def num_in_flight(self) -> int: ...
@@ -131,6 +133,11 @@ class InstanceAnswer(msgspec.Struct, frozen=True):
     odd: int
     """Shadow checks in which it computed otherwise than two others."""
     router: InstanceHealth | None
+    kv_cache_dir_hung: float | None = None
+    """Seconds for which the disk of its KV blocks has not answered.
+
+    0: it answers. None: it keeps no blocks in files.
+    """
 
 
 class WorldAnswer(msgspec.Struct, frozen=True):
@@ -312,7 +319,8 @@ class AdminGate:
 
 
 def _world(view: View, mesh: Watched, front_end: int) -> WorldAnswer:
-    health = mesh.instance_health()
+    health, reports = mesh.instance_health(), mesh.reports()
+    files = {rank: report.files for rank, report in reports.items() if report.files is not None}
     return WorldAnswer(
         mesh=view.mesh,
         model=view.settings.served_model_name[0] if view.settings else None,
@@ -333,6 +341,7 @@ def _world(view: View, mesh: Watched, front_end: int) -> WorldAnswer:
                 load=member.load,
                 odd=member.odd,
                 router=health.get(member.rank),
+                kv_cache_dir_hung=files[member.rank].hung_seconds if member.rank in files else None,
             )
             for member in view.members
         ],

@@ -43,6 +43,11 @@ def of_files(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[Metr
         "Bytes of all files of KV blocks in the directory, as far as the instance knows.",
         labels=LABELS,
     )
+    hung = GaugeMetricFamily(
+        "lockstep:kv_cache_dir_hung_seconds",
+        "Seconds for which the disk of KV blocks has not answered; 0: it answers, or was not asked.",
+        labels=LABELS,
+    )
     for rank, report in sorted(reports.items()):
         if (counters := report.files) is None:
             continue
@@ -52,4 +57,5 @@ def of_files(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[Metr
         skipped.add_metric(labels, counters.skipped_blocks)
         dropped.add_metric(labels, counters.dropped_files)
         size.add_metric(labels, counters.directory_bytes)
-    return [*families.values(), skipped, dropped, size]
+        hung.add_metric(labels, counters.hung_seconds)
+    return [*families.values(), skipped, dropped, size, hung]

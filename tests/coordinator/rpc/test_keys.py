@@ -72,6 +72,13 @@ def test_links_have_a_key_that_follows_from_both_secrets_and_gives_none_away() -
     )
 
 
+def test_files_have_another_key_than_links_and_each_mesh_its_own() -> None:
+    one, other = keys.generate(), keys.generate()
+    found = {keys.file_key(one).secret, keys.file_key(other).secret, keys.link_key(one).secret}
+    assert len(found) == 3
+    assert keys.file_key(one).secret == keys.file_key(keys._of_secrets(*_secrets(one))).secret
+
+
 def _secrets(mesh: MeshKeys) -> tuple[bytes, bytes]:
     return mesh.server_secret, mesh.client_secret
 

@@ -215,6 +215,15 @@ def test_a_key_that_was_given_is_handed_on_by_its_name() -> None:
     config = ServeConfig(mesh=MeshConfig(mesh_key_file="mesh.key"))
     assert with_key_for_children(config, keys.generate()) is config
     assert own_key.descriptors(config.mesh) == ()
+    assert own_key.is_lasting(config.mesh)
+
+
+def test_a_key_that_is_made_here_does_not_last() -> None:
+    config = with_key_for_children(ServeConfig(), keys.generate())
+    assert config.mesh.mesh_key_file is not None
+    assert not own_key.is_lasting(config.mesh)
+    assert not own_key.is_lasting(MeshConfig())
+    os.close(own_key.descriptors(config.mesh)[0])
 
 
 # ---- the others

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from engine.scheduling.blocks import BlockHash
 from engine.scheduling.request import Request
-from engine.transfers.exchange import FILES, MOST_SECONDS, BlockExchange
+from engine.transfers.exchange import FILES, FILES_PART, MOST_SECONDS, BlockExchange
 from engine.transfers.fetching import Ended, Outcome, Wanted
 from tests.engine.transfers.test_exchange import SIZE, Setup
 
@@ -115,6 +115,18 @@ def test_a_read_that_hangs_keeps_its_room_but_no_request() -> None:
     setup.tier.ends(setup.tier.fetches[0], 0, Outcome.CANCELLED)
     assert setup.turn() == []
     assert setup.pool.num_used == 0
+
+
+def test_all_reads_together_take_half_of_the_cache() -> None:
+    setup = WithFiles()
+    requests = [setup.request(first=1000 * number, source="") for number in range(4)]
+    for request in requests:
+        setup.tier.kept.update(setup.names(request))
+    assert [setup.exchange.takes(request) for request in requests] == [True, True, False, False]
+    assert setup.pool.num_used == 40 // FILES_PART
+    setup.tier.ends(setup.tier.fetches[0], 10)
+    setup.turn()
+    assert setup.exchange.takes(requests[2])
 
 
 def test_slow_files_are_not_read_for_a_while_and_instances_are_not_blamed() -> None:

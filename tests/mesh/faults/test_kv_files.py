@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.rpc import keys
 from engine.kernels.core import library
 from tests.mesh.faults.test_transfers import FLAGS, LENGTH, ask, of
 from tests.mesh.harness import Ports, free_port, serve, wait_until
@@ -20,10 +21,15 @@ pytestmark = [
 CACHED = (LENGTH - 1) // 16 * 16
 
 
-@pytest.mark.parametrize("workers", [(), ("-tp", "2")] if NIGHTLY else [()], ids=" ".join)
+KEY_FILE = ("--mesh-key-file", "mesh.key")
+
+
+@pytest.mark.parametrize("workers", [(), ("-tp", "2"), KEY_FILE] if NIGHTLY else [()], ids=" ".join)
 def test_a_mesh_that_starts_again_finds_its_prefixes_and_wrong_files_cost_no_answer(
-    tmp_path: Path, workers: tuple[str, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: tuple[str, ...]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys.write(keys.generate(), tmp_path / KEY_FILE[1])
     ports, admin, directory = Ports(), free_port(), tmp_path / "kv"
     flags = [
         *FLAGS, *workers, "--enable-prompt-tokens-details", "--kv-cache-dir", str(directory), "--admin-port", str(admin),
@@ -35,6 +41,7 @@ def test_a_mesh_that_starts_again_finds_its_prefixes_and_wrong_files_cost_no_ans
         assert command.stop() == 0
     files = sorted(directory.rglob("*.kv"), key=lambda path: path.stat().st_mtime_ns)
     assert len(files) >= 2 * CACHED // 16
+    assert len(files[0].parents[1].name.split("-")) == (3 if workers == KEY_FILE else 2), "the key has a name"
     assert not list(directory.rglob("*.tmp"))
     flipped = files[-20]  # of the second prompt
     data = bytearray(flipped.read_bytes())

@@ -12,6 +12,7 @@ import pytest
 
 from coordinator.messages import Answer, Drain, OperatorCommand, Rebalance, Role, Scale, SetRole, View
 from coordinator.settings import flags
+from engine.messages import Counters, FileCounters, InstanceReport
 from router.app.admin import AdminGate, make_admin_app
 from router.app.app import make_app
 from router.config import HttpConfig, ServeConfig
@@ -35,6 +36,10 @@ class World:
 
     def instance_health(self) -> Mapping[int, InstanceHealth]:
         return {0: InstanceHealth(attached=True, failures=1, in_flight=3)}
+
+    def reports(self) -> Mapping[int, InstanceReport]:
+        report = InstanceReport(0, 0, 0, 0, 0, 10, Counters(), files=FileCounters(hung_seconds=4.5))
+        return {0: report, 1: msgspec.structs.replace(report, files=None)}
 
     num_in_flight = 1200
 
@@ -86,6 +91,7 @@ def test_the_world() -> None:
     assert (first["rank"], first["state"], first["load"]["running"]) == (0, "ready", 0)
     assert first["router"] == {"attached": True, "failures": 1, "in_flight": 3}
     assert second["router"] is None
+    assert (first["kv_cache_dir_hung"], second["kv_cache_dir_hung"]) == (4.5, None)
     assert (first["odd"], second["odd"]) == (0, 2)
     assert (first["role"], second["role"]) == ("mixed", "decode")
     unknown = ask(gate(World(None)), "GET", f"{ADMIN}/admin/world")
