@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from engine.messages import FileCounters
 from engine.scheduling.blocks import BlockHash, BlockPool
 from engine.tiers.block_files import BlockFiles, WrongBlock
-from engine.tiers.reads import Job, Reads
+from engine.tiers.reads import FileJob, Reads
 from engine.tiers.write_behind import WriteBehind, Writing
 from engine.transfers.block_memory import CacheMemory
 from engine.transfers.fetching import Ended, Outcome, Wanted
@@ -249,7 +249,7 @@ class FileTier:
             if is_news:
                 self._wake()
 
-    def _next_job(self) -> Job | None:
+    def _next_job(self) -> FileJob | None:
         """Wait for a block to read; None once the instance leaves."""
         with self._work:
             while not self._closing:
@@ -258,7 +258,7 @@ class FileTier:
                 self._work.wait()
         return None
 
-    def _read_block(self, job: Job) -> Outcome | None:
+    def _read_block(self, job: FileJob) -> Outcome | None:
         """Read one block; returns why it is not there."""
         name, index = job.name, job.index
         try:

@@ -18,7 +18,7 @@ HANGS = 1.0
 
 
 @dataclass(frozen=True)
-class Job:
+class FileJob:
     """One block for a thread to read."""
 
     number: int
@@ -38,7 +38,7 @@ class _Read:
     """When its first block was begun; None: it waits for its turn."""
     next: int = 0
     """Index of the next block to begin."""
-    busy: dict[int, Job] = field(default_factory=dict)
+    busy: dict[int, FileJob] = field(default_factory=dict)
     """Blocks that threads fill now, by index."""
     lacking: list[tuple[int, Outcome]] = field(default_factory=list)
     """Blocks that do not come, and why."""
@@ -56,9 +56,9 @@ class Reads:
         self._block_bytes = block_bytes
         self._reads: dict[int, _Read] = {}
         """Those that have not ended, oldest first."""
-        self._calls: dict[Job, float] = {}
+        self._calls: dict[FileJob, float] = {}
         """What threads read now, and when the time of its read is over."""
-        self._kept: set[Job] = set()
+        self._kept: set[FileJob] = set()
         """Those of reads that have ended."""
         self._ended: list[Ended] = []
         self._returned: list[int] = []
@@ -76,7 +76,7 @@ class Reads:
         """Take up a read, which waits for its turn."""
         self._reads[wanted.number] = _Read(wanted, now + wanted.seconds)
 
-    def take(self, now: float) -> Job | None:
+    def take(self, now: float) -> FileJob | None:
         """A block for a thread that is free; None: there is none.
 
         The thread calls :meth:`done` afterwards.
@@ -86,7 +86,7 @@ class Reads:
         for read in self._reads.values():
             if read.goes_on and now <= read.until:
                 wanted, index = read.wanted, read.next
-                job = Job(wanted.number, index, wanted.names[index], wanted.blocks[index])
+                job = FileJob(wanted.number, index, wanted.names[index], wanted.blocks[index])
                 read.began_at = now if read.began_at is None else read.began_at
                 read.busy[index] = job
                 read.next += 1
@@ -94,7 +94,7 @@ class Reads:
                 return job
         return None
 
-    def done(self, job: Job, lacks: Outcome | None, now: float) -> bool:
+    def done(self, job: FileJob, lacks: Outcome | None, now: float) -> bool:
         """A thread is through with a block.
 
         ``lacks``: why the block is not there, None if it is. Returns whether a read has ended, or a kept

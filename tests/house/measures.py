@@ -105,7 +105,7 @@ def repeated_names() -> list[Found]:
 
 
 def repeated_lines() -> list[Found]:
-    """Pairs of places in the packages that share at least six lines, imports and docstrings left out."""
+    """Pairs of places that share at least six lines, without imports and docstrings."""
     places: dict[tuple[str, ...], list[tuple[str, int]]] = defaultdict(list)
     lines_of = {str(path.relative_to(ROOT)): _told_lines(path) for path in sources()}
     for name, lines in lines_of.items():
@@ -165,7 +165,7 @@ def crowded_folders(most: int) -> list[Found]:
 
 
 def large_rooms(most: int) -> list[Found]:
-    """Rooms with more lines of Python and C++ than this, rooms inside of them left out."""
+    """Rooms with more lines than this, without the rooms inside of them."""
     sizes: dict[str, int] = defaultdict(int)
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*"):

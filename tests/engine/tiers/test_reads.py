@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from engine.tiers.reads import HANGS, Job, Reads
+from engine.tiers.reads import HANGS, FileJob, Reads
 from engine.transfers.exchange import FILES
 from engine.transfers.fetching import Ended, Outcome, Wanted
 
@@ -15,7 +15,7 @@ def wanted(number: int, count: int = 3, seconds: float = 2.0) -> Wanted:
     return Wanted(number, FILES, NAMES[:count], [10 * number + each for each in range(count)], seconds)
 
 
-def take(reads: Reads, now: float) -> Job:
+def take(reads: Reads, now: float) -> FileJob:
     job = reads.take(now)
     assert job is not None
     return job
@@ -121,7 +121,7 @@ def test_any_order_of_events_ends_each_read_once_and_frees_no_block_that_a_threa
     for seed in range(300):
         draw, reads, now, numbers = random.Random(seed), Reads(1), 0.0, 0
         references: dict[int, int] = {}
-        threads: list[Job] = []
+        threads: list[FileJob] = []
         open_reads: dict[int, Wanted] = {}
         for turn in range(160):
             now += draw.random() / 2
