@@ -124,7 +124,9 @@ class Metrics:
             ITL_BUCKETS,
         )
         self.computed = Histogram(
-            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens not found in the cache.", LENGTH_BUCKETS
+            "vllm:request_prefill_kv_computed_tokens",
+            "Prompt tokens that the instance of the first token computed.",
+            LENGTH_BUCKETS,
         )
         self.most_tokens = Histogram(
             "vllm:request_max_num_generation_tokens", "Tokens of a request's longest sample.", LENGTH_BUCKETS
