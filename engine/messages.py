@@ -189,6 +189,7 @@ class Counters(msgspec.Struct, frozen=True, array_like=True):
     A request that goes on here is not among them, so over a mesh each prompt is counted once.
     """
     generation_tokens: int = 0
+    """Tokens computed, also those that a router cuts off behind a stop string."""
     preemptions: int = 0
     prefix_cache_queries: int = 0
     """Part of ``prompt_tokens`` that was looked up in the prefix cache."""

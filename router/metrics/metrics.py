@@ -133,7 +133,9 @@ class Metrics:
         )
         self.prompt_tokens = Histogram("vllm:request_prompt_tokens", "Tokens of prompts.", LENGTH_BUCKETS)
         self.generation_tokens = Histogram(
-            "vllm:request_generation_tokens", "Tokens generated per request.", LENGTH_BUCKETS
+            "vllm:request_generation_tokens",
+            "Tokens of a sample up to its end, that of a stop string included.",
+            LENGTH_BUCKETS,
         )
         self.params_n = Histogram("vllm:request_params_n", "Samples asked for.", COUNT_BUCKETS)
         self.params_max_tokens = Histogram(

@@ -40,7 +40,7 @@ def of_reports(
     }
     counters = {
         "prompt_tokens": "Tokens of prompts, counted where the first token of their request was given.",
-        "generation_tokens": "Tokens generated.",
+        "generation_tokens": "Tokens generated, also those that stop strings cut off.",
         "num_preemptions": "Requests set back for lack of KV blocks.",
         "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
         "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
