@@ -334,6 +334,8 @@ class Epochs:
         epochs = {record.epoch for record in map(self._records.named, self._names) if record is not None}
         self._begun = epochs == {self.form.epoch}
         self._begun_at = now
+        if self._begun:
+            self.rebalancing.begun(self.form, now)
         older = [record.epoch for record in self._records.values() if record.epoch < self.form.epoch]
         self._broken = max([self._broken, *older])
         self._adopted_at = None

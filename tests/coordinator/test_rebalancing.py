@@ -21,10 +21,13 @@ TWICE = Balancing(window_size=10, windows=2, num_redundant=8, survive=1)
 def begun(balancing: Balancing = BALANCING, names: str = "abc", room: int = 0) -> Mesh:
     """A mesh in its first group, of members with layers of experts."""
     mesh = Mesh(size=len(names), balancing=balancing, room=room)
-    mesh.begin(names)
     for name in names:
-        mesh.says(name, expert_layers=LAYERS, expert_bytes=LAYERS * COPY_BYTES)
+        mesh.register(name)
+    for name in names:
+        mesh.says(name, state=State.LOADED, expert_layers=LAYERS, expert_bytes=LAYERS * COPY_BYTES)
+    mesh.all_enter(names)
     mesh.wait(1.0, names)
+    mesh.all_enter(names)
     return mesh
 
 
@@ -136,7 +139,79 @@ def test_an_even_load_moves_nothing() -> None:
     assert newest(mesh) is None
 
 
-def test_each_expert_is_put_on_two_instances_at_once_and_a_death_reads_nothing() -> None:
+def test_owners_are_those_that_live_now() -> None:
+    mesh = begun()
+    mesh.new_forms()
+    report(mesh, "abc", 1, (10, 10, 10, 9000, 8000, 10, 10, 10))
+    assert owners(mesh) == [(3, (1,)), (4, (1,))]
+    mesh.leave("b")
+    assert owners(mesh) == [(3, ()), (4, ())], "nobody has them until the next group"
+    mesh.all_enter("ac")
+    held = {expert: place for place, expert in holdings(mesh, "ac") if expert in (3, 4)}
+    assert owners(mesh) == [(3, (held[3],)), (4, (held[4],))], "though no window has ended"
+
+
+def test_copies_of_the_dead_are_not_counted() -> None:
+    mesh = begun(TWICE)
+    report(mesh, "abc", 1)
+    balance = mesh.registry.view().balance
+    assert balance is not None
+    assert (balance.copies, sum(balance.held.values())) == (2, 16 * LAYERS)
+    dead = balance.held[1]
+    mesh.leave("b")
+    balance = mesh.registry.view().balance
+    assert balance is not None
+    assert (balance.copies, sorted(balance.held)) == (1, [0, 2])
+    assert sum(balance.replicas) == sum(balance.held.values()) == 16 * LAYERS - dead
+    assert all(1 not in each.ranks for each in balance.busiest)
+
+
+def test_a_mesh_that_all_leave_has_no_owners() -> None:
+    mesh = begun()
+    report(mesh, "abc", 1)
+    for name in "abc":
+        mesh.says(name, state=State.DRAINED)
+    mesh.wait(0.5, "abc")
+    for name in "abc":
+        mesh.leave(name)
+    mesh.wait(0.5)
+    balance = mesh.registry.view().balance
+    assert balance is not None
+    assert (balance.busiest, balance.held, mesh.registry.view().members) == ((), {}, [])
+
+
+def test_a_restarted_coordinator_knows_the_copies() -> None:
+    mesh = begun(TWICE)
+    before = mesh.registry.view().balance
+    assert before is not None
+    mesh.restart_coordinator()
+    for name in "abc":
+        mesh.register(name, epoch=mesh.forms[name].epoch, group=mesh.forms[name])
+        mesh.enters(name)
+    mesh.wait(mesh.rules.member_timeout + 1.0, "abc")
+    after = mesh.registry.view().balance
+    assert after is not None
+    assert (after.copies, after.held, after.replicas) == (before.copies, before.held, before.replicas)
+
+
+def owners(mesh: Mesh) -> list[tuple[int, tuple[int, ...]]]:
+    """The two busiest experts, and the instances that the view names for them."""
+    balance = mesh.registry.view().balance
+    assert balance is not None
+    return [(each.expert, each.ranks) for each in balance.busiest[:2]]
+
+
+def holdings(mesh: Mesh, names: str) -> list[tuple[int, int]]:
+    """Ranks of instances, with each expert that they hold in the first layer."""
+    form = mesh.forms[names[0]]
+    return [
+        (form.peers[rank].rank, expert)
+        for expert, ranks in enumerate(form.placement.copies())
+        for rank in ranks
+    ]
+
+
+def test_each_expert_is_on_two_instances_at_once_and_a_death_reads_nothing() -> None:
     mesh = begun(TWICE)
     form = newest(mesh)
     assert form is not None
