@@ -369,7 +369,7 @@ class Epochs:
             dealt = settings.expert_placement_strategy == "round_robin"
             first = assign_experts(settings.num_experts, len(room), "round_robin" if dealt else "linear")
             if all(not limit or len(first.experts_of(rank)) <= limit for rank, limit in enumerate(room)):
-                return first
+                return self.rebalancing.first_placement(settings, members, first)
         if self.form is not None:
             balanced = self.rebalancing.placement(settings, members, lost=not self._is_well())
             if balanced is not None:

@@ -18,7 +18,16 @@ import msgspec
 
 from coordinator.messages import Balancing, BusyExpert, ExpertBalance, GroupPlan, Settings
 from coordinator.records import Record
-from parallel.balance import Balanced, Seats, Terms, balance, balancedness, keep, least_copies
+from parallel.balance import (
+    Balanced,
+    Seats,
+    Terms,
+    balance,
+    balancedness,
+    keep,
+    least_copies,
+    with_copies,
+)
 from parallel.placement import Copies, Placement
 
 BACK_OFF = 10.0
@@ -200,6 +209,16 @@ class Rebalancing:
         if self._last_shown is None or self._last_shown[0] != key:
             self._last_shown = key, _copies_on(form, ranks, self._busiest)
         return msgspec.structs.replace(self.summary, **self._last_shown[1])
+
+    def first_placement(self, settings: Settings, members: Sequence[Record], first: Placement) -> Placement:
+        """Where experts are in the first group: ``first``, with all copies."""
+        terms, layers = settings.balancing, _layers(members)
+        if terms is None or not terms.num_redundant or not layers:
+            return first
+        seats = _seats(settings, members)
+        conditions = Terms(num_redundant=terms.num_redundant, survive=terms.survive)
+        copies = with_copies(first.copies(), seats, conditions)
+        return Placement((), seats.size, (copies,) * layers)
 
     def placement(self, settings: Settings, members: Sequence[Record], *, lost: bool) -> Placement | None:
         """Where experts are in the next group; None if their load is not balanced.

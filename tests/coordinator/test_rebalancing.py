@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+import pytest
+
 from coordinator.messages import Answer, Balancing, ExpertLoads, GroupPlan, Rebalance, State
 from coordinator.rebalancing import MANY_FAILURES, QUIET
 from coordinator.records import Note, Send
+from parallel.placement import assign_experts
 from tests.coordinator.group_mesh import Mesh
 
 LAYERS = 2
@@ -27,7 +31,6 @@ def begun(balancing: Balancing = BALANCING, names: str = "abc", room: int = 0) -
         mesh.says(name, state=State.LOADED, expert_layers=LAYERS, expert_bytes=LAYERS * COPY_BYTES)
     mesh.all_enter(names)
     mesh.wait(1.0, names)
-    mesh.all_enter(names)
     return mesh
 
 
@@ -211,10 +214,68 @@ def holdings(mesh: Mesh, names: str) -> list[tuple[int, int]]:
     ]
 
 
+@pytest.mark.parametrize("strategy", ["linear", "round_robin"])
+@pytest.mark.parametrize("redundant", [1, 4, 8, 11, 16])
+def test_copies_are_there_from_the_first_group_on(redundant: int, strategy: str) -> None:
+    mesh = Mesh(size=3, balancing=Balancing(window_size=10, windows=2, num_redundant=redundant))
+    mesh.settings = msgspec.structs.replace(mesh.settings, expert_placement_strategy=strategy)
+    for name in "abc":
+        mesh.register(name)
+    for name in "abc":
+        mesh.says(name, state=State.LOADED, expert_layers=LAYERS)
+    (form,) = {form.epoch: form for _, form in mesh.new_forms()}.values()
+    plain = assign_experts(8, 3, strategy)  # type: ignore[arg-type]
+    assert len(form.replicas) == LAYERS
+    for layer, copies in enumerate(form.replicas):
+        counts = sorted(map(len, copies))
+        assert counts == sorted(1 + redundant // 8 + (expert < redundant % 8) for expert in range(8))
+        held = [len(form.placement.experts_of(rank, layer)) for rank in range(3)]
+        assert max(held) == -(-(8 + redundant) // 3), "evenly"
+        assert sum(held) == 8 + redundant
+        assert all(owner in ranks for owner, ranks in zip(plain.owners, copies, strict=True)), (
+            "where they are"
+        )
+    mesh.all_enter("abc")
+    mesh.wait(1.0, "abc")
+    assert newest(mesh) is None, "nothing moves before a load is known"
+
+
+def test_no_copies_are_placed_where_there_is_no_room() -> None:
+    mesh = begun(TWICE, room=4)
+    form = newest(mesh)
+    assert form is not None
+    assert [len(form.placement.experts_of(rank)) for rank in range(3)] == [4, 4, 4]
+    full = begun(TWICE, room=3)
+    form = newest(full)
+    assert form is not None
+    assert sum(map(len, form.placement.copies())) == 9
+
+
+def test_a_mesh_that_cannot_read_its_copies_begins_without() -> None:
+    mesh = Mesh(size=3, balancing=TWICE)
+    for name in "abc":
+        mesh.register(name)
+    for name in "abc":
+        mesh.says(name, state=State.LOADED, expert_layers=LAYERS, experts=FIRST[name])
+    first = mesh.forms["a"]
+    assert all(len(ranks) == 2 for ranks in first.replicas[0])
+    mesh.lost("b", first.epoch, "")
+    mesh.answer("ac")
+    mesh.wait(1.0, "abc")
+    again = mesh.forms["a"]
+    assert again.epoch > first.epoch
+    assert all(len(ranks) == 1 for ranks in again.placement.copies()), "nothing is read for it"
+
+
+FIRST = {"a": ((0, 1, 2),), "b": ((3, 4, 5),), "c": ((6, 7),)}
+"""Experts that three instances hold as they begin."""
+
+
 def test_each_expert_is_on_two_instances_at_once_and_a_death_reads_nothing() -> None:
     mesh = begun(TWICE)
     form = newest(mesh)
     assert form is not None
+    assert form.epoch == 1
     assert all(len(ranks) == 2 for copies in form.replicas for ranks in copies)
     mesh.all_enter("abc")
     balance = mesh.registry.view().balance
