@@ -334,6 +334,8 @@ class Epochs:
         epochs = {record.epoch for record in map(self._records.named, self._names) if record is not None}
         self._begun = epochs == {self.form.epoch}
         self._begun_at = now
+        if self._begun:
+            self.rebalancing.begun(self.form, now)
         older = [record.epoch for record in self._records.values() if record.epoch < self.form.epoch]
         self._broken = max([self._broken, *older])
         self._adopted_at = None
@@ -367,7 +369,7 @@ class Epochs:
             dealt = settings.expert_placement_strategy == "round_robin"
             first = assign_experts(settings.num_experts, len(room), "round_robin" if dealt else "linear")
             if all(not limit or len(first.experts_of(rank)) <= limit for rank, limit in enumerate(room)):
-                return first
+                return self.rebalancing.first_placement(settings, members, first)
         if self.form is not None:
             balanced = self.rebalancing.placement(settings, members, lost=not self._is_well())
             if balanced is not None:

@@ -502,7 +502,7 @@ class BusyExpert(msgspec.Struct, frozen=True):
     share: float
     """Part of all rows."""
     ranks: tuple[int, ...]
-    """Instances that hold it in any layer."""
+    """Instances that hold it in any layer, and are still here."""
 
 
 class ExpertBalance(msgspec.Struct, frozen=True, kw_only=True):
@@ -514,7 +514,10 @@ class ExpertBalance(msgspec.Struct, frozen=True, kw_only=True):
     """Mean over maximum of the instances' rows in the newest one, summed over layers."""
     by_layer: tuple[float, ...] = ()
     held: dict[int, int] = {}
-    """Copies of experts over all layers, by rank of the instance."""
+    """Copies of experts over all layers, by rank of the instance.
+
+    Instances that are gone are left out.
+    """
     replicas: tuple[int, ...] = ()
     """Copies of each expert over all layers.
 

@@ -10,13 +10,24 @@ when the requests of the dead have been computed again, another group puts copie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
 from coordinator.messages import Balancing, BusyExpert, ExpertBalance, GroupPlan, Settings
 from coordinator.records import Record
-from parallel.balance import Balanced, Seats, Terms, balance, balancedness, keep, least_copies
+from parallel.balance import (
+    Balanced,
+    Seats,
+    Terms,
+    balance,
+    balancedness,
+    keep,
+    least_copies,
+    with_copies,
+)
 from parallel.placement import Copies, Placement
 
 BACK_OFF = 10.0
@@ -63,6 +74,12 @@ class Rebalancing:
         """Whether the next group follows a loss."""
         self._quiet_until = 0.0
         self._loads: list[list[int]] = []
+        self._busiest: list[tuple[int, float]] = []
+        """Experts with most rows in the newest window, and their parts of all rows."""
+        self._placed: GroupPlan | None = None
+        """The newest group that has begun; None where all have left."""
+        self._last_shown: tuple[object, dict[str, Any]] | None = None
+        """What :meth:`shown` made of a group, its living members and the busiest experts."""
         self._not_before = 0.0
         self._in_a_row = 0
         """Failures since the last success."""
@@ -125,17 +142,9 @@ class Rebalancing:
         """A group has begun: what was formed to balance has succeeded."""
         self._window = self._newest = self._interval = 0
         self._is_silent = False
+        self._placed = form if form.peers else None
         if self._follows_loss:
             self._follows_loss, self._quiet_until = False, now + QUIET
-        least = min((len(ranks) for layer in form.replicas for ranks in layer), default=1)
-        ranks = [copy for layer in form.replicas for holders in layer for copy in holders]
-        held = {peer.rank: 0 for peer in form.peers}
-        for rank in ranks:
-            held[form.peers[rank // form.ranks].rank] += 1
-        replicas = tuple(sum(map(len, of_expert)) for of_expert in zip(*form.replicas, strict=True))
-        self.summary = msgspec.structs.replace(
-            self.summary, copies=least, held=held if ranks else {}, replicas=replicas
-        )
         if self._epoch == form.epoch:
             self._epoch = self._in_a_row = 0
             self.summary = msgspec.structs.replace(
@@ -187,6 +196,30 @@ class Rebalancing:
 
     # ---- where experts are
 
+    def shown(self, named: Callable[[str], Record | None]) -> ExpertBalance:
+        """The summary, with the copies of experts on instances that are still here.
+
+        ``named`` finds an instance by its name.
+        """
+        form = self._placed
+        if form is None:
+            return self.summary
+        ranks = tuple(peer.rank if named(peer.instance) is not None else None for peer in form.peers)
+        key = form.epoch, ranks, tuple(self._busiest)
+        if self._last_shown is None or self._last_shown[0] != key:
+            self._last_shown = key, _copies_on(form, ranks, self._busiest)
+        return msgspec.structs.replace(self.summary, **self._last_shown[1])
+
+    def first_placement(self, settings: Settings, members: Sequence[Record], first: Placement) -> Placement:
+        """Where experts are in the first group: ``first``, with all copies."""
+        terms, layers = settings.balancing, _layers(members)
+        if terms is None or not terms.num_redundant or not layers:
+            return first
+        seats = _seats(settings, members)
+        conditions = Terms(num_redundant=terms.num_redundant, survive=terms.survive)
+        copies = with_copies(first.copies(), seats, conditions)
+        return Placement((), seats.size, (copies,) * layers)
+
     def placement(self, settings: Settings, members: Sequence[Record], *, lost: bool) -> Placement | None:
         """Where experts are in the next group; None if their load is not balanced.
 
@@ -228,8 +261,8 @@ class Rebalancing:
             windows=self.summary.windows + 1,
             balancedness=balancedness(measured),
             by_layer=tuple(balancedness([each]) for each in measured),
-            busiest=_busiest(self._loads, members),
         )
+        self._busiest = _busiest(self._loads)
         return True
 
     def _balance(
@@ -258,21 +291,37 @@ def _number(member: Record, form: GroupPlan) -> int:
     return loads.number if loads is not None and loads.epoch == form.epoch else 0
 
 
-def _busiest(loads: Sequence[Sequence[int]], members: Sequence[Record]) -> tuple[BusyExpert, ...]:
-    """The experts with most rows over all layers, and who holds them."""
+def _busiest(loads: Sequence[Sequence[int]]) -> list[tuple[int, float]]:
+    """The experts with most rows over all layers, and their parts of all rows."""
     rows = [sum(of_expert) for of_expert in zip(*loads, strict=True)]
     total = sum(rows)
     order = sorted(range(len(rows)), key=lambda expert: (-rows[expert], expert))
-    found = []
-    for expert in (each for each in order[:MOST_BUSY] if rows[each]):
-        owners = tuple(member.rank for member in members if _holds(member, expert, len(loads)))
-        found.append(BusyExpert(expert, rows[expert] / total, owners))
-    return tuple(found)
+    return [(expert, rows[expert] / total) for expert in order[:MOST_BUSY] if rows[expert]]
 
 
-def _holds(member: Record, expert: int, layers: int) -> bool:
-    ranks = range(max(len(member.experts), len(member.experts_by_layer)))
-    return any(expert in member.held(rank, layer) for rank in ranks for layer in range(layers))
+def _copies_on(
+    form: GroupPlan, ranks: Sequence[int | None], busiest: Sequence[tuple[int, float]]
+) -> dict[str, Any]:
+    """Fields of :class:`ExpertBalance` that follow from where experts are.
+
+    ``ranks``: of the group's members, None for those that are gone.
+    """
+    layers = form.replicas or (form.placement.copies(),)
+    holders = [
+        [[rank for copy in copies if (rank := ranks[copy // form.ranks]) is not None] for copies in layer]
+        for layer in layers
+    ]
+    found: dict[str, Any] = {
+        "busiest": tuple(
+            BusyExpert(expert, share, tuple(sorted({rank for layer in holders for rank in layer[expert]})))
+            for expert, share in busiest
+        )
+    }
+    if form.replicas:
+        found["copies"] = min(len(held) for layer in holders for held in layer)
+        found["held"] = dict(Counter(rank for layer in holders for held in layer for rank in held))
+        found["replicas"] = tuple(sum(map(len, of_expert)) for of_expert in zip(*holders, strict=True))
+    return found
 
 
 def _layers(members: Sequence[Record]) -> int:

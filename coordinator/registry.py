@@ -177,7 +177,7 @@ class Registry:
             members=[],
             waiting_for=self._shortage() or self._waiting_for(),
             refused_peers=self.refused_peers,
-            balance=self._epochs.rebalancing.summary if self._balances else None,
+            balance=self._epochs.rebalancing.shown(self._records.named) if self._balances else None,
             complete=self._complete,
         )
 

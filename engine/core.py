@@ -478,7 +478,7 @@ class EngineCore:
 
     def report(self, last_dispatch: int, bad_messages: int) -> InstanceReport:
         """Full report of the instance, for one router."""
-        snapshot = self.snapshot
+        snapshot, fetched = self.snapshot, self.scheduler.totals.fetched_tokens
         return InstanceReport(
             last_dispatch=last_dispatch,
             running=snapshot.running,
@@ -491,7 +491,7 @@ class EngineCore:
             uncached_tokens=snapshot.uncached_tokens,
             queued=snapshot.queued,
             fetch_price=1.0 if self.exchange is None else round(self.exchange.price_now(), 2),
-            transfers=None if self.exchange is None else self.exchange.counters(),
+            transfers=None if self.exchange is None else self.exchange.counters(fetched),
             files=None if self._tier is None else self._tier.counters(),
         )
 

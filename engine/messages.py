@@ -184,10 +184,15 @@ class Counters(msgspec.Struct, frozen=True, array_like=True):
     """Totals since the instance started."""
 
     prompt_tokens: int = 0
+    """Tokens of prompts whose first token was given here.
+
+    A request that goes on here is not among them, so over a mesh each prompt is counted once.
+    """
     generation_tokens: int = 0
+    """Tokens computed, also those that a router cuts off behind a stop string."""
     preemptions: int = 0
     prefix_cache_queries: int = 0
-    """Prompt tokens looked up in the prefix cache."""
+    """Part of ``prompt_tokens`` that was looked up in the prefix cache."""
     prefix_cache_hits: int = 0
     steps: int = 0
     bad_messages: int = 0
@@ -276,7 +281,7 @@ class TransferCounters(msgspec.Struct, frozen=True, array_like=True):
     lent_blocks: int = 0
     """Blocks that were held for other instances."""
     prompt_tokens: int = 0
-    """Tokens of prompts that were fetched, and so not computed."""
+    """Part of :attr:`Counters.prefix_cache_hits` whose blocks were fetched, from instances or files."""
     checked_blocks: int = 0
     """Fetched blocks that were computed as well, and compared."""
     wrong_blocks: int = 0

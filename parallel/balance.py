@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 import msgspec
@@ -35,6 +36,8 @@ WITHOUT = 4
 """Deals in turn: all copies, or one less of one of the three busiest."""
 PARTNERS = 8
 """Ranks with the least loads that the most loaded one may swap with."""
+NEXT = 1e-6
+"""Difference of neighbouring experts of a rank while no load is known."""
 MOST_SWAPS = 400
 """Most swaps in a layer."""
 
@@ -115,6 +118,27 @@ def balance(loads: Sequence[Sequence[float]], held: Sequence[Copies], seats: Sea
         balancedness([(change.mean, change.most_before) for change in changes]),
         balancedness([(change.mean, change.most_after) for change in changes]),
     )
+
+
+def with_copies(held: Copies, seats: Seats, terms: Terms) -> Copies:
+    """A layer with all copies that it may have, before any load is known.
+
+    Each expert has as many copies as the others or one more, the first ones of each rank first: so their
+    copies find room elsewhere. The same arguments, the same copies.
+
+    Raises:
+        ValueError: there is not room for all experts.
+    """
+    slots, total = _slots(len(held), seats, terms)
+    least = least_copies(len(held), seats, terms)
+    numbers: Counter[tuple[int, ...]] = Counter()
+    load = []
+    for ranks in held:
+        load.append(1.0 - NEXT * numbers[ranks])
+        numbers[ranks] += 1
+    layer = _Layer(load, held, seats, slots, total, least)
+    layer.settle_copies()
+    return layer.copies()
 
 
 def balancedness(layers: Sequence[tuple[float, float]]) -> float:
@@ -334,19 +358,22 @@ class _Layer:
         self._loads = self._measured()
 
     def _counts(self) -> list[int]:
-        """Copies of each expert: again and again one more where a copy has most load."""
+        """Copies of each expert: again and again one more where a copy has most load.
+
+        Of equal ones where there are fewest copies: all are equal while no load is known.
+        """
         size = len(self._slots)
         counts = [self._least] * len(self._load)
-        queue = [(-load / self._least, expert) for expert, load in enumerate(self._load)]
+        queue = [(-load / self._least, self._least, expert) for expert, load in enumerate(self._load)]
         heapq.heapify(queue)
         for _ in range(self._total - sum(counts)):
-            while queue and counts[queue[0][1]] >= size:
+            while queue and counts[queue[0][-1]] >= size:
                 heapq.heappop(queue)
             if not queue:
                 break
-            _, expert = queue[0]
+            expert = queue[0][-1]
             counts[expert] += 1
-            heapq.heapreplace(queue, (-self._load[expert] / counts[expert], expert))
+            heapq.heapreplace(queue, (-self._load[expert] / counts[expert], counts[expert], expert))
         return counts
 
     def _drop_surplus(self, expert: int, count: int) -> None:
@@ -404,6 +431,7 @@ class _Layer:
             key=lambda rank: (
                 short and self._seats.instances[rank] in instances,
                 self._seats.hosts[rank] in hosts,
+                self._seats.instances[rank] in instances,
                 self._loads[rank] + (0.0 if is_new or rank in self._held[expert] else 0.02 * each),
                 rank,
             ),

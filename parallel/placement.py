@@ -1,8 +1,9 @@
 """Placement of experts on instances (pure).
 
-The first group of a mesh is placed by :func:`assign_experts`. Strategies have vLLM's names: ``linear`` gives
-each rank a run of neighbours, ``round_robin`` deals them out like cards. Numbers that do not divide give the
-first ranks one expert more. Later groups are placed by :func:`cover`, which moves as little as it can.
+The first group of a mesh is placed by :func:`assign_experts`, and its copies by
+:func:`parallel.balance.with_copies`. Strategies have vLLM's names: ``linear`` gives each rank a run of
+neighbours, ``round_robin`` deals them out like cards. Numbers that do not divide give the first ranks one
+expert more. Later groups are placed by :func:`cover`, which moves as little as it can.
 
 A *rank* is here a member's index in its group, from 0 without gaps.
 """

@@ -138,6 +138,8 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     """Numbers of its layers: [first, stop)."""
     expert_bytes: int = 0
     """Bytes of one expert in all its layers, where experts are spread."""
+    expert_layers: int = 0
+    """Layers with experts that are spread."""
 
 
 class Free(msgspec.Struct, frozen=True, tag="free"):

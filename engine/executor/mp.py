@@ -98,6 +98,7 @@ class MpExecutor:
         self._workers: list[WorkerEnd] = []
         self._kv: list[KVSpec] = []
         self._expert_bytes: list[int] = []
+        self._expert_layers = 0
         self._arithmetic: list[Arithmetic] = []
         self._caches: list[CacheAt | None] = []
         self._num_blocks = 0
@@ -154,6 +155,7 @@ class MpExecutor:
             )  # fmt: skip
         self._kv = [each.facts.kv for each in loaded]
         self._expert_bytes = [each.expert_bytes for each in loaded]
+        self._expert_layers = max(each.expert_layers for each in loaded)
         self._on_cpu = loaded[0].facts.device == "cpu"
         self._serves = True
         return _combined([each.facts for each in loaded])

@@ -310,6 +310,8 @@ class SpreadMpExecutor(MpExecutor):
     def expert_loads(self) -> list[list[int]]:
         """See :class:`.SpreadExecutor`; as of a second ago, over the ranks of its stage."""
         known = [each.expert_loads for each in self._groups.counts if each and each.expert_loads]
+        if not known:
+            return [[0] * self._info.num_experts for _ in range(self._expert_layers)]
         return [[sum(rows) for rows in zip(*layers, strict=True)] for layers in zip(*known, strict=True)]
 
     def link_counts(self) -> list[LinkCount]:

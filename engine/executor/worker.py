@@ -131,7 +131,8 @@ class Worker:
         layers = executor.layers
         if self._spread is not None:
             self._spread.serve(executor)
-        self._send(Loaded(facts, (layers.start, layers.stop), executor.expert_bytes))
+        expert_layers = len(executor.expert_loads())
+        self._send(Loaded(facts, (layers.start, layers.stop), executor.expert_bytes, expert_layers))
         return executor
 
     def _place(self, begin: Begin) -> tuple[int, int] | None:

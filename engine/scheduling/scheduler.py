@@ -124,7 +124,7 @@ class Scheduler:
         self._blocks_for_drafts = 0
         """Blocks that drafts of the step in the making may take."""
         self._expected_blocks = ExpectedPrefixBlocks(pool, rules.block_size)
-        self._totals = Totals()
+        self.totals = Totals()
         self._prompt_share = PromptShare(
             rules.prompt_tokens_beside_decodes or rules.max_num_batched_tokens,
             rules.prompt_seconds_beside_decodes,
@@ -202,16 +202,16 @@ class Scheduler:
     @property
     def num_generated(self) -> int:
         """Tokens generated since the start."""
-        return self._totals.generation_tokens
+        return self.totals.generation_tokens
 
     @property
     def num_steps(self) -> int:
         """Steps scheduled since the start."""
-        return self._totals.steps
+        return self.totals.steps
 
     def counters(self) -> Counters:
         """Totals so far; ``bad_messages`` is the server's."""
-        return self._totals.counters()
+        return self.totals.counters()
 
     def problem_with(self, request: Request) -> str | None:
         """Why a request can never run here, None if it can."""
@@ -260,6 +260,7 @@ class Scheduler:
         """
         if request.status is Status.RUNNING:
             self._preempt(request)
+            request.was_admitted, request.num_fetched = False, 0
 
     # ---- one step
 
@@ -303,7 +304,7 @@ class Scheduler:
         if not rows:
             return None
         step = rows.step(admits, tells_tokens=self._rules.tells_tokens)
-        self._totals.on_step(step.num_tokens)
+        self.totals.on_step(step.num_tokens)
         requests = rows.requests
         self._in_flight.append(UnderWay(step, requests, [request.blocks for request in requests]))
         return step
@@ -513,7 +514,7 @@ class Scheduler:
         rows.add(request, count, new_blocks, draft)
         request.num_in_flight += 1
         self._advance(request, 1)  # whether drafted tokens count is not known yet
-        self._totals.on_draft(len(draft))
+        self.totals.on_draft(len(draft))
         return True
 
     def _take_draft(self, outcome: Outcome, draft: list[int], further: Further) -> None:
@@ -529,7 +530,7 @@ class Scheduler:
             outcome.token_ids.append(token_id)
             outcome.logprobs.extend(further.logprobs[index : index + 1])
             self._add_token(request, token_id)
-        self._totals.on_taken(len(further.tokens))
+        self.totals.on_taken(len(further.tokens))
         if request.drafter is not None and self._speculation is not None:
             self._speculation.learn(request.drafter, len(draft), len(further.tokens))
         if request.status is Status.RUNNING:
@@ -627,7 +628,6 @@ class Scheduler:
             request.was_admitted = True
             request.num_cached = min(request.num_computed, request.num_prompt)
             request.num_cached_output = request.num_computed - request.num_cached
-            self._totals.on_first_admission(request)
         return admit_of(request, request.slot)
 
     # ---- changes of state
@@ -647,7 +647,7 @@ class Scheduler:
 
         A known prefix may spare part of it.
         """
-        self._totals.preemptions += 1
+        self.totals.preemptions += 1
         self._vacate(request)
         if request.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
@@ -670,6 +670,8 @@ class Scheduler:
             request.error = problem
             self._finish(request, FinishReason.ERROR)
             return Outcome(request, [], [])
+        if len(request.token_ids) == request.num_prompt:
+            self.totals.on_first_token(request)
         self._add_token(request, token_id)
         return Outcome(request, [token_id], logprobs)
 
@@ -678,7 +680,7 @@ class Scheduler:
         request.token_ids.append(token_id)
         if request.expected_blocks:
             self._expected_blocks.settle(request)
-        self._totals.generation_tokens += 1
+        self.totals.generation_tokens += 1
         is_over = grammar is not None and grammar.ended  # also where its end was the only token left
         if is_over or (token_id in request.stop_ids and request.num_output >= request.params.min_tokens):
             request.stop_reason = token_id if token_id in request.stop_ids else None

@@ -15,6 +15,8 @@ class Totals:
         self.generation_tokens = 0
         self.preemptions = 0
         self.steps = 0
+        self.fetched_tokens = 0
+        """Tokens of prompts whose blocks were fetched; a part of the cache hits."""
         self._prompt_tokens = 0
         self._cache_hits = 0
         self._scheduled_tokens = 0
@@ -23,13 +25,14 @@ class Totals:
         self._drafted_tokens = 0
         self._taken_by_place: list[int] = []
 
-    def on_first_admission(self, request: Request) -> None:
-        """Count a request that got a slot for the first time.
+    def on_first_token(self, request: Request) -> None:
+        """Count the prompt of a request that has its first token, as vLLM does.
 
-        ``num_cached`` of its prompt was in the prefix cache.
+        An instance where a request goes on does not count it: its prompt was counted before.
         """
         self._prompt_tokens += request.num_prompt
         self._cache_hits += request.num_cached
+        self.fetched_tokens += min(request.num_fetched, request.num_cached)
 
     def on_step(self, num_tokens: int) -> None:
         """Count a scheduled step of so many tokens."""

@@ -193,8 +193,9 @@ class BlockExchange:
             for request in self.requests
         )
 
-    def counters(self) -> TransferCounters:
-        return self._counters
+    def counters(self, prompt_tokens: int = 0) -> TransferCounters:
+        """Totals so far; ``prompt_tokens`` are those that the scheduler has counted."""
+        return msgspec.structs.replace(self._counters, prompt_tokens=prompt_tokens)
 
     # ---- requests
 
@@ -289,9 +290,7 @@ class BlockExchange:
             self._cancel_unwanted(transfer)
 
     def admitted(self, request: Request) -> None:
-        """Count what was fetched for a request that begins to be computed."""
-        tokens, request.num_fetched = min(request.num_fetched, request.num_cached), 0
-        self._count(prompt_tokens=self._counters.prompt_tokens + tokens)
+        """Begin the check of what was fetched for a request that begins to be computed."""
         if self._checks is not None:
             self._checks.admitted(request)
 

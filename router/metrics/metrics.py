@@ -124,14 +124,18 @@ class Metrics:
             ITL_BUCKETS,
         )
         self.computed = Histogram(
-            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens not found in the cache.", LENGTH_BUCKETS
+            "vllm:request_prefill_kv_computed_tokens",
+            "Prompt tokens that the instance of the first token computed.",
+            LENGTH_BUCKETS,
         )
         self.most_tokens = Histogram(
             "vllm:request_max_num_generation_tokens", "Tokens of a request's longest sample.", LENGTH_BUCKETS
         )
         self.prompt_tokens = Histogram("vllm:request_prompt_tokens", "Tokens of prompts.", LENGTH_BUCKETS)
         self.generation_tokens = Histogram(
-            "vllm:request_generation_tokens", "Tokens generated per request.", LENGTH_BUCKETS
+            "vllm:request_generation_tokens",
+            "Tokens of a sample up to its end, that of a stop string included.",
+            LENGTH_BUCKETS,
         )
         self.params_n = Histogram("vllm:request_params_n", "Samples asked for.", COUNT_BUCKETS)
         self.params_max_tokens = Histogram(

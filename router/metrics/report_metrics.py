@@ -39,12 +39,12 @@ def of_reports(
         "kv_cache_usage_perc": "Used part of the KV cache, 1 is all.",
     }
     counters = {
-        "prompt_tokens": "Prompt tokens computed.",
-        "generation_tokens": "Tokens generated.",
+        "prompt_tokens": "Tokens of prompts, counted where the first token of their request was given.",
+        "generation_tokens": "Tokens generated, also those that stop strings cut off.",
         "num_preemptions": "Requests set back for lack of KV blocks.",
         "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
         "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
-        "prompt_tokens_cached": "Prompt tokens that were not computed.",
+        "prompt_tokens_cached": "Part of prompt_tokens that was not computed: cached, or fetched.",
         "external_prefix_cache_queries": "Prompt tokens whose KV blocks were asked of others, or of files.",
         "external_prefix_cache_hits": "Of those, tokens whose blocks came.",
         "spec_decode_num_drafts": "Drafts of tokens computed ahead.",
@@ -97,7 +97,9 @@ def _by_kind(model: str, reports: Mapping[int, InstanceReport], block_size: int 
         "vllm:engine_sleep_state", "1 in the state that the engine is in.", labels=(*LABELS, "sleep_state")
     )
     sources = CounterMetricFamily(
-        "vllm:prompt_tokens_by_source", "Prompt tokens by where they came from.", labels=(*LABELS, "source")
+        "vllm:prompt_tokens_by_source",
+        "Parts of prompt_tokens by where the instance of the first token had them from.",
+        labels=(*LABELS, "source"),
     )
     sizes = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=LABELS)
     taken = CounterMetricFamily(

@@ -67,6 +67,7 @@ class OutputStream:
         """Changes of its numerics class, also between tokens that are not read yet."""
         self.num_tokens = 0
         self.num_cached_tokens = 0
+        """Prompt tokens that the instance of its first token had in its cache."""
         self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
         self.finish_reason: str | None = None
         self._stop_reason: int | str | None = None
@@ -144,7 +145,7 @@ class OutputStream:
             self.is_text_alone
             and delta.finish_reason is None
             and delta.prompt_logprobs is None
-            and delta.num_cached_tokens == self.num_cached_tokens
+            and (self.num_tokens or not delta.num_cached_tokens)
             and len(delta.token_ids) == 1
         ):  # nearly every one
             return Piece(self.read(delta.token_ids), delta.token_ids)
@@ -153,7 +154,7 @@ class OutputStream:
             raise from_failure(delta)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
-        if delta.num_cached_tokens:
+        if not self.num_tokens:  # where a request goes on, its prompt may have come along
             self.num_cached_tokens = delta.num_cached_tokens
         if self._drops_output:
             return self._finish(Piece(), FinishReason.LENGTH)

@@ -146,7 +146,7 @@ def _balance(balance: ExpertBalance) -> str:
             parts.append("num_redundant_experts or room do not suffice for more")
     if balance.busiest:
         busiest = [
-            f"{each.expert} ({each.share:.0%} of rows, on {' '.join(map(str, each.ranks))})"
+            f"{each.expert} ({each.share:.0%} of rows, on {' '.join(map(str, each.ranks)) or 'none'})"
             for each in balance.busiest[:MOST_EXPERTS]
         ]
         parts.append(f"busiest: {', '.join(busiest)}")

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+import pytest
+
 from coordinator.messages import Answer, Balancing, ExpertLoads, GroupPlan, Rebalance, State
 from coordinator.rebalancing import MANY_FAILURES, QUIET
 from coordinator.records import Note, Send
+from parallel.placement import assign_experts
 from tests.coordinator.group_mesh import Mesh
 
 LAYERS = 2
@@ -21,9 +25,11 @@ TWICE = Balancing(window_size=10, windows=2, num_redundant=8, survive=1)
 def begun(balancing: Balancing = BALANCING, names: str = "abc", room: int = 0) -> Mesh:
     """A mesh in its first group, of members with layers of experts."""
     mesh = Mesh(size=len(names), balancing=balancing, room=room)
-    mesh.begin(names)
     for name in names:
-        mesh.says(name, expert_layers=LAYERS, expert_bytes=LAYERS * COPY_BYTES)
+        mesh.register(name)
+    for name in names:
+        mesh.says(name, state=State.LOADED, expert_layers=LAYERS, expert_bytes=LAYERS * COPY_BYTES)
+    mesh.all_enter(names)
     mesh.wait(1.0, names)
     return mesh
 
@@ -136,10 +142,140 @@ def test_an_even_load_moves_nothing() -> None:
     assert newest(mesh) is None
 
 
-def test_each_expert_is_put_on_two_instances_at_once_and_a_death_reads_nothing() -> None:
+def test_owners_are_those_that_live_now() -> None:
+    mesh = begun()
+    mesh.new_forms()
+    report(mesh, "abc", 1, (10, 10, 10, 9000, 8000, 10, 10, 10))
+    assert owners(mesh) == [(3, (1,)), (4, (1,))]
+    mesh.leave("b")
+    assert owners(mesh) == [(3, ()), (4, ())], "nobody has them until the next group"
+    mesh.all_enter("ac")
+    held = {expert: place for place, expert in holdings(mesh, "ac") if expert in (3, 4)}
+    assert owners(mesh) == [(3, (held[3],)), (4, (held[4],))], "though no window has ended"
+
+
+def test_copies_of_the_dead_are_not_counted() -> None:
+    mesh = begun(TWICE)
+    report(mesh, "abc", 1)
+    balance = mesh.registry.view().balance
+    assert balance is not None
+    assert (balance.copies, sum(balance.held.values())) == (2, 16 * LAYERS)
+    dead = balance.held[1]
+    mesh.leave("b")
+    balance = mesh.registry.view().balance
+    assert balance is not None
+    assert (balance.copies, sorted(balance.held)) == (1, [0, 2])
+    assert sum(balance.replicas) == sum(balance.held.values()) == 16 * LAYERS - dead
+    assert all(1 not in each.ranks for each in balance.busiest)
+
+
+def test_a_mesh_that_all_leave_has_no_owners() -> None:
+    mesh = begun()
+    report(mesh, "abc", 1)
+    for name in "abc":
+        mesh.says(name, state=State.DRAINED)
+    mesh.wait(0.5, "abc")
+    for name in "abc":
+        mesh.leave(name)
+    mesh.wait(0.5)
+    balance = mesh.registry.view().balance
+    assert balance is not None
+    assert (balance.busiest, balance.held, mesh.registry.view().members) == ((), {}, [])
+
+
+def test_a_restarted_coordinator_knows_the_copies() -> None:
+    mesh = begun(TWICE)
+    before = mesh.registry.view().balance
+    assert before is not None
+    mesh.restart_coordinator()
+    for name in "abc":
+        mesh.register(name, epoch=mesh.forms[name].epoch, group=mesh.forms[name])
+        mesh.enters(name)
+    mesh.wait(mesh.rules.member_timeout + 1.0, "abc")
+    after = mesh.registry.view().balance
+    assert after is not None
+    assert (after.copies, after.held, after.replicas) == (before.copies, before.held, before.replicas)
+
+
+def owners(mesh: Mesh) -> list[tuple[int, tuple[int, ...]]]:
+    """The two busiest experts, and the instances that the view names for them."""
+    balance = mesh.registry.view().balance
+    assert balance is not None
+    return [(each.expert, each.ranks) for each in balance.busiest[:2]]
+
+
+def holdings(mesh: Mesh, names: str) -> list[tuple[int, int]]:
+    """Ranks of instances, with each expert that they hold in the first layer."""
+    form = mesh.forms[names[0]]
+    return [
+        (form.peers[rank].rank, expert)
+        for expert, ranks in enumerate(form.placement.copies())
+        for rank in ranks
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["linear", "round_robin"])
+@pytest.mark.parametrize("redundant", [1, 4, 8, 11, 16])
+def test_copies_are_there_from_the_first_group_on(redundant: int, strategy: str) -> None:
+    mesh = Mesh(size=3, balancing=Balancing(window_size=10, windows=2, num_redundant=redundant))
+    mesh.settings = msgspec.structs.replace(mesh.settings, expert_placement_strategy=strategy)
+    for name in "abc":
+        mesh.register(name)
+    for name in "abc":
+        mesh.says(name, state=State.LOADED, expert_layers=LAYERS)
+    (form,) = {form.epoch: form for _, form in mesh.new_forms()}.values()
+    plain = assign_experts(8, 3, strategy)  # type: ignore[arg-type]
+    assert len(form.replicas) == LAYERS
+    for layer, copies in enumerate(form.replicas):
+        counts = sorted(map(len, copies))
+        assert counts == sorted(1 + redundant // 8 + (expert < redundant % 8) for expert in range(8))
+        held = [len(form.placement.experts_of(rank, layer)) for rank in range(3)]
+        assert max(held) == -(-(8 + redundant) // 3), "evenly"
+        assert sum(held) == 8 + redundant
+        assert all(owner in ranks for owner, ranks in zip(plain.owners, copies, strict=True)), (
+            "where they are"
+        )
+    mesh.all_enter("abc")
+    mesh.wait(1.0, "abc")
+    assert newest(mesh) is None, "nothing moves before a load is known"
+
+
+def test_no_copies_are_placed_where_there_is_no_room() -> None:
+    mesh = begun(TWICE, room=4)
+    form = newest(mesh)
+    assert form is not None
+    assert [len(form.placement.experts_of(rank)) for rank in range(3)] == [4, 4, 4]
+    full = begun(TWICE, room=3)
+    form = newest(full)
+    assert form is not None
+    assert sum(map(len, form.placement.copies())) == 9
+
+
+def test_a_mesh_that_cannot_read_its_copies_begins_without() -> None:
+    mesh = Mesh(size=3, balancing=TWICE)
+    for name in "abc":
+        mesh.register(name)
+    for name in "abc":
+        mesh.says(name, state=State.LOADED, expert_layers=LAYERS, experts=FIRST[name])
+    first = mesh.forms["a"]
+    assert all(len(ranks) == 2 for ranks in first.replicas[0])
+    mesh.lost("b", first.epoch, "")
+    mesh.answer("ac")
+    mesh.wait(1.0, "abc")
+    again = mesh.forms["a"]
+    assert again.epoch > first.epoch
+    assert all(len(ranks) == 1 for ranks in again.placement.copies()), "nothing is read for it"
+
+
+FIRST = {"a": ((0, 1, 2),), "b": ((3, 4, 5),), "c": ((6, 7),)}
+"""Experts that three instances hold as they begin."""
+
+
+def test_each_expert_is_on_two_instances_at_once_and_a_death_reads_nothing() -> None:
     mesh = begun(TWICE)
     form = newest(mesh)
     assert form is not None
+    assert form.epoch == 1
     assert all(len(ranks) == 2 for copies in form.replicas for ranks in copies)
     mesh.all_enter("abc")
     balance = mesh.registry.view().balance

@@ -22,7 +22,7 @@ from engine.executor import make_executor
 from engine.executor.channel import Channel
 from engine.executor.ends import LocalWorker, RelayedWorker, WorkerEnd
 from engine.executor.group_control import GroupControl
-from engine.executor.messages import Allocated, Computed, Meet, ToWorker
+from engine.executor.messages import Allocated, Computed, Hosting, Loaded, Meet, Read, ToWorker
 from engine.executor.mp import MpExecutor
 from engine.executor.spread_mp import SpreadMpExecutor
 from engine.executor.uni import UniExecutor
@@ -254,6 +254,20 @@ def test_nor_where_experts_are_spread(directory: Path) -> None:
     executor.begin(Step([], []))
     with pytest.raises(WorkerLost, match=r"Worker_0 \(elsewhere\) does not answer: it is stopped, or hangs"):
         executor.finish()
+    executor.close()
+
+
+def test_layers_with_experts_are_known_before_any_row_is_counted(directory: Path) -> None:
+    """Without them the coordinator would place no copies in the first group."""
+    crew: Any = SilentCrew(2)
+    info = msgspec.structs.replace(read_model_info(directory), num_experts=4)
+    executor = SpreadMpExecutor(settings(directory, tensor_parallel_size=2), info, crew, 1, (), (0, 2))
+    facts = ModelFacts("Tiny", 1, 1, 1, "float32", "cpu", KVSpec(3, 100))
+    for worker, messages in zip(crew.workers, ([Hosting(1)], []), strict=True):
+        for each in (*messages, Read(), Loaded(facts, (0, 3), 8, 3)):
+            worker.relay.send(msgspec.msgpack.encode(each))
+    executor.load(lambda _phase: None)
+    assert executor.expert_loads() == [[0] * 4] * 3
     executor.close()
 
 

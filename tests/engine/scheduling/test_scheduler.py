@@ -247,6 +247,41 @@ def test_a_known_prefix_is_not_computed_again() -> None:
     assert (counters.prefix_cache_queries, counters.prefix_cache_hits) == (80, 36)
 
 
+def test_a_prompt_is_counted_with_the_first_token_of_its_request() -> None:
+    bench = Bench(budget=16)
+    prompt = tokens(4, 40)
+    first = bench.add(prompt)
+    bench.step()
+    bench.step()
+    counters = bench.scheduler.counters()
+    assert (counters.prompt_tokens, counters.prefix_cache_queries) == (0, 0), "it may yet go elsewhere"
+    bench.step()
+    assert bench.scheduler.counters().prompt_tokens == 40
+    bench.finish()
+    resumed = bench.add(prompt, max_tokens=9, output_ids=bench.outputs[first])
+    bench.finish()
+    counters = bench.scheduler.counters()
+    assert bench.requests[resumed].num_cached == 40, "its prompt came along"
+    found = (counters.prompt_tokens, counters.prefix_cache_queries, counters.prefix_cache_hits)
+    assert found == (40, 40, 0), "it was counted where its first token was given"
+    left = bench.add(tokens(5, 40))
+    bench.step()
+    assert bench.scheduler.abort((PEER, left))
+    bench.finish()
+    assert bench.scheduler.counters().prompt_tokens == 40
+
+
+def test_a_prompt_that_is_set_back_is_counted_once() -> None:
+    bench = Bench(num_blocks=9, block_size=4, budget=64)
+    prompts = [tokens(seed, 9) for seed in range(3)]
+    for prompt in prompts:
+        bench.add(prompt, max_tokens=12)
+    bench.finish()
+    counters = bench.scheduler.counters()
+    assert counters.preemptions > 0
+    assert counters.prompt_tokens == 27
+
+
 def test_samples_of_one_prompt_share_it_within_a_step() -> None:
     bench = Bench(budget=200)
     prompt = tokens(5, 40)

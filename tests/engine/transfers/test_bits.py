@@ -104,11 +104,13 @@ def test_fetched_prefixes_give_the_bits_of_computed_ones(
         taker.submit(submits, source.mover.address)
         serve(source, taker)
         assert taker.found == alone
-        exchange = taker.core.exchange
-        assert exchange is not None
-        counters = exchange.counters()
+        report = taker.core.report(0, 0)
+        counters, found = report.transfers, report.counters
+        assert counters is not None
         assert counters.fetched_tokens > 100
-        assert counters.prompt_tokens > 100
+        begun = [each for each in submits if not each.output_ids]
+        assert found.prompt_tokens == sum(len(each.prompt_ids) for each in begun)
+        assert 0 < counters.prompt_tokens <= found.prefix_cache_hits < found.prompt_tokens
         assert counters.outcomes.keys() <= {"whole", "absent"}
         for each in (source, taker):
             assert each.core.report(0, 0).blocks_used == 0
@@ -182,6 +184,11 @@ def test_a_source_that_computed_wrongly_is_found_and_costs_no_answer(
         assert exchange is not None
         counters = exchange.counters()
         assert (counters.checked_blocks, counters.wrong_blocks) == (1, int(wrong is not None))
+        report = taker.core.report(0, 0)
+        assert report.transfers is not None
+        fetched = report.counters.prefix_cache_hits
+        assert report.transfers.prompt_tokens == fetched
+        assert (fetched == 0) == (wrong is not None), "what was thrown away does not count"
         assert counters.outcomes == {"whole": 1}, "its digests were right"
         assert ("is not what was computed here" in caplog.text) == (wrong is not None)
         assert taker.core.report(0, 0).blocks_used == 0

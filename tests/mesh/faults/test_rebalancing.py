@@ -12,7 +12,7 @@ from engine.config import SHIPPED_MODEL
 from engine.kernels.core import library
 from engine.model.checkpoint import MODELS_DIRECTORY
 from tests.engine.invariance.answers import How, load
-from tests.mesh.faults.skewed import balance, flags_of, moving
+from tests.mesh.faults.skewed import COPIES, balance, flags_of, moving
 from tests.mesh.faults.test_invariance import FLAGS, bits_of, crowd, lasting
 from tests.mesh.harness import Ports, free_port, serve
 
@@ -25,6 +25,8 @@ pytestmark = [
 
 MOST_SECONDS = 700.0
 """How long all answers are asked for again and again, at most."""
+LAYERS = 6
+"""Layers with experts of the shipped model."""
 MESHES = {
     "two": (100, ["-dp", "2"]),
     "three": (10, ["-dp", "3"]),
@@ -46,6 +48,8 @@ def test_bits_stay_while_experts_move(tmp_path: Path, name: str) -> None:
     ports, admin = Ports(), free_port()
     with serve(tmp_path / "log", *mesh, "-ep", *ports.head(), *FLAGS, *flags_of(admin)) as command:
         command.wait_for(f"{mesh[1]} instances ready")
+        held = balance(admin)["held"]
+        assert sum(held.values()) == COPIES * LAYERS, "copies are there before anything is asked"
         changes = 0
         with moving(ports.url, admin):
             until = time.monotonic() + MOST_SECONDS

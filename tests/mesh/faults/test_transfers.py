@@ -198,9 +198,10 @@ async def streams(
 def test_long_prompts_begin_at_one_instance_and_go_on_at_another(tmp_path: Path) -> None:
     ports = Ports()
     flags = [*FLAGS, "-dpl", "1", "--num-gpu-blocks-override", "1200", "--disaggregation-mode"]
+    details = "--enable-prompt-tokens-details"
     prompts = [[4 + (90 * each + 7 * index) % 4000 for index in range(length)] for each, length in LENGTHS]
     with (
-        serve(tmp_path / "head", "-dp", "2", *ports.head(), *flags, "decode") as head,
+        serve(tmp_path / "head", "-dp", "2", *ports.head(), *flags, "decode", details) as head,
         serve(tmp_path / "other", "--headless", *ports.join(), *flags, "prefill") as other,
     ):
         head.wait_for("2 instances ready")
@@ -209,8 +210,16 @@ def test_long_prompts_begin_at_one_instance_and_go_on_at_another(tmp_path: Path)
         fetched = of(ports, "vllm:external_prefix_cache_hits_total", decoding)
         assert fetched >= 4 * 592, "of long prompts"
         wait_until(lambda: of(ports, "vllm:generation_tokens_total", decoding) > 4 * 250, 5, "they went on")
+        asked = sum(length for _, length in LENGTHS)
+        wait_until(lambda: of_both(ports, "vllm:prompt_tokens_total") == asked, 5, "each prompt counts once")
+        assert sources(ports) == {"local_compute": asked, "local_cache_hit": 0, "external_kv_transfer": 0}
+        assert of_both(ports, "vllm:request_prefill_kv_computed_tokens_sum") == asked
         assert asyncio.run(streams(ports, prompts)) == moved, "from the cache of the decoding one"
         assert of(ports, "vllm:external_prefix_cache_hits_total", decoding) < fetched + 592
+        usage = asyncio.run(usage_of(ports, [3, *prompts[0]]))
+        assert usage == (601, 0), "nothing was cached where its first token was given"
+        wait_until(lambda: of_both(ports, "vllm:prompt_tokens_total") == 2 * asked + 601, 5, "and again")
+        assert sum(sources(ports).values()) == 2 * asked + 601
         assert "are back after" not in head.log, "nothing was lost"
         other.child(f"Engine_{1 - decoding}").kill()
         alone = [[1, *prompt] for prompt in prompts]  # cached nowhere
@@ -221,6 +230,28 @@ def test_long_prompts_begin_at_one_instance_and_go_on_at_another(tmp_path: Path)
 
 LENGTHS = [(0, 600), (1, 600), (2, 60), (3, 600), (4, 60), (5, 600)]
 """Number and tokens of each prompt."""
+
+
+def of_both(ports: Ports, name: str, **labels: str) -> float:
+    return sum(of(ports, name, rank, **labels) for rank in (0, 1))
+
+
+def sources(ports: Ports) -> dict[str, float]:
+    """Prompt tokens of both instances, by where they came from."""
+    name = "vllm:prompt_tokens_by_source_total"
+    names = ("local_compute", "local_cache_hit", "external_kv_transfer")
+    return {source: of_both(ports, name, source=source) for source in names}
+
+
+async def usage_of(ports: Ports, prompt: list[int]) -> tuple[int, int]:
+    """Tokens of a prompt, and the cached ones, as its answer has them."""
+    async with openai.AsyncOpenAI(base_url=f"{ports.url}/v1", api_key="none", max_retries=0) as client:
+        answer = await client.completions.create(
+            model=SHIPPED_MODEL, prompt=prompt, max_tokens=100, extra_body={"ignore_eos": True}
+        )
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    return answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens or 0
 
 
 def test_a_newcomer_has_the_hottest_prefix_before_its_first_request(tmp_path: Path) -> None:

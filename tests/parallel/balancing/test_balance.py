@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.balance import Balanced, Seats, Terms, balance, balancedness, keep, least_copies, rank_loads
+from parallel.balance import (
+    Balanced,
+    Seats,
+    Terms,
+    balance,
+    balancedness,
+    keep,
+    least_copies,
+    rank_loads,
+    with_copies,
+)
 from parallel.placement import Copies
 from parallel.replicas import Replicas, line, serving
 from tests.parallel.balancing import deepseek_balance
@@ -103,6 +113,33 @@ def test_an_expert_with_most_of_the_load_gets_copies() -> None:
     assert copies[0] == (0, 1, 2, 3)
     assert found.after > 0.9
     assert all(sum(rank in ranks for ranks in copies) == 2 for rank in range(4))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("instances", [2, 3, 4])
+@pytest.mark.parametrize("redundant", [0, 1, 4, 5, 8, 11])
+def test_copies_before_any_load_are_even_and_on_other_instances(
+    redundant: int, instances: int, ranks: int
+) -> None:
+    where, held = seats(instances * ranks, ranks=ranks), dealt(8, instances * ranks)
+    copies = with_copies(held, where, Terms(num_redundant=redundant))
+    total = min(8 + redundant, 8 * where.size)
+    assert sum(map(len, copies)) == total
+    assert {len(each) for each in copies} <= {total // 8, -(-total // 8)}
+    assert max(sum(rank in each for each in copies) for rank in range(where.size)) == -(-total // where.size)
+    read = sum(len(set(after) - set(before)) for before, after in zip(held, copies, strict=True))
+    assert read == total - 8, "all stay where they are"
+    if redundant <= 8 * (instances - 1):
+        apart = [{where.instances[rank] for rank in each} for each in copies]
+        assert [len(each) for each in apart] == [len(each) for each in copies], "a death takes one of them"
+
+
+def test_a_join_before_any_load_leaves_copies_even() -> None:
+    terms = Terms(num_redundant=4)
+    held = with_copies(dealt(8, 3), seats(3), terms)
+    found = balance([[0.0] * 8], [held], seats(4), terms)
+    assert sorted(map(len, found.layers[0])) == [1] * 4 + [2] * 4
+    assert found.moves <= 3, "the newcomer's share"
 
 
 def rows_between_hosts(load: Sequence[float], copies: Copies, where: Seats) -> float:

@@ -14,6 +14,7 @@ from router.config import HttpConfig
 from router.mesh import ServedModel
 from router.metrics.metrics import Metrics
 from router.metrics.report_metrics import of_reports
+from router.text.tokens import Tokenizer
 from tests.router.conftest import serving
 from tests.router.fake_mesh import Facts, FakeMesh, failing, saying
 
@@ -153,6 +154,24 @@ def parsed(page: str) -> dict[str, float]:
         ordered = ",".join(sorted(labels.removesuffix("}").split(","))) if labels else ""
         values[f"{metric}{{{ordered}}}" if ordered else metric] = float(value)
     return values
+
+
+def test_tokens_behind_a_stop_string_count_for_instances_alone(
+    served: ServedModel, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode(" Hello world! Hello world!", add_special_tokens=False)
+    report = InstanceReport(0, 0, 0, 0, 0, 100, Counters(generation_tokens=len(ids)))
+    mesh = FakeMesh(served, saying(ids), Facts(reports={0: report}))
+    with serving(mesh, HttpConfig()) as server:
+        body = {"prompt": "a", "max_tokens": 100, "stop": "world"}
+        usage = server.post("/v1/completions", body).json()["usage"]
+        page = server.client.get("/metrics").text
+    values, labels = parsed(page), '{engine="0",model_name="tiny"}'
+    assert usage["completion_tokens"] < len(ids)
+    assert values[f"vllm:request_generation_tokens_sum{labels}"] == usage["completion_tokens"]
+    assert values[f"vllm:generation_tokens_total{labels}"] == len(ids)
+    (told,) = re.findall(r"# HELP vllm:generation_tokens_total (.*)", page)
+    assert "stop strings" in told
 
 
 def test_links_are_counted_by_peer_and_direction() -> None:

@@ -391,6 +391,18 @@ def test_logprobs_have_vllms_shape(mesh: FakeMesh, make_llm: Make) -> None:
     assert output.num_cached_tokens == 3
 
 
+def test_what_was_cached_is_what_the_first_instance_had(mesh: FakeMesh, make_llm: Make) -> None:
+    def script(prompt: Prompt) -> list[Delta]:
+        more = len(prompt.prompt_ids) - 1
+        return [Delta(1, [324]), Delta(1, [367], FinishReason.LENGTH, num_cached_tokens=more)]
+
+    mesh.script = script
+    with make_llm() as llm:
+        (output,) = llm.generate([[9, 10, 11]], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert output.outputs[0].token_ids == [324, 367]
+    assert output.num_cached_tokens == 0
+
+
 def test_text_and_stops(mesh: FakeMesh, make_llm: Make) -> None:
     with make_llm() as llm:
         stopped, silent, plain = llm.generate(

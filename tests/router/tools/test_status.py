@@ -52,7 +52,7 @@ def test_roles_are_shown_where_an_instance_has_one(capsys: pytest.CaptureFixture
 
 
 def test_balance_and_the_busiest_experts_stand_below(capsys: pytest.CaptureFixture[str]) -> None:
-    busiest = (BusyExpert(3, 0.25, (0, 1)), BusyExpert(7, 0.125, (1,)))
+    busiest = (BusyExpert(3, 0.25, (0, 1)), BusyExpert(7, 0.125, (1,)), BusyExpert(2, 0.1, ()))
     balance = ExpertBalance(
         windows=4, balancedness=0.93, changes=2, moves=5, held={0: 12, 1: 10}, busiest=busiest
     )
@@ -60,7 +60,7 @@ def test_balance_and_the_busiest_experts_stand_below(capsys: pytest.CaptureFixtu
     _console().print(as_table(shown))
     printed = " ".join(capsys.readouterr().out.split())
     assert "balancedness 0.93; 2 changes moved 5 copies" in printed
-    assert "busiest: 3 (25% of rows, on 0 1), 7 (12% of rows, on 1)" in printed
+    assert "busiest: 3 (25% of rows, on 0 1), 7 (12% of rows, on 1), 2 (10% of rows, on none)" in printed
     assert "NOT BALANCED" not in printed
     failing = msgspec.structs.replace(balance, failures=3, is_failing=True)
     _console().print(as_table(msgspec.structs.replace(shown, balance=failing)))

@@ -10,7 +10,7 @@ import random
 
 import msgspec
 
-from coordinator.messages import Balancing, Rebalance
+from coordinator.messages import Balancing, GroupPlan, Rebalance
 from coordinator.rebalancing import QUIET
 from parallel.balance import Seats, Terms, least_copies
 from tests.simulator.elastic.instance import Instance
@@ -69,6 +69,12 @@ class BalancedWorld(World):
 
     def reading_fails(self) -> bool:
         return self._chance.random() < self._fails and self.now < self.last_fault
+
+    def _look_whether_it_is_tried_in_vain(self, form: GroupPlan) -> None:
+        super()._look_whether_it_is_tried_in_vain(form)
+        balancing, fits = self.mesh_settings.balancing, len(form.peers) <= self.settings.num_experts
+        if self._highest == 0 and fits and not self.settings.room and balancing is not None:
+            self.checker.begins_balanced(form, balancing.num_redundant)
 
     def ends(self) -> None:
         registry, balancing = self.registry, self.mesh_settings.balancing

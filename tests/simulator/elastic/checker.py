@@ -139,6 +139,16 @@ class Checker(AgreementChecker[str, Position]):
         if any(len(ranks) < least for layer in form.replicas or ((),) for ranks in layer):
             self.broken(Rule.BALANCED, f"{form} keeps fewer than {least} copies of some expert")
 
+    def begins_balanced(self, form: GroupPlan, num_redundant: int) -> None:
+        """Check that the first group has all its copies, evenly over experts."""
+        most = self._num_experts * len(form.peers)
+        total = min(self._num_experts + num_redundant, most)
+        self.counts["begins with copies"] += total > self._num_experts
+        for layer in range(form.placement.num_layers or 1):
+            counts = sorted(map(len, form.placement.copies(layer)))
+            if sum(counts) != total or counts[-1] - counts[0] > 1:
+                self.broken(Rule.BALANCED, f"{form} begins with {counts} copies of {total}")
+
     # ---- membership
 
     def taken_out(self, instance: Instance, *, suspicious: bool) -> None:

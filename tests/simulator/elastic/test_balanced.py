@@ -53,6 +53,7 @@ def test_the_schedules_reach_what_they_are_for() -> None:
         "windows": 2000,
         "operator asks": 50,
         "ends with copies": 3,
+        "begins with copies": 20,
         "kills": 30,
         "groups after a loss": 30,
     }
@@ -72,6 +73,13 @@ class ServesCopiesOfTheDead(Rebalancing):
         )
         empty: tuple[Copies, ...] = tuple((*layer[:-1], ()) for layer in shifted)
         return msgspec.structs.replace(found, replicas=empty)
+
+
+class BeginsWithoutCopies(Rebalancing):
+    """Leaves copies to the first look at loads."""
+
+    def first_placement(self, settings: Settings, members: Sequence[Record], first: Placement) -> Placement:
+        return first
 
 
 class CopiesBeyondRoom(Rebalancing):
@@ -113,6 +121,7 @@ class ForgetsCopiesAfterADeath(Rebalancing):
 
 PLANTED: dict[type[Any], tuple[str, set[Rule]]] = {
     ServesCopiesOfTheDead: ("coordinator.epochs.Rebalancing", {Rule.OWNED}),
+    BeginsWithoutCopies: ("coordinator.epochs.Rebalancing", {Rule.BALANCED}),
     CopiesBeyondRoom: ("coordinator.epochs.Rebalancing", {Rule.OWNED}),
     MovesWhileAGroupForms: (
         "coordinator.registry.Epochs",

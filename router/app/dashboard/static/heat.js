@@ -17,7 +17,7 @@ function balanceOf(balance) {
   const measured = balance.windows ? `balancedness ${balance.balancedness.toFixed(2)}` : "loads not counted yet";
   const changes = `${balance.changes} changes moved ${balance.moves} copies`;
   const busiest = balance.busiest.slice(0, 3)
-    .map((one) => `${one.expert} (${(100 * one.share).toFixed(0)} %, on ${one.ranks.join(", ")})`).join("; ");
+    .map((one) => `${one.expert} (${(100 * one.share).toFixed(0)} %, on ${one.ranks.join(", ") || "none"})`).join("; ");
   const failing = balance.is_failing ? ["not balanced of late: the coordinator's log says why"] : [];
   return [measured, changes, ...failing, ...(held ? [`copies: ${held}`] : []), ...(busiest ? [`busiest: ${busiest}`] : [])]
     .map((textContent) => Object.assign(document.createElement("span"), { textContent }));
