@@ -177,6 +177,29 @@ def raise_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def open_files_problem() -> str | None:
+    """Why too few files may be open for any mesh; None if enough may.
+
+    A soft limit that is too low is raised where the hard one allows it.
+    """
+    if _has_files():
+        return None
+    raise_open_files()
+    if _has_files():
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (
+        f"only {limit} files may be open at once (ulimit -n), too few for a mesh: raise the hard limit above "
+        f"{own_key.FIRST_DESCRIPTOR}, best to {OPEN_FILES}, as with `ulimit -n`, LimitNOFILE= of a systemd "
+        "unit, or --ulimit nofile= of a container"
+    )
+
+
+def _has_files() -> bool:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return limit == resource.RLIM_INFINITY or limit > own_key.FIRST_DESCRIPTOR
+
+
 def shortage_of(error: BaseException) -> str | None:
     """What the host is short of, if that made something fail; else None."""
     for cause in _causes(error):

@@ -63,22 +63,25 @@ def obtain(mesh: MeshConfig) -> MeshKeys:
     found = find(mesh)
     if found is not None:
         return found
-    made, directory = keys.generate(), _directory_to_write()
-    if directory is None:
-        logger.warning(
-            "no directory for the key of this mesh (none of %s is private to this user): others can "
-            "join it only if all are given --mesh-key-file; or set XDG_RUNTIME_DIR",
-            ", ".join(map(str, _directories())),
-        )
-        return made
-    path = directory / _name(mesh)
-    try:
-        keys.write(made, path)
-    except KeyFileError:
-        if not path.exists():
-            raise
-        return keys.load(path)  # another process was faster
-    logger.debug("the key of this mesh is in %s, for processes of this user", path)
+    made = keys.generate()
+    for directory in _directories():
+        path = directory / _name(mesh)
+        if not _is_writable(directory):
+            continue
+        try:
+            keys.write(made, path)
+        except KeyFileError as error:
+            if path.exists():
+                return keys.load(path)  # another process was faster
+            logger.debug("the key of this mesh goes to another place: %s", error)
+        else:
+            logger.debug("the key of this mesh is in %s, for processes of this user", path)
+            return made
+    logger.warning(
+        "no directory for the key of this mesh (none of %s is private to this user and has room): others "
+        "can join it only if all are given --mesh-key-file; or set XDG_RUNTIME_DIR",
+        ", ".join(map(str, _directories())),
+    )
     return made
 
 
@@ -135,14 +138,13 @@ def _directories() -> list[Path]:
     return [each for each in dict.fromkeys(found) if each.is_absolute()]
 
 
-def _directory_to_write() -> Path | None:
-    for directory in _directories():
-        with contextlib.suppress(OSError):
-            if directory.parent.is_dir():
-                directory.mkdir(mode=0o700, exist_ok=True)
-                if _is_usable(directory) and os.access(directory, os.W_OK | os.X_OK):
-                    return directory
-    return None
+def _is_writable(directory: Path) -> bool:
+    """Whether a key can be put into a directory, made if it is missing."""
+    with contextlib.suppress(OSError):
+        if directory.parent.is_dir():
+            directory.mkdir(mode=0o700, exist_ok=True)
+            return _is_usable(directory) and os.access(directory, os.W_OK | os.X_OK)
+    return False
 
 
 def _is_usable(directory: Path) -> bool:

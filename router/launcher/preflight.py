@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+from coordinator.process import process
 from coordinator.process.tracing import TracingMissing, check_installed
 from coordinator.settings.flags import changed
 from engine.config import QUANTIZED_MODELS, SHIPPED_MODEL
@@ -32,6 +33,8 @@ def problem_with(config: ServeConfig) -> str | None:
         os.getcwd()
     except FileNotFoundError:  # libraries that look for their files would fail, each in its own way
         return "the current directory has been deleted: start it in another one"
+    if problem := process.open_files_problem():
+        return problem
     if config.mesh.data_parallel_rpc_port == 0:
         return "--data-parallel-rpc-port must be a port that all processes know, not 0"
     if problem := _trace_problem(config) or _kernels_problem(config):
