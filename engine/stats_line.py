@@ -1,4 +1,4 @@
-"""Log lines about the load of an instance: every ten seconds, and when it drains (pure)."""
+"""Log lines about the load of an instance, every ten seconds and at drains (pure)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StatsLine:
 
 
 def drain_line(load: LoadSnapshot, seconds: float) -> str:
-    """The log line of a drain that begins with this load, and this time for it."""
+    """The log line of a drain that begins, with what is left and how long."""
     if not (requests := load.running + load.waiting):
         return "draining: no request is left here"
     # A launcher that ends altogether has its routers end all requests first, and waits for less.

@@ -9,6 +9,8 @@ import datetime
 import ipaddress
 from pathlib import Path
 
+from coordinator.distribution import install_extra
+
 LIFE = datetime.timedelta(days=3650)
 """For how long a certificate of its own is valid."""
 
@@ -43,7 +45,7 @@ def self_signed(host: str) -> tuple[bytes, bytes]:
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError as error:
         raise CertificateError(
-            "--secure-serving without --cert-path needs cryptography: pip install '.[epp]'"
+            f"--secure-serving without --cert-path needs cryptography: {install_extra('epp')}"
         ) from error
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "lockstep-epp")])

@@ -16,6 +16,7 @@ import uvloop
 
 from coordinator.addresses import is_loopback
 from coordinator.config import LogLevel, MeshConfig, url
+from coordinator.distribution import install_extra
 from coordinator.process import process
 from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.handshakes import KeyRefused
@@ -121,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
         shares_file=True,
     )
     if not is_installed():
-        print("lockstep epp: error: it needs gRPC: pip install '.[epp]' in Lockstep's clone", file=sys.stderr)
+        print(f"lockstep epp: error: it needs gRPC: {install_extra('epp')}", file=sys.stderr)
         return process.EXIT_USAGE
     process.set_up("Picker", config.log_level, config.mesh.observability.log_format)
     keys = process.member_keys(config.mesh, "lockstep epp")

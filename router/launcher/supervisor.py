@@ -262,7 +262,7 @@ class Supervisor:
         self._end(self._status)
 
     def _end_line(self) -> str:
-        """The log line of an end that was asked for: how long requests may still run."""
+        """The log line of an end that was asked for, with the time for requests."""
         if not self.ready:
             return "ends before the mesh is ready"
         if any(spec.role == "router" for spec in self._table):
