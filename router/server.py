@@ -41,6 +41,7 @@ from router.http.listen import at_path, bind, inherited, let_successors_in, name
 from router.http.quotas import Quotas
 from router.http.request_path import prefix_of, without_prefix
 from router.http.shared_files import CONNECTIONS, QUOTAS
+from router.http.tls import tls_problem
 from router.metrics.metrics import Metrics
 from router.metrics.shared_counts import SharedCounts
 
@@ -164,7 +165,7 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
     try:
         settings.load()
     except (ssl.SSLError, OSError) as error:
-        logger.error("--ssl-keyfile, --ssl-certfile or --ssl-ca-certs cannot be used: %s", error)
+        logger.error("%s", tls_problem(http) or f"the endpoint cannot speak TLS: {error}")
         return process.EXIT_FAILED
     feed = dashboard.feed if dashboard else None
     server = _Server(settings, tally, feed, mesh, http.shutdown_timeout)

@@ -10,6 +10,7 @@ import ipaddress
 from pathlib import Path
 
 from coordinator.distribution import install_extra
+from router.http.tls import pair_problem
 
 LIFE = datetime.timedelta(days=3650)
 """For how long a certificate of its own is valid."""
@@ -27,8 +28,12 @@ def certificate(directory: Path | None, host: str) -> tuple[bytes, bytes]:
     """
     if directory is None:
         return self_signed(host)
+    files = directory / "tls.key", directory / "tls.crt"
     try:
-        return (directory / "tls.key").read_bytes(), (directory / "tls.crt").read_bytes()
+        key, chain = (file.read_bytes() for file in files)
+        if problem := pair_problem(*(("--cert-path:", str(file)) for file in files)):
+            raise CertificateError(problem)
+        return key, chain
     except OSError as error:
         raise CertificateError(f"--cert-path: {error.filename}: {error.strerror}") from error
 
