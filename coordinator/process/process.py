@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from coordinator.config import LogFormat, MeshConfig
+from coordinator.config import LogFormat, MeshAddressConfig, MeshConfig
 from coordinator.process.patient_log import PatientHandler
 from coordinator.rpc import keys, own_key
 
@@ -214,7 +214,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def mesh_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:
+def mesh_keys(mesh: MeshAddressConfig, prog: str) -> keys.MeshKeys | None:
     """The keys of ``--mesh-key-file``, or those of this user's mesh on this host; None without.
 
     Ends the process when a file cannot be used.
@@ -222,13 +222,13 @@ def mesh_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:
     return _keys_or_end(mesh, prog, own_key.find)
 
 
-def member_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:
+def member_keys(mesh: MeshAddressConfig, prog: str) -> keys.MeshKeys | None:
     """The same for a process that joins the mesh: without a key, it makes one."""
     return _keys_or_end(mesh, prog, own_key.obtain)
 
 
 def _keys_or_end(
-    mesh: MeshConfig, prog: str, own: Callable[[MeshConfig], keys.MeshKeys | None]
+    mesh: MeshAddressConfig, prog: str, own: Callable[[MeshAddressConfig], keys.MeshKeys | None]
 ) -> keys.MeshKeys | None:
     try:
         if mesh.mesh_key_file is not None:

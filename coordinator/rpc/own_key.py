@@ -19,7 +19,7 @@ import stat
 from pathlib import Path
 
 from coordinator.addresses import is_loopback
-from coordinator.config import MeshConfig
+from coordinator.config import MeshAddressConfig
 from coordinator.rpc import keys
 from coordinator.rpc.keys import KeyFileError, MeshKeys
 
@@ -32,12 +32,12 @@ FIRST_DESCRIPTOR = 200
 """The least number of the descriptor that children inherit: libraries have none so high open."""
 
 
-def is_own(mesh: MeshConfig) -> bool:
+def is_own(mesh: MeshAddressConfig) -> bool:
     """Whether the mesh is on this host only and no option about keys is set."""
     return mesh.mesh_key_file is None and not mesh.insecure_mesh and is_loopback(mesh.data_parallel_address)
 
 
-def find(mesh: MeshConfig) -> MeshKeys | None:
+def find(mesh: MeshAddressConfig) -> MeshKeys | None:
     """The key of this user's mesh with this coordinator, or None if none was made.
 
     Raises:
@@ -52,7 +52,7 @@ def find(mesh: MeshConfig) -> MeshKeys | None:
     return None
 
 
-def obtain(mesh: MeshConfig) -> MeshKeys:
+def obtain(mesh: MeshAddressConfig) -> MeshKeys:
     """The same, made if there is none.
 
     Without a place for the file, this process and those that inherit the key are alone with it.
@@ -103,7 +103,7 @@ def handed_down(descriptor: int) -> str:
     return f"{HANDED_DOWN}{descriptor}"
 
 
-def descriptors(mesh: MeshConfig) -> tuple[int, ...]:
+def descriptors(mesh: MeshAddressConfig) -> tuple[int, ...]:
     """What a child with these settings has to inherit for its key."""
     path = mesh.mesh_key_file or ""
     return (int(path.removeprefix(HANDED_DOWN)),) if path.startswith(HANDED_DOWN) else ()
@@ -112,7 +112,7 @@ def descriptors(mesh: MeshConfig) -> tuple[int, ...]:
 # ---- files
 
 
-def _name(mesh: MeshConfig) -> str:
+def _name(mesh: MeshAddressConfig) -> str:
     """Loopback addresses mean something in one network namespace: containers may share the directory."""
     address = mesh.data_parallel_address
     address = "127.0.0.1" if address == "localhost" else address

@@ -80,7 +80,7 @@ def size_cache(
 
 
 def asked_problem(cache: CacheConfig) -> str | None:
-    """Why no worker on a CPU here can have the asked cache; None if one can.
+    """Why no worker on a CPU can have the asked cache; None if one can.
 
     A cache is never larger than requests can use, so only the flag itself shows that it is a slip.
     """
