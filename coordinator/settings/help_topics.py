@@ -45,7 +45,7 @@ def groups_of(topic: str, groups: Mapping[str, Group]) -> list[Group]:
 
 
 def actions_of(topic: str, actions: Iterable[argparse.Action]) -> list[argparse.Action]:
-    """The listed flags with such a name, else those with it as a part of one."""
+    """The listed flags of such a name, else those with it as a part."""
     shown = [action for action in actions if action.help is not argparse.SUPPRESS]
     wanted = topic.strip().lower().replace("_", "-").lstrip("-")
     exact = [action for action in shown if wanted in (name.lstrip("-") for name in _names(action))]

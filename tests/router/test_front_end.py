@@ -521,6 +521,15 @@ def test_the_id_of_a_request_is_a_field_of_json_lines(tmp_path: Path) -> None:
     assert sorted(about) == ["router.app.refusals", "uvicorn.access"]
 
 
+def test_what_an_open_status_page_asks_for_is_not_in_the_access_log(tmp_path: Path) -> None:
+    with router(tmp_path) as url, httpx2.Client(trust_env=False, base_url=url) as client:
+        assert client.head("/dashboard/feed").status_code == 200
+        assert client.get("/dashboard/style.css").status_code == 200
+    log = (tmp_path / "log").read_text()
+    assert "GET /dashboard/style.css" in log
+    assert "/dashboard/feed" not in log
+
+
 def test_tls(certificate: tuple[str, str], tmp_path: Path) -> None:
     key, chain = certificate
     flags = [
