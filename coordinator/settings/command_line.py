@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import pydoc
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -99,6 +98,8 @@ class OneLineParser(argparse.ArgumentParser):
         """Print what ``--help=TOPIC`` asks for, and end."""
         wanted, formatter = topic.strip().lower(), self._get_formatter()
         if wanted == "page":
+            import pydoc  # loads much, for what few ask
+
             pydoc.pager(self.format_help())
         elif wanted == "all":
             self.print_help()
