@@ -423,7 +423,7 @@ def test_a_broken_template_leaves_completions_alone(loads: Loads) -> None:
     (loads.directory / "chat_template.jinja").write_text("{% if %}")
     model = loads()
     assert completion(model)[0].prompt_ids[0] == BOS
-    with pytest.raises(ApiError, match="no chat template"):
+    with pytest.raises(ApiError, match=r"chat_template\.jinja does not compile: syntax error in line 1"):
         chat(model)
     with pytest.raises(TokenizerError, match="--chat-template cannot be used"):
         loads(chat_template="{% if %}")
