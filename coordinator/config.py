@@ -18,15 +18,16 @@ LogLevel = Annotated[
 ]
 
 
-LogFormat = Literal["text", "json"]
+LogFormat = Annotated[
+    Literal["text", "json"],
+    flag(help="Log format: lines of text, or one JSON object per message."),
+]
 
 
 class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Logs and traces of a mesh."""
 
-    log_format: Annotated[
-        LogFormat, flag(help="Log format: lines of text, or one JSON object per message.")
-    ] = "text"
+    log_format: LogFormat = "text"
     otlp_traces_endpoint: Annotated[
         str | None,
         flag(
@@ -55,7 +56,56 @@ def url(scheme: str, address: str, port: int) -> str:
     return f"{scheme}://[{address}]:{port}" if ":" in address else f"{scheme}://{address}:{port}"
 
 
-class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MeshAddressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the coordinator of a mesh is, and how it is reached."""
+
+    data_parallel_address: Annotated[
+        str, flag("-dpa", help="Address of the coordinator, the same for all instances and routers.")
+    ] = "127.0.0.1"
+    data_parallel_rpc_port: Annotated[Port, flag("-dpp", help="RPC port of the coordinator.")] = 29550
+    mesh_key_file: Annotated[
+        str | None,
+        flag(
+            path=True,
+            help="File with the key of the mesh, made by `lockstep keygen`, the same for all its processes: "
+            "it authenticates and encrypts connections. Required beyond loopback; unset: on loopback the "
+            "head makes one, which processes of the same user find.",
+        ),
+    ] = None
+    insecure_mesh: Annotated[
+        bool,
+        flag(help="Run without a mesh key on any address: unencrypted and unauthenticated."),
+    ] = False
+
+    def __post_init__(self) -> None:
+        self._check_address("--data-parallel-address", self.data_parallel_address)
+
+    def _check_address(self, name: str, address: str) -> None:
+        check_written(name, address)
+        if is_loopback(address):
+            return
+        check_not_wildcard(name, address)
+        if not self.is_guarded:
+            raise ValueError(
+                f"{name} {address} is not loopback, so the mesh needs a key: make one with `lockstep "
+                "keygen FILE`, copy it to all hosts and give --mesh-key-file FILE everywhere (or "
+                "--insecure-mesh, if nobody else can reach that network)"
+            )
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether addresses other than loopback may be used.
+
+        They may with a mesh key, or with ``--insecure-mesh``.
+        """
+        return self.mesh_key_file is not None or self.insecure_mesh
+
+    @property
+    def coordinator_endpoint(self) -> str:
+        return endpoint(self.data_parallel_address, self.data_parallel_rpc_port)
+
+
+class MeshConfig(MeshAddressConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the processes of one mesh find each other."""
 
     data_parallel_size: Annotated[
@@ -74,10 +124,6 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             help="Rank of the first local instance; unset: the coordinator assigns free ranks.",
         ),
     ] = None
-    data_parallel_address: Annotated[
-        str, flag("-dpa", help="Address of the coordinator, the same for all instances and routers.")
-    ] = "127.0.0.1"
-    data_parallel_rpc_port: Annotated[Port, flag("-dpp", help="RPC port of the coordinator.")] = 29550
     headless: Annotated[
         bool, flag(help="Start instances only; they register with a coordinator elsewhere.")
     ] = False
@@ -97,22 +143,10 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Meta(gt=0),
         flag(help="Seconds without any progress after which a start is given up."),
     ] = 600.0
-    mesh_key_file: Annotated[
-        str | None,
-        flag(
-            path=True,
-            help="File with the key of the mesh, made by `lockstep keygen`, the same for all its processes: "
-            "it authenticates and encrypts connections. Required beyond loopback; unset: on loopback the "
-            "head makes one, which processes of the same user find.",
-        ),
-    ] = None
-    insecure_mesh: Annotated[
-        bool,
-        flag(help="Run without a mesh key on any address: unencrypted and unauthenticated."),
-    ] = False
     observability: ObservabilityConfig = ObservabilityConfig()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         size, start = self.data_parallel_size, self.data_parallel_start_rank
         if size is not None and start is not None:
             count = self.local_size
@@ -135,22 +169,8 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
         if self.headless and self.data_parallel_size_local == 0:
             raise ValueError("--headless with -dpl 0 starts nothing: give -dpl 1 or more, or drop --headless")
-        for name, address in (
-            ("--data-parallel-address", self.data_parallel_address),
-            ("--instance-address", self.instance_address),
-        ):
-            if address is None:
-                continue
-            check_written(name, address)
-            if is_loopback(address):
-                continue
-            check_not_wildcard(name, address)
-            if not self.is_guarded:
-                raise ValueError(
-                    f"{name} {address} is not loopback, so the mesh needs a key: make one with `lockstep "
-                    "keygen FILE`, copy it to all hosts and give --mesh-key-file FILE everywhere (or "
-                    "--insecure-mesh, if nobody else can reach that network)"
-                )
+        if self.instance_address is not None:
+            self._check_address("--instance-address", self.instance_address)
 
     @property
     def local_size(self) -> int:
@@ -174,22 +194,10 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return max(self.local_size, everywhere if is_loopback(self.data_parallel_address) else 1)
 
     @property
-    def is_guarded(self) -> bool:
-        """Whether addresses other than loopback may be used.
-
-        They may with a mesh key, or with ``--insecure-mesh``.
-        """
-        return self.mesh_key_file is not None or self.insecure_mesh
-
-    @property
     def is_open(self) -> bool:
         """Whether other hosts can reach the mesh's sockets and no key keeps anybody out."""
         addresses = (self.data_parallel_address, self.instance_address or "127.0.0.1")
         return self.mesh_key_file is None and not all(map(is_loopback, addresses))
-
-    @property
-    def coordinator_endpoint(self) -> str:
-        return endpoint(self.data_parallel_address, self.data_parallel_rpc_port)
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,6 +11,11 @@ DISTRIBUTION = "lockstep-mesh"
 NOT_INSTALLED = "not installed"
 
 
+def install_extra(name: str) -> str:
+    """The command that installs an extra, of a wheel as of a clone."""
+    return f"pip install '{DISTRIBUTION}[{name}]'"
+
+
 def installed_version(package: str = DISTRIBUTION) -> str:
     """The version of a distribution here, :data:`NOT_INSTALLED` if there is none."""
     try:

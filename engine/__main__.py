@@ -35,7 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         Instance(config, keys).run()
     except Ended as ended:
-        logger.log(logging.ERROR if ended.status else logging.INFO, "%s", ended)
+        was_asked_to = ended.status in (0, process.EXIT_INTERRUPTED)
+        logger.log(logging.INFO if was_asked_to else logging.ERROR, "%s", ended)
         return ended.status
     except WorkerLost as error:
         logger.error("lost a worker while starting: %s", error)

@@ -45,7 +45,7 @@ from engine.model.checkpoint import ModelInfo
 from engine.numerics import kind_problem, numerics_of
 from engine.server import Server
 from engine.settings import adopt, ignored_when_joining, resolve
-from engine.stats_line import StatsLine
+from engine.stats_line import StatsLine, drain_line
 from engine.step import ModelFacts
 from engine.step_watch import StepWatch, place_of
 from engine.tiers.block_files import BlockFiles, folder_of
@@ -478,7 +478,8 @@ class Instance:
             self._server.leave()
         elif self._drains and not self._announced_draining:
             self._announced_draining = True
-            logger.info("draining for at most %.0f s", self._server.drain_time_left if self._server else 0.0)
+            seconds = self._server.drain_time_left if self._server else 0.0
+            logger.info("%s", drain_line(core.snapshot, seconds))
             membership.update(state=State.DRAINING, phase="draining")
 
     def _size_cache(self, executor: Executor, facts: ModelFacts, neighbours: int) -> tuple[int, int]:
@@ -559,7 +560,8 @@ class Instance:
         """
         self._stop_signals += 1
         if self._server is None or not self._serving:
-            raise Ended(0, "asked to stop before it was ready")
+            status = process.EXIT_INTERRUPTED if number == signal.SIGINT else 0
+            raise Ended(status, "asked to stop before it was ready")
         if self._stop_signals > 1:
             self._server.leave()
         else:

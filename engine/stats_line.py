@@ -1,4 +1,4 @@
-"""Log line about the throughput and load of an instance, every ten seconds (pure)."""
+"""Log lines about the load of an instance, every ten seconds and at drains (pure)."""
 
 from __future__ import annotations
 
@@ -43,3 +43,14 @@ class StatsLine:
             f"KV cache usage: {snapshot.blocks_used / self._num_blocks:.1%}, "
             f"Prefix cache hit rate: {found / looked_up if looked_up else 0.0:.1%}"
         )
+
+
+def drain_line(load: LoadSnapshot, seconds: float) -> str:
+    """The log line of a drain that begins, with what is left and how long."""
+    if not (requests := load.running + load.waiting):
+        return "draining: no request is left here"
+    # A launcher that ends altogether has its routers end all requests first, and waits for less.
+    return (
+        f"draining {requests} request{'s' * (requests > 1)} for at most {seconds:.0f} s (--drain-timeout), "
+        "or until its launcher ends it"
+    )

@@ -9,6 +9,7 @@ import uvloop
 from coordinator.process import process
 from coordinator.settings.flags import parse
 from router.config import RouterConfig
+from router.http.tls import tls_problem
 from router.launcher.preflight import defaults_problem, template_problem
 
 
@@ -20,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
         description="The OpenAI-compatible endpoint of a Lockstep mesh.",
     )
     process.set_up("Router", config.log_level, config.mesh.observability.log_format)
-    problem = template_problem(config.http)
+    problem = tls_problem(config.http) or template_problem(config.http)
     if problem is None and config.http.generation_config != "auto":  # else it is known with the model
         problem = defaults_problem(config.http, "")
     if problem is not None:

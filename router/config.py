@@ -231,7 +231,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = False
     disable_access_log_for_endpoints: Annotated[
         str, flag(help="Paths whose requests are not logged, separated by commas; empty: log all.")
-    ] = "/health,/ping,/livez,/metrics,/load,/v1/loads"
+    ] = "/health,/ping,/livez,/metrics,/load,/v1/loads,/dashboard/feed"
     dashboard: Annotated[bool, flag(help="Serve a live page about the mesh at / of the endpoint.")] = True
     shutdown_timeout: Annotated[
         float, Meta(ge=0), flag(help="Seconds for running requests to finish after SIGTERM.")

@@ -40,6 +40,8 @@ from router.http.connection import PatientProtocol
 from router.http.listen import at_path, bind, inherited, let_successors_in, name_of
 from router.http.quotas import Quotas
 from router.http.request_path import prefix_of, without_prefix
+from router.http.shared_files import CONNECTIONS, QUOTAS
+from router.http.tls import tls_problem
 from router.metrics.metrics import Metrics
 from router.metrics.shared_counts import SharedCounts
 
@@ -139,9 +141,13 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
     _quiet_uvicorn(http)
     try:
         tracing = _tracing(config)
+        tally, quotas = _tally(config), _quotas(config)
     except TracingMissing as error:
         logger.error("%s", error)
         return process.EXIT_USAGE
+    except OSError as error:
+        logger.error("no file for what routers share: %s", error)
+        return process.EXIT_FAILED
     mesh = MeshClient(
         config.mesh.coordinator_endpoint,
         tokenizer=http.tokenizer,
@@ -155,14 +161,14 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
     dashboard = None
     if http.dashboard:
         dashboard = Dashboard(mesh, metrics.faults_of_all, metrics.in_flight_of_all, config.front_end)
-    settings = _settings(_app(config, mesh, metrics, dashboard, tracing, listeners, keys), http)
+    settings = _settings(_app(config, mesh, metrics, quotas, dashboard, tracing, listeners, keys), http)
     try:
         settings.load()
     except (ssl.SSLError, OSError) as error:
-        logger.error("--ssl-keyfile, --ssl-certfile or --ssl-ca-certs cannot be used: %s", error)
+        logger.error("%s", tls_problem(http) or f"the endpoint cannot speak TLS: {error}")
         return process.EXIT_FAILED
     feed = dashboard.feed if dashboard else None
-    server = _Server(settings, _tally(config), feed, mesh, http.shutdown_timeout)
+    server = _Server(settings, tally, feed, mesh, http.shutdown_timeout)
     following = asyncio.create_task(_follow(mesh, server))
     beside = [following]
     if counts is not None:
@@ -243,18 +249,26 @@ async def _find_the_world(mesh: MeshClient, following: asyncio.Task[None]) -> No
 
 
 def _tally(config: RouterConfig) -> Tally:
-    """The tally that balances connections among routers; one without a launcher is alone."""
+    """The tally that balances connections among routers; one without a launcher is alone.
+
+    Raises:
+        OSError: there is no space for its file.
+    """
     if config.front_ends == 1 or config.counts_directory is None:
         return Tally(None, 0, 1)
-    return Tally(Path(config.counts_directory) / "connections", config.front_end, config.front_ends)
+    return Tally(Path(config.counts_directory) / CONNECTIONS, config.front_end, config.front_ends)
 
 
 def _quotas(config: RouterConfig) -> Quotas:
-    """Quotas shared by all routers of this endpoint."""
+    """Quotas shared by all routers of this endpoint.
+
+    Raises:
+        OSError: there is no space for their file.
+    """
     directory = config.counts_directory
     return Quotas(
         config.http.key_limits,
-        file=None if directory is None else Path(directory) / "quotas",
+        file=None if directory is None else Path(directory) / QUOTAS,
         front_end=config.front_end,
         front_ends=config.front_ends,
     )
@@ -264,6 +278,7 @@ def _app(
     config: RouterConfig,
     mesh: MeshClient,
     metrics: Metrics,
+    quotas: Quotas,
     dashboard: Dashboard | None,
     tracing: Tracing | None,
     listeners: list[socket.socket],
@@ -271,7 +286,7 @@ def _app(
 ) -> ASGIApp:
     """The endpoint, and the admin API beside it."""
 
-    endpoint = make_app(mesh, config.http, metrics, _quotas(config), dashboard, tracing, lambda: mesh.view)
+    endpoint = make_app(mesh, config.http, metrics, quotas, dashboard, tracing, lambda: mesh.view)
     port = listeners[1].getsockname()[1] if len(listeners) > 1 else None
 
     async def command(wish: OperatorCommand) -> Answer:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from coordinator.config import LogFormat, MeshConfig
+from coordinator.config import LogFormat, MeshAddressConfig, MeshConfig
 from coordinator.process.patient_log import PatientHandler
 from coordinator.rpc import keys, own_key
 
@@ -177,6 +177,29 @@ def raise_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def open_files_problem() -> str | None:
+    """Why too few files may be open for any mesh; None if enough may.
+
+    A soft limit that is too low is raised where the hard one allows it.
+    """
+    if _has_files():
+        return None
+    raise_open_files()
+    if _has_files():
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (
+        f"only {limit} files may be open at once (ulimit -n), too few for a mesh: raise the hard limit above "
+        f"{own_key.FIRST_DESCRIPTOR}, best to {OPEN_FILES}, as with `ulimit -n`, LimitNOFILE= of a systemd "
+        "unit, or --ulimit nofile= of a container"
+    )
+
+
+def _has_files() -> bool:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return limit == resource.RLIM_INFINITY or limit > own_key.FIRST_DESCRIPTOR
+
+
 def shortage_of(error: BaseException) -> str | None:
     """What the host is short of, if that made something fail; else None."""
     for cause in _causes(error):
@@ -191,7 +214,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def mesh_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:
+def mesh_keys(mesh: MeshAddressConfig, prog: str) -> keys.MeshKeys | None:
     """The keys of ``--mesh-key-file``, or those of this user's mesh on this host; None without.
 
     Ends the process when a file cannot be used.
@@ -199,13 +222,13 @@ def mesh_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:
     return _keys_or_end(mesh, prog, own_key.find)
 
 
-def member_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:
+def member_keys(mesh: MeshAddressConfig, prog: str) -> keys.MeshKeys | None:
     """The same for a process that joins the mesh: without a key, it makes one."""
     return _keys_or_end(mesh, prog, own_key.obtain)
 
 
 def _keys_or_end(
-    mesh: MeshConfig, prog: str, own: Callable[[MeshConfig], keys.MeshKeys | None]
+    mesh: MeshAddressConfig, prog: str, own: Callable[[MeshAddressConfig], keys.MeshKeys | None]
 ) -> keys.MeshKeys | None:
     try:
         if mesh.mesh_key_file is not None:

@@ -12,13 +12,17 @@ import fcntl
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 PREFIX = "lockstep-run-"
 MARK = "lockstep"
 """A file that marks such a directory: a directory without it is never removed."""
 PLACES = ("/tmp", "/var/tmp", "/dev/shm")
+ROOM = 256 * 1024
+"""Bytes that a place must have left, for files that are written later."""
+NO_FILES: Mapping[str, int] = MappingProxyType({})
 MOST_TRIES = 100
 """Attempts at making a directory.
 
@@ -38,21 +42,38 @@ def places() -> list[Path]:
 
 
 @contextlib.contextmanager
-def runtime_directory() -> Iterator[Path]:
+def runtime_directory(files: Mapping[str, int] = NO_FILES) -> Iterator[Path]:
     """A new directory that only this user can enter; removed at the end.
+
+    ``files``: bytes by name of files that are there from the start, with their space taken.
 
     Raises:
         OSError: there is no place for it.
     """
-    parent = _place()
-    sweep(parent)
-    path, lock = _made(parent)
+    path, lock = _made_somewhere(files)
     try:
         yield path
     finally:
         with contextlib.suppress(OSError):
             _remove(path)
         os.close(lock)
+
+
+def open_reserved(file: Path, num_bytes: int) -> int:
+    """The descriptor of a file whose space is taken, so that it can be mapped.
+
+    A store to a mapped page for which the disk has no space would end the process (SIGBUS).
+
+    Raises:
+        OSError: there is no space.
+    """
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise OSError(error.errno, error.strerror, str(file)) from error
+    return descriptor
 
 
 def sweep(parent: Path) -> None:
@@ -68,6 +89,41 @@ def sweep(parent: Path) -> None:
                 os.close(lock)
 
 
+def _made_somewhere(files: Mapping[str, int]) -> tuple[Path, int]:
+    """A new directory in the first place that has room, and its lock's descriptor."""
+    found = places()
+    for place in found:
+        with contextlib.suppress(OSError):
+            sweep(place)  # what is taken away there may be the room
+            _check(place)
+            path, lock = _made(place)
+            try:
+                for name, num_bytes in files.items():
+                    os.close(open_reserved(path / name, num_bytes))
+            except OSError:
+                _remove(path)
+                os.close(lock)
+                raise
+            return path, lock
+    listed = ", ".join(map(str, found))
+    raise OSError(
+        errno.ENOENT,
+        f"no place for files that processes share: none of {listed} can be written and has "
+        f"{(ROOM + sum(files.values())) // 1024} KiB left; set TMPDIR",
+    )
+
+
+def _check(place: Path) -> None:
+    """Check that files there can be written and locked: some network filesystems have no locks.
+
+    Raises:
+        OSError: they cannot.
+    """
+    with tempfile.TemporaryFile(dir=place) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.posix_fallocate(file.fileno(), 0, ROOM)
+
+
 def _made(parent: Path) -> tuple[Path, int]:
     """A new directory, and the descriptor that holds its lock."""
     for _ in range(MOST_TRIES):
@@ -78,18 +134,6 @@ def _made(parent: Path) -> tuple[Path, int]:
         with contextlib.suppress(OSError):
             path.rmdir()
     raise OSError(errno.EAGAIN, f"directories in {parent} are removed as soon as they are made")
-
-
-def _place() -> Path:
-    found = places()
-    for place in found:
-        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=place) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # some network filesystems have no locks
-            return place
-    listed = ", ".join(map(str, found))
-    raise OSError(
-        errno.ENOENT, f"no place for files that processes share: none of {listed} can be written; set TMPDIR"
-    )
 
 
 def _lock(path: Path) -> int | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from coordinator.addresses import is_loopback
+from coordinator.distribution import install_extra
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -43,8 +44,7 @@ class TracingMissing(Exception):
 
     def __init__(self) -> None:
         super().__init__(
-            "--otlp-traces-endpoint needs OpenTelemetry: pip install '.[otel]' in Lockstep's clone, or leave "
-            "the flag out"
+            f"--otlp-traces-endpoint needs OpenTelemetry: {install_extra('otel')}, or leave the flag out"
         )
 
 

@@ -19,7 +19,7 @@ import stat
 from pathlib import Path
 
 from coordinator.addresses import is_loopback
-from coordinator.config import MeshConfig
+from coordinator.config import MeshAddressConfig
 from coordinator.rpc import keys
 from coordinator.rpc.keys import KeyFileError, MeshKeys
 
@@ -32,12 +32,12 @@ FIRST_DESCRIPTOR = 200
 """The least number of the descriptor that children inherit: libraries have none so high open."""
 
 
-def is_own(mesh: MeshConfig) -> bool:
+def is_own(mesh: MeshAddressConfig) -> bool:
     """Whether the mesh is on this host only and no option about keys is set."""
     return mesh.mesh_key_file is None and not mesh.insecure_mesh and is_loopback(mesh.data_parallel_address)
 
 
-def is_lasting(mesh: MeshConfig) -> bool:
+def is_lasting(mesh: MeshAddressConfig) -> bool:
     """Whether the key is a file of an operator, which later meshes have, too.
 
     One that is made here may be another after a restart of the host, at another port or in a new container.
@@ -45,7 +45,7 @@ def is_lasting(mesh: MeshConfig) -> bool:
     return mesh.mesh_key_file is not None and not mesh.mesh_key_file.startswith(HANDED_DOWN)
 
 
-def find(mesh: MeshConfig) -> MeshKeys | None:
+def find(mesh: MeshAddressConfig) -> MeshKeys | None:
     """The key of this user's mesh with this coordinator, or None if none was made.
 
     Raises:
@@ -60,7 +60,7 @@ def find(mesh: MeshConfig) -> MeshKeys | None:
     return None
 
 
-def obtain(mesh: MeshConfig) -> MeshKeys:
+def obtain(mesh: MeshAddressConfig) -> MeshKeys:
     """The same, made if there is none.
 
     Without a place for the file, this process and those that inherit the key are alone with it.
@@ -71,22 +71,25 @@ def obtain(mesh: MeshConfig) -> MeshKeys:
     found = find(mesh)
     if found is not None:
         return found
-    made, directory = keys.generate(), _directory_to_write()
-    if directory is None:
-        logger.warning(
-            "no directory for the key of this mesh (none of %s is private to this user): others can "
-            "join it only if all are given --mesh-key-file; or set XDG_RUNTIME_DIR",
-            ", ".join(map(str, _directories())),
-        )
-        return made
-    path = directory / _name(mesh)
-    try:
-        keys.write(made, path)
-    except KeyFileError:
-        if not path.exists():
-            raise
-        return keys.load(path)  # another process was faster
-    logger.debug("the key of this mesh is in %s, for processes of this user", path)
+    made = keys.generate()
+    for directory in _directories():
+        path = directory / _name(mesh)
+        if not _is_writable(directory):
+            continue
+        try:
+            keys.write(made, path)
+        except KeyFileError as error:
+            if path.exists():
+                return keys.load(path)  # another process was faster
+            logger.debug("the key of this mesh goes to another place: %s", error)
+        else:
+            logger.debug("the key of this mesh is in %s, for processes of this user", path)
+            return made
+    logger.warning(
+        "no directory for the key of this mesh (none of %s is private to this user and has room): others "
+        "can join it only if all are given --mesh-key-file; or set XDG_RUNTIME_DIR",
+        ", ".join(map(str, _directories())),
+    )
     return made
 
 
@@ -108,7 +111,7 @@ def handed_down(descriptor: int) -> str:
     return f"{HANDED_DOWN}{descriptor}"
 
 
-def descriptors(mesh: MeshConfig) -> tuple[int, ...]:
+def descriptors(mesh: MeshAddressConfig) -> tuple[int, ...]:
     """What a child with these settings has to inherit for its key."""
     path = mesh.mesh_key_file or ""
     return (int(path.removeprefix(HANDED_DOWN)),) if path.startswith(HANDED_DOWN) else ()
@@ -117,7 +120,7 @@ def descriptors(mesh: MeshConfig) -> tuple[int, ...]:
 # ---- files
 
 
-def _name(mesh: MeshConfig) -> str:
+def _name(mesh: MeshAddressConfig) -> str:
     """Loopback addresses mean something in one network namespace: containers may share the directory."""
     address = mesh.data_parallel_address
     address = "127.0.0.1" if address == "localhost" else address
@@ -143,14 +146,13 @@ def _directories() -> list[Path]:
     return [each for each in dict.fromkeys(found) if each.is_absolute()]
 
 
-def _directory_to_write() -> Path | None:
-    for directory in _directories():
-        with contextlib.suppress(OSError):
-            if directory.parent.is_dir():
-                directory.mkdir(mode=0o700, exist_ok=True)
-                if _is_usable(directory) and os.access(directory, os.W_OK | os.X_OK):
-                    return directory
-    return None
+def _is_writable(directory: Path) -> bool:
+    """Whether a key can be put into a directory, made if it is missing."""
+    with contextlib.suppress(OSError):
+        if directory.parent.is_dir():
+            directory.mkdir(mode=0o700, exist_ok=True)
+            return _is_usable(directory) and os.access(directory, os.W_OK | os.X_OK)
+    return False
 
 
 def _is_usable(directory: Path) -> bool:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from coordinator.settings import help_topics
 from coordinator.settings.foreign import Foreign
 
 NEAR = 0.8
@@ -29,8 +30,17 @@ class OneLineParser(argparse.ArgumentParser):
     _in_parts: Mapping[str, str] = {}
     """Long names of flags by all of their names."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._topics: dict[str, argparse._ArgumentGroup] = {}
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def add_topic(self, name: str, title: str) -> argparse._ArgumentGroup:
+        """A group of flags that ``--help=NAME`` shows."""
+        group = self._topics[name] = self.add_argument_group(title)
+        return group
 
     def takes_parts(self, long_name: str, others: Iterable[str]) -> None:
         """Declare a flag of a JSON object whose parts may be given separately."""
@@ -50,6 +60,9 @@ class OneLineParser(argparse.ArgumentParser):
         """Long flags may have underscores for hyphens, and JSON objects may come in parts."""
         argv = list(sys.argv[1:] if args is None else args)
         end = argv.index("--") if "--" in argv else len(argv)  # nothing behind it is a flag
+        for word in argv[:end]:
+            if word.startswith("--help="):
+                self._show(word.partition("=")[2])
         words = [self._spelled(word) for word in self._joined(argv[:end])]
         return super().parse_known_args(words + argv[end:], namespace)
 
@@ -80,6 +93,38 @@ class OneLineParser(argparse.ArgumentParser):
         for long_name, position in reversed(positions.items()):
             left.insert(position, f"{long_name}={json.dumps(objects[long_name])}")
         return left
+
+    def _show(self, topic: str) -> NoReturn:
+        """Print what ``--help=TOPIC`` asks for, and end."""
+        wanted, formatter = topic.strip().lower(), self._get_formatter()
+        if wanted == "page":
+            import pydoc  # loads much, for what few ask
+
+            pydoc.pager(self.format_help())
+        elif wanted == "all":
+            self.print_help()
+        elif wanted == "listgroup":
+            print(help_topics.listed(self._topics), end="")
+        elif groups := help_topics.groups_of(topic, self._topics):
+            sections = [(group.title or "", group._group_actions) for group in groups]
+            print(help_topics.text_of(formatter, sections), end="")
+        elif actions := help_topics.actions_of(topic, self._actions):
+            print(help_topics.text_of(formatter, [(f"Flags with {topic!r}", actions)]), end="")
+        elif foreign := self._foreign(topic):
+            means = (
+                f"is {foreign.here} here"
+                if foreign.here
+                else f"is not there: {foreign.instead or foreign.why}"
+            )
+            print(f"--{foreign.name} {means}")
+        else:
+            self.error(f"--help={topic} names no group and no flag; --help=listgroup lists the groups")
+        self.exit(0)
+
+    def _foreign(self, topic: str) -> Foreign | None:
+        """The flag of another system that has exactly this name."""
+        action = self._option_string_actions.get(f"--{topic.lstrip('-').replace('_', '-')}")
+        return action.flag if isinstance(action, _TakeForeign) else None
 
     def _spelled(self, word: str) -> str:
         """A word with hyphens for underscores if it is a known flag, else unchanged.

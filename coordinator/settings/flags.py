@@ -21,6 +21,7 @@ from msgspec import Meta
 from coordinator.settings.command_line import FOREIGN, OneLineParser, TakeOnce, add_foreign, nearest
 from coordinator.settings.errors import FlagError
 from coordinator.settings.foreign import ForeignError, ForeignFlags
+from coordinator.settings.help_topics import HINT
 
 Config = TypeVar("Config", bound=msgspec.Struct)
 
@@ -67,6 +68,9 @@ class Field(msgspec.Struct, frozen=True):
     path: tuple[str, ...]
     """Field names from the root config down, ``("engine", "cache", "block_size")``."""
     group: str
+    """Title of its group of flags."""
+    config: str
+    """Name of its struct, which is the group's for ``--help=NAME``."""
     names: tuple[str, ...]
     help: str
     positional: bool
@@ -127,6 +131,7 @@ def _fields(config: type[msgspec.Struct], path: tuple[str, ...]) -> Iterator[Fie
         yield Field(
             path=(*path, item.name),
             group=group,
+            config=config.__name__,
             names=tuple(extra.get("names", ())),
             help=description,
             positional=bool(extra.get("positional")),
@@ -204,6 +209,7 @@ def make_parser(config: type[msgspec.Struct], *, prog: str, description: str) ->
     parser = OneLineParser(
         prog=prog,
         description=description,
+        epilog=HINT,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -211,7 +217,7 @@ def make_parser(config: type[msgspec.Struct], *, prog: str, description: str) ->
     groups: dict[str, argparse._ArgumentGroup] = {}
     for field in fields_of(config):
         if field.group not in groups:
-            groups[field.group] = parser.add_argument_group(field.group)
+            groups[field.group] = parser.add_topic(field.config, field.group)
         _add_argument(groups[field.group], field)
         if field.is_json:
             parser.takes_parts(field.long_name, field.names)

@@ -38,6 +38,8 @@ def size_cache(
     block_bytes = facts.kv.bytes_per_token * cache.block_size
     asked_len = config.model.max_model_len
     assert asked_len is not None
+    if facts.device == "cpu" and not config.workers_elsewhere and (problem := asked_problem(cache)):
+        raise TooLittleMemory(problem)
     if cache.num_gpu_blocks_override is not None:
         num_blocks = cache.num_gpu_blocks_override
     else:
@@ -75,6 +77,20 @@ def size_cache(
             capacity, asked_len,
         )  # fmt: skip
     return num_blocks, min(asked_len, capacity)
+
+
+def asked_problem(cache: CacheConfig) -> str | None:
+    """Why no worker on a CPU can have the asked cache; None if one can.
+
+    A cache is never larger than requests can use, so only the flag itself shows that it is a slip.
+    """
+    asked, most = cache.kv_cache_memory_bytes or 0, most_memory()
+    if asked <= most or cache.num_gpu_blocks_override is not None:
+        return None
+    return (
+        f"--kv-cache-memory-bytes asks for {_bytes(asked)} for each worker, and all memory here is "
+        f"{_bytes(most)}: lower it, or leave it out"
+    )
 
 
 def _check_memory(num_blocks: int, cache: CacheConfig, num_bytes: int, neighbours: int) -> None:

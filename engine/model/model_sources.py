@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ SUPPORTED_LAYER_TYPES = frozenset({"attention", "full_attention", "sliding_atten
 RECURRENT_LAYER_TYPES = frozenset(
     {"linear_attention", "conv", "hybrid", "hybrid_sliding", "recurrent", "mamba"}
 )
-OTHER_LAYER_TYPES = frozenset({"chunked_attention", "indexed_attention"})
+OTHER_LAYER_TYPES = frozenset({"chunked_attention", "indexed_attention", "minimax_m3_sparse"})
 """Types without a recurrent state that are not built."""
 LAYER_TYPES = ("layer_types", "layers_block_type")
 """Fields of a config.json that list the type of each layer."""
@@ -43,6 +43,10 @@ PLAIN_HEADS = frozenset(
 The larger model computes logits as one product of the last hidden state, and takes positions of text as any
 model does.
 """
+NO_TYPE = (
+    "has no 'model_type' in its config.json, by which transformers knows a family: add the one of the "
+    "original checkpoint, or pass --trust-remote-code if this one brings its own code"
+)
 ENCODER = "is an encoder-decoder model: only decoder-only models are served"
 RENAMED = {"kimi_k2": "deepseek_v3"}
 """Types that the configuration class of a larger model gives to its language part."""
@@ -73,11 +77,13 @@ def why_not_served(config: Mapping[str, Any], *, trust_remote_code: bool = False
     Empty if none is known. A model that passes may still be refused when its modules have been made.
     """
     text = language_config(config)
-    model_type, text_type = str(config.get("model_type", "")), str(text["model_type"])
     if problem := why_refused(config):
         return problem
+    own_code = trust_remote_code and "AutoConfig" in (config.get("auto_map") or ())
+    if not isinstance(model_type := config.get("model_type"), str) or not model_type:
+        return "" if own_code else NO_TYPE
+    text_type = str(text["model_type"])
     if not is_known(model_type):
-        own_code = trust_remote_code and "AutoConfig" in (config.get("auto_map") or ())
         return "" if own_code or not _names("CONFIG_MAPPING_NAMES") else why_unknown(model_type)
     defaults = config_defaults(text_type)
     if config.get("is_encoder_decoder", defaults.get("is_encoder_decoder")):
@@ -147,19 +153,51 @@ def _layer_types(text: Mapping[str, Any]) -> set[str]:
     for name in LAYER_TYPES:
         if isinstance(listed := text.get(name), list) and listed:
             return {str(each) for each in listed}
-    return _default_layer_types(str(text["model_type"]))
+    filled_in = _filled_in_types(str(text["model_type"]))
+    return {name for name, key in filled_in if not key or _names_any(text, key)}
+
+
+def _names_any(config: Mapping[str, Any], key: str) -> bool:
+    """Whether a legacy key, here or in a part, lists any layer."""
+    if key in config:
+        value = config[key]
+        return any(value) if isinstance(value, list) else bool(value)
+    return any(_names_any(part, key) for part in config.values() if isinstance(part, Mapping))
 
 
 @cache
-def _default_layer_types(model_type: str) -> set[str]:
-    """The types that are not built, of those that the configuration class fills in."""
+def _filled_in_types(model_type: str) -> frozenset[tuple[str, str]]:
+    """The types that are not built, of those that the configuration class fills in.
+
+    Each with the legacy key that it needs in a config.json, empty without one.
+    """
     node = _configuration_class(model_type)
-    found: set[str] = set()
-    for statement in ast.walk(node) if node is not None else ():
-        match statement:
-            case ast.Assign(targets=[ast.Attribute(attr="layer_types")], value=value):
-                found |= {str(each.value) for each in ast.walk(value) if isinstance(each, ast.Constant)}
-    return found & (RECURRENT_LAYER_TYPES | OTHER_LAYER_TYPES)
+    found = frozenset() if node is None else frozenset(_assigned_types(node, ""))
+    return frozenset(each for each in found if each[0] in RECURRENT_LAYER_TYPES | OTHER_LAYER_TYPES)
+
+
+def _assigned_types(node: ast.AST, key: str) -> Iterator[tuple[str, str]]:
+    """Texts assigned to ``layer_types``, with the key whose presence is the condition."""
+    match node:
+        case ast.Assign(targets=[ast.Attribute(attr="layer_types")], value=value):
+            yield from ((str(each.value), key) for each in ast.walk(value) if isinstance(each, ast.Constant))
+        case ast.If(test, body, otherwise):
+            for statement in body:
+                yield from _assigned_types(statement, _key_asked_for(test) or key)
+            for statement in otherwise:
+                yield from _assigned_types(statement, key)
+        case _:
+            for child in ast.iter_child_nodes(node):
+                yield from _assigned_types(child, key)
+
+
+def _key_asked_for(test: ast.expr) -> str:
+    """The key of ``"key" in settings`` in a condition; empty if there is none."""
+    for each in ast.walk(test):
+        match each:
+            case ast.Compare(left=ast.Constant(str(key)), ops=[ast.In()]):
+                return key
+    return ""
 
 
 @cache

@@ -10,7 +10,6 @@ from engine.sampling import (
     ALL_LOGPROBS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
-    MOST_BIAS,
     BadParameter,
     SamplingParams,
 )
@@ -121,14 +120,14 @@ def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, .
 
 
 def _biases(given: Mapping[int | str, float]) -> dict[int, float]:
-    """Biases by token id, clipped to the bounds as in vLLM."""
+    """Biases by token id; those out of bounds are refused later, as with OpenAI."""
     if len(given) > MAX_LOGIT_BIAS:
         refuse(f"logit_bias may name at most {MAX_LOGIT_BIAS} tokens.", "logit_bias")
     if wrong := [str(key) for key in given if not TOKEN_ID.fullmatch(str(key))]:
         named = ", ".join(repr(key[:40]) for key in wrong[:MAX_NAMED])
         more = f" and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
         refuse(f"logit_bias must have token ids as its keys, got {named}{more}.", "logit_bias")
-    return {int(key): min(MOST_BIAS, max(-MOST_BIAS, bias)) for key, bias in given.items()}
+    return {int(key): bias for key, bias in given.items()}
 
 
 def _logprobs(request: GenerationRequest) -> int | None:

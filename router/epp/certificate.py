@@ -9,6 +9,9 @@ import datetime
 import ipaddress
 from pathlib import Path
 
+from coordinator.distribution import install_extra
+from router.http.tls import pair_problem
+
 LIFE = datetime.timedelta(days=3650)
 """For how long a certificate of its own is valid."""
 
@@ -25,8 +28,12 @@ def certificate(directory: Path | None, host: str) -> tuple[bytes, bytes]:
     """
     if directory is None:
         return self_signed(host)
+    files = directory / "tls.key", directory / "tls.crt"
     try:
-        return (directory / "tls.key").read_bytes(), (directory / "tls.crt").read_bytes()
+        key, chain = (file.read_bytes() for file in files)
+        if problem := pair_problem(*(("--cert-path:", str(file)) for file in files)):
+            raise CertificateError(problem)
+        return key, chain
     except OSError as error:
         raise CertificateError(f"--cert-path: {error.filename}: {error.strerror}") from error
 
@@ -43,7 +50,7 @@ def self_signed(host: str) -> tuple[bytes, bytes]:
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError as error:
         raise CertificateError(
-            "--secure-serving without --cert-path needs cryptography: pip install '.[epp]'"
+            f"--secure-serving without --cert-path needs cryptography: {install_extra('epp')}"
         ) from error
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "lockstep-epp")])

@@ -15,7 +15,8 @@ import msgspec
 import uvloop
 
 from coordinator.addresses import is_loopback
-from coordinator.config import LogLevel, MeshConfig, url
+from coordinator.config import LogFormat, LogLevel, MeshAddressConfig, url
+from coordinator.distribution import install_extra
 from coordinator.process import process
 from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.handshakes import KeyRefused
@@ -42,7 +43,7 @@ END_GRACE = 10.0
 class EppConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Endpoint picker."""
 
-    mesh: MeshConfig = MeshConfig()
+    mesh: MeshAddressConfig = MeshAddressConfig()
     host: Annotated[str, flag(help="Address on which gateways reach the picker; 0.0.0.0 for all.")] = (
         "127.0.0.1"
     )
@@ -82,6 +83,7 @@ class EppConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         bool, flag(help="Leave tools out of the prompt if tool_choice is none, as the routers do.")
     ] = False
     log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
 
     def __post_init__(self) -> None:
         if not self.endpoints and self.endpoints_file is None:
@@ -121,9 +123,9 @@ def main(argv: list[str] | None = None) -> int:
         shares_file=True,
     )
     if not is_installed():
-        print("lockstep epp: error: it needs gRPC: pip install '.[epp]' in Lockstep's clone", file=sys.stderr)
+        print(f"lockstep epp: error: it needs gRPC: {install_extra('epp')}", file=sys.stderr)
         return process.EXIT_USAGE
-    process.set_up("Picker", config.log_level, config.mesh.observability.log_format)
+    process.set_up("Picker", config.log_level, config.log_format)
     keys = process.member_keys(config.mesh, "lockstep epp")
     try:
         return uvloop.run(_run(config, keys))

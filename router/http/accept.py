@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from coordinator.process.process import SHORTAGES
+from coordinator.process.runtime import open_reserved
 from coordinator.rpc.complaints import Complaints
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,11 @@ class Tally:
     """Open connections of each router, in memory shared through a small file."""
 
     def __init__(self, file: Path | None, number: int, count: int) -> None:
-        """``number`` of this router among ``count``; a single one needs no ``file``."""
+        """``number`` of this router among ``count``; a single one needs no ``file``.
+
+        Raises:
+            OSError: there is no space for the file.
+        """
         if file is None:
             self._slots = memoryview(bytearray(count * SLOT_BYTES)).cast("i")
         else:
@@ -62,11 +67,15 @@ class Tally:
         self.tell(0)
 
     @staticmethod
+    def num_bytes(count: int) -> int:
+        """Size of the file for so many routers."""
+        return count * SLOT_BYTES
+
+    @staticmethod
     def _shared(file: Path, count: int) -> memoryview[int]:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = open_reserved(file, Tally.num_bytes(count))
         try:
-            os.ftruncate(descriptor, count * SLOT_BYTES)
-            return memoryview(mmap.mmap(descriptor, count * SLOT_BYTES)).cast("i")
+            return memoryview(mmap.mmap(descriptor, Tally.num_bytes(count))).cast("i")
         finally:
             os.close(descriptor)
 

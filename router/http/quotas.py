@@ -13,13 +13,13 @@ import contextlib
 import fcntl
 import math
 import mmap
-import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
+from coordinator.process.runtime import open_reserved
 from router.errors import ApiError
 from router.key_limits import KeyLimits
 
@@ -29,6 +29,7 @@ LOCK_TRIES = 50
 One that is stopped while it holds the lock costs accuracy, not service.
 """
 MINUTE = 60.0
+NUMBER_BYTES = 8
 RUNNING_RETRY = 1
 """Seconds that a client with too many requests at once is asked to wait."""
 
@@ -121,18 +122,18 @@ class Quotas:
         front_end: int = 0,
         front_ends: int = 1,
     ) -> None:
-        """``file``: shared with the other routers; None if there are none."""
+        """``file``: shared with the other routers; None if there are none.
+
+        Raises:
+            OSError: there is no space for the file.
+        """
         self._limits = limits
         self._front_end = front_end
         self._front_ends = front_ends
-        self._width = 3 + front_ends
-        size = max(1, len(limits)) * self._width * 8
-        self._lock = None if file is None else os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
-        if self._lock is None:
-            memory = mmap.mmap(-1, size)
-        else:
-            os.ftruncate(self._lock, size)
-            memory = mmap.mmap(self._lock, size)
+        self._width = _width(front_ends)
+        size = self.num_bytes(len(limits), front_ends)
+        self._lock = None if file is None else open_reserved(file, size)
+        memory = mmap.mmap(-1 if self._lock is None else self._lock, size)
         self._numbers = memoryview(memory).cast("d")
         with self._locked():
             for key in range(len(limits)):  # those of who had this place before ended
@@ -140,6 +141,11 @@ class Quotas:
 
     def __repr__(self) -> str:
         return f"<Quotas of {len(self._limits)} keys>"
+
+    @staticmethod
+    def num_bytes(num_keys: int, front_ends: int) -> int:
+        """Size of the file for so many keys and routers."""
+        return max(1, num_keys) * _width(front_ends) * NUMBER_BYTES
 
     def admit(self, key: int, prompt_tokens: int, now: float | None = None) -> Lease | None:
         """None if nothing limits this key.
@@ -237,6 +243,11 @@ class Quotas:
             yield
         finally:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+
+def _width(front_ends: int) -> int:
+    """Numbers of one key: those of its account, and requests that run at each router."""
+    return 3 + front_ends
 
 
 def _too_many(refusal: Refusal) -> ApiError:

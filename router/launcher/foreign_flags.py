@@ -15,7 +15,7 @@ _MERGE = "there is no LoRA: merge the adapter into the weights and serve the res
 _TEXT = "only text is served: leave it out"
 _WEIGHTS = (
     "how a checkpoint is quantised is seen in it: leave it out; --quantization has names for plain weights "
-    "(docs/use/quantization.md)"
+    "(serve --help=quantization)"
 )
 _NO_CODE = "no code of others runs in the server: leave it out"
 _NO_CODE_CHECKPOINT = "other files of a model are read from a directory only: download them and give that"

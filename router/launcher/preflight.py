@@ -6,16 +6,19 @@ import os
 import sys
 from pathlib import Path
 
+from coordinator.process import process
 from coordinator.process.tracing import TracingMissing, check_installed
 from coordinator.settings.flags import changed
 from engine.config import QUANTIZED_MODELS, SHIPPED_MODEL
 from engine.executor.cluster import why_not
 from engine.groups.transport import installation_problem
+from engine.host.cache_size import asked_problem
 from engine.model.checkpoint import CheckpointError
 from engine.numerics import kind_problem
 from parallel.devices import visible_cuda_devices
 from parallel.topology import usable_cores
 from router.config import HttpConfig, ServeConfig
+from router.http.tls import tls_problem
 from router.launcher.scaling import Machine, ScalingRefused, check_cores
 from router.text.sampling_defaults import sampling_defaults
 from router.text.tokens import TokenizerError, load_tokenizer
@@ -32,9 +35,11 @@ def problem_with(config: ServeConfig) -> str | None:
         os.getcwd()
     except FileNotFoundError:  # libraries that look for their files would fail, each in its own way
         return "the current directory has been deleted: start it in another one"
+    if problem := process.open_files_problem():
+        return problem
     if config.mesh.data_parallel_rpc_port == 0:
         return "--data-parallel-rpc-port must be a port that all processes know, not 0"
-    if problem := _trace_problem(config) or _kernels_problem(config):
+    if problem := _tls_problem(config) or _trace_problem(config) or _instance_problem(config):
         return problem
     if config.ray_flag is not None and (missing := why_not()) is not None:
         return f"{config.ray_flag}: {missing}"
@@ -45,6 +50,11 @@ def problem_with(config: ServeConfig) -> str | None:
     except (ScalingRefused, TracingMissing) as error:
         return str(error)
     return None
+
+
+def _tls_problem(config: ServeConfig) -> str | None:
+    """Why the router here cannot speak TLS; None if it can, or there is none."""
+    return None if config.mesh.headless or config.engine.nodes.node_rank else tls_problem(config.http)
 
 
 def _trace_problem(config: ServeConfig) -> str:
@@ -66,14 +76,16 @@ def _trace_problem(config: ServeConfig) -> str:
     return ""
 
 
-def _kernels_problem(config: ServeConfig) -> str | None:
-    """Why instances cannot run what ``--numerics`` and ``--mesh-transport`` name; None if they can.
+def _instance_problem(config: ServeConfig) -> str | None:
+    """Why instances here cannot run with such kernels, transport and cache; None if they can.
 
     Other hosts of a Ray cluster check it themselves.
     """
     elsewhere = config.ray_flag is not None or config.mesh.local_size == 0
     if elsewhere:
         return None
+    if machine_of(config).devices is None and (problem := asked_problem(config.engine.cache)):
+        return problem
     return kind_problem(config.engine.device) or installation_problem(config.engine.device)
 
 

@@ -36,6 +36,7 @@ from parallel.devices import cuda_devices, visible_cuda_devices
 from parallel.topology import threads_per_worker, usable_cores
 from router.config import HttpConfig, ServeConfig
 from router.http.listen import at_path, bind, wait_for_health
+from router.http.shared_files import shared_files
 from router.launcher.cache_files import CacheFiles
 from router.launcher.endpoint_config import EVERYWHERE
 from router.launcher.environment import with_key
@@ -243,7 +244,8 @@ def _bound(config: ServeConfig, held: contextlib.ExitStack) -> tuple[ServeConfig
 
 def _doors(config: ServeConfig, sockets: list[socket.socket], held: contextlib.ExitStack) -> Doors:
     """Descriptors and files that routers inherit: bound sockets, shared counts, secrets."""
-    counts = str(held.enter_context(runtime_directory()))
+    files = shared_files(config.http, config.api_server_count)
+    counts = str(held.enter_context(runtime_directory(files)))
     secrets = secret_file(config)
     if secrets is not None:
         held.callback(os.close, secrets)

@@ -146,7 +146,7 @@ class Supervisor:
         with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # nohup has it so
         taken = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if with_terminal else []))
         for number in taken if takes_signals else ():
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self._on_signal, number)
         forked = [spec for spec in self._table if self._forks(spec)]
         if self._fork_server is not None:
             logger.info("the fork server (pid %d) loads libraries for all instances", self._fork_server.pid)
@@ -250,12 +250,26 @@ class Supervisor:
             logger.error("%s", error)
             self._end(process.EXIT_REFUSED)
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: int) -> None:
+        if not self._ended.is_set():
+            logger.info("%s", self._end_line())
+        if number == signal.SIGINT and not self.ready:  # as the commands that have no end of their own
+            self._end(process.EXIT_INTERRUPTED)
         if self._stopping:
             for child in self._children.values():  # asked twice: no more waiting for requests
                 if child.spec.role != "coordinator":  # without whom instances cannot leave
                     child.tell(signal.SIGTERM)
         self._end(self._status)
+
+    def _end_line(self) -> str:
+        """The log line of an end that was asked for, with the time for requests."""
+        if not self.ready:
+            return "ends before the mesh is ready"
+        if any(spec.role == "router" for spec in self._table):
+            return f"ends: requests may run for {self._shutdown_timeout:g} s more (--shutdown-timeout)"
+        if any(spec.role == "engine" for spec in self._table):
+            return f"ends: instances drain for at most {self._drain_timeout:g} s (--drain-timeout)"
+        return "ends"
 
     def _end(self, status: int) -> None:
         self._status = self._status or status

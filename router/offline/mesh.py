@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -26,6 +27,7 @@ import uvloop
 from coordinator.addresses import is_ipv6
 from coordinator.config import MeshConfig
 from coordinator.messages import Member, Settings, State
+from coordinator.process import process
 from coordinator.rpc import keys, own_key
 from parallel.devices import cuda_devices
 from parallel.topology import usable_cores
@@ -66,9 +68,11 @@ class PrivateMesh:
         has to know the coordinator's port.
 
         Raises:
-            OSError: the coordinator's port cannot be bound.
+            OSError: the coordinator's port cannot be bound, or too few files may be open.
             coordinator.rpc.keys.KeyFileError: --mesh-key-file cannot be used.
         """
+        if problem := process.open_files_problem():
+            raise OSError(errno.EMFILE, problem)
         self._held = contextlib.ExitStack()
         """Descriptors to close when the processes have ended."""
         self._listener: socket.socket | None = None

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -68,11 +68,17 @@ class ChatTemplateError(ValueError):
 class ChatTemplate:
     """One compiled template."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], where: str = "") -> None:
+        """``where``: the file that has it, for errors.
+
+        Raises:
+            ChatTemplateError: it does not compile.
+        """
         try:
             self._template = _environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise ChatTemplateError(f"The chat template does not compile: {error}") from error
+            named = f"The chat template{where and ' of '}{where} does not compile"
+            raise ChatTemplateError(f"{named}: {_reason(error)}") from error
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
         self.takes_strings, self.takes_parts = self._probe(PROBE), self._probe([_part(PROBE)])
@@ -231,8 +237,10 @@ class ChatTemplate:
 class ChatTemplates:
     """The templates of a model by name: ``default``, perhaps ``tool_use``."""
 
-    def __init__(self, templates: Mapping[str, ChatTemplate]) -> None:
+    def __init__(self, templates: Mapping[str, ChatTemplate], problem: str = "") -> None:
+        """``problem``: why the model's own cannot be used, if that is why there are none."""
         self._templates = dict(templates)
+        self._problem = problem.rstrip(".") or "This model has no chat template"
 
     def __repr__(self) -> str:
         return f"<ChatTemplates {sorted(self._templates)}>"
@@ -241,14 +249,13 @@ class ChatTemplates:
         """The template for a request.
 
         Raises:
-            ChatTemplateError: the model has none.
+            ChatTemplateError: the model has none, or none that works.
         """
         template = self._templates.get("tool_use") if with_tools else None
         template = template or self._templates.get("default")
         if template is None:
             raise ChatTemplateError(
-                "This model has no chat template: use /v1/completions, or start the router with "
-                "--chat-template."
+                f"{self._problem}: use /v1/completions, or start the router with --chat-template."
             )
         return template
 
@@ -265,7 +272,10 @@ def load_chat_templates(directory: Path, tokenizer: Tokenizer, override: str | N
         return ChatTemplates({"default": named_chat_template(override, tokenizer.special_tokens)})
     sources = _from_processor(directory) | _from_config(tokenizer.config) | _from_files(directory)
     return ChatTemplates(
-        {name: ChatTemplate(source, tokenizer.special_tokens) for name, source in sources.items()}
+        {
+            name: ChatTemplate(source.text, tokenizer.special_tokens, source.where)
+            for name, source in sources.items()
+        }
     )
 
 
@@ -320,22 +330,33 @@ def _read(path: Path) -> str:
         raise ChatTemplateError(f"The chat template {path} cannot be read: {reason}") from error
 
 
-def _from_config(config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates of tokenizer_config.json: one string, or a list of ``{"name", "template"}``."""
+class _Source(NamedTuple):
+    text: str
+    where: str
+    """Name of the file that has it."""
+
+
+def _reason(error: jinja2.TemplateError) -> str:
+    """What is wrong with a template, and in which line."""
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return f"syntax error in line {error.lineno}: {error.message}"
+    return str(error)
+
+
+def _from_config(config: Mapping[str, Any], where: str = "tokenizer_config.json") -> dict[str, _Source]:
+    """Templates of a file of JSON: one string, or a list of ``{"name", "template"}``."""
     found = config.get("chat_template")
     if isinstance(found, str):
-        return {"default": found}
+        return {"default": _Source(found, where)}
     if not isinstance(found, list):
         return {}
     try:
-        return {str(entry["name"]): str(entry["template"]) for entry in found}
+        return {str(entry["name"]): _Source(str(entry["template"]), where) for entry in found}
     except (TypeError, KeyError) as error:
-        raise TokenizerError(
-            "chat_template in tokenizer_config.json is no list of named templates"
-        ) from error
+        raise TokenizerError(f"chat_template in {where} is no list of named templates") from error
 
 
-def _from_processor(directory: Path) -> dict[str, str]:
+def _from_processor(directory: Path) -> dict[str, _Source]:
     """Template of chat_template.json, which older multimodal models have."""
     path = directory / "chat_template.json"
     if not path.is_file():
@@ -344,16 +365,15 @@ def _from_processor(directory: Path) -> dict[str, str]:
         found = json.loads(_read(path))
     except (ValueError, RecursionError) as error:
         raise ChatTemplateError(f"The chat template {path} is not valid JSON: {error}") from error
-    return _from_config(found) if isinstance(found, dict) else {}
+    return _from_config(found, path.name) if isinstance(found, dict) else {}
 
 
-def _from_files(directory: Path) -> dict[str, str]:
-    sources = {
-        path.stem: _read(path) for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))
-    }
+def _from_files(directory: Path) -> dict[str, _Source]:
+    paths = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    sources = {path.stem: _Source(_read(path), path.name) for path in paths}
     main = directory / "chat_template.jinja"
     if main.is_file():
-        sources["default"] = _read(main)
+        sources["default"] = _Source(_read(main), main.name)
     return sources
 
 

@@ -68,7 +68,7 @@ def load_text_model(served: ServedModel, config: HttpConfig) -> TextModel:
         if config.chat_template is not None or shortage_of(error) is not None:
             raise TokenizerError(f"--chat-template cannot be used: {error}") from error
         logger.error("chat requests will be refused: %s", error)
-        templates = ChatTemplates({})
+        templates = ChatTemplates({}, str(error))
     defaults = sampling_defaults(config, served.directory)
     if defaults:
         logger.info("sampling defaults: %s", defaults)

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from coordinator.commands import ask, find_view
-from coordinator.config import MeshConfig
+from coordinator.config import MeshAddressConfig
 from coordinator.member_connection import fetch_view
 from coordinator.messages import Drain, Member, Role, Scale, SetRole, State, View
 from coordinator.operations import ACCEPTED
@@ -39,7 +39,7 @@ STALLED = 5.0
 class DrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Drain."""
 
-    mesh: MeshConfig = MeshConfig()
+    mesh: MeshAddressConfig = MeshAddressConfig()
     rank: Annotated[
         Natural | None, flag(positional=True, help="Rank of the instance, as in lockstep status.")
     ] = None
@@ -76,7 +76,7 @@ class DrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class ScaleConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Scale."""
 
-    mesh: MeshConfig = MeshConfig()
+    mesh: MeshAddressConfig = MeshAddressConfig()
     size: Annotated[Count | None, flag(positional=True, help="Total number of instances in the mesh.")] = None
     force: Annotated[bool, flag(help="Drain instances even if none serves then.")] = False
     wait: Annotated[
@@ -92,7 +92,7 @@ class ScaleConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class RoleConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Role."""
 
-    mesh: MeshConfig = MeshConfig()
+    mesh: MeshAddressConfig = MeshAddressConfig()
     rank: Annotated[
         Natural | None, flag(positional=True, help="Rank of the instance, as in lockstep status.")
     ] = None
@@ -147,7 +147,7 @@ def main_role(argv: list[str] | None = None) -> int:
 
 
 async def _carry_out(
-    name: str, mesh: MeshConfig, wish: Drain | Scale | SetRole, wait: bool, timeout: float
+    name: str, mesh: MeshAddressConfig, wish: Drain | Scale | SetRole, wait: bool, timeout: float
 ) -> int:
     """Send the command, print the answer, and wait for the result.
 

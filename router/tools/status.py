@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from coordinator.commands import find_view
-from coordinator.config import MeshConfig
+from coordinator.config import MeshAddressConfig
 from coordinator.member_connection import fetch_view
 from coordinator.messages import ExpertBalance, Member, Role, View
 from coordinator.process import process
@@ -31,7 +31,7 @@ MIN_WIDTH = 124
 class StatusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Status."""
 
-    mesh: MeshConfig = MeshConfig()
+    mesh: MeshAddressConfig = MeshAddressConfig()
     json: Annotated[bool, flag(help="Print JSON instead of a table.")] = False
     watch: Annotated[bool, flag("-w", help="Refresh the table until Ctrl-C.")] = False
     interval: Annotated[

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from engine.messages import Counters
 from engine.scheduling.report_policy import LoadSnapshot
-from engine.stats_line import StatsLine
+from engine.stats_line import StatsLine, drain_line
 
 
 def snapshot(running: int = 0, waiting: int = 0, blocks_used: int = 0) -> LoadSnapshot:
@@ -36,3 +36,10 @@ def test_rest_is_told_once() -> None:
     assert "Avg generation throughput: 0.0 tokens/s, Running: 0 reqs" in last
     assert line.line(Counters(steps=1), snapshot(), 40.0) is None
     assert line.line(Counters(steps=1), snapshot(waiting=1), 50.0) is not None, "it hangs"
+
+
+def test_a_drain_is_announced_with_what_is_left() -> None:
+    assert drain_line(snapshot(), 120.0) == "draining: no request is left here"
+    end = "for at most 120 s (--drain-timeout), or until its launcher ends it"
+    assert drain_line(snapshot(1), 120.0) == f"draining 1 request {end}"
+    assert drain_line(snapshot(3, 2), 120.0) == f"draining 5 requests {end}"

@@ -227,9 +227,9 @@ def test_near_the_context_length(text_model: TextModel) -> None:
     )
 
 
-def test_biases_beyond_the_bound_are_brought_to_it(text_model: TextModel) -> None:
-    (prompt,) = completion(text_model, logit_bias={"5": 101, "6": -1e300, "7": 100})
-    assert prompt.params.logit_bias == {5: 100.0, 6: -100.0, 7: 100.0}
+def test_biases_up_to_the_bound_are_taken(text_model: TextModel) -> None:
+    (prompt,) = completion(text_model, logit_bias={"6": -100, "7": 100})
+    assert prompt.params.logit_bias == {6: -100.0, 7: 100.0}
 
 
 def test_small_temperatures_and_large_top_k(text_model: TextModel) -> None:
@@ -423,7 +423,7 @@ def test_a_broken_template_leaves_completions_alone(loads: Loads) -> None:
     (loads.directory / "chat_template.jinja").write_text("{% if %}")
     model = loads()
     assert completion(model)[0].prompt_ids[0] == BOS
-    with pytest.raises(ApiError, match="no chat template"):
+    with pytest.raises(ApiError, match=r"chat_template\.jinja does not compile: syntax error in line 1"):
         chat(model)
     with pytest.raises(TokenizerError, match="--chat-template cannot be used"):
         loads(chat_template="{% if %}")

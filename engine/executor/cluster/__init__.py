@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib.util
 
-INSTALL = "Ray is not installed here: pip install '.[ray]' in Lockstep's clone, on all nodes of the cluster"
+from coordinator.distribution import install_extra
+
+INSTALL = f"Ray is not installed here: {install_extra('ray')}, on all nodes of the cluster"
 
 
 def why_not() -> str | None:

@@ -47,6 +47,7 @@ def frame_of(mesh: Watched, faults: Faults, num_requests: int, front_end: int, n
         model=settings.served_model_name[0] if settings else None,
         epoch=view.epoch if view is not None else None,
         size=view.size if view is not None else None,
+        max_num_seqs=settings.max_num_seqs if settings else None,
         waiting_for=view.waiting_for if view is not None else "the coordinator",
         coordinator_silent_for=mesh.coordinator_silent_for,
         front_end=front_end,

@@ -81,6 +81,8 @@ class Frame(msgspec.Struct, frozen=True):
     epoch: int | None
     """None: the coordinator has not answered yet."""
     size: int | None
+    max_num_seqs: int | None
+    """Requests that one instance runs at once; None: no model is known yet."""
     waiting_for: str
     coordinator_silent_for: float | None
     front_end: int

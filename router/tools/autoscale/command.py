@@ -16,7 +16,7 @@ from msgspec import Meta
 from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.commands import ask
-from coordinator.config import MeshConfig
+from coordinator.config import MeshAddressConfig
 from coordinator.member_connection import fetch_view
 from coordinator.messages import Scale, State, View
 from coordinator.operations import ACCEPTED
@@ -41,7 +41,7 @@ Seconds = Annotated[float, Meta(ge=0)]
 class AutoscaleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Autoscale."""
 
-    mesh: MeshConfig = MeshConfig()
+    mesh: MeshAddressConfig = MeshAddressConfig()
     min_instances: Annotated[Count, flag(help="Fewest instances.")] = 1
     max_instances: Annotated[Count | None, flag(help="Most instances.")] = None
     target_running: Annotated[Positive, flag(help="Requests per instance, running and waiting.")] = 16.0

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from coordinator.distribution import install_extra
 from coordinator.process import process
 from coordinator.settings.command_line import OneLineParser
 from coordinator.settings.errors import FlagError
@@ -92,7 +93,7 @@ def main(argv: list[str]) -> int:
     try:
         import aiohttp  # noqa: F401
     except ImportError:
-        missing = "this needs aiohttp: pip install '.[bench]' in Lockstep's clone"
+        missing = f"this needs aiohttp: {install_extra('bench')}"
         print(f"{PROG}: error: {missing}", file=sys.stderr)
         return process.EXIT_USAGE
     import uvloop

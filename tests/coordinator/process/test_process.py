@@ -17,6 +17,33 @@ process.raise_open_files()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 
+PROBLEM = """
+import resource
+from coordinator.process import process
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+print(process.open_files_problem())
+"""
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "problem"),
+    [
+        (
+            128,
+            200,
+            "only 200 files may be open at once (ulimit -n), too few for a mesh: raise the hard limit",
+        ),
+        (128, 201, "None"),
+        (201, 201, "None"),
+    ],
+)
+def test_a_limit_of_files_that_is_too_low_for_a_mesh_is_named(soft: int, hard: int, problem: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", PROBLEM.format(soft=soft, hard=hard)],
+        capture_output=True, check=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.startswith(problem)
+
 
 @pytest.mark.parametrize(("soft", "hard", "then"), [(256, 1000, "1000 1000"), (1000, 1000, "1000 1000")])
 def test_as_many_files_may_be_open_as_the_hard_limit_allows(soft: int, hard: int, then: str) -> None:

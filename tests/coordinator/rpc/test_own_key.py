@@ -142,6 +142,22 @@ def test_the_file_is_found_where_another_session_of_this_user_made_it(
     assert own_key.obtain(mesh_at(4711)) == made
 
 
+def test_the_next_place_is_taken_where_one_has_no_room(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = keys.write
+
+    def full(made: keys.MeshKeys, path: Path) -> None:
+        if path.is_relative_to(place):
+            raise KeyFileError(f"{path} cannot be written: No space left on device")
+        write(made, path)
+
+    monkeypatch.setattr(keys, "write", full)
+    made = own_key.obtain(mesh_at(4711))
+    assert own_key.find(mesh_at(4711)) == made
+    assert os.listdir(place / "lockstep") == []
+
+
 def test_a_directory_that_another_user_made_first_is_not_used(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

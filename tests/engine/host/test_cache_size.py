@@ -54,6 +54,18 @@ def test_more_than_there_is_at_all_is_refused(monkeypatch: pytest.MonkeyPatch) -
         sized(kv_cache_memory_bytes=1)
 
 
+def test_more_is_asked_for_than_there_is_though_requests_could_not_use_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cache_size, "most_memory", lambda: 24 * 2**30)
+    assert sized(kv_cache_memory_bytes=24 * 2**30) == (128 * 128, 2048), "what 128 requests can use"
+    with pytest.raises(
+        TooLittleMemory,
+        match=r"--kv-cache-memory-bytes asks for 900\.0 GiB .* all memory here is 24\.0 GiB",
+    ):
+        sized(kv_cache_memory_bytes=900 * 2**30)
+
+
 def test_more_than_is_free_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(cache_size, "available_memory", lambda: 30 * BLOCK)
     sized(num_gpu_blocks_override=30)

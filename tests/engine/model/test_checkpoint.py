@@ -516,6 +516,15 @@ RULED_OUT: dict[str, tuple[dict[str, Any], str]] = {
         "layers of type chunked_attention",
     ),
     "indexed attention": ({"model_type": "deepseek_v32"}, "layers of type indexed_attention"),
+    "sparse attention by a legacy key": (
+        {
+            "model_type": "minimax_m3_vl",
+            "text_config": {"sparse_attention_config": {"sparse_attention_freq": [0, 1]}},
+        },
+        "layers of type minimax_m3_sparse: only full and sliding-window attention is built",
+    ),
+    "no type": ({"model_type": None}, "has no 'model_type'"),
+    "a type that is no word": ({"model_type": 5}, "has no 'model_type'"),
     "an encoder": ({"model_type": "t5"}, "is an encoder-decoder model"),
     "no language model": (
         {"model_type": "clip_text_model"},
@@ -582,6 +591,11 @@ SERVED: dict[str, dict[str, Any]] = {
     "mxfp4": {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
     "sliding windows": {"model_type": "gemma2", "layer_types": ["sliding_attention", "full_attention"]},
     "a language part": {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"}},
+    "a legacy key that makes no layer sparse": {
+        "model_type": "minimax_m3_vl",
+        "text_config": {"sparse_attention_config": {"sparse_attention_freq": [0, 0]}},
+    },
+    "no legacy key": {"model_type": "minimax_m3_vl_text"},
     "a language part by its old name": {"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2"}},
 }
 
@@ -589,6 +603,18 @@ SERVED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", SERVED)
 def test_what_config_json_does_not_rule_out(case: str, tmp_path: Path) -> None:
     check_servable(write_config(tmp_path, **SERVED[case]), trust_remote_code=False)
+
+
+def test_a_config_without_a_type_is_served_only_by_code_of_its_own(tmp_path: Path) -> None:
+    fields = {
+        "architectures": ["OwnForCausalLM"],
+        "vocab_size": 384,
+        "auto_map": {"AutoConfig": "own.Config"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    check_servable(tmp_path, trust_remote_code=True)
+    with pytest.raises(CheckpointError, match="OwnForCausalLM has no 'model_type'"):
+        check_servable(tmp_path, trust_remote_code=False)
 
 
 def test_a_type_that_brings_its_own_code_is_not_ruled_out(tmp_path: Path) -> None:

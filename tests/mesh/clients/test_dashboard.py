@@ -75,6 +75,17 @@ class Page:
         return int(self.run(script, selector)) > 10
 
 
+CELLS_OUTSIDE = """
+return [...document.querySelectorAll('#instances td, #requests td')]
+  .filter((one) => one.getBoundingClientRect().right > innerWidth || one.scrollWidth > one.clientWidth)
+  .map((one) => one.textContent)
+"""
+HEADS_SHOWN = """
+return [...document.querySelectorAll('#instances td')]
+  .map((one) => getComputedStyle(one, '::before').content.replaceAll('"', ''))
+"""
+
+
 def endless_model(directory: Path) -> Path:
     """Copy of the shipped model without an end of sequence, so that answers last."""
     directory.mkdir()
@@ -174,6 +185,13 @@ def test_the_page_shows_load_a_loss_and_chat(tmp_path: Path, monkeypatch: pytest
                         page.run("document.getElementById('theme').click()")
                     assert page.run(wanted)
                     assert screenshot(driver, tmp_path, f"dashboard-{theme}").stat().st_size > 20_000
+                # On a phone every value is inside the screen, with the head of its column.
+                phone = {"width": 375, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+                driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+                wait_until(lambda: page.run("return innerWidth") == 375, 30, "narrow")
+                assert page.run(CELLS_OUTSIDE) == []
+                assert {"KV cache", "tokens/s"} <= set(page.run(HEADS_SHOWN))
+                driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
             finally:
                 load.kill()
 

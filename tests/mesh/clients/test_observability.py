@@ -118,4 +118,4 @@ def test_a_missing_library_is_said_before_anything_starts(tmp_path: Path) -> Non
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 2, done.stderr
-    assert "pip install '.[otel]' in Lockstep's clone" in done.stderr
+    assert "pip install 'lockstep-mesh[otel]'" in done.stderr

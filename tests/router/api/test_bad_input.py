@@ -82,6 +82,8 @@ COMMON: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"x" * 50 + str(i): 1 for i in range(10)}}, "xxx' and 2 more", "logit_bias"),
     ({"logit_bias": {"7": "x"}}, "Expected `float`, got `str`", "logit_bias"),
     ({"logit_bias": {str(VOCAB_SIZE): 1}}, f"names token {VOCAB_SIZE}", "logit_bias"),
+    ({"logit_bias": {"7": 100.5}}, "logit_bias values must be between -100 and 100, got 100.5", "logit_bias"),
+    ({"logit_bias": {"7": 1, "8": -1e300}}, "must be between -100 and 100, got -1e+300", "logit_bias"),
     ({"logit_bias": {"9" * 30: 1}}, "must have token ids as its keys", "logit_bias"),
     (
         {"prompt_logprobs": -1},

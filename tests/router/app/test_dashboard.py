@@ -30,6 +30,7 @@ from router.dispatch.pool import InstanceHealth
 from router.errors import ApiError
 from router.faults import FaultEvent, Faults
 from router.mesh import ServedModel
+from tests.coordinator.test_registry import SETTINGS
 from tests.router.fake_mesh import FakeMesh, saying
 from tests.waiting import until
 
@@ -61,7 +62,11 @@ class Watched:
 
     def __init__(self, size: int) -> None:
         self.view: View | None = View(
-            epoch=4, size=size, settings=None, members=[member(rank) for rank in range(size)], waiting_for=""
+            epoch=4,
+            size=size,
+            settings=SETTINGS,
+            members=[member(rank) for rank in range(size)],
+            waiting_for="",
         )
         self.coordinator_silent_for: float | None = 0.1
         self.num_in_flight = 1000
@@ -192,6 +197,7 @@ def test_frames_are_bounded() -> None:
     assert len(frame.faults) == MAX_FAULTS
     assert frame.faults[-1].at == 99.0
     assert frame.resumes == 200
+    assert frame.max_num_seqs == SETTINGS.max_num_seqs
     assert len(msgspec.json.encode(frame)) < 200_000
     assert frame.instances[0].told is not None
     assert frame.instances[0].told.lockstep is not None
@@ -200,7 +206,8 @@ def test_frames_are_bounded() -> None:
     assert [each.odd for each in frame.instances[:3]] == [0, 1, 2]
     nothing = Watched(0)
     nothing.view = None
-    assert frame_of(nothing, Faults(), 0, 0, 5.0).waiting_for == "the coordinator"
+    silent = frame_of(nothing, Faults(), 0, 0, 5.0)
+    assert (silent.waiting_for, silent.max_num_seqs) == ("the coordinator", None)
 
 
 def test_one_computation_for_all_and_none_for_nobody() -> None:

@@ -34,7 +34,7 @@ def test_without_the_extra_it_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(command, "NEEDED", ("grpc_that_is_not_there", "nowhere.either"))
     assert main(["--endpoints", "127.0.0.1:8000"]) == 2
-    assert "pip install '.[epp]'" in capsys.readouterr().err
+    assert "pip install 'lockstep-mesh[epp]'" in capsys.readouterr().err
 
 
 def test_what_decides_prompts_is_passed_on() -> None:

@@ -57,6 +57,6 @@ def test_without_ray_it_is_said_how_to_get_it(
     for flag in ("--data-parallel-backend", "--distributed-executor-backend"):
         assert main_serve([flag, "ray"]) == 2
         assert (
-            f"{flag} ray: Ray is not installed here: pip install '.[ray]' in Lockstep's clone"
+            f"{flag} ray: Ray is not installed here: pip install 'lockstep-mesh[ray]'"
             in capsys.readouterr().err
         )

@@ -34,6 +34,25 @@ def test_a_trace_that_could_not_be_written_at_the_end_is_refused(
     assert problem_with(parse(*argv, "-dp", "1", "-dpl", "0")) is None, "no instance is here"
 
 
+def test_a_limit_of_files_that_no_mesh_can_run_with_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _which: (200, 200))
+    monkeypatch.setattr("resource.setrlimit", lambda _which, _limits: None)
+    assert "only 200 files may be open at once (ulimit -n)" in (problem_with(parse()) or "")
+
+
+def test_a_cache_larger_than_all_memory_is_refused_before_a_model_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.host.cache_size.most_memory", lambda: 24 * 2**30)
+    argv = ["--device", "cpu", "--kv-cache-memory-bytes"]
+    assert problem_with(parse(*argv, "900G")) == (
+        "--kv-cache-memory-bytes asks for 900.0 GiB for each worker, and all memory here is 24.0 GiB: lower it, "
+        "or leave it out"
+    )
+    assert problem_with(parse(*argv, "24G")) is None
+    assert problem_with(parse(*argv, "900G", "-dp", "1", "-dpl", "0")) is None, "no instance is here"
+
+
 def test_a_trace_where_nobody_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
     found = problem_with(parse("--trace", str(tmp_path / "t.json")))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from router.config import HttpConfig
+from router.mesh import ServedModel
 from router.text import chat_template
 from router.text.chat_template import (
     ChatTemplate,
@@ -15,6 +18,7 @@ from router.text.chat_template import (
     load_chat_templates,
     named_chat_template,
 )
+from router.text.text_model import load_text_model
 from router.text.tokens import Tokenizer, load_tokenizer
 from tests.router import tiny_tokenizer
 from tests.router.talking import SYSTEM_FIRST
@@ -376,8 +380,31 @@ def test_no_template(tmp_path: Path) -> None:
 
 
 def test_a_template_that_does_not_compile() -> None:
-    with pytest.raises(ChatTemplateError, match="does not compile"):
-        template("{% if %}")
+    with pytest.raises(
+        ChatTemplateError, match=r"^The chat template does not compile: syntax error in line 2: Exp"
+    ):
+        template("a\n{% if %}")
+
+
+@pytest.mark.parametrize("file", ["chat_template.jinja", "chat_template.json", "tokenizer_config.json"])
+def test_the_file_and_the_line_of_a_syntax_error_are_named_at_the_start_and_in_answers(
+    file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = "{{ messages }}\n{% for message in messages %}"
+    given = broken if file == "tokenizer_config.json" else None
+    directory = tiny_tokenizer.write_model(tmp_path, chat_template=given)
+    if given is None:
+        text = broken if file.endswith(".jinja") else json.dumps({"chat_template": broken})
+        (directory / file).write_text(text)
+    served = ServedModel(names=("m",), directory=str(directory), max_model_len=64, vocab_size=512)
+    model = load_text_model(served, HttpConfig())
+    problem = (
+        f"The chat template of {file} does not compile: syntax error in line 2: Unexpected end of template"
+    )
+    assert f"chat requests will be refused: {problem}" in caplog.text
+    with pytest.raises(ChatTemplateError, match=re.escape(problem)) as caught:
+        model.templates.choose(with_tools=False)
+    assert str(caught.value).endswith("use /v1/completions, or start the router with --chat-template.")
 
 
 def test_the_same_as_transformers() -> None:

@@ -11,6 +11,14 @@ export function cell(content, className = "") {
   return found;
 }
 
+// On a narrow screen rows are cards: each cell then shows the head of its column.
+function nameCells(table) {
+  const heads = [...document.querySelectorAll(`#${table} th`)].map((head) => head.textContent);
+  for (const row of document.querySelectorAll(`#${table} tbody tr`)) {
+    [...row.cells].forEach((one, column) => { if (one.colSpan === 1) one.dataset.head = heads[column]; });
+  }
+}
+
 function chip(rank) {
   const found = document.createElement("span");
   found.className = "chip";
@@ -54,7 +62,6 @@ function numericsOf(one) {
 }
 
 export function showInstances(frame, point) {
-  const busiest = Math.max(1, ...frame.instances.map((one) => one.load.running + one.load.waiting));
   const rows = frame.instances.map((one) => {
     const { running, waiting, blocks_used: used, blocks_total: total } = one.told ?? one.load;
     const now = point.ranks[one.rank];
@@ -63,7 +70,7 @@ export function showInstances(frame, point) {
     row.dataset.running = running;
     row.append(
       cell(chip(one.rank)), cell(stateOf(one)), cell(String(frame.epoch)),
-      cell(meter((running + waiting) / busiest, `${running} running, ${waiting} waiting`, colorOf(one.rank))),
+      cell(meter(frame.max_num_seqs ? running / frame.max_num_seqs : 0, `${running} running, ${waiting} waiting`, colorOf(one.rank))),
       cell(meter(total ? used / total : 0, total ? `${((100 * used) / total).toFixed(1)}%` : "–", colorOf(one.rank))),
       cell(now ? now.tokens.toFixed(0) : "–", "number"), cell(now ? now.steps.toFixed(1) : "–", "number"),
       numericsOf(one), cell(`${one.host} ${one.pid}`, "name"),
@@ -77,6 +84,9 @@ export function showInstances(frame, point) {
     rows.at(-1).append(more);
   }
   document.querySelector("#instances tbody").replaceChildren(...rows);
+  nameCells("instances");
+  document.getElementById("load-head").title = frame.max_num_seqs
+    ? `part of the ${frame.max_num_seqs} requests that an instance runs at once (--max-num-seqs)` : "";
 }
 
 export function showRequests(frame) {
@@ -91,6 +101,7 @@ export function showRequests(frame) {
     );
     return row;
   }));
+  nameCells("requests");
   const elsewhere = frame.num_requests - frame.num_requests_here;
   const hidden = frame.num_requests_here - frame.requests.length;
   document.getElementById("requests-note").textContent = [
