@@ -41,7 +41,7 @@ def of_reports(
     counters = {
         "prompt_tokens": "Prompt tokens computed.",
         "generation_tokens": "Tokens generated.",
-        "num_preemptions": "Requests set back for lack of KV blocks.",
+        "num_preemptions": "Requests set back for lack of KV blocks, or for others of higher priority.",
         "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
         "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
         "prompt_tokens_cached": "Prompt tokens that were not computed.",
