@@ -58,8 +58,8 @@ def check_completion(request: CompletionRequest) -> None:
         refuse("max_tokens must be at least 1 unless echo or prompt_logprobs is set.", "max_tokens")
 
 
-def check_chat(request: ChatRequest) -> None:
-    """Refuse what /v1/chat/completions cannot do."""
+def check_chat(request: ChatRequest) -> ChatRequest:
+    """Refuse what /v1/chat/completions cannot do; returns the request otherwise."""
     _check_common(request)
     if not request.messages:
         refuse("messages must not be empty.", "messages")
@@ -82,6 +82,7 @@ def check_chat(request: ChatRequest) -> None:
     check_messages(request.messages)
     check_template_fields(request)
     _check_tools(request)
+    return request
 
 
 def _check_common(request: GenerationRequest) -> None:

@@ -28,6 +28,8 @@ MAX_CHOICES = 4096
 """Choices of one request; more are refused with 400."""
 MAX_JSON = 128 * 1024
 """Characters of a schema, of all choices, of structural tags."""
+MAX_JSON_VALUES = MAX_JSON // 2 + 1
+"""Values of a schema: each takes a character, and one more to the next."""
 MAX_JSON_TEXT = 4 * MAX_JSON
 """Characters of a schema that comes as text, with its blanks."""
 MAX_GRAMMAR = 32 * 1024
@@ -127,12 +129,14 @@ def limit_depth(given: Any, param: str, what: str) -> None:
             for each in level
             if isinstance(each, dict | list)
         ]
+        num_values += sum(map(len, lists))
+        if num_values > MAX_JSON_VALUES:
+            refuse(
+                f"{param}: {what} may have {MAX_JSON_VALUES} values at most, got {num_values} or more.", param
+            )
         level = [inner for each in lists for inner in each]
         if not level:
             return
-        num_values += len(level)
-        if num_values > MAX_JSON:  # each has a character at least
-            refuse(f"{param}: {what} may have {MAX_JSON} values at most, got {num_values} or more.", param)
     refuse(f"{param}: {what} is nested too deeply.", param)
 
 
