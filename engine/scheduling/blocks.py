@@ -120,6 +120,10 @@ class BlockPool:
         """Free blocks that remain after these are held."""
         return len(self._free) - sum(self._references[block] == 0 for block in blocks)
 
+    def num_holders(self, block: int) -> int:
+        """Requests that hold a block; 0: it is free."""
+        return self._references[block]
+
     def hold(self, blocks: Sequence[int]) -> None:
         """Take a reference to each (known) block."""
         for block in blocks:

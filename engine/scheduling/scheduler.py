@@ -2,7 +2,8 @@
 
 Iteration-level scheduling (Orca) with chunked prefill (Sarathi-Serve) over a paged KV cache: each step
 takes every running request's next token first, then chunks of prompts, within a budget of tokens.
-When blocks run out, the request that would go last gives its blocks back and is computed again later.
+When blocks run out, the request that would go last gives its blocks back and is computed again later. So it
+does where a waiting request of strictly higher priority lacks a slot or blocks.
 Order is arrival, or (priority, arrival).
 """
 
@@ -20,6 +21,7 @@ from engine.messages import Counters, FinishReason, TokenLogprobs
 from engine.scheduling.blocks import BlockHash, BlockPool
 from engine.scheduling.expected_prefix_blocks import ExpectedPrefixBlocks
 from engine.scheduling.lone_chunk import LoneChunk
+from engine.scheduling.precedence import Room, giving_way
 from engine.scheduling.prompt_share import PromptShare
 from engine.scheduling.request import Request, RequestKey, Status
 from engine.scheduling.speculation import Speculation
@@ -38,6 +40,8 @@ DRAFTS_BESIDE_PROMPTS = 4
 """Divisor of the budget left for drafts while prompts are to be computed."""
 PENALISED_DRAFTS = 1 << 14
 """Bound on a request's tokens times its drafted tokens, where it has penalties."""
+LAST_OF_ALL = 1 << 64
+"""Priority behind any request's."""
 MOST_PASSED_OVER = 64
 """Waiting requests passed over in one step, for want of room for them alone."""
 
@@ -275,18 +279,23 @@ class Scheduler:
         Other steps may be in flight. A request is not in the next step before its token is there, but a
         prompt's next chunk may follow the one before.
         """
+        if self._running and self._waiting.goes_before(self._running[-1]):
+            self._make_way()
         block_size = self._rules.block_size
         most_rows = self._rows_per_step()
         needs_more = [len(request.token_ids) - request.num_computed > 1 for request in self._running]
         rows = self._no_rows(somebody_decodes=not all(needs_more))
-        lacking = False  # whether a running request lacks blocks: no later one gets any before it
+        lacking = LAST_OF_ALL  # priority of the first running request that lacks blocks: it gets them first
+        admits: list[Admit] = []
         drafts = self._drafts(most_rows)
         for request in self._decodes_then_prefills() if any(needs_more) else self._running[:]:
-            if len(rows) == most_rows or rows.budget <= 0:
-                break
             if request.status is not Status.RUNNING:
                 continue  # preempted for a request before it
             uncomputed = len(request.token_ids) - request.num_computed
+            if uncomputed > 1 and self._waiting.goes_before(request):
+                admits += self._admit_waiting(rows, most_rows, min(lacking, request.priority))
+            if len(rows) == most_rows or rows.budget <= 0:
+                break
             count = uncomputed if uncomputed <= 1 else self._chunk(request, rows)
             if count == 0:
                 continue
@@ -296,11 +305,12 @@ class Scheduler:
             new_blocks: list[int] | None = []
             if request.num_computed + count > len(request.blocks) * block_size:
                 new_blocks, victims = self._grow(request, request.num_computed + count, rows)
-                lacking |= victims > 0 or new_blocks is None
+                if victims or new_blocks is None:
+                    lacking = min(lacking, request.priority)
             if new_blocks is None:
                 continue
             self._fill(rows, request, count, new_blocks)
-        admits = [] if lacking else self._admit_waiting(rows, most_rows)
+        admits += self._admit_waiting(rows, most_rows, lacking)
         if not rows:
             return None
         step = rows.step(admits, tells_tokens=self._rules.tells_tokens)
@@ -557,8 +567,19 @@ class Scheduler:
         if self.contents is not None and self.contents.lacks_tokens:
             self.contents.tell(request.hashes, request.token_ids, request.cache_salt, first, end)
 
-    def _admit_waiting(self, rows: StepRows, most_rows: int) -> list[Admit]:
+    def _make_way(self) -> None:
+        """Preempt running requests for waiting ones of strictly higher priority."""
+        rules, whole = self._rules, not self._rules.enable_chunked_prefill
+        tokens = rules.max_num_batched_tokens - len(self._running) if whole else self._prompt_share.tokens
+        slots = len(self._free_slots)
+        room = Room(self._running, self._pool, rules.block_size, slots=slots, tokens=tokens, whole=whole)
+        for victim in giving_way(self._waiting, self._running, room):
+            self._preempt(victim)
+
+    def _admit_waiting(self, rows: StepRows, most_rows: int, before: int) -> list[Admit]:
         """Admit waiting requests in order, up to the first that does not fit.
+
+        Only those of a strictly higher priority than ``before`` are looked at.
 
         Requests that lack no more than room for the log-probabilities of their prompts are passed over. If
         the output of any waiting request has begun, so are those that lack no more than a share of the step.
@@ -570,6 +591,8 @@ class Scheduler:
             if rows.budget <= 0 or len(rows) == most_rows:
                 break
             request = self._waiting[index]
+            if request.priority >= before:
+                break
             lacks_share = rows.prompt_budget <= 0 and not request.num_output
             if lacks_share and not self._waiting.num_begun:
                 break

@@ -7,6 +7,7 @@ queue may hold thousands.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterator
 
 from engine.scheduling.request import Request
 
@@ -36,6 +37,13 @@ class WaitingQueue:
     def __getitem__(self, index: int) -> Request:
         """The request at this index; 0 is the first one."""
         return self._requests[index]
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def goes_before(self, request: Request) -> bool:
+        """Whether the first one has a strictly higher priority than this running request."""
+        return bool(self._requests) and self._requests[0].priority < request.priority
 
     def add(self, request: Request) -> None:
         insort(self._requests, request, key=lambda other: other.order)

@@ -9,7 +9,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -146,7 +146,7 @@ class Generating:
         """A chat or a completion, by the fields given: the one path that SageMaker knows."""
         body = await read_body(request, self._config)
         self._check_room(request)
-        given = _read_invocation(body)
+        given = await run_sized(lambda: _read_invocation(body), len(body))
         if (given.messages == NULL) == (given.prompt == NULL):
             refuse("/invocations needs messages, for a chat, or prompt, for a completion.", "messages")
         return await (self._complete if given.messages == NULL else self._chat)(request, body)
@@ -155,7 +155,7 @@ class Generating:
         """``/inference/v1/generate``: token ids in and out."""
         body = await read_body(request, self._config)
         self._check_room(request)
-        asked = _read_generate(body)
+        asked = await run_sized(lambda: _read_generate(body), len(body))
 
         def shape(common: dict[str, Any]) -> Answer:
             return TokensAnswer(asked, wanted, **common)
@@ -166,7 +166,7 @@ class Generating:
             return await self._completion(request, wanted, "generate-tokens-", shape, len(body))
 
     async def _complete(self, request: Request, body: bytes) -> Response:
-        wanted = _read_completion(body)
+        wanted = await run_sized(lambda: _read_completion(body), len(body))
         return await self._completion(request, wanted, "cmpl-", None, len(body))
 
     async def _completion(
@@ -175,7 +175,7 @@ class Generating:
         """The answer to a completion; ``shape`` is that of /v1/completions if None."""
         check_completion(wanted)
         model = await self._models.get(wanted.model)
-        form = form_of(wanted, self._config.structured_outputs)
+        form = await run_sized(lambda: form_of(wanted, self._config.structured_outputs), size)
         params = sampling_params(wanted, model, self._config.max_logprobs)
         not_enforced: Sequence[str] = ()
         if form is not None:
@@ -190,7 +190,7 @@ class Generating:
         return await self._generate(request, prefix, wanted, params, prompts, model, shape, not_enforced)
 
     async def _chat(self, request: Request, body: bytes) -> Response:
-        chat = await self._understand(_read_chat(body), len(body))
+        chat = await self._understand(lambda: _read_chat(body), len(body))
 
         def shape(common: dict[str, Any]) -> Answer:
             role = self._config.response_role
@@ -201,15 +201,15 @@ class Generating:
     async def responses(self, request: Request) -> Response:
         body = await read_body(request, self._config)
         self._check_room(request)
-        asked = _read_responses(body)
+        asked = await run_sized(lambda: _read_responses(body), len(body))
 
         def shape(common: dict[str, Any]) -> Answer:
             tokenizer, names = chat.model.tokenizer, translated.names
             return ResponsesAnswer(asked, chat.params, chat.turn_format, tokenizer, names, **common)
 
         with in_terms_of(responses_request.NAMES):
-            translated = responses_request.translated(asked)
-            chat = await self._understand(translated.chat, len(body))
+            translated = await run_sized(lambda: responses_request.translated(asked), len(body))
+            chat = await self._understand(lambda: translated.chat, len(body))
             answer = await self._answer(request, "resp_", chat, shape)
         if translated.left_out:
             answer.headers[LEFT_OUT] = ", ".join(translated.left_out)
@@ -219,29 +219,32 @@ class Generating:
     async def input_tokens(self, request: Request) -> Response:
         """Number of prompt tokens of a request to /v1/responses."""
         body = await read_body(request, self._config)
-        asked = _read_responses(body)
         with in_terms_of(responses_request.NAMES):
-            count = await self._count(request, responses_request.translated(asked).chat, len(body))
+            count = await self._count(
+                request, lambda: responses_request.translated(_read_responses(body)).chat, len(body)
+            )
         return json_response(encode(InputTokens(count)))
 
     async def messages(self, request: Request) -> Response:
         body = await read_body(request, self._config)
         self._check_room(request)
-        asked = _read_messages(body)
+
+        def read() -> ChatRequest:
+            return messages_request.chat_request(_read_messages(body))
 
         def shape(common: dict[str, Any]) -> Answer:
             return MessageAnswer(chat.turn_format, **common)
 
         with in_terms_of(messages_request.NAMES):
-            wanted = messages_request.chat_request(asked)
-            chat = await self._understand(wanted, len(body), budget_is_advice=True)
+            chat = await self._understand(read, len(body), budget_is_advice=True)
             return await self._answer(request, "msg_", chat, shape)
 
     async def count_tokens(self, request: Request) -> Response:
         body = await read_body(request, self._config)
-        asked = _read_count_tokens(body)
         with in_terms_of(messages_request.NAMES):
-            count = await self._count(request, messages_request.chat_request(asked), len(body))
+            count = await self._count(
+                request, lambda: messages_request.chat_request(_read_count_tokens(body)), len(body)
+            )
         return json_response(encode(TokenCount(count)))
 
     # ---- helpers
@@ -251,10 +254,23 @@ class Generating:
         self._mesh.check_room()
         self._quotas.check(key_of(request))
 
-    async def _understand(self, wanted: ChatRequest, size: int, *, budget_is_advice: bool = False) -> Chat:
+    async def _understand(
+        self, read: Callable[[], ChatRequest], size: int, *, budget_is_advice: bool = False
+    ) -> Chat:
         """``budget_is_advice``: a reasoning budget that cannot be kept does not refuse the request."""
-        check_chat(wanted)
+        wanted = await run_sized(lambda: check_chat(read()), size)
         model = await self._models.get(wanted.model)
+        chat, grammar = await run_sized(lambda: self._prepared(wanted, model, budget_is_advice), size)
+        if grammar is None:
+            return chat
+        param, places = chat.turn_format.grammar_param, chat.turn_format.grammar_places
+        params, not_enforced = await self._with_grammar(chat.params, grammar, param, places)
+        return replace(chat, params=params, not_enforced=not_enforced)
+
+    def _prepared(
+        self, wanted: ChatRequest, model: TextModel, budget_is_advice: bool
+    ) -> tuple[Chat, str | None]:
+        """A checked request with its prompt, and the grammar that its answers follow."""
         config = self._config
         speaks = harmony.is_written(model.tokenizer, config.reasoning_parser, config.tool_call_parser)
         sent = wanted.tools or ()
@@ -262,25 +278,21 @@ class Generating:
         turn_format = TurnFormat(wanted, config, harmony=speaks, sent=sent)
         if turn_format.needs_special_tokens(model.tokenizer):
             wanted.skip_special_tokens = False
-        keep_tools_out(wanted, self._config)
-        params = sampling_params(wanted, model, self._config.max_logprobs)
-        prompt = await run_sized(lambda: chat_prompt(wanted, model), size)
+        keep_tools_out(wanted, config)
+        params = sampling_params(wanted, model, config.max_logprobs)
+        prompt = chat_prompt(wanted, model)
         if turn_format.reads_reasoning or not budget_is_advice:
             thinking = turn_format.thinking(prompt.text, model.tokenizer)
             params = msgspec.structs.replace(params, thinking=thinking)
         grammar = turn_format.grammar(prompt.text, model.tokenizer)
-        not_enforced: Sequence[str] = ()
-        if grammar is not None:
-            param, places = turn_format.grammar_param, turn_format.grammar_places
-            params, not_enforced = await self._with_grammar(params, grammar, param, places)
-        return Chat(wanted, turn_format, model, params, prompt, not_enforced)
+        return Chat(wanted, turn_format, model, params, prompt), grammar
 
-    async def _count(self, request: Request, wanted: ChatRequest, size: int) -> int:
+    async def _count(self, request: Request, read: Callable[[], ChatRequest], size: int) -> int:
         """Tokens of the prompt.
 
         Whether there is room for it, or parsers for its tools, does not matter.
         """
-        check_chat(wanted)
+        wanted = await run_sized(lambda: check_chat(read()), size)
         model = await self._models.get(wanted.model)
         keep_allowed_tools(wanted)
         keep_tools_out(wanted, self._config)

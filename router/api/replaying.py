@@ -25,6 +25,7 @@ from router.capsule import CapsuleModel, ReplayAnswer, ReplayRequest
 from router.config import HttpConfig
 from router.errors import ApiError, bad_request, refuse
 from router.http.body import decoder, read_body
+from router.http.heavy import run_sized
 from router.http.quotas import Quotas
 from router.mesh import Mesh, Prompt, ServedModel
 from router.metrics.metrics import Metrics
@@ -65,7 +66,7 @@ class Replaying:
         body = await read_body(request, self._config)
         self._mesh.check_room()
         self._quotas.check(key_of(request))
-        wanted = _read_replay(body)
+        wanted = await run_sized(lambda: _read_replay(body), len(body))
         model = await self._models.get(None)
         check_model(wanted.model, model.served)
         ranks = ranks_of(wanted.numerics, self._mesh.numerics())

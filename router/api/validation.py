@@ -10,7 +10,13 @@ from typing import Any
 
 from router.config import HttpConfig
 from router.errors import refuse
-from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
+from router.openai_api import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
 
 MAX_ID_LENGTH = 256
 """Characters of a request id, session id or cache salt."""
@@ -58,8 +64,8 @@ def check_completion(request: CompletionRequest) -> None:
         refuse("max_tokens must be at least 1 unless echo or prompt_logprobs is set.", "max_tokens")
 
 
-def check_chat(request: ChatRequest) -> None:
-    """Refuse what /v1/chat/completions cannot do."""
+def check_chat(request: ChatRequest) -> ChatRequest:
+    """Refuse what /v1/chat/completions cannot do; returns the request otherwise."""
     _check_common(request)
     if not request.messages:
         refuse("messages must not be empty.", "messages")
@@ -82,10 +88,11 @@ def check_chat(request: ChatRequest) -> None:
     check_messages(request.messages)
     check_template_fields(request)
     _check_tools(request)
+    return request
 
 
 def _check_common(request: GenerationRequest) -> None:
-    if request.stream_options is not None and not request.stream:
+    if request.stream_options not in (None, StreamOptions()) and not request.stream:
         refuse("stream_options needs stream to be true.", "stream_options")
     for name, instead in UNSUPPORTED.items():
         if getattr(request, name, None):
@@ -129,14 +136,14 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
 
 
 def check_template_fields(request: ChatRequest | TokenizeRequest) -> None:
+    """Refuse what templates cannot show; an empty list of tools becomes none."""
+    request.tools = request.tools or None
     if request.chat_template:
         refuse("chat_template is not supported: give the router --chat-template.", "chat_template")
     if request.continue_final_message and request.add_generation_prompt:
         refuse(
             "continue_final_message and add_generation_prompt exclude each other.", "continue_final_message"
         )
-    if request.tools is not None and not request.tools:
-        refuse("tools must not be an empty list; leave it out instead.", "tools")
     for index, tool in enumerate(request.tools or []):
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -153,12 +160,10 @@ def check_template_fields(request: ChatRequest | TokenizeRequest) -> None:
 
 def _check_tools(request: ChatRequest) -> None:
     choice = request.tool_choice
-    if choice is None or choice == "none":
+    if choice in (None, "none", "auto"):
         return
     if not request.tools:
         refuse("tool_choice needs tools.", "tool_choice")
-    if choice == "auto":
-        return
     if isinstance(choice, dict):
         kind = choice.get("type", "function")
         if kind == "allowed_tools":

@@ -49,7 +49,7 @@ class Endpoints:
 
     async def tokenize(self, request: Request) -> Response:
         body = await read_body(request, self._config)
-        wanted = _read_tokenize(body)
+        wanted = await run_sized(lambda: _read_tokenize(body), len(body))
         model = await self._models.get(wanted.model)
 
         def answer() -> tuple[int, bytes]:
@@ -66,7 +66,7 @@ class Endpoints:
 
     async def detokenize(self, request: Request) -> Response:
         body = await read_body(request, self._config)
-        wanted = _read_detokenize(body)
+        wanted = await run_sized(lambda: _read_detokenize(body), len(body))
         model = await self._models.get(wanted.model)
 
         def answer() -> bytes:

@@ -53,10 +53,10 @@ class PromptReader:
         self._models = models
         self._config = config
         self._readers: dict[str, Callable[[bytes], Awaitable[Read]]] = {
-            "/v1/completions": lambda body: self._completion(_read_completion(body), len(body)),
-            "/v1/chat/completions": lambda body: self._chat(_read_chat(body), len(body)),
-            "/v1/responses": lambda body: self._chat(translated(_read_responses(body)).chat, len(body)),
-            "/v1/messages": lambda body: self._chat(chat_request(_read_messages(body)), len(body)),
+            "/v1/completions": lambda body: self._completion(body, _read_completion),
+            "/v1/chat/completions": lambda body: self._chat(body, _read_chat),
+            "/v1/responses": lambda body: self._chat(body, lambda it: translated(_read_responses(it)).chat),
+            "/v1/messages": lambda body: self._chat(body, lambda it: chat_request(_read_messages(it))),
             "/inference/v1/generate": self._tokens,
             "/invocations": self._invocation,
         }
@@ -92,25 +92,27 @@ class PromptReader:
             session=key,
         )
 
-    async def _completion(self, wanted: CompletionRequest, size: int) -> Read:
+    async def _completion(self, body: bytes, read: Callable[[bytes], CompletionRequest]) -> Read:
+        wanted = await run_sized(lambda: read(body), len(body))
         check_completion(wanted)
         model = await self._models.get(wanted.model)
-        return wanted, await run_sized(lambda: completion_prompts(wanted, model), size)
+        return wanted, await run_sized(lambda: completion_prompts(wanted, model), len(body))
 
-    async def _chat(self, wanted: ChatRequest, size: int) -> Read:
-        check_chat(wanted)
+    async def _chat(self, body: bytes, read: Callable[[bytes], ChatRequest]) -> Read:
+        wanted = await run_sized(lambda: check_chat(read(body)), len(body))
         model = await self._models.get(wanted.model)
         keep_allowed_tools(wanted)
         keep_tools_out(wanted, self._config)
-        return wanted, [await run_sized(lambda: chat_prompt(wanted, model), size)]
+        return wanted, [await run_sized(lambda: chat_prompt(wanted, model), len(body))]
 
     async def _tokens(self, body: bytes) -> Read:
-        asked = _read_generate(body)
+        asked = await run_sized(lambda: _read_generate(body), len(body))
         model = await self._models.get(asked.model)
         wanted = token_generation.as_completion(asked, model.served.max_model_len)
-        return await self._completion(wanted, len(body))
+        return await self._completion(body, lambda _: wanted)
 
     async def _invocation(self, body: bytes) -> Read:
-        if _read_invocation(body).messages == NULL:
-            return await self._completion(_read_completion(body), len(body))
-        return await self._chat(_read_chat(body), len(body))
+        given = await run_sized(lambda: _read_invocation(body), len(body))
+        if given.messages == NULL:
+            return await self._completion(body, _read_completion)
+        return await self._chat(body, _read_chat)

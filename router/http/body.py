@@ -15,7 +15,7 @@ from starlette.types import Receive
 
 from router.config import HttpConfig
 from router.errors import ApiError, ClientGone, bad_request, refuse
-from router.http.json_values import too_many
+from router.http.json_values import num_values, too_many
 
 DRAIN_FACTOR = 8
 """A body too large is read and discarded up to so many times the limit.
@@ -29,6 +29,12 @@ FLOAT_FOR_INTEGER = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
 
 SMALL = 50_000
 """Bytes of a body that cannot hold too many values."""
+
+MOST_WITH_POINT = 65_536
+"""Values of a body in which whole numbers may be written with a point.
+
+Such a body is decoded again, in Python.
+"""
 
 CLOSE = {"connection": "close"}
 
@@ -113,7 +119,8 @@ def _too_large(max_bytes: int) -> ApiError:
 def decoder(kind: type[Body]) -> Callable[[bytes], Body]:
     """A function that reads a JSON body as ``kind``.
 
-    Whole numbers may be written with a point, as some languages do.
+    Whole numbers may be written with a point, as some languages do. A large body is read in a thread
+    (:func:`router.http.heavy.run_sized`): counting its values takes long as well.
     """
     decode = msgspec.json.Decoder(kind).decode
 
@@ -124,7 +131,7 @@ def decoder(kind: type[Body]) -> Callable[[bytes], Body]:
             try:
                 return decode(body)
             except msgspec.ValidationError as error:
-                if not FLOAT_FOR_INTEGER.match(str(error)):
+                if not FLOAT_FOR_INTEGER.match(str(error)) or num_values(body) > MOST_WITH_POINT:
                     raise
             return _read_floats(msgspec.json.decode(body), kind)
         except msgspec.ValidationError as error:

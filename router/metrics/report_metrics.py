@@ -41,7 +41,7 @@ def of_reports(
     counters = {
         "prompt_tokens": "Tokens of prompts, counted where the first token of their request was given.",
         "generation_tokens": "Tokens generated, also those that stop strings cut off.",
-        "num_preemptions": "Requests set back for lack of KV blocks.",
+        "num_preemptions": "Requests set back for lack of KV blocks, or for others of higher priority.",
         "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
         "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
         "prompt_tokens_cached": "Part of prompt_tokens that was not computed: cached, or fetched.",

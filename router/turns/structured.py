@@ -17,6 +17,7 @@ import msgspec
 from router.errors import refuse
 from router.openai_api import GenerationRequest, StructuredOutputs
 from router.structured_config import StructuredOutputsConfig
+from router.turns.schema_closing import closed
 from router.turns.schema_formats import without_unknown_formats
 
 WHITESPACE = r" |\r?\n[ \t]{0,32}"
@@ -28,6 +29,8 @@ MAX_CHOICES = 4096
 """Choices of one request; more are refused with 400."""
 MAX_JSON = 128 * 1024
 """Characters of a schema, of all choices, of structural tags."""
+MAX_JSON_VALUES = MAX_JSON // 2 + 1
+"""Values of a schema: each takes a character, and one more to the next."""
 MAX_JSON_TEXT = 4 * MAX_JSON
 """Characters of a schema that comes as text, with its blanks."""
 MAX_GRAMMAR = 32 * 1024
@@ -96,14 +99,20 @@ def text_of(bodies: Mapping[str, Body]) -> str:
 
 
 def json_body(
-    schema: Any, config: StructuredOutputsConfig, whitespace: str | None = None, *, strict: bool = False
+    schema: Any,
+    config: StructuredOutputsConfig,
+    whitespace: str | None = None,
+    *,
+    strict: bool = False,
+    closes: bool = False,
 ) -> Body:
     """JSON by a schema: an object, or a boolean.
 
     ``strict``: a schema with more than can be enforced is refused; else it is enforced as far as possible.
+    ``closes``: an object has no properties but those that its schema names, unless that allows more.
     """
-    if config.disable_additional_properties:
-        schema = _closed(schema)
+    if closes or config.disable_additional_properties:
+        schema = closed(schema, also_unnamed=config.disable_additional_properties)
     schema = without_unknown_formats(schema)
     options: dict[str, Any] = {"whitespace_flexible": False, "lenient": not strict}
     if not config.disable_any_whitespace:
@@ -127,12 +136,14 @@ def limit_depth(given: Any, param: str, what: str) -> None:
             for each in level
             if isinstance(each, dict | list)
         ]
+        num_values += sum(map(len, lists))
+        if num_values > MAX_JSON_VALUES:
+            refuse(
+                f"{param}: {what} may have {MAX_JSON_VALUES} values at most, got {num_values} or more.", param
+            )
         level = [inner for each in lists for inner in each]
         if not level:
             return
-        num_values += len(level)
-        if num_values > MAX_JSON:  # each has a character at least
-            refuse(f"{param}: {what} may have {MAX_JSON} values at most, got {num_values} or more.", param)
     refuse(f"{param}: {what} is nested too deeply.", param)
 
 
@@ -323,18 +334,6 @@ def _structural_tag(
         rules.append(f"tag_{index}: begin_{index} {' '.join(filter(None, parts))}")
     tags = " | ".join(f"tag_{index}" for index in range(len(structures)))
     return {"lark_grammar": "\n".join([f"start: ({tags})* rest", "rest: TEXT", r"TEXT: /(.|\n)*/", *rules])}
-
-
-def _closed(schema: Any) -> Any:
-    """The same schema, whose objects have no properties but those that it names."""
-    if isinstance(schema, list):
-        return [_closed(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {key: _closed(value) if key not in ("enum", "const") else value for key, value in schema.items()}
-    if schema.get("type") == "object" and not {"additionalProperties", "patternProperties"} & schema.keys():
-        closed["additionalProperties"] = False
-    return closed
 
 
 def _limit(text: str, most: int, param: str, what: str) -> None:

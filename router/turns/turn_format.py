@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from engine.sampling import ThinkingBudget
 from router.config import HttpConfig
@@ -118,12 +117,12 @@ class TurnFormat:
     def grammar_places(self) -> Mapping[str, str]:
         """What the client calls each grammar of :meth:`grammar`."""
         called = self._asked_for or self._may_call
-        places = {f"tool_{index}": self._place_of(tool) for index, tool in enumerate(called)}
+        sent = {id(tool): index for index, tool in reversed([*enumerate(self._sent)])}
+        places = {
+            f"tool_{index}": f"tools[{sent[id(tool)]}] ({tool['function']['name'][:60]!r})"
+            for index, tool in enumerate(called)
+        }
         return places if self._form is None else {**places, ANSWER: self._form.param}
-
-    def _place_of(self, tool: Mapping[str, Any]) -> str:
-        index = next(index for index, each in enumerate(self._sent) if each is tool)
-        return f"tools[{index}] ({tool['function']['name'][:60]!r})"
 
     def thinking(self, prompt: str, tokenizer: Tokenizer) -> ThinkingBudget | None:
         """The reasoning budget of an answer to a prompt.

@@ -109,7 +109,7 @@ class TurnGrammar:
             parameters = function.get("parameters")
             limit_depth(parameters, "tools", f"the schema of the function {function['name'][:60]!r}")
             is_strict = function.get("strict") is True
-            body = json_body(_arguments(parameters), self._config, strict=is_strict)
+            body = json_body(_arguments(parameters), self._config, strict=is_strict, closes=True)
             self._bodies[f"tool_{index}"] = body
 
     def literal(self, text: str) -> str:

@@ -92,8 +92,6 @@ def _check(request: ResponsesRequest) -> None:
 
 def _tool_choice(request: ResponsesRequest, tools: ChatTools) -> Any:
     """The choice in chat's form; None if no tool may be called."""
-    if not request.tools:
-        return None
     choice = chat_tool_choice(request.tool_choice)
     return None if not tools.functions and choice in ("auto", "none") else choice
 

@@ -150,12 +150,14 @@ class Instance:
         assert counters.drafted_tokens > sum(counters.taken_by_place) > 0
 
 
-def run(core: EngineCore, submits: Sequence[Submit]) -> Answers:
-    """Answers of one engine to requests that come at once."""
+def run(core: EngineCore, submits: Sequence[Submit], steps_between: int = 0) -> Answers:
+    """Answers of one engine to requests that come at once, or some steps apart."""
     found = {submit.request: Answer(list(submit.output_ids)) for submit in submits}
+    deadline = time.monotonic() + PATIENCE
     for submit in submits:
         assert core.submit(PEER, submit) is None
-    deadline = time.monotonic() + PATIENCE
+        for _ in range(steps_between):
+            step(core, found, lambda: None)
     while not core.is_empty:
         assert time.monotonic() < deadline
         step(core, found, lambda: time.sleep(0.001))

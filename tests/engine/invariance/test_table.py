@@ -231,6 +231,20 @@ def test_preemption_changes_nothing(column: str, model: Model) -> None:
         assert counters.preemptions > 3
 
 
+@columns
+@some_families
+def test_giving_way_changes_nothing(column: str, model: Model) -> None:
+    """Each request takes the slot of an earlier one by its priority; with drafts, too."""
+    submits = [
+        msgspec.structs.replace(each, priority=-number)
+        for number, each in enumerate(model.submits(column, lasting=True))
+    ]
+    for ngrams in (False, True):
+        core = model.instance.core(How(seqs=2, policy="priority", ngrams=ngrams), submits)
+        assert run(core, submits, steps_between=3) == model.alone(column, lasting=True)
+        assert core.scheduler.counters().preemptions > 3
+
+
 # ---- how tokens are found
 
 

@@ -732,6 +732,38 @@ def test_what_is_not_enforced_is_in_a_header(server: Server, stream: bool) -> No
     )
 
 
+@pytest.mark.parametrize(
+    ("more", "is_open"),
+    [({}, False), ({"additionalProperties": True}, True), ({"additionalProperties": {}}, True)],
+)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "draw"}}, None])
+def test_calls_have_no_arguments_that_nobody_named(
+    choice: Any, more: dict[str, Any], is_open: bool, vocabulary: Vocabulary, marked: Tokenizer
+) -> None:
+    """Unless the schema allows more; objects within it, too."""
+    inner = {"type": "object", "properties": {"x": {"type": "integer"}}, **more}
+    parameters = {
+        "type": "object",
+        "properties": {"at": {"$ref": "#/$defs/at"}},
+        "$defs": {"at": inner},
+        **more,
+    }
+    form = None if choice else {"type": "json_object"}
+    config = HttpConfig(tool_call_parser="hermes", enable_auto_tool_choice=True)
+    request = chat(tools=[tool("draw", parameters)], tool_choice=choice, response_format=form)
+    grammar = TurnFormat(request, config).grammar("", marked)
+    assert grammar is not None
+    for arguments, is_call in (
+        ('{"at":{"x":1}}', True),
+        ("{}", True),
+        ('{"at":{"x":1},"note":"well"}', is_open),
+        ('{"at":{"x":1,"y":2}}', is_open),
+    ):
+        call = f'<tool_call>\n{{"name": "draw", "arguments": {arguments}}}\n</tool_call>'
+        assert follows(call, grammar, vocabulary, marked) == is_call, arguments
+    assert request.tools == [tool("draw", parameters)], "the prompt shows what was sent"
+
+
 @pytest.mark.parametrize("parser", list(TOOL_PARSERS))
 def test_a_call_or_an_answer_in_its_form(parser: str, vocabulary: Vocabulary, marked: Tokenizer) -> None:
     """With callable tools and a form, the model may use either, and nothing else."""
