@@ -104,6 +104,9 @@ class FileTier:
         self._cleared = threading.Event()
         self._cleared.set()
         self._closing = False
+        self._is_abandoned = False
+        self._mine: set[BlockHash] = set()
+        """Blocks that this instance has written, as far as they are still there."""
         self._told_at = 0.0
         self._totals = dict.fromkeys(FileCounters.__struct_fields__, 0.0)
         self._threads = [
@@ -136,7 +139,7 @@ class FileTier:
     def count(self, names: Sequence[BlockHash]) -> int:
         """How many of the first of these blocks have files."""
         found = 0
-        if self._num_reads < MOST_READS and self._cleared.is_set():
+        if self._num_reads < MOST_READS and self._cleared.is_set() and not self._is_abandoned:
             found = next((at for at, name in enumerate(names) if name not in self._kept), len(names))
         self._add(queried_blocks=len(names), found_blocks=found)
         return found
@@ -193,6 +196,16 @@ class FileTier:
         self._kept.clear()
         self._cleared.clear()
         self._writes.put("clear")
+
+    def drop_written(self) -> None:
+        """Delete the files that this instance has written, soon."""
+        self._writes.put("drop")
+
+    def abandon(self) -> None:
+        """Use no files any more: a block of them is not what is computed."""
+        logger.error("%r is not used any more: empty it, and see who else can write there", self._files)
+        self.policy.stop()
+        self._is_abandoned = True
 
     @property
     def is_clear(self) -> bool:
@@ -330,6 +343,10 @@ class FileTier:
                 self._look(trims=True)
                 self._cleared.set()
                 self._wake()
+            elif job == "drop":
+                logger.info("%d files of KV blocks that were written here are deleted", len(self._mine))
+                self.forget(list(self._mine))
+                self._mine.clear()
             elif job == "close":
                 return
             if time.monotonic() > looked + RESCAN:
@@ -345,6 +362,7 @@ class FileTier:
             return False
         if self._cleared.is_set():
             self._kept.add(job.name)
+        self._mine.add(job.name)
         num_bytes = self._files.file_bytes
         self._add(write_seconds=time.monotonic() - began, written_bytes=num_bytes, directory_bytes=num_bytes)
         if self._totals["directory_bytes"] > self._most_bytes:
@@ -362,5 +380,6 @@ class FileTier:
         except OSError as error:
             self._complain(f"block files cannot be listed: {error}")
             return
+        self._mine &= names
         self._kept.intersection_update(names)
         self._kept.update(names)
