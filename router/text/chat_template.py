@@ -73,6 +73,7 @@ class ChatTemplate:
             self._template = _environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"The chat template does not compile: {error}") from error
+        self.source = source
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
         self.takes_strings, self.takes_parts = self._probe(PROBE), self._probe([_part(PROBE)])
@@ -233,6 +234,7 @@ class ChatTemplates:
 
     def __init__(self, templates: Mapping[str, ChatTemplate]) -> None:
         self._templates = dict(templates)
+        self.sources = {name: template.source for name, template in templates.items()}
 
     def __repr__(self) -> str:
         return f"<ChatTemplates {sorted(self._templates)}>"
