@@ -85,6 +85,31 @@ def other_class(numerics: Numerics | None, members: Collection[Numerics]) -> str
     return f"{text}: --numerics chooses the same kernels" + (f", as in --numerics {kind}" if kind else "")
 
 
+class OneModel:
+    """Digest of a mesh's weights: that of the first instance that loaded them."""
+
+    def __init__(self) -> None:
+        self._weights = ""
+
+    def __repr__(self) -> str:
+        return f"<OneModel {self._weights or 'unknown'}>"
+
+    def problem_with(self, numerics: Numerics | None) -> str | None:
+        """Why an instance has other weights than the mesh.
+
+        None if it has the same ones, or random ones.
+        """
+        if numerics is None or not numerics.weights:
+            return None
+        self._weights = self._weights or numerics.weights
+        if numerics.weights == self._weights:
+            return None
+        return (
+            f"the weights of this instance (digest {numerics.weights}) are not those of the mesh (digest "
+            f"{self._weights}): give it the same files, or start the whole mesh with the new ones"
+        )
+
+
 def crowd_for(message: Register, settings: Settings | None, ranks: Collection[int]) -> str | None:
     """Why an instance must wait while those of ``ranks`` live; None if not.
 

@@ -55,7 +55,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     revision: str | None
     served_model_name: tuple[str, ...]
     fingerprint: str
-    """Hash of the checkpoint's content; see :func:`engine.model.checkpoint.fingerprint`."""
+    """Digest of the checkpoint's files and of samples of its weights.
+
+    See :func:`engine.model.checkpoint.fingerprint`.
+    """
     dtype: str
     max_model_len: int
     block_size: int

@@ -45,6 +45,8 @@ class Arithmetic(msgspec.Struct, frozen=True):
     """Whether the bits are those of any other number of tensor-parallel ranks, and of one."""
     batch_invariant: bool = False
     """Whether torch's operators compute in blocks of fixed size."""
+    weights: str = ""
+    """Digest of all bytes of the checkpoint's weights; empty for random ones."""
 
     @property
     def is_invariant(self) -> bool:
@@ -56,7 +58,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """All that decides an instance's bits."""
 
     model: str
-    """Hash of the checkpoint's content."""
+    """Fingerprint of the checkpoint; the digest of all its weights is that of each worker."""
     weights: str
     """Quantisation method of the checkpoint, or of ``--quantization``.
 
@@ -89,6 +91,8 @@ class Numerics(msgspec.Struct, frozen=True):
     """Kind of the kernels; several where workers differ, joined by ``+``."""
     dtype: str
     invariant: bool
+    weights: str = ""
+    """Digest of all bytes of the checkpoint's weights; empty for random ones."""
 
     def __str__(self) -> str:
         return f"{self.fingerprint} ({self.kernels} kernels, {self.dtype})"
@@ -106,7 +110,8 @@ def class_of(facts: Facts) -> Numerics:
         facts = msgspec.structs.replace(facts, workers=tuple(alike))
     kinds = {worker.kernels for worker in facts.workers} or {UNKNOWN}
     invariant = bool(facts.workers) and all(worker.is_invariant for worker in facts.workers)
-    return _numerics(msgspec.json.encode(facts, order="sorted"), kinds, {facts.dtype}, invariant)
+    weights = {worker.weights for worker in facts.workers}
+    return _numerics(msgspec.json.encode(facts, order="sorted"), kinds, {facts.dtype}, invariant, weights)
 
 
 def _of_any_ranks(facts: Facts) -> Facts:
@@ -125,7 +130,8 @@ def combined(classes: Collection[Numerics]) -> Numerics:
         return found.pop()
     names = "\0".join(sorted(each.fingerprint for each in found))
     kinds = {kind for each in found for kind in each.kernels.split("+")}
-    return _numerics(names.encode(), kinds, {each.dtype for each in found}, invariant=False)
+    dtypes, weights = {each.dtype for each in found}, {each.weights for each in found}
+    return _numerics(names.encode(), kinds, dtypes, False, weights)
 
 
 def is_invariant(fingerprint: str | None) -> bool:
@@ -142,7 +148,11 @@ def slowest_kind(classes: Sequence[Numerics]) -> str | None:
     return next(kind for kind in NATIVE_KINDS if kind in kinds) if kinds <= set(NATIVE_KINDS) else None
 
 
-def _numerics(content: bytes, kinds: set[str], dtypes: set[str], invariant: bool) -> Numerics:
+def _numerics(
+    content: bytes, kinds: set[str], dtypes: set[str], invariant: bool, weights: set[str]
+) -> Numerics:
     digest = hashlib.sha256(content).hexdigest()[:DIGEST_LENGTH]
     fingerprint = PREFIX + digest + ("" if invariant else VARIANT)
-    return Numerics(fingerprint, "+".join(sorted(kinds)), "+".join(sorted(dtypes)), invariant)
+    return Numerics(
+        fingerprint, "+".join(sorted(kinds)), "+".join(sorted(dtypes)), invariant, "+".join(sorted(weights))
+    )

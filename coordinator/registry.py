@@ -18,7 +18,7 @@ from operator import attrgetter
 
 import msgspec
 
-from coordinator.admission import crowd_for, other_class, problem_with
+from coordinator.admission import OneModel, crowd_for, other_class, problem_with
 from coordinator.epochs import Epochs
 from coordinator.messages import (
     AdmissionRefused,
@@ -72,6 +72,7 @@ class Registry:
         self._rules = rules
         self._size = rules.size
         self._settings = rules.settings
+        self._model = OneModel()
         self._reserved = set(rules.reserved)
         self._records = Records()
         self._watchers: dict[Peer, float] = {}
@@ -206,6 +207,7 @@ class Registry:
             yield Send(peer, self._welcome(known, message))
             return
         problem = problem_with(message, self._size, self._settings, self._records)
+        problem = problem or self._model.problem_with(message.numerics)
         remark = (
             other_class(message.numerics, self._records.classes()) if message.numerics is not None else None
         )
@@ -323,9 +325,13 @@ class Registry:
         changed = record.hear(peer, message, now)
         if record.numerics != numerics:
             self._records.count_class(record, numerics)
+            if (problem := self._model.problem_with(record.numerics)) is not None:
+                yield from self._refuse(peer, record, problem)
+                return
         remark = self._class_remark(record) if changed else None
         if remark is not None and self._rules.require_same_numerics:
-            yield from self._refuse_class(peer, record, remark, now)
+            waits = self._may_all_be_dead(record.numerics, now)  # it may be alone soon
+            yield from self._refuse(peer, record, remark, waits=waits)
             return
         if remark is not None and record.numerics != numerics:
             yield Note(_of_another_class(record, remark), warning=True)
@@ -361,17 +367,19 @@ class Registry:
             return None
         return min(shared, max(self._rules.heartbeat_interval, self._rules.member_timeout / SILENT_INTERVALS))
 
-    def _refuse_class(self, peer: Peer, record: Record, remark: str, now: float) -> Iterator[Instruction]:
-        """Take out an instance of another class.
+    def _refuse(
+        self, peer: Peer, record: Record, reason: str, *, waits: bool = False
+    ) -> Iterator[Instruction]:
+        """Take out an instance of another class, or with other weights.
 
-        One that may be alone soon registers again, and waits.
+        One that ``waits`` registers again.
         """
-        if self._may_all_be_dead(record.numerics, now):
-            yield Note(f"instance {record.rank} waits, as all others are silent: {remark}", warning=True)
+        if waits:
+            yield Note(f"instance {record.rank} waits, as all others are silent: {reason}", warning=True)
             yield Send(peer, Unknown())
         else:
-            yield Note(f"refused instance {record.rank}: {remark}", warning=True)
-            yield Send(peer, AdmissionRefused(remark))
+            yield Note(f"refused instance {record.rank}: {reason}", warning=True)
+            yield Send(peer, AdmissionRefused(reason))
         self._remove(record)
 
     def _leave(self, message: Leave) -> Iterator[Instruction]:

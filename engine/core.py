@@ -421,7 +421,7 @@ class EngineCore:
         if self.exchange is not None and len(step.slots) < step.num_tokens:
             self.exchange.computed(step.num_tokens, self._finished_at - began)
         if self.exchange is not None:
-            for request in self.exchange.wrong_requests():
+            for request in self.exchange.wrong_requests(self.scheduler.running):
                 self.scheduler.set_back(request)
         times = self._executor.expert_times()
         if times is not None and agreement.sizes:
@@ -466,7 +466,7 @@ class EngineCore:
             waiting_tokens += self.exchange.num_tokens
             uncached_tokens += self.exchange.num_uncached
         return LoadSnapshot(
-            running=self.scheduler.num_running,
+            running=len(self.scheduler.running),
             waiting=waiting,
             waiting_tokens=waiting_tokens,
             uncached_tokens=uncached_tokens,

@@ -42,6 +42,7 @@ from engine.host.cores import Share, instances_at_once, share_of_cores, tell_thr
 from engine.inheritance.names import MEMORY_VARIABLE, PREDECESSOR_VARIABLE
 from engine.kv_events_config import endpoint_of
 from engine.model.checkpoint import ModelInfo
+from engine.model.host_digest import host_digest
 from engine.numerics import kind_problem, numerics_of
 from engine.server import Server
 from engine.settings import adopt, ignored_when_joining, resolve
@@ -198,6 +199,8 @@ class Instance:
     def _serve(self, membership: MemberConnection, info: ModelInfo) -> None:
         began = time.monotonic()
         self._share_cores(membership)
+        if self._config.model.reads_weights and not self._config.workers_elsewhere:
+            host_digest(Path(info.directory))  # workers of this host find it, or wait for it
         membership.update(phase="loading libraries")
         place = self._place
         tracing = self._tracing()
@@ -370,6 +373,7 @@ class Instance:
             shards=memory.shards,
             tensor_parallel_size=self._config.device.tensor_parallel_size,
             pipeline_parallel_size=self._config.device.pipeline_parallel_size,
+            weights=self._numerics.weights,
         )
         identity = identity_of(facts)
         checksums.begin_build()

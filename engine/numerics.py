@@ -37,7 +37,17 @@ def check_kind(device: DeviceConfig) -> None:
 def numerics_of(
     settings: Settings, model: ModelConfig, directory: str, workers: Sequence[Arithmetic]
 ) -> Numerics:
-    """The class of an instance with these settings, whose workers compute so."""
+    """The class of an instance with these settings, whose workers compute so.
+
+    Raises:
+        CheckpointError: workers on several hosts read different weights.
+    """
+    found = sorted({worker.weights for worker in workers})
+    if len(found) > 1:
+        raise CheckpointError(
+            f"workers of this instance read different weights (digests {', '.join(found)}): give all hosts "
+            "the same copy of the model"
+        )
     return class_of(
         Facts(
             model=settings.fingerprint,

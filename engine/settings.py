@@ -41,12 +41,11 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
     """
     model = config.model
     info = _find(config)
-    directory = Path(info.directory)
     settings = Settings(
         model=_place(model.model, info) or SHIPPED_MODEL,
         revision=model.revision,
         served_model_name=model.served_model_name or (model.model or SHIPPED_MODEL,),
-        fingerprint=fingerprint(directory, weights=model.reads_weights),
+        fingerprint=fingerprint(info, weights=model.reads_weights),
         dtype=_dtype(config, info),
         max_model_len=_context_length(model.max_model_len, info),
         block_size=config.cache.block_size,

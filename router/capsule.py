@@ -19,7 +19,7 @@ from engine.sampling import SamplingParams
 from router.mesh import NumericsChange
 from router.recorded import RecordedSample
 
-FORMAT = 1
+FORMAT = 2
 """Version of the capsule's format: raised where an older reader would misread it."""
 FIELD = "lockstep_capsule"
 """Field of an answer that holds its capsule."""
@@ -38,7 +38,11 @@ class CapsuleModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     fingerprint: str
-    """Hash of the checkpoint's content."""
+    """Fingerprint of the checkpoint; the digest of its weights is that of the classes."""
+    tokenizer: str
+    """Digest of the router's tokenizer: text and stop strings depend on it."""
+    chat_template: str
+    """Digest of the router's chat template; empty without one."""
 
 
 class CapsuleSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,6 +107,8 @@ class ReplayAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Instance that computed it."""
     result: RecordedSample
     numerics_changes: tuple[NumericsChange, ...] = ()
+    remarks: tuple[str, ...] = ()
+    """What is not as it was, though the sample does not depend on it."""
 
 
 class _Head(msgspec.Struct):

@@ -50,7 +50,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     vocab_size: int
     max_model_len: int
     fingerprint: str = ""
-    """Hash of the checkpoint's content."""
+    """Digest of the checkpoint's files and of samples of its weights."""
 
 
 class Prompt(msgspec.Struct, frozen=True):

@@ -49,6 +49,7 @@ from engine.model.choice import choose_backend
 from engine.model.expert_change import Expert, HeldExperts
 from engine.model.expert_exchange import exchange
 from engine.model.expert_weights import ExpertShare
+from engine.model.host_digest import HostDigest, host_digest
 from engine.model.shard import WHOLE, Shard
 from engine.model.weights import LoadedModel, load_model, sum_experts_in_order
 from engine.numerics import check_kind, native_kind
@@ -113,6 +114,8 @@ class UniExecutor:
         """Plan whose experts were prepared last."""
         self._joined: GroupPlan | None = None
         """Plan of the group that it steps in."""
+        self._digest: HostDigest | None = None
+        """Digest of the weights; None where they are random."""
         self._untouched = memory.Untouched()
         self._runner: ModelRunner | None = None
         self._stored: list[torch.Tensor] = []
@@ -154,6 +157,8 @@ class UniExecutor:
         if self._threads > 0:
             torch.set_num_threads(self._threads)
         dtype: torch.dtype = getattr(torch, self._model_dtype)
+        if self._config.model.reads_weights:
+            self._digest = host_digest(Path(self._info.directory))
         progress(f"loading {self._info.architecture} from {self._info.directory} to {device}")
         began = time.monotonic()
         share, dispatch = self._share()
@@ -494,11 +499,20 @@ class UniExecutor:
         """See :class:`.Executor`."""
         model, program = self._model, self._program
         assert model is not None, "load() comes first"
-        layers = (self.layers.start, self.layers.stop)
+        layers, weights = (self.layers.start, self.layers.stop), self.weights_digest()
         if program is not None:
-            return [Arithmetic(program.kind, program.version, "native", layers, program.is_order_fixed)]
+            order = program.is_order_fixed
+            return [Arithmetic(program.kind, program.version, "native", layers, order, weights=weights)]
         device, fixed = _torch_on(model.device), self._fixed is not None
-        return [Arithmetic(TORCH, device, self._backend, layers, batch_invariant=fixed)]
+        return [Arithmetic(TORCH, device, self._backend, layers, batch_invariant=fixed, weights=weights)]
+
+    def weights_digest(self, progress: Progress = lambda text: None) -> str:
+        """The digest of the checkpoint's weights, which a thread makes; empty for random ones.
+
+        Raises:
+            CheckpointError: the weights changed while they were read.
+        """
+        return "" if self._digest is None else self._digest.result(progress)
 
     def _check_kernels(self) -> None:
         """Refuse to compute with other kernels than were asked for.

@@ -233,6 +233,7 @@ class Worker:
                 self._send(Free(executor.free_kv_memory()))
             case Allocate(num_blocks):
                 executor.allocate(num_blocks)
+                executor.weights_digest(lambda text: self._send(Phase(text)))  # may take minutes
                 (arithmetic,) = executor.arithmetic()
                 self._send(Allocated(executor.expert_bytes, arithmetic, self._cache_of(executor)))
             case TellSpans():

@@ -31,6 +31,7 @@ from engine.model.model_sources import (
 )
 from engine.model.quantization.formats import Format, Refused, format_of, method_of, why_not_so
 from engine.model.tokenizer_files import OTHER_FORMS, TOKENIZER, TokenizerFilesError, tokenizer_directory
+from engine.model.weight_digest import sample_digest
 from parallel.caches import made_once, own_directory
 
 MODELS_DIRECTORY = Path(__file__).parents[1] / "models"
@@ -71,10 +72,6 @@ DTYPE_NAMES = {
 
 OF_REPOSITORY = re.compile(r"([^/:\s]+/[^/:\s]+)(?:/([^:\s]+\.gguf)|:([\w.-]+))")
 """A GGUF file of a repository: owner/name/FILE.gguf, or owner/name:Q4_K_M as in vLLM."""
-FINGERPRINT_SAMPLES = 16
-FINGERPRINT_SAMPLE_BYTES = 4096
-GGUF_HEADER_BYTES = 1 << 20
-"""Most bytes from the beginning of a GGUF file that are part of the digest."""
 
 
 class ReadingStopped(Exception):
@@ -506,30 +503,26 @@ def _check_complete(path: Path) -> None:
 
 
 @_as_said()
-def fingerprint(directory: Path, *, weights: bool = True) -> str:
-    """A short digest of a checkpoint's content, equal on hosts with the same model.
+def fingerprint(info: ModelInfo, *, weights: bool = True) -> str:
+    """A short digest by which other models are refused before their weights are loaded.
 
-    It covers config.json, tokenizer.json, every tensor's name, type, shape and place, and samples of each
-    weight file spread evenly over it: reading all bytes would take minutes for large models, and copies that
-    differ do not differ in a few bytes only. Without ``weights``, for instances that make random ones, it
-    covers only the two files.
+    It covers config.json, the tokenizer, the ids that end a sequence, and every tensor's name, type, shape
+    and a sample of its bytes. Copies that are cut into other files have the same one. Weights that differ
+    elsewhere are found by the digest of all bytes (:mod:`engine.model.host_digest`). Without ``weights``, for
+    instances that make random ones, no tensor is covered.
     """
-    digest = hashlib.sha256()
+    directory = Path(info.directory)
+    digest = hashlib.sha256(msgspec.json.encode(info.eos_token_ids))
     names = ("config.json", TOKENIZER) if (directory / TOKENIZER).is_file() else ("config.json", *OTHER_FORMS)
     for name in names:
         path = directory / name
         if path.is_file():
             digest.update(name.encode() + path.read_bytes())
-    for path in weight_files(directory) if weights else ():
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as file:
-            (header_bytes,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
-            most = GGUF_HEADER_BYTES if path.suffix == SUFFIX else size
-            digest.update(file.read(min(header_bytes, most)))
-            for sample in range(FINGERPRINT_SAMPLES):
-                file.seek(max(0, (size - FINGERPRINT_SAMPLE_BYTES) * sample // (FINGERPRINT_SAMPLES - 1)))
-                digest.update(file.read(FINGERPRINT_SAMPLE_BYTES))
+    if weights:
+        try:
+            digest.update(sample_digest(weight_files(directory)))
+        except ValueError as error:
+            raise CheckpointError(f"the weights in {directory} cannot be read: {error}") from error
     return digest.hexdigest()[:16]
 
 

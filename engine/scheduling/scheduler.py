@@ -147,8 +147,9 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def num_running(self) -> int:
-        return len(self._running)
+    def running(self) -> Sequence[Request]:
+        """Requests that have a slot."""
+        return self._running
 
     @property
     def has_work(self) -> bool:

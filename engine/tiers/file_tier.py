@@ -95,6 +95,9 @@ class FileTier:
         self._cleared = threading.Event()
         self._cleared.set()
         self._closing = False
+        self._is_abandoned = False
+        self._mine: set[BlockHash] = set()
+        """Blocks that this instance has written, as far as they are still there."""
         self._told_at = 0.0
         self._totals = dict.fromkeys(FileCounters.__struct_fields__, 0.0)
         self._threads = [
@@ -130,7 +133,7 @@ class FileTier:
         found = 0
         with self._work:
             is_open = len(self._reads) < MOST_READS and not self._reads.is_overdue(self._clock())
-        if is_open and not self._hung_for and self._cleared.is_set():
+        if is_open and not self._hung_for and self._cleared.is_set() and not self._is_abandoned:
             found = next((at for at, name in enumerate(names) if name not in self._kept), len(names))
         self._add(queried_blocks=len(names), found_blocks=found)
         return found
@@ -193,6 +196,16 @@ class FileTier:
         if self._cleared.is_set():
             self._cleared.clear()
             self._writes.put("clear")
+
+    def drop_written(self) -> None:
+        """Delete the files that this instance has written, soon."""
+        self._writes.put("drop")
+
+    def abandon(self) -> None:
+        """Use no files any more: a block of them is not what is computed."""
+        logger.error("%r is not used any more: empty it, and see who else can write there", self._files)
+        self.policy.stop()
+        self._is_abandoned = True
 
     @property
     def is_clear(self) -> bool:
@@ -317,6 +330,10 @@ class FileTier:
                 self._look(trims=True)
                 self._cleared.set()
                 self._wake()
+            elif job == "drop":
+                logger.info("%d files of KV blocks that were written here are deleted", len(self._mine))
+                self.forget(list(self._mine))
+                self._mine.clear()
             elif job == "close":
                 return
             elif not isinstance(job, str):
@@ -338,6 +355,7 @@ class FileTier:
             return False
         if self._cleared.is_set():
             self._kept.add(job.name)
+        self._mine.add(job.name)
         num_bytes = self._files.file_bytes
         self._add(write_seconds=time.monotonic() - began, written_bytes=num_bytes, directory_bytes=num_bytes)
         if self._totals["directory_bytes"] > self._most_bytes:
@@ -367,5 +385,6 @@ class FileTier:
         except OSError as error:
             self._complain(f"block files cannot be listed: {error}")
             return
+        self._mine &= names
         self._kept.intersection_update(names)
         self._kept.update(names)

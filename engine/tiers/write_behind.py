@@ -105,3 +105,8 @@ class WriteBehind:
     def clear(self) -> None:
         """Forget what waits: all tiers are emptied."""
         self._pending.clear()
+
+    def stop(self) -> None:
+        """Let nothing wait any more: nothing is written from now on."""
+        self._pending.clear()
+        self._most_pending = 0

@@ -2,16 +2,18 @@
 
 A digest shows what a transfer did to a block, not what its source had computed. So a request of every so many
 transfers takes one block less from the cache than it could, and computes that one. A block has one right
-content: where the two differ, the source is wrong.
+content: where the two differ, the source is wrong. Files may be of anybody, so the first blocks that are read
+from them are checked as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.scheduling.blocks import BlockHash, BlockPool
 from engine.scheduling.request import Request
+from engine.transfers.fetching import FILES, Source
 
 CHECK_INTERVAL = 32
 """Transfers of which one has a block checked."""
@@ -22,11 +24,43 @@ class Check:
     """A block that was fetched, and the same one as it is computed here."""
 
     request: Request
-    source: str
+    source: Source
     names: Sequence[BlockHash]
     """Blocks of the transfer."""
     fetched: int
     own: int
+
+
+class Origins:
+    """Where blocks of the cache came from; an :class:`engine.scheduling.blocks.Observer` of it.
+
+    Blocks that were computed here have no origin.
+    """
+
+    def __init__(self) -> None:
+        self._source_of: dict[BlockHash, Source] = {}
+
+    def __repr__(self) -> str:
+        return f"<Origins of {len(self._source_of)} blocks>"
+
+    def __len__(self) -> int:
+        return len(self._source_of)
+
+    def came(self, name: BlockHash, source: Source) -> None:
+        """A block of this name, which the cache has by now, came from there."""
+        self._source_of[name] = source
+
+    def stored(self, block_hash: BlockHash) -> None:
+        """The cache has a block more."""
+
+    def dropped(self, block_hash: BlockHash) -> None:
+        """The cache has a block less."""
+        self._source_of.pop(block_hash, None)
+
+    def names(self, sources: Iterable[Source]) -> set[BlockHash]:
+        """Blocks of the cache that came from these."""
+        wanted = set(sources)
+        return {name for name, source in self._source_of.items() if source in wanted}
 
 
 class BlockChecks:
@@ -36,6 +70,8 @@ class BlockChecks:
         self._pool = pool
         self._block_size = block_size
         self._num_transfers = 0
+        self._files_are_new = True
+        """Whether no block of a file was checked yet."""
         self._pending: list[Check] = []
 
     def __repr__(self) -> str:
@@ -44,10 +80,11 @@ class BlockChecks:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def fetched(self, request: Request, source: str, names: Sequence[BlockHash]) -> None:
+    def fetched(self, request: Request, source: Source, names: Sequence[BlockHash]) -> None:
         """Take note of a transfer for a request, which is about to be queued."""
         self._num_transfers += 1
-        if self._num_transfers % CHECK_INTERVAL or names[-1] not in request.hashes:
+        is_due = self._num_transfers % CHECK_INTERVAL == 0 or (source == FILES and self._files_are_new)
+        if not is_due or names[-1] not in request.hashes:
             return
         request.most_cached = request.hashes.index(names[-1])
         request.checked = source, names
@@ -69,16 +106,12 @@ class BlockChecks:
         if check.fetched != check.own:
             self._pool.hold([check.fetched, check.own])
             self._pending.append(check)
+            self._files_are_new &= source != FILES
 
     def compare(self, same: Callable[[int, int], bool]) -> tuple[int, list[Check]]:
-        """Compare blocks computed by the step that just ended; returns how many, and wrong ones.
-
-        What may be wrong is forgotten: blocks of the transfer, and those computed on top of them.
-        """
+        """Compare blocks computed by the step that just ended; returns how many, and wrong ones."""
         pending, self._pending = self._pending, []
         wrong = [check for check in pending if not same(check.fetched, check.own)]
-        for check in wrong:
-            self._pool.unname([*check.names, *check.request.hashes])
         for check in pending:
             self._pool.release([check.fetched, check.own])
         return len(pending), wrong

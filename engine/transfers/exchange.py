@@ -21,8 +21,8 @@ import msgspec
 from engine.messages import TransferCounters
 from engine.scheduling.blocks import BlockHash, BlockPool
 from engine.scheduling.request import Request, RequestKey
-from engine.transfers.checking import BlockChecks
-from engine.transfers.fetching import DEAD, Ended, Outcome, Source, Wanted
+from engine.transfers.checking import BlockChecks, Origins
+from engine.transfers.fetching import DEAD, FILES, Ended, Outcome, Source, Wanted
 from engine.transfers.handing_over import Find, HandOvers, Tail, nobody
 from engine.transfers.lending import Key, Look, Return
 from engine.transfers.messages import MOST_BLOCKS, NO_BLOCK, Holder
@@ -74,6 +74,8 @@ class Tier(Protocol):
     def take_events(self) -> list[Ended]: ...
     def turn(self, being_filled: Callable[[], set[int]]) -> None: ...
     def forget(self, names: Sequence[BlockHash]) -> None: ...
+    def drop_written(self) -> None: ...
+    def abandon(self) -> None: ...
 
 
 class Heir(Protocol):
@@ -82,10 +84,6 @@ class Heir(Protocol):
     def fetch(self, wanted: Wanted) -> None: ...
     def cancel(self, number: int) -> None: ...
     def take_events(self) -> list[Ended]: ...
-
-
-FILES: Source = "files"
-"""The tier as a source; no address is like this."""
 
 
 @dataclass
@@ -155,6 +153,9 @@ class BlockExchange:
         self._shunned: dict[Source, None] = {}
         self._counters = TransferCounters()
         self._checks = BlockChecks(pool, block_size) if checks else None
+        self._origins = Origins()
+        if checks:
+            pool.observe(self._origins)
 
     def __repr__(self) -> str:
         return f"<BlockExchange {len(self._lent)} lent, {len(self._transfers)} on the way>"
@@ -294,8 +295,12 @@ class BlockExchange:
         if self._checks is not None:
             self._checks.admitted(request)
 
-    def wrong_requests(self) -> list[Request]:
-        """Requests that found wrong blocks, by the checks of the step that just ended."""
+    def wrong_requests(self, running: Iterable[Request] = ()) -> list[Request]:
+        """Requests to compute anew, by the checks of the step that just ended.
+
+        They are those that were checked, and those of the ``running`` ones that hold blocks of the same
+        source.
+        """
         if not self._checks:
             return []
         count, wrong = self._checks.compare(self._mover.same)
@@ -303,11 +308,17 @@ class BlockExchange:
             checked_blocks=self._counters.checked_blocks + count,
             wrong_blocks=self._counters.wrong_blocks + len(wrong),
         )
+        if not wrong:
+            return []
+        found = {check.request.key: check.request for check in wrong}
+        of_source = self._origins.names(check.source for check in wrong)
+        found |= {each.key: each for each in running if not of_source.isdisjoint(each.hashes)}
         for check in wrong:
             if self._tier is not None and check.source == FILES:
                 self._tier.forget(check.names)
-            self._shun(check.source, "a block of it is not what was computed here", is_wrong=True)
-        return [check.request for check in wrong]
+        for source in {check.source for check in wrong}:
+            self._distrust(source)
+        return list(found.values())
 
     def price_now(self) -> float:
         """What a fetched token costs, in tokens to compute; 1 where nothing is fetched."""
@@ -502,6 +513,8 @@ class BlockExchange:
         if not transfer.is_void:
             for block, name in zip(wanted.blocks[:num_full], names, strict=False):
                 self._pool.name(block, name)
+                if self._checks is not None and self._pool.find_prefix([name]) == [block]:
+                    self._origins.came(name, end.source)
             if end.has_part:
                 self._pool.name_part(wanted.blocks[num_full], names[num_full])
         self._pool.release(wanted.blocks)
@@ -542,6 +555,19 @@ class BlockExchange:
             self._estates[source] = now
         else:
             logger.info("%d requests inherit %d of %d KV blocks of a dead instance", *now)
+
+    def _distrust(self, source: Source) -> None:
+        """Drop all that came from a source whose block was not what was computed here.
+
+        Other blocks may have been computed on top of it, and nobody knows which. So all names are forgotten,
+        and the files that this instance has written.
+        """
+        self._shun(source, "a block of it is not what was computed here", is_wrong=True)
+        self.reset()
+        if self._tier is not None and source == FILES:
+            self._tier.abandon()
+        elif self._tier is not None:
+            self._tier.drop_written()
 
     def _shun(self, source: Source, why: str, *, is_wrong: bool) -> None:
         level = logging.ERROR if is_wrong else logging.INFO

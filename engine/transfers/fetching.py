@@ -44,6 +44,8 @@ STALL = 1.0
 
 Source = str
 """Address of a source."""
+FILES: Source = "files"
+"""The files of the tier as a source; no address is like this."""
 DEAD = "memory:"
 """What the address of a dead instance's memory begins with (:mod:`engine.inheritance`)."""
 

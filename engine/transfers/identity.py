@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-FORMAT = 2
+FORMAT = 3
 """Raised with each change of what a block's bytes mean beside the facts below."""
 
 
@@ -24,6 +24,8 @@ class CacheFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of a block in each tensor of the cache, in order."""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    weights: str = ""
+    """Digest of all bytes of the weights; the class has a shortened one."""
     shards: Sequence[int] = ()
     """Number of tensors of each worker, by stage, then rank."""
 

@@ -20,14 +20,14 @@ from router.capsule import (
     CapsuleSample,
     written,
 )
-from router.mesh import ServedModel
 from router.text.output_stream import OutputStream
+from router.text.text_model import TextModel
 
 
 def capsule_of(
     id: str,
     created: int,
-    model: ServedModel,
+    model: TextModel,
     classes: Mapping[Numerics, object],
     params: SamplingParams,
     samples: Sequence[OutputStream],
@@ -42,10 +42,17 @@ def capsule_of(
             format=FORMAT,
             id=id,
             created=created,
-            model=CapsuleModel(model.names[0], model.fingerprint),
+            model=model_of(model),
             numerics=tuple(each for each in classes if each.fingerprint in used),
             prompts=tuple(_prompt(group, params) for group in _by_prompt(samples)),
         )
+    )
+
+
+def model_of(model: TextModel) -> CapsuleModel:
+    """What a capsule holds of a model, by which it is known again."""
+    return CapsuleModel(
+        model.name, model.served.fingerprint, model.tokenizer.digest, model.chat_template_digest
     )
 
 

@@ -396,7 +396,7 @@ class Generating:
         params: SamplingParams,
         samples: Sequence[OutputStream],
     ) -> bytes:
-        return capsule_of(id, created, model.served, self._mesh.numerics(), params, samples)
+        return capsule_of(id, created, model, self._mesh.numerics(), params, samples)
 
 
 def _facts(id: str, model: TextModel, params: SamplingParams) -> Attributes:

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from coordinator.numerics import NATIVE_KINDS, TORCH, Numerics
 from engine.sampling import BadParameter, SamplingParams, ThinkingBudget
 from router.api.answers import encode, json_response
+from router.api.capsules import model_of
 from router.api.headers import key_of
 from router.api.parameters import MAX_STOP_CHARACTERS, MIN_TEMPERATURE
 from router.api.prompts import check_vocabulary
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 MAX_THINKING_TOKENS = 4096
 """Tokens of all marks of a reasoning budget."""
 NOT_HERE = {"x-should-retry": "false"}
+OTHER_TEMPLATE = "the router has another chat template now: the same messages may give another prompt"
 
 _read_replay = decoder(ReplayRequest)
 
@@ -68,7 +70,7 @@ class Replaying:
         self._quotas.check(key_of(request))
         wanted = await run_sized(lambda: _read_replay(body), len(body))
         model = await self._models.get(None)
-        check_model(wanted.model, model.served)
+        remarks = check_model(wanted.model, model_of(model))
         ranks = ranks_of(wanted.numerics, self._mesh.numerics())
         ranks = [rank for rank in ranks if rank in self._mesh.reports()] or ranks  # others still load
         check_sample(wanted, model.served)
@@ -82,6 +84,7 @@ class Replaying:
             dp_rank=rank,
             result=sample.recorded,
             numerics_changes=tuple(sample.numerics_changes),
+            remarks=remarks,
         )
         return json_response(encode(answer))
 
@@ -95,17 +98,29 @@ class Replaying:
                 lease.end(sample.num_tokens, refused=run.refused)
 
 
-def check_model(wanted: CapsuleModel, served: ServedModel) -> None:
-    """Refuse a capsule of another model: its tokens would mean something else."""
+def check_model(wanted: CapsuleModel, served: CapsuleModel) -> tuple[str, ...]:
+    """Refuse a capsule of another model or tokenizer: its tokens would mean something else.
+
+    Returns a remark if its chat template is another one. The prompt's tokens are in the capsule, so they do
+    not depend on that.
+
+    Raises:
+        ApiError: it is of another one (409).
+    """
+    problem = None
     if wanted.fingerprint != served.fingerprint:
-        raise ApiError(
-            409,
+        problem = (
             f"the capsule is of model {wanted.name[:100]} (checkpoint {wanted.fingerprint[:64]}), and this "
-            f"mesh serves {served.names[0]} (checkpoint {served.fingerprint}): replay it on a mesh of its "
-            "model.",
-            param="model",
-            headers=NOT_HERE,
+            f"mesh serves {served.name} (checkpoint {served.fingerprint}): replay it on a mesh of its model."
         )
+    elif wanted.tokenizer != served.tokenizer:
+        problem = (
+            f"the capsule was made with another tokenizer (digest {wanted.tokenizer[:64]}) than this router "
+            f"has (digest {served.tokenizer}): start it with the same --tokenizer and files."
+        )
+    if problem is not None:
+        raise ApiError(409, problem, param="model", headers=NOT_HERE)
+    return () if wanted.chat_template == served.chat_template else (OTHER_TEMPLATE,)
 
 
 def ranks_of(wanted: Numerics, classes: Mapping[Numerics, list[int]]) -> list[int]:
@@ -117,6 +132,15 @@ def ranks_of(wanted: Numerics, classes: Mapping[Numerics, list[int]]) -> list[in
     for each, ranks in classes.items():
         if each.fingerprint == wanted.fingerprint:
             return ranks
+    weights = sorted({each.weights for each in classes})
+    if weights and wanted.weights not in weights:
+        raise ApiError(
+            409,
+            f"the capsule is of other weights (digest {wanted.weights[:64]}) than this mesh serves (digest "
+            f"{', '.join(weights)}): replay it on a mesh of its model.",
+            param="model",
+            headers=NOT_HERE,
+        )
     here = ", ".join(map(str, classes)) or "none that is known"
     shown = f"{wanted.fingerprint[:64]} ({wanted.kernels[:40]} kernels, {wanted.dtype[:40]})"
     flags = "the same --dtype and --numerics"

@@ -79,6 +79,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             named = f"The chat template{where and ' of '}{where} does not compile"
             raise ChatTemplateError(f"{named}: {_reason(error)}") from error
+        self.source = source
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
         self.takes_strings, self.takes_parts = self._probe(PROBE), self._probe([_part(PROBE)])
@@ -241,6 +242,7 @@ class ChatTemplates:
         """``problem``: why the model's own cannot be used, if that is why there are none."""
         self._templates = dict(templates)
         self._problem = problem.rstrip(".") or "This model has no chat template"
+        self.sources = {name: template.source for name, template in templates.items()}
 
     def __repr__(self) -> str:
         return f"<ChatTemplates {sorted(self._templates)}>"

@@ -6,12 +6,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from coordinator.process.process import shortage_of
 from router.config import HttpConfig
 from router.mesh import ServedModel
 from router.text.chat_template import ChatTemplateError, ChatTemplates, load_chat_templates
 from router.text.sampling_defaults import most_tokens, sampling_defaults
-from router.text.tokens import Tokenizer, TokenizerError, load_tokenizer
+from router.text.tokens import Tokenizer, TokenizerError, load_tokenizer, short_digest
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,15 @@ class TextModel:
 
     def __repr__(self) -> str:
         return f"<TextModel {self.name} {self.tokenizer!r} {self.templates!r}>"
+
+    @property
+    def chat_template_digest(self) -> str:
+        """Digest of the chat template and of its variables' defaults; empty without one."""
+        if not self.templates.sources:
+            return ""
+        return short_digest(
+            msgspec.json.encode((self.templates.sources, self.template_kwargs), order="sorted")
+        )
 
     @property
     def name(self) -> str:

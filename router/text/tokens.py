@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -69,9 +70,11 @@ class TokenizerError(ValueError):
 class Tokenizer:
     """Tokenizer of one model, safe to use from several threads."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], digest: str = "") -> None:
         self.backend = backend
         self.config = config
+        self.digest = digest
+        """Digest of its files, without the chat template."""
         self.special_tokens = _named_special_tokens(config)
         self.eos_id: int | None = backend.token_to_id(self.special_tokens.get("eos_token", ""))
         """End-of-sequence token of tokenizer_config.json; a model may have others beside it."""
@@ -245,12 +248,20 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         raise TokenizerError(str(error)) from error
     path = directory / TOKENIZER
     try:
-        backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
+        content = path.read_bytes()
+        backend = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the package raises nothing more special
         raise TokenizerError(
             f"{path} cannot be used ({error}): get it again, or name another directory with --tokenizer"
         ) from error
-    return Tokenizer(backend, read_tokenizer_config(directory))
+    config = read_tokenizer_config(directory)
+    plain = {key: value for key, value in config.items() if key != "chat_template"}
+    return Tokenizer(backend, config, short_digest(content + json.dumps(plain, sort_keys=True).encode()))
+
+
+def short_digest(content: bytes) -> str:
+    """Sixteen hexadecimal digits of a digest, for comparison and for people."""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def read_tokenizer_config(directory: Path) -> dict[str, Any]:

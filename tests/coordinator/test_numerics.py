@@ -71,7 +71,9 @@ def test_each_fact_makes_another_class(changed: dict[str, Any]) -> None:
     assert class_of(facts(**changed)).fingerprint != class_of(facts()).fingerprint
 
 
-@pytest.mark.parametrize("changed", [{"kernels": "avx2"}, {"version": "2"}, {"attention": "other"}])
+@pytest.mark.parametrize(
+    "changed", [{"kernels": "avx2"}, {"version": "2"}, {"attention": "other"}, {"weights": "0a"}]
+)
 def test_each_part_of_a_workers_arithmetic_makes_another_class(changed: dict[str, str]) -> None:
     other = msgspec.structs.replace(AMX, **changed)
     assert class_of(facts(other)).fingerprint != class_of(facts()).fingerprint
@@ -124,6 +126,7 @@ def test_workers_that_name_no_kernels_promise_nothing() -> None:
 def test_a_group_of_several_classes_is_of_none_of_them() -> None:
     amx, avx2 = named("amx"), named("avx2")
     assert combined([amx, amx]) == amx
+    assert combined([loaded("0a"), loaded("0a", "avx2")]).weights == "0a"
     both = combined([amx, avx2])
     assert both == combined([avx2, amx, avx2])
     assert (both.kernels, both.invariant) == ("amx+avx2", False)
@@ -164,6 +167,53 @@ def mesh(*, required: bool) -> Registry:
     assert to(b"a", registry.handle(b"a", beat("a", named("amx"), State.LOADING), 1.0)) == [Beat(0, 2)]
     registry.handle(b"a", beat("a", named("amx")), 1.1)
     return registry
+
+
+def loaded(weights: str, kernels: str = "amx") -> Numerics:
+    """The class of an instance that has read weights of this digest."""
+    return class_of(facts(msgspec.structs.replace(AMX, kernels=kernels, weights=weights)))
+
+
+@pytest.mark.parametrize("kernels", ["amx", "avx2"])
+@pytest.mark.parametrize("state", [State.LOADING, State.READY])
+def test_other_weights_are_refused_whatever_is_required(state: State, kernels: str) -> None:
+    registry = Registry(Rules(size=2))
+    joined(registry, "a", 0)
+    joined(registry, "b", 1)
+    registry.handle(b"a", beat("a", loaded("0a")), 1.0)
+    (refused,) = to(b"b", registry.handle(b"b", beat("b", loaded("0b", kernels), state), 1.2))
+    assert isinstance(refused, AdmissionRefused)
+    assert "the weights of this instance (digest 0b) are not those of the mesh (digest 0a)" in refused.reason
+    assert [member.instance for member in registry.view().members] == ["a"]
+
+
+def test_other_weights_are_refused_also_when_all_others_are_gone() -> None:
+    """Streams of the dead would go on with them."""
+    registry = Registry(Rules(size=2))
+    joined(registry, "a", 0)
+    registry.handle(b"a", beat("a", loaded("0a")), 1.0)
+    registry.tick(1000.0)
+    assert not registry.view().members
+    joined(registry, "b", 0)
+    (refused,) = to(b"b", registry.handle(b"b", beat("b", loaded("0b")), 1000.1))
+    assert isinstance(refused, AdmissionRefused)
+    joined(registry, "c", 0)
+    registry.handle(b"c", beat("c", loaded("0a", "avx2")), 1000.2)
+    assert [member.instance for member in registry.view().members] == ["c"], "other kernels may join"
+
+
+def test_a_coordinator_that_was_started_again_learns_the_weights_from_the_first_to_come_back() -> None:
+    registry = Registry(Rules(size=2))
+    registry.handle(b"a", register("a", 0, numerics=loaded("0a"), epoch=3), 1.0)
+    (refused,) = to(b"b", registry.handle(b"b", register("b", 1, numerics=loaded("0b"), epoch=3), 1.1))
+    assert isinstance(refused, AdmissionRefused)
+    assert "are not those of the mesh" in refused.reason
+
+
+def test_random_weights_have_no_digest_and_join() -> None:
+    registry = mesh(required=False)
+    registry.handle(b"b", beat("b", named("avx2")), 1.2)
+    assert len(registry.view().members) == 2
 
 
 def test_another_class_joins_and_is_logged_once() -> None:

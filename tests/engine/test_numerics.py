@@ -15,7 +15,8 @@ from coordinator.settings.flags import parse
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, InstanceConfig, ModelConfig
 from engine.executor.uni import UniExecutor
 from engine.kernels.core import library
-from engine.model.checkpoint import CheckpointError, read_model_info
+from engine.model.checkpoint import CheckpointError, read_model_info, weight_files
+from engine.model.weight_digest import whole_digest
 from engine.numerics import check_kind, kind_problem, native_kind, numerics_of
 from engine.sampling import SamplingParams
 from engine.settings import resolve
@@ -204,6 +205,22 @@ def test_random_weights_are_a_class_of_their_own(directory: Path) -> None:
     arithmetic = loaded(config).arithmetic()
     read, made = (numerics_of(settings, model, info.directory, arithmetic) for model in (config.model, dummy))
     assert read != made
+    (found,) = loaded(msgspec.structs.replace(config, model=dummy)).arithmetic()
+    assert found.weights == ""
+
+
+def test_each_worker_names_the_weights_that_it_read(directory: Path) -> None:
+    (found,) = loaded(engine(directory, numerics="torch")).arithmetic()
+    assert found.weights == whole_digest(weight_files(directory))
+    assert class_with(engine(directory, numerics="torch")).weights == found.weights
+
+
+def test_workers_with_different_weights_are_refused(directory: Path) -> None:
+    """They may be on several hosts, with a copy of the model each."""
+    config = engine(directory)
+    workers = [Arithmetic("amx", "1", "native", weights=weights) for weights in ("0a", "0b")]
+    with pytest.raises(CheckpointError, match=r"read different weights \(digests 0a, 0b\)"):
+        numerics_of(resolve(config)[1], config.model, str(directory), workers)
 
 
 def test_codes_of_the_kv_cache_are_a_class_of_their_own(directory: Path) -> None:

@@ -42,8 +42,8 @@ def look(ask: bytes) -> bytes:
         try:
             weights = wanted.reads_weights
             path = find_model(wanted.model, wanted.revision, weights=weights)
-            directory = read_model_info(path, weights=weights).directory
-            found = fingerprint(path, weights=weights)
+            info = read_model_info(path, weights=weights)
+            directory, found = info.directory, fingerprint(info, weights=weights)
         except CheckpointError as error:
             problem = str(error)
     place = Place(

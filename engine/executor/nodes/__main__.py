@@ -227,7 +227,7 @@ class Node:
         asked, weights = self._config.model.model or hire.model.model, hire.model.reads_weights
         directory = find_model(asked, self._config.model.revision or hire.model.revision, weights=weights)
         info = read_model_info(directory, weights=weights)
-        found = fingerprint(directory, weights=weights)
+        found = fingerprint(info, weights=weights)
         if found != hire.fingerprint:
             raise Over(
                 process.EXIT_REFUSED,

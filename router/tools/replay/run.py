@@ -222,6 +222,8 @@ def _equal(capsule: Capsule, replayed: Sequence[Replayed]) -> str:
         words = words.replace("1 samples", "1 sample")
     if compared < num_tokens:
         words += f"; only {compared} tokens were compared: the class changed before the others"
+    remarks = dict.fromkeys(remark for each in replayed if each.answer for remark in each.answer.remarks)
+    words += "".join(f"; {remark}" for remark in remarks)
     if any(each.is_variant for each in replayed):
         words += "; by luck: the class is variant, and promises no equal bits"
     return words

@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from engine.config import SHIPPED_MODEL, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -263,16 +265,42 @@ def test_weights_that_were_not_copied_whole(copy: Path, keep: slice, message: st
 
 
 def test_the_fingerprint_tells_models_apart_and_copies_not(copy: Path) -> None:
-    original = fingerprint(find_model(None))
-    assert fingerprint(copy) == original
+    def found() -> str:
+        return fingerprint(read_model_info(copy))
+
+    original = fingerprint(read_model_info(find_model(None)))
+    assert found() == original
     weights = bytearray((copy / "model.safetensors").read_bytes())
     weights[-100] ^= 1
     (copy / "model.safetensors").write_bytes(weights)
-    assert fingerprint(copy) != original
+    assert found() != original
     shutil.copy(MODELS_DIRECTORY / SHIPPED_MODEL / "model.safetensors", copy)
-    assert fingerprint(copy) == original
+    assert found() == original
     change(copy, rms_norm_eps=1e-3)
-    assert fingerprint(copy) != original
+    assert found() != original
+
+
+def test_another_end_of_sequence_is_another_model(copy: Path) -> None:
+    """Instances end answers by it."""
+    before = fingerprint(read_model_info(copy))
+    path = copy / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "temperature": 0.5}))
+    assert fingerprint(read_model_info(copy)) == before, "routers' defaults are written out in requests"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 17}))
+    assert fingerprint(read_model_info(copy)) != before
+
+
+@pytest.mark.parametrize("kind", ["q_proj", "k_proj"])
+def test_an_update_of_some_matrices_is_refused_before_weights_are_loaded(copy: Path, kind: str) -> None:
+    """A merged adapter changes all rows of a few matrices."""
+    before = fingerprint(read_model_info(copy))
+    tensors = load_file(copy / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(f"{kind}.weight")]:
+        rows, columns = tensors[name].shape
+        up, down = torch.ones(rows, 4), torch.ones(4, columns)
+        tensors[name] = (tensors[name] + 1e-2 * (up @ down)).to(tensors[name].dtype)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    assert fingerprint(read_model_info(copy)) != before
 
 
 def engine(**model: object) -> EngineConfig:

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.model import tokenizer_files
-from engine.model.checkpoint import fingerprint
+from engine.model.checkpoint import fingerprint, read_model_info
 from engine.model.tokenizer_files import TokenizerFilesError, tokenizer_directory
 from router.text.tokens import TokenizerError, load_tokenizer
 from tests.router import tiny_tokenizer
@@ -215,6 +215,11 @@ def test_who_has_it_converted_loads_neither_torch_nor_transformers(directory: Pa
 
 def test_another_tokenizer_is_another_model(directory: Path) -> None:
     write_tekken(directory)
-    before = fingerprint(directory, weights=False)
+    write(
+        directory / "config.json",
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1000},
+    )
+    info = read_model_info(directory, weights=False)
+    before = fingerprint(info, weights=False)
     write(directory / "tekken.json", {"config": "another"})
-    assert fingerprint(directory, weights=False) != before
+    assert fingerprint(info, weights=False) != before

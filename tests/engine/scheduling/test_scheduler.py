@@ -107,7 +107,7 @@ class Bench:
             self.step()
         assert not self.scheduler.has_work
         assert self.pool.num_used == 0
-        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert len(self.scheduler.running) == self.scheduler.num_waiting == 0
         assert self.scheduler.num_waiting_tokens == 0
 
 
@@ -207,7 +207,7 @@ def test_single_tokens_of_prompts_are_of_their_share_too() -> None:
     for seed, count in ((2, 6), (3, 20), (4, 20), (5, 20)):
         bench.add(tokens(seed, count))
     assert bench.step() == 1 + 6 + 1
-    assert bench.scheduler.num_running == 3
+    assert len(bench.scheduler.running) == 3
     bench.finish()
 
 

@@ -12,7 +12,7 @@ from engine.kernels.core import library
 from engine.messages import Submit
 from engine.tiers.block_files import BlockFiles
 from engine.tiers.file_tier import FileTier
-from engine.transfers import checking, price
+from engine.transfers import price
 from engine.transfers.mover import BlockMover
 from tests.engine.invariance.answers import ALONE, PEER, Answer, Answers, How, Instance, load, step
 from tests.engine.invariance.mixed import requests
@@ -96,10 +96,10 @@ def test_an_instance_that_starts_again_gives_the_same_bits(instance: Instance, t
 
 
 def test_blocks_that_their_writer_computed_wrongly_are_found_by_computing_one(
-    instance: Instance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    instance: Instance, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(checking, "CHECK_INTERVAL", 1)
-    submits = requests(1, count=8, vocab_size=VOCAB, longest=300, most=4, greedy=True)
+    """No answer is wrong, also of those that come at once."""
+    submits = requests(1, count=16, vocab_size=VOCAB, longest=300, most=4, greedy=True)
     alone = instance.answers(submits, ALONE)[0]
     first = Serving(instance, tmp_path)
     first.answers(submits)
@@ -114,9 +114,12 @@ def test_blocks_that_their_writer_computed_wrongly_are_found_by_computing_one(
             part[3] ^= 64
         first.tier._files.write(name, parts)
     again = Serving(instance, tmp_path)
-    checked = next(each for each in submits if len(each.prompt_ids) > 100)
-    assert again.answers([checked]) == {checked.request: alone[checked.request]}
+    assert again.answers(submits) == alone
     again.close()
     assert again.core.exchange is not None
-    assert again.core.exchange.counters().wrong_blocks > 0
+    counters = again.core.exchange.counters()
+    assert (counters.checked_blocks, counters.wrong_blocks) == (1, 1)
+    assert "KV blocks of files are not asked for any more" in caplog.text
+    assert "is not used any more" in caplog.text
     assert again.answers(submits[:2]) == {each.request: alone[each.request] for each in submits[:2]}
+    assert again.core.exchange.counters().outcomes == counters.outcomes, "no file was read since"

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
+
 from engine.scheduling.blocks import BlockHash
 from engine.scheduling.request import Request
-from engine.transfers.exchange import FILES, FILES_PART, MOST_SECONDS, BlockExchange
-from engine.transfers.fetching import Ended, Outcome, Wanted
+from engine.transfers import checking
+from engine.transfers.exchange import FILES_PART, MOST_SECONDS, BlockExchange
+from engine.transfers.fetching import FILES, Ended, Outcome, Wanted
 from tests.engine.transfers.test_exchange import SIZE, Setup
+
+LONG = 8 * SIZE + 1
+"""Tokens of a prompt of eight full blocks."""
 
 
 class FakeTier:
@@ -20,6 +26,8 @@ class FakeTier:
         self.fetches: list[Wanted] = []
         self.cancelled: list[int] = []
         self.forgotten: list[BlockHash] = []
+        self.is_abandoned = False
+        self.drops = 0
 
     def count(self, names: Sequence[BlockHash]) -> int:
         return next((at for at, name in enumerate(names) if name not in self.kept), len(names))
@@ -40,16 +48,22 @@ class FakeTier:
     def forget(self, names: Sequence[BlockHash]) -> None:
         self.forgotten += names
 
+    def drop_written(self) -> None:
+        self.drops += 1
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+
     def ends(self, wanted: Wanted, count: int, outcome: Outcome = Outcome.WHOLE) -> None:
         self.events.append(Ended(wanted.number, count, outcome, FILES, count * 1000, 0.01))
 
 
 class WithFiles(Setup):
-    def __init__(self) -> None:
+    def __init__(self, *, checks: bool = False) -> None:
         super().__init__()
         self.tier = FakeTier()
         self.exchange = BlockExchange(
-            self.pool, self.mover, self.price, SIZE, lambda: self.now, tier=self.tier
+            self.pool, self.mover, self.price, SIZE, lambda: self.now, tier=self.tier, checks=checks
         )
 
     def names(self, request: Request) -> list[BlockHash]:
@@ -169,3 +183,114 @@ def test_files_outlive_the_mover_with_their_room() -> None:
     setup.tier.ends(setup.tier.fetches[0], 10)
     assert setup.turn() == [request]
     assert setup.exchange.is_idle
+
+
+# ---- blocks that are computed as well
+
+
+class Checked(WithFiles):
+    """Some blocks are computed as well, and what they are compared with is the test's."""
+
+    def __init__(self) -> None:
+        super().__init__(checks=True)
+        self.mover.same = lambda one, other: self.is_right
+        self.is_right = True
+
+    def fetched(self, request: Request, source: str = FILES) -> Request:
+        """All blocks of a request come from there, and it is queued."""
+        if source == FILES:
+            self.tier.kept.update(self.names(request))
+        assert self.exchange.takes(request)
+        fetches = self.tier.fetches if source == FILES else self.mover.fetches
+        (self.tier if source == FILES else self.mover).ends(fetches[-1], len(fetches[-1].names))
+        assert self.turn() == [request]
+        self.tier.kept.clear()
+        return request
+
+    def admit(self, request: Request) -> bool:
+        """Compute the rest of a request in one step.
+
+        Returns whether a block of it is checked.
+        """
+        names = self.names(request)
+        known = self.pool.find_prefix(names[: request.most_cached])
+        self.pool.hold(known)
+        own = self.pool.take(len(names) + 1 - len(known))
+        assert own is not None
+        request.blocks, request.num_computed = known + own, len(request.token_ids)
+        before = self.exchange.counters().checked_blocks
+        self.exchange.admitted(request)
+        self.wrong = self.exchange.wrong_requests(self.running)
+        self.pool.release(request.blocks)
+        return self.exchange.counters().checked_blocks > before
+
+    running: Sequence[Request] = ()
+
+
+def test_the_first_blocks_of_files_are_checked_and_few_later_ones() -> None:
+    setup = Checked()
+    found = [setup.admit(setup.fetched(setup.request(first=1000 * n, length=LONG))) for n in range(8)]
+    assert found == [True] + [False] * 7
+    assert not setup.wrong
+    assert not setup.tier.is_abandoned
+
+
+def test_a_check_that_could_not_be_made_is_made_later() -> None:
+    setup = Checked()
+    first = setup.fetched(setup.request(length=LONG))
+    first.most_cached = first.checked = None  # its block is computed in two steps
+    assert not setup.admit(first)
+    assert setup.admit(setup.fetched(setup.request(first=1000, length=LONG)))
+
+
+def test_blocks_of_an_instance_are_checked_as_seldom_as_before() -> None:
+    setup = Checked()
+    requests = [setup.request(first=1000 * n, length=LONG, source="peer") for n in range(4)]
+    assert not any(setup.admit(setup.fetched(each, "peer")) for each in requests)
+
+
+def test_a_wrong_block_of_files_drops_all_of_theirs_and_sets_back_those_that_run_with_them() -> None:
+    setup = Checked()
+    beside, other = setup.request(first=5000, length=LONG), setup.request(first=9000, length=LONG)
+    setup.admit(setup.fetched(beside))
+    setup.computed(other)
+    setup.running = [beside, other]
+    for each in setup.running:
+        setup.pool.hold(setup.pool.find_prefix(setup.names(each)))
+    setup.is_right = False
+    for number in range(40):
+        checked = setup.fetched(setup.request(first=20_000 + 1000 * number, length=LONG))
+        if setup.admit(checked):
+            break
+    assert setup.wrong == [checked, beside], "the other one holds nothing of them"
+    assert not list(setup.pool.known)
+    assert setup.tier.is_abandoned
+    assert setup.tier.forgotten == setup.names(checked)
+    again = setup.request(first=30_000)
+    setup.tier.kept.update(setup.names(again))
+    again.blocks_at = ""
+    assert not setup.exchange.takes(again), "files are asked no more"
+
+
+def test_a_wrong_block_of_an_instance_drops_what_was_written_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "CHECK_INTERVAL", 1)
+    setup = Checked()
+    setup.is_right = False
+    request = setup.fetched(setup.request(length=LONG, source="peer"), "peer")
+    assert setup.admit(request)
+    assert setup.wrong == [request]
+    assert not list(setup.pool.known)
+    assert (setup.tier.drops, setup.tier.is_abandoned) == (1, False)
+    assert not setup.exchange.takes(setup.request(first=50_000, source="peer")), "it is asked no more"
+    other = setup.request(first=60_000, source="")
+    setup.tier.kept.update(setup.names(other))
+    assert setup.exchange.takes(other), "files are"
+
+
+def test_origins_are_those_of_blocks_that_are_there() -> None:
+    setup = Checked()
+    request = setup.fetched(setup.request(length=LONG))
+    assert len(setup.exchange._origins) == 8
+    setup.pool.take(setup.pool.num_free)
+    assert len(setup.exchange._origins) == 0
+    assert not setup.pool.find_prefix(setup.names(request))

@@ -16,8 +16,7 @@ from engine.tiers import file_tier
 from engine.tiers.block_files import BlockFiles
 from engine.tiers.file_tier import FileTier
 from engine.transfers.block_memory import BlockMemory
-from engine.transfers.exchange import FILES
-from engine.transfers.fetching import Ended, Outcome, Wanted
+from engine.transfers.fetching import FILES, Ended, Outcome, Wanted
 from tests.waiting import PATIENCE
 
 NAMES = [bytes([number]) * 16 for number in range(1, 60)]
@@ -266,3 +265,30 @@ def test_blocks_that_others_write_are_found_after_a_while(
     other = later()
     cache.write(NAMES[:3])
     other.until(lambda: other.tier.count(NAMES[:3]) == 3)
+
+
+def test_a_tier_that_is_abandoned_reads_and_writes_nothing(
+    cache: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.write(NAMES[:4])
+    cache.tier.abandon()
+    assert "is not used any more: empty it, and see who else can write there" in caplog.text
+    assert cache.tier.count(NAMES[:4]) == 0
+    cache.compute(NAMES[4:8])
+    cache.turn()
+    assert not len(cache.tier.policy)
+    assert not cache.tier.policy.num_held
+    assert len(cache.files.names()) == 4, "somebody may want to look at them"
+
+
+def test_only_what_this_instance_has_written_is_dropped(cache: Cache, tmp_path: Path) -> None:
+    other = Cache(tmp_path)
+    other.write(NAMES[:3])
+    other.tier.close()
+    cache.write(NAMES[3:7])
+    cache.tier.drop_written()
+    cache.until(lambda: cache.files.names() == set(NAMES[:3]))
+    assert cache.tier.count(NAMES[3:7]) == 0
+    cache.pool.unname(NAMES)
+    cache.write(NAMES[3:7])
+    assert cache.tier.count(NAMES[3:7]) == 4, "it goes on writing"

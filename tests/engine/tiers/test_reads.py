@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 
 from engine.tiers.reads import HANGS, FileJob, Reads
-from engine.transfers.exchange import FILES
-from engine.transfers.fetching import Ended, Outcome, Wanted
+from engine.transfers.fetching import FILES, Ended, Outcome, Wanted
 
 NAMES = [bytes([number]) * 16 for number in range(40)]
 

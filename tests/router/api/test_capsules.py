@@ -13,10 +13,12 @@ import pytest
 from coordinator.numerics import Numerics
 from engine.messages import Counters, Delta, InstanceReport
 from engine.sampling import SamplingParams
+from router.api.replaying import OTHER_TEMPLATE
 from router.capsule import FIELD, Capsule, CapsuleModel, ReplayRequest, found_in, read
 from router.config import HttpConfig
 from router.mesh import NumericsChange, ServedModel
 from router.recorded import RecordedSample
+from router.text.text_model import TextModel
 from router.text.tokens import Tokenizer
 from tests.router.conftest import Server, events, ids_of, serving
 from tests.router.fake_mesh import Facts, FakeMesh, failing, saying
@@ -64,11 +66,15 @@ def capsule_in(text: str) -> Capsule:
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("streams", [False, True])
-def test_an_answer_has_its_capsule(server: Server, tokenizer: Tokenizer, path: str, *, streams: bool) -> None:
+def test_an_answer_has_its_capsule(
+    server: Server, text_model: TextModel, tokenizer: Tokenizer, path: str, *, streams: bool
+) -> None:
     capsule = capsule_in(ask(server, path, BODIES[path] | {"stream": streams}))
     asked = server.mesh.prompts[0]
     assert asked.params.logprobs == 0, "instances send log-probabilities that the client did not ask for"
-    assert (capsule.format, capsule.model) == (1, CapsuleModel("tiny", "abc"))
+    assert capsule.format == 2
+    assert capsule.model == CapsuleModel("tiny", "abc", tokenizer.digest, text_model.chat_template_digest)
+    assert len(capsule.model.tokenizer) == len(capsule.model.chat_template) == 16
     assert capsule.numerics == (CLASS,)
     (prompt,) = capsule.prompts
     assert list(prompt.prompt_ids) == asked.prompt_ids
@@ -200,17 +206,22 @@ def test_a_sample_is_computed_again_as_it_was(server: Server) -> None:
     assert len({prompt.cache_salt for prompt in again}) == 4, "nothing is taken from the prefix cache"
 
 
-def test_instances_that_still_load_are_not_chosen(served: ServedModel) -> None:
+def test_instances_that_still_load_are_not_chosen(served: ServedModel, tokenizer: Tokenizer) -> None:
     report = InstanceReport(0, 0, 0, 0, 0, 0, Counters())
     mesh = FakeMesh(served, saying([70]), Facts(reports={2: report}, numerics={CLASS: [1, 2]}))
     with serving(mesh, HttpConfig()) as server:
-        body = body_of(served.fingerprint)
+        body = body_of(served.fingerprint, tokenizer)
         assert [server.post("/v1/replay", body).json()["dp_rank"] for _ in range(3)] == [2, 2, 2]
 
 
-def body_of(fingerprint: str, **changes: Any) -> dict[str, Any]:
+def body_of(fingerprint: str, tokenizer: Tokenizer, **changes: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {
-        "model": {"name": "tiny", "fingerprint": fingerprint},
+        "model": {
+            "name": "tiny",
+            "fingerprint": fingerprint,
+            "tokenizer": tokenizer.digest,
+            "chat_template": "",
+        },
         "numerics": msgspec.to_builtins(CLASS),
         "prompt_ids": [70, 71],
         "params": {"max_tokens": 3},
@@ -256,8 +267,10 @@ def params(**values: Any) -> dict[str, Any]:
         (params(grammar="x" * 600_000), "a grammar may have 524288 characters"),
     ],
 )  # fmt: skip
-def test_what_no_capsule_holds_is_refused(server: Server, changes: dict[str, Any], problem: str) -> None:
-    answer = server.post("/v1/replay", body_of("abc", **changes))
+def test_what_no_capsule_holds_is_refused(
+    server: Server, tokenizer: Tokenizer, changes: dict[str, Any], problem: str
+) -> None:
+    answer = server.post("/v1/replay", body_of("abc", tokenizer, **changes))
     assert answer.status_code == 400, answer.text
     assert problem in answer.json()["error"]["message"]
     assert not server.mesh.prompts
@@ -265,12 +278,48 @@ def test_what_no_capsule_holds_is_refused(server: Server, changes: dict[str, Any
 
 def test_a_capsule_of_another_model_is_refused(server: Server) -> None:
     capsule = capsule_in(ask(server, "/v1/completions", BODIES["/v1/completions"]))
-    answer = server.post("/v1/replay", replay_of(capsule, model={"name": "huge", "fingerprint": "def"}))
+    other = msgspec.to_builtins(capsule.model) | {"name": "huge", "fingerprint": "def"}
+    answer = server.post("/v1/replay", replay_of(capsule, model=other))
     assert answer.status_code == 409
     message = answer.json()["error"]["message"]
     assert (
         "the capsule is of model huge (checkpoint def), and this mesh serves tiny (checkpoint abc)" in message
     )
+
+
+def test_a_capsule_of_another_tokenizer_is_refused(server: Server, tokenizer: Tokenizer) -> None:
+    """Where a stop string ends depends on it, and the text of each token."""
+    capsule = capsule_in(ask(server, "/v1/completions", BODIES["/v1/completions"]))
+    other = msgspec.to_builtins(capsule.model) | {"tokenizer": "0" * 16}
+    answer = server.post("/v1/replay", replay_of(capsule, model=other))
+    assert answer.status_code == 409
+    message = answer.json()["error"]["message"]
+    assert (
+        f"another tokenizer (digest {'0' * 16}) than this router has (digest {tokenizer.digest})" in message
+    )
+    assert len(server.mesh.prompts) == 1
+
+
+def test_a_capsule_of_another_chat_template_is_computed_again_with_a_remark(server: Server) -> None:
+    """Its prompt is in the capsule as token ids."""
+    capsule = capsule_in(ask(server, "/v1/chat/completions", BODIES["/v1/chat/completions"]))
+    assert "remarks" in server.post("/v1/replay", replay_of(capsule)).json()
+    assert server.post("/v1/replay", replay_of(capsule)).json()["remarks"] == []
+    other = msgspec.to_builtins(capsule.model) | {"chat_template": "0" * 16}
+    answer = server.post("/v1/replay", replay_of(capsule, model=other))
+    assert answer.status_code == 200
+    assert answer.json()["remarks"] == [OTHER_TEMPLATE]
+
+
+def test_a_capsule_of_other_weights_is_refused(served: ServedModel, tokenizer: Tokenizer) -> None:
+    here = msgspec.structs.replace(CLASS, weights="0a")
+    with serving(FakeMesh(served, saying([70]), Facts(numerics={here: [0]})), HttpConfig()) as server:
+        wanted = msgspec.structs.replace(here, fingerprint="fp_9", weights="0b")
+        body = body_of(served.fingerprint, tokenizer, numerics=msgspec.to_builtins(wanted))
+        answer = server.post("/v1/replay", body)
+    assert answer.status_code == 409
+    message = answer.json()["error"]["message"]
+    assert "the capsule is of other weights (digest 0b) than this mesh serves (digest 0a)" in message
 
 
 def test_a_capsule_of_another_class_is_refused(server: Server) -> None:
@@ -285,10 +334,10 @@ def test_a_capsule_of_another_class_is_refused(server: Server) -> None:
     assert "--dtype float32 --numerics avx512" in message
 
 
-def test_a_sample_that_nobody_reads_is_ended(server: Server) -> None:
+def test_a_sample_that_nobody_reads_is_ended(server: Server, tokenizer: Tokenizer) -> None:
     server.mesh.script = lambda _: [Delta(1, [70])]
     with server.connect() as client:
-        body = json.dumps(body_of("abc")).encode()
+        body = json.dumps(body_of("abc", tokenizer)).encode()
         head = f"POST /v1/replay HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
         until(lambda: server.mesh.num_open == 1)

@@ -117,6 +117,15 @@ def test_a_token_that_somebody_changed_is_named(server: Server, replay: Replay, 
     assert count == "1 different"
 
 
+def test_another_chat_template_is_a_remark(server: Server, replay: Replay) -> None:
+    capsule = capsule_of(answer(server))
+    other = msgspec.structs.replace(capsule.model, chat_template="0" * 16)
+    status, out, _ = replay(written(msgspec.structs.replace(capsule, model=other)))
+    assert status == 0
+    assert "equal, 1 sample" in out
+    assert "; the router has another chat template now: the same messages may give another prompt" in out
+
+
 def test_without_the_right_digest_it_is_not_even_replayed(server: Server, replay: Replay) -> None:
     fields = json.loads(answer(server))
     fields[FIELD]["prompts"][0]["samples"][0]["result"]["token_ids"][1] += 1
@@ -208,7 +217,7 @@ def test_a_full_server_is_asked_again(server: Server, replay: Replay) -> None:
     ("changes", "problem"),
     [
         (
-            {"model": {"name": "huge", "fingerprint": "def"}},
+            {"model": {"name": "huge", "fingerprint": "def", "tokenizer": "", "chat_template": ""}},
             "the capsule is of model huge (checkpoint def), and",
         ),
         ({"numerics": []}, "no instance"),

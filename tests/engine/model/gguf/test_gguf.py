@@ -278,7 +278,7 @@ def test_copies_have_one_fingerprint_and_other_files_another(tmp_path: Path) -> 
         write_gguf(plain, tmp_path / f"{n}" / "m.gguf", kind)
         for n, kind in enumerate(["Q8_0", "Q8_0", "Q4_0"])
     ]
-    found = [fingerprint(find_model(str(path))) for path in paths]
+    found = [fingerprint(read_model_info(find_model(str(path)))) for path in paths]
     assert found[0] == found[1] != found[2]
 
 
