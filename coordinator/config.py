@@ -165,6 +165,11 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.data_parallel_size
 
     @property
+    def known_size(self) -> int | None:
+        """Instances that the mesh starts with; None: only its head, elsewhere, knows the number."""
+        return self.data_parallel_size or (None if self.headless else 1)
+
+    @property
     def instances_here(self) -> int:
         """Number of instances that will share this host's cores, as far as the flags tell.
 

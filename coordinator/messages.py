@@ -73,11 +73,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int = 0
     """Routed experts of a layer that are spread; 0 if none are."""
     balancing: Balancing | None = None
-    """None: experts keep their places."""
-    pipeline_split: str = ""
-    """Layers of each pipeline stage, such as 10,12,10, where experts are spread.
+    """As flags ask for it, with an effect only where experts are spread.
 
-    A stage must then hold the same layers on all instances. Empty: balanced, or not relevant.
+    None: experts keep their places.
+    """
+    pipeline_split: str = ""
+    """Layers of each pipeline stage as flags ask for them, such as 10,12,10; empty: balanced.
+
+    Where experts are spread, a stage must hold the same layers on all instances.
     """
     max_num_batched_tokens: int
     is_budget_given: bool = True
