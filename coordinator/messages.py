@@ -322,7 +322,8 @@ class Rebalance(msgspec.Struct, frozen=True, tag="rebalance", kw_only=True):
 class Scale(msgspec.Struct, frozen=True, tag="scale", kw_only=True):
     """An operator wants so many instances in all.
 
-    Passed on to the launcher, which starts or drains its own.
+    Passed on to the launcher, which starts or drains its own. The same command again, while its sender waits,
+    asks whether it can still succeed.
     """
 
     command: str
@@ -335,7 +336,10 @@ class Answer(msgspec.Struct, frozen=True, tag="answer", kw_only=True):
 
     command: str
     status: int
-    """Status as in HTTP: 202 accepted, 404 no such rank, 409 conflict, 503 no launcher."""
+    """Status as in HTTP: 202 accepted, 404 no such rank, 409 conflict, 503 no launcher.
+
+    500: what was accepted before cannot succeed any more.
+    """
     text: str
     """Text for the operator: what happens now, or what prevents it and what to do."""
 

@@ -208,8 +208,8 @@ def ignored_when_joining(config: EngineConfig) -> list[str]:
 def _expert_settings(config: EngineConfig, info: ModelInfo, size: int | None) -> dict[str, Any]:
     """Whether and how experts are spread.
 
-    An instance without ``-dp`` takes the answer from the mesh, so only what depends on nothing else may decide
-    on the other settings.
+    An instance without ``-dp`` takes the answer from the mesh, and is compared with the mesh in all other
+    settings. So these do not depend on the size.
     """
     device = config.device
     spread = _spreads(config, info, size)
@@ -230,7 +230,7 @@ def _expert_settings(config: EngineConfig, info: ModelInfo, size: int | None) ->
 
 
 def _remark_on_balancing(device: DeviceConfig, num_experts: int, ranks: int, *, spreads: bool) -> None:
-    """Log what in the balancing of experts has no effect, with so many ranks at the start."""
+    """Log what has no effect in the balancing of experts, with so many ranks."""
     if not spreads:
         logger.warning("--enable-eplb ignored: each instance holds all experts")
         return

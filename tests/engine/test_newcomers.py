@@ -37,7 +37,7 @@ AGREES: dict[str, tuple[dict[str, Any], object]] = {
     "mesh_transport": ({"device": {"mesh_transport": "gloo"}}, "auto"),
     "data_parallel_size": ({}, None),
 }
-"""For each setting: flags that give it another value than its default, and a value that differs from it."""
+"""For each setting: flags that give it a value, and another value."""
 SIZE = 2
 
 
@@ -51,7 +51,7 @@ def config_of(flags: dict[str, dict[str, Any]], *, spread: bool | None) -> Engin
 
 
 def problem(newcomer: Settings, mesh: Settings, size: int | None = None) -> str | None:
-    """Why an instance with these settings may not join as number 3 of a mesh that began with 2."""
+    """Why an instance with these settings may not join a mesh that began with two."""
     register = Register(
         instance="new", rank=SIZE if size is None else 1, size=size, settings=newcomer, host="h", pid=1
     )
