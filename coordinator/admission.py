@@ -97,7 +97,7 @@ def crowd_for(message: Register, settings: Settings | None, ranks: Collection[in
     """
     if settings is None or not settings.enable_expert_parallel:
         return None
-    others, each = sum(rank != message.rank for rank in ranks), settings.tensor_parallel_size
+    others, each = len(ranks) - (message.rank in ranks), settings.tensor_parallel_size
     if not 0 < settings.num_experts < (others + 1) * each:
         return None
     spread = "as many instances" if each == 1 else f"{others} instances of {each} ranks each"

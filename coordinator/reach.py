@@ -184,6 +184,11 @@ class Reachability:
         """Whether an instance is to be in no group for now."""
         return instance in self._out
 
+    @property
+    def left_out(self) -> frozenset[str]:
+        """The instances that are to be in no group for now."""
+        return frozenset(self._out)
+
     def why(self, instance: str) -> str:
         """Why an instance is left out, for people; empty if it is not."""
         out = self._out.get(instance)

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Raised with every change of a message that an older peer would misread."""
 
 In = TypeVar("In")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from coordinator.messages import Answer, Balancing, ExpertLoads, GroupPlan, Rebalance, State
 from coordinator.rebalancing import MANY_FAILURES, QUIET
-from coordinator.records import Note, Send
+from coordinator.records import Note, Publish, Send
 from tests.coordinator.group_mesh import Mesh
 
 LAYERS = 2
@@ -255,7 +255,7 @@ def test_an_operator_may_ask_for_a_look_now() -> None:
     sent = [item.message for item in answer if isinstance(item, Send) and item.peer == b"op"]
     assert isinstance(sent[0], Answer)
     assert sent[0].status == 202
-    assert any(isinstance(item, Send) and isinstance(item.message, GroupPlan) for item in answer)
+    assert any(isinstance(item, Publish) and isinstance(item.message, GroupPlan) for item in answer)
     assert any(isinstance(item, Note) and "copies of experts move" in item.text for item in answer)
 
 

@@ -35,7 +35,13 @@ def test_the_first_group_forms_once_all_have_their_weights() -> None:
     )
     assert mesh.new_forms() == [(name, form) for name in "abc"]
     mesh.says("a")
+    assert mesh.new_forms() == [], "this may have been under way when the plan was sent"
+    mesh.now += mesh.rules.heartbeat_interval
+    mesh.says("a")
     assert mesh.new_forms() == [("a", form)], "who is not in it yet is told again"
+    mesh.now += mesh.rules.heartbeat_interval
+    mesh.says("a", plan=form.name)
+    assert mesh.new_forms() == [], "it has the plan"
     mesh.enters("a")
     mesh.says("a")
     assert mesh.new_forms() == []
