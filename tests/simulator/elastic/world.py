@@ -31,6 +31,8 @@ STEADY = 150
 """Ticks that everything must stay as it should be."""
 MAX_INSTANCES = 7
 PLANS = (GroupPlan, PlanChange)
+REPEATED_PLANS = 0.2
+"""Share of the plans that arrive twice."""
 
 MESH_SETTINGS = MeshSettings(
     model="m", revision=None, served_model_name=("m",), fingerprint="f", dtype="float32", max_model_len=128,
@@ -340,7 +342,8 @@ class World(Schedule[Call]):
                 continue
             if not isinstance(message, Beat):
                 self.note(f"coordinator to {instance.name}", message)
-            self._send((instance.name, "from"), instance, instance.hear, (message,))
+            for _ in range(1 + (isinstance(message, PLANS) and self.chance(REPEATED_PLANS))):
+                self._send((instance.name, "from"), instance, instance.hear, (message,))
         if any(isinstance(item, Send) and isinstance(item.message, PLANS) for item in sends):
             somebody = self._anybody()
             if somebody is not None:
