@@ -81,7 +81,7 @@ class Epochs:
         self._chosen: tuple[list[Record], frozenset[str], list[Record]] | None = None
         """Loaded instances, those that are left out, and the others."""
         self._lack: tuple[list[Record], int, str] | None = None
-        """Instances, changes of their room so far, and what is missing for their experts to fit."""
+        """Instances, changes of their room so far, and what room is missing."""
         self._settled: list[Record] | None = None
         """The instances that were found to be the members of the newest group."""
 
@@ -170,7 +170,7 @@ class Epochs:
         return change if change is not None and record.plan == change.base else form
 
     def sends(self, now: float) -> list[tuple[list[Record], GroupPlan | PlanChange]]:
-        """The newest plan to all who need it, in the form in which each of them needs it."""
+        """The newest plan, or its change, with the instances that need it."""
         found: dict[int, tuple[list[Record], GroupPlan | PlanChange]] = {}
         members = [peer.instance for peer in self.form.peers] if self.form is not None else []
         leavers = self.form.leavers if self.form is not None else ()

@@ -229,7 +229,10 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     ready_epoch: Epoch = 0
     """Epoch of the newest group that it is ready to enter, or has entered."""
     plan: PlanName | None = None
-    """The newest plan that it has, so that it is sent once, and only changes of it after that."""
+    """The newest plan that it has.
+
+    A plan is sent once, and only changes of it after that.
+    """
     answers: int = 0
     """The number of the newest :class:`Probe` that it has received."""
     numerics: Numerics | None = None

@@ -13,11 +13,11 @@ from operator import attrgetter
 from coordinator.messages import GroupPlan, Peer, PlanChange
 
 GONE = -1
-"""Place of a member that is none any more, and owner of the experts that it held alone."""
+"""Place of a former member, and owner of the experts that only it held."""
 
 
 def change_of(base: GroupPlan, plan: GroupPlan) -> PlanChange | None:
-    """What makes a plan from an earlier one; None if the two have little in common."""
+    """The change from an earlier plan; None if the two have little in common."""
     here, before = frozenset(plan.peers), frozenset(base.peers)
     left = tuple(place for place, peer in enumerate(base.peers) if peer not in here)
     joined = tuple(peer for peer in plan.peers if peer not in before)
@@ -72,7 +72,7 @@ def changed(base: GroupPlan, change: PlanChange) -> GroupPlan:
 
 
 class _Ranks:
-    """Where the ranks of a plan are in the next one: those of a member keep their order."""
+    """Where the ranks of a plan are in the next one."""
 
     def __init__(self, base: GroupPlan, left: Iterable[int], joined: Iterable[Peer]) -> None:
         gone, self._each = frozenset(left), base.ranks

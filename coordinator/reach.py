@@ -356,7 +356,9 @@ def _host(member: Record) -> str:
 
 
 def _addresses(members: Sequence[Record], at: int | None) -> dict[str, str]:
-    """Where the others are tried, by name; ``at`` is the place of the one that tries, if it is among them.
+    """Where the others are tried, by name.
+
+    ``at`` is the place of the one that tries, if it is among them.
 
     In a large mesh these are not all: those on other hosts come first, in the order of ranks, beginning after
     the one that tries.

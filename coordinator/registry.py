@@ -435,7 +435,7 @@ class Registry:
                 yield from self._probe(other, self._suspicions.ask(name, now))
 
     def _other_member(self, name: str, record: Record) -> Record | None:
-        """The instance of this name, if it is a member of the newest group beside ``record``."""
+        """The instance of this name, if it is another member of the newest group."""
         other = self._records.named(name)
         return other if other is not record and self._epochs.is_member(name) else None
 

@@ -1,4 +1,4 @@
-"""What changes of a group cost the coordinator: as much for each member in a mesh of any size.
+"""What changes of a group cost the coordinator for each member.
 
 Costs are lines of the coordinator's code that are executed, and bytes of its messages: no clock decides.
 """
@@ -26,13 +26,13 @@ from tests.coordinator.test_registry import SETTINGS, register
 
 FEW, MANY = 24, 96
 MOST_GROWTH = 1.25
-"""Most growth of a cost for each member, from few members to four times as many."""
+"""Most growth of a cost for each member, with four times as many members."""
 CODE = coordinator.__path__[0]
 EXPERTS = 192
 
 
 class Crowd:
-    """A real registry, and the real states of its members, which enter each group as soon as they have its plan."""
+    """A real registry, and real states of members, which enter each group at once."""
 
     def __init__(self, size: int) -> None:
         self._settings = msgspec.structs.replace(

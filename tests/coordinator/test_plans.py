@@ -1,4 +1,4 @@
-"""Plans as changes of earlier ones: the same plan comes out, and its size follows the change."""
+"""Plans as changes of earlier ones."""
 
 from __future__ import annotations
 

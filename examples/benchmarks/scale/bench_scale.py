@@ -46,7 +46,7 @@ LIMITS_HOLD_FOR = 1024
 INSTANCES_PER_PROCESS = 1024
 LEAST_EXPERTS = 256
 MOST_GROWTH = 1.6
-"""With spread experts, most growth of CPU seconds for each member from the smallest mesh to the largest."""
+"""Most growth of CPU seconds for each member, from the smallest mesh to the largest."""
 
 
 class Child:
@@ -212,7 +212,7 @@ def loopback_bytes() -> int:
 
 
 def bytes_sent(port: int) -> int:
-    """Bytes that a process has sent over the connections of its port that are open, by ``ss``."""
+    """Bytes that a process has sent over the open connections of its port."""
     listed = subprocess.run(
         ["ss", "-tinH", "sport", "=", f":{port}"], capture_output=True, text=True, check=True
     ).stdout

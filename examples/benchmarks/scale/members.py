@@ -52,7 +52,7 @@ CAPACITY = Capacity(
 LOADING_TIME = 0.2
 """Seconds that an instance which joins during churn takes to load."""
 ENTERING_TIME = 0.1
-"""Seconds from the moment at which an instance is ready for a group to that at which it enters it."""
+"""Seconds until an instance that is ready for a group enters it."""
 LOOK_INTERVAL = 0.02
 INSTANCES_PER_HOST = 8
 SOCKETS = 16
@@ -141,7 +141,7 @@ class SimulatedInstance:
             asyncio.get_running_loop().call_later(ENTERING_TIME, self._enter, form)
 
     def _enter(self, form: GroupPlan) -> None:
-        if self.state.form is not form:
+        if self.state.form is None or self.state.form.epoch != form.epoch:
             return
         place = next(at for at, peer in enumerate(form.peers) if peer.instance == self.name)
         self.form, self.state.state = form, State.READY
@@ -240,7 +240,7 @@ class Crowd:
                 await self._settle(dead.form.epoch)
 
     async def _settle(self, after: int) -> None:
-        """Wait until all step in one group of a later epoch, of which all of them are members."""
+        """Wait until all step in one group of a later epoch."""
         while True:
             forms = {each.form.epoch if each.form else 0: each.form for each in self._instances}
             (newest, *older) = sorted(forms, reverse=True)
