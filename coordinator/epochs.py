@@ -218,7 +218,7 @@ class Epochs:
         form = self.form
         if form is None or self._begun or now - self._formed_at < self._rules.forming_timeout:
             return []
-        if self._adopted_at is not None:
+        if self._adopted_at is not None or self._gone():  # a loss holds it up, and lack of room
             return []
         members = [record for record in self._records.values() if record.instance in self._names]
         late = [

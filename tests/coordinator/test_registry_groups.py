@@ -417,3 +417,18 @@ def test_the_successor_of_one_that_may_be_dead_waits_for_its_place() -> None:
     (answer,) = to(b"c", mesh.registry.handle(b"c", message, mesh.now))
     assert isinstance(answer, Welcome)
     assert answer.rank == 1
+
+
+def test_nobody_is_late_for_a_group_that_lost_a_member_and_lacks_room() -> None:
+    """What held it up is the loss; and another member that is back did not hold it up either."""
+    mesh = Mesh(room=3, forming_timeout=2.0)
+    for name in "abc":
+        mesh.register(name)
+    for name in "abc":
+        mesh.says(name)
+    mesh.leave("c")
+    mesh.wait(mesh.rules.member_timeout + 1.0, alive="a")
+    assert mesh.ranks() == [0], "b was silent"
+    mesh.register("b", epoch=1)
+    mesh.wait(1.0, alive="a")
+    assert mesh.ranks() == [0, 1]
