@@ -93,9 +93,10 @@ bench-prompts: $(STAMP)  ## first tokens by length of prompt beside vLLM and lla
 bench-router: $(STAMP)  ## CPU of a front end per token and per request, beside sglang-router's and vLLM's where installed
 	$(BIN)/python examples/benchmarks/bench_router.py --output-json build/bench-router.json $(ARGS)
 
-bench-scale: $(STAMP)  ## one coordinator with 1,024 simulated instances, routers and watchers; choosing among them (about a minute)
+bench-scale: $(STAMP)  ## one coordinator with 1,024 simulated instances, routers and watchers; choosing among them; groups of spread experts (three minutes)
 	$(BIN)/python examples/benchmarks/scale/bench_choosing.py --output-json build/bench-choosing.json
 	$(BIN)/python examples/benchmarks/scale/bench_scale.py --output-json build/bench-scale.json $(ARGS)
+	$(BIN)/python examples/benchmarks/scale/bench_scale.py --spread --instances 64 256 1024 --watchers 1 --output-json build/bench-scale-groups.json
 
 bench-serving: $(STAMP)  ## the load generator against the shipped model: table and JSON
 	$(BIN)/python examples/benchmarks/bench_serving.py --serve "-dp 2" --ignore-eos --concurrency 1 8 32 --output-json build/bench-serving.json $(ARGS)

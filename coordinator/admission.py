@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Set
 
+from msgspec import Struct
+
 from coordinator.config import MAX_INSTANCES
 from coordinator.messages import Register, Settings
 from coordinator.numerics import Numerics, slowest_kind
@@ -28,11 +30,14 @@ AGREED = {
     "data_parallel_size": "-dp",
 }
 """Settings in which instances of a mesh must agree -> how the user knows them."""
-NEEDS_SIZE = {"enable_expert_parallel", "data_parallel_size"}
+NEEDS_SIZE = frozenset({"enable_expert_parallel", "data_parallel_size"})
 """Settings that an instance without ``-dp`` cannot know.
 
-It takes them from the mesh.
+It takes them from the mesh. All other settings are compared as flags ask for them, so they must not depend on
+the number of instances.
 """
+ONLY_SPREAD = frozenset({"balancing", "pipeline_split"})
+"""Settings in which instances need not agree where each of them holds all experts."""
 
 
 def problem_with(
@@ -117,7 +122,7 @@ def crowd_for(message: Register, settings: Settings | None, ranks: Collection[in
     """
     if settings is None or not settings.enable_expert_parallel:
         return None
-    others, each = sum(rank != message.rank for rank in ranks), settings.tensor_parallel_size
+    others, each = len(ranks) - (message.rank in ranks), settings.tensor_parallel_size
     if not 0 < settings.num_experts < (others + 1) * each:
         return None
     spread = "as many instances" if each == 1 else f"{others} instances of {each} ranks each"
@@ -129,10 +134,11 @@ def differences_of(theirs: Settings, ours: Settings, who: str, unknown: Set[str]
 
     ``who`` names what it wants to join. ``unknown`` are fields that it cannot know.
     """
+    irrelevant = frozenset[str]() if ours.enable_expert_parallel else ONLY_SPREAD
     differences = [
         f"{label} is {_shown(getattr(theirs, key))}, {who} has {_shown(getattr(ours, key))}"
         for key, label in AGREED.items()
-        if key not in unknown and getattr(theirs, key) != getattr(ours, key)
+        if key not in unknown and key not in irrelevant and getattr(theirs, key) != getattr(ours, key)
     ]
     if theirs.fingerprint != ours.fingerprint:
         differences[0] = (
@@ -143,4 +149,8 @@ def differences_of(theirs: Settings, ours: Settings, who: str, unknown: Set[str]
 
 
 def _shown(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value) or "not given"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    if isinstance(value, Struct):
+        return ", ".join(f"{name} {getattr(value, name)}" for name in value.__struct_fields__)
+    return "not given" if value is None else str(value) or "not given"

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import zmq.asyncio
 
 from coordinator.member_connection import fetch_view
-from coordinator.messages import Answer, FromCoordinator, OperatorCommand, ToCoordinator, View
+from coordinator.messages import Answer, FromCoordinator, OperatorCommand, State, ToCoordinator, View
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import AsyncConnection
 
@@ -80,6 +80,15 @@ async def ask(
         asking.cancel()
         connection.close(linger_ms=0)
         context.term()
+
+
+def has_size(view: View, size: int) -> bool:
+    """Whether a mesh has come to a number of instances, all ready."""
+    return (
+        view.complete
+        and len(view.members) == size
+        and all(member.state is State.READY for member in view.members)
+    )
 
 
 async def _repeat(

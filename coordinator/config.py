@@ -185,6 +185,11 @@ class MeshConfig(MeshAddressConfig, frozen=True, kw_only=True, forbid_unknown_fi
         return self.data_parallel_size
 
     @property
+    def known_size(self) -> int | None:
+        """Instances that the mesh starts with; None: only its head, elsewhere, knows the number."""
+        return self.data_parallel_size or (None if self.headless else 1)
+
+    @property
     def instances_here(self) -> int:
         """Number of instances that will share this host's cores, as far as the flags tell.
 

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from coordinator.messages import GroupPlan, Settings, State
+from coordinator.messages import GroupPlan, PlanChange, PlanName, Settings, State
+from coordinator.plans import change_of
 from coordinator.reach import Reachability
 from coordinator.rebalancing import Rebalancing
 from coordinator.records import Record, Records, Rules
@@ -29,9 +30,8 @@ from parallel.placement import Placement, assign_experts, cover
 BACK_OFF = 0.1
 MAX_BACK_OFF = 5.0
 """Seconds between two tries to form a group, rising, while each fails."""
-
-MEMBER_STATES = (State.LOADED, State.READY, State.DRAINING)
-"""States of instances that have their weights, and may be in a group."""
+STILL_UNDER_WAY = 0.5
+"""Part of the interval between heartbeats for which one may have been under way."""
 
 
 class Epochs:
@@ -47,6 +47,9 @@ class Epochs:
         """The highest epoch known."""
         self.form: GroupPlan | None = None
         """The newest group, begun or not."""
+        self._form_name: PlanName | None = None
+        self._change: PlanChange | None = None
+        """What makes it from the one before; None if they have little in common."""
         self._names: frozenset[str] = frozenset()
         """Its members."""
         self._recipients: frozenset[str] = frozenset()
@@ -75,6 +78,12 @@ class Epochs:
         """When it first heard of an epoch, restarted."""
         self._reported_lost: set[str] = set()
         """Members of the adopted group that others report as lost."""
+        self._chosen: tuple[list[Record], frozenset[str], list[Record]] | None = None
+        """Loaded instances, those that are left out, and the others."""
+        self._lack: tuple[list[Record], int, str] | None = None
+        """Instances, changes of their room so far, and what room is missing."""
+        self._settled: list[Record] | None = None
+        """The instances that were found to be the members of the newest group."""
 
     def __repr__(self) -> str:
         state = "adopting" if self._adopted_at is not None else "begun" if self._begun else "forming"
@@ -123,9 +132,8 @@ class Epochs:
         form = self.form
         if form is None or self._begun or self._adopted_at is not None:
             return False
-        members = map(self._records.named, self._names)
-        entered = all(member is not None and member.epoch >= form.epoch for member in members)
-        self._begun = entered and not any(map(self._records.named, form.leavers))
+        progress = self._records.progress
+        self._begun = not progress.outside and not progress.leaving
         self._begun_at = now
         if self._begun:
             self.rebalancing.begun(form, now)
@@ -151,12 +159,42 @@ class Epochs:
         """Whether an instance is in the newest group."""
         return instance in self._names
 
-    def awaits(self, record: Record) -> GroupPlan | None:
-        """The plan to send again to an instance that has not entered its group."""
+    def awaits(self, record: Record) -> GroupPlan | PlanChange | None:
+        """What an instance needs that does not have the plan of its next group."""
         form = self.form
         if form is None or self._adopted_at is not None or record.epoch >= form.epoch:
             return None
-        return form if record.instance in self._recipients else None
+        if record.instance not in self._recipients or record.plan == self._form_name:
+            return None
+        change = self._change
+        return change if change is not None and record.plan == change.base else form
+
+    def sends(self, now: float) -> list[tuple[list[Record], GroupPlan | PlanChange]]:
+        """The newest plan, or its change, with the instances that need it."""
+        found: dict[int, tuple[list[Record], GroupPlan | PlanChange]] = {}
+        members = [peer.instance for peer in self.form.peers] if self.form is not None else []
+        leavers = self.form.leavers if self.form is not None else ()
+        for instance in dict.fromkeys((*members, *leavers)):
+            record = self._records.named(instance)
+            message = self.awaits(record) if record is not None else None
+            if record is not None and message is not None:
+                found.setdefault(id(message), ([], message))[0].append(record)
+                record.planned = message.epoch, now
+        return list(found.values())
+
+    def sends_again(self, record: Record, now: float) -> GroupPlan | PlanChange | None:
+        """The same for an instance that has just sent a heartbeat.
+
+        One that may have been under way when the plan was sent proves nothing.
+        """
+        message = self.awaits(record)
+        if message is None:
+            return None
+        epoch, at = record.planned
+        if epoch == message.epoch and now - at < self._rules.heartbeat_interval * STILL_UNDER_WAY:
+            return None
+        record.planned = message.epoch, now
+        return message
 
     def starved(self, settings: Settings | None) -> str:
         """What is missing until the experts fit on the live instances again.
@@ -167,7 +205,10 @@ class Epochs:
             return ""
         if not self._gone() and self._failed < self.form.epoch:
             return ""
-        return _shortage(settings, self._candidates())
+        candidates, changes = self._candidates(), self._records.num_room_changes
+        if self._lack is None or self._lack[0] is not candidates or self._lack[1] != changes:
+            self._lack = candidates, changes, _shortage(settings, candidates)
+        return self._lack[2]
 
     def stragglers(self, now: float) -> list[Record]:
         """Newcomers that have held the forming of a group up for too long.
@@ -177,7 +218,7 @@ class Epochs:
         form = self.form
         if form is None or self._begun or now - self._formed_at < self._rules.forming_timeout:
             return []
-        if self._adopted_at is not None:
+        if self._adopted_at is not None or self._gone():  # a loss holds it up, and lack of room
             return []
         members = [record for record in self._records.values() if record.instance in self._names]
         late = [
@@ -258,9 +299,11 @@ class Epochs:
         return form, why
 
     def _take(self, form: GroupPlan) -> None:
-        self.form = form
+        self._change = None if self.form is None else change_of(self.form, form)
+        self.form, self._form_name, self._settled = form, form.name, None
         self._names = frozenset(peer.instance for peer in form.peers)
         self._recipients = self._names.union(form.leavers)
+        self._records.progress.follow(form.epoch, self._names, form.leavers, self._records.values())
 
     def _reason(self, size: int | None, settings: Settings, now: float) -> str | None:
         """Why another group is to be formed."""
@@ -268,7 +311,7 @@ class Epochs:
         if form is None:
             if self._is_young(now):
                 return None  # there may be a mesh already, which has not noticed this coordinator yet
-            if size is not None and len(self._candidates()) >= size:
+            if size is not None and self._records.num_loaded >= size and len(self._candidates()) >= size:
                 return "all are loaded"
             waited = now - self._heard_of_at if self._heard_of_at is not None else 0.0
             return "the mesh had begun before" if waited >= self._rules.member_timeout else None
@@ -282,11 +325,15 @@ class Epochs:
         if not self._begun:
             late = since >= self._rules.forming_timeout
             return f"epoch {form.epoch} did not begin within {since:.0f} s" if late else None
-        before, after = self._names, {record.instance for record in self._candidates()}
-        joins, leaves = len(after - before), len(before - after)
-        changes = [f"{joins} join" if joins else "", f"{leaves} leave" if leaves else ""]
-        why = ", ".join(filter(None, changes))
-        return why or self.rebalancing.reason(settings, form, self._candidates(), now)
+        candidates = self._candidates()
+        if self._settled is not candidates:
+            before, after = self._names, {record.instance for record in candidates}
+            joins, leaves = len(after - before), len(before - after)
+            changes = [f"{joins} join" if joins else "", f"{leaves} leave" if leaves else ""]
+            if why := ", ".join(filter(None, changes)):
+                return why
+            self._settled = candidates
+        return self.rebalancing.reason(settings, form, candidates, now)
 
     def _is_well(self) -> bool:
         """Whether the newest group has begun and goes on, as far as is known."""
@@ -311,10 +358,7 @@ class Epochs:
         A smaller one may be the remains of a group whose other members go on in a newer one.
         """
         assert self.form is not None
-        if len(self.form.peers) < max(2, size or 0):
-            return False
-        members = map(self._records.named, self._names)
-        return all(member is not None and member.epoch == self.form.epoch for member in members)
+        return len(self.form.peers) >= max(2, size or 0) and not self._records.progress.elsewhere
 
     def _adoption_ends(self, size: int | None, now: float) -> bool:
         """Whether this restarted coordinator knows the fate of the group that it adopted."""
@@ -323,14 +367,11 @@ class Epochs:
         since = now - self._adopted_at
         if self._is_young(now) and not self._all_are_back(size):
             return False  # there may be a newer group, of which nobody has registered yet
-        for instance in self._names:
-            record = self._records.named(instance)
-            back = record is not None and record.state is not State.LOADING
-            patience = (
-                self._rules.return_grace if instance in self._reported_lost else self._rules.member_timeout
-            )
-            if not back and since < patience:
-                return False
+        missing, rules = self._records.progress.loading, self._rules
+        if since < rules.return_grace and (missing & self._reported_lost):
+            return False
+        if since < rules.member_timeout and not missing <= self._reported_lost:
+            return False
         epochs = {record.epoch for record in map(self._records.named, self._names) if record is not None}
         self._begun = epochs == {self.form.epoch}
         self._begun_at = now
@@ -347,19 +388,21 @@ class Epochs:
 
     def _candidates(self) -> list[Record]:
         """The instances that would be in a group formed now, by rank."""
-        return [record for record in self.loaded() if not self._reach.leaves_out(record.instance)]
+        loaded, out = self._records.loaded(), self._reach.left_out
+        if not out:
+            return loaded
+        if self._chosen is None or self._chosen[0] is not loaded or self._chosen[1] != out:
+            chosen = [record for record in loaded if not self._reach.leaves_out(record.instance)]
+            self._chosen = loaded, out, chosen
+        return self._chosen[2]
 
     def loaded(self) -> list[Record]:
         """The instances that have their weights and are not leaving, by rank."""
-        return [
-            record
-            for _, record in sorted(self._records.items())
-            if record.state in MEMBER_STATES and record.address
-        ]
+        return self._records.loaded()
 
-    def _gone(self) -> list[str]:
+    def _gone(self) -> set[str]:
         """Members of the newest group that are not here any more."""
-        return [name for name in self._names if self._records.named(name) is None]
+        return self._records.progress.absent
 
     def _placement(self, settings: Settings, members: list[Record]) -> Placement:
         """Over all tensor-parallel ranks of all members."""

@@ -21,6 +21,7 @@ from coordinator.messages import (
     Heartbeat,
     Load,
     Lost,
+    PlanChange,
     Probe,
     Reach,
     Register,
@@ -35,6 +36,7 @@ from coordinator.messages import (
     Welcome,
 )
 from coordinator.numerics import Numerics
+from coordinator.plans import changed
 
 
 class MemberState:
@@ -120,6 +122,7 @@ class MemberState:
             max_experts=self.max_experts,
             epoch=self._group.epoch if self._group is not None else 0,
             ready_epoch=self.ready_epoch,
+            plan=self.form.name if self.form is not None else None,
             answers=self._answers,
             numerics=self.numerics,
             role=self.role,
@@ -144,6 +147,9 @@ class MemberState:
                 self.heartbeat_interval = interval if interval is not None else usual
             case GroupPlan():
                 self._take_form(message)
+            case PlanChange():
+                if self.form is not None and self.form.name == message.base:  # else the plan itself comes
+                    self._take_form(changed(self.form, message))
             case Probe(number):
                 self._answers = number
                 return True

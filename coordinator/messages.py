@@ -29,6 +29,13 @@ MAX_REACH_PEERS = 64
 """Instances that one instance is asked to connect to at a time."""
 
 
+class PlanName(msgspec.Struct, frozen=True, array_like=True):
+    """Identifies a :class:`GroupPlan`."""
+
+    epoch: Epoch
+    token: str
+
+
 class Balancing(msgspec.Struct, frozen=True, kw_only=True):
     """How the load of spread experts is balanced (``--enable-eplb``)."""
 
@@ -76,11 +83,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int = 0
     """Routed experts of a layer that are spread; 0 if none are."""
     balancing: Balancing | None = None
-    """None: experts keep their places."""
-    pipeline_split: str = ""
-    """Layers of each pipeline stage, such as 10,12,10, where experts are spread.
+    """As flags ask for it, with an effect only where experts are spread.
 
-    A stage must then hold the same layers on all instances. Empty: balanced, or not relevant.
+    None: experts keep their places.
+    """
+    pipeline_split: str = ""
+    """Layers of each pipeline stage as flags ask for them, such as 10,12,10; empty: balanced.
+
+    Where experts are spread, a stage must hold the same layers on all instances.
     """
     max_num_batched_tokens: int
     is_budget_given: bool = True
@@ -221,6 +231,11 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     """Epoch of the group that it steps in; 0: none."""
     ready_epoch: Epoch = 0
     """Epoch of the newest group that it is ready to enter, or has entered."""
+    plan: PlanName | None = None
+    """The newest plan that it has.
+
+    A plan is sent once, and only changes of it after that.
+    """
     answers: int = 0
     """The number of the newest :class:`Probe` that it has received."""
     numerics: Numerics | None = None
@@ -322,7 +337,8 @@ class Rebalance(msgspec.Struct, frozen=True, tag="rebalance", kw_only=True):
 class Scale(msgspec.Struct, frozen=True, tag="scale", kw_only=True):
     """An operator wants so many instances in all.
 
-    Passed on to the launcher, which starts or drains its own.
+    Passed on to the launcher, which starts or drains its own. The same command again, while its sender waits,
+    asks whether it can still succeed.
     """
 
     command: str
@@ -335,7 +351,10 @@ class Answer(msgspec.Struct, frozen=True, tag="answer", kw_only=True):
 
     command: str
     status: int
-    """Status as in HTTP: 202 accepted, 404 no such rank, 409 conflict, 503 no launcher."""
+    """Status as in HTTP: 202 accepted, 404 no such rank, 409 conflict, 503 no launcher.
+
+    500: what was accepted before cannot succeed any more.
+    """
     text: str
     """Text for the operator: what happens now, or what prevents it and what to do."""
 
@@ -387,7 +406,7 @@ class AdmissionRefused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
-class Peer(msgspec.Struct, frozen=True):
+class Peer(msgspec.Struct, frozen=True, array_like=True):
     """One member of a group to form."""
 
     rank: int
@@ -432,9 +451,37 @@ class GroupPlan(msgspec.Struct, frozen=True, tag="form", kw_only=True):
     """
 
     @property
+    def name(self) -> PlanName:
+        """How an instance that has this plan names it."""
+        return PlanName(self.epoch, self.token)
+
+    @property
     def placement(self) -> Placement:
         """Where the experts are, over all ranks of all members."""
         return Placement(self.owners, len(self.peers) * self.ranks, self.replicas)
+
+
+class PlanChange(msgspec.Struct, frozen=True, tag="form_change", kw_only=True, omit_defaults=True):
+    """A :class:`GroupPlan` for instances that have another one (:mod:`coordinator.plans`).
+
+    It is small where few members come or go, so a large mesh can change often.
+    """
+
+    base: PlanName
+    """The plan that the instance has; without that one, the message means nothing to it."""
+    epoch: Epoch
+    store: str
+    token: str
+    left: tuple[int, ...] = ()
+    """Places in the base of the members that are no more, ascending."""
+    joined: tuple[Peer, ...] = ()
+    """New members, by rank."""
+    moved: tuple[tuple[int, int], ...] = ()
+    """Expert and owner, where it is not the one of the base."""
+    copied: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    """Layer, expert and owners, where layers differ and they are not those of the base."""
+    leavers: tuple[str, ...] = ()
+    broken: int = 0
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
@@ -668,6 +715,7 @@ FromCoordinator = (
     | AdmissionWait
     | AdmissionRefused
     | GroupPlan
+    | PlanChange
     | Probe
     | Reach
     | Unknown

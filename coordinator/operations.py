@@ -15,7 +15,7 @@ from coordinator.messages import Answer, Drain, FromCoordinator, Scale, State
 Peer = bytes
 Sent = tuple[Peer, FromCoordinator]
 
-ACCEPTED, NOT_FOUND, CONFLICT, UNAVAILABLE = 202, 404, 409, 503
+ACCEPTED, NOT_FOUND, CONFLICT, FAILED, UNAVAILABLE = 202, 404, 409, 500, 503
 
 MAX_PENDING = 100
 """Most commands that wait for the launcher.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 from coordinator.messages import MAX_REACH_PEERS, Evidence, GroupPlan, Reach, Reached
 from coordinator.records import Record, Records, Rules
@@ -91,6 +92,8 @@ class Reachability:
         """Pairs that members of the newest group reported."""
         self._question: _Question | None = None
         """The question to members of a group that failed too often, and to possible replacements."""
+        self._is_void = False
+        """One of its instances is gone, so the next group is another one."""
         self._members: list[Record] = []
         """The instances that the question goes to, by rank."""
         self._reported_often: set[Pair] = set()
@@ -145,6 +148,7 @@ class Reachability:
     def _ask_all(self, names: Collection[str], now: float) -> list[Asked]:
         """Ask these instances which of the others each of them reaches."""
         self._members = [record for _, record in sorted(self._records.items()) if record.instance in names]
+        self._is_void = False
         self._question = self._ask({member.instance: self._members for member in self._members}, now)
         return self._to_send(self._question)
 
@@ -175,6 +179,8 @@ class Reachability:
 
     def forget(self, instance: str) -> None:
         """An instance is gone."""
+        if self._question is not None and instance in self._question.peers:
+            self._is_void = True
         self._out.pop(instance, None)
         self._times_out.pop(instance, None)
 
@@ -183,6 +189,11 @@ class Reachability:
     def leaves_out(self, instance: str) -> bool:
         """Whether an instance is to be in no group for now."""
         return instance in self._out
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """The instances that are to be in no group for now."""
+        return frozenset(self._out)
 
     def why(self, instance: str) -> str:
         """Why an instance is left out, for people; empty if it is not."""
@@ -204,7 +215,7 @@ class Reachability:
         question, members = self._question, self._members
         if question is None:
             return []
-        gone = any(self._records.named(member.instance) is not member for member in members)
+        gone = self._is_void
         if not gone and not self._is_over(question, now):
             return []
         self._question, self._members = None, []
@@ -279,9 +290,12 @@ class Reachability:
 
     def _ask(self, peers: dict[str, list[Record]], now: float) -> _Question:
         self._numbers += 1
-        return _Question(
-            self._numbers, now, {name: _addresses(name, others) for name, others in peers.items()}
-        )
+        places: dict[int, dict[str, int]] = {}  # by list: most of them are one and the same
+        for others in peers.values():
+            if id(others) not in places:
+                places[id(others)] = {other.instance: at for at, other in enumerate(others)}
+        asked = {name: _addresses(others, places[id(others)].get(name)) for name, others in peers.items()}
+        return _Question(self._numbers, now, asked)
 
     def _to_send(self, question: _Question) -> list[Asked]:
         asked = [(self._records.named(name), peers) for name, peers in question.peers.items()]
@@ -341,14 +355,16 @@ def _host(member: Record) -> str:
     return member.store.rpartition(":")[0] or member.host
 
 
-def _addresses(name: str, members: Sequence[Record]) -> dict[str, str]:
+def _addresses(members: Sequence[Record], at: int | None) -> dict[str, str]:
     """Where the others are tried, by name.
+
+    ``at`` is the place of the one that tries, if it is among them.
 
     In a large mesh these are not all: those on other hosts come first, in the order of ranks, beginning after
     the one that tries.
     """
-    at = next((index for index, member in enumerate(members) if member.instance == name), 0)
-    ring = [member for member in [*members[at:], *members[:at]] if member.instance != name and member.store]
-    host = next((member.host for member in members if member.instance == name), "")
-    ring.sort(key=lambda member: member.host == host)
-    return {member.instance: member.store for member in ring[:MAX_REACH_PEERS]}
+    host = "" if at is None else members[at].host
+    ring = members if at is None else [*members[at + 1 :], *members[:at]]
+    far = (member for member in ring if member.store and member.host != host)
+    near = (member for member in ring if member.store and member.host == host)
+    return {member.instance: member.store for member in islice(chain(far, near), MAX_REACH_PEERS)}

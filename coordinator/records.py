@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TypeVar
 
 import msgspec
@@ -12,9 +13,12 @@ import msgspec
 from coordinator.messages import (
     ExpertLoads,
     FromCoordinator,
+    GroupPlan,
     Heartbeat,
     Load,
     Member,
+    PlanChange,
+    PlanName,
     Role,
     Settings,
     State,
@@ -23,9 +27,12 @@ from coordinator.messages import (
 )
 from coordinator.messages import Peer as GroupPeer
 from coordinator.numerics import Numerics
+from coordinator.progress import Progress
 
 T = TypeVar("T")
 
+MEMBER_STATES = (State.LOADED, State.READY, State.DRAINING)
+"""States of instances that have their weights, and may be in a group."""
 Peer = bytes
 """The listener's name for a connection."""
 MAX_NAMERS = 1000
@@ -104,10 +111,10 @@ class Note(msgspec.Struct, frozen=True):
 
 
 class Publish(msgspec.Struct, frozen=True):
-    """Instruction: send this message to all of these watchers."""
+    """Instruction: send this message, encoded once, to all of these watchers or instances."""
 
     peers: tuple[Peer, ...]
-    message: View | ViewChange
+    message: View | ViewChange | GroupPlan | PlanChange
 
 
 Instruction = Send | Publish | Note
@@ -137,6 +144,10 @@ class Record:
     epoch: int = 0
     """Epoch of the group that it steps in."""
     ready_epoch: int = 0
+    plan: PlanName | None = None
+    """The newest plan that it has, as it says."""
+    planned: tuple[int, float] = (0, 0.0)
+    """Epoch of the newest plan that was sent to it, and when."""
     numerics: Numerics | None = None
     role: Role = Role.MIXED
     is_role_set: bool = False
@@ -155,7 +166,7 @@ class Record:
         self.experts, self.max_experts = message.experts, message.max_experts
         self.experts_by_layer, self.loads = message.experts_by_layer, message.loads
         self.expert_layers, self.expert_bytes = message.expert_layers, message.expert_bytes
-        self.epoch, self.ready_epoch = message.epoch, message.ready_epoch
+        self.epoch, self.ready_epoch, self.plan = message.epoch, message.ready_epoch, message.plan
         self.numerics = message.numerics or self.numerics
         self.role, self.is_role_set = message.role, message.is_role_set
         return (self.state, self.phase, self.address, self.numerics, self.role) != before
@@ -207,6 +218,14 @@ class Records(Mapping[int, Record]):
         self._classes: Counter[Numerics] = Counter()
         self._lowest = 0
         """No rank below this one is free."""
+        self._loaded: dict[str, int] = {}
+        """The most experts that each loaded one has room for."""
+        self.num_room_changes = 0
+        """How often these numbers have changed."""
+        self._sorted: list[Record] | None = []
+        """The loaded ones by rank; None: to be made again."""
+        self.progress = Progress()
+        """The newest group's."""
 
     def __repr__(self) -> str:
         return f"<Records of ranks {sorted(self)}>"
@@ -241,9 +260,43 @@ class Records(Mapping[int, Record]):
         self._by_rank[record.rank] = self._by_name[record.instance] = record
         self._on_host[record.host] += 1
         self.count_class(record, None)
+        self.heard(record)
+
+    def heard(self, record: Record) -> None:
+        """Note what has changed in a record that is here."""
+        is_loaded = record.state in MEMBER_STATES and bool(record.address)
+        self._note(record.instance, record.max_experts if is_loaded else None)
+        self.progress.heard(record)
+
+    def loaded(self) -> list[Record]:
+        """The instances that have their weights and are not leaving, by rank."""
+        if self._sorted is None:
+            found = (self._by_name[name] for name in self._loaded)
+            self._sorted = sorted(found, key=attrgetter("rank"))
+        return self._sorted
+
+    @property
+    def num_loaded(self) -> int:
+        """Number of these."""
+        return len(self._loaded)
+
+    def _note(self, name: str, room: int | None) -> None:
+        """``room``: for experts, of a loaded instance; None: it is not loaded."""
+        before = self._loaded.get(name)
+        if room == before:
+            return
+        self.num_room_changes += 1
+        if room is None:
+            del self._loaded[name]
+        else:
+            self._loaded[name] = room
+        if room is None or before is None:
+            self._sorted = None
 
     def remove(self, record: Record) -> None:
         del self._by_rank[record.rank], self._by_name[record.instance]
+        self._note(record.instance, None)
+        self.progress.left(record.instance)
         _take(self._on_host, record.host)
         if record.numerics is not None:
             _take(self._classes, record.numerics)

@@ -29,6 +29,7 @@ from coordinator.messages import (
     Evidence,
     Exited,
     ExpertBalance,
+    GroupPlan,
     Heartbeat,
     Leave,
     Lost,
@@ -89,6 +90,8 @@ class Registry:
         self._left: set[int] = set()
         """Ranks whose instances were drained: they are not waited for."""
         self._complete = False
+        self._common: tuple[str, Numerics | None, GroupPlan | None] = ("", None, None)
+        """What all members of the newest group had in common when watchers saw them last."""
 
     def __repr__(self) -> str:
         ranks = " ".join(f"{rank}:{record.state}" for rank, record in sorted(self._records.items()))
@@ -188,11 +191,14 @@ class Registry:
     def _shown(self, names: Collection[str] | None) -> Iterator[Member]:
         """The named instances that are here, or all by rank, as watchers see them.
 
-        In a group that may depend on any other instance, so all are returned.
+        All are returned, too, when something in common has changed for the members of a group.
         """
         shortage = self._shortage()
         shared = self._class_of_group() if self._spreads else None
-        if names is None or self._spreads:
+        common = (shortage, shared, self._epochs.form)
+        if names is not None and common != self._common:
+            names, self._common = None, common
+        if names is None:
             found = [record for _, record in sorted(self._records.items())]
         else:
             found = [record for record in map(self._records.named, names) if record is not None]
@@ -323,6 +329,7 @@ class Registry:
             return
         was_ready, numerics = record.state is State.READY, record.numerics
         changed = record.hear(peer, message, now)
+        self._records.heard(record)
         if record.numerics != numerics:
             self._records.count_class(record, numerics)
             if (problem := self._model.problem_with(record.numerics)) is not None:
@@ -338,9 +345,9 @@ class Registry:
         self._suspicions.answered(record.instance, message.answers)
         if self._spreads:
             self._epochs.heard(record)
-            form = self._epochs.awaits(record)
-            if form is not None:
-                yield Send(peer, form)
+            plan = self._epochs.sends_again(record, now)
+            if plan is not None:
+                yield Send(peer, plan)
         elif was_ready != (record.state is State.READY):
             self._epochs.number += 1
         if was_ready != (record.state is State.READY):
@@ -425,13 +432,20 @@ class Registry:
             # One that has not entered is late, or hangs: that is no evidence about the way to it.
             missed = [name for name in message.suspects if not entered or self._steps_in(name, message.epoch)]
             self._reach.reported(record.instance, missed, message.evidence, entered=entered)
-        for other in list(self._records.values()):
-            if other is record or not self._epochs.is_member(other.instance):
-                continue
-            if other.instance in message.suspects:
+        for name in dict.fromkeys(message.suspects):
+            if (other := self._other_member(name, record)) is not None:
                 yield from self._accuse(other, record.instance, message.evidence, now)
-            elif news:
-                yield from self._probe(other, self._suspicions.ask(other.instance, now))
+        if not news:
+            return
+        suspects = frozenset(message.suspects)
+        for name in (peer.instance for peer in self._epochs.form.peers) if self._epochs.form else ():
+            if name not in suspects and (other := self._other_member(name, record)) is not None:
+                yield from self._probe(other, self._suspicions.ask(name, now))
+
+    def _other_member(self, name: str, record: Record) -> Record | None:
+        """The instance of this name, if it is another member of the newest group."""
+        other = self._records.named(name)
+        return other if other is not record and self._epochs.is_member(name) else None
 
     def _steps_in(self, instance: str, epoch: int) -> bool:
         """Whether an instance is known to have entered the group of this epoch."""
@@ -481,9 +495,8 @@ class Registry:
         self._suspicions.begin_group()
         self._reach.begin_group()
         yield Note(f"{len(form.peers)} instances form the group of epoch {form.epoch}: {why}")
-        for record in self._records.values():
-            if self._epochs.awaits(record) is not None:
-                yield Send(record.peer, form)
+        for records, plan in self._epochs.sends(now):
+            yield Publish(tuple(record.peer for record in records), plan)
         self._log.touch_head()
 
     def _tell_balance(self, before: ExpertBalance) -> Iterator[Instruction]:
@@ -522,7 +535,7 @@ class Registry:
         yield from self._send_questions(self._reach.look_again(self._epochs.members, now))
         for record in self._reach.let_back(now):
             yield Note(f"instance {record.rank} is let back: all reach it, and it them")
-            self._log.touch_head()
+            self._log.touch(record.instance)
 
     def _send_questions(self, asked: list[Asked]) -> Iterator[Instruction]:
         for record, question in asked:
@@ -616,6 +629,8 @@ class Registry:
 
     def _class_of_group(self) -> Numerics | None:
         """The class of instances of several classes that compute each other's experts."""
+        if len(self._records.classes()) < 2:
+            return None
         classes = {
             record.numerics
             for record in self._records.values()

@@ -9,6 +9,7 @@ vain (or one, twice in a row), and it was not waiting itself, which it would hav
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass, field
 
@@ -21,16 +22,35 @@ class _Suspicion:
     number: int
     since: float
     accusers: dict[str, Evidence] = field(default_factory=dict)
+    num_waited: int = 0
+    """Accusers that waited for it in vain."""
+    has_ended: bool = False
+    """Its process has ended, as one of them saw."""
     answered: bool = False
+
+    def accuse(self, accuser: str, evidence: Evidence) -> None:
+        before = self.accusers.get(accuser)
+        self.accusers[accuser] = evidence
+        self.num_waited += (evidence is Evidence.DEADLINE) - (before is Evidence.DEADLINE)
+        if evidence is Evidence.EXITED or before is Evidence.EXITED:
+            self.has_ended = Evidence.EXITED in self.accusers.values()
 
 
 class Suspicions:
-    """Open questions whether suspected instances live."""
+    """Open questions whether suspected instances live.
+
+    Thousands may be open at once, and each report may settle some. So only those are looked at of which
+    something is new, or whose time is over.
+    """
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._open: dict[str, _Suspicion] = {}
         self._numbers = 0
+        self._new: set[str] = set()
+        """Suspects of which something was learnt since the last look."""
+        self._times: list[tuple[float, int, str]] = []
+        """When to look at suspects again, with the number of the suspicion: a heap."""
         self._waiting: set[str] = set()
         """Instances that reported the broken group themselves: their step threads are well."""
         self._explained = False
@@ -52,7 +72,10 @@ class Suspicions:
         suspicion = self._open.get(instance)
         if suspicion is None:
             return None
-        suspicion.accusers[accuser] = evidence
+        if not suspicion.accusers:
+            self._look_at(instance, suspicion.since + self._rules.probe_grace)
+        suspicion.accuse(accuser, evidence)
+        self._new.add(instance)
         return number
 
     def ask(self, instance: str, now: float, *, certain: bool = False) -> int | None:
@@ -66,6 +89,7 @@ class Suspicions:
             return None
         self._numbers += 1
         self._open[instance] = _Suspicion(self._numbers, now)
+        self._look_at(instance, now + self._rules.quiet_grace)
         return self._numbers
 
     def answered(self, instance: str, number: int) -> None:
@@ -73,14 +97,17 @@ class Suspicions:
         suspicion = self._open.get(instance)
         if suspicion is not None and number == suspicion.number:
             suspicion.answered = True
+            self._new.add(instance)
 
     def waits(self, instance: str) -> None:
         """An instance itself reports a broken group: its step thread has come out of it."""
         self._waiting.add(instance)
+        self._new.add(instance)
 
     def forget(self, instance: str) -> None:
         """An instance is gone."""
         self._open.pop(instance, None)
+        self._new.discard(instance)
         self._answered_at.pop(instance, None)
 
     def begin_group(self) -> None:
@@ -96,10 +123,10 @@ class Suspicions:
     def settle(self, now: float) -> list[tuple[str, str]]:
         """Close decided suspicions; returns the dead instances, and why they are dead."""
         dead = []
-        self._explained |= any(
-            Evidence.EXITED in suspicion.accusers.values() for suspicion in self._open.values()
-        )
-        for instance, suspicion in list(self._open.items()):
+        looks = [(self._open[name].number, name) for name in self._due(now)]
+        self._explained |= any(self._open[name].has_ended for _, name in looks)
+        for _, instance in sorted(looks):
+            suspicion = self._open[instance]
             verdict = self._verdict(instance, suspicion, now)
             if verdict is None:
                 continue
@@ -111,19 +138,32 @@ class Suspicions:
                 self._answered_at[instance] = now
         return dead
 
+    def _due(self, now: float) -> set[str]:
+        """Suspects to look at now."""
+        due, self._new = self._new & self._open.keys(), set()
+        while self._times and self._times[0][0] <= now:
+            _, number, instance = heapq.heappop(self._times)
+            suspicion = self._open.get(instance)
+            if suspicion is not None and suspicion.number == number:
+                due.add(instance)
+        return due
+
+    def _look_at(self, instance: str, time: float) -> None:
+        heapq.heappush(self._times, (time, self._open[instance].number, instance))
+
     def _verdict(self, instance: str, suspicion: _Suspicion, now: float) -> str | None:
         """Why an instance is dead; "" if it lives, None while unknown."""
         waited = now - suspicion.since
-        evidence = list(suspicion.accusers.values())
-        if Evidence.EXITED in evidence:
+        if suspicion.has_ended:
             return "its process has ended"
         if not suspicion.answered:
             grace = self._grace(instance, suspicion)
-            return f"no answer for {waited:.1f} s, its group is broken" if waited >= grace else None
-        num_waited = evidence.count(Evidence.DEADLINE)
+            is_over = now >= suspicion.since + grace
+            return f"no answer for {waited:.1f} s, its group is broken" if is_over else None
+        num_waited = suspicion.num_waited
         if num_waited == 0 or instance in self._waiting:
             return ""
-        if waited < self._rules.probe_grace:
+        if now < suspicion.since + self._rules.probe_grace:
             return None
         if num_waited > 1 or instance in self._excused:
             others = f"{num_waited} other{'s' * (num_waited > 1)}"

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, Settings]:
     """Find the model and settle every setting that depends on it.
 
-    ``size`` is ``-dp``, if it was given.
+    ``size`` is ``-dp``, if it was given. Without it, whether experts are spread is not known yet.
 
     Raises:
         CheckpointError: the model is not there or cannot be served as asked.
@@ -53,7 +53,7 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
         vocab_size=info.vocab_size,
         tensor_parallel_size=config.device.tensor_parallel_size,
         pipeline_parallel_size=config.device.pipeline_parallel_size,
-        **_expert_settings(config, info, size or 1),
+        **_expert_settings(config, info, size),
         max_num_batched_tokens=config.scheduler.token_budget(has_gpu(config.device)),
         is_budget_given=config.scheduler.max_num_batched_tokens is not None,
         max_num_seqs=config.scheduler.most_requests(),
@@ -125,6 +125,7 @@ def adopt(config: EngineConfig, settings: Settings) -> EngineConfig:
 
 
 def _adopted(config: EngineConfig, settings: Settings) -> EngineConfig:
+    spreads = settings.enable_expert_parallel
     return msgspec.structs.replace(
         config,
         model=msgspec.structs.replace(
@@ -144,10 +145,10 @@ def _adopted(config: EngineConfig, settings: Settings) -> EngineConfig:
             config.device,
             tensor_parallel_size=settings.tensor_parallel_size,
             pipeline_parallel_size=settings.pipeline_parallel_size,
-            pipeline_split=settings.pipeline_split or config.device.pipeline_split,
+            pipeline_split=(settings.pipeline_split if spreads else None) or config.device.pipeline_split,
             enable_expert_parallel=settings.enable_expert_parallel,
             expert_placement_strategy=settings.expert_placement_strategy,
-            **_flags_of(settings.balancing),
+            **_flags_of(settings.balancing if spreads else None),
             all2all_backend=settings.all2all_backend,
             mesh_transport=settings.mesh_transport,
         ),
@@ -203,12 +204,18 @@ def ignored_when_joining(config: EngineConfig) -> list[str]:
     return [name for name, was_given in given.items() if was_given]
 
 
-def _expert_settings(config: EngineConfig, info: ModelInfo, size: int) -> dict[str, Any]:
-    """Whether and how experts are spread."""
+def _expert_settings(config: EngineConfig, info: ModelInfo, size: int | None) -> dict[str, Any]:
+    """Whether and how experts are spread.
+
+    An instance without ``-dp`` takes the answer from the mesh, and is compared with the mesh in all other
+    settings. So these do not depend on the size.
+    """
     device = config.device
     spread = _spreads(config, info, size)
     if spread and device.all2all_backend == "nccl" and not has_gpu(device):
         raise CheckpointError("--all2all-backend nccl needs a GPU for each instance: use auto on CPUs")
+    if size is not None and device.eplb is not None:
+        _remark_on_balancing(device, info.num_experts, size * device.tensor_parallel_size, spreads=spread)
     return {
         "enable_expert_parallel": spread,
         "expert_placement_strategy": device.expert_placement_strategy,
@@ -216,18 +223,17 @@ def _expert_settings(config: EngineConfig, info: ModelInfo, size: int) -> dict[s
         "mesh_transport": device.mesh_transport,
         "data_parallel_size": size if spread else 0,
         "num_experts": info.num_experts if spread else 0,
-        "balancing": _balancing(device, info.num_experts, size * device.tensor_parallel_size, spreads=spread),
-        "pipeline_split": (device.pipeline_split or "") if spread else "",
+        "balancing": None if device.eplb is None else device.eplb.balancing(device.eplb_survive),
+        "pipeline_split": ",".join(map(str, device.split or ())),
     }
 
 
-def _balancing(device: DeviceConfig, num_experts: int, ranks: int, *, spreads: bool) -> Balancing | None:
-    """How the load of experts is balanced, if they are spread over so many ranks."""
-    if device.eplb is None:
-        return None
+def _remark_on_balancing(device: DeviceConfig, num_experts: int, ranks: int, *, spreads: bool) -> None:
+    """Log what has no effect in the balancing of experts, with so many ranks."""
     if not spreads:
         logger.warning("--enable-eplb ignored: each instance holds all experts")
-        return None
+        return
+    assert device.eplb is not None
     for remark in read_config(device.eplb_config)[1] if device.eplb_config is not None else ():
         logger.warning("--eplb-config: %s", remark)
     if device.eplb.num_redundant_experts > (most := num_experts * (ranks - 1)):
@@ -236,7 +242,6 @@ def _balancing(device: DeviceConfig, num_experts: int, ranks: int, *, spreads: b
             "instance once",
             device.eplb.num_redundant_experts, most,
         )  # fmt: skip
-    return device.eplb.balancing(device.eplb_survive)
 
 
 def _flags_of(balancing: Balancing | None) -> dict[str, Any]:
@@ -254,10 +259,10 @@ def _flags_of(balancing: Balancing | None) -> dict[str, Any]:
     return {"enable_eplb": True, "eplb_config": text, "eplb_survive": balancing.survive}
 
 
-def _spreads(config: EngineConfig, info: ModelInfo, size: int) -> bool:
+def _spreads(config: EngineConfig, info: ModelInfo, size: int | None) -> bool:
     """Whether experts are spread: where it can be done, unless a flag forbids it.
 
-    One instance has nothing to spread.
+    One instance has nothing to spread; with an unknown ``size``, nothing is spread yet.
 
     Raises:
         CheckpointError: a flag asks for it, and it cannot be done.
@@ -266,8 +271,8 @@ def _spreads(config: EngineConfig, info: ModelInfo, size: int) -> bool:
     asked = device.enable_expert_parallel
     if asked is False:
         return False
-    if not info.num_experts or size < 2:
-        if asked:
+    if not info.num_experts or size is None or size < 2:
+        if asked and (size is not None or not info.num_experts):
             why = f"{info.architecture} is a dense model" if not info.num_experts else (
                 "one instance (-dp 1) holds all experts"
             )  # fmt: skip

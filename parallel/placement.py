@@ -10,6 +10,7 @@ A *rank* is here a member's index in its group, from 0 without gaps.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Literal
 
@@ -94,7 +95,8 @@ def cover(num_experts: int, held: Sequence[Collection[int]], room: Sequence[int]
     holdings = [{expert for expert in experts if 0 <= expert < num_experts} for experts in held]
     quotas = _quotas(num_experts, limits, [len(experts) for experts in holdings])
     owners = _keep(num_experts, holdings, quotas)
-    loads = [owners.count(rank) for rank in range(len(quotas))]
+    counts = Counter(owners)
+    loads = [counts[rank] for rank in range(len(quotas))]
     for expert, owner in enumerate(owners):
         if owner is None:
             below = [rank for rank, quota in enumerate(quotas) if loads[rank] < quota]
@@ -127,11 +129,15 @@ def _keep(num_experts: int, holdings: Sequence[Collection[int]], quotas: Sequenc
     """
     owners: list[int | None] = [None] * num_experts
     owned: list[list[int]] = [[] for _ in quotas]
+    holders: list[list[int]] = [[] for _ in owners]
+    for rank, holding in enumerate(holdings):
+        for expert in holding:
+            holders[expert].append(rank)
 
     def give(expert: int, tried: set[int]) -> bool:
         """Give an expert to a holder with room, or make room by handing another on."""
-        for rank, holding in enumerate(holdings):
-            if expert not in holding or rank in tried or len(tried) == _LONGEST_CHAIN:
+        for rank in holders[expert]:
+            if rank in tried or len(tried) == _LONGEST_CHAIN:
                 continue
             tried.add(rank)
             if len(owned[rank]) >= quotas[rank]:

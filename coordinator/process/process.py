@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from coordinator.config import LogFormat, MeshAddressConfig, MeshConfig
+from coordinator.process.last_error import LastErrorHandler
 from coordinator.process.patient_log import PatientHandler
 from coordinator.rpc import keys, own_key
 
@@ -70,6 +71,8 @@ REQUEST: ContextVar[str] = ContextVar("request", default="")
 _log_format: LogFormat = "text"
 _handler = PatientHandler()
 """The handler of all loggers of this process: one queue keeps the order of lines."""
+_last_error = LastErrorHandler()
+"""Keeps the last error for the launcher of this process."""
 
 
 def log_format() -> LogFormat:
@@ -96,10 +99,11 @@ def set_up(role: str, log_level: str, log_format: LogFormat | None = None) -> No
     )
     logging.setLogRecordFactory(RequestRecord)
     root = logging.getLogger()
-    for other in [each for each in root.handlers if each is not _handler]:
+    for other in [each for each in root.handlers if each not in (_handler, _last_error)]:
         root.removeHandler(other)
         other.close()
     root.addHandler(_handler)
+    root.addHandler(_last_error)
     root.setLevel(log_level.upper())
     logging.captureWarnings(True)
     sys.excepthook = log_uncaught

@@ -7,6 +7,7 @@ drain``, ``scale`` and ``role``.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Protocol
@@ -19,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from coordinator.commands import has_size
 from coordinator.config import MAX_INSTANCES
 from coordinator.messages import (
     Answer,
@@ -32,7 +34,7 @@ from coordinator.messages import (
     SetRole,
     View,
 )
-from coordinator.operations import ACCEPTED
+from coordinator.operations import ACCEPTED, FAILED
 from engine.messages import InstanceReport
 from router.app.app import exception_handlers
 from router.app.middleware import OPEN_PATHS, KeyCheck, RequestIds, foreign_host
@@ -49,6 +51,10 @@ BODY_LIMITS = HttpConfig(max_request_bytes=10_000, request_timeout=10.0)
 RETRY_AFTER = "1"
 ELASTIC = "/scale_elastic_ep"
 """vLLM's path for a wish to scale; here it needs what the admin API needs."""
+ELASTIC_TIMEOUT = 600.0
+"""Seconds for which an answer on that path waits for the new number of instances."""
+LOOK_INTERVAL = 0.5
+"""Seconds between two looks whether it is there, or cannot come any more."""
 REBALANCE = "/eplb/rebalance"
 """Path for a wish that experts move now; it needs what the admin API needs."""
 RESET = "/reset_prefix_cache"
@@ -228,7 +234,17 @@ def make_admin_app(
         wanted = _read_elastic(await read_body(request, BODY_LIMITS))
         if wanted.drain_timeout is not None:
             raise ApiError(400, "drain_timeout is not supported: start instances with --drain-timeout.")
-        text = await obtain(Scale(command=_name(), size=wanted.new_data_parallel_size))
+        wish = Scale(command=_name(), size=wanted.new_data_parallel_size)
+        text = await obtain(wish)
+        try:
+            async with asyncio.timeout(ELASTIC_TIMEOUT):
+                while mesh.view is None or not has_size(mesh.view, wish.size):
+                    if await request.is_disconnected():
+                        break
+                    await asyncio.sleep(LOOK_INTERVAL)
+                    await check(wish)
+        except TimeoutError as error:
+            raise ApiError(408, f"not done after {ELASTIC_TIMEOUT:g} s, though it goes on: {text}") from error
         return _json(ElasticAnswer(text))
 
     async def rebalance(request: Request) -> Response:
@@ -243,6 +259,15 @@ def make_admin_app(
 
     async def carry_out(wish: OperatorCommand) -> Response:
         return _json(CommandAnswer(True, await obtain(wish)), ACCEPTED)
+
+    async def check(wish: Scale) -> None:
+        """Raise an error if what was begun for a command has failed."""
+        try:
+            answer = await command(wish)
+        except TimeoutError:
+            return  # the coordinator may be away for a moment
+        if answer.status == FAILED:
+            raise ApiError(answer.status, f"not done: {answer.text}")
 
     async def obtain(wish: OperatorCommand) -> str:
         try:

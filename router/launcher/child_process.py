@@ -7,6 +7,8 @@ import contextlib
 from asyncio.subprocess import DEVNULL, Process
 from dataclasses import dataclass
 
+from coordinator.process import process
+from coordinator.process.last_error import LastError
 from engine.host.forked import Forked, ForkServer
 from router.launcher.launch import ProcessSpec
 
@@ -22,6 +24,8 @@ class ChildProcess:
     began: float | None
     """When it began to serve; None while an instance loads."""
     rank: int | None
+    last_error: LastError
+    """The last error that it logged."""
     instance: str = ""
     """Its name in the mesh, once it has registered."""
     name: str = ""
@@ -46,6 +50,11 @@ class ChildProcess:
     def stays(self) -> bool:
         """Serves, or will; one that left the mesh may take a moment to end."""
         return not self.retired and (self.is_member or not self.instance)
+
+    def why_it_ended(self, status: int) -> str:
+        """Its exit status, and the error that explains it if it ended itself."""
+        how, error = process.how_it_ended(status), self.last_error.read() if status > 0 else ""
+        return f"{how}: {error}" if error else how
 
     def tell(self, number: int) -> None:
         """Send it a signal, if it still runs."""

@@ -12,7 +12,7 @@ from collections import OrderedDict
 
 from coordinator.member_connection import Watcher
 from coordinator.messages import Answer, Exited, Member, Scale, State, View
-from coordinator.operations import ACCEPTED, CONFLICT, UNAVAILABLE
+from coordinator.operations import ACCEPTED, CONFLICT, FAILED, UNAVAILABLE
 from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.handshakes import KeyRefused
 from coordinator.rpc.keys import MeshKeys
@@ -45,7 +45,8 @@ class Overseer:
         self._machine = machine
         self._watcher = Watcher(endpoint, "serve", keys=keys, launcher=mesh_name, on_scale=self._on_scale)
         supervisor.on_lost = self._on_lost
-        self._answers: OrderedDict[str, Answer] = OrderedDict()
+        self._answers: OrderedDict[str, tuple[Answer, int]] = OrderedDict()
+        """The answer to each command, and the losses of instances before it."""
         self._members: dict[str, Member] = {}
         self.changed = asyncio.Event()
         """Set with every view."""
@@ -99,12 +100,16 @@ class Overseer:
         self._supervisor.learn(view)
 
     async def _on_scale(self, wish: Scale) -> Answer:
-        answer = self._answers.get(wish.command)
-        if answer is None:
-            answer = self._answers[wish.command] = await self._scale(wish)
+        """The answer, which changes when an instance is lost that the command counts on."""
+        losses = self._supervisor.losses
+        if wish.command not in self._answers:
+            before = losses.count
+            self._answers[wish.command] = await self._scale(wish), before
             while len(self._answers) > REMEMBERED_ANSWERS:
                 self._answers.popitem(last=False)
-        return answer
+        answer, before = self._answers[wish.command]
+        lost = losses.since(before) if answer.status == ACCEPTED else ""
+        return _answer(wish, FAILED, lost) if lost else answer
 
     async def _scale(self, wish: Scale) -> Answer:
         view = self.view

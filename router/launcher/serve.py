@@ -176,7 +176,7 @@ def _resolved(config: ServeConfig) -> _Model:
     if config.engine.model.model is None and config.mesh.headless:
         return _Model()
     try:
-        info, settings = resolve(config.engine, config.mesh.data_parallel_size)
+        info, settings = resolve(config.engine, config.mesh.known_size)
     except CheckpointError as error:
         raise _Refusal(error) from error
     if (problem := text_problem(config, info.directory)) is not None:

@@ -18,12 +18,14 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from coordinator.messages import Member, State, View
 from coordinator.process import process
+from coordinator.process.last_error import LastError
 from coordinator.rpc.handshakes import KeyRefused
 from engine.host.forked import Forked, ForkServer, Unforked
 from router.faults import FaultEvent, Faults
 from router.launcher.cache_files import CacheFiles
 from router.launcher.child_process import ChildProcess, exit_status, fork, spawn
 from router.launcher.launch import ProcessSpec
+from router.launcher.losses import Losses
 from router.launcher.restarts import Restarts
 from router.launcher.scaling import free_number
 
@@ -86,6 +88,7 @@ class Supervisor:
         """Which process ended last, and how."""
         self._view: View | None = None
         self.faults = Faults()
+        self.losses = Losses()
         self.on_lost: Callable[[str, str], None] = lambda instance, how: None
         """Called when the process of an instance (its name in the mesh) died, and how."""
         self.ready = False
@@ -281,6 +284,25 @@ class Supervisor:
         environment = {**spec.environment(), process.INSTANCE_VARIABLE: name}
         if self._caches is not None and spec.is_instance:
             environment |= self._caches.begin(key)
+        with contextlib.ExitStack() as unless_started:
+            last_error = unless_started.enter_context(LastError())
+            started = await self._start_process(key, spec, environment | last_error.environment)
+            if started is None:
+                return
+            unless_started.pop_all()
+        began = None if spec.is_instance else time.monotonic()  # when an instance serves, a view tells
+        child = ChildProcess(
+            key, spec, started, began, spec.rank, last_error, name=name, returns=returns
+        )  # fmt: skip
+        self._children[key] = child
+        watcher = asyncio.create_task(self._watch(child))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+
+    async def _start_process(
+        self, key: int, spec: ProcessSpec, environment: dict[str, str]
+    ) -> Process | Forked | None:
+        """None: it was ordered to go before it came."""
         started: Process | Forked | None = None
         if self._forks(spec):
             self._coming_back[key] = spec
@@ -289,15 +311,8 @@ class Supervisor:
                 if started is not None:
                     started.kill()
                     await started.ended()
-                return
-        if started is None:
-            started = await spawn(spec, environment)
-        began = None if spec.is_instance else time.monotonic()  # when an instance serves, a view tells
-        child = ChildProcess(key, spec, started, began, spec.rank, name=name, returns=returns)
-        self._children[key] = child
-        watcher = asyncio.create_task(self._watch(child))
-        self._watchers.add(watcher)
-        watcher.add_done_callback(self._watchers.discard)
+                return None
+        return started or await spawn(spec, environment)
 
     def _forks(self, spec: ProcessSpec) -> bool:
         return self._fork_server is not None and not self._fork_server.problem and spec.may_be_forked
@@ -315,6 +330,8 @@ class Supervisor:
     async def _watch(self, child: ChildProcess) -> None:
         status = await child.ended()
         self._children.pop(child.key, None)
+        why = child.why_it_ended(status)
+        child.last_error.close()
         self._gone.append(child.process.pid)
         self._gone_names.append(child.name)
         if self._caches is not None and (status == 0 or child.retired):
@@ -324,7 +341,7 @@ class Supervisor:
         how = process.how_it_ended(status)
         log = logger.info if status == 0 else logger.error
         log("%s (pid %d) %s", child.spec.name, child.process.pid, how)
-        self._last_end = f"{child.spec.name} (pid {child.process.pid}) {how}"
+        self._last_end = f"{child.spec.name} (pid {child.process.pid}) {why}"
         if status != 0 and child.instance:
             self.on_lost(child.instance, how)
         if status != 0:
@@ -337,6 +354,8 @@ class Supervisor:
         ):
             await self._start_again(child, status)
         elif child.spec.role == "engine":
+            if not child.retired:
+                self.losses.note(self._last_end)
             self._end_without_instances(status)
 
     async def _start_again(self, child: ChildProcess, status: int) -> None:
@@ -345,10 +364,12 @@ class Supervisor:
         Under any, if that was refused.
         """
         served_for = 0.0 if child.began is None else time.monotonic() - child.began
+        why = self._last_end
         while True:
             delay = self._restarts.after_end(child.key, child.spec.role, served_for)
             if delay is None:
                 logger.error("%s ended too often in a row: it is not started again", child.spec.name)
+                self.losses.note(f"{why}, too often in a row")
                 if self._caches is not None:
                     self._caches.forget(child.key)
                 self._end_without_instances(status)

@@ -126,7 +126,7 @@ class LLM:
         settings: Settings | None = None
         text_model: TextModel | None = None
         if config.engine.model.model is not None or not config.mesh.headless:
-            info, settings = resolve(config.engine, config.mesh.data_parallel_size)
+            info, settings = resolve(config.engine, config.mesh.known_size)
             text_model = load_text_model(_served(settings, info.directory), config.http)
         named = {"data_parallel_address", "data_parallel_rpc_port"} & flags.keys()
         self._mesh = PrivateMesh(config, settings, port_is_free_choice=not named)

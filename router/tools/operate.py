@@ -7,15 +7,16 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from coordinator.commands import ask, find_view
+from coordinator.commands import ask, find_view, has_size
 from coordinator.config import MeshAddressConfig
 from coordinator.member_connection import fetch_view
-from coordinator.messages import Drain, Member, Role, Scale, SetRole, State, View
-from coordinator.operations import ACCEPTED
+from coordinator.messages import Drain, Member, Role, Scale, SetRole, View
+from coordinator.operations import ACCEPTED, FAILED
 from coordinator.process import process
 from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.handshakes import KeyRefused
@@ -169,10 +170,12 @@ async def _carry_out(
     print(answer.text, flush=True)
     if isinstance(wish, SetRole):
         return 0
-    done = _is_gone(before, wish.rank) if isinstance(wish, Drain) else _has_size(wish.size)
+    done = _is_gone(before, wish.rank) if isinstance(wish, Drain) else partial(has_size, size=wish.size)
     while wait:
         try:
             view = await fetch_view(endpoint, ASK_TIMEOUT, keys)
+            if isinstance(wish, Scale) and not done(view):
+                answer = await ask(endpoint, wish, ASK_TIMEOUT, keys)
         except (KeyRefused, OtherProtocol) as error:  # of another coordinator at this address
             _fail(name, str(error))
             return process.EXIT_REFUSED
@@ -184,6 +187,8 @@ async def _carry_out(
         if done(view):
             print(f"done after {took:.1f} s: {_ranks(view.members)}")
             break
+        if answer.status == FAILED:
+            return _fail(name, f"not done after {took:.1f} s: {answer.text}")
         if took > timeout:
             stays = (
                 _why_it_stays(before, view, wish.rank) if isinstance(wish, Drain) else _ranks(view.members)
@@ -228,14 +233,6 @@ def _why_it_stays(before: View, view: View, rank: int) -> str:
         )
     place = f"process {member.pid} on {member.host}"
     return f"{what}. It goes on leaving; its log says what it waits for ({place})"
-
-
-def _has_size(size: int) -> Callable[[View], bool]:
-    return lambda view: (
-        view.complete
-        and len(view.members) == size
-        and all(member.state is State.READY for member in view.members)
-    )
 
 
 def _ranks(members: list[Member]) -> str:

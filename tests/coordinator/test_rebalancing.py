@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.messages import Answer, Balancing, ExpertLoads, GroupPlan, Rebalance, State
 from coordinator.rebalancing import MANY_FAILURES, QUIET
-from coordinator.records import Note, Send
+from coordinator.records import Note, Publish, Send
 from parallel.placement import assign_experts
 from tests.coordinator.group_mesh import Mesh
 
@@ -391,7 +391,7 @@ def test_an_operator_may_ask_for_a_look_now() -> None:
     sent = [item.message for item in answer if isinstance(item, Send) and item.peer == b"op"]
     assert isinstance(sent[0], Answer)
     assert sent[0].status == 202
-    assert any(isinstance(item, Send) and isinstance(item.message, GroupPlan) for item in answer)
+    assert any(isinstance(item, Publish) and isinstance(item.message, GroupPlan) for item in answer)
     assert any(isinstance(item, Note) and "copies of experts move" in item.text for item in answer)
 
 

@@ -35,7 +35,13 @@ def test_the_first_group_forms_once_all_have_their_weights() -> None:
     )
     assert mesh.new_forms() == [(name, form) for name in "abc"]
     mesh.says("a")
+    assert mesh.new_forms() == [], "this may have been under way when the plan was sent"
+    mesh.now += mesh.rules.heartbeat_interval
+    mesh.says("a")
     assert mesh.new_forms() == [("a", form)], "who is not in it yet is told again"
+    mesh.now += mesh.rules.heartbeat_interval
+    mesh.says("a", plan=form.name)
+    assert mesh.new_forms() == [], "it has the plan"
     mesh.enters("a")
     mesh.says("a")
     assert mesh.new_forms() == []
@@ -411,3 +417,18 @@ def test_the_successor_of_one_that_may_be_dead_waits_for_its_place() -> None:
     (answer,) = to(b"c", mesh.registry.handle(b"c", message, mesh.now))
     assert isinstance(answer, Welcome)
     assert answer.rank == 1
+
+
+def test_nobody_is_late_for_a_group_that_lost_a_member_and_lacks_room() -> None:
+    """What held it up is the loss; and another member that is back did not hold it up either."""
+    mesh = Mesh(room=3, forming_timeout=2.0)
+    for name in "abc":
+        mesh.register(name)
+    for name in "abc":
+        mesh.says(name)
+    mesh.leave("c")
+    mesh.wait(mesh.rules.member_timeout + 1.0, alive="a")
+    assert mesh.ranks() == [0], "b was silent"
+    mesh.register("b", epoch=1)
+    mesh.wait(1.0, alive="a")
+    assert mesh.ranks() == [0, 1]

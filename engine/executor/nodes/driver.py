@@ -20,7 +20,7 @@ import uvloop
 import zmq.asyncio
 
 from coordinator.addresses import AddressError, is_loopback, own
-from coordinator.admission import differences_of
+from coordinator.admission import NEEDS_SIZE, differences_of
 from coordinator.config import endpoint
 from coordinator.messages import Settings
 from coordinator.process.process import EXIT_WORKER_LOST, how_it_ended
@@ -321,7 +321,7 @@ class NodeCrew:
         if versions:
             return "; ".join(versions) + " (the engine)"
         if join.settings is not None:
-            differences = differences_of(join.settings, self._settings, "the engine")
+            differences = differences_of(join.settings, self._settings, "the engine", NEEDS_SIZE)
             if differences:
                 return "this host differs from the engine: " + "; ".join(differences)
         if is_loopback(join.address) != is_loopback(self._address):

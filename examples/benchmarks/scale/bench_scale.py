@@ -7,6 +7,13 @@ Four phases: all join and become ready; nothing changes but loads; one instance 
 second and another one joins; the coordinator is killed and started again. For each: CPU (share of a core) and
 memory of the coordinator, the router and a watcher, and bytes per second. The exit code is 1 if a limit is
 missed.
+
+    python examples/benchmarks/scale/bench_scale.py --spread --instances 64 256 1024 --watchers 1
+
+With ``--spread``, experts are spread over the instances (one each, and no fewer than 256), which step in
+groups. Five phases: the first group forms; nothing changes but loads; an instance dies, which all others
+report; another one joins; the coordinator is killed and started again. For the changes, CPU seconds of the
+coordinator and the bytes that it sent are given as well.
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +44,9 @@ LIMITS = {"steady": {"coordinator": 0.20, "router": 0.10}, "churn": {"coordinato
 MOST_READY_SECONDS = 10.0
 LIMITS_HOLD_FOR = 1024
 INSTANCES_PER_PROCESS = 1024
+LEAST_EXPERTS = 256
+MOST_GROWTH = 1.6
+"""Most growth of CPU seconds for each member, from the smallest mesh to the largest."""
 
 
 class Child:
@@ -67,6 +78,11 @@ class Child:
         found: dict[str, Any] = json.loads(self.ask())
         return found
 
+    def busy(self) -> float:
+        """CPU seconds of all its threads, in nanoseconds where psutil has hundredths."""
+        each = Path(f"/proc/{self.popen.pid}/task").glob("*/schedstat")
+        return sum(int(thread.read_text().split()[0]) for thread in each) / 1e9
+
     def end(self) -> None:
         self.popen.kill()
         self.popen.wait()
@@ -88,6 +104,8 @@ class Mesh:
         self.watchers = Child(str(HERE / "watchers.py"), *where, "--watchers", str(args.watchers))
         self.routers = [Child(str(HERE / "watchers.py"), *where) for _ in range(args.routers)]
         common = ["--model", SHIPPED_MODEL, "--of", str(args.instances)]
+        if args.spread:
+            common += ["--experts", str(max(LEAST_EXPERTS, args.instances + 1))]
         count = -(-args.instances // INSTANCES_PER_PROCESS)
         self.crowds = [
             Child(str(HERE / "members.py"), *where, *common, "--name", str(number)) for number in range(count)
@@ -141,10 +159,13 @@ class Phase:
         self._began, self._cpu = time.monotonic(), self._cpu_times()
         self._bytes, self._sent = bytes_of(self._mesh), loopback_bytes()
         self._news = self._mesh.watchers.seen()["news"]
+        self._busy, self._port_bytes = self._mesh.coordinator.busy(), bytes_sent(self._mesh.port)
         return self
 
     def __exit__(self, *_: object) -> None:
         took = time.monotonic() - self._began
+        busy = self._mesh.coordinator.busy() - self._busy
+        sent = bytes_sent(self._mesh.port) - self._port_bytes
         cpu, received = self._cpu_times(), bytes_of(self._mesh)
         sizes = {
             name: max(each.memory_info().rss for each in found) for name, found in self._processes().items()
@@ -156,6 +177,8 @@ class Phase:
         news = self._mesh.watchers.seen()["news"] - self._news
         self.figures = {
             "seconds": round(took, 2),
+            "cpu_seconds": round(busy, 4),
+            "sent_by_coordinator": sent,
             "cpu": {name: round(share, 4) for name, share in shares.items()},
             "rss_mb": {name: round(size / 2**20, 1) for name, size in sizes.items()},
             "bytes_per_second": {
@@ -186,6 +209,14 @@ class Phase:
 
 def loopback_bytes() -> int:
     return int(psutil.net_io_counters(pernic=True)["lo"].bytes_recv)
+
+
+def bytes_sent(port: int) -> int:
+    """Bytes that a process has sent over the open connections of its port."""
+    listed = subprocess.run(
+        ["ss", "-tinH", "sport", "=", f":{port}"], capture_output=True, text=True, check=True
+    ).stdout
+    return sum(map(int, re.findall(r"bytes_sent:(\d+)", listed)))
 
 
 def bytes_of(mesh: Mesh) -> dict[str, int]:
@@ -239,6 +270,55 @@ def measure(args: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
     return phases
 
 
+def measure_groups(args: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
+    """Phases of a mesh whose experts are spread."""
+    phases: dict[str, Any] = {}
+
+    def all_ready(seen: dict[str, Any]) -> bool:
+        return bool(seen["members"] == seen["ready"] == args.instances and seen["complete"])
+
+    def is_done(*commands: str, name: str) -> None:
+        with Phase(mesh, args.watchers) as phase:
+            for each in commands:
+                mesh.command(partial(_same, each))
+        phases[name] = phase.figures
+
+    mesh.command(lambda number: f"join {mesh.share(number)}")
+    is_done("ready", "settle", name="form")
+    mesh.wait(all_ready)
+    time.sleep(2)
+    with Phase(mesh, args.watchers) as phase:
+        time.sleep(args.seconds)
+    phases["steady"] = phase.figures
+    is_done("lose", name="loss")
+    is_done("join 1", "ready", "settle", name="grow")
+    mesh.wait(all_ready)
+    before = {series for each in (*mesh.routers, mesh.watchers) for series in each.seen()["series"]}
+    mesh.restart_coordinator()
+    with Phase(mesh, args.watchers) as phase:
+        mesh.wait(lambda seen: before.isdisjoint(seen["series"]) and all_ready(seen))
+    phases["restart"] = phase.figures
+    return phases
+
+
+def _same(text: str, _: int) -> str:
+    """A command that is the same for each process."""
+    return text
+
+
+def missed_by_groups(results: dict[int, dict[str, Any]]) -> list[str]:
+    """Changes of groups whose cost for each member grows with the mesh."""
+    smallest, largest = min(results), max(results)
+    found = []
+    for name in ("form", "loss", "grow"):
+        few, many = (results[size][name]["cpu_seconds"] / size for size in (smallest, largest))
+        if many > MOST_GROWTH * few:
+            found.append(
+                f"{name}: {many * 1e6:.0f} us for each of {largest} members, {few * 1e6:.0f} of {smallest}"
+            )
+    return found
+
+
 def report(name: str, phase: dict[str, Any]) -> str:
     size, memory = phase["bytes_per_second"], phase["rss_mb"]
     shares = ", ".join(f"{who} {share:.1%}" for who, share in phase["cpu"].items())
@@ -270,27 +350,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--watchers", type=int, default=7, help="beside the routers, without such connections"
     )
+    parser.add_argument("--spread", action="store_true", help="experts over the instances, in groups")
     parser.add_argument("--seconds", type=float, default=10.0, help="of the steady phase, and of churn")
     parser.add_argument("--churn", type=float, default=0.01, help="share of instances that leave each second")
     parser.add_argument("--keys", action=argparse.BooleanOptionalAction, default=True, help="with a mesh key")
     parser.add_argument("--output-json", type=Path)
     args = parser.parse_args(argv)
+    if args.spread and max(args.instances) > INSTANCES_PER_PROCESS:
+        parser.error(f"--spread has at most {INSTANCES_PER_PROCESS} instances, those of one process")
     results, problems = {}, []
     for instances in args.instances:
         with tempfile.TemporaryDirectory() as folder:
             one = argparse.Namespace(**{**vars(args), "instances": instances})
             mesh = Mesh(one, folder)
             try:
-                results[instances] = measure(one, mesh)
+                results[instances] = (measure_groups if args.spread else measure)(one, mesh)
             finally:
                 mesh.end()
-        print(
-            f"{instances} instances: registered after {results[instances]['join']['registered_seconds']} s, "
-            f"ready {results[instances]['join']['ready_seconds']} s after that"
-        )
+        if args.spread:
+            print(f"{instances} instances with spread experts")
+            for name in ("form", "loss", "grow"):
+                phase = results[instances][name]
+                sent = phase["sent_by_coordinator"] / 1e6
+                print(f"  {name:8} {phase['cpu_seconds']:.3f} s of CPU, {sent:.2f} MB sent")
+        else:
+            join = results[instances]["join"]
+            print(
+                f"{instances} instances: registered after {join['registered_seconds']} s, "
+                f"ready {join['ready_seconds']} s after that"
+            )
         for name, phase in results[instances].items():
             print("  " + report(name, phase), flush=True)
-        problems += missed(results[instances], instances)
+        if not args.spread:
+            problems += missed(results[instances], instances)
+    if args.spread:
+        problems += missed_by_groups(results)
     if args.output_json:
         args.output_json.parent.mkdir(parents=True, exist_ok=True)
         args.output_json.write_text(json.dumps(results, indent=2) + "\n")

@@ -7,6 +7,8 @@ Commands come as lines of standard input, and each is answered by a line:
     join COUNT     so many instances register; answered when all are welcome
     ready          all become ready
     churn RATE     from now on so many instances in all leave each second, and as many others join
+    settle         answered when all instances step in one group (with spread experts)
+    lose           one instance dies, and the others report their group as lost; answered when they step again
     stop
 """
 
@@ -26,7 +28,18 @@ import zmq.asyncio
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from coordinator.member_state import MemberState
-from coordinator.messages import FromCoordinator, Leave, Load, Register, Settings, State, ToCoordinator
+from coordinator.messages import (
+    Evidence,
+    FromCoordinator,
+    GroupPlan,
+    Leave,
+    Load,
+    Lost,
+    Register,
+    Settings,
+    State,
+    ToCoordinator,
+)
 from coordinator.rpc.keys import MeshKeys, load
 from coordinator.rpc.rpc import AsyncConnection, AsyncListener, with_room
 from engine.messages import Attach, Attached, Capacity, ToInstance, ToRouter
@@ -38,6 +51,9 @@ CAPACITY = Capacity(
 )
 LOADING_TIME = 0.2
 """Seconds that an instance which joins during churn takes to load."""
+ENTERING_TIME = 0.1
+"""Seconds until an instance that is ready for a group enters it."""
+LOOK_INTERVAL = 0.02
 INSTANCES_PER_HOST = 8
 SOCKETS = 16
 """Sockets at which the instances of a process listen.
@@ -47,13 +63,13 @@ With a single one, eight routers make 8,192 connections to it at once. The kerne
 """
 
 
-def settings(model: str, instances: int) -> Settings:
-    """The settings of a dense model that all instances bring."""
+def settings(model: str, instances: int, experts: int) -> Settings:
+    """The settings that all instances bring; without ``experts``, they are those of a dense model."""
     return Settings(
         model=model, revision=None, served_model_name=("m",), fingerprint="f", dtype="bfloat16",
         max_model_len=2048, block_size=16, vocab_size=1000, tensor_parallel_size=1, pipeline_parallel_size=1,
-        enable_expert_parallel=False, expert_placement_strategy="linear", all2all_backend="auto",
-        data_parallel_size=instances, max_num_batched_tokens=2048, max_num_seqs=64,
+        enable_expert_parallel=experts > 0, expert_placement_strategy="linear", all2all_backend="auto",
+        num_experts=experts, data_parallel_size=instances, max_num_batched_tokens=2048, max_num_seqs=64,
     )  # fmt: skip
 
 
@@ -76,17 +92,62 @@ class SimulatedInstance:
         self._connection: AsyncConnection[FromCoordinator, ToCoordinator] = AsyncConnection(
             context, endpoint, FromCoordinator, name="coordinator", keys=keys
         )
+        self.form: GroupPlan | None = None
+        """The group that it steps in."""
+        self.state.on_form = self._on_form
         self._tasks = [asyncio.create_task(self._send()), asyncio.create_task(self._receive())]
 
+    @property
+    def name(self) -> str:
+        return self.state.register.instance
+
     def become_ready(self) -> None:
-        self.state.state, self.state.phase = State.READY, "serving"
+        """It has its weights; where experts are spread, it waits for its group."""
+        welcome = self.state.welcome
+        spreads = welcome is not None and welcome.settings.enable_expert_parallel
+        self.state.state, self.state.phase = (
+            State.LOADED if spreads and self.form is None else State.READY,
+            "serving",
+        )
+        self.state.store = self.state.address
         self.changed.set()
 
     def leave(self) -> None:
+        self._connection.send(Leave(self.name))
+        self.die()
+
+    def die(self) -> None:
         for task in self._tasks:
             task.cancel()
-        self._connection.send(Leave(self.state.register.instance))
         self._connection.close()
+
+    def loses(self, other: SimulatedInstance) -> None:
+        """Its group is broken, for an end of another member is closed."""
+        if self.form is not None:
+            self.state.report(
+                Lost(
+                    instance=self.name,
+                    epoch=self.form.epoch,
+                    suspects=(other.name,),
+                    evidence=Evidence.CLOSED,
+                )
+            )
+            self.changed.set()
+
+    def _on_form(self, form: GroupPlan) -> None:
+        if form.epoch > self.state.ready_epoch:
+            self.state.ready_epoch = form.epoch
+            self.changed.set()
+            asyncio.get_running_loop().call_later(ENTERING_TIME, self._enter, form)
+
+    def _enter(self, form: GroupPlan) -> None:
+        if self.state.form is None or self.state.form.epoch != form.epoch:
+            return
+        place = next(at for at, peer in enumerate(form.peers) if peer.instance == self.name)
+        self.form, self.state.state = form, State.READY
+        self.state.hold([[[expert for expert, owner in enumerate(form.owners) if owner == place]]])
+        self.state.enter(form)
+        self.changed.set()
 
     async def _send(self) -> None:
         await asyncio.sleep(self._rng.random() * 0.5)  # instances of a mesh do not send at the same moment
@@ -125,7 +186,7 @@ class Crowd:
         self._keys = load(Path(args.key)) if args.key else None
         self._context = with_room(zmq.asyncio.Context())
         self._listeners: list[AsyncListener[ToInstance, ToRouter]] = []
-        self._settings = settings(args.model, args.of)
+        self._settings = settings(args.model, args.of, args.experts)
         self._instances: list[SimulatedInstance] = []
         self._numbers = itertools.count()
         self._answering: list[asyncio.Task[None]] = []
@@ -168,6 +229,25 @@ class Crowd:
                     self._churning.cancel()
                 if float(arguments[0]):
                     self._churning = asyncio.create_task(self._churn(float(arguments[0])))
+            case "settle":
+                await self._settle(0)
+            case "lose":
+                dead = self._instances.pop(len(self._instances) // 2)
+                assert dead.form is not None
+                dead.die()
+                for each in self._instances:
+                    each.loses(dead)
+                await self._settle(dead.form.epoch)
+
+    async def _settle(self, after: int) -> None:
+        """Wait until all step in one group of a later epoch."""
+        while True:
+            forms = {each.form.epoch if each.form else 0: each.form for each in self._instances}
+            (newest, *older) = sorted(forms, reverse=True)
+            form = forms[newest]
+            if not older and form is not None and newest > after and len(form.peers) >= len(self._instances):
+                return
+            await asyncio.sleep(LOOK_INTERVAL)
 
     async def _churn(self, rate: float) -> None:
         while True:
@@ -189,6 +269,7 @@ async def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--key")
+    parser.add_argument("--experts", type=int, default=0, help="spread over the instances; 0: a dense model")
     parser.add_argument("--of", type=int, required=True, help="instances of the whole mesh")
     crowd = Crowd(parser.parse_args())
     loop = asyncio.get_running_loop()

@@ -8,6 +8,8 @@ import sys
 import time
 import urllib.request
 import uuid
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,11 +17,11 @@ import msgspec
 from msgspec import Meta
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.commands import ask
+from coordinator.commands import ask, has_size
 from coordinator.config import MeshAddressConfig
 from coordinator.member_connection import fetch_view
-from coordinator.messages import Scale, State, View
-from coordinator.operations import ACCEPTED
+from coordinator.messages import Answer, Scale, State, View
+from coordinator.operations import ACCEPTED, FAILED
 from coordinator.process import process
 from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.handshakes import KeyRefused
@@ -119,6 +121,43 @@ class TtftMeter:
         return max(0.0, total - before[0]) / (count - before[1])
 
 
+class Change:
+    """The newest change of the number of instances, until it is done or has failed."""
+
+    def __init__(self, command: Callable[[Scale], Awaitable[Answer]]) -> None:
+        """``command`` has the coordinator do something; it raises TimeoutError without an answer."""
+        self._command = command
+        self._wish: Scale | None = None
+
+    def __repr__(self) -> str:
+        return f"<Change {self._wish}>"
+
+    async def begin(self, size: int) -> str:
+        """Begin another one; returns what happens now."""
+        wish = Scale(command=uuid.uuid4().hex, size=size)
+        try:
+            answer = await self._command(wish)
+        except TimeoutError:
+            return "no answer"
+        self._wish = wish if answer.status == ACCEPTED else None
+        return answer.text if answer.status == ACCEPTED else f"refused: {answer.text}"
+
+    async def look(self, view: View) -> str:
+        """Why the newest change has failed, once; empty if it has not."""
+        wish = self._wish
+        if wish is None or has_size(view, wish.size):
+            self._wish = None
+            return ""
+        try:
+            answer = await self._command(wish)
+        except TimeoutError:
+            return ""
+        if answer.status != FAILED:
+            return ""
+        self._wish = None
+        return f"there are not {wish.size} instances: {answer.text}"
+
+
 def seen_in(view: View, ttft: float | None) -> Seen:
     """What decides in a view."""
     staying = [member for member in view.members if member.state.stays]
@@ -175,6 +214,7 @@ async def _run(config: AutoscaleConfig, keys: MeshKeys | None) -> None:
     """Look until interrupted. A mesh that does not answer is left as it is."""
     scaler, meter, last = Autoscaler(config.goals), TtftMeter(), ""
     endpoint = config.mesh.coordinator_endpoint
+    change = Change(partial(ask, endpoint, timeout=ASK_TIMEOUT, keys=keys))
     while True:
         try:
             view = await fetch_view(endpoint, ASK_TIMEOUT, keys)
@@ -186,22 +226,16 @@ async def _run(config: AutoscaleConfig, keys: MeshKeys | None) -> None:
             if config.signal_file is not None:
                 write_signal(verdict, seen, config.signal_file)
             line = f"{seen.ready} of {seen.staying} ready, {verdict.size} wanted: {verdict.why}"
+            if failure := await change.look(view):
+                line += f"; {failure}"
             if config.act and verdict.size != seen.staying:
-                line += f"; {await _scale(endpoint, verdict.size, keys)}"
+                line += f"; {await change.begin(verdict.size)}"
         elif view is not None:
             line = "the coordinator has just started, and may not know of all instances"
         if line != last:
             print(line, flush=True)
         last = line
         await asyncio.sleep(config.interval)
-
-
-async def _scale(endpoint: str, size: int, keys: MeshKeys | None) -> str:
-    try:
-        answer = await ask(endpoint, Scale(command=uuid.uuid4().hex, size=size), ASK_TIMEOUT, keys)
-    except TimeoutError:
-        return "no answer"
-    return answer.text if answer.status == ACCEPTED else f"refused: {answer.text}"
 
 
 async def _ttft(config: AutoscaleConfig, meter: TtftMeter) -> float | None:

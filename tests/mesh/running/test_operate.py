@@ -97,7 +97,7 @@ class Operated(Ports):
 def operated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
     ports = Operated()
     log = tmp_path_factory.mktemp("operated") / "serve.log"
-    flags = ["-dp", "2", "-asc", "2", "--restart", "--admin-port", str(ports.admin), *FLAGS]
+    flags = ["-dp", "2", "-asc", "2", "--restart", "--enable-eplb", "--admin-port", str(ports.admin), *FLAGS]
     with serve(log, *ports.head(), *flags) as command:
         command.wait_for("2 instances ready")
         ports.command = command

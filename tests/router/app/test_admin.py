@@ -10,9 +10,10 @@ import httpx2
 import msgspec
 import pytest
 
-from coordinator.messages import Answer, Drain, OperatorCommand, Rebalance, Role, Scale, SetRole, View
+from coordinator.messages import Answer, Drain, OperatorCommand, Rebalance, Role, Scale, SetRole, State, View
 from coordinator.settings import flags
 from engine.messages import Counters, FileCounters, InstanceReport
+from router.app import admin
 from router.app.admin import AdminGate, make_admin_app
 from router.app.app import make_app
 from router.config import HttpConfig, ServeConfig
@@ -140,7 +141,7 @@ def test_commands_are_passed_on() -> None:
 
 
 def test_a_wish_to_scale_in_the_form_of_vllm_needs_what_the_admin_api_needs() -> None:
-    world = World(None)
+    world = World(view(*(member(name, rank) for rank, name in enumerate("abc"))))
     url = ADMIN + "/scale_elastic_ep"
     done = ask(gate(world), "POST", url, json={"new_data_parallel_size": 3})
     assert (done.status_code, done.json()) == (200, {"message": "done"})
@@ -151,6 +152,41 @@ def test_a_wish_to_scale_in_the_form_of_vllm_needs_what_the_admin_api_needs() ->
         assert ask(gate(world), "POST", url, json=body).status_code == 400
     assert ask(gate(world, "secret"), "POST", url, json={"new_data_parallel_size": 3}).status_code == 401
     assert len(world.wishes) == 1
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_wish_to_scale_in_the_form_of_vllm_is_answered_when_it_is_done_or_has_failed(
+    is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admin, "LOOK_INTERVAL", 0.0)
+    two = [member(name, rank) for rank, name in enumerate("ab")]
+    third = msgspec.structs.replace(member("c", 2), state=State.LOADING)
+    world = World(view(*two))
+    now = iter([view(*two, third), view(*two, third), view(*two, member("c", 2))])
+
+    async def answers(wish: OperatorCommand) -> Answer:
+        world.wishes.append(wish)
+        if is_lost and len(world.wishes) == 3:
+            return Answer(command=wish.command, status=500, text="Engine_2 ended with status 3: it differs")
+        world.view = next(now)
+        return Answer(command=wish.command, status=202, text="starting instance 2")
+
+    monkeypatch.setattr(world, "command", answers)
+    done = ask(gate(world), "POST", ADMIN + "/scale_elastic_ep", json={"new_data_parallel_size": 3})
+    assert len({wish.command for wish in world.wishes}) == 1, "the same command asks whether it can succeed"
+    assert len(world.wishes) == 3
+    if is_lost:
+        assert (done.status_code, "Engine_2 ended with status 3: it differs" in done.text) == (500, True)
+    else:
+        assert (done.status_code, done.json()) == (200, {"message": "starting instance 2"})
+
+
+def test_a_wish_to_scale_in_the_form_of_vllm_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "LOOK_INTERVAL", 0.0)
+    monkeypatch.setattr(admin, "ELASTIC_TIMEOUT", 0.05)
+    world = World(view(member("a", 0)))
+    late = ask(gate(world), "POST", ADMIN + "/scale_elastic_ep", json={"new_data_parallel_size": 3})
+    assert (late.status_code, "not done after 0.05 s" in late.text) == (408, True)
 
 
 def test_a_wish_that_experts_move_needs_what_the_admin_api_needs() -> None:

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from coordinator.messages import Load, Member, Scale, State, View
+from coordinator.operations import ACCEPTED, FAILED
 from coordinator.process import process
 from coordinator.settings import flags
 from router.config import ServeConfig
@@ -313,6 +314,42 @@ def test_asked_twice_for_fewer_as_many_go_as_once() -> None:
         texts = [(await overseer._on_scale(Scale(command=name, size=2))).text for name in ("a", "b")]
         assert texts == ["draining instance 2", "there is nothing to do"]
         assert (supervisor.ranks, supervisor.leaving) == ([0, 1], [f"name-{pids[2]}"])
+        overseer._watcher._connection.close(linger_ms=0)
+
+    assert supervised(supervisor, act) == 0
+
+
+def test_a_wish_to_scale_fails_when_an_instance_that_it_counts_on_is_lost() -> None:
+    """Its reason has the exit status, and the last error of the process."""
+    refused = (
+        "import logging; from coordinator.process.last_error import LastErrorHandler; "
+        f"logging.getLogger().addHandler(LastErrorHandler()); logging.error('it differs from the mesh'); raise SystemExit({process.EXIT_REFUSED})"
+    )
+    supervisor = Supervisor(
+        [spec("Engine_0", "engine", 0), spec("Engine_1", "engine", 1), spec("Router", "router")],
+        engine_spec=lambda rank, number: spec(f"Engine_{rank}", "engine", rank, refused, number=number),
+    )
+
+    async def act() -> None:
+        pids = [pid_of(supervisor, f"Engine_{rank}") for rank in range(2)]
+        world = view(*(member(rank, pid) for rank, pid in enumerate(pids) if pid is not None))
+        world = msgspec.structs.replace(world, mesh="m")
+        overseer = Overseer("tcp://127.0.0.1:1", "m", supervisor, Machine(devices=None, cores=4))
+        supervisor.learn(world)
+        overseer._watcher.take(world)
+        grows = Scale(command="grows", size=3)
+        begun = await overseer._on_scale(grows)
+        assert (begun.status, begun.text) == (ACCEPTED, "starting instance 2")
+        started = pid_of(supervisor, "Engine_2")
+        await until_async(lambda: pid_of(supervisor, "Engine_2") is None)
+        lost = await overseer._on_scale(grows)
+        text = f"Engine_2 (pid {started}) ended with status 3: it differs from the mesh"
+        assert (lost.command, lost.status, lost.text) == ("grows", FAILED, text)
+        stays = Scale(command="stays", size=2)
+        assert [(await overseer._on_scale(stays)).status for _ in range(2)] == [ACCEPTED] * 2, "an older loss"
+        supervisor.retire([1])
+        await until_async(lambda: pid_of(supervisor, "Engine_1") is None)
+        assert (await overseer._on_scale(stays)).status == ACCEPTED, "it was ordered to go"
         overseer._watcher._connection.close(linger_ms=0)
 
     assert supervised(supervisor, act) == 0

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from pathlib import Path
 
 import pytest
 
-from coordinator.messages import Load, Member, State, View
-from router.tools.autoscale.command import AutoscaleConfig, TtftMeter, seen_in, signal_text, write_signal
+from coordinator.messages import Answer, Load, Member, Scale, State, View
+from router.tools.autoscale.command import (
+    AutoscaleConfig,
+    Change,
+    TtftMeter,
+    seen_in,
+    signal_text,
+    write_signal,
+)
 from router.tools.autoscale.policy import Autoscaler, Goals, Seen, Verdict
 
 GOALS = Goals(max_instances=8, target_running=10, cool_down_up=10, cool_down_down=20, stabilization_window=60)
@@ -161,3 +169,51 @@ def test_wrong_flags_are_refused(fields: dict[str, object], problem: str) -> Non
 
 def test_no_number_is_wanted_beyond_what_is_finite() -> None:
     assert math.isfinite(Autoscaler(GOALS).look(Seen(staying=0, ready=0, waiting=10**9), 0.0).size)
+
+
+def world(size: int) -> View:
+    members = [
+        Member(
+            instance=str(rank), rank=rank, state=State.READY, phase="", address="a", host="h", pid=1, load=Load()
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    return View(epoch=1, size=size, settings=None, members=members, waiting_for="")
+
+
+def test_a_change_that_cannot_succeed_is_printed_once_with_its_reason() -> None:
+    statuses = iter([202, 202, 500])
+    asked: list[str] = []
+
+    async def command(wish: Scale) -> Answer:
+        asked.append(wish.command)
+        status = next(statuses)
+        text = "Engine_2 ended with status 3: it differs" if status == 500 else "starting instance 2"
+        return Answer(command=wish.command, status=status, text=text)
+
+    async def looks() -> list[str]:
+        change = Change(command)
+        return [await change.begin(3), *[await change.look(world(2)) for _ in range(3)]]
+
+    failed = "there are not 3 instances: Engine_2 ended with status 3: it differs"
+    assert asyncio.run(looks()) == ["starting instance 2", "", failed, ""]
+    assert len(asked) == 3
+    assert len(set(asked)) == 1
+
+
+def test_a_change_that_is_done_or_refused_is_asked_for_no_more() -> None:
+    asked: list[str] = []
+
+    async def looks(status: int, size: int) -> str:
+        async def command(wish: Scale) -> Answer:
+            asked.append(wish.command)
+            return Answer(command=wish.command, status=status, text="so")
+
+        change = Change(command)
+        begun = await change.begin(3)
+        assert await change.look(world(size)) == ""
+        return begun
+
+    assert asyncio.run(looks(202, 3)) == "so"
+    assert asyncio.run(looks(409, 2)) == "refused: so"
+    assert len(asked) == 2

@@ -8,12 +8,13 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from coordinator.messages import Load, Member, State, View
+from coordinator.commands import has_size
+from coordinator.messages import Answer, Load, Member, OperatorCommand, State, View
+from router.tools import operate
 from router.tools.operate import (
     LEAVE_TIMEOUT,
     WAIT_TIMEOUT,
     DrainConfig,
-    _has_size,
     _is_gone,
     _why_it_stays,
     main_drain,
@@ -75,9 +76,9 @@ def test_a_coordinator_that_has_just_been_started_again_knows_nobody_yet() -> No
     before, early = view(*ready), msgspec.structs.replace(view(*ready[:1]), complete=False)
     assert not _is_gone(before, 1)(early)
     assert "has not heard of instance 1 yet" in _why_it_stays(before, early, 1)
-    assert not _has_size(1)(early), "1 may still be there"
+    assert not has_size(early, 1), "1 may still be there"
     assert _is_gone(before, 1)(view(*ready[:1]))
-    assert _has_size(1)(view(*ready[:1]))
+    assert has_size(view(*ready[:1]), 1)
 
 
 @pytest.mark.parametrize(
@@ -101,3 +102,37 @@ def test_errors_name_what_was_given(
         command(argv)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_scale_ends_at_once_when_what_it_waits_for_is_lost(
+    is_lost: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ready = [member("abc"[rank], rank, State.READY, Load()) for rank in range(3)]
+    views = iter([view(*ready[:2]), view(*ready[:2]), view(*ready[:2]), view(*ready)])
+    statuses = iter([202, 202, 500 if is_lost else 202])
+    commands = []
+
+    async def look(*_: object) -> View:
+        return next(views)
+
+    async def ask(_endpoint: str, wish: OperatorCommand, *_: object) -> Answer:
+        commands.append(wish.command)
+        status = next(statuses)
+        text = "Engine_2 ended with status 3: it differs" if status == 500 else "starting instance 2"
+        return Answer(command=wish.command, status=status, text=text)
+
+    monkeypatch.setattr(operate, "find_view", look)
+    monkeypatch.setattr(operate, "fetch_view", look)
+    monkeypatch.setattr(operate, "ask", ask)
+    monkeypatch.setattr(operate, "LOOK_INTERVAL", 0.0)
+    status = main_scale(["3", "--insecure-mesh"])
+    printed = capsys.readouterr()
+    assert printed.out.startswith("starting instance 2\n")
+    assert len(set(commands)) == 1
+    if is_lost:
+        assert status == 1
+        assert re.search(r"not done after .* s: Engine_2 ended with status 3: it differs", printed.err)
+        assert next(views).members == ready, "it did not look again"
+    else:
+        assert (status, "done after" in printed.out) == (0, True)

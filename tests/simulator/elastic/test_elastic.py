@@ -57,7 +57,7 @@ def test_the_schedules_reach_what_they_are_for() -> None:
         "requests moved": 50,
         "rescues": 50,  # by a supervisor, where the experts did not fit, or nobody was left
         "numbers used again": 1,
-        "fault at form": 200,
+        "fault at form": 100,
         "fault at read": 100,
         "fault at prepared": 50,
         "fault at entered": 50,

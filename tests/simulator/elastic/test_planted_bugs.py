@@ -307,7 +307,7 @@ class BlamesTheWayToWhoIsLate(Registry):
 FOUND_ONCE: dict[type[Any], tuple[str, Rule, int]] = {
     TakesOutWhoIsBack: ("coordinator.registry.Epochs", Rule.STORM, 20377),
     TakesAPlanBehindAFence: ("tests.simulator.elastic.instance.MemberState", Rule.FENCED, 21200),
-    NeverReconsiders: ("coordinator.registry.Reachability", Rule.SERVES, 39012),
+    NeverReconsiders: ("coordinator.registry.Reachability", Rule.SERVES, 27418),
     BlamesTheWayToWhoIsLate: ("World.registry_class", Rule.REACHED, 30685),
 }
 """Bugs that one of ten thousand schedules finds: where, the rule, and such a schedule."""

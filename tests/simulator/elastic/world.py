@@ -10,14 +10,14 @@ A schedule is a seed. Real are :class:`coordinator.registry.Registry`,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
 
-from coordinator.messages import Beat, GroupPlan, Register, ToCoordinator, Welcome
+from coordinator.messages import Beat, GroupPlan, PlanChange, Register, ToCoordinator, Welcome
 from coordinator.messages import Settings as MeshSettings
-from coordinator.records import Note, Send
+from coordinator.records import Instruction, Note, Publish, Send
 from coordinator.registry import Registry
 from engine.groups.recovery import LEAVE_TIMEOUT, Prepare, Recovery, names
 from parallel.lockstep import Lockstep
@@ -30,6 +30,9 @@ from tests.simulator.schedule import Schedule, run_schedule
 STEADY = 150
 """Ticks that everything must stay as it should be."""
 MAX_INSTANCES = 7
+PLANS = (GroupPlan, PlanChange)
+REPEATED_PLANS = 0.2
+"""Share of the plans that arrive twice."""
 
 MESH_SETTINGS = MeshSettings(
     model="m", revision=None, served_model_name=("m",), fingerprint="f", dtype="float32", max_model_len=128,
@@ -313,8 +316,9 @@ class World(Schedule[Call]):
         self._look_whether_somebody_serves()
         self.after(None, COORDINATOR_TICK, self._tick)
 
-    def _carry_out(self, instructions: list[Send | Note], sender: str = "") -> None:
-        for instruction in instructions:
+    def _carry_out(self, instructions: list[Instruction], sender: str = "") -> None:
+        sends = list(_one_by_one(instructions))
+        for instruction in sends:
             if isinstance(instruction, Note):
                 self.note("coordinator", instruction.text)
                 _, rank, what, *_ = instruction.text.split()  # "instance 3 registered ..."
@@ -326,17 +330,21 @@ class World(Schedule[Call]):
                     self._left_out(int(rank))
                 continue
             message = instruction.message
-            if isinstance(message, GroupPlan) and message.epoch > self._highest:
-                self.checker.formed(message, self._highest)
-                self._look_whether_it_is_tried_in_vain(message)
-                self._highest = message.epoch
+            if isinstance(message, PLANS) and message.epoch > self._highest:
+                assert self.registry is not None
+                form = self.registry._epochs.form
+                assert form is not None
+                self.checker.formed(form, self._highest)
+                self._look_whether_it_is_tried_in_vain(form)
+                self._highest = form.epoch
             instance = self.instances[instruction.peer.decode()]
             if not instance.alive or self.now <= instance.cut_until:
                 continue
             if not isinstance(message, Beat):
                 self.note(f"coordinator to {instance.name}", message)
-            self._send((instance.name, "from"), instance, instance.hear, (message,))
-        if any(isinstance(item, Send) and isinstance(item.message, GroupPlan) for item in instructions):
+            for _ in range(1 + (isinstance(message, PLANS) and self.chance(REPEATED_PLANS))):
+                self._send((instance.name, "from"), instance, instance.hear, (message,))
+        if any(isinstance(item, Send) and isinstance(item.message, PLANS) for item in sends):
             somebody = self._anybody()
             if somebody is not None:
                 self.provoke("form", somebody)
@@ -534,6 +542,15 @@ class World(Schedule[Call]):
 def simulate(seed: int) -> World:
     """Run the schedule of a seed; see :func:`tests.simulator.schedule.run_schedule`."""
     return run_schedule(seed, World(seed))
+
+
+def _one_by_one(instructions: Iterable[Instruction]) -> Iterator[Send | Note]:
+    """Messages to several instances as one for each."""
+    for instruction in instructions:
+        if isinstance(instruction, Publish):
+            yield from (Send(peer, instruction.message) for peer in instruction.peers)
+        else:
+            yield instruction
 
 
 def _shown(what: object) -> str:
