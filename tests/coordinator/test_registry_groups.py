@@ -420,7 +420,7 @@ def test_the_successor_of_one_that_may_be_dead_waits_for_its_place() -> None:
 
 
 def test_nobody_is_late_for_a_group_that_lost_a_member_and_lacks_room() -> None:
-    """What held it up is the loss; and another member that is back did not hold it up either."""
+    """The loss holds it up, not those who wait."""
     mesh = Mesh(room=3, forming_timeout=2.0)
     for name in "abc":
         mesh.register(name)
