@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from coordinator.member_state import MemberState
@@ -20,6 +21,7 @@ from coordinator.messages import (
     Unknown,
     Welcome,
 )
+from coordinator.plans import change_of
 from tests.coordinator.test_registry import SETTINGS, register
 
 WELCOME = Welcome(rank=3, settings=SETTINGS, epoch=4, heartbeat_interval=0.5)
@@ -109,6 +111,30 @@ def test_who_is_fenced_before_it_had_a_group_has_nothing_to_give_up() -> None:
     member.on_fenced = lambda: pytest.fail("there is nothing to fence")
     member.take(Welcome(rank=1, settings=SETTINGS, epoch=8, heartbeat_interval=0.5, fenced=True))
     assert member.state is State.LOADING
+
+
+def test_a_plan_of_the_time_before_a_fence_is_void() -> None:
+    member = MemberState(register("a"))
+    member.take(Welcome(rank=1, settings=SETTINGS, epoch=8, heartbeat_interval=0.5, fenced=True))
+    for epoch in (7, 8):
+        member.take(form(epoch))
+        assert member.form is None
+        assert heartbeat(member).plan is None
+    member.take(form(9))
+    assert heartbeat(member).plan == form(9).name, "so it is not sent again"
+
+
+def test_a_change_of_a_plan_means_nothing_without_that_plan(member: MemberState) -> None:
+    before, after = form(7), msgspec.structs.replace(form(9), leavers=("x",))
+    change = change_of(before, after)
+    assert change is not None
+    member.take(msgspec.structs.replace(form(7), token="of another coordinator"))
+    member.take(change)
+    assert member.form is not None
+    assert member.form.epoch == 7, "its heartbeats name another plan, and the whole one comes"
+    member.take(before)
+    member.take(change)
+    assert member.form == after
 
 
 def test_forms_are_handed_on_unless_they_are_old(member: MemberState) -> None:

@@ -420,7 +420,7 @@ def test_the_successor_of_one_that_may_be_dead_waits_for_its_place() -> None:
 
 
 def test_nobody_is_late_for_a_group_that_lost_a_member_and_lacks_room() -> None:
-    """What held it up is the loss; and another member that is back did not hold it up either."""
+    """The loss holds it up, not those who wait."""
     mesh = Mesh(room=3, forming_timeout=2.0)
     for name in "abc":
         mesh.register(name)
@@ -432,3 +432,18 @@ def test_nobody_is_late_for_a_group_that_lost_a_member_and_lacks_room() -> None:
     mesh.register("b", epoch=1)
     mesh.wait(1.0, alive="a")
     assert mesh.ranks() == [0, 1]
+
+
+def test_who_was_late_and_is_back_gets_the_time_to_prepare_again() -> None:
+    mesh = Mesh(room=3, forming_timeout=2.0)
+    for name in "abc":
+        mesh.register(name)
+    for name in "abc":
+        mesh.says(name)
+    for name in "ab":
+        mesh.says(name, ready_epoch=1)
+    mesh.wait(2.5, alive="abc")
+    assert mesh.ranks() == [0, 1], "c did not prepare in time, and without it experts have no room"
+    mesh.register("c", epoch=1)
+    mesh.wait(0.5, alive="ab")
+    assert mesh.ranks() == [0, 1, 2]

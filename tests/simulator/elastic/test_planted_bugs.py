@@ -20,6 +20,7 @@ from coordinator.suspicion import Suspicions
 from engine.groups.recovery import Instruction, Recovery, Turn
 from parallel.lockstep import Decision, Header, Lockstep, Switch
 from parallel.placement import Placement, cover
+from tests.coordinator import test_member_state, test_registry_groups
 from tests.simulator.elastic.checker import Rule
 from tests.simulator.elastic.settings import LONG_SPLIT
 from tests.simulator.elastic.settings import Settings as SimulatorSettings
@@ -305,10 +306,8 @@ class BlamesTheWayToWhoIsLate(Registry):
 
 
 FOUND_ONCE: dict[type[Any], tuple[str, Rule, int]] = {
-    TakesOutWhoIsBack: ("coordinator.registry.Epochs", Rule.STORM, 20377),
-    TakesAPlanBehindAFence: ("tests.simulator.elastic.instance.MemberState", Rule.FENCED, 21200),
     NeverReconsiders: ("coordinator.registry.Reachability", Rule.SERVES, 27418),
-    BlamesTheWayToWhoIsLate: ("World.registry_class", Rule.REACHED, 30685),
+    BlamesTheWayToWhoIsLate: ("World.registry_class", Rule.REACHED, 59281),
 }
 """Bugs that one of ten thousand schedules finds: where, the rule, and such a schedule."""
 
@@ -321,3 +320,25 @@ def test_a_rare_bug_is_caught(bug: type[Any], monkeypatch: pytest.MonkeyPatch) -
     violation = first_violation(simulate, [seed])
     assert violation is not None
     assert violation.rule is rule
+
+
+RARER: dict[type[Any], tuple[str, Callable[[], None]]] = {
+    TakesOutWhoIsBack: (
+        "coordinator.registry.Epochs",
+        test_registry_groups.test_who_was_late_and_is_back_gets_the_time_to_prepare_again,
+    ),
+    TakesAPlanBehindAFence: (
+        "tests.coordinator.test_member_state.MemberState",
+        test_member_state.test_a_plan_of_the_time_before_a_fence_is_void,
+    ),
+}
+"""Bugs that schedules reach more rarely yet: where, and the plain case that fails."""
+
+
+@pytest.mark.parametrize("bug", RARER, ids=lambda bug: bug.__name__)
+def test_a_rarer_bug_fails_a_plain_case(bug: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    where, case = RARER[bug]
+    case()
+    monkeypatch.setattr(where, bug)
+    with pytest.raises(AssertionError):
+        case()
