@@ -79,7 +79,7 @@ def test_an_instance_of_the_same_flags_joins_whatever_the_number_of_instances_is
         assert adopt(config, mesh).device.split == config.device.split
 
 
-@pytest.mark.parametrize("name", AGREES.keys() - NEEDS_SIZE)
+@pytest.mark.parametrize("name", sorted(AGREES.keys() - NEEDS_SIZE))
 def test_an_instance_of_other_flags_is_refused_with_the_setting(name: str) -> None:
     flags, other = AGREES[name]
     _, mesh = resolve(config_of(flags, spread=True), SIZE)
@@ -91,7 +91,7 @@ def test_an_instance_of_other_flags_is_refused_with_the_setting(name: str) -> No
     assert AGREED[name] in found
 
 
-@pytest.mark.parametrize("name", NEEDS_SIZE)
+@pytest.mark.parametrize("name", sorted(NEEDS_SIZE))
 def test_what_only_the_mesh_knows_is_compared_where_the_size_is_given(name: str) -> None:
     _, mesh = resolve(config_of({}, spread=True), SIZE)
     found = problem(msgspec.structs.replace(mesh, **{name: 0}), mesh, SIZE)
@@ -99,7 +99,7 @@ def test_what_only_the_mesh_knows_is_compared_where_the_size_is_given(name: str)
     assert AGREED[name] in found
 
 
-@pytest.mark.parametrize("name", ONLY_SPREAD)
+@pytest.mark.parametrize("name", sorted(ONLY_SPREAD))
 def test_what_spread_experts_need_does_not_matter_without_them(name: str) -> None:
     flags, other = AGREES[name]
     apart = {"tensor_parallel_size": 2, **flags["device"]}  # sharded instances spread them only with -ep
