@@ -111,6 +111,25 @@ def test_who_cannot_follow_an_agreement_breaks_the_group(recovery: Recovery) -> 
     assert turn(recovery) == Enter(form(3))
 
 
+def test_a_plan_that_comes_after_an_agreement_breaks_the_group_that_all_leave(recovery: Recovery) -> None:
+    """Steps under way end before the turn that enters: a plan may come in between."""
+    recovery.on_form(form(2))
+    recovery.prepared(2)
+    recovery.switched(2)
+    assert recovery.on_form(form(3)) == [Abandon(2), AbortGroup(1), Prepare(form(3))]
+    assert turn(recovery) == AwaitGroup(), "nobody steps in group 1 any more"
+    recovery.prepared(3)
+    assert turn(recovery) == Enter(form(3))
+
+
+def test_a_leaver_that_all_let_go_goes_though_another_plan_comes(recovery: Recovery) -> None:
+    recovery.drained(5.0)
+    recovery.on_form(form(2, "bc", leavers="a"))
+    recovery.switched(2)
+    assert recovery.on_form(form(3, "bcd", leavers="a")) == [AbortGroup(1)]
+    assert turn(recovery, 6.0) == LeaveMesh()
+
+
 def test_a_change_that_cannot_be_prepared_leaves_the_group_as_it_is(recovery: Recovery) -> None:
     recovery.on_form(form(2))
     lost = Lost(instance="a", epoch=2, suspects=("d",), evidence=Evidence.CLOSED)
