@@ -100,6 +100,15 @@ class ApartWorld(StreamWorld):
             for some in itertools.combinations(living, size)
         )
 
+    def may_be_left_out(self, instance: Instance) -> bool:
+        """Only whom some do not reach, or did not before the split ended."""
+        is_split = super().may_be_left_out(instance)
+        if not self._cut_share or self.now > self.split_until:
+            return is_split
+        return is_split and not all(
+            self._reach(instance, other) for other in self.instances.values() if other is not instance
+        )
+
     def _reach(self, one: Instance, other: Instance) -> bool:
         return self.passes_between(one.name, other.name)
 
