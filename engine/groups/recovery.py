@@ -143,8 +143,9 @@ class Recovery:
         if form.epoch <= self._newest or not meant or self._ended:
             return []
         self._newest = form.epoch
+        all_leave = self._switched  # the others enter the target, as soon as their steps under way have ended
         instructions: list[Instruction] = self._abandon_target()
-        if self.current is not None and not self.broken and _ends(form, self.current):
+        if self.current is not None and not self.broken and (all_leave or _ends(form, self.current)):
             self.broken = True
             instructions.append(AbortGroup(self.current.epoch))
         self.target = form

@@ -141,7 +141,8 @@ class Entry:
     sink: TokenSink | None = None
     """Where a single token goes at once: see :meth:`router.mesh.Generation.hand_over`.
 
-    None for the first delta of a try, which holds more than a token, and while the reader is busy.
+    None while the reader is busy. The first delta of a try never goes there: its times make it more than a
+    single token (:func:`engine.scheduling.outcomes.outgoing_tokens_of`).
     """
 
     def submit(self, number: int, copy: int = 0) -> Submit:
@@ -267,7 +268,6 @@ class Ledger:
         self.drop(entry)
         entry.address, entry.attempts, entry.recalled = (instance, number), entry.attempts + 1, False
         entry.fruitless += 1
-        entry.sink = None
         entry.computed_at = (*entry.computed_at, instance) if entry.emitted else (instance,)
         self._entries.setdefault(instance, {})[number] = entry
         self._size += 1

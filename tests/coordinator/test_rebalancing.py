@@ -101,6 +101,22 @@ def test_windows_count_only_if_all_report_the_same_one_of_this_group() -> None:
     assert newest(mesh) is None, "c's is of another model"
 
 
+def test_loads_of_different_windows_are_not_added_up() -> None:
+    """A window counts once all have reported it, with their rows of it alone."""
+    mesh = begun()
+    report(mesh, "c", 1, (1, 1, 1, 1, 1, 1, 500, 500))
+    report(mesh, "ab", 2)
+    balance = mesh.registry.view().balance
+    assert balance is not None
+    assert balance.windows == 0
+    report(mesh, "c", 2)
+    balance = mesh.registry.view().balance
+    assert balance is not None
+    assert balance.windows == 1
+    assert [busy.expert for busy in balance.busiest[:3]] == [0, 1, 2]
+    assert {round(busy.share * sum(SKEWED)) for busy in balance.busiest[3:]} == {10}, "none of the 500"
+
+
 def test_a_look_comes_though_the_window_that_it_was_for_was_missed() -> None:
     mesh = begun()
     mesh.new_forms()

@@ -174,6 +174,17 @@ def test_tokens_come_out_by_router_and_nothing_stays(core: EngineCore) -> None:
     assert core.step() == {}
 
 
+@pytest.mark.parametrize("output_ids", [[], [7]])
+def test_the_first_delta_of_a_try_is_never_a_single_token(core: EngineCore, output_ids: list[int]) -> None:
+    """Routers pass single tokens on without a look at their try."""
+    core.submit(PEER, submit(1, output_ids=output_ids))
+    steps = []
+    while core.has_work:
+        for outgoing in core.step().values():
+            steps.append((len(outgoing.singles), [delta.times is not None for delta in outgoing.deltas]))
+    assert steps == [(0, [True]), *[(2, [])] * (2 - len(output_ids)), (0, [False])]
+
+
 class Troubled:
     """Stepping and executor of which either may find the group broken at any step."""
 

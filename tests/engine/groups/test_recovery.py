@@ -22,6 +22,7 @@ from engine.groups.recovery import (
     names,
 )
 from parallel.placement import held_by_rank
+from tests.coordinator.group_mesh import Mesh
 
 
 def form(epoch: int, members: str = "abc", leavers: str = "", broken: int = 0) -> GroupPlan:
@@ -111,6 +112,25 @@ def test_who_cannot_follow_an_agreement_breaks_the_group(recovery: Recovery) -> 
     assert turn(recovery) == Enter(form(3))
 
 
+def test_a_plan_that_comes_after_an_agreement_breaks_the_group_that_all_leave(recovery: Recovery) -> None:
+    """Steps under way end before the turn that enters: a plan may come in between."""
+    recovery.on_form(form(2))
+    recovery.prepared(2)
+    recovery.switched(2)
+    assert recovery.on_form(form(3)) == [Abandon(2), AbortGroup(1), Prepare(form(3))]
+    assert turn(recovery) == AwaitGroup(), "nobody steps in group 1 any more"
+    recovery.prepared(3)
+    assert turn(recovery) == Enter(form(3))
+
+
+def test_a_leaver_that_all_let_go_goes_though_another_plan_comes(recovery: Recovery) -> None:
+    recovery.drained(5.0)
+    recovery.on_form(form(2, "bc", leavers="a"))
+    recovery.switched(2)
+    assert recovery.on_form(form(3, "bcd", leavers="a")) == [AbortGroup(1)]
+    assert turn(recovery, 6.0) == LeaveMesh()
+
+
 def test_a_change_that_cannot_be_prepared_leaves_the_group_as_it_is(recovery: Recovery) -> None:
     recovery.on_form(form(2))
     lost = Lost(instance="a", epoch=2, suspects=("d",), evidence=Evidence.CLOSED)
@@ -163,6 +183,26 @@ def test_a_loss_while_a_change_is_ready_enters_it_at_once(recovery: Recovery) ->
 def test_a_loss_before_the_first_form_of_a_change_waits_for_it(recovery: Recovery) -> None:
     recovery.on_form(form(2, "abcd"))
     recovery.group_failed(1, [], Evidence.CLOSED)
+    assert turn(recovery) == AwaitGroup()
+
+
+def test_a_member_that_a_restarted_coordinator_finds_in_an_older_group_leaves_it_at_once() -> None:
+    """It does not wait there for peers that have left, until a deadline."""
+    mesh = Mesh()
+    mesh.begin("abc")
+    older = mesh.forms["a"]
+    newer = msgspec.structs.replace(older, epoch=2)
+    recovery = Recovery("a")
+    recovery.on_form(older)
+    recovery.prepared(older.epoch)
+    assert turn(recovery) == Enter(older)
+    mesh.restart_coordinator()
+    for name, group in ("a", older), ("b", newer), ("c", newer):
+        mesh.register(name, epoch=group.epoch, group=group)
+        mesh.says(name, epoch=group.epoch)
+    mesh.wait(2.5, alive="abc")
+    following = mesh.forms["a"]
+    assert recovery.on_form(following) == [AbortGroup(older.epoch), Prepare(following)]
     assert turn(recovery) == AwaitGroup()
 
 

@@ -275,6 +275,26 @@ def test_a_request_resumes_from_what_was_passed_on() -> None:
     assert len(ledger) == 0
 
 
+def test_a_resumed_request_differs_in_nothing_but_its_try() -> None:
+    """Its random numbers go on: those of its own sample, not of the first."""
+    prompt = Prompt(
+        "r", [1, 2, 3], SamplingParams(n=4, temperature=0.7), 9, sample_index=3, priority=-2, cache_salt="s",
+        traceparent="00-1-2-01", background=True,
+    )  # fmt: skip
+    ledger, request = Ledger(), Entry(prompt)
+    ledger.place(request, "a", 1)
+    first = request.submit(1)
+    take(ledger, "a", Delta(1, [10]))
+    ledger.place(request, "b", 7)
+    request.owed = True
+    again = request.submit(7)
+    assert (first.sample_index, first.seed) == (again.sample_index, again.seed) == (3, 9)
+    assert again == msgspec.structs.replace(first, request=7, output_ids=[10], owed=True)
+    given = msgspec.structs.asdict(prompt)
+    carried = {name: value for name, value in msgspec.structs.asdict(again).items() if name in given}
+    assert carried == {name: given[name] for name in carried}, "nothing of the prompt is lost"
+
+
 def test_a_loss_is_over_when_all_its_requests_have_a_token_again(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     loss, requests = Loss(rank=2, at=10.0, away=3), [entry() for _ in range(3)]

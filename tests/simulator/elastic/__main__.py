@@ -9,20 +9,21 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
 
+from tests.simulator.elastic.apart import simulate_apart
 from tests.simulator.elastic.balanced import simulate_balanced
 from tests.simulator.elastic.world import simulate
 from tests.simulator.schedule import Violation
 
 CHUNK = 250
+KINDS = {"plain": simulate, "balanced": simulate_balanced, "apart": simulate_apart}
 
 
-def run_chunk(first: int, count: int, balanced: bool) -> tuple[Counter[str], str | None]:
+def run_chunk(first: int, count: int, kind: str) -> tuple[Counter[str], str | None]:
     """Run some schedules; what came up in them, and the first violation."""
     counts: Counter[str] = Counter()
-    run = simulate_balanced if balanced else simulate
     for seed in range(first, first + count):
         try:
-            counts += run(seed).checker.counts
+            counts += KINDS[kind](seed).checker.counts
         except Violation as violation:
             return counts, "\n".join([str(violation), *violation.__notes__])
     return counts, None
@@ -34,10 +35,15 @@ def main() -> int:
     parser.add_argument("--schedules", type=int, default=50_000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--balanced", action="store_true", help="with experts that move for their load")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--balanced", action="store_true", help="with experts that move for their load")
+    kinds.add_argument(
+        "--apart", action="store_true", help="with real cores and tokens, partial ways and own clocks"
+    )
     args = parser.parse_args()
+    kind = "balanced" if args.balanced else "apart" if args.apart else "plain"
     if args.seed is not None:
-        world = simulate_balanced(args.seed) if args.balanced else simulate(args.seed)
+        world = KINDS[kind](args.seed)
         print(world.report(args.seed, most_lines=100_000))
         return 0
     began = time.monotonic()
@@ -45,7 +51,7 @@ def main() -> int:
     firsts = range(args.first, args.first + args.schedules, CHUNK)
     sizes = [min(CHUNK, args.first + args.schedules - first) for first in firsts]
     with ProcessPoolExecutor(args.jobs) as pool:
-        for some, violation in pool.map(run_chunk, firsts, sizes, repeat(args.balanced)):
+        for some, violation in pool.map(run_chunk, firsts, sizes, repeat(kind)):
             counts += some
             if violation is not None:
                 print(violation)

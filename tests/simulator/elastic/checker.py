@@ -34,6 +34,9 @@ class Rule(enum.StrEnum):
     RECOVERS = "not everybody serves in one group again, or not all work is done"
     SERVES = "though some reach each other and have room for all experts, nobody serves, or others are tried"
     REACHED = "somebody is left out whom all others reach"
+    TOKENS = "a client gets a token that is not the next one of its request, or none after its last"
+    BEGUN = "an instance waits for a step that it has not begun in its group"
+    NOTHING_STAYS = "an instance keeps something of a request that has ended"
     BALANCED = "an expert has fewer copies than it is to have, though all is well"
 
 
@@ -175,5 +178,5 @@ class Checker(AgreementChecker[str, Position]):
         self.counts["left in vain"] += in_vain
         if in_vain and not self.has_faults:
             self.broken(Rule.LEFT, f"{instance.name} is not let go")
-        if instance.requests:
-            self.broken(Rule.LEFT, f"{instance.name} ends with {len(instance.requests)} requests")
+        if instance.num_requests:
+            self.broken(Rule.LEFT, f"{instance.name} ends with {instance.num_requests} requests")

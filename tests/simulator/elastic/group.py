@@ -53,7 +53,8 @@ class Group:
             return
         if set(self.members) == set(names(self.form)) and not self._gone():
             self._connect()
-        instance.world.after(instance, self.world.settings.forming, instance.forming_ends, self)
+        patience = self.world.timer(instance, self.world.settings.forming)
+        instance.world.after(instance, patience, instance.forming_ends, self)
 
     def _connect(self) -> None:
         """Connect each member to each, once all have come."""
@@ -71,6 +72,10 @@ class Group:
         self.world.after(instance, delay, instance.forming_fails, self, suspects)
 
     # ---- calls
+
+    def is_open_at(self, instance: Instance) -> bool:
+        """Whether an instance has not given this group up."""
+        return self._ends.get(instance.name) is End.OPEN
 
     def call(self, instance: Instance, row: Header | None) -> None:
         """Take part in the next collective; the instance hears how it ended, in time."""
@@ -93,7 +98,7 @@ class Group:
             return
         if self._gone():
             self._fail_soon(instance, number)
-        self.world.after(instance, self.world.settings.deadline, self._fail, instance, number, True)
+        self._fail_late(instance, number)
 
     def _complete(self, instance: Instance, number: int) -> None:
         """Complete a call to which all have given their rows.
@@ -108,7 +113,7 @@ class Group:
             self._fail(instance, number)
             return
         if self._cut_from(instance):
-            self.world.after(instance, self.world.settings.deadline, self._fail, instance, number, True)
+            self._fail_late(instance, number)
             return
         del self._waiting[instance.name]
         rows = self._calls[number]
@@ -120,6 +125,11 @@ class Group:
 
     def _fail_soon(self, instance: Instance, number: int) -> None:
         self.world.after(instance, 1 + self.world.up_to(2), self._fail, instance, number)
+
+    def _fail_late(self, instance: Instance, number: int) -> None:
+        """Let a call end at its deadline, by the instance's own clock."""
+        deadline = self.world.timer(instance, self.world.settings.deadline)
+        self.world.after(instance, deadline, self._fail, instance, number, True)
 
     def _fail(self, instance: Instance, number: int, late: bool = False) -> None:
         if self._waiting.get(instance.name) != number:

@@ -103,6 +103,16 @@ class Instance:
         return self.world.now <= max(self.frozen_until, self.cut_until) + TICKS_PER_SECOND
 
     @property
+    def num_requests(self) -> int:
+        """Requests that nobody has taken from it."""
+        return len(self.requests)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has anything to do before it may leave."""
+        return bool(self.requests)
+
+    @property
     def serves(self) -> bool:
         """Whether routers choose it."""
         return self.alive and not self.draining and self.member_state.state is State.READY
@@ -119,7 +129,7 @@ class Instance:
         interval = (
             int(RULES.heartbeat_interval * TICKS_PER_SECOND) if self.member_state.welcome else ASK_INTERVAL
         )
-        self.world.after(self, interval, self._say_again, self._beats)
+        self.world.after(self, self.world.timer(self, interval), self._say_again, self._beats)
 
     def _say_again(self, beats: int) -> None:
         if beats == self._beats:
@@ -188,9 +198,12 @@ class Instance:
                     self.member_state.report(lost)
                     self.say()
                 case protocol.DropRequests():
-                    self.requests.clear()
+                    self._drop_requests()
                     self.world.after(None, 1, self.world.move_requests, self)  # it refuses them
         self._tell_ready()
+
+    def _drop_requests(self) -> None:
+        self.requests.clear()
 
     def _read(self, form: GroupPlan) -> None:
         """The experts of a plan are here; go to its rendezvous."""
@@ -255,14 +268,15 @@ class Instance:
         """The top of the step loop."""
         if not self.alive:
             return
-        if self.draining and not self.requests and self.phase is not Phase.LOADING:
-            self.recovery.drained(self.world.now / TICKS_PER_SECOND)
+        if self.draining and not self.is_busy and self.phase is not Phase.LOADING:
+            self.recovery.drained(self.world.clock(self))
             if self.drained_at is None:
                 self.drained_at = self.world.now
                 self.member_state.state = State.DRAINED
                 self.say()
-                self.world.step_after(self, int(protocol.LEAVE_TIMEOUT * TICKS_PER_SECOND) + 1, self._poke)
-        turn = self.recovery.turn(self.world.now / TICKS_PER_SECOND)
+                patience = self.world.timer(self, int(protocol.LEAVE_TIMEOUT * TICKS_PER_SECOND) + 1)
+                self.world.step_after(self, patience, self._poke)
+        turn = self.recovery.turn(self.world.clock(self))
         match turn:
             case protocol.LeaveMesh():
                 self.world.leave(self)

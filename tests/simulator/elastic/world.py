@@ -81,11 +81,13 @@ class World(Schedule[Call]):
     registry_class = Registry
     recovery_class = Recovery
     lockstep_class = Lockstep
+    instance_class = Instance
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.settings = Settings.draw(self.rng)
         self._bound = self.settings.bound
+        self._split_bound = self.settings.split_bound
         self._steady = STEADY
         self.num_layers = 1
         self.popularity: list[list[int]] = []
@@ -128,6 +130,14 @@ class World(Schedule[Call]):
     def step_after(self, who: Instance, delay: int, what: Callable[..., None], *arguments: Any) -> None:
         """The same for what its step thread does, which may hang."""
         self.push(delay, Call(who, True, what, arguments))
+
+    def timer(self, who: Instance | None, delay: int) -> int:
+        """The ticks that pass until somebody's own clock has gone so many further."""
+        return delay
+
+    def clock(self, who: Instance | None) -> float:
+        """Seconds on the clock of an instance or, with None, on that of the coordinator."""
+        return self.now / TICKS_PER_SECOND
 
     # ---- the plan
 
@@ -188,7 +198,7 @@ class World(Schedule[Call]):
         if sum(instance.alive for instance in self.instances.values()) >= MAX_INSTANCES:
             return
         number = len(self.instances)
-        instance = self.instances[f"i{number}"] = Instance(self, number, rank)
+        instance = self.instances[f"i{number}"] = self.instance_class(self, number, rank)
         self.note(instance.name, f"starts, rank {rank}")
         if self.chance(0.5):
             self._side_a.add(instance.name)
@@ -259,6 +269,14 @@ class World(Schedule[Call]):
         """Whether data passes between two instances, both ways."""
         return self.passes(one, other) and self.passes(other, one)
 
+    def is_mute(self, instance: Instance) -> bool:
+        """Whether nothing of an instance comes to the coordinator."""
+        return self.now <= instance.cut_until
+
+    def is_deaf(self, instance: Instance) -> bool:
+        """Whether nothing of the coordinator comes to an instance."""
+        return self.now <= instance.cut_until
+
     def _leave(self, victim: Instance) -> None:
         self.note(victim.name, "gets SIGTERM")
         victim.drain()
@@ -282,7 +300,7 @@ class World(Schedule[Call]):
         self.note("coordinator", f"starts, number {self.num_coordinators}")
 
     def to_coordinator(self, instance: Instance, message: ToCoordinator) -> None:
-        if self.registry is not None and self.now > instance.cut_until:
+        if self.registry is not None and not self.is_mute(instance):
             arguments = (self.num_coordinators, instance.name, message)
             self._send((instance.name, "to"), None, self._coordinator_hears, arguments)
 
@@ -292,9 +310,10 @@ class World(Schedule[Call]):
         who: Instance | None,
         what: Callable[..., None],
         arguments: tuple[Any, ...],
+        lag: int = 0,
     ) -> None:
-        """Send a message over a connection, which keeps the order."""
-        when, order = self.now + self.up_to(self.settings.wire), self.rng.random()
+        """Send a message over a connection, which keeps the order, in ``lag`` ticks or more."""
+        when, order = self.now + lag + self.up_to(self.settings.wire), self.rng.random()
         last, last_order = self._last_arrival.get(link, (-1, 0.0))
         if when <= last:
             when, order = last, last_order + (1 - last_order) * order
@@ -306,15 +325,19 @@ class World(Schedule[Call]):
             if isinstance(message, Register):
                 self.instances[name].registers_again(self.num_coordinators, self._highest)
             self._highest = max(self._highest, getattr(message, "epoch", 0))
-            self._carry_out(self.registry.handle(name.encode(), message, self.now / TICKS_PER_SECOND), name)
+            self._carry_out(self.registry.handle(name.encode(), message, self.arrival_time(name)), name)
+
+    def arrival_time(self, sender: str) -> float:
+        """When a message came, as the coordinator takes it."""
+        return self.clock(None)
 
     def _tick(self) -> None:
         if self.registry is not None:
-            self._carry_out(self.registry.tick(self.now / TICKS_PER_SECOND))
+            self._carry_out(self.registry.tick(self.clock(None)))
         self._rescue()
         self._look_whether_steady()
         self._look_whether_somebody_serves()
-        self.after(None, COORDINATOR_TICK, self._tick)
+        self.after(None, self.timer(None, COORDINATOR_TICK), self._tick)
 
     def _carry_out(self, instructions: list[Instruction], sender: str = "") -> None:
         sends = list(_one_by_one(instructions))
@@ -338,7 +361,7 @@ class World(Schedule[Call]):
                 self._look_whether_it_is_tried_in_vain(form)
                 self._highest = form.epoch
             instance = self.instances[instruction.peer.decode()]
-            if not instance.alive or self.now <= instance.cut_until:
+            if not instance.alive or self.is_deaf(instance):
                 continue
             if not isinstance(message, Beat):
                 self.note(f"coordinator to {instance.name}", message)
@@ -362,12 +385,16 @@ class World(Schedule[Call]):
     def _left_out(self, rank: int) -> None:
         """Note that the coordinator leaves an instance out, as others do not reach it."""
         instance = self.instances[self._ranks[rank]]
-        self.checker.left_out(instance, split=self._is_split_of_late())
+        self.checker.left_out(instance, split=self.may_be_left_out(instance))
         instance.taken_out = (self.num_coordinators, self._highest)
         self.move_requests(instance)
 
+    def may_be_left_out(self, instance: Instance) -> bool:
+        """Whether there was a reason of late to leave an instance out."""
+        return self._is_split_of_late()
+
     def _is_split_of_late(self) -> bool:
-        return self.split_until > 0 and self.now - self.split_until < self.settings.split_bound
+        return self.split_until > 0 and self.now - self.split_until < self._split_bound
 
     # ---- instances
 
@@ -477,7 +504,7 @@ class World(Schedule[Call]):
     def _split_is_old(self) -> bool:
         """Whether a split outlasts the time to leave some out, and nothing else happened."""
         since = max(self.split_since, self.last_disturbance)
-        return since + self.settings.split_bound < self.now <= self.split_until
+        return since + self._split_bound < self.now <= self.split_until
 
     def _look_whether_it_is_tried_in_vain(self, form: GroupPlan) -> None:
         """Check that groups with members that cannot connect are not formed for long.
@@ -489,19 +516,23 @@ class World(Schedule[Call]):
             return
         since = max(self.split_since, self.last_disturbance)
         self._vain_since = self._vain_since if self._vain_since > since else self.now
-        late = self.now - self._vain_since > self.settings.split_bound
-        if late and self._split_is_old and any(map(self._has_room, (True, False))):
+        late = self.now - self._vain_since > self._split_bound
+        if late and self._split_is_old and self.some_fit():
             self.checker.broken(Rule.SERVES, f"{members} are to form epoch {form.epoch}")
 
     def _look_whether_somebody_serves(self) -> None:
         """Check that requests are served in a split that lasts."""
-        since, bound = max(self.split_since, self.last_disturbance), self.settings.split_bound
+        since, bound = max(self.split_since, self.last_disturbance), self._split_bound
         if not self._split_is_old or self.registry is None:
             return
         self.checker.counts["looks at a split that lasts"] += 1
         undone = [request for request in self.requests if request.left and request.came_at + bound < self.now]
-        if undone and self.registry.view().epoch and any(map(self._has_room, (True, False))):
+        if undone and self.registry.view().epoch and self.some_fit():
             self.checker.broken(Rule.SERVES, f"{len(undone)} requests wait since {since}")
+
+    def some_fit(self) -> bool:
+        """Whether some instances that all reach each other hold all experts."""
+        return any(map(self._has_room, (True, False)))
 
     def _has_room(self, side_a: bool) -> bool:
         """Whether the instances on one side of a split hold all experts."""
@@ -510,9 +541,12 @@ class World(Schedule[Call]):
             for instance in self.instances.values()
             if instance.alive and not instance.draining and (instance.name in self._side_a) == side_a
         ]
-        return sum(instance.room or self.settings.num_experts for instance in members) >= (
-            self.settings.num_experts
-        )
+        return self.holds_all(members)
+
+    def holds_all(self, members: Iterable[Instance]) -> bool:
+        """Whether these instances have room for all experts."""
+        experts = self.settings.num_experts
+        return sum(instance.room or experts for instance in members) >= experts
 
     def happen(self, event: Call) -> None:
         """Let a call happen if its instance lives and runs; see what holds after it."""

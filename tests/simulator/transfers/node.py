@@ -6,6 +6,7 @@ A block's bytes are the digest of all tokens up to its end, so any other bytes a
 from __future__ import annotations
 
 import enum
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -97,18 +98,24 @@ class Node:
 
     exchange_class: type[BlockExchange] = BlockExchange
     lender_class: type[Lender] = Lender
+    fetcher_class: type[Fetcher] = Fetcher
     publisher_class: type[Publisher] = Publisher
 
     def __init__(self, name: str, world: Any, num_blocks: int, *, inherits: bool = False) -> None:
         self.name, self.address = name, f"at {name}"
         self._world = world
+        draws = random.Random(f"{name} of {world.seed}")
+        self._clock_start, self._clock_rate = draws.choice((0.0, 10**6)), draws.uniform(0.9, 1.1)
         self.pool = BlockPool(num_blocks)
         self.memory = [b"junk"] * num_blocks
-        self.lender, self.fetcher = self.lender_class(IDENTITY, 1), Fetcher(IDENTITY, SIZE)
+        self.lender, self.fetcher = self.lender_class(IDENTITY, 1), self.fetcher_class(IDENTITY, SIZE)
+        self.is_piped = draws.random() < 0.5
+        """Requests come and go while a step is under way, as in a pipeline."""
         self.heir = SimulatedHeir(self, world) if inherits else None
         self.exchange = self.exchange_class(
-            self.pool, self, FetchPrice(1.0), SIZE, lambda: float(world.now), heir=self.heir
-        )
+            self.pool, self, FetchPrice(1.0), SIZE, lambda: self.now, heir=self.heir,
+            in_flight=lambda: self.in_flight,
+        )  # fmt: skip
         self.table = bytearray(num_blocks * ENTRY_BYTES)
         """Outlives the instance, as its memory does."""
         self.publisher: Publisher | None = None
@@ -126,7 +133,14 @@ class Node:
         self.filling: list[tuple[int, bytes]] = []
         """Blocks that the step under way writes."""
         self.stepped: list[Request] = []
+        self.in_flight: set[int] = set()
+        """Blocks that the step under way reads or writes, also of requests that are gone."""
         self.arrivals = 0
+
+    @property
+    def now(self) -> float:
+        """What its own clock shows; those of two instances have nothing in common."""
+        return float(self._clock_start + self._clock_rate * self._world.now)
 
     # ---- the mover, as the exchange sees it
 
@@ -139,7 +153,7 @@ class Node:
         self.calls.append(partial(self._begin, wanted))
 
     def cancel(self, number: int) -> None:
-        self.calls.append(lambda: self.carry_out(self.fetcher.cancel(number, self._world.now)))
+        self.calls.append(lambda: self.carry_out(self.fetcher.cancel(number, self.now)))
 
     def found(self, loan: Key, blocks: Sequence[int]) -> None:
         self.calls.append(lambda: self.lend(self.lender.found(loan, blocks)))
@@ -156,11 +170,11 @@ class Node:
         return self.memory[one] == self.memory[other]
 
     def _begin(self, wanted: Wanted) -> None:
-        self.fetcher.begin(wanted, self._world.now)
+        self.fetcher.begin(wanted, self.now)
         self.ask()
 
     def ask(self) -> None:
-        for number, source in self.fetcher.due(self._world.now):
+        for number, source in self.fetcher.due(self.now):
             if self._world.to_source(self, source, self.fetcher.ask(number)):
                 self.fetcher.asked(number)
 
@@ -193,8 +207,14 @@ class Node:
         ]
         return Piece(action.number, action.first, b"".join(digests), b"".join(data))
 
+    def look(self) -> None:
+        """End fetches that take too long, and begin others."""
+        self.carry_out(self.fetcher.look(self.now))
+        self.ask()
+        self.lend(self.lender.waiting())
+
     def received(self, source: str, message: ToTaker) -> None:
-        self.carry_out(self.fetcher.received(source, message, self._world.now))
+        self.carry_out(self.fetcher.received(source, message, self.now))
 
     # ---- the step loop
 
@@ -224,8 +244,8 @@ class Node:
         return found[0] if found else None
 
     def take_in(self) -> None:
-        """Read one message of the router; not while a step is under way."""
-        if self.stepped or not self.inbox:
+        """Read one message of the router."""
+        if not self.inbox or (self.stepped and not self.is_piped):
             return
         match message := self.inbox.popleft():
             case Submit():
@@ -280,6 +300,7 @@ class Node:
             for index, name in enumerate(request.hashes_up_to(tokens // SIZE, SIZE)):
                 self.pool.name(request.blocks[index], name)
             self.stepped.append(request)
+            self.in_flight.update(request.blocks)
 
     def _admit(self, request: Request) -> bool:
         names = request.prefix_hashes(SIZE)
@@ -301,7 +322,8 @@ class Node:
     def end_step(self) -> None:
         for block, content in self.filling:
             self.memory[block] = content
-        stepped, self.stepped, self.filling = self.stepped, [], []
+        stepped, self.stepped, self.filling, self.in_flight = self.stepped, [], [], set()
+        stepped = [request for request in stepped if request in self.running]
         deltas = []
         for request in stepped:
             self.check_request(request)

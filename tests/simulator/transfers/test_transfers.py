@@ -14,7 +14,7 @@ from engine.scheduling.blocks import BlockHash
 from engine.scheduling.request import Request, RequestKey
 from engine.transfers import fetching
 from engine.transfers.exchange import BlockExchange
-from engine.transfers.fetching import Ended
+from engine.transfers.fetching import Ended, Fetcher
 from engine.transfers.handing_over import Tail
 from engine.transfers.lending import Action, Key, Lender
 from router.dispatch.ledger import Entry
@@ -39,7 +39,7 @@ def test_no_schedule_breaks_a_rule(part: int, inherits: bool) -> None:
         world.run()
         seen += world.seen
     more = ["inherited"] if inherits else ["drains", "handed over", "parts"]
-    for kind in ["whole", "lost", "fetched", "kills", *more]:
+    for kind in ["whole", "lost", "fetched", "kills", "cuts", *more]:
         assert seen[kind], f"nothing was {kind}: {seen}"
 
 
@@ -90,6 +90,13 @@ class LendsWhatIsBeingFilled(BlockExchange):
         super()._lend(loan, names, set())
 
 
+class FetchesIntoStepsUnderWay(BlockExchange):
+    """What comes is written into blocks that a step still fills."""
+
+    def _take(self, count: int) -> list[int] | None:
+        return self._pool.take(count)
+
+
 class LendsThePartOfAnotherPosition(BlockExchange):
     """The partly filled block of a hand-over is the one before it."""
 
@@ -113,6 +120,26 @@ class KeepsEntriesOfTheDropped(Publisher):
         self._pending.pop(block_hash, None)
 
 
+class WaitsForAWay(Fetcher):
+    """A fetch from where no connection leads waits until one does."""
+
+    def look(self, now: float) -> list[fetching.Action]:
+        waiting = {number: fetch for number, fetch in self._fetches.items() if not fetch.is_asked}
+        self._fetches = {number: each for number, each in self._fetches.items() if number not in waiting}
+        actions = super().look(now)
+        self._fetches |= waiting
+        return actions
+
+
+class LooksAtAnotherClock(Node):
+    """Deadlines are compared with a clock that is not the one they were set by."""
+
+    def look(self) -> None:
+        start, self._clock_start = self._clock_start, 0.0
+        super().look()
+        self._clock_start = start
+
+
 class RunsOnWhatItHandedOver(Node):
     """A request goes on at the instance that handed it over."""
 
@@ -130,6 +157,9 @@ class RunsOnWhatItHandedOver(Node):
         (LendsThePartOfAnotherPosition, Rule.CONTENT, FEW),
         (RunsOnWhatItHandedOver, Rule.ONCE, FEW),
         (PublishesWhatIsBeingFilled, Rule.CONTENT, FEW),
+        (FetchesIntoStepsUnderWay, Rule.CONTENT, FEW),
+        (WaitsForAWay, Rule.END, FEW),
+        (LooksAtAnotherClock, Rule.END, FEW),
         pytest.param(LetsGoOfWhatIsRead, Rule.CONTENT, MANY, marks=pytest.mark.nightly),
         pytest.param(LendsWhatIsBeingFilled, Rule.CONTENT, MANY, marks=pytest.mark.nightly),
         pytest.param(KeepsEntriesOfTheDropped, Rule.CONTENT, MANY, marks=pytest.mark.nightly),
@@ -143,6 +173,7 @@ def test_a_planted_bug_is_found(bug: type, rule: Rule, seeds: range, monkeypatch
     class PlantedNode(bug if issubclass(bug, Node) else Node):  # type: ignore[misc]
         exchange_class = bug if issubclass(bug, BlockExchange) else BlockExchange
         lender_class = bug if issubclass(bug, Lender) else Lender
+        fetcher_class = bug if issubclass(bug, Fetcher) else Fetcher
         publisher_class = bug if issubclass(bug, Publisher) else Publisher
 
     class Planted(World):

@@ -32,6 +32,10 @@ SLOW_WIRES = (0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 4, 4, 5, 5, 
 """The same in every other schedule: many steps pass while a loan is read."""
 FAST_WIRES = (0,) * 6 + (1,) * 8 + (2, 3) + (4,) * 8 + (5,) * 8 + (6,) * 8 + (7,)
 """The same in calm schedules: few steps pass while blocks travel."""
+MOST_CUTS = 3
+"""Cuts of a schedule on average, where there are any."""
+MOST_RETRIES = 20
+"""Clients on average that go in the middle of a step, and come again."""
 MOST_TURNS = 400_000
 """Turns within which everything ends once no faults come any more."""
 
@@ -59,6 +63,7 @@ class World:
 
     def __init__(self, seed: int, *, inherits: bool = False) -> None:
         """``inherits``: caches outlive their instances, and others copy from them."""
+        self.seed = seed
         self.chance = chance = random.Random(seed)
         self.is_calm = seed % 3 == 2
         """Long answers, fast wires and few faults: many requests are handed over."""
@@ -78,6 +83,10 @@ class World:
         self.leaving: set[str] = set()
         self.released: set[str] = set()
         """The dead whose memory is gone as well."""
+        self._cut: set[frozenset[str]] = set()
+        """Pairs without a way between them; the router reaches both."""
+        self._cuts = random.Random(f"cuts {seed}")
+        self.has_cuts = self._cuts.random() < 0.4
         self._set_up(blocks)
 
     def _set_up(self, blocks: int) -> None:
@@ -102,7 +111,7 @@ class World:
 
     def to_source(self, taker: Node, source: str, message: Any) -> bool:
         name = source.removeprefix("at ")
-        if name in self.dead:
+        if name in self.dead or {taker.name, name} in self._cut:
             return False
         self.to_sources.setdefault(self._peer(taker.name, name), deque()).append(message)
         return True
@@ -169,7 +178,18 @@ class World:
         self.to_takers.pop(old, None)
         lender, fetcher = self.nodes[source], self.nodes[taker]
         lender.calls.append(lambda: lender.lend(lender.lender.gone(old)))
-        fetcher.calls.append(lambda: fetcher.carry_out(fetcher.fetcher.broke(lender.address, self.now)))
+        fetcher.calls.append(lambda: fetcher.carry_out(fetcher.fetcher.broke(lender.address, fetcher.now)))
+
+    def cut(self) -> None:
+        """Cut the way between two instances, or mend all ways."""
+        if self._cut and self._cuts.random() < 0.6:
+            self._cut.clear()
+            return
+        one, other = self._cuts.sample(NAMES, 2)
+        self.seen["cuts"] += 1
+        self._cut.add(frozenset((one, other)))
+        self.break_connection(one, other)
+        self.break_connection(other, one)
 
     def drain(self, name: str) -> None:
         self.seen["drains"] += 1
@@ -225,9 +245,7 @@ class World:
             case 6:
                 self._deliver()
             case 7:
-                node.carry_out(node.fetcher.look(self.now))
-                node.ask()
-                node.lend(node.lender.waiting())
+                node.look()
 
     def _deliver(self) -> None:
         wires = [(False, peer) for peer, wire in self.to_sources.items() if wire]
@@ -250,7 +268,15 @@ class World:
         Raises:
             Broken: a rule is.
         """
-        for _ in range(CALM_TURNS if self.is_calm else TURNS):
+        turns = CALM_TURNS if self.is_calm else TURNS
+        for _ in range(turns):
+            if self._cuts.random() < MOST_CUTS / turns and self.has_cuts:
+                self.cut()
+            if self._cuts.random() < MOST_RETRIES / turns and any(
+                node.stepped for node in self.nodes.values()
+            ):
+                self.leave_request()  # of a client that asks for something else
+                self.arrive()
             match self.chance.randrange(350 if self.is_calm else 35):
                 case 0:
                     self.arrive()
