@@ -248,11 +248,18 @@ def test_who_is_drained_is_let_go_with_the_group_without_it(mesh: Mesh) -> None:
     assert mesh.registry.view().epoch == 2
 
 
-def test_a_group_has_begun_once_all_are_in_it_and_its_leavers_are_gone(mesh: Mesh) -> None:
-    mesh.says("b", state=State.DRAINED)
-    for name in "ac":
+def test_a_group_has_not_begun_while_its_members_are_only_ready(mesh: Mesh) -> None:
+    mesh.register("d")
+    mesh.says("d")
+    for name in "abcd":
         mesh.says(name, ready_epoch=2)
-    assert "epoch 2 has begun" not in mesh.notes, "they are ready to enter it"
+    assert "epoch 2 has begun" not in mesh.notes
+    mesh.all_enter("abcd")
+    assert "epoch 2 has begun" in mesh.notes
+
+
+def test_a_group_has_begun_once_its_leavers_are_gone(mesh: Mesh) -> None:
+    mesh.says("b", state=State.DRAINED)
     mesh.all_enter("ac")
     assert "epoch 2 has begun" not in mesh.notes, "b may still wait for others in the group before"
     mesh.leave("b")

@@ -14,6 +14,7 @@ from engine.scheduling.request import Request, Status, from_submit, stream_seed
 from engine.scheduling.scheduler import PROMPT_LOGPROBS_CHUNK, Scheduler, SchedulerRules
 from engine.scheduling.speculation import Speculation
 from engine.scheduling.step_making import admit_of
+from engine.scheduling.waiting_queue import WaitingQueue
 from engine.speculation_config import SpeculativeConfig
 from engine.step import Step
 from tests.engine.oracle import Oracle
@@ -311,6 +312,29 @@ def test_what_an_aborted_request_would_have_cached_is_expected_no_more() -> None
     bench.add(tokens(2, 17))
     assert bench.scheduler.num_tokens_ahead == (34, 1 + 17), "nobody computes it before this one"
     bench.finish()
+
+
+def test_a_step_that_runs_again_brings_all_blocks_of_its_rows() -> None:
+    """Workers may have forgotten what an earlier step brought."""
+    bench = Bench(block_size=4)
+    number = bench.add(tokens(1, 6))
+    bench.step()
+    step = bench.scheduler.schedule()
+    assert step is not None
+    assert step.new_blocks == {}
+    (again,) = bench.scheduler.restart()
+    assert again.new_blocks == {0: bench.requests[number].blocks}
+
+
+def test_a_queue_counts_blocks_that_are_partly_filled() -> None:
+    bench, queue = Bench(block_size=4), WaitingQueue(4)
+    requests = [bench.requests[bench.add(tokens(seed, count))] for seed, count in ((1, 4), (2, 5))]
+    for request in requests:
+        queue.add(request)
+    assert (len(queue), queue.num_blocks) == (2, 1 + 2)
+    for request in requests:
+        queue.remove(request)
+    assert (len(queue), queue.num_blocks) == (0, 0)
 
 
 def test_the_first_request_is_never_preempted() -> None:
