@@ -14,7 +14,7 @@ SIZE = 4
 
 
 class Setup:
-    """A pool that has three blocks of a prompt, the first two of which were fetched for a request."""
+    """A pool with three blocks of a prompt, two of which were fetched."""
 
     def __init__(self) -> None:
         self.pool = BlockPool(8)
