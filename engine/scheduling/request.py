@@ -27,9 +27,17 @@ class Status(enum.Enum):
     FINISHED = enum.auto()
 
 
+NO_SEED = 2**64 - 1
+"""The seed -1 in 64 bits, by which requests ask for a new one."""
+
+
 def stream_seed(seed: int, sample_index: int) -> int:
-    """The seed of one of the ``n`` samples; sample 0 uses the request's own."""
-    return (seed + sample_index * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    """The seed of one of the ``n`` samples; sample 0 uses the request's own.
+
+    A request can ask for each of them, so :data:`NO_SEED` is none: the number before it takes its place.
+    """
+    made = (seed + sample_index * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    return made if made != NO_SEED else NO_SEED - 1
 
 
 @dataclass(eq=False, slots=True)

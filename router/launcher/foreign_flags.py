@@ -37,7 +37,7 @@ _COUNTED = "/metrics always has what is counted"
 _PLANNED = "the scheduler plans its steps by itself"
 _NO_SWAP = "requests that lose their KV blocks are computed again, nothing is swapped"
 _PROMPTS = "neither prompts nor answers are logged; the access log has a line for each request"
-_PLACES = "experts keep their places until instances come or go"
+_PLACES = "an instance reads the experts that it has, and no others"
 _ALWAYS = "it is always so"
 _NO_SLEEP = "instances do not sleep: end serve and start it again, or lockstep scale to fewer instances"
 _NO_STATE = "models with a recurrent state are not served"
@@ -71,8 +71,10 @@ _IGNORED_SWITCHES = {
     _PLACES: ("enable-ep-weight-filter",),
     _ALWAYS: (
         "enable-server-load-tracking", "language-model-only", "skip-mm-profiling", "enable-fault-tolerance",
-        "enable-elastic-ep", "skip-server-warmup", "disable-fastapi-docs", "fail-on-environ-validation",
-        "enable-offline-docs",
+        "enable-elastic-ep", "skip-server-warmup", "fail-on-environ-validation",
+    ),
+    "/openapi.json describes the endpoints, and there are no pages of it": (
+        "disable-fastapi-docs", "enable-offline-docs",
     ),
     _NO_STATE: (
         "use-replayssm", "enable-mamba-cache-stochastic-rounding", "enable-mamba-shared-prefix-checkpoint",
@@ -167,9 +169,13 @@ _REFUSED_SWITCHES = {
     _NO_SLEEP: ("enable-sleep-mode",),
     _NO_RETURN: ("enable-return-routed-experts", "return-sampling-mask"),
     "the model chooses its tokens: leave it out": ("enable-trace-replay",),
-    "KV blocks stay in the memory of their instance: leave it out": ("enable-hierarchical-cache",),
-    "token ids are served beside text, on /v1/completions: leave it out": ("tokens-only",),
-    "/render, /derender and /inference/v1 are not served: leave it out": ("enable-scale-out",),
+    "--kv-cache-dir keeps KV blocks in files as well: leave it out": ("enable-hierarchical-cache",),
+    "token ids are served beside text, on /inference/v1/generate and /v1/completions: leave it out": (
+        "tokens-only",
+    ),
+    "/render and /derender are not served; /inference/v1/generate is, without a flag: leave it out": (
+        "enable-scale-out",
+    ),
     "models have the attention of their config.json: lower --max-model-len to the window instead": (
         "disable-sliding-window",
     ),

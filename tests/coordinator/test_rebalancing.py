@@ -287,6 +287,19 @@ FIRST = {"a": ((0, 1, 2),), "b": ((3, 4, 5),), "c": ((6, 7),)}
 """Experts that three instances hold as they begin."""
 
 
+def test_an_even_load_moves_nothing_between_instances_of_several_ranks() -> None:
+    mesh = Mesh(size=2, ranks=2, balancing=BALANCING)
+    mesh.begin("ab")
+    for name in "ab":
+        mesh.says(name, expert_layers=LAYERS, expert_bytes=LAYERS * COPY_BYTES)
+    mesh.new_forms()
+    for number in (1, 2):
+        for name in "ab":
+            mesh.says(name, loads=ExpertLoads(1, number, ((1000,) * 8,) * LAYERS))
+        mesh.wait(0.5, "ab")
+    assert newest(mesh) is None
+
+
 def test_each_expert_is_on_two_instances_at_once_and_a_death_reads_nothing() -> None:
     mesh = begun(TWICE)
     form = newest(mesh)
@@ -384,6 +397,8 @@ def test_moves_that_fail_three_times_turn_the_gauge_and_a_warning_until_one_succ
         assert balance.failures == number + 1
     assert is_failing(mesh)
     assert any("(3 times in a row)" in note for note in mesh.notes)
+    waits = [note.rpartition(" in ")[2] for note in mesh.notes if "experts could not move" in note]
+    assert waits == ["10 s", "20 s", "40 s"]
     next_move(mesh)
     mesh.all_enter("abc")
     assert not is_failing(mesh)

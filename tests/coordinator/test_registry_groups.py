@@ -254,6 +254,32 @@ def test_who_is_drained_is_let_go_with_the_group_without_it(mesh: Mesh) -> None:
     assert mesh.registry.view().epoch == 2
 
 
+def test_a_group_has_not_begun_while_its_members_are_only_ready(mesh: Mesh) -> None:
+    mesh.register("d")
+    mesh.says("d")
+    for name in "abcd":
+        mesh.says(name, ready_epoch=2)
+    assert "epoch 2 has begun" not in mesh.notes
+    mesh.all_enter("abcd")
+    assert "epoch 2 has begun" in mesh.notes
+
+
+def test_a_group_has_begun_once_its_leavers_are_gone(mesh: Mesh) -> None:
+    mesh.says("b", state=State.DRAINED)
+    mesh.all_enter("ac")
+    assert "epoch 2 has begun" not in mesh.notes, "b may still wait for others in the group before"
+    mesh.leave("b")
+    assert mesh.notes[-1] == "epoch 2 has begun"
+
+
+def test_a_leaver_that_connects_anew_is_not_fenced(mesh: Mesh) -> None:
+    before = mesh.forms["b"]
+    mesh.says("b", state=State.DRAINED)
+    welcome = mesh.register("b", epoch=1, group=before)
+    assert isinstance(welcome, Welcome)
+    assert not welcome.fenced, "the others wait for it in the agreement on the group without it"
+
+
 def test_the_last_ones_are_let_go_too(mesh: Mesh) -> None:
     for name in "abc":
         mesh.says(name, state=State.DRAINED)

@@ -104,7 +104,7 @@ def test_what_breaks_on_the_way_to_the_hub_is_said(tmp_path: Path) -> None:
         proxy.shutdown()
     *_, said = done.stderr.splitlines()
     assert said.startswith(
-        "engine.model.checkpoint.CheckpointError: model 'owner/name' could not be fetched from the hub"
+        "engine.model.errors.CheckpointError: model 'owner/name' could not be fetched from the hub"
     )
     assert "ProxyError: 407" in said
 

@@ -76,6 +76,42 @@ def test_blocks_without_content_are_taken_before_known_ones() -> None:
     assert known[0] not in again
 
 
+def test_known_blocks_that_others_hold_cost_no_free_ones() -> None:
+    pool = BlockPool(4)
+    held = pool.take(2)
+    assert held is not None
+    assert pool.num_free_beside(held) == 2, "they are held already"
+    pool.release(held[:1])
+    assert pool.num_free == 3
+    assert pool.num_free_beside(held) == 2, "one of the three would be held"
+
+
+def test_what_may_be_wrong_is_found_no_more() -> None:
+    pool, (name, other) = BlockPool(4), hashes([1], [2])
+    held = pool.take(2)
+    assert held is not None
+    pool.name(held[0], name)
+    pool.name(held[1], other)
+    pool.release(held[1:])
+    pool.unname([name, other])
+    assert not pool.knows(name)
+    assert not pool.knows(other)
+    assert pool.take(1) == held[1:], "it has no content that is of use: it goes first"
+    pool.release(held)
+
+
+def test_a_partly_filled_block_that_is_filled_further_is_no_longer_found() -> None:
+    pool = BlockPool(2)
+    (block, _) = held = pool.take(2) or []
+    pool.name_part(block, b"part")
+    assert pool.part(b"part") is None, "somebody holds it"
+    pool.release(held)
+    assert pool.part(b"part") == block
+    pool.go_on_in(block)
+    pool.release([block])
+    assert pool.part(b"part") is None, "it has more tokens by now"
+
+
 def test_without_caching_nothing_is_known() -> None:
     pool = BlockPool(1, enable_prefix_caching=False)
     taken = pool.take(1)

@@ -14,6 +14,7 @@ from engine.scheduling.request import Request, Status, from_submit, stream_seed
 from engine.scheduling.scheduler import PROMPT_LOGPROBS_CHUNK, Scheduler, SchedulerRules
 from engine.scheduling.speculation import Speculation
 from engine.scheduling.step_making import admit_of
+from engine.scheduling.waiting_queue import WaitingQueue
 from engine.speculation_config import SpeculativeConfig
 from engine.step import Step
 from tests.engine.oracle import Oracle
@@ -308,6 +309,67 @@ def test_when_blocks_run_out_the_last_one_gives_way_and_loses_nothing() -> None:
     assert bench.scheduler.counters().preemptions > 0
     for seed, number in enumerate(numbers):
         assert bench.outputs[number] == expected_output(tokens(seed, 9), 20)
+
+
+def test_a_preempted_request_is_not_given_back() -> None:
+    """It has begun: its router would send what its client has already."""
+    bench = Bench(num_blocks=6, block_size=4)
+    first, second = bench.add(tokens(1, 8), max_tokens=12), bench.add(tokens(2, 8), max_tokens=12)
+    while bench.requests[second].status is not Status.WAITING or not bench.outputs[second]:
+        assert bench.step()
+    assert not bench.scheduler.recall((PEER, second))
+    bench.finish()
+    assert bench.outputs[second] == expected_output(tokens(2, 8), 12)
+    assert bench.outputs[first] == expected_output(tokens(1, 8), 12)
+
+
+def test_blocks_that_a_step_fills_in_part_are_being_filled() -> None:
+    bench = Bench(block_size=4, budget=6)
+    number = bench.add(tokens(1, 20))
+    step = bench.scheduler.schedule()
+    assert step is not None
+    first, second, *_ = bench.requests[number].blocks
+    assert bench.scheduler.blocks_being_filled() == {first, second}, "six tokens"
+    bench.executor.begin(step)
+    bench.scheduler.update(step, bench.executor.finish())
+    assert bench.scheduler.blocks_being_filled() == set()
+    bench.finish()
+
+
+def test_what_an_aborted_request_would_have_cached_is_expected_no_more() -> None:
+    bench = Bench(max_seqs=1)
+    bench.add(tokens(1, 4), max_tokens=20)
+    bench.step()
+    waiting = bench.add(tokens(2, 17))
+    bench.add(tokens(2, 17))
+    assert bench.scheduler.num_tokens_ahead == (34, 17 + 1), "the second finds what the first computes"
+    assert bench.scheduler.abort((PEER, waiting))
+    bench.add(tokens(2, 17))
+    assert bench.scheduler.num_tokens_ahead == (34, 1 + 17), "nobody computes it before this one"
+    bench.finish()
+
+
+def test_a_step_that_runs_again_brings_all_blocks_of_its_rows() -> None:
+    """Workers may have forgotten what an earlier step brought."""
+    bench = Bench(block_size=4)
+    number = bench.add(tokens(1, 6))
+    bench.step()
+    step = bench.scheduler.schedule()
+    assert step is not None
+    assert step.new_blocks == {}
+    (again,) = bench.scheduler.restart()
+    assert again.new_blocks == {0: bench.requests[number].blocks}
+
+
+def test_a_queue_counts_blocks_that_are_partly_filled() -> None:
+    bench, queue = Bench(block_size=4), WaitingQueue(4)
+    requests = [bench.requests[bench.add(tokens(seed, count))] for seed, count in ((1, 4), (2, 5))]
+    for request in requests:
+        queue.add(request)
+    assert (len(queue), queue.num_blocks) == (2, 1 + 2)
+    for request in requests:
+        queue.remove(request)
+    assert (len(queue), queue.num_blocks) == (0, 0)
 
 
 def test_the_first_request_is_never_preempted() -> None:
@@ -705,6 +767,16 @@ def test_streams_of_samples_differ() -> None:
     assert stream_seed(7, 0) == 7
     assert len({stream_seed(7, index) for index in range(100)}) == 100
     assert 0 <= stream_seed(2**63 - 1, 99) < 2**64
+
+
+@pytest.mark.parametrize("index", [1, 2, 127])
+def test_no_sample_has_a_seed_that_no_request_can_ask_for(index: int) -> None:
+    """A request with the seed -1 gets a new one."""
+    seed = (-1 - index * 0x9E3779B97F4A7C15) % 2**64
+    signed = seed - 2**64 if seed >= 2**63 else seed
+    assert stream_seed(signed, index) == 2**64 - 2
+    assert stream_seed(signed + 1, index) == 0
+    assert len({stream_seed(signed, each) for each in range(128)}) == 128
 
 
 @settings(max_examples=examples(150), deadline=None)

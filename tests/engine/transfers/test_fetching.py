@@ -136,6 +136,25 @@ def test_a_broken_connection_keeps_what_has_come(fetcher: Fetcher) -> None:
     assert len(fetcher) == 1
 
 
+def test_a_transfer_that_was_not_asked_for_outlives_the_connection(fetcher: Fetcher) -> None:
+    fetcher.begin(wanted(2), 0.0)
+    assert fetcher.due(0.0) == [(2, "s")]
+    assert fetcher.broke("s", 0.4) == [ended(Outcome.LOST, 0, 0.4)]
+    assert fetcher.due(0.5) == [(2, "s")], "it is asked over the next one"
+
+
+def test_a_handed_over_request_without_its_end_has_no_partly_filled_block() -> None:
+    fetcher = Fetcher("same", SIZE)
+    fetcher.begin(Wanted(1, "s", NAMES[:1], BLOCKS, 5.0, holder=("router", 7)), 0.0)
+    fetcher.due(0.0)
+    fetcher.asked(1)
+    fetcher.received("s", Lent(1, 3, joined(NAMES[:3]), True), 0.1)
+    fetcher.received("s", piece(0, 2), 0.2)
+    (over,) = fetcher.broke("s", 0.4)
+    assert isinstance(over, Ended)
+    assert (over.count, list(over.names), over.has_part, over.was_lent) == (2, NAMES[:2], False, True)
+
+
 def test_silence_ends_it_and_a_word_without_news_does_not_help(fetcher: Fetcher) -> None:
     fetcher.received("s", Lent(1, 3), 0.1)
     assert fetcher.received("s", Held(1), 0.9) == []

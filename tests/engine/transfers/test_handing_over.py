@@ -58,6 +58,16 @@ def test_names_of_parts_are_those_of_their_tokens_and_no_others(setup: Setup) ->
     assert None in names, "nothing is behind the last full block"
 
 
+@pytest.mark.parametrize("length", [4, SIZE + 4])
+def test_names_of_parts_differ_by_salt(setup: Setup, length: int) -> None:
+    names = set()
+    for salt in ("", "a", "b"):
+        request = setup.request(length)
+        request.cache_salt = salt
+        names.add(request.name_of_part(SIZE))
+    assert len(names) == 3
+
+
 def test_a_request_goes_once_it_is_in_no_step_and_its_blocks_are_held(setup: Setup) -> None:
     request = running(setup)
     request.num_in_flight = 1

@@ -169,6 +169,15 @@ def test_copies_are_on_both_hosts_so_that_fewer_rows_go_between_them() -> None:
     assert aware < 0.95 * blind
 
 
+def test_no_swap_for_the_load_brings_all_copies_of_an_expert_to_one_instance() -> None:
+    chance, where = random.Random(7), seats(6, ranks=2)
+    terms = Terms(num_redundant=12, survive=1, rows_per_move=0.0)
+    for _ in range(30):
+        load = loads_of(chance, 12)
+        (copies,) = balance([load], [dealt(12, 6)], where, terms).layers
+        assert all(len({where.instances[rank] for rank in ranks}) > 1 for ranks in copies), load
+
+
 def test_where_each_expert_is_twice_a_death_reads_nothing() -> None:
     terms = Terms(num_redundant=8, survive=1, rows_per_move=0.0)
     for ranks in (1, 2):

@@ -32,6 +32,11 @@ def test_gifts_come_from_the_same_host_then_from_those_that_gave_least() -> None
     ]  # fmt: skip
 
 
+def test_a_member_of_the_same_host_gives_all_though_others_gave_less() -> None:
+    rows = [row_of({0, 1, 2}, set(), 10), row_of({0, 1, 2}, set(), 10), row_of(set(), {0, 1, 2}, 10)]
+    assert [gift.source for gift in gifts(rows, ["a", "b", "b"])] == [1, 1, 1]
+
+
 @given(
     st.lists(st.tuples(st.sets(st.integers(0, 129)), st.sets(st.integers(0, 129))), min_size=1, max_size=5)
 )

@@ -14,7 +14,7 @@ from engine.sampling import SamplingParams
 from engine.scheduling.block_log import BlockLog
 from engine.scheduling.blocks import NAME_BYTES, BlockPool, hash_block, prefix_names
 from engine.scheduling.request import from_submit
-from router.dispatch.evictions import MAX_SHARE
+from router.dispatch.evictions import MAX_SHARE, Evictions
 from router.dispatch.prefix_index import PrefixIndex
 
 BLOCK = 4
@@ -113,6 +113,21 @@ def test_a_gap_is_noticed_once_and_closed_by_a_snapshot() -> None:
     assert log.since(4, []) is None, "nothing new, nothing said"
 
 
+def test_changes_that_were_applied_already_are_a_gap_as_well() -> None:
+    """An instance that began anew counts from 0 again."""
+    index, log = PrefixIndex(), BlockLog()
+    assert index.apply("a", BlockEvents(0, 0, True))
+    for number in range(4):
+        log.stored(bytes([number]) * 16)
+    news = log.since(0, [])
+    assert news is not None
+    assert index.apply("a", news)
+    again = log.since(2, [])
+    assert again is not None
+    assert not index.apply("a", again)
+    assert index.num_blocks("a") == 0
+
+
 def test_expected_blocks_count_until_they_are_settled() -> None:
     index = PrefixIndex()
     index.expect("a", 1, [10, 11])
@@ -169,6 +184,19 @@ def test_what_was_dropped_for_good_and_what_comes_back_are_told_apart() -> None:
         shares.append(index.evictions.share)
     assert shares[0] < 0.1, "what follows the documents never comes back"
     assert 0.6 < shares[1] <= MAX_SHARE
+
+
+def test_what_an_instance_had_all_the_time_is_not_computed_again() -> None:
+    """As when an instance sends everything to an index that was full before."""
+    evictions = Evictions()
+    evictions.dropped(1, 10)
+    evictions.found(1)
+    assert evictions.share == 0.0
+    evictions.computed(1)
+    assert evictions.share == 0.0, "it was not gone"
+    evictions.dropped(1, 10)
+    evictions.computed(1)
+    assert evictions.share > 0.0
 
 
 def test_a_copy_that_is_dropped_and_an_instance_that_is_lost_are_no_evictions() -> None:

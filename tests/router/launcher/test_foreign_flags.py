@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coordinator.settings import flags
-from coordinator.settings.foreign import ForeignFlags
+from coordinator.settings.foreign import Foreign, ForeignError, ForeignFlags
 from router.config import ServeConfig
 from router.launcher.foreign_flags import FOREIGN
 from router.offline.config import llm_config
@@ -134,7 +135,10 @@ def test_what_changes_nothing_is_ignored_and_takes_no_other_word(argv: list[str]
         (["--weight-transfer-config", "{}"], "--weight-transfer-config {} is not possible: weights are read"),
         (["--return-sampling-mask"], "--return-sampling-mask is not possible: answers have tokens"),
         (["--watermark-config.method", "x"], '--watermark-config {"method": "x"} is not possible: answers'),
-        (["--enable-hierarchical-cache"], "--enable-hierarchical-cache is not possible: KV blocks stay"),
+        (
+            ["--enable-hierarchical-cache"],
+            "--enable-hierarchical-cache is not possible: --kv-cache-dir keeps KV blocks",
+        ),
         (["--dp-sync-intervall", "4"], "unrecognized arguments: --dp-sync-intervall 4 (see"),
         (["--weight-transfer", "4"], "unrecognized arguments: --weight-transfer 4 (see"),
         (["--dtyp", "float32"], "unrecognized arguments: --dtyp float32; did you mean --dtype?"),
@@ -154,6 +158,13 @@ def test_what_means_something_is_refused(
     argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said in refusal(capsys, "/m", *argv)
+
+
+@pytest.mark.parametrize("flag", [flag for flag in FOREIGN if flag.instead], ids=lambda flag: flag.name)
+def test_what_the_page_calls_refused_is_refused(flag: Foreign) -> None:
+    value = "true" if flag.is_switch else "any other"
+    with pytest.raises(ForeignError, match=re.escape(f"is not possible: {flag.instead}")):
+        ForeignFlags(FOREIGN).take(flag, value)
 
 
 def test_a_model_may_be_named_twice_if_it_is_the_same() -> None:

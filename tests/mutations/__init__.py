@@ -1,0 +1,1 @@
+"""Planted bugs by area, each of which a named test must find."""

@@ -1,0 +1,40 @@
+"""What goes along with each try of a request."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from engine.messages import Delta, Submit
+from engine.sampling import SamplingParams
+from router.dispatch.ledger import Entry, Ledger
+from router.mesh import Prompt
+
+PROMPT = Prompt(
+    request_id="r",
+    prompt_ids=[1, 2, 3],
+    params=SamplingParams(temperature=0.5),
+    seed=9,
+    sample_index=2,
+    priority=-4,
+    cache_salt="tenant",
+    traceparent="00-1-2-01",
+    background=True,
+)
+SHARED = [each.name for each in msgspec.structs.fields(Submit) if each.name in Prompt.__struct_fields__]
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_each_try_has_what_the_request_came_with(name: str) -> None:
+    ledger, entry = Ledger(), Entry(PROMPT)
+    ledger.place(entry, "a", 1)
+    assert getattr(entry.submit(1), name) == getattr(PROMPT, name)
+    ledger.book(entry, Delta(1, [10]))
+    ledger.place(entry, "b", 7)
+    assert getattr(entry.submit(7), name) == getattr(PROMPT, name)
+
+
+def test_what_is_compared_is_given() -> None:
+    assert len(SHARED) >= 9
+    defaults = {each.name: each.default for each in msgspec.structs.fields(Prompt)}
+    assert all(getattr(PROMPT, name) != defaults[name] for name in SHARED)
