@@ -29,7 +29,7 @@ from engine.kernels.exchange.exchange import Shape
 from engine.kernels.experts.mixture import Moe, mixture_beside, mixture_of, norm_in
 from engine.kernels.lowering.buffers import Needs
 from engine.kernels.lowering.layer_order import Order, order_of
-from engine.kernels.lowering.parts import FeedForward, Mixer, Part, Place
+from engine.kernels.lowering.parts import FeedForward, LayerPart, Mixer, PartPlace
 from engine.kernels.lowering.scratch import all_scratch
 from engine.kernels.mlp.mlp import mlp_of
 from engine.kernels.norms.norm import Norm, norm_of
@@ -62,15 +62,15 @@ class Layer:
     """What is done, behind the feed-forward part, with an input beside the stream."""
 
     @property
-    def places(self) -> tuple[Place, Place]:
+    def places(self) -> tuple[PartPlace, PartPlace]:
         """Norms and factors around the mixer, and around the feed-forward part."""
         return (
-            Place(self.norm, self.last_norm, self.factor),
-            Place(self.second_norm, self.mlp_last_norm, self.factor),
+            PartPlace(self.norm, self.last_norm, self.factor),
+            PartPlace(self.second_norm, self.mlp_last_norm, self.factor),
         )
 
     @property
-    def parts(self) -> tuple[Part, Part]:
+    def parts(self) -> tuple[LayerPart, LayerPart]:
         """The mixer and the feed-forward part."""
         return self.mixer, self.mlp
 

@@ -30,7 +30,7 @@ from engine.kernels.experts.packed_mixture import ExchangedLayer
 from engine.kernels.going_on import GoingOn
 from engine.kernels.lowering.buffers import Buffers, Room
 from engine.kernels.lowering.parts import Packing, PositionTable
-from engine.kernels.lowering.writer import Facts, PartialSums, StepList, Writer
+from engine.kernels.lowering.writer import PartialSums, StepList, Writer, WriterFacts
 from engine.kernels.products.packing import Packer
 from engine.kernels.registry import LAYOUTS
 from engine.kernels.step_list import PackedDecoder
@@ -310,7 +310,7 @@ class Program:
             assert self._cache is not None
             assert self._buffers is not None
             decoder = self._decoder
-            facts = Facts(decoder.hidden, decoder.dtype, self._size, decoder.num_sums, self._tables)
+            facts = WriterFacts(decoder.hidden, decoder.dtype, self._size, decoder.num_sums, self._tables)
             exchange = self._exchange if native else None
             room = self._packed.most_operations
             writer = Writer(room, facts, self._cache, self._buffers, exchange, sums)

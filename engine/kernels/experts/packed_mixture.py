@@ -25,7 +25,7 @@ from engine.kernels.experts.mixture import (
     MoeNorms,
 )
 from engine.kernels.experts.packed_experts import NativeExperts, PackedExperts
-from engine.kernels.lowering.parts import Packing, Place
+from engine.kernels.lowering.parts import Packing, PartPlace
 from engine.kernels.lowering.product import Rows
 from engine.kernels.lowering.writer import Writer, factor_field
 from engine.kernels.mlp.mlp import PackedMlp
@@ -76,7 +76,7 @@ class PackedMoe:
             ranks = packing.ranks if moe.has_parts else 1
             self._experts = PackedExperts.of(moe.experts, moe.form, packer, ranks)
 
-    def read(self, writer: Writer, place: Place) -> Rows:
+    def read(self, writer: Writer, place: PartPlace) -> Rows:
         """Write the norm before it; returns the rows that it reads.
 
         They lie where they are exchanged.
@@ -88,7 +88,7 @@ class PackedMoe:
             writer.scale(1.0, rows)
         return rows
 
-    def add(self, writer: Writer, place: Place, rows: Rows) -> None:
+    def add(self, writer: Writer, place: PartPlace, rows: Rows) -> None:
         """Write the mixture of these rows.
 
         Without an exchange, the list is cut at its experts.
@@ -165,7 +165,7 @@ class PackedMoe:
             )
         writer.multiply(self.shared.product(writer, rows, logits), *to)
 
-    def _mlp_beside(self, writer: Writer, place: Place, norms: MoeNorms) -> None:
+    def _mlp_beside(self, writer: Writer, place: PartPlace, norms: MoeNorms) -> None:
         """Write what the MLP beside a mixture gives, behind its norm."""
         assert self.shared is not None
         into, branch = writer.norm(place.norm, writer.buffers[MIXED]), writer.buffers.branch

@@ -27,7 +27,7 @@ class PositionTable(Protocol):
         """Rows [positions, ...] of the table."""
 
 
-class Part(UsesScratch, Protocol):
+class LayerPart(UsesScratch, Protocol):
     """A part of a layer as a recogniser found it."""
 
     @property
@@ -44,7 +44,7 @@ class Part(UsesScratch, Protocol):
         """The same part as if no other rank had some of it."""
 
 
-class Mixer(Part, Protocol):
+class Mixer(LayerPart, Protocol):
     """A part that reads what earlier tokens left: attention."""
 
     @property
@@ -68,7 +68,7 @@ class Mixer(Part, Protocol):
         """The same with what depends on sizes as in another one."""
 
 
-class FeedForward(Part, Protocol):
+class FeedForward(LayerPart, Protocol):
     """A part that computes each token by itself: an MLP or a mixture."""
 
     @property
@@ -88,7 +88,7 @@ class Packing(NamedTuple):
     """Packs experts that come and go when they are used; None: experts stay."""
 
 
-class Place(NamedTuple):
+class PartPlace(NamedTuple):
     """Norms and factors around a part in its layer."""
 
     norm: Norm | None
@@ -116,8 +116,8 @@ class PackedFeedForward(Protocol):
     def exchanges(self) -> bool:
         """Whether members of a group compute rows for each other."""
 
-    def read(self, writer: Writer, place: Place) -> Rows:
+    def read(self, writer: Writer, place: PartPlace) -> Rows:
         """Write the norm before it; returns the rows that it reads."""
 
-    def add(self, writer: Writer, place: Place, rows: Rows) -> None:
+    def add(self, writer: Writer, place: PartPlace, rows: Rows) -> None:
         """Write all that it adds to the stream."""

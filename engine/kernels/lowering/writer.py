@@ -56,7 +56,7 @@ class StepList:
     """
 
 
-class Facts(NamedTuple):
+class WriterFacts(NamedTuple):
     """What the written list is for."""
 
     hidden: int
@@ -80,7 +80,7 @@ class Writer:
     def __init__(
         self,
         room: int,
-        facts: Facts,
+        facts: WriterFacts,
         cache: NativeCache,
         buffers: Buffers,
         exchange: Exchange | None,

@@ -9,7 +9,7 @@ import torch
 
 from engine.kernels.core.operations import OperationKind
 from engine.kernels.core.stand_ins import NotUsual
-from engine.kernels.lowering.parts import Packing, Place
+from engine.kernels.lowering.parts import Packing, PartPlace
 from engine.kernels.lowering.product import Product, Rows
 from engine.kernels.lowering.scratch import Scratch
 from engine.kernels.lowering.writer import Writer
@@ -100,11 +100,11 @@ class PackedMlp:
         """Gate and up, or up alone."""
         self.down = packer.panels(mlp.down, multiple=32, parts=parts_here(mlp.width, ranks))
 
-    def read(self, writer: Writer, place: Place) -> Rows:
+    def read(self, writer: Writer, place: PartPlace) -> Rows:
         """Write the norm before it; returns the rows that it reads."""
         return writer.norm(place.norm, writer.buffers.normed)
 
-    def add(self, writer: Writer, place: Place, rows: Rows) -> None:
+    def add(self, writer: Writer, place: PartPlace, rows: Rows) -> None:
         """Write all that it adds to the stream."""
         writer.add_product(self.product(writer, rows), place.last_norm, place.factor)
 
