@@ -92,7 +92,7 @@ class Scoring(NamedTuple):
     softcap: float | None = None
     """If given, scaled products s become softcap * tanh(s / softcap)."""
     sinks: torch.Tensor | None = None
-    """[heads]; if given, a logit per head that takes part in the softmax and adds nothing."""
+    """[heads] logits that take part in the softmax and add nothing; None: there are none."""
 
 
 class AttentionPlan(Protocol):

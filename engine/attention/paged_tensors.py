@@ -1,4 +1,4 @@
-"""Keys and values of a model in blocks, as the torch and Triton backends keep them on a device."""
+"""Tensors of keys and values in blocks, shared by the torch and Triton backends."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from engine.attention.base import AttentionUse, LayerShape
 
 @dataclass(eq=False, repr=False)
 class PagedTensors:
-    """The KV cache of one model on one device: tensors [slots, kv_heads, dim] of each layer.
+    """The KV cache of one model on one device.
 
-    A slot is block * block_size + offset. Backends add their attention over it.
+    Each layer has tensors [slots, kv_heads, dim]; slot = block * block_size + offset. Backends add their
+    attention over it.
     """
 
     layers: Sequence[LayerShape]
