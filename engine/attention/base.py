@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -84,6 +84,17 @@ class AttentionUse:
     """Seconds in attention; on an asynchronous device, the host's share only."""
 
 
+class Scoring(NamedTuple):
+    """How attention makes weights of the products of queries and keys."""
+
+    scale: float
+    """Factor on the products."""
+    softcap: float | None = None
+    """If given, scaled products s become softcap * tanh(s / softcap)."""
+    sinks: torch.Tensor | None = None
+    """[heads] logits that take part in the softmax and add nothing; None: there are none."""
+
+
 class AttentionPlan(Protocol):
     """One step's view of the cache: built once, used by every layer."""
 
@@ -91,15 +102,7 @@ class AttentionPlan(Protocol):
     """Use of the cache that this plan belongs to."""
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         """Store this step's keys and values of ``layer``, then attend over each row's context.
 
@@ -108,9 +111,7 @@ class AttentionPlan(Protocol):
             query: [heads, tokens, key_dim]; heads are grouped by KV head (head = kv_head * group + g).
             key: [kv_heads, tokens, key_dim].
             value: [kv_heads, tokens, value_dim].
-            scale: factor on the products of queries and keys.
-            softcap: if given, scaled products s become softcap * tanh(s / softcap).
-            sinks: [heads]; if given, a logit per head that takes part in the softmax and adds nothing.
+            scoring: how products of queries and keys become weights of the values.
 
         Returns:
             [tokens, heads, value_dim]
@@ -193,9 +194,7 @@ def paged_attention(
         query[0],
         key[0],
         value[0],
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=softcap,
-        sinks=s_aux,
+        Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux),
         **late,
     )
     plan.use.calls += 1

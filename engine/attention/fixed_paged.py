@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.attention.base import Int64s, PackedRows
+from engine.attention.base import Int64s, PackedRows, Scoring
 from engine.attention.torch_paged import MASK_ELEMENTS, MIN_TILE, TorchPagedAttention
 from engine.attention.transfer import upload
 
@@ -85,18 +85,10 @@ class FixedAttentionPlan:
         self.use = cache.use
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         """See ``base.AttentionPlan.attend``."""
-        cache = self._cache
+        cache, (scale, softcap, sinks) = self._cache, scoring
         cache.store(layer, self._slots, key.transpose(0, 1), value.transpose(0, 1))
         heads, num_tokens, dim = query.shape
         kv_heads, value_dim = cache.values[layer].shape[1:]

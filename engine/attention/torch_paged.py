@@ -12,16 +12,16 @@ keys are never copied per head. Layers with different windows get different view
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.attention.base import AttentionUse, Int64s, LayerShape, PackedRows
+from engine.attention.base import Int64s, LayerShape, PackedRows, Scoring
 from engine.attention.kv_codes import SCALE_TYPE, KVCodes, quantized, widened
+from engine.attention.paged_tensors import PagedTensors, zeros
 from engine.attention.transfer import upload
 
 MASK_ELEMENTS = 1 << 22
@@ -74,50 +74,32 @@ class _View:
     long_rows: list[_LongRow]
 
 
-class TorchPagedAttention:
+@dataclass(eq=False, repr=False)
+class TorchPagedAttention(PagedTensors):
     """The KV cache of one model on one device. Implements ``base.PagedAttention``."""
 
-    def __init__(
-        self,
-        layers: Sequence[LayerShape],
-        *,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        codes: KVCodes | None = None,
-    ) -> None:
-        """``codes``: what keys and values are kept as; None: as numbers."""
-        self.block_size = block_size
-        self.device = device
-        self.dtype = dtype
-        self.windows = sorted({layer.window for layer in layers}, key=lambda window: window or 0)
-        self.window_of = [self.windows.index(layer.window) for layer in layers]
-        slots = num_blocks * block_size
-        kept = dtype if codes is None else torch.int8
-        self.codes = codes
-        self.keys = [zeros((slots, layer.kv_heads, layer.key_dim), kept, device) for layer in layers]
-        self.values = [zeros((slots, layer.kv_heads, layer.value_dim), kept, device) for layer in layers]
+    _: KW_ONLY
+    codes: KVCodes | None = None
+    """What keys and values are kept as; None: as numbers."""
+
+    def __post_init__(self) -> None:
+        self.windows = sorted({layer.window for layer in self.layers}, key=lambda window: window or 0)
+        self.window_of = [self.windows.index(layer.window) for layer in self.layers]
+        self.allocate(self.num_blocks, self.dtype if self.codes is None else torch.int8)
         self.scales: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Scales [slots, kv_heads, 1] of each layer's keys and values, where these are codes."""
-        if codes is not None:
-            shapes = [(slots, layer.kv_heads, 1) for layer in layers]
-            self.scales = [tuple(zeros(shape, SCALE_TYPE, device) for _ in "kv") for shape in shapes]
+        if self.codes is not None:
+            slots = self.num_blocks * self.block_size
+            shapes = [(slots, layer.kv_heads, 1) for layer in self.layers]
+            self.scales = [tuple(zeros(shape, SCALE_TYPE, self.device) for _ in "kv") for shape in shapes]
         self._scratch: dict[str, torch.Tensor] = {}
-        self._token_bytes = max(_bytes_per_token(layers, dtype), default=0)
-        self.use = AttentionUse()
+        self._token_bytes = max(_bytes_per_token(self.layers, self.dtype), default=0)
 
     def __repr__(self) -> str:
-        slots = self.keys[0].shape[0] if self.keys else 0
         return (
-            f"{type(self).__name__}(layers={len(self.keys)}, blocks={slots // self.block_size}, "
+            f"{type(self).__name__}(layers={len(self.keys)}, blocks={self.num_blocks}, "
             f"block_size={self.block_size}, windows={self.windows}, {self.dtype}, {self.device})"
         )
-
-    @property
-    def stored(self) -> list[torch.Tensor]:
-        """All that is kept of tokens, in tensors that begin with the first block."""
-        return [*self.keys, *self.values]
 
     def plan(self, rows: PackedRows) -> TorchAttentionPlan:
         """Build the index tensors and masks of a step; see ``base.PagedAttention``."""
@@ -332,15 +314,7 @@ class TorchAttentionPlan:
         self.use = cache.use
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         """See ``base.AttentionPlan.attend``."""
         heads, tokens, _ = query.shape
@@ -349,7 +323,7 @@ class TorchAttentionPlan:
             layer, self._slots, key.transpose(0, 1), value.transpose(0, 1)
         )
         attended = query.new_empty(tokens, heads, value_dim)
-        attention = _Attention(kv_heads, heads // kv_heads, scale, softcap, sinks)
+        attention = _Attention(kv_heads, heads // kv_heads, *scoring)
         view = self._views[layer]
         for singles in view.singles:
             batch, rows = singles.batch, singles.rows
@@ -477,15 +451,3 @@ def gather_bytes(layers: Sequence[LayerShape], dtype: torch.dtype, longest: int)
     """Most bytes on a GPU for gathered contexts of at most ``longest`` tokens each."""
     sizes = [max(GATHER_BYTES, longest * each) for each in _bytes_per_token(layers, dtype)]
     return sum(size + size // 4 for size in sizes)
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeroed memory, since masked values are still multiplied by 0.
-
-    0 * NaN is NaN. On CPU the pages come from calloc, so that a large cache costs neither time nor memory
-    until it is written.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)

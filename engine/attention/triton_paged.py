@@ -10,16 +10,15 @@ the slots to write, the block tables and four numbers per tile; no mask, and not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import torch
 
 from engine.attention import triton_kernels as kernels
-from engine.attention.base import AttentionUse, Int64s, LayerShape, PackedRows
+from engine.attention.base import Int64s, LayerShape, PackedRows, Scoring
+from engine.attention.paged_tensors import PagedTensors
 from engine.attention.splits import num_splits
-from engine.attention.torch_paged import zeros
 from engine.attention.transfer import upload
 from engine.gpu import fused_launches
 from engine.gpu.late_rotary import Turn
@@ -51,41 +50,24 @@ class Tiles:
         return len(self.rows)
 
 
-class TritonPagedAttention:
+@dataclass(eq=False, repr=False)
+class TritonPagedAttention(PagedTensors):
     """The KV cache of one model on one device. Implements ``base.CapturableAttention``."""
 
-    def __init__(
-        self,
-        layers: Sequence[LayerShape],
-        *,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        programs: int | None = None,
-    ) -> None:
-        """``programs``: how many of them keep the device busy; None: what suits it."""
-        self.layers = tuple(layers)
-        self.block_size = block_size
-        self.device = device
-        self.dtype = dtype
-        self.null_block = num_blocks
-        slots = (num_blocks + 1) * block_size
-        self.keys = [zeros((slots, layer.kv_heads, layer.key_dim), dtype, device) for layer in layers]
-        self.values = [zeros((slots, layer.kv_heads, layer.value_dim), dtype, device) for layer in layers]
-        self.programs = _programs(device) if programs is None else programs
-        self.use = AttentionUse()
+    _: KW_ONLY
+    programs: int | None = None
+    """Programs that keep the device busy; None: what suits it."""
+
+    def __post_init__(self) -> None:
+        self.null_block = self.num_blocks
+        self.allocate(self.num_blocks + 1, self.dtype)
+        self._programs = _programs(self.device) if self.programs is None else self.programs
 
     def __repr__(self) -> str:
         return (
             f"TritonPagedAttention(layers={len(self.layers)}, blocks={self.null_block}, "
             f"block_size={self.block_size}, {self.dtype}, {self.device})"
         )
-
-    @property
-    def stored(self) -> list[torch.Tensor]:
-        """All that is kept of tokens, in tensors that begin with the first block."""
-        return [*self.keys, *self.values]
 
     def plan(self, rows: PackedRows) -> TritonAttentionPlan:
         """Upload what the kernels need to know of a step; see ``base.PagedAttention``."""
@@ -117,7 +99,7 @@ class TritonPagedAttention:
     def splits(self, num_tiles: int, layer: LayerShape, longest: int) -> int:
         """Number of parts into which the context of each query is cut."""
         seen = longest if layer.window is None else min(longest, layer.window)
-        return num_splits(num_tiles * layer.kv_heads, seen, self.programs)
+        return num_splits(num_tiles * layer.kv_heads, seen, self._programs)
 
 
 def _programs(device: torch.device) -> int:
@@ -158,17 +140,14 @@ class TritonAttentionPlan:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        scoring: Scoring,
         turn: Turn | None = None,
     ) -> torch.Tensor:
         """See ``base.AttentionPlan.attend``; ``turn``: by which angles queries and keys are turned first."""
         cache, shape = self._cache, self._cache.layers[layer]
         query, key, value = _rows_of_numbers(query), _rows_of_numbers(key), _rows_of_numbers(value)
         heads, tokens, _ = query.shape
-        launch = _Launch(cache, layer, heads, scale, softcap, sinks)
+        launch = _Launch(cache, layer, heads, scoring)
         if turn is None:
             launch.store(key, value, self._slots)
         else:
@@ -250,22 +229,12 @@ class TritonDecodeBuffers:
 class _Launch:
     """The launches of one layer of one step."""
 
-    def __init__(
-        self,
-        cache: TritonPagedAttention,
-        layer: int,
-        heads: int,
-        scale: float,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> None:
+    def __init__(self, cache: TritonPagedAttention, layer: int, heads: int, scoring: Scoring) -> None:
         self.cache = cache
         self.shape = cache.layers[layer]
         self.keys, self.values = cache.keys[layer], cache.values[layer]
         self.heads = heads
-        self.scale = scale
-        self.softcap = softcap
-        self.sinks = sinks
+        self.scale, self.softcap, self.sinks = scoring
         self.block_k = _padded(self.shape.key_dim)
         self.block_v = _padded(self.shape.value_dim)
 

@@ -10,13 +10,13 @@ import torch
 from engine.attention.base import Int64s
 from engine.compute.logits_backend import SampleRow
 from engine.kernels.choosing import logits as kernels
-from engine.kernels.core.library import Library
+from engine.kernels.core.library import KernelLibrary
 
 
 class NativeLogits:
     """A :class:`.LogitsBackend` that calls the compiled kernels."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: KernelLibrary) -> None:
         self._library = library
 
     def __repr__(self) -> str:

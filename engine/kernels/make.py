@@ -172,7 +172,7 @@ class _Proven(NamedTuple):
     """Largest relative difference that the model's logits may have."""
 
 
-def _prove(kernels: library.Library, model: LoadedModel, block_size: int) -> _Proven:
+def _prove(kernels: library.KernelLibrary, model: LoadedModel, block_size: int) -> _Proven:
     """Try the kernels on a copy of the model.
 
     Raises:
@@ -205,7 +205,7 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
 
-def _lay_out(kernels: library.Library, decoder: Decoder, model: LoadedModel) -> Program | None:
+def _lay_out(kernels: library.KernelLibrary, decoder: Decoder, model: LoadedModel) -> Program | None:
     """The program of the model's own weights; None, and logged, without room for it."""
     try:
         return Program(kernels, decoder, model.experts, _ranks_of(model))

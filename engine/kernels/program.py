@@ -18,7 +18,7 @@ from engine.attention.base import AttentionUse, Int64s, LayerShape, PackedRows
 from engine.kernels.cache.native_cache import NativeCache, NativePlan
 from engine.kernels.choosing.logits import NO_DRAWS, Draws, can_contest
 from engine.kernels.core import operations
-from engine.kernels.core.library import Kind, Library
+from engine.kernels.core.library import KernelLibrary, Kind
 from engine.kernels.core.operations import OperationKind, StepArguments
 from engine.kernels.decoder import Decoder
 from engine.kernels.embedding.per_layer import INPUTS
@@ -54,7 +54,7 @@ class Program:
 
     def __init__(
         self,
-        library: Library,
+        library: KernelLibrary,
         decoder: Decoder,
         experts: ExpertParallel | None = None,
         ranks: TensorRank | None = None,
@@ -121,7 +121,7 @@ class Program:
 
     @property
     def version(self) -> str:
-        """See :attr:`engine.kernels.core.library.Library.version`."""
+        """See :attr:`engine.kernels.core.library.KernelLibrary.version`."""
         return self._library.version
 
     @property

@@ -34,7 +34,7 @@ from engine.attention.torch_paged import TorchPagedAttention
 from engine.kernels.attention.rotary import Rotary
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core.base_model import base_parts
-from engine.kernels.core.library import Library
+from engine.kernels.core.library import KernelLibrary
 from engine.kernels.core.stand_ins import NotUsual
 from engine.kernels.decoder import Decoder
 from engine.kernels.lowering.parts import PositionTable
@@ -73,7 +73,7 @@ class Verdict(NamedTuple):
     """
 
 
-def judge(kernels: Library, model: LoadedModel, decoder: Decoder) -> Verdict:
+def judge(kernels: KernelLibrary, model: LoadedModel, decoder: Decoder) -> Verdict:
     """Compare both. ``decoder``: the parts of the model.
 
     Raises:
@@ -118,7 +118,7 @@ def _whole_numbers(values: Any, name: str = "") -> Iterator[tuple[str, int]]:
 # ---- in float32, layer by layer
 
 
-def _difference(kernels: Library, copy: NarrowCopy, positions: Int64s) -> str | None:
+def _difference(kernels: KernelLibrary, copy: NarrowCopy, positions: Int64s) -> str | None:
     """The largest difference, unless it is due to experts that are nearly tied.
 
     Then the choice may fall either way, but not at the same position with other tokens.
@@ -135,7 +135,7 @@ def _difference(kernels: Library, copy: NarrowCopy, positions: Int64s) -> str | 
 
 
 def _deviations(
-    kernels: Library, copy: NarrowCopy, positions: Int64s, draw: int
+    kernels: KernelLibrary, copy: NarrowCopy, positions: Int64s, draw: int
 ) -> Iterator[tuple[tuple[int, int], float]]:
     """Differences that are too large, by (layer, index of the position).
 
@@ -164,7 +164,7 @@ def _deviations(
         yield from _too_far(len(copy.layers), (half - expected).norm(dim=-1), expected.norm(dim=-1))
 
 
-def _program_of(kernels: Library, decoder: Decoder, run: _Run, number: int) -> Program:
+def _program_of(kernels: KernelLibrary, decoder: Decoder, run: _Run, number: int) -> Program:
     """A program of one layer alone, with another's keys and values if it reads them."""
     layer, count = decoder.layers[number], len(run.states[0])
     source = layer.mixer.source
@@ -220,7 +220,9 @@ def _too_far(
 # ---- in bfloat16, all layers
 
 
-def _compare_rounding(kernels: Library, copy: NarrowCopy, positions: Int64s, dtype: torch.dtype) -> Verdict:
+def _compare_rounding(
+    kernels: KernelLibrary, copy: NarrowCopy, positions: Int64s, dtype: torch.dtype
+) -> Verdict:
     copy.quieten()
     exact = _run(copy, positions).result
     copy.convert(dtype)
@@ -318,7 +320,7 @@ def _prompt(decoder: Decoder, positions: Int64s, draw: int) -> tuple[dict[str, t
     return {"input_ids": (ids + first).unsqueeze(0)}, embedded
 
 
-def _program(kernels: Library, decoder: Decoder, count: int) -> Program:
+def _program(kernels: KernelLibrary, decoder: Decoder, count: int) -> Program:
     program = Program(kernels, decoder)
     program.use(
         NativeCache(decoder.cached, num_blocks=_num_blocks(count), block_size=BLOCK_SIZE, dtype=decoder.dtype)

@@ -15,7 +15,14 @@ import numpy as np
 import torch
 
 from engine.attention import Backend, make_attention, why_not_triton
-from engine.attention.base import PLAN_KEYWORD, AttentionPlan, AttentionUse, PackedRows, PagedAttention
+from engine.attention.base import (
+    PLAN_KEYWORD,
+    AttentionPlan,
+    AttentionUse,
+    PackedRows,
+    PagedAttention,
+    Scoring,
+)
 from engine.attention.splits import SPLIT_KEYS
 from engine.config import CacheConfig
 from engine.model.checkpoint import CheckpointError
@@ -188,22 +195,14 @@ class _BothPlans:
         self._second = second
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         """See ``base.AttentionPlan.attend``."""
-        expected = self._first.attend(layer, query, key, value, scale=scale, softcap=softcap, sinks=sinks)
+        expected = self._first.attend(layer, query, key, value, scoring)
         if self._second is None:
             return expected
         try:
-            found = self._second.attend(layer, query, key, value, scale=scale, softcap=softcap, sinks=sinks)
+            found = self._second.attend(layer, query, key, value, scoring)
             self._both.note(greatest_difference(found, expected))
         except Exception as error:  # noqa: BLE001 (a compiler of kernels may raise anything)
             self._second = None

@@ -7,9 +7,7 @@ compiler or no such CPU, zlib computes the same value.
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
-import subprocess
 import threading
 import zlib
 from collections.abc import Iterable, Sequence
@@ -19,13 +17,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from parallel import compiler
+from parallel.native_source import NativeLibrary, NativeSource
 
-logger = logging.getLogger(__name__)
-
-SOURCE = Path(__file__).with_name("checksums.cpp")
-NEEDED_FLAGS = {"pclmulqdq", "sse4_1"}
-SYMBOLS = ("lockstep_crc32_kind", "lockstep_crc32", "lockstep_read_checked")
+SOURCE = NativeSource(
+    path=Path(__file__).with_name("checksums.cpp"),
+    needs=frozenset({"pclmulqdq", "sse4_1"}),
+    absent="checksums by zlib:",
+)
 TABLE, NARROW, WIDE = range(3)
 """Kinds of instructions: none, products of 64 bits, four of those at once."""
 MOST_PARTS = 512
@@ -44,20 +42,15 @@ class Parts(list[memoryview]):
         self.spans = spans
 
 
-class Library:
+class ChecksumLibrary:
     """The compiled checksums."""
 
-    def __init__(self, loaded: ctypes.CDLL, kind: int | None = None) -> None:
+    def __init__(self, opened: NativeLibrary, kind: int | None = None) -> None:
         """``kind``: the best one of this CPU, if it is not given."""
         number, address = ctypes.c_int64, ctypes.c_void_p
-        self._crc32 = loaded.lockstep_crc32
-        self._crc32.argtypes = [number, ctypes.c_uint32, address, number]
-        self._crc32.restype = ctypes.c_uint32
-        self._read = loaded.lockstep_read_checked
-        self._read.argtypes = [number, ctypes.c_int, number, address, number, address]
-        self._read.restype = number
-        loaded.lockstep_crc32_kind.restype = number
-        self.best_kind = int(loaded.lockstep_crc32_kind())
+        self._crc32 = opened.bind("crc32", number, ctypes.c_uint32, address, number, result=ctypes.c_uint32)
+        self._read = opened.bind("read_checked", number, ctypes.c_int, number, address, number, address)
+        self.best_kind = opened.call("crc32_kind")
         """The best kind that this CPU has."""
         self.kind = self.best_kind if kind is None else kind
 
@@ -78,7 +71,7 @@ class Library:
         return int(found), crc.value
 
 
-_loaded: Library | None = None
+_loaded: ChecksumLibrary | None = None
 
 
 def begin_build() -> None:
@@ -86,24 +79,12 @@ def begin_build() -> None:
     threading.Thread(target=load, name="checksums", daemon=True).start()
 
 
-def compiled() -> Path:
-    """The shared object of :data:`SOURCE`; raises as :func:`parallel.compiler.compiled` does."""
-    return compiler.compiled(SOURCE, [], symbols=SYMBOLS)
-
-
 @cache
-def load() -> Library | None:
+def load() -> ChecksumLibrary | None:
     """The library, compiled first if need be; None for a reason that is logged."""
     global _loaded
-    if missing := NEEDED_FLAGS - compiler.cpu_flags():
-        logger.info("checksums by zlib: this CPU lacks %s", ", ".join(sorted(missing)))
-        return None
-    try:
-        library = Library(ctypes.CDLL(str(compiled())))
-    except (OSError, AttributeError, subprocess.SubprocessError) as error:
-        logger.warning("checksums by zlib: %s", compiler.reason(error))
-        return None
-    _loaded = library
+    if (library := SOURCE.load(ChecksumLibrary)) is not None:
+        _loaded = library
     return library
 
 

@@ -9,27 +9,23 @@ over them by position: bytes [k * STRIPE_BYTES, (k + 1) * STRIPE_BYTES) go over 
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import socket
-import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from parallel import compiler
+from parallel.compiler import INCLUDE
+from parallel.native_source import NativeLibrary, NativeSource
 
-logger = logging.getLogger(__name__)
-
-SOURCE = compiler.INCLUDE / "tcp_links.cpp"
 OFF = "LOCKSTEP_NATIVE_COLLECTIVES"
 """Environment variable; 0 selects collectives in Python."""
+SLOWER = "; Python does the same, slower"
+"""End of the log line about native collectives or links that cannot be compiled."""
 STRIPE_BYTES = 256 << 10
 """Bytes in a row of a pipe that go over one of several sockets."""
 
-_SYMBOLS = ("lockstep_links_bytes", "lockstep_tcp_links", "lockstep_tcp_links_free")
 _Int, _Address = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -57,6 +53,17 @@ class LinksTable(ctypes.Structure):
         ("bytes_received", ctypes.POINTER(_Int)),
         ("seconds_waited", ctypes.POINTER(ctypes.c_double)),
     )
+
+
+SOURCE = NativeSource(
+    path=INCLUDE / "tcp_links.cpp",
+    headers=(INCLUDE / "links.hpp",),
+    structs={"links": LinksTable},
+    keeps_errno=True,
+    off=OFF,
+    absent="native links: off,",
+    instead=SLOWER,
+)
 
 
 class Broken(NamedTuple):
@@ -168,42 +175,25 @@ class NativeLinks:
             each.close()
 
 
-class Library:
+class TcpLibrary:
     """The compiled links over TCP."""
 
-    def __init__(self, loaded: ctypes.CDLL) -> None:
-        if loaded.lockstep_links_bytes() != ctypes.sizeof(LinksTable):
-            raise OSError("tcp_links.cpp and native_links.py do not fit each other")
-        self._loaded = loaded  # which stays as long as its functions are used
-        self.make: Any = loaded.lockstep_tcp_links
-        self.make.restype, self.make.argtypes = _Int, (_Int, _Int, _Address, _Int)
-        self.free: Any = loaded.lockstep_tcp_links_free
-        self.free.restype, self.free.argtypes = None, (_Int,)
-
-
-def compiled() -> Path:
-    """The shared object of :data:`SOURCE`; raises as :func:`parallel.compiler.compiled` does."""
-    return compiler.compiled(SOURCE, [compiler.INCLUDE / "links.hpp"], symbols=_SYMBOLS)
+    def __init__(self, opened: NativeLibrary) -> None:
+        self.make: Any = opened.bind("tcp_links", _Int, _Int, _Address, _Int)
+        self.free: Any = opened.bind("tcp_links_free", _Int, result=None)
 
 
 @cache
-def load() -> Library | None:
+def load() -> TcpLibrary | None:
     """The compiled links, built first if need be; None where that fails.
 
     The reason is logged once.
     """
-    if os.environ.get(OFF) == "0":
-        logger.info("native links: off (%s=0)", OFF)
-        return None
-    try:
-        return Library(ctypes.CDLL(str(compiled()), use_errno=True))
-    except (OSError, AttributeError, subprocess.SubprocessError) as error:
-        logger.warning("native links: off, %s; Python does the same, slower", compiler.reason(error))
-        return None
+    return SOURCE.load(TcpLibrary)
 
 
 def make_tcp_links(
-    library: Library, rank: int, size: int, data: Mapping[int, Sequence[socket.socket]]
+    library: TcpLibrary, rank: int, size: int, data: Mapping[int, Sequence[socket.socket]]
 ) -> NativeLinks:
     """Links over connected sockets, which belong to what is returned.
 

@@ -12,29 +12,22 @@ calls in Python.
 from __future__ import annotations
 
 import ctypes
-import logging
 import math
-import os
 import struct
-import subprocess
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
 
-from parallel import compiler
 from parallel.communicators.arithmetic import even_sizes, sum_in_rank_order
 from parallel.communicators.base import Evidence
-from parallel.communicators.native_links import OFF, NativeLinks
-from parallel.communicators.native_rounds import KINDS
+from parallel.communicators.native_links import OFF, SLOWER, NativeLinks
+from parallel.communicators.native_rounds import CollectivesLibrary
 from parallel.communicators.rounds import CALLS, TWO_STEP_BYTES
+from parallel.compiler import INCLUDE, is_x86
+from parallel.native_source import NativeLibrary, NativeSource
 
-logger = logging.getLogger(__name__)
-
-SOURCE = compiler.INCLUDE / "network_collectives.cpp"
-FLAGS = ("-mprefer-vector-width=512",) if compiler.is_x86() else ()
 SPREAD_BYTES = 256 << 10
 """Tensors of more bytes are broadcast in parts, if there are more than two members."""
 
@@ -100,52 +93,34 @@ _ARGUMENTS = {
     "all_gather_ints": 4,
     **dict.fromkeys(("broadcast", "send", "receive", "exchange"), 5),
 }
-"""How many each call has: addresses and numbers alike are 64 bits."""
-_SIZES = ("group_bytes", "incoming_bytes", "chunk_bytes")
+"""How many each call has."""
+SOURCE = NativeSource(
+    path=INCLUDE / "network_collectives.cpp",
+    headers=(INCLUDE,),
+    flags=("-mprefer-vector-width=512",) if is_x86() else (),
+    structs={"network_group": _Group},
+    off=OFF,
+    absent="native collectives over the network: off,",
+    instead=SLOWER,
+)
 
 
-class Library:
+class NetworkLibrary(CollectivesLibrary):
     """The compiled collectives over links."""
 
-    def __init__(self, loaded: ctypes.CDLL) -> None:
-        if loaded.lockstep_network_group_bytes() != ctypes.sizeof(_Group):
-            raise OSError("network_collectives.cpp and native_network_rounds.py do not fit each other")
-        self.incoming_bytes = int(loaded.lockstep_network_incoming_bytes())
-        self.chunk_bytes = int(loaded.lockstep_network_chunk_bytes())
-        self.calls: dict[str, Any] = {}
-        for name, given in _ARGUMENTS.items():
-            self.calls[name] = getattr(loaded, f"lockstep_network_{name}")
-            self.calls[name].restype = ctypes.c_int64
-            self.calls[name].argtypes = (ctypes.c_int64,) * given
-        self.kinds = {
-            dtype: kind for dtype, kind in KINDS.items() if loaded.lockstep_network_sums(ctypes.c_int64(kind))
-        }
-        """Numbers of the tensor types that the compiled collectives add up."""
-
-
-def compiled() -> Path:
-    """The shared object of :data:`SOURCE`; raises as :func:`parallel.compiler.compiled` does."""
-    symbols = [f"lockstep_network_{name}" for name in (*_SIZES, "sums", *_ARGUMENTS)]
-    return compiler.compiled(SOURCE, sorted(compiler.INCLUDE.glob("*.hpp")), FLAGS, symbols)
+    def __init__(self, opened: NativeLibrary) -> None:
+        super().__init__(opened, _ARGUMENTS, "network_")
+        self.incoming_bytes = opened.call("network_incoming_bytes")
+        self.chunk_bytes = opened.call("network_chunk_bytes")
 
 
 @cache
-def load() -> Library | None:
+def load() -> NetworkLibrary | None:
     """The compiled collectives, built first if need be; None where that fails.
 
     The reason is logged once.
     """
-    if os.environ.get(OFF) == "0":
-        logger.info("native collectives over the network: off (%s=0)", OFF)
-        return None
-    try:
-        return Library(ctypes.CDLL(str(compiled())))
-    except (OSError, AttributeError, subprocess.SubprocessError) as error:
-        logger.warning(
-            "native collectives over the network: off, %s; Python does the same, slower",
-            compiler.reason(error),
-        )
-        return None
+    return SOURCE.load(NetworkLibrary)
 
 
 class NativeNetworkRounds:
@@ -157,7 +132,7 @@ class NativeNetworkRounds:
 
     is_native = True
 
-    def __init__(self, library: Library, links: NativeLinks, health: Health, *, crowded: bool) -> None:
+    def __init__(self, library: NetworkLibrary, links: NativeLinks, health: Health, *, crowded: bool) -> None:
         """The links remain the caller's, who closes them after the last call."""
         self.rank, self.size = links.rank, links.size
         self.two_step_bytes = TWO_STEP_BYTES

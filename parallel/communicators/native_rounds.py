@@ -9,29 +9,21 @@ the other side knows, no tensor is sliced, and nothing is made anew that could b
 from __future__ import annotations
 
 import ctypes
-import logging
 import math
-import os
 import struct
-import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from parallel import compiler
 from parallel.communicators.arithmetic import even_sizes
-from parallel.communicators.native_links import OFF
+from parallel.communicators.native_links import OFF, SLOWER
 from parallel.communicators.rounds import TWO_STEP_BYTES, Rounds
 from parallel.communicators.shared_memory_health import SharedMemoryHealth
 from parallel.communicators.slots import Layout, Slots
-
-logger = logging.getLogger(__name__)
-
-SOURCE = compiler.INCLUDE / "collectives.cpp"
-FLAGS = ("-mprefer-vector-width=512",)
+from parallel.compiler import INCLUDE
+from parallel.native_source import NativeLibrary, NativeSource
 
 KINDS = {
     torch.float32: 0,
@@ -86,50 +78,44 @@ _ARGUMENTS = {
     **dict.fromkeys(("all_gather_view", "all_to_all_views"), 2),
     **dict.fromkeys(("broadcast", "send", "receive"), 4),
 }
-"""How many each call has: addresses and numbers alike are 64 bits."""
+"""How many each call has."""
 
 
-class Library:
-    """The compiled collectives."""
+SOURCE = NativeSource(
+    path=INCLUDE / "collectives.cpp",
+    headers=(INCLUDE,),
+    flags=("-mprefer-vector-width=512",),
+    structs={"group": _Group},
+    off=OFF,
+    absent="native collectives: off,",
+    instead=SLOWER,
+)
 
-    def __init__(self, loaded: ctypes.CDLL) -> None:
-        if loaded.lockstep_group_bytes() != ctypes.sizeof(_Group):
-            raise OSError("collectives.cpp and native_rounds.py do not fit each other")
-        self.calls: dict[str, Any] = {}
-        for name, given in _ARGUMENTS.items():
-            self.calls[name] = getattr(loaded, f"lockstep_{name}")
-            self.calls[name].restype = ctypes.c_int64
-            self.calls[name].argtypes = (ctypes.c_int64,) * given
-        self.kinds = {
-            dtype: kind for dtype, kind in KINDS.items() if loaded.lockstep_sums(ctypes.c_int64(kind))
+
+class CollectivesLibrary:
+    """Compiled collectives: functions of addresses and numbers, 64 bits each."""
+
+    def __init__(self, opened: NativeLibrary, arguments: Mapping[str, int], prefix: str = "") -> None:
+        """``arguments``: how many each function takes, by the name behind ``lockstep_`` and ``prefix``."""
+        self.calls: dict[str, Any] = {
+            name: opened.bind(f"{prefix}{name}", *(ctypes.c_int64,) * given)
+            for name, given in arguments.items()
         }
+        self.kinds = {dtype: kind for dtype, kind in KINDS.items() if opened.call(f"{prefix}sums", kind)}
         """Numbers of the tensor types that the compiled collectives add up."""
 
 
-def compiled() -> Path:
-    """The shared object of :data:`SOURCE`; raises as :func:`parallel.compiler.compiled` does."""
-    symbols = ["lockstep_group_bytes", "lockstep_sums", *(f"lockstep_{name}" for name in _ARGUMENTS)]
-    return compiler.compiled(SOURCE, sorted(compiler.INCLUDE.glob("*.hpp")), FLAGS, symbols)
-
-
 @cache
-def load() -> Library | None:
+def load() -> CollectivesLibrary | None:
     """The compiled collectives, built first if need be; None where that fails.
 
     The reason is logged once.
     """
-    if os.environ.get(OFF) == "0":
-        logger.info("native collectives: off (%s=0)", OFF)
-        return None
-    try:
-        return Library(ctypes.CDLL(str(compiled())))
-    except (OSError, AttributeError, subprocess.SubprocessError) as error:
-        logger.warning("native collectives: off, %s; Python does the same, slower", compiler.reason(error))
-        return None
+    return SOURCE.load(lambda opened: CollectivesLibrary(opened, _ARGUMENTS))
 
 
 def make_rounds(
-    library: Library | None,
+    library: CollectivesLibrary | None,
     rank: int,
     layout: Layout,
     members: Sequence[Slots],
@@ -152,7 +138,7 @@ class NativeRounds(Rounds):
 
     def __init__(
         self,
-        library: Library,
+        library: CollectivesLibrary,
         rank: int,
         layout: Layout,
         members: Sequence[Slots],

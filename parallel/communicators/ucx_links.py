@@ -17,28 +17,26 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
-from parallel import compiler
 from parallel.communicators.native_links import OFF, LinksTable, NativeLinks
+from parallel.compiler import INCLUDE, reason
 from parallel.links.infiniband import active_devices, device_of_interface
 from parallel.links.meeting_contract import Meeting, Prefixed
 from parallel.links.rendezvous import exchange
 from parallel.links.ucx_installation import Installation, find_ucx
+from parallel.native_source import NativeLibrary, NativeSource
 
 logger = logging.getLogger(__name__)
 
-SOURCE = compiler.INCLUDE / "ucx_links.cpp"
 ADDRESS_BYTES = 32 << 10
 """Longest address of a worker."""
 
 Asked = Literal["auto", "tcp", "ucx"]
 """The flag ``--mesh-transport``, where the transport is one of this package."""
 
-_SYMBOLS = ("lockstep_ucx_links_bytes", "lockstep_ucx_open", "lockstep_ucx_links", "lockstep_ucx_links_free")
 _TEXT_BYTES = 64 << 10
 _TRANSPORTS = "^cuda"  # tensors are in the host's memory; UCX would make a CUDA context in every process
 _IN_MEMORY = frozenset(("self", "shm", "sm", "mm", "posix", "sysv", "cma", "xpmem", "knem"))
@@ -53,28 +51,23 @@ _NO_HOOKS = {"UCX_MEM_EVENTS": "n"}  # it rewrites malloc and mmap in memory, wh
 _Int, _Address, _Text = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
 
 
-class Library:
+class UcxLibrary:
     """The compiled links over UCX, with UCX loaded."""
 
-    def __init__(self, loaded: ctypes.CDLL, installation: Installation, version: str) -> None:
+    def __init__(self, opened: NativeLibrary, installation: Installation) -> None:
+        """Raises OSError where UCX itself cannot be loaded."""
         self.installation = installation
-        self.version = version
+        self.version = _open(opened, installation)
         """Version of UCX, such as 1.22.0."""
-        self.make: Any = loaded.lockstep_ucx_links
-        self.make.restype, self.make.argtypes = _Int, (_Int, _Int, _Text, _Text, _Int, _Address, _Int)
-        self.address: Any = loaded.lockstep_ucx_address
-        self.address.restype, self.address.argtypes = _Int, (_Int, _Address, _Int)
-        self.connect: Any = loaded.lockstep_ucx_connect
-        self.connect.restype, self.connect.argtypes = _Int, (_Int, _Int, _Text, _Address, _Int)
-        self.describe: Any = loaded.lockstep_ucx_describe
-        self.describe.restype, self.describe.argtypes = _Int, (_Text, _Text, _Address, _Int)
-        self.free: Any = loaded.lockstep_ucx_links_free
-        self.free.restype, self.free.argtypes = None, (_Int,)
-        self._loaded = loaded  # which stays as long as its functions are used
+        self.make: Any = opened.bind("ucx_links", _Int, _Int, _Text, _Text, _Int, _Address, _Int)
+        self.address: Any = opened.bind("ucx_address", _Int, _Address, _Int)
+        self.connect: Any = opened.bind("ucx_connect", _Int, _Int, _Text, _Address, _Int)
+        self.describe: Any = opened.bind("ucx_describe", _Text, _Text, _Address, _Int)
+        self.free: Any = opened.bind("ucx_links_free", _Int, result=None)
 
 
 @cache
-def load() -> Library:
+def load() -> UcxLibrary:
     """UCX and the links over it, built first if need be.
 
     Raises:
@@ -83,28 +76,31 @@ def load() -> Library:
     if os.environ.get(OFF) == "0":
         raise OSError(f"links over UCX are native code, which is off ({OFF}=0)")
     installation = find_ucx()
-    headers = [compiler.INCLUDE / "links.hpp", installation.headers / "ucp" / "api" / "ucp.h"]
+    source = NativeSource(
+        path=INCLUDE / "ucx_links.cpp",
+        headers=(INCLUDE / "links.hpp", installation.headers / "ucp" / "api" / "ucp.h"),
+        flags=(f"-I{installation.headers}",),
+        structs={"ucx_links": LinksTable},
+        absent="links over UCX:",
+    )
     try:
-        path = compiler.compiled(SOURCE, headers, [f"-I{installation.headers}"], symbols=_SYMBOLS)
+        opened = source.open()
     except (OSError, subprocess.SubprocessError) as error:
-        raise OSError(f"links over UCX cannot be built: {compiler.reason(error)}") from error
-    return _opened(path, installation)
+        raise OSError(f"links over UCX cannot be built: {reason(error)}") from error
+    return UcxLibrary(opened, installation)
 
 
-def _opened(path: Path, installation: Installation) -> Library:
-    loaded = ctypes.CDLL(str(path), use_errno=True)
-    if loaded.lockstep_ucx_links_bytes() != ctypes.sizeof(LinksTable):
-        raise OSError("ucx_links.cpp and native_links.py do not fit each other")
-    opens = loaded.lockstep_ucx_open
-    opens.restype, opens.argtypes = _Int, (_Text, _Address, _Int)
+def _open(opened: NativeLibrary, installation: Installation) -> str:
+    """Load UCX itself; its version."""
     hooks = {} if installation.has_rdma and active_devices() else _NO_HOOKS
     with _environment({**_QUIET, **hooks}):  # UCX reads it while it is loaded
         text = ctypes.create_string_buffer(_TEXT_BYTES)
+        opens = opened.bind("ucx_open", _Text, _Address, _Int)
         if not opens(str(installation.library).encode(), text, _TEXT_BYTES):
             raise OSError(f"UCX cannot be loaded: {text.value.decode(errors='replace')}")
     version = text.value.decode()
     logger.info("UCX %s: %s", version, installation)
-    return Library(loaded, installation, version)
+    return version
 
 
 @contextmanager
@@ -141,7 +137,7 @@ class UcxLinks(NativeLinks):
 
     def __init__(
         self,
-        library: Library,
+        library: UcxLibrary,
         rank: int,
         size: int,
         devices: str | None = None,

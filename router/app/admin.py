@@ -190,22 +190,28 @@ _read_elastic = decoder(ElasticRequest)
 _read_rebalance = decoder(RebalanceRequest)
 
 
-def make_admin_app(
-    mesh: Watched, faults: Callable[[], Faults], command: Command, front_end: int = 0, prefix: str = ""
-) -> Starlette:
-    """The ASGI application of ``/admin``, behind :class:`AdminGate`."""
+class AdminEndpoints:
+    """What the admin API answers, and which commands it sends."""
 
-    async def world(request: Request) -> Response:
-        view = mesh.view
+    def __init__(self, mesh: Watched, faults: Callable[[], Faults], command: Command, front_end: int) -> None:
+        self._mesh = mesh
+        self._faults = faults
+        self._command = command
+        self._front_end = front_end
+
+    async def world(self, request: Request) -> Response:
+        view = self._mesh.view
         if view is None:
             raise _unavailable("the coordinator has not answered yet: is it running? see -dpa and -dpp")
-        return _json(_world(view, mesh, front_end))
+        return _json(_world(view, self._mesh, self._front_end))
 
-    async def requests(request: Request) -> Response:
-        return _json(RequestsAnswer(front_end, mesh.num_in_flight, list(mesh.flights(MAX_REQUESTS))))
+    async def requests(self, request: Request) -> Response:
+        return _json(
+            RequestsAnswer(self._front_end, self._mesh.num_in_flight, list(self._mesh.flights(MAX_REQUESTS)))
+        )
 
-    async def told_faults(request: Request) -> Response:
-        total = faults()
+    async def told_faults(self, request: Request) -> Response:
+        total = self._faults()
         counts = {event: total.counts.get(event, {}) for event in FaultEvent}
         return _json(
             FaultsAnswer(
@@ -216,62 +222,63 @@ def make_admin_app(
             )
         )
 
-    async def drain(request: Request) -> Response:
+    async def drain(self, request: Request) -> Response:
         wanted = _read_drain(await read_body(request, BODY_LIMITS))
-        return await carry_out(
+        return await self._carry_out(
             Drain(command=_name(), rank=wanted.rank, timeout=wanted.timeout, force=wanted.force)
         )
 
-    async def scale(request: Request) -> Response:
+    async def scale(self, request: Request) -> Response:
         wanted = _read_scale(await read_body(request, BODY_LIMITS))
-        return await carry_out(Scale(command=_name(), size=wanted.n, force=wanted.force))
+        return await self._carry_out(Scale(command=_name(), size=wanted.n, force=wanted.force))
 
-    async def role(request: Request) -> Response:
+    async def role(self, request: Request) -> Response:
         wanted = _read_role(await read_body(request, BODY_LIMITS))
-        return await carry_out(SetRole(command=_name(), rank=wanted.rank, role=wanted.role))
+        return await self._carry_out(SetRole(command=_name(), rank=wanted.rank, role=wanted.role))
 
-    async def scale_elastic_ep(request: Request) -> Response:
+    async def scale_elastic_ep(self, request: Request) -> Response:
         wanted = _read_elastic(await read_body(request, BODY_LIMITS))
         if wanted.drain_timeout is not None:
             raise ApiError(400, "drain_timeout is not supported: start instances with --drain-timeout.")
         wish = Scale(command=_name(), size=wanted.new_data_parallel_size)
-        text = await obtain(wish)
+        text = await self._obtain(wish)
+        mesh = self._mesh
         try:
             async with asyncio.timeout(ELASTIC_TIMEOUT):
                 while mesh.view is None or not has_size(mesh.view, wish.size):
                     if await request.is_disconnected():
                         break
                     await asyncio.sleep(LOOK_INTERVAL)
-                    await check(wish)
+                    await self._check(wish)
         except TimeoutError as error:
             raise ApiError(408, f"not done after {ELASTIC_TIMEOUT:g} s, though it goes on: {text}") from error
         return _json(ElasticAnswer(text))
 
-    async def rebalance(request: Request) -> Response:
+    async def rebalance(self, request: Request) -> Response:
         _read_rebalance(await read_body(request, BODY_LIMITS) or b"{}")
-        return await carry_out(Rebalance(command=_name()))
+        return await self._carry_out(Rebalance(command=_name()))
 
-    async def reset_prefix_cache(_request: Request) -> Response:
-        missing = await mesh.reset_caches(RESET_TIMEOUT)
+    async def reset_prefix_cache(self, _request: Request) -> Response:
+        missing = await self._mesh.reset_caches(RESET_TIMEOUT)
         if missing:
             raise _unavailable(f"these instances have not reset their caches: {', '.join(sorted(missing))}")
         return Response()
 
-    async def carry_out(wish: OperatorCommand) -> Response:
-        return _json(CommandAnswer(True, await obtain(wish)), ACCEPTED)
+    async def _carry_out(self, wish: OperatorCommand) -> Response:
+        return _json(CommandAnswer(True, await self._obtain(wish)), ACCEPTED)
 
-    async def check(wish: Scale) -> None:
+    async def _check(self, wish: Scale) -> None:
         """Raise an error if what was begun for a command has failed."""
         try:
-            answer = await command(wish)
+            answer = await self._command(wish)
         except TimeoutError:
             return  # the coordinator may be away for a moment
         if answer.status == FAILED:
             raise ApiError(answer.status, f"not done: {answer.text}")
 
-    async def obtain(wish: OperatorCommand) -> str:
+    async def _obtain(self, wish: OperatorCommand) -> str:
         try:
-            answer = await command(wish)
+            answer = await self._command(wish)
         except TimeoutError as error:
             text = "no answer yet, though it may have been done or begun: ask /admin/world, or once more"
             raise _unavailable(text) from error
@@ -280,17 +287,23 @@ def make_admin_app(
         headers = {"retry-after": RETRY_AFTER} if answer.status == 503 else None
         raise ApiError(answer.status, answer.text, headers=headers)
 
+
+def make_admin_app(
+    mesh: Watched, faults: Callable[[], Faults], command: Command, front_end: int = 0, prefix: str = ""
+) -> Starlette:
+    """The ASGI application of ``/admin``, behind :class:`AdminGate`."""
+    admin = AdminEndpoints(mesh, faults, command, front_end)
     app = Starlette(
         routes=[
-            Route("/admin/world", world, methods=["GET"]),
-            Route("/admin/requests", requests, methods=["GET"]),
-            Route("/admin/faults", told_faults, methods=["GET"]),
-            Route("/admin/drain", drain, methods=["POST"]),
-            Route("/admin/scale", scale, methods=["POST"]),
-            Route("/admin/role", role, methods=["POST"]),
-            Route(ELASTIC, scale_elastic_ep, methods=["POST"]),
-            Route(REBALANCE, rebalance, methods=["POST"]),
-            Route(RESET, reset_prefix_cache, methods=["POST"]),
+            Route("/admin/world", admin.world, methods=["GET"]),
+            Route("/admin/requests", admin.requests, methods=["GET"]),
+            Route("/admin/faults", admin.told_faults, methods=["GET"]),
+            Route("/admin/drain", admin.drain, methods=["POST"]),
+            Route("/admin/scale", admin.scale, methods=["POST"]),
+            Route("/admin/role", admin.role, methods=["POST"]),
+            Route(ELASTIC, admin.scale_elastic_ep, methods=["POST"]),
+            Route(REBALANCE, admin.rebalance, methods=["POST"]),
+            Route(RESET, admin.reset_prefix_cache, methods=["POST"]),
         ],
         middleware=[Middleware(RequestIds)],
         exception_handlers=exception_handlers(),

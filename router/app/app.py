@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -20,17 +19,14 @@ from starlette.types import Receive, Scope, Send
 from coordinator.messages import View
 from coordinator.process.process import shortage_of
 from coordinator.process.tracing import Tracing
-from router.api.answers import json_response
 from router.api.generating import Generating
 from router.api.replaying import Replaying
 from router.app.dashboard.page import Dashboard
 from router.app.endpoints import Endpoints
-from router.app.fault_status import fault_status
 from router.app.middleware import error_response, middleware
-from router.app.openapi import document
 from router.app.paths import not_there
 from router.app.refusals import Refusals
-from router.app.server_info import Sleeping, is_scaling, server_info, version_of
+from router.app.server_endpoints import ServerEndpoints
 from router.config import HttpConfig
 from router.errors import ApiError, ClientGone, from_mesh, short_of, unexpected
 from router.http.quotas import Quotas
@@ -63,78 +59,9 @@ def make_app(
     endpoints = Endpoints(config, metrics, models, quotas)
     refusals = Refusals()
     prefix = prefix_of(config.root_path)
-
-    async def health(request: Request) -> Response:
-        return Response(status_code=200 if mesh.healthy else 503)
-
-    async def alive(request: Request) -> Response:
-        """A request that arrives here was accepted and read by the loop.
-
-        Nothing more is checked.
-        """
-        return Response()
-
-    async def version(request: Request) -> Response:
-        return json_response(msgspec.json.encode({"version": version_of("lockstep")}))
-
-    async def info(request: Request) -> Response:
-        seen = view()
-        settings = None if seen is None else seen.settings
-        info_of_server = server_info(mesh.model, settings, len(metrics.reports()), mesh.numerics(), config)
-        return json_response(msgspec.json.encode(info_of_server))
-
-    async def is_sleeping(request: Request) -> Response:
-        return json_response(msgspec.json.encode(Sleeping()))
-
-    async def scales(request: Request) -> Response:
-        return json_response(msgspec.json.encode(is_scaling(mesh.instances_by_state())))
-
-    async def faults(request: Request) -> Response:
-        return json_response(msgspec.json.encode(fault_status(view())))
-
-    async def openapi(request: Request) -> Response:
-        return json_response(document(version_of("lockstep"), with_keys=bool(config.keys), prefix=prefix))
-
-    async def exposition(request: Request) -> Response:
-        page, content_type = metrics.exposition(request.headers.get("accept", ""))
-        return Response(page, headers={"content-type": content_type})
-
-    async def not_kept(request: Request) -> Response:
-        raise ApiError(404, "Answers are not kept: take them from the request that makes them.")
-
-    routes = [
-        Route("/v1/completions", generating.completions, methods=["POST"]),
-        Route("/v1/chat/completions", generating.chat, methods=["POST"]),
-        Route("/invocations", generating.invocations, methods=["POST"]),
-        Route("/v1/responses", generating.responses, methods=["POST"]),
-        Route("/v1/responses/input_tokens", generating.input_tokens, methods=["POST"]),
-        Route("/v1/responses/{id}", not_kept, methods=["GET", "DELETE"]),
-        Route("/v1/responses/{id}/cancel", not_kept, methods=["POST"]),
-        Route("/v1/responses/{id}/input_items", not_kept, methods=["GET"]),
-        Route("/v1/messages", generating.messages, methods=["POST"]),
-        Route("/v1/messages/count_tokens", generating.count_tokens, methods=["POST"]),
-        Route("/inference/v1/generate", generating.tokens, methods=["POST"]),
-        Route("/v1/replay", replaying.replay, methods=["POST"]),
-        Route("/v1/loads", endpoints.loads, methods=["GET"]),
-        Route("/v1/models", endpoints.models, methods=["GET"]),
-        Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
-        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
-        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
-        Route("/tokenizer_info", endpoints.tokenizer_info, methods=["GET"]),
-        Route("/get_load", endpoints.get_load, methods=["GET"]),
-        Route("/load", endpoints.load, methods=["GET"]),
-        Route("/health", health, methods=["GET"]),
-        Route("/livez", alive, methods=["GET"]),
-        Route("/ping", health, methods=["GET", "POST"]),
-        Route("/version", version, methods=["GET"]),
-        Route("/server_info", info, methods=["GET"]),
-        Route("/is_sleeping", is_sleeping, methods=["GET"]),
-        Route("/is_scaling_elastic_ep", scales, methods=["POST"]),
-        Route("/fault_tolerance/status", faults, methods=["GET"]),
-        Route("/openapi.json", openapi, methods=["GET"]),
-        Route("/metrics", exposition, methods=["GET"]),
-        *(dashboard.routes() if dashboard is not None else ()),
-    ]
+    server = ServerEndpoints(mesh, config, metrics, view, prefix)
+    routes = _routes(generating, replaying, endpoints, server)
+    routes += dashboard.routes() if dashboard is not None else ()
     app = Starlette(
         routes=routes,
         middleware=[
@@ -147,6 +74,44 @@ def make_app(
     app.state.prefix = prefix
     app.router.redirect_slashes = False  # to a scheme and a host that a proxy in front may not have
     return app
+
+
+def _routes(
+    generating: Generating, replaying: Replaying, endpoints: Endpoints, server: ServerEndpoints
+) -> list[Route]:
+    """All paths but those of the dashboard."""
+    return [
+        Route("/v1/completions", generating.completions, methods=["POST"]),
+        Route("/v1/chat/completions", generating.chat, methods=["POST"]),
+        Route("/invocations", generating.invocations, methods=["POST"]),
+        Route("/v1/responses", generating.responses, methods=["POST"]),
+        Route("/v1/responses/input_tokens", generating.input_tokens, methods=["POST"]),
+        Route("/v1/responses/{id}", server.not_kept, methods=["GET", "DELETE"]),
+        Route("/v1/responses/{id}/cancel", server.not_kept, methods=["POST"]),
+        Route("/v1/responses/{id}/input_items", server.not_kept, methods=["GET"]),
+        Route("/v1/messages", generating.messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", generating.count_tokens, methods=["POST"]),
+        Route("/inference/v1/generate", generating.tokens, methods=["POST"]),
+        Route("/v1/replay", replaying.replay, methods=["POST"]),
+        Route("/v1/loads", endpoints.loads, methods=["GET"]),
+        Route("/v1/models", endpoints.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
+        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
+        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", endpoints.tokenizer_info, methods=["GET"]),
+        Route("/get_load", endpoints.get_load, methods=["GET"]),
+        Route("/load", endpoints.load, methods=["GET"]),
+        Route("/health", server.health, methods=["GET"]),
+        Route("/livez", server.alive, methods=["GET"]),
+        Route("/ping", server.health, methods=["GET", "POST"]),
+        Route("/version", server.version, methods=["GET"]),
+        Route("/server_info", server.info, methods=["GET"]),
+        Route("/is_sleeping", server.is_sleeping, methods=["GET"]),
+        Route("/is_scaling_elastic_ep", server.scales, methods=["POST"]),
+        Route("/fault_tolerance/status", server.faults, methods=["GET"]),
+        Route("/openapi.json", server.openapi, methods=["GET"]),
+        Route("/metrics", server.exposition, methods=["GET"]),
+    ]
 
 
 def exception_handlers() -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:

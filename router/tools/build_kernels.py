@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +15,7 @@ from coordinator.process import process
 from coordinator.settings.flags import flag, parse
 from parallel import compiler
 from parallel.built_kernels import DIRECTORY_VARIABLE, TARGETS
+from parallel.native_source import NativeSource
 
 TARGET_NAMES = tuple(target.name for target in TARGETS)
 
@@ -77,18 +77,18 @@ def _build(config: BuildKernelsConfig) -> None:
             if target.name not in config.target:
                 continue
             with compiler.ahead(directory, target):
-                for path in pool.map(lambda compiled: compiled(), _sources()):
+                for path in pool.map(NativeSource.compiled, _sources()):
                     print(path, flush=True)
 
 
-def _sources() -> list[Callable[[], Path]]:
-    """Functions that compile one source each; their modules load torch, so they come late."""
+def _sources() -> list[NativeSource]:
+    """All sources that need nothing installed; their modules load torch, so they come late."""
     from engine.kernels.core import library
     from engine.transfers import checksums
     from parallel.communicators import native_links, native_network_rounds, native_rounds
 
-    others = checksums, native_rounds, native_network_rounds, native_links
-    return [library.compiled, *(each.compiled for each in others)]
+    modules = library, checksums, native_rounds, native_network_rounds, native_links
+    return [each.SOURCE for each in modules]
 
 
 if __name__ == "__main__":

@@ -57,6 +57,8 @@ def keys(node: ast.AST) -> Iterator[ast.expr]:
             yield key
         case ast.Call(func, [key, *_]) if last_part(func) == "getenv":
             yield key
+        case ast.Call(func, keywords=given) if last_part(func) == "NativeSource":
+            yield from (each.value for each in given if each.arg == "off")
         case ast.Subscript(mapping, key) if last_part(mapping) in MAPPINGS:
             yield key
         case ast.Compare(key, [ast.In() | ast.NotIn()], [mapping]) if last_part(mapping) in MAPPINGS:

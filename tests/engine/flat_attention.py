@@ -54,7 +54,8 @@ class FlatPlan:
         self.cache, self.positions, self.tables = cache, positions, tables
         self.use = cache.use
 
-    def attend(self, layer, query, key, value, *, scale, softcap=None, sinks=None):
+    def attend(self, layer, query, key, value, scoring):
+        scale, softcap, sinks = scoring
         assert softcap is None
         assert sinks is None
         keys, values = self.cache.keys[layer], self.cache.values[layer]

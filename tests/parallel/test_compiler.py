@@ -1,4 +1,4 @@
-"""Which compiler is taken, with real compilers."""
+"""Which compiler is taken, and what is loaded of its results, with real compilers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from parallel import compiler
+from parallel.native_source import NativeLibrary, NativeSource
 
 ROOT = Path(__file__).parents[2]
 
@@ -199,3 +201,87 @@ def test_a_compiler_does_not_outlive_its_process(source: Path, tmp_path: Path) -
     until = time.monotonic() + 10.0
     while Path(f"/proc/{child}").exists():
         assert time.monotonic() < until, "what the compiler had started goes on"
+
+
+TEXT = """
+#include <cstdint>
+#include "high.hpp"
+struct Pair { int64_t first, second; };
+extern "C" {
+int64_t lockstep_pair_bytes() { return sizeof(Pair); }
+const char* lockstep_name() { return "seven"; }
+}
+extern "C" double lockstep_half(double whole) { return whole / 2; }
+"""
+HEADER = '#include <cstdint>\nextern "C" int64_t lockstep_high(int64_t bits) { return int64_t(1) << bits; }\n'
+
+
+class Pair(ctypes.Structure):
+    _fields_ = (("first", ctypes.c_int64), ("second", ctypes.c_int64))
+
+
+class Single(ctypes.Structure):
+    _fields_ = (("first", ctypes.c_int64),)
+
+
+@pytest.fixture
+def native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NativeSource:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("SEVENS", raising=False)
+    folder = tmp_path / "native"
+    folder.mkdir()
+    (folder / "seven.cpp").write_text(TEXT)
+    (folder / "high.hpp").write_text(HEADER)
+    return NativeSource(
+        path=folder / "seven.cpp",
+        headers=(folder,),
+        structs={"pair": Pair},
+        off="SEVENS",
+        absent="sevens: off,",
+        instead="; sixes are used",
+    )
+
+
+def test_functions_are_found_in_the_sources_and_keep_their_types(native: NativeSource) -> None:
+    assert set(native.symbols()) == {f"lockstep_{name}" for name in ("pair_bytes", "name", "half", "high")}
+    library = native.open()
+    assert library.call("high", 40) == 1 << 40, "numbers of 64 bits come back whole"
+    assert library.text("name") == "seven"
+    half = library.bind("half", ctypes.c_double, result=ctypes.c_double)
+    assert half(3.0) == 1.5
+    assert getattr(library._loaded, "lockstep_half") is half, "it is kept, so its types are"  # noqa: B009
+
+
+@pytest.mark.parametrize(
+    ("change", "value", "line"),
+    [
+        ({}, "0", "sevens: off (SEVENS=0)"),
+        ({"needs": frozenset({"fma", "tea", "soup"})}, "", "sevens: off, this CPU lacks soup, tea"),
+        ({"structs": {"pair": Single}}, "", "has 16 bytes in seven-"),
+        ({"flags": ("-nonsense",)}, "", "sevens: off, the compiler failed: "),
+        ({"headers": ()}, "", None),
+    ],
+)
+def test_what_cannot_be_used_is_logged(
+    native: NativeSource,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    change: dict[str, object],
+    value: str,
+    line: str | None,
+) -> None:
+    monkeypatch.setattr(compiler, "cpu_flags", lambda: frozenset({"fma"}))
+    monkeypatch.setenv("SEVENS", value)
+    caplog.set_level("INFO", "parallel.native_source")
+    found = replace(native, **change).load(_itself)  # type: ignore[arg-type]
+    said = [record.getMessage() for record in caplog.records if record.name == "parallel.native_source"]
+    assert (found is None) == (line is not None)
+    assert len(said) == (line is not None)
+    if line is not None:
+        assert line in said[0]
+        assert said[0].startswith("sevens: off")
+        assert said[0].endswith("; sixes are used") == (caplog.records[-1].levelname == "WARNING")
+
+
+def _itself(library: NativeLibrary) -> NativeLibrary:
+    return library

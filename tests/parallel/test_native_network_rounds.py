@@ -17,7 +17,7 @@ import torch
 from parallel.communicators.arithmetic import even_sizes, sum_in_rank_order
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.native_links import NativeLinks
-from parallel.communicators.native_network_rounds import Library, NativeNetworkRounds, load
+from parallel.communicators.native_network_rounds import NativeNetworkRounds, NetworkLibrary, load
 from parallel.communicators.shared_memory_health import SharedMemoryHealth
 from tests.parallel.link_pairs import linked
 
@@ -40,7 +40,7 @@ class Health(SharedMemoryHealth):
 class Member:
     """One member's rounds and what belongs to them."""
 
-    def __init__(self, library: Library, links: NativeLinks, timeout: float = SECONDS) -> None:
+    def __init__(self, library: NetworkLibrary, links: NativeLinks, timeout: float = SECONDS) -> None:
         self.links = links
         self.health = Health(links.rank, links.size, timeout)
         self.rounds = NativeNetworkRounds(library, links, self.health, crowded=True)
@@ -140,7 +140,7 @@ def test_sums_that_native_code_does_not_know_go_by_the_same_messages(
     """Rank 0 sums bfloat16 in torch, as where the CPU lacks instructions."""
     size, dtype = len(threads.members), torch.bfloat16
     library = threads.members[0].rounds._library
-    less = Library.__new__(Library)
+    less = NetworkLibrary.__new__(NetworkLibrary)
     less.__dict__ |= library.__dict__ | {
         "kinds": {known: kind for known, kind in library.kinds.items() if known is not dtype}
     }

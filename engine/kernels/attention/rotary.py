@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engine.attention.base import PLAN_KEYWORD, AttentionUse, LayerShape
+from engine.attention.base import PLAN_KEYWORD, AttentionUse, LayerShape, Scoring
 from engine.kernels.core.stand_ins import Gives, NotUsual, distance, made_up, with_parts
 from engine.kernels.norms.norm import Norm, alone, norm_of
 from engine.kernels.products.projections import (
@@ -116,18 +116,10 @@ class Notes:
         self._value_dim = value_dim
 
     def attend(
-        self,
-        _layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, _layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         self.query, self.key, self.value = (each.transpose(0, 1) for each in (query, key, value))
-        self.scale, self.cap, self.sinks = float(scale), float(softcap or 0), sinks
+        self.scale, self.cap, self.sinks = float(scoring.scale), float(scoring.softcap or 0), scoring.sinks
         return query.new_zeros(query.shape[1], query.shape[0], self._value_dim)
 
 

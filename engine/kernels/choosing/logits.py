@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.base import Int64s
-from engine.kernels.core.library import Library
+from engine.kernels.core.library import KernelLibrary
 from engine.sampling import SamplingParams
 
 Draws: TypeAlias = npt.NDArray[np.void]
@@ -57,7 +57,7 @@ def draws(rows: Sequence[bytes]) -> Draws:
     return np.frombuffer(b"".join(rows), dtype=DRAW)
 
 
-def draw(library: Library, logits: torch.Tensor, how: Draws, positions: Int64s) -> Int64s:
+def draw(library: KernelLibrary, logits: torch.Tensor, how: Draws, positions: Int64s) -> Int64s:
     """Tokens of all rows, drawn for these positions."""
     rows, columns = _size(logits)
     found = np.empty(rows, dtype=np.int64)
@@ -81,7 +81,7 @@ def can_contest(how: Draws) -> bool:
 
 
 def contestants(
-    library: Library, logits: torch.Tensor, how: Draws, positions: Int64s, first: int
+    library: KernelLibrary, logits: torch.Tensor, how: Draws, positions: Int64s, first: int
 ) -> tuple[npt.NDArray[np.float64], Int64s]:
     """Best token of each row on a tensor-parallel rank, and its score.
 
@@ -113,7 +113,7 @@ class History(NamedTuple):
     params: SamplingParams
 
 
-def penalise(library: Library, logits: torch.Tensor, histories: Sequence[History], first: int) -> None:
+def penalise(library: KernelLibrary, logits: torch.Tensor, histories: Sequence[History], first: int) -> None:
     """Apply penalties to rows of logits, whose column 0 is token ``first``."""
     rows = [
         (
@@ -133,7 +133,7 @@ def penalise(library: Library, logits: torch.Tensor, histories: Sequence[History
 
 
 def leave_out(
-    library: Library,
+    library: KernelLibrary,
     logits: torch.Tensor,
     rows: Sequence[int],
     masks: Sequence[npt.NDArray[np.uint8]],
@@ -149,7 +149,9 @@ def leave_out(
     )
 
 
-def _shape(library: Library, logits: torch.Tensor, shapes: Sequence[tuple[Any, ...]], first: int) -> None:
+def _shape(
+    library: KernelLibrary, logits: torch.Tensor, shapes: Sequence[tuple[Any, ...]], first: int
+) -> None:
     _, columns = _size(logits)
     array = np.array(shapes, dtype=SHAPE)
     library.call(
@@ -158,7 +160,7 @@ def _shape(library: Library, logits: torch.Tensor, shapes: Sequence[tuple[Any, .
 
 
 def logprobs(
-    library: Library, logits: torch.Tensor, targets: Int64s, num_top: int
+    library: KernelLibrary, logits: torch.Tensor, targets: Int64s, num_top: int
 ) -> npt.NDArray[np.float64]:
     """See :meth:`engine.compute.logits_backend.LogitsBackend.logprob_table`."""
     rows, columns = _size(logits)

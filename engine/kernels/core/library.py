@@ -6,29 +6,19 @@ None, and the model runs on torch's own operators.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import logging
 import os
-import re
-import subprocess
 import threading
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
 from parallel import compiler
+from parallel.native_source import NativeLibrary, NativeSource
 
-logger = logging.getLogger(__name__)
-
-SOURCE = Path(__file__).parents[1] / "step.cpp"
-OPERATIONS = SOURCE.with_name("operations.def")
+KERNELS = Path(__file__).parents[1]
 NEEDED_FLAGS = {"avx2", "fma"}
 AVX512_FLAGS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"}
-FLAGS = (
-    *("-fopenmp", "-mprefer-vector-width=512"),
-    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # warnings about gcc's own intrinsics
-)
 OFF = "LOCKSTEP_NATIVE_KERNELS"
 """Environment variable: 0 turns native kernels off, avx512 turns AMX off, avx2 both."""
 BEYOND_AVX2 = {
@@ -47,38 +37,41 @@ KIND_FLAGS: dict[Kind, set[str]] = {
 }
 """Features of the CPU that each kind of kernels needs, as Linux names them."""
 
-EXPORTED = re.compile(r"^[\w* ]+\b(lockstep_\w+)\(", re.MULTILINE)
-"""A function of the sources that is called from here."""
+SOURCE = NativeSource(
+    path=KERNELS / "step.cpp",
+    headers=(
+        *(KERNELS / "operations.def", KERNELS),
+        *(compiler.INCLUDE / name for name in ("links.hpp", "waiting.hpp")),
+    ),
+    flags=(
+        *("-fopenmp", "-mprefer-vector-width=512"),
+        *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # warnings about gcc's own intrinsics
+    ),
+    needs=frozenset(NEEDED_FLAGS),
+    off=OFF,
+    absent="native kernels: off,",
+    instead="; steps run on torch's own operators",
+)
 
 
-class Library:
+class KernelLibrary:
     """The compiled kernels."""
 
-    def __init__(self, path: Path) -> None:
-        self._loaded = ctypes.CDLL(str(path))
-        for name in _symbols():
-            getattr(self._loaded, name).restype = ctypes.c_int64
+    def __init__(self, opened: NativeLibrary) -> None:
+        self.call, self.text, self.check_bytes = opened.call, opened.text, opened.check_bytes
         self.has_avx512 = bool(self.call("has_avx512"))
         """Whether vectors are those of AVX-512, which multiplies bfloat16, or of AVX2."""
         self.compresses = bool(self.call("can_compress"))
         """Whether this CPU has the instructions for weights in 12 bits."""
         self.has_tiles = False
         self.use_tiles(_asked() not in ("avx512", "avx2"))
-        self.key = f"{path.stem} {self.has_tiles}"
+        self.key = f"{opened.path.stem} {self.has_tiles}"
         """Name of source and CPU kind: instances with equal keys compute equal bits."""
         self.version = _version(self.text("compiler").encode())
         """Digest of the sources, the compiler and the C library.
 
         The CPU is no part of it: kernels of one kind do the same operations on all that have them.
         """
-
-    def call(self, name: str, *values: int) -> int:
-        """Call ``lockstep_<name>`` with whole numbers and addresses; 0 where it returns nothing."""
-        return int(getattr(self._loaded, f"lockstep_{name}")(*map(ctypes.c_int64, values)))
-
-    def text(self, name: str) -> str:
-        """The text that ``lockstep_<name>`` points to."""
-        return ctypes.string_at(self.call(name)).decode()
 
     def kind(self, *, bfloat16: bool) -> Kind:
         """The kind of kernels that compute in a data type: AMX multiplies bfloat16 only."""
@@ -124,20 +117,9 @@ def _asked() -> str:
 
 def _version(compiled_by: bytes) -> str:
     digest = hashlib.sha256(compiled_by)
-    for path in (SOURCE, *_headers()):
+    for path in SOURCE.files():
         digest.update(path.read_bytes())
     return f"{digest.hexdigest()[:16]} {os.confstr('CS_GNU_LIBC_VERSION')}"
-
-
-def _headers() -> list[Path]:
-    shared = (compiler.INCLUDE / name for name in ("links.hpp", "waiting.hpp"))
-    return [OPERATIONS, *sorted(SOURCE.parent.rglob("*.hpp")), *shared]
-
-
-@cache
-def _symbols() -> tuple[str, ...]:
-    """All functions that the sources export."""
-    return tuple(name for path in (SOURCE, *_headers()) for name in EXPORTED.findall(path.read_text()))
 
 
 def begin_build() -> None:
@@ -146,10 +128,10 @@ def begin_build() -> None:
 
 
 _lock = threading.Lock()
-_loaded: Library | None = None
+_loaded: KernelLibrary | None = None
 
 
-def load() -> Library | None:
+def load() -> KernelLibrary | None:
     """The kernels, compiled first if need be; None where there are none.
 
     The reason for None is logged once.
@@ -160,33 +142,21 @@ def load() -> Library | None:
         return _loaded
 
 
-def loaded() -> Library | None:
+def loaded() -> KernelLibrary | None:
     """The kernels, if they were loaded before; never takes long."""
     return _loaded
 
 
-def compiled(*, avx2: bool = False) -> Path:
-    """The kernels for this CPU, or for AVX2 alone.
+def opened(*, avx2: bool = False) -> KernelLibrary:
+    """Load the kernels for this CPU, or for AVX2 alone; raises as :meth:`NativeSource.open` does."""
+    return KernelLibrary(SOURCE.open(*avx2_flags() if avx2 else ()))
 
-    Raises:
-        OSError: there is no compiler, or no room for the result.
-        subprocess.SubprocessError: the compiler fails, or takes too long.
-    """
-    without = [option for flag, option in BEYOND_AVX2.items() if avx2 and flag in compiler.cpu_flags()]
-    return compiler.compiled(SOURCE, _headers(), [*FLAGS, *without], _symbols())
+
+def avx2_flags() -> list[str]:
+    """Options of the compiler that turn off what this CPU has beyond AVX2."""
+    return [option for flag, option in BEYOND_AVX2.items() if flag in compiler.cpu_flags()]
 
 
 @cache
-def _load(asked: str) -> Library | None:
-    if asked == "0":
-        logger.info("native kernels: off (%s=0)", OFF)
-        return None
-    missing = NEEDED_FLAGS - compiler.cpu_flags()
-    if missing:
-        logger.info("native kernels: off, this CPU lacks %s", ", ".join(sorted(missing)))
-        return None
-    try:
-        return Library(compiled(avx2=asked == "avx2"))
-    except (OSError, AttributeError, subprocess.SubprocessError) as error:
-        logger.warning("native kernels: off, %s; steps run on torch's own operators", compiler.reason(error))
-        return None
+def _load(asked: str) -> KernelLibrary | None:
+    return SOURCE.load(KernelLibrary, *avx2_flags() if asked == "avx2" else (), asked=asked)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.kernels.core.library import Library
+from engine.kernels.core.library import KernelLibrary
 
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -118,7 +118,7 @@ class Operations:
 
     def run(
         self,
-        library: Library,
+        library: KernelLibrary,
         step: StepArguments,
         dtype: torch.dtype,
         begin: int = 0,
@@ -134,11 +134,11 @@ class Operations:
         return library.call("run", address, count, step_at, ELEMENT[dtype], threads) == 0
 
 
-def check(library: Library, layouts: Mapping[str, np.dtype[Any]]) -> None:
+def check(library: KernelLibrary, layouts: Mapping[str, np.dtype[Any]]) -> None:
     """Check that operations and structures are those of the compiled sources."""
     assert library.text("operation_names").split() == [kind.name for kind in OperationKind]
-    for name, layout in {"operation": _OPERATION, "step": _STEP, **layouts}.items():
-        assert library.call(f"{name}_bytes") == layout.itemsize, name
+    every = {"operation": _OPERATION, "step": _STEP, **layouts}
+    library.check_bytes({name: layout.itemsize for name, layout in every.items()})
 
 
 def _address(value: Any) -> Any:

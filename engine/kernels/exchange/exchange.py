@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.kernels.core.library import Library
+from engine.kernels.core.library import KernelLibrary
 from engine.kernels.core.rows import SLACK, pitch_of
 from engine.kernels.exchange.layouts import EXCHANGE
 from engine.kernels.exchange.peer_waits import NativeWaits
@@ -179,7 +179,7 @@ class Joined(Exchange):
 
     def __init__(
         self,
-        library: Library,
+        library: KernelLibrary,
         group: SharedMemoryCommunicator,
         placement: Placement,
         shape: Shape,

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
-from engine.kernels.core.library import Library
+from engine.kernels.core.library import KernelLibrary
 from engine.kernels.core.pages import ALIGNMENT, mapped
 from engine.kernels.core.rows import pitch_of
 from engine.kernels.exchange.exchange import Exchange, Layout, Shape, signature_of
@@ -136,7 +136,7 @@ class Linkage:
     """What the kernels know of a group's links and messages."""
 
     def __init__(
-        self, library: Library, group: LinkedGroup, what: str, exchange: np.ndarray[Any, Any]
+        self, library: KernelLibrary, group: LinkedGroup, what: str, exchange: np.ndarray[Any, Any]
     ) -> None:
         """``what``: the call that errors name. ``exchange``: the record that gets this."""
         self._group = group
@@ -207,7 +207,7 @@ class Linked(Exchange):
 
     def __init__(
         self,
-        library: Library,
+        library: KernelLibrary,
         group: LinkedGroup,
         placement: Placement,
         shape: Shape,
@@ -274,7 +274,7 @@ class LinkedSums(Sums):
     """Sums among ranks on several hosts."""
 
     def __init__(
-        self, library: Library, group: LinkedGroup, width: int, *, arena_bytes: int = ARENA_BYTES
+        self, library: KernelLibrary, group: LinkedGroup, width: int, *, arena_bytes: int = ARENA_BYTES
     ) -> None:
         self._size = group.size
         num_bytes = arena_bytes // (1 + hosts_of(group).num_mirrors) // ALIGNMENT * ALIGNMENT

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from engine.host.background import let_go
-from engine.kernels.core.library import Library
+from engine.kernels.core.library import KernelLibrary
 from engine.kernels.core.operations import AS_FLOAT, OperationKind, Operations, StepArguments
 from engine.kernels.core.pages import Arena
 from engine.kernels.core.rows import SLACK, bytes_pitch, pitch_of, spaced
@@ -120,7 +120,7 @@ def _rows_of(mine: PackedWeights, theirs: PackedWeights | None, rows: Sequence[i
 class NativeExperts:
     """Native replacement of :class:`parallel.expert_products.ExpertProducts`."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: KernelLibrary) -> None:
         self._library = library
         self._packer = Packer(library)
         self._packed: dict[int, tuple[weakref.ref[torch.Tensor], PackedExperts]] = {}

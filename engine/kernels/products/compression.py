@@ -12,7 +12,7 @@ import os
 import numpy as np
 import torch
 
-from engine.kernels.core.library import Library
+from engine.kernels.core.library import KernelLibrary
 from engine.kernels.core.operations import COMPRESSED, RecordedWeights
 from engine.kernels.core.pages import Arena
 
@@ -35,7 +35,9 @@ class Compressed(RecordedWeights):
 
     flag = COMPRESSED
 
-    def __init__(self, library: Library, panels: torch.Tensor, tiles: torch.Tensor, survey: Survey) -> None:
+    def __init__(
+        self, library: KernelLibrary, panels: torch.Tensor, tiles: torch.Tensor, survey: Survey
+    ) -> None:
         """``tiles``: uint8 [tiles, TILE_BYTES], to be written."""
         self.tiles, self._uppers, self._begins = tiles, survey.uppers, survey.begins
         self._patches = np.empty(survey.num_patches, dtype=np.uint32)
@@ -66,7 +68,7 @@ class Compressed(RecordedWeights):
 class Survey:
     """Codes for the upper bytes of weights, and the weights left to patch."""
 
-    def __init__(self, library: Library, panels: torch.Tensor) -> None:
+    def __init__(self, library: KernelLibrary, panels: torch.Tensor) -> None:
         tiles = panels.numel() // TILE_WEIGHTS
         self.uppers = np.empty(CODES, dtype=np.uint8)
         self.begins = np.empty(tiles + 1, dtype=np.uint32)
@@ -80,13 +82,13 @@ class Survey:
         )
 
 
-def can_compress(library: Library, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+def can_compress(library: KernelLibrary, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Whether products read panels [..., inputs / 2, 16, 2] of this shape in tiles."""
     wanted = library.compresses and os.environ.get(OFF) != "0"
     return wanted and library.has_tiles and dtype == torch.bfloat16 and shape[-3] % TILE == 0
 
 
-def compressed(library: Library, panels: torch.Tensor, arena: Arena) -> Compressed | None:
+def compressed(library: KernelLibrary, panels: torch.Tensor, arena: Arena) -> Compressed | None:
     """Compressed panels in memory of the arena; None if too many weights have no code."""
     survey = Survey(library, panels)
     if survey.num_patches > MOST_PATCHES * panels.numel():

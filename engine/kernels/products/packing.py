@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.core.library import Library
+from engine.kernels.core.library import KernelLibrary
 from engine.kernels.core.operations import OperationKind, Operations, RecordedWeights
 from engine.kernels.core.pages import Arena
 from engine.kernels.products.compression import can_compress, compressed
@@ -42,7 +42,7 @@ def gate_and_up(weight: torch.Tensor) -> torch.Tensor:
 class Packer:
     """Lays weights out where they stay: in huge pages, compressed where that is worth it."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: KernelLibrary) -> None:
         self._library = library
         self._arena = Arena()
         self.num_bytes = 0

@@ -31,7 +31,7 @@ from engine.attention.base import LayerShape
 from engine.attention.kv_codes import KVCodes
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
-from engine.kernels.core.library import Library
+from engine.kernels.core.library import KernelLibrary
 from engine.kernels.core.operations import OperationKind, Operations, StepArguments
 from engine.kernels.core.rows import SLACK, pitch_of
 from examples.benchmarks.bench_lockstep import print_table
@@ -70,7 +70,7 @@ class Layers:
 
     def __init__(
         self,
-        kernels: Library,
+        kernels: KernelLibrary,
         heads: Heads,
         positions: int,
         dtype: torch.dtype,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.attention import make_attention
-from engine.attention.base import LayerShape, PackedRows
+from engine.attention.base import LayerShape, PackedRows, Scoring
 from engine.attention.kv_codes import KVCodes
 from engine.compute.fixed_blocks import FixedBlocks
 from tests.nightly import NIGHTLY
@@ -73,7 +73,7 @@ class Rows:
             )
             with torch.inference_mode(), FixedBlocks():
                 attended = cache.plan(packed).attend(
-                    0, query, key, value, scale=0.3, softcap=self.softcap, sinks=self.sinks
+                    0, query, key, value, Scoring(0.3, self.softcap, self.sinks)
                 )
             found.append(attended[torch.from_numpy(np.repeat(requests, counts) == 0)])
         return torch.cat(found)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.attention import torch_paged
-from engine.attention.base import LayerShape, PackedRows
+from engine.attention.base import LayerShape, PackedRows, Scoring
 from engine.attention.torch_paged import GATHER_BYTES, TorchPagedAttention, gather_bytes
 
 LAYERS = [LayerShape(2, 16, 8, None), LayerShape(4, 8, 8, 20)]
@@ -46,7 +46,7 @@ def test_rows_are_gathered_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
         ):
             mine.copy_(given)
         plan = cache.plan(packed)
-        return [plan.attend(i, *each, scale=0.3) for i, each in enumerate(tensors)], cache
+        return [plan.attend(i, q, k, v, Scoring(0.3)) for i, (q, k, v) in enumerate(tensors)], cache
 
     whole, _ = attended()
     most = 3 * 16  # blocks of three of the longest rows

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.attention import splits, why_not_triton
-from engine.attention.base import LayerShape, PackedRows
+from engine.attention.base import LayerShape, PackedRows, Scoring
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.config import CacheConfig, ModelConfig
 from engine.model import choice
@@ -77,7 +77,7 @@ def test_equals_the_definition(shapes, special, longest, group, lengths, make) -
             heads = shape.kv_heads * group
             sinks = torch.linspace(-1, 2, heads, device=DEVICE) if special in ("sinks", "both") else None
             query, key, value = (t.to(DEVICE) for t in requests.packed_tensors(rows, layer))
-            found = plan.attend(layer, query, key, value, scale=0.3, softcap=softcap, sinks=sinks)
+            found = plan.attend(layer, query, key, value, Scoring(0.3, softcap, sinks))
             expected = requests.expected(rows, layer, 0.3, softcap, None if sinks is None else sinks.cpu())
             torch.testing.assert_close(found.cpu().double(), expected, atol=2e-5, rtol=1e-4)
     assert requests.done == lengths
@@ -122,7 +122,7 @@ def test_equals_the_other_backend(dtype, tolerance, make) -> None:
         key = torch.randn(tokens, 2, shape.key_dim, generator=generator).to(DEVICE, dtype).transpose(0, 1)
         value = torch.randn(tokens, 2, shape.value_dim, generator=generator).to(DEVICE, dtype).transpose(0, 1)
         found, expected = (
-            plan.attend(layer, query, key, value, scale=shape.key_dim**-0.5).float() for plan in plans
+            plan.attend(layer, query, key, value, Scoring(shape.key_dim**-0.5)).float() for plan in plans
         )
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
         assert torch.equal(ours.keys[layer][:-BLOCK_SIZE], other.keys[layer])
@@ -170,7 +170,7 @@ def test_rows_of_all_lengths_are_merged(make) -> None:
     for layer, shape in enumerate(layers):
         query = torch.randn(4, 6, shape.key_dim, generator=generator).to(DEVICE)
         key, value = torch.randn(2, 2, 6, 16, generator=generator).to(DEVICE)
-        found, expected = (plan.attend(layer, query, key, value, scale=0.3) for plan in plans)
+        found, expected = (plan.attend(layer, query, key, value, Scoring(0.3)) for plan in plans)
         assert ours.splits(6, shape, 61) > 1
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 

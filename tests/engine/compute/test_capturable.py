@@ -31,7 +31,7 @@ class Shapes:
         self.use = AttentionUse()
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
         return query.new_empty(query.shape[1], query.shape[0], value.shape[2])
 

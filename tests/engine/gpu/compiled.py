@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from engine.attention import triton_paged
-from engine.attention.base import LayerShape, PackedRows
+from engine.attention.base import LayerShape, PackedRows, Scoring
 from engine.gpu import coded_kernels, coded_products, fused_launches, grouped_products
 from engine.gpu.coded_products import DeviceCodes
 from engine.gpu.late_rotary import Turn
@@ -133,7 +133,7 @@ class Steps:
         qkv = (query[0], key[0], value.transpose(1, 2)[0])
         turn = Turn(angles, angles)
         for more in ({}, {"turn": turn}):
-            plan.attend(0, *qkv, scale=0.1, softcap=sizes.softcap, sinks=sinks, **more)
+            plan.attend(0, *qkv, Scoring(0.1, sizes.softcap, sinks), **more)
         fused_launches.gated(empty(1, tokens, 2 * sizes.inner, dtype=dtype), tanh=sizes.softcap is not None)
         if sizes.experts:
             self._experts(hidden[0])

@@ -33,7 +33,7 @@ def command() -> str:
 
 
 @contextmanager
-def emulated_tiles() -> Iterator[library.Library]:
+def emulated_tiles() -> Iterator[library.KernelLibrary]:
     """Kernels with emulated tiles.
 
     Meanwhile they are the ones that :func:`library.load` returns, and the CPU's features include AMX.

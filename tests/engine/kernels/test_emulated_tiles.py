@@ -27,7 +27,7 @@ SMALLEST = 2.0**-126
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[library.Library]:
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[library.KernelLibrary]:
     with emulated_tiles() as emulated:
         monkeypatch.setattr(test_kernels, "KERNELS", emulated)
         yield emulated
@@ -67,7 +67,7 @@ def as_documented(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Te
 
 
 def products(
-    kernels: library.Library,
+    kernels: library.KernelLibrary,
     x: torch.Tensor,
     weight: torch.Tensor,
     parts: int = 1,
@@ -84,7 +84,7 @@ def products(
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("rows", [1, 16, 17, 33, 75])
 def test_sums_are_those_of_the_manual(
-    kernels: library.Library, rows: int, parts: int, compressed: bool
+    kernels: library.KernelLibrary, rows: int, parts: int, compressed: bool
 ) -> None:
     x, weight = random(rows, 256, dtype=torch.bfloat16), random(70, 256, dtype=torch.bfloat16)
     expected = as_documented(x, weight, parts)
@@ -92,7 +92,7 @@ def test_sums_are_those_of_the_manual(
     assert not same_bits(expected, x.float() @ weight.float().T), "the order of the sums shows"
 
 
-def test_denormals_are_zeros(kernels: library.Library) -> None:
+def test_denormals_are_zeros(kernels: library.KernelLibrary) -> None:
     x, weight = torch.zeros(1, 64), torch.zeros(32, 64)
     x[0, :2] = torch.tensor([1.0, 2.0**-70])
     weight[0, 0] = 2.0**-130  # a denormal, as it comes
@@ -106,7 +106,7 @@ def test_denormals_are_zeros(kernels: library.Library) -> None:
 
 @pytest.mark.skipif(REAL is None or not REAL.has_tiles, reason="no AMX here")
 @pytest.mark.parametrize("rows", [1, 17, 75])
-def test_the_cpu_computes_the_same(kernels: library.Library, rows: int) -> None:
+def test_the_cpu_computes_the_same(kernels: library.KernelLibrary, rows: int) -> None:
     assert REAL is not None
     x, weight = random(rows, 256, dtype=torch.bfloat16), random(70, 256, dtype=torch.bfloat16)
     x[:, ::7] *= 1e-37

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.attention import make_attention, torch_paged
-from engine.attention.base import LayerShape, PackedRows
+from engine.attention.base import LayerShape, PackedRows, Scoring
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 200
@@ -143,7 +143,7 @@ def test_equals_the_definition(shapes: str, special: str, monkeypatch: pytest.Mo
                 heads = shape.kv_heads * group
                 sinks = torch.linspace(-1, 2, heads) if special in ("sinks", "both") else None
                 query, key, value = requests.packed_tensors(rows, layer)
-                found = plan.attend(layer, query, key, value, scale=0.3, softcap=softcap, sinks=sinks)
+                found = plan.attend(layer, query, key, value, Scoring(0.3, softcap, sinks))
                 assert found.shape == (query.shape[1], heads, shape.value_dim)
                 expected = requests.expected(rows, layer, 0.3, softcap, sinks)
                 torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-4)
@@ -163,7 +163,7 @@ def test_stored_where_the_tables_say() -> None:
     packed = PackedRows(np.array([0]), np.array([6]), tables, np.arange(6), 0)
     key = torch.arange(12.0).view(1, 6, 2) + 1
     value = torch.ones(1, 6, 3)
-    cache.plan(packed).attend(0, torch.zeros(1, 6, 2), key, value, scale=1.0)
+    cache.plan(packed).attend(0, torch.zeros(1, 6, 2), key, value, Scoring(1.0))
     expected = torch.zeros(24, 1, 2)
     expected[[16, 17, 18, 19, 4, 5], 0] = key[0]
     assert torch.equal(cache.keys[0], expected)

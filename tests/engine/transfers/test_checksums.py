@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import subprocess
@@ -15,7 +14,7 @@ import pytest
 
 from engine.transfers import checksums
 from engine.transfers.block_memory import BlockMemory
-from engine.transfers.checksums import NARROW, TABLE, WIDE, Library, read_checked, spans_of
+from engine.transfers.checksums import NARROW, TABLE, WIDE, ChecksumLibrary, read_checked, spans_of
 from parallel import compiler
 
 KINDS = {"table": TABLE, "narrow": NARROW, "wide": WIDE}
@@ -23,10 +22,10 @@ PIECE = 256 << 10
 """Bytes that are read and checked at once."""
 
 
-def made(kind: str) -> Library:
+def made(kind: str) -> ChecksumLibrary:
     if checksums.load() is None:
         pytest.skip("there is no compiler, or this CPU does not multiply without carries")
-    library = Library(ctypes.CDLL(str(checksums.compiled())), KINDS[kind])
+    library = ChecksumLibrary(checksums.SOURCE.open(), KINDS[kind])
     if library.kind > library.best_kind:
         pytest.skip(f"this CPU has no instructions for {kind}")
     return library
@@ -115,12 +114,12 @@ def test_without_the_library_zlib_computes(
     if trouble == "CPU":
         monkeypatch.setattr(compiler, "cpu_flags", lambda: frozenset({"sse4_1"}))
     else:
-        monkeypatch.setattr(compiler, "cpu_flags", lambda: frozenset(checksums.NEEDED_FLAGS))
+        monkeypatch.setattr(compiler, "cpu_flags", lambda: checksums.SOURCE.needs)
 
-        def fails() -> Path:
+        def fails(*_given: object) -> Path:
             raise subprocess.CalledProcessError(1, "g++", stderr=b"error: no such option")
 
-        monkeypatch.setattr(checksums, "compiled", fails)
+        monkeypatch.setattr(compiler, "compiled", fails)
     with caplog.at_level("INFO"):
         assert checksums.load.__wrapped__() is None
     assert (

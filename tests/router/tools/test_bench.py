@@ -14,9 +14,10 @@ import pytest
 
 from router.tools.bench import client
 from router.tools.bench.arrivals import Arrivals, pauses
-from router.tools.bench.command import conversations, main, parse_args, save
+from router.tools.bench.command import conversations, main, save
 from router.tools.bench.datasets import Shape, prefix_repetition, random_prompts, sharegpt
 from router.tools.bench.report import Outcome, meets, report, summary
+from router.tools.bench.settings import parse_args
 
 
 def test_random_prompts() -> None:

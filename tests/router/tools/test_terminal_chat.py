@@ -15,7 +15,7 @@ from coordinator.settings import flags
 from router.launcher.endpoint_config import EndpointConfig
 from router.tools.api_client import ServerError
 from router.tools.bench.client import model_name, session
-from router.tools.bench.command import parse_args
+from router.tools.bench.settings import parse_args
 from router.tools.terminal_chat import ChatConfig, Conversation
 
 

@@ -14,7 +14,7 @@ from engine.attention.base import LayerShape, PackedRows
 from engine.attention.kv_codes import KVCodes, quantized, widened
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
-from engine.kernels.core.library import Library
+from engine.kernels.core.library import KernelLibrary
 from engine.kernels.core.operations import WITHIN, OperationKind, Operations, StepArguments
 from engine.kernels.core.rows import SLACK, pitch_of
 from tests.engine.kernels.emulated_tiles import ABLE, emulated_tiles
@@ -101,12 +101,12 @@ def one_thread() -> Iterator[None]:
 
 
 @cache
-def kernels_of(kind: str) -> Library:
+def kernels_of(kind: str) -> KernelLibrary:
     """Kernels of this CPU, those for AVX2, or those for AMX, whose tiles are emulated."""
     if kind == "amx":
         with emulated_tiles() as found:
             return found
-    kernels = library.load() if kind == "best" else library.Library(library.compiled(avx2=True))
+    kernels = library.load() if kind == "best" else library.opened(avx2=True)
     assert kernels is not None
     return kernels
 

@@ -67,7 +67,7 @@ def named(path: Path, pattern: re.Pattern[str]) -> dict[tuple[str, ...], list[st
 def test_rows_are_multiplied_by_dot_products() -> None:
     """A row and two panels are two instructions; no product is made of smaller ones."""
     dots = {"BFloat16": "vdpbf16ps", "Bytes": "vpdpbusd"}
-    kinds = named(library.compiled(), MULTIPLY)
+    kinds = named(library.SOURCE.compiled(), MULTIPLY)
     assert {kind for kind, _ in kinds} == set(dots)
     for (kind, rows), lines in kinds.items():
         assert count(lines, dots[kind]) >= 2 * int(rows), (kind, rows)
@@ -78,7 +78,7 @@ def test_rows_are_multiplied_by_dot_products() -> None:
 def test_codes_go_from_their_widening_right_into_dot_products() -> None:
     """Four bits are looked up in a table, eight are converted, floats are shifted."""
     converted = {"FourBits": "vpermps", "EightBits": "vcvtdq2ps", "FloatsOfEightBits": "vpsrad"}
-    kinds = named(library.compiled(), CODES)
+    kinds = named(library.SOURCE.compiled(), CODES)
     assert {kind for kind, _ in kinds} == set(converted)
     for (kind, rows), lines in kinds.items():
         words = 4 if kind == "FourBits" else 2
@@ -88,7 +88,7 @@ def test_codes_go_from_their_widening_right_into_dot_products() -> None:
 
 
 def test_kernels_for_avx2_have_nothing_beyond_it() -> None:
-    path = library.compiled(avx2=True)
+    path = library.SOURCE.compiled(*library.avx2_flags())
     for (kind, rows, panels), lines in named(path, PANELS).items():
         least = int(rows) * int(panels)
         if kind == "Bytes":
@@ -101,6 +101,8 @@ def test_kernels_for_avx2_have_nothing_beyond_it() -> None:
 
 
 def test_tiles_are_multiplied_where_the_machine_has_them() -> None:
-    used = {line.split(None, 1)[0] for lines in functions(library.compiled()).values() for line in lines}
+    used = {
+        line.split(None, 1)[0] for lines in functions(library.SOURCE.compiled()).values() for line in lines
+    }
     has_tiles = library.KIND_FLAGS["amx"] <= compiler.cpu_flags()
     assert TILES & used == (TILES if has_tiles else set())

@@ -33,8 +33,8 @@ SMALL = {"intermediate_size": 16, "moe_intermediate_size": 16, "shared_expert_in
 
 
 @cache
-def kernels(kind: str) -> library.Library:
-    found = library.load() if kind == "best" else library.Library(library.compiled(avx2=True))
+def kernels(kind: str) -> library.KernelLibrary:
+    found = library.load() if kind == "best" else library.opened(avx2=True)
     assert found is not None
     return found
 

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(params=["tiles", "vectors"])
-def kernels(request: pytest.FixtureRequest) -> Iterator[library.Library]:
+def kernels(request: pytest.FixtureRequest) -> Iterator[library.KernelLibrary]:
     """With AMX, emulated where the CPU has none, and without."""
     assert KERNELS is not None
     had = KERNELS.has_tiles
@@ -54,14 +54,14 @@ def weights(outputs: int, inputs: int) -> torch.Tensor:
     return weight
 
 
-def narrow(kernels: library.Library, words: torch.Tensor) -> Compressed:
+def narrow(kernels: library.KernelLibrary, words: torch.Tensor) -> Compressed:
     """However many patches that takes."""
     tiles = torch.zeros(words.numel() // TILE_WEIGHTS, TILE_BYTES, dtype=torch.uint8)
     return Compressed(kernels, words, tiles, Survey(kernels, words))
 
 
 def run(
-    kernels: library.Library, kind: OperationKind, x: torch.Tensor, out: torch.Tensor, **fields: object
+    kernels: library.KernelLibrary, kind: OperationKind, x: torch.Tensor, out: torch.Tensor, **fields: object
 ) -> None:
     operations = Operations(1)
     operations.add(kind, into=spaced(x), out=out, **fields)
@@ -75,7 +75,9 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 33, 75, 130])
 @pytest.mark.parametrize(("outputs", "inputs"), [(320, 64), (250, 192), (64, 1024)])
-def test_products_have_the_same_bits(kernels: library.Library, rows: int, outputs: int, inputs: int) -> None:
+def test_products_have_the_same_bits(
+    kernels: library.KernelLibrary, rows: int, outputs: int, inputs: int
+) -> None:
     x, words = random(rows, inputs, dtype=torch.bfloat16), panels(weights(outputs, inputs), 32)
     before = random(rows, outputs, dtype=torch.bfloat16)
     wide = [torch.empty(rows, outputs) for _ in range(2)]
@@ -89,7 +91,7 @@ def test_products_have_the_same_bits(kernels: library.Library, rows: int, output
 
 
 @pytest.mark.parametrize("rows", [3, 40])
-def test_gated_products_have_the_same_bits(kernels: library.Library, rows: int) -> None:
+def test_gated_products_have_the_same_bits(kernels: library.KernelLibrary, rows: int) -> None:
     x, words = random(rows, 128, dtype=torch.bfloat16), gate_and_up(weights(2 * 176, 128))
     outs = [torch.zeros(rows, pitch_of(176, torch.bfloat16), dtype=torch.bfloat16) for _ in range(2)]
     for out, form in zip(outs, (words, narrow(kernels, words)), strict=True):
@@ -97,7 +99,7 @@ def test_gated_products_have_the_same_bits(kernels: library.Library, rows: int) 
     assert same_bits(*outs)
 
 
-def test_experts_have_the_same_bits(kernels: library.Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_have_the_same_bits(kernels: library.KernelLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     module = experts(5, 64, 96, torch.bfloat16, size=0.02)
     rows, counts = random(98, 64, dtype=torch.bfloat16), [5, 0, 78, 14, 1]
     found = NativeExperts(kernels).compute(module, rows, counts)
@@ -105,7 +107,7 @@ def test_experts_have_the_same_bits(kernels: library.Library, monkeypatch: pytes
     assert same_bits(found, NativeExperts(kernels).compute(module, rows, counts))
 
 
-def test_a_quarter_less(kernels: library.Library) -> None:
+def test_a_quarter_less(kernels: library.KernelLibrary) -> None:
     words = panels(random(512, 1024, dtype=torch.bfloat16) * 0.02)
     found = narrow(kernels, words)
     assert 0.75 < found.num_bytes / words.nbytes < 0.76
@@ -113,7 +115,7 @@ def test_a_quarter_less(kernels: library.Library) -> None:
     assert isinstance(laid, Compressed if kernels.has_tiles else torch.Tensor)
 
 
-def test_what_is_not_compressed(kernels: library.Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_compressed(kernels: library.KernelLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     apart = torch.arange(64 * 64, dtype=torch.int16).mul(16).view(torch.bfloat16).view(64, 64)
     assert compressed(kernels, panels(apart), Arena()) is None, "every upper byte is as frequent as any other"
     assert isinstance(Packer(kernels).panels(apart), torch.Tensor)

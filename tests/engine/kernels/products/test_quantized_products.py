@@ -30,11 +30,11 @@ pytestmark = pytest.mark.skipif(KERNELS is None, reason="no AVX2, or no C++ comp
 
 
 @pytest.fixture(params=["tiles", "vectors", "avx2"])
-def kernels(request: pytest.FixtureRequest) -> Iterator[library.Library]:
+def kernels(request: pytest.FixtureRequest) -> Iterator[library.KernelLibrary]:
     """With AMX, emulated where the CPU has none, and without; and those for AVX2."""
     assert KERNELS is not None
     if request.param == "avx2":
-        yield library.Library(library.compiled(avx2=True))
+        yield library.opened(avx2=True)
         return
     had = KERNELS.has_tiles
     if request.param == "tiles" and not had:
@@ -103,7 +103,7 @@ FORMS = {
 @pytest.mark.parametrize("rows", [1, 5, 9, 14, 33, 230])
 @pytest.mark.parametrize("outputs", [64, 250])
 def test_products_have_the_same_bits(
-    kernels: library.Library, rows: int, outputs: int, form: str, dtype: torch.dtype
+    kernels: library.KernelLibrary, rows: int, outputs: int, form: str, dtype: torch.dtype
 ) -> None:
     weight = quantised(outputs, 192, **FORMS[form], dtype=dtype)  # type: ignore[arg-type]
     packer = Packer(kernels)
@@ -122,7 +122,7 @@ def test_products_have_the_same_bits(
 
 
 @pytest.mark.parametrize("rows", [3, 40])
-def test_gated_products_have_the_same_bits(kernels: library.Library, rows: int) -> None:
+def test_gated_products_have_the_same_bits(kernels: library.KernelLibrary, rows: int) -> None:
     x = random(rows, 128, dtype=torch.bfloat16)
     gate, up = quantised(176, 128, bits=4, group=32), quantised(176, 128, bits=4, group=32, zeros=True)
     packer = Packer(kernels)
@@ -135,7 +135,7 @@ def test_gated_products_have_the_same_bits(kernels: library.Library, rows: int) 
 
 
 @pytest.mark.parametrize(("bits", "has_order"), [(4, False), (8, False), (4, True)])
-def test_experts_have_the_same_bits(kernels: library.Library, bits: int, has_order: bool) -> None:
+def test_experts_have_the_same_bits(kernels: library.KernelLibrary, bits: int, has_order: bool) -> None:
     """Each may have its own order of groups."""
     module, widened = (experts(5, 64, 96, torch.bfloat16) for _ in range(2))
     for name, shape in (("gate_up_proj", (5, 2 * 96, 64)), ("down_proj", (5, 64, 96))):
@@ -148,7 +148,7 @@ def test_experts_have_the_same_bits(kernels: library.Library, bits: int, has_ord
     assert same_bits(found, NativeExperts(kernels).compute(widened, rows, counts))
 
 
-def test_codes_that_do_not_give_the_weights_are_not_used(kernels: library.Library) -> None:
+def test_codes_that_do_not_give_the_weights_are_not_used(kernels: library.KernelLibrary) -> None:
     weight = quantised(64, 64, bits=4, group=32)
     weight.data[3, 3] += 1
     assert not isinstance(Packer(kernels).panels(weight), QuantizedPanels)

@@ -35,12 +35,12 @@ WHOLE = Rounding(scale=1.0)
 
 
 @cache
-def for_avx2() -> library.Library:
-    return library.Library(library.compiled(avx2=True))
+def for_avx2() -> library.KernelLibrary:
+    return library.opened(avx2=True)
 
 
 @pytest.fixture(params=["tiles", "vectors", "avx2"])
-def kernels(request: pytest.FixtureRequest) -> Iterator[library.Library]:
+def kernels(request: pytest.FixtureRequest) -> Iterator[library.KernelLibrary]:
     """AMX, emulated where the CPU has none; AVX-512; AVX2."""
     assert KERNELS is not None
     if request.param == "avx2":
@@ -96,7 +96,7 @@ def known_of(weight: torch.nn.Parameter) -> Codes:
 
 
 def multiply(
-    kernels: library.Library,
+    kernels: library.KernelLibrary,
     kind: OperationKind,
     x: torch.Tensor,
     laid: object,
@@ -113,7 +113,7 @@ def multiply(
 
 
 def products(
-    kernels: library.Library, x: torch.Tensor, weight: torch.nn.Parameter, parts: int = 1
+    kernels: library.KernelLibrary, x: torch.Tensor, weight: torch.nn.Parameter, parts: int = 1
 ) -> torch.Tensor:
     laid = Packer(kernels).panels(weight, multiple=32, parts=parts)
     out = torch.empty(len(x), len(weight))
@@ -123,7 +123,7 @@ def products(
 
 @pytest.mark.parametrize("inputs", [64, 192, 1024, 4864])
 @pytest.mark.parametrize("rows", [1, 5, 33])
-def test_sums_are_those_of_numpy(kernels: library.Library, rows: int, inputs: int) -> None:
+def test_sums_are_those_of_numpy(kernels: library.KernelLibrary, rows: int, inputs: int) -> None:
     generator = np.random.default_rng(rows + inputs)
     x = generator.integers(-128, 128, (rows, inputs))
     x[0], x[-1, ::2] = -128, 127
@@ -154,7 +154,7 @@ ROUNDINGS = {
 )
 @pytest.mark.parametrize("how", ROUNDINGS)
 def test_results_have_the_bits_of_torch(
-    kernels: library.Library, parts: int, inputs: int, how: str, dtype: torch.dtype
+    kernels: library.KernelLibrary, parts: int, inputs: int, how: str, dtype: torch.dtype
 ) -> None:
     weight = weight_of(250, inputs, rounding=ROUNDINGS[how], dtype=dtype)
     for rows in (1, 40):
@@ -164,7 +164,7 @@ def test_results_have_the_bits_of_torch(
         assert same_bits(products(kernels, x, weight, parts), known_of(weight).product(x, parts))
 
 
-def test_ranks_add_up_what_one_adds(kernels: library.Library) -> None:
+def test_ranks_add_up_what_one_adds(kernels: library.KernelLibrary) -> None:
     """Two ranks have two of four parts each."""
     weight, x = weight_of(96, 512, rounding=Rounding()), random(9, 512, dtype=torch.bfloat16)
     whole, known = products(kernels, x, weight, 4), known_of(weight)
@@ -178,7 +178,7 @@ def test_ranks_add_up_what_one_adds(kernels: library.Library) -> None:
 
 
 @pytest.mark.parametrize("rows", [2, 40])
-def test_results_are_added_to_what_is_there(kernels: library.Library, rows: int) -> None:
+def test_results_are_added_to_what_is_there(kernels: library.KernelLibrary, rows: int) -> None:
     weight, x = weight_of(250, 128, rounding=Rounding()), random(rows, 128, dtype=torch.bfloat16)
     before, bias = random(rows, 250, dtype=torch.bfloat16), random(250)
     out, laid = spaced(before), Packer(kernels).panels(weight, multiple=32)
@@ -188,7 +188,7 @@ def test_results_are_added_to_what_is_there(kernels: library.Library, rows: int)
 
 
 @pytest.mark.parametrize("rows", [3, 40])
-def test_gated_products(kernels: library.Library, rows: int) -> None:
+def test_gated_products(kernels: library.KernelLibrary, rows: int) -> None:
     gate, up = (weight_of(176, 128, rounding=Rounding(), seed=seed) for seed in (1, 2))
     x = random(rows, 128, dtype=torch.bfloat16)
     out = torch.zeros(rows, pitch_of(176, torch.bfloat16), dtype=torch.bfloat16)
@@ -198,7 +198,7 @@ def test_gated_products(kernels: library.Library, rows: int) -> None:
     torch.testing.assert_close(out[:, :176].float(), expected, rtol=0.01, atol=1e-4)
 
 
-def test_experts_round_what_goes_through_them(kernels: library.Library) -> None:
+def test_experts_round_what_goes_through_them(kernels: library.KernelLibrary) -> None:
     module = experts(5, 64, 128, torch.bfloat16)
     for name, shape in (("gate_up_proj", (5, 2 * 128, 64)), ("down_proj", (5, 64, 128))):
         setattr(module, name, weight_of(*shape, rounding=Rounding()))
