@@ -48,7 +48,8 @@ EXIT_HUNG = 5
 PARENT_VARIABLE = "LOCKSTEP_PARENT_PID"
 INSTANCE_VARIABLE = "LOCKSTEP_INSTANCE"
 """The name that a launcher gives an instance, to recognise it wherever it runs."""
-
+MESH_VARIABLE = "LOCKSTEP_MESH_TITLE"
+"""Port and model of the mesh, which a launcher gives its processes for their titles."""
 
 PATIENCE = 0.8
 """The part of --startup-timeout for which an instance waits for what it needs.
@@ -89,10 +90,7 @@ def set_up(role: str, log_level: str, log_format: LogFormat | None = None) -> No
     _log_format = log_format or _log_format
     die_with_parent()
     raise_open_files()
-    with contextlib.suppress(ImportError):
-        import setproctitle
-
-        setproctitle.setproctitle(f"lockstep: {role}")
+    set_title(role, os.environ.get(MESH_VARIABLE, ""))
     text = f"({role} pid={os.getpid()}) %(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
     _handler.setFormatter(
         JsonLines(role) if _log_format == "json" else TextLines(text, datefmt="%m-%d %H:%M:%S")
@@ -107,6 +105,14 @@ def set_up(role: str, log_level: str, log_format: LogFormat | None = None) -> No
     root.setLevel(log_level.upper())
     logging.captureWarnings(True)
     sys.excepthook = log_uncaught
+
+
+def set_title(role: str, mesh: str) -> None:
+    """Title of this process in ``ps``: its role, then its mesh's port and model."""
+    with contextlib.suppress(ImportError):
+        import setproctitle
+
+        setproctitle.setproctitle(f"lockstep: {role} {mesh}".rstrip())
 
 
 def log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -118,7 +118,7 @@ class Server:
         process.die_with_parent()
         os.chdir(request.directory)
         sys.argv = [request.entry, *request.argv]
-        title(request.entry)
+        _set_title(request.entry)
         numbers = [0, 1, 2, *request.descriptors]
         moved = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, above + 1) for each in received]
         while received:
@@ -148,7 +148,7 @@ def _check_free(numbers: Sequence[int], known: set[int]) -> None:
 
 def main() -> int:
     process.die_with_parent()
-    title("ForkServer")
+    _set_title("ForkServer")
     _loaded_with.update(os.environ)  # before: some libraries add to it
     deferred.trim()
     with deferred.no_garbage():  # and what is loaded stays shared: nobody writes to it
@@ -183,7 +183,7 @@ def _branch(request: Fork) -> Fork | None:
         os.close(descriptor)
     os.environ[process.PARENT_VARIABLE] = str(parent)
     process.die_with_parent()
-    title("ForkServer")
+    _set_title("ForkServer")
     return Server(theirs).next_process()
 
 
@@ -207,11 +207,8 @@ def _run(request: Fork) -> int:
         return process.EXIT_FAILED
 
 
-def title(role: str) -> None:
-    with contextlib.suppress(ImportError):
-        import setproctitle
-
-        setproctitle.setproctitle(f"lockstep: {role}")
+def _set_title(role: str) -> None:
+    process.set_title(role, os.environ.get(process.MESH_VARIABLE, ""))
 
 
 if __name__ == "__main__":

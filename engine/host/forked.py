@@ -178,11 +178,11 @@ class ForkServer:
         return self._child.pid
 
     @classmethod
-    def start(cls, modules: Sequence[str], prefix: Sequence[str] = ()) -> ForkServer:
-        """A new one, which loads these modules now.
+    def start(cls, modules: Sequence[str], prefix: Sequence[str] = (), *, mesh: str = "") -> ForkServer:
+        """Start a fork server, which loads these modules now.
 
         It can be asked at once and answers when it has them. ``prefix``: a command that becomes the command
-        line given behind it.
+        line given behind it. ``mesh``: port and model of the mesh, for its title.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -203,6 +203,7 @@ class ForkServer:
                     **thread_environment(1),
                     "OPENBLAS_NUM_THREADS": "1",  # it would start threads when it is loaded
                     process.PARENT_VARIABLE: str(os.getpid()),
+                    process.MESH_VARIABLE: mesh,
                 },
                 start_new_session=True,
             )
