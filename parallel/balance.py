@@ -1,4 +1,4 @@
-"""Balance of experts by load (pure): loads in, placement and moves out.
+"""Expert load balancing (pure): chooses replicas and their ranks from measured expert loads.
 
 Each layer is balanced by itself. An expert with much load gets replicas, between which its rows are split
 evenly (:func:`parallel.replicas.serving`). :func:`balance` begins with what the ranks hold, brings the number
@@ -21,32 +21,32 @@ import msgspec
 from parallel.placement import Copies
 
 ROWS_PER_MOVE = 1000.0
-"""Rows of an expert that take as long to compute as its weights to read.
+"""Cost of moving an expert's weights, as the number of rows computed in that time.
 
 Bytes that are read and operations of a row both grow with an expert's size, so this number does not.
 """
 CLOSE = 1.005
-"""A layer whose greatest load is so near the least possible is not changed."""
+"""Ratio of greatest to ideal rank load up to which a layer stays unchanged."""
 WORSE = 1.01
-"""Experts are dealt anew where the greatest load falls by more than this factor."""
+"""Factor by which a fresh placement must lower the greatest load to be taken."""
 DEALS = 8
 SHUFFLED = 0.1
-"""How often, and in how different orders, experts are dealt."""
+"""Strength of the random change to the order in which a fresh placement goes."""
 WITHOUT = 4
-"""Deals in turn: all copies, or one less of one of the three busiest."""
+"""Period of variants: all copies, or one fewer of one of three busiest experts."""
 PARTNERS = 8
-"""Ranks with the least loads that the most loaded one may swap with."""
+"""Number of least loaded ranks tried as swap partners of the most loaded rank."""
 NEXT = 1e-6
-"""Difference of neighbouring experts of a rank while no load is known."""
+"""Artificial load difference that orders a rank's experts before any load is measured."""
 MOST_SWAPS = 400
-"""Most swaps in a layer."""
+"""Maximum number of expert swaps in one layer per balancing."""
 
 
 class Seats(msgspec.Struct, frozen=True):
-    """Ranks over which experts are spread."""
+    """The ranks that hold experts: their capacity, instances and hosts."""
 
     room: tuple[int, ...]
-    """Most experts of a layer on each rank; 0: any number."""
+    """Maximum experts of one layer on each rank; 0: unlimited."""
     instances: tuple[int, ...]
     """Number of the instance that each rank belongs to: an instance dies as a whole."""
     hosts: tuple[str, ...]
@@ -57,39 +57,39 @@ class Seats(msgspec.Struct, frozen=True):
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """Conditions of a change."""
+    """Conditions under which rebalancing of experts may change a layer's placement."""
 
     num_redundant: int = 0
-    """Copies of experts in each layer beyond one of each."""
+    """Number of redundant expert copies per layer."""
     survive: int = 0
-    """Instances that may die without the last copy of any expert, where room suffices."""
+    """Number of instance deaths that every expert shall survive, where room suffices."""
     deviations: float = 4.0
-    """Standard deviations of a load that a gain must exceed: less may be chance."""
+    """Standard deviations of the load that a gain must exceed, since less may be chance."""
     horizon: float = 1.0
-    """Rows to come for each row of the loads, until the next change."""
+    """Rows expected until the next change, per row in the measured loads."""
     rows_per_move: float = ROWS_PER_MOVE
     least_gain: float = 0.03
-    """Least part by which the greatest load must fall, of a layer and over all."""
+    """Minimum relative drop of the greatest load, per layer and over all layers."""
     most_moves: int | None = None
-    """Most copies that are read for one change, over all layers.
+    """Maximum expert copies that one change may read, over all layers.
 
     Those that must be read are not counted.
     """
 
 
 class Balanced(msgspec.Struct, frozen=True):
-    """Outcome of :func:`balance`."""
+    """Result of balancing: the new placement, its moves, and balancedness before and after."""
 
     layers: tuple[Copies, ...]
     moves: int
-    """Copies that their ranks do not hold yet."""
+    """Number of expert copies that ranks must still read."""
     before: float
-    """Balancedness with the experts where they are, over all layers."""
+    """Balancedness of the present placement, over all layers."""
     after: float
 
 
 def balance(loads: Sequence[Sequence[float]], held: Sequence[Copies], seats: Seats, terms: Terms) -> Balanced:
-    """Place the experts of all layers on ranks that hold some of them.
+    """Choose a better placement of the experts of all layers, with few moves.
 
     ``loads[layer][expert]`` are rows; ``held[layer][expert]`` are ranks. The same arguments, the same
     placement. Layers that must change, since experts are missing or too few of them, always do.
@@ -121,7 +121,7 @@ def balance(loads: Sequence[Sequence[float]], held: Sequence[Copies], seats: Sea
 
 
 def with_copies(held: Copies, seats: Seats, terms: Terms) -> Copies:
-    """A layer with all copies that it may have, before any load is known.
+    """Initial placement of a layer's expert replicas, before any load is measured.
 
     Each expert has as many copies as the others or one more, the first ones of each rank first: so their
     copies find room elsewhere. The same arguments, the same copies.
@@ -157,7 +157,7 @@ def rank_loads(load: Sequence[float], copies: Copies, size: int) -> list[float]:
 
 
 def keep(held: Sequence[Copies], room: Sequence[int]) -> tuple[Copies, ...]:
-    """Leave all copies where they are, and place experts that nobody holds.
+    """Placement with least reading after a loss: held copies stay, missing experts get ranks.
 
     Nothing is read that somebody holds: a group that lost a member goes on at once.
 
@@ -203,7 +203,7 @@ def _kept(copies: Copies, room: Sequence[int]) -> Copies:
 
 
 def least_copies(num_experts: int, seats: Seats, terms: Terms) -> int:
-    """Copies that each expert is to have, on as many instances, as room allows."""
+    """Minimum copies per expert, each on another instance, that the ranks' room allows."""
     slots, total = _slots(num_experts, seats, terms)
     room: dict[int, int] = {}
     for instance, most in zip(seats.instances, slots, strict=True):
@@ -213,30 +213,30 @@ def least_copies(num_experts: int, seats: Seats, terms: Terms) -> int:
 
 
 class _Change(msgspec.Struct, frozen=True):
-    """What a layer would become."""
+    """Proposed placement of one layer, with its gain and its number of moves."""
 
     copies: Copies
     before: Copies
     moves: int
     must: bool
-    """Experts lack copies, or ranks hold more than they have room for."""
+    """Whether the change is required: experts lack copies, or a rank is too full."""
     mean: float
     most_before: float
     most_after: float
 
     @property
     def gain(self) -> float:
-        """Rows by which the greatest load falls."""
+        """Drop of the greatest rank load, in rows."""
         return self.most_before - self.most_after
 
     def pays(self, terms: Terms) -> bool:
-        """Whether the rows saved until the next change are worth the reading."""
+        """Whether the rows saved until the next change outweigh reading the moved experts."""
         least = max(terms.least_gain * self.most_before, terms.deviations * self.most_before**0.5)
         cost = terms.rows_per_move * self.moves
         return self.moves > 0 and self.gain > least and self.gain * terms.horizon > cost
 
     def undone(self) -> _Change:
-        """The layer as it is."""
+        """The same change with the layer left at its present placement."""
         return msgspec.structs.replace(self, copies=self.before, moves=0, most_after=self.most_before)
 
 
@@ -267,7 +267,7 @@ def _change(load: Sequence[float], held: Copies, seats: Seats, terms: Terms) -> 
 
 
 def _slots(num_experts: int, seats: Seats, terms: Terms) -> tuple[list[int], int]:
-    """Most experts of a layer on each rank, equal if possible, and copies in all.
+    """Per-rank capacity for a layer's experts, equal if possible, and total copies.
 
     Raises:
         ValueError: there is not room for all experts.
@@ -283,7 +283,7 @@ def _slots(num_experts: int, seats: Seats, terms: Terms) -> tuple[list[int], int
 
 
 class _Layer:
-    """One layer while it is placed."""
+    """Working state of the placement of one layer's experts."""
 
     def __init__(
         self,
@@ -312,11 +312,11 @@ class _Layer:
         return tuple(tuple(sorted(ranks)) for ranks in self._ranks)
 
     def _measured(self) -> list[float]:
-        """Loads of the ranks; an expert that nobody holds counts for none."""
+        """Load of each rank; an expert that no rank holds adds nothing."""
         return rank_loads(self._load, self.copies(), len(self._slots))
 
     def is_sound(self) -> bool:
-        """Whether each expert has its copies, and each rank room and work."""
+        """Whether each expert has enough copies, and each rank fits and holds some."""
         within = zip(self._experts, self._slots, strict=True)
         fewest = int(self._total >= len(self._slots))
         return all(fewest <= len(experts) <= slots for experts, slots in within) and all(
@@ -338,7 +338,7 @@ class _Layer:
     # ---- how many copies
 
     def settle_copies(self) -> None:
-        """Give each expert as many copies as its load asks for."""
+        """Set each expert's number of copies in proportion to its load."""
         counts = self._counts()
         for expert, count in enumerate(counts):
             self._drop_surplus(expert, count)
@@ -358,7 +358,7 @@ class _Layer:
         self._loads = self._measured()
 
     def _counts(self) -> list[int]:
-        """Copies of each expert: again and again one more where a copy has most load.
+        """Copies per expert: each next copy goes to the highest load per copy.
 
         Of equal ones where there are fewest copies: all are equal while no load is known.
         """
@@ -377,7 +377,7 @@ class _Layer:
         return counts
 
     def _drop_surplus(self, expert: int, count: int) -> None:
-        """Take copies away, first where an instance has several, then where the load is greatest."""
+        """Remove surplus copies, first from instances with several, then from full or busy ranks."""
         while len(self._ranks[expert]) > count:
             instances = [self._seats.instances[rank] for rank in self._ranks[expert]]
             rank = max(
@@ -392,7 +392,7 @@ class _Layer:
             self._take(expert, rank)
 
     def _cheapest(self, rank: int) -> int:
-        """The expert that a rank with too many gives away: it has other copies."""
+        """Expert of an overfull rank that is cheapest to drop, preferably one with other copies."""
         return min(
             self._experts[rank],
             key=lambda expert: (
@@ -411,7 +411,7 @@ class _Layer:
         self._experts[rank].add(expert)
 
     def _add(self, expert: int, each: float | None = None) -> None:
-        """Add a copy where there is room and little load, apart from the others.
+        """Add a copy on a rank with room and low load, on another instance.
 
         ``each``: its load; None if the load of the others falls with it.
         """
@@ -537,11 +537,11 @@ class _Layer:
                 return
 
     def _each(self, expert: int) -> float:
-        """Load of one copy."""
+        """Load of one copy of an expert, in rows."""
         return self._load[expert] / len(self._ranks[expert])
 
     def _relieve(self, hot: int) -> bool:
-        """Make the best swap of this rank with another; False if none helps."""
+        """Make the swap that relieves this rank most; False if none does."""
         best: tuple[float, int, int, int] | None = None
         limit = self._loads[hot] * (1 - 1e-6)
         ranks = sorted(range(len(self._slots)), key=lambda rank: (self._loads[rank], rank))
@@ -571,7 +571,7 @@ class _Layer:
             self._put(taken, hot)
 
     def _recount(self, hot: int) -> bool:
-        """Drop a copy here, or add one elsewhere; False if neither helps."""
+        """Relieve this rank by dropping or adding a copy; False if neither helps."""
         best: tuple[float, int, int] | None = None
         limit = self._loads[hot] * (1 - 1e-6)
         free = sum(map(len, self._ranks)) < self._total
@@ -610,7 +610,7 @@ class _Layer:
         return True
 
     def _may_swap(self, given: int, taken: int, hot: int, cold: int) -> bool:
-        """Whether both experts are on enough instances afterwards, and on as many hosts."""
+        """Whether a swap leaves both experts on enough instances and no fewer hosts."""
         if self._seats.instances[hot] == self._seats.instances[cold]:
             return True
         moved = [(given, hot, cold), *([(taken, cold, hot)] if taken >= 0 else [])]

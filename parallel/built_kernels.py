@@ -1,4 +1,4 @@
-"""Shared objects that were compiled before, for machines without a compiler (pure).
+"""Names and CPU targets of precompiled kernels, for machines without a compiler (pure).
 
 ``lockstep kernels DIRECTORY`` fills a directory with one shared object per source and :class:`Target`.
 :mod:`parallel.compiler` looks there first, where the environment names such a directory. A file's name holds
@@ -17,7 +17,7 @@ DIRECTORY_VARIABLE = "LOCKSTEP_BUILT_KERNELS"
 
 
 class Target(NamedTuple):
-    """A kind of CPU to compile for."""
+    """CPU target of precompiled kernels: compiler options and required CPU features."""
 
     name: str
     options: tuple[str, ...]
@@ -42,7 +42,7 @@ TARGETS = (
     Target("avx512", AVX512_OPTIONS, AVX512_NEEDS),
     Target("avx2", ("-march=x86-64-v3",), AVX2_NEEDS),
 )
-"""Best first: a CPU takes the first whose needs it has."""
+"""Targets from best to most basic; a CPU takes the first that it supports."""
 
 
 def split_flags(flags: Iterable[str]) -> tuple[list[str], frozenset[str]]:
@@ -57,7 +57,7 @@ def split_flags(flags: Iterable[str]) -> tuple[list[str], frozenset[str]]:
 
 
 def target_for(features: frozenset[str], flags: Iterable[str]) -> Target | None:
-    """The target whose shared objects a CPU with these features takes, if any."""
+    """The best target that a CPU with these features can run, if any."""
     usable = features - split_flags(flags)[1]
     return next((target for target in TARGETS if target.needs <= usable), None)
 

@@ -1,4 +1,4 @@
-"""Directories for files that can be made again."""
+"""Cache directories of this user, safe against other users of the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_directory(name: str) -> Path:
-    """Directory of this user's cache for one kind of files.
+    """Path of this user's cache directory for one kind of files.
 
     It may not exist yet.
 
@@ -60,7 +60,7 @@ def is_own(found: os.stat_result) -> bool:
 
 
 def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
-    """A directory of a cache, which ``make`` fills where it is not there yet.
+    """Path of a cache entry; ``make`` fills its directory atomically if missing.
 
     It is filled elsewhere, and put in its place at once: another process may do the same meanwhile.
 

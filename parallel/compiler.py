@@ -36,9 +36,9 @@ NATIVE = "-march=native"
 ELF_HEADER = 64
 """Bytes of an ELF header."""
 TIMEOUT = 120.0
-"""Longest compilation in seconds at a start; it takes a few."""
+"""Timeout of a compilation at start, in seconds; it takes a few."""
 TIMEOUT_AHEAD = 1200.0
-"""Longest one where nothing waits for it, as in the build of an image.
+"""Timeout in seconds of a compilation ahead of use, as when building an image.
 
 The machine may be a busy one.
 """
@@ -94,12 +94,12 @@ def compiled(
 
 
 _ahead: tuple[Path, Target] | None = None
-"""Directory and target that :func:`ahead` was called with."""
+"""Output directory and target while compiling ahead of use; None otherwise."""
 
 
 @contextlib.contextmanager
 def ahead(directory: Path, target: Target) -> Iterator[None]:
-    """Meanwhile :func:`compiled` compiles for another kind of CPU, into a directory."""
+    """Context in which kernels are compiled ahead, for another CPU, into a directory."""
     global _ahead
     _ahead = (directory, target)
     try:
@@ -111,7 +111,7 @@ def ahead(directory: Path, target: Target) -> Iterator[None]:
 def _build_ahead(
     directory: Path, target: Target, source: Path, headers: Sequence[Path], flags: Sequence[str]
 ) -> Path:
-    """The shared object for a target, compiled now.
+    """Compile a source file for a target ahead of use; returns the shared object.
 
     It is not loaded, since it may not run on this CPU.
     """
@@ -190,7 +190,7 @@ def _can_be_loaded(path: Path, symbols: Sequence[str]) -> bool:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file reaches the end of its section table, which comes last in ELF."""
+    """Whether an ELF file is complete, up to its section table at the end."""
     with path.open("rb") as file:
         header = file.read(ELF_HEADER)
     if len(header) < ELF_HEADER:

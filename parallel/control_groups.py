@@ -24,7 +24,7 @@ class MemoryLimit(NamedTuple):
     most: int
     used: int
     files: int
-    """Used bytes of file pages, which can be dropped.
+    """Bytes of cached file pages, which the kernel can reclaim.
 
     These are mapped weights, above all, however lately they were read.
     """
@@ -41,7 +41,7 @@ def memory_limits(root: Path = ROOT, own: Path = OWN) -> list[MemoryLimit]:
 
 
 def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
-    """Cores' worth of time that may be used; None means no limit.
+    """CPU quota of this process's control groups, in cores; None: no limit.
 
     Threads beyond that are stopped by and by.
     """
@@ -52,7 +52,7 @@ def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
 
 
 def _groups(tree: Path, own: Path, controller: str) -> Iterator[Path]:
-    """This process's group in a tree, then those above it.
+    """Directories of this process's control group and of its ancestors.
 
     Those that cannot be seen have no files.
     """
@@ -77,7 +77,7 @@ def _limit(group: Path, most: str, used: str, prefix: str) -> MemoryLimit | None
 
 
 def _quota(words: list[str]) -> float | None:
-    """Cores that a quota and a period allow.
+    """CPU quota in cores, from a quota and a period.
 
     ``max`` or a negative quota means no limit.
     """
@@ -88,7 +88,7 @@ def _quota(words: list[str]) -> float | None:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None without such a file or number (``max``: no limit)."""
+    """Number in a control-group file; None if missing or ``max`` (no limit)."""
     words = _words(path)
     return int(words[0]) if len(words) == 1 and words[0].isdecimal() else None
 

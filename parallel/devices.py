@@ -1,4 +1,4 @@
-"""Accelerators of this host, and which instance has which (no torch is loaded).
+"""GPUs of this host, and their assignment to its instances (loads no torch).
 
 Devices are named as in ``CUDA_VISIBLE_DEVICES``, and on ROCm as in ``HIP_VISIBLE_DEVICES``. Where torch is
 loaded already, its driver knows best. Else what the kernel shows counts: a variable alone makes no device.
@@ -18,7 +18,7 @@ ROOT = Path("/")
 
 
 def cuda_devices() -> tuple[str, ...]:
-    """Names of the devices that processes started from here will see.
+    """Names of the CUDA devices visible to processes started from this one.
 
     As for CUDA, the list ends at the first name that can be none.
     """
@@ -32,7 +32,7 @@ def cuda_devices() -> tuple[str, ...]:
 
 
 def visible_cuda_devices() -> int:
-    """Number of :func:`cuda_devices`."""
+    """Number of CUDA devices visible to processes started from this one."""
     return len(cuda_devices())
 
 
@@ -42,12 +42,12 @@ def has_device() -> bool:
 
 
 def visible_variable() -> str:
-    """Environment variable by which a process sees only some devices."""
+    """Name of the environment variable that restricts visible GPUs: CUDA's or ROCm's."""
     return "HIP_VISIBLE_DEVICES" if _has_rocm(ROOT) else "CUDA_VISIBLE_DEVICES"
 
 
 def _nodes(root: Path) -> Iterator[Path]:
-    """What the kernel shows for each device; on WSL and Tegra one node."""
+    """GPUs that the kernel shows: NVIDIA's and ROCm's each; on WSL and Tegra one."""
     nvidia = [each for each in (root / "dev").glob("nvidia*") if each.name[len("nvidia") :].isdecimal()]
     yield from nvidia
     if not nvidia:
@@ -74,7 +74,7 @@ def _rocm_nodes(root: Path) -> Iterator[Path]:
 
 
 def _chosen(environment: Mapping[str, str], found: int, *, is_rocm: bool) -> tuple[str, ...]:
-    """The names that the variables leave of so many devices."""
+    """Visible device names out of a number of devices, by environment variables."""
     lists = [environment.get("CUDA_VISIBLE_DEVICES")]
     if is_rocm:  # the first renumbers what the runtime sees, of which the second or the third chooses
         runtime = environment.get("ROCR_VISIBLE_DEVICES")
@@ -120,7 +120,7 @@ def devices_of_instance(
 
 
 def sharers_of_device(devices: int, workers: int | None, neighbours: int) -> int:
-    """Instances that compute on one device at most.
+    """Greatest number of instances that share one device.
 
     Each of ``neighbours`` has so many workers.
 
@@ -130,6 +130,6 @@ def sharers_of_device(devices: int, workers: int | None, neighbours: int) -> int
 
 
 def device_sharers() -> int:
-    """Instances on each device of this one, itself included, as its launcher counts."""
+    """Number of instances that share this instance's devices, as its launcher set it."""
     listed = os.environ.get(SHARERS_VARIABLE, "")
     return max(1, int(listed)) if listed.isdecimal() else 1

@@ -1,4 +1,4 @@
-"""Which member gives which expert to whom in a group of several hosts (pure).
+"""Plan of expert weight transfers between members on several hosts (pure).
 
 A member that lacks an expert reads it from the checkpoint, or gets it from a member of another host. It
 chooses before the group forms (:func:`from_peers`), by what it knows of the group before. When the group has
@@ -14,16 +14,16 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 BITS = 62
-"""Experts in one integer of a row, which others read as a signed one."""
+"""Experts per integer in a bit set, so that it fits a signed one."""
 LINK_RATE = 1.0e9
-"""Bytes per second that another host gives, until some were measured."""
+"""Assumed link rate to another host in bytes per second, until one is measured."""
 
 
 Which = TypeVar("Which", bound=Hashable)
 
 
 class Gift(NamedTuple):
-    """An expert on its way to a member that lacks it."""
+    """One transfer of an expert's weights, from a member to one that lacks it."""
 
     expert: int
     source: int
@@ -38,7 +38,7 @@ def from_peers(
     *,
     always: bool = False,
 ) -> set[Which]:
-    """Experts that come from members of other hosts sooner than from the checkpoint.
+    """Missing experts that arrive sooner from members of other hosts than from disk.
 
     What a member of this host holds was read here, so it is in the page cache: that is memory which all
     processes of a host share.
@@ -56,12 +56,12 @@ def from_peers(
 
 
 def row_of(held: Collection[int], wanted: Collection[int], num_experts: int) -> list[int]:
-    """What a member tells the others, as integers; ``num_experts`` over all layers."""
+    """Bit sets of a member's held and wanted experts, as integers to exchange."""
     return [*_words(held, num_experts), *_words(wanted, num_experts)]
 
 
 def gifts(rows: Sequence[Sequence[int]], hosts: Sequence[str]) -> list[Gift]:
-    """What is given, by the rows of all members; the same at all.
+    """Expert transfers that follow from all members' bit sets; equal at every member.
 
     Members of the same host come first, then who has given least so far. What nobody holds is left out.
     """

@@ -44,7 +44,7 @@ LAYER_ATTRIBUTE = "lockstep_expert_layer"
 """Attribute of an experts module with its number among those of the :class:`ExpertParallel`."""
 
 _LARGE = 256 << 10
-"""Bytes of results from which on a single move is worth its extra calls.
+"""Result size in bytes from which one combined transfer pays for its extra calls.
 
 Smaller results are moved twice.
 """
@@ -69,7 +69,7 @@ class Products(Protocol):
 
 
 class Times:
-    """Seconds of the last step, over all layers, and pairs per expert since the start."""
+    """Seconds of the last step's dispatch, expert computation and combine, over all layers."""
 
     def __init__(self) -> None:
         self.dispatch = self.experts = self.combine = 0.0
@@ -79,7 +79,7 @@ class Times:
 
 
 class ExpertParallel:
-    """The experts of all layers, as seen by one rank.
+    """Expert parallelism of one rank: dispatch, local experts and combine, over all layers.
 
     Until :meth:`join` gives it a group, pairs of experts that are elsewhere count as zero: that is enough
     to find out the shapes of a model while it is loaded.
@@ -108,7 +108,7 @@ class ExpertParallel:
         self._set_placement(placement, rank)
         self._group: Communicator | None = None
         self.signature = 0
-        """Kernels and model that exchange over links inside a step; 0: this member's do not."""
+        """Signature of native kernels that exchange rows inside a step; 0: none."""
         self._signatures: list[int] | None = None
         self.sizes: Sequence[int] = ()
         """Tokens of each rank in this step."""
@@ -125,7 +125,7 @@ class ExpertParallel:
         return self._group
 
     def join(self, group: Communicator, placement: Placement) -> None:
-        """Use this group and expert placement from the next step on.
+        """Switch to a new group and expert placement, from the next step on.
 
         The group before is left to its owner. The modules must hold the experts of this rank in the group by
         then.
@@ -176,7 +176,7 @@ class ExpertParallel:
         weights: torch.Tensor,
         combine: Combine | None = None,
     ) -> torch.Tensor:
-        """One layer: hidden [tokens, H], expert_ids and weights [tokens, k] -> [tokens, H].
+        """Compute one expert layer: hidden [tokens, H], expert_ids and weights [tokens, k] -> [tokens, H].
 
         With zero tokens it only takes part in what the others need. ``combine`` sums up at home; None does it
         as transformers does, in the type of ``hidden``.
@@ -260,7 +260,7 @@ class ExpertParallel:
         expert_ids: torch.Tensor,
         weights: torch.Tensor,
     ) -> torch.Tensor:
-        """One layer without the host.
+        """Compute one expert layer on a device, without tensors passing through the host.
 
         All tokens come here, and each rank's partial sums go home.
 
@@ -288,7 +288,7 @@ class ExpertParallel:
         return total
 
     def _local_on(self, device: torch.device) -> torch.Tensor:
-        """[experts] number of each expert here; one beyond the last for those that are elsewhere."""
+        """Local number of each expert [experts]; remote ones get the number of local experts."""
         if self._local_table is None:
             numbers = self._replicas.numbers[0]
             elsewhere = np.where(numbers < 0, len(self._replicas.mine[0]), numbers)
@@ -312,7 +312,7 @@ class ExpertParallel:
     # ---- helpers
 
     def _owners(self, module: Any, experts: Ints, places: Ints, total: int) -> Ints:
-        """Ranks that serve pairs, whose tokens are at ``places`` of all ``total`` tokens."""
+        """Rank that serves each (token, expert) pair; ``places`` index all ``total`` tokens."""
         return self._replicas.owners(_layer_of(module), experts, places, total)
 
     def _compute(self, module: Any, hidden: torch.Tensor, tokens: Ints, expert_ids: Ints) -> torch.Tensor:
@@ -355,7 +355,7 @@ def _layer_of(module: Any) -> int:
 def _bring_home(
     group: Communicator, computed: torch.Tensor, send: Sequence[int], receive: Sequence[int], order: Ints
 ) -> torch.Tensor:
-    """Send results to the ranks whose pairs they are.
+    """Send expert outputs back to the ranks whose tokens they belong to.
 
     Those of the pairs of this one come, of pair ``order[i]`` as number i. Returns them by pair, on the device
     of ``computed``.
@@ -375,7 +375,7 @@ def _bring_home(
 
 
 def _rows(tensor: torch.Tensor) -> npt.NDArray[np.void]:
-    """The rows [n] as opaque pieces of memory, which numpy moves faster than torch."""
+    """Rows of a tensor as a numpy array of opaque items, which moves faster."""
     row_bytes = tensor.shape[1] * tensor.itemsize
     rows: npt.NDArray[np.void] = tensor.view(torch.uint8).numpy().view(f"V{row_bytes}")[:, 0]
     return rows
@@ -402,7 +402,7 @@ def _pack(hidden: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, Ints]:
-    """The inverse of :func:`_pack`, for rows that a communicator returned.
+    """Hidden states and expert ids out of the packed rows of a communicator.
 
     Hidden [n, H] is on the device of ``like`` (a view on the CPU), ids [n, k] on the host.
     """
@@ -412,7 +412,7 @@ def _unpack(packed: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, Int
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as communicators take it; one on the CPU is returned as it is."""
+    """The tensor on the CPU, where communicators take it; copied only if elsewhere."""
     return tensor if tensor.is_cpu else tensor.cpu()
 
 
@@ -422,7 +422,7 @@ def _to_host(numbers: torch.Tensor) -> Ints:
 
 
 def _like(tensor: torch.Tensor, numbers: Ints) -> torch.Tensor:
-    """Indices on the device of a tensor."""
+    """Index tensor on the device of another tensor."""
     return torch.from_numpy(numbers).to(tensor.device)
 
 

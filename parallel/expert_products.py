@@ -1,4 +1,4 @@
-"""Products of the experts that one rank holds, over rows sorted by expert.
+"""Matrix products of one rank's local experts on the CPU, in PyTorch.
 
 There is one product for each expert that has any rows.
 
@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 PRODUCT = "lockstep_product"
-"""Attribute of a parameter of experts that is multiplied in a way of its own.
+"""Name of the attribute that replaces the matrix product of an experts parameter.
 
 It is a function of an expert's number and rows [n, in], which gives [n, out].
 """

@@ -1,4 +1,4 @@
-"""Forming the groups of an epoch: a meeting place, then one communicator per group.
+"""Formation of an epoch's groups: members meet, then connect one communicator per group.
 
 Torch is loaded late.
 """
@@ -14,7 +14,7 @@ from parallel.links.keys import LinkKey
 from parallel.links.meeting_contract import Meeting
 
 MeshTransport = Literal["auto", "tcp", "ucx", "gloo"]
-"""What carries tensors between hosts; auto: UCX where all members have RDMA, else tcp."""
+"""Transport of tensors between hosts; auto: UCX where all have RDMA, else tcp."""
 
 
 def choose_backend(asked: str, hosts: Sequence[str], between: str = "auto") -> Backend:

@@ -1,4 +1,4 @@
-"""The agreement: what all instances do at step k of an epoch (pure).
+"""Lockstep agreement on each step of an epoch: run, sleep or switch (pure).
 
 Before each step every instance sends all others one :class:`Header`; :func:`decide` turns the headers
 into what happens. It is a pure function of what everybody has, so nobody can disagree, and nobody is
@@ -19,14 +19,14 @@ from collections.abc import Sequence
 import msgspec
 
 EARLIEST = 1
-"""Steps by which a wake can be early.
+"""Maximum number of steps by which a wake may be ahead of its receiver.
 
 Its sender has all headers of the previous step, including this instance's.
 """
 
 
 class LockstepError(RuntimeError):
-    """Headers that cannot belong together: a fault of ours, never of a user."""
+    """Contradictory step headers: a programming error, never caused by a user."""
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
@@ -37,7 +37,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     """Tokens scheduled for this step: the rows that the instance dispatches in every layer."""
     queued_prefill: int = 0
-    """Prompt tokens that wait at the instance."""
+    """Prompt tokens queued at the instance."""
     longest: int = 0
     """Longest context of its rows, in tokens."""
     ready_epoch: int = 0
@@ -49,12 +49,12 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     """Earlier steps with tokens that are under way: more work may follow from them."""
 
     def ints(self) -> tuple[int, ...]:
-        """The header as integers, one a field: as it is exchanged."""
+        """The header as a list of integers, in field order, for exchange."""
         return msgspec.structs.astuple(self)
 
     @classmethod
     def of(cls, ints: Sequence[int]) -> Header:
-        """The inverse of :meth:`ints`."""
+        """Header decoded from the integers that a member sent."""
         return cls(*(int(number) for number in ints))
 
 
@@ -65,14 +65,14 @@ class RunStep(msgspec.Struct, frozen=True):
 
 
 class Sleep(msgspec.Struct, frozen=True):
-    """No work anywhere, nor any under way.
+    """Decision to sleep: no instance has work, and none is in flight.
 
     The step is empty, and no instance begins the next one before a wake.
     """
 
 
 class Switch(msgspec.Struct, frozen=True):
-    """All are ready for the next epoch: it begins now, at its step 0, awake."""
+    """Decision to switch: all members are ready, so the next epoch begins."""
 
     epoch: int
 
@@ -81,14 +81,14 @@ Decision = RunStep | Sleep | Switch
 
 
 class Wake(msgspec.Struct, frozen=True, tag="wake"):
-    """Request to begin a step, for which an instance has work."""
+    """Wake message: asks sleeping members to begin a step, since work has arrived."""
 
     epoch: int
     step: int
 
 
 def decide(headers: Sequence[Header]) -> Decision:
-    """The decision at the step that all these headers (one per rank, in order) name.
+    """Decision for a step, from the headers of all ranks in rank order.
 
     A pending change of epoch counts as work: while some are ready and others are not, empty steps go on.
     So do tokens under way in a pipeline, of which more will come: the steps until then are empty, too.
@@ -109,7 +109,7 @@ def decide(headers: Sequence[Header]) -> Decision:
 
 
 def is_only_one(headers: Sequence[Header], rank: int) -> bool:
-    """Whether by these headers this rank has tokens, and no other has any or waits.
+    """Whether this rank alone has tokens in the step, and no other has any.
 
     It holds for one rank at most. So in the next step no other rank believes to be the only one.
     """
@@ -141,7 +141,7 @@ class Lockstep:
         self.outstanding_wake: Wake | None = None
         """The wake that this instance sent and whose step has not begun yet."""
         self._wanted = -1
-        """The latest step of this epoch that any instance wants begun."""
+        """Latest step of this epoch that some instance has sent a wake for."""
 
     def __repr__(self) -> str:
         state = "awake" if self.awake else "asleep"
@@ -201,7 +201,7 @@ class Lockstep:
             self.awake = True
 
     def wake(self) -> Wake | None:
-        """Wake up for work that came here.
+        """Wake this instance for new local work.
 
         Returns the wake to send to every peer; None if this instance is awake.
         """

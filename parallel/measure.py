@@ -1,4 +1,4 @@
-"""How fast the collectives of a group are, measured in bounded time (loads torch late).
+"""Timings of a group's collectives, measured in bounded time (loads torch late).
 
 All members make the same calls, so after each few calls they tell each other how long those took: the
 slowest member's time decides whether there are more. A busy machine means fewer calls, not a longer wait.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 SIZES = (64, 64 << 10, 1 << 20, 8 << 20)
-"""Bytes of the tensor that each member gives."""
+"""Tensor sizes to measure, in bytes per member."""
 
 SECONDS = 0.3
 """Seconds after which no more calls of one collective with one size begin.
@@ -26,7 +26,7 @@ SECONDS = 0.3
 The warm-up does not count.
 """
 FEWEST, MOST = 3, 100
-"""Fewest and most calls of which the median is taken."""
+"""Minimum and maximum number of calls whose median time is taken."""
 WARM_UP = 2
 
 

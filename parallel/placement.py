@@ -1,4 +1,4 @@
-"""Placement of experts on instances (pure).
+"""Placement of experts on ranks: which ranks hold which expert, per layer (pure).
 
 The first group of a mesh is placed by :func:`assign_experts`, and its copies by
 :func:`parallel.balance.with_copies`. Strategies have vLLM's names: ``linear`` gives each rank a run of
@@ -19,7 +19,7 @@ import msgspec
 Strategy = Literal["linear", "round_robin"]
 
 _LONGEST_CHAIN = 100
-"""Most members in a chain that hands experts on to keep one in place."""
+"""Maximum length of a chain of handed-on experts that keeps one expert in place."""
 
 
 Copies = tuple[tuple[int, ...], ...]
@@ -45,7 +45,7 @@ class Placement(msgspec.Struct, frozen=True):
         return len(self.replicas) or None
 
     def copies(self, layer: int = 0) -> Copies:
-        """Holders of the experts of a layer, counted among those with experts."""
+        """Ranks that hold each expert of a layer; only layers with experts are counted."""
         return self.replicas[layer] if self.replicas else tuple((owner,) for owner in self.owners)
 
     def experts_of(self, rank: int, layer: int = 0) -> list[int]:

@@ -1,4 +1,4 @@
-"""Which copy of an expert serves which rows (pure; arrays, but no torch).
+"""Choice of the expert replica that serves each row (pure; numpy, no torch).
 
 The rows of a step stand in a line: those of the first member, then those of the next one, as many as their
 headers say. An expert with three copies cuts that line into three equal spans, and the copy on the lowest
@@ -22,17 +22,17 @@ Ints = npt.NDArray[np.integer[Any]]
 
 
 def serving(copies: Sequence[int], place: int, total: int) -> int:
-    """The rank that serves the row at a place in the line of ``total`` rows."""
+    """Rank that serves a row, by its place among all ``total`` rows of a step."""
     return copies[min(len(copies) - 1, place * len(copies) // max(total, 1))]
 
 
 def line(sizes: Sequence[int]) -> list[int]:
-    """Place of the first row of each member, then the length of the line."""
+    """Offset of each member's first row among all rows, then the total."""
     return [0, *accumulate(sizes)]
 
 
 class Replicas:
-    """A placement as one rank looks it up, in arrays by layer.
+    """Lookup arrays of an expert placement for one rank, by layer.
 
     Where all layers are alike there is one.
     """
@@ -51,23 +51,23 @@ class Replicas:
             ],
             dtype=np.int64,
         )
-        """Their ranks [layers, experts, most copies], ascending."""
+        """Ranks of each expert's copies [layers, experts, most copies], ascending."""
         self.numbers: Ints = np.array([placement.numbers_at(rank, layer) for layer in layers], dtype=np.int64)
         """Local number of each expert held here [layers, experts], or -1."""
         self.mine: list[Ints] = [
             np.array(placement.experts_of(rank, layer), dtype=np.int64) for layer in layers
         ]
-        """The experts held here, by layer."""
+        """Experts held by this rank, by layer."""
 
     def __repr__(self) -> str:
         return f"<Replicas at rank {self.rank}, up to {self.most_copies} copies>"
 
     def row_of(self, layer: int) -> int:
-        """Where the arrays have a layer."""
+        """Row of a layer in the lookup arrays."""
         return layer if len(self.counts) > 1 else 0
 
     def owners(self, layer: int, experts: Ints, places: Ints, total: int) -> Ints:
-        """Ranks that serve rows [n], by their experts [n] and places in the line [n]."""
+        """Serving rank of each row [n], by its expert and its place among all rows."""
         at = self.row_of(layer)
         if self.most_copies == 1:
             alone: Ints = self.ranks[at, experts, 0]
@@ -80,7 +80,7 @@ class Replicas:
 
 @lru_cache(maxsize=2)
 def replicas_at(placement: Placement, rank: int) -> Replicas:
-    """The arrays of a placement for a rank; asked for again, they are there.
+    """Cached lookup arrays of a placement for one rank.
 
     For many layers they take as long as a step, so a change of placement makes them before.
     """

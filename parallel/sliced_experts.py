@@ -1,4 +1,4 @@
-"""Experts spread over the tensor-parallel ranks of all instances.
+"""Expert parallelism for instances with tensor parallelism: each rank dispatches its share.
 
 With tensor parallelism every rank of an instance has all of its tokens. So each rank dispatches its slice of
 them (:class:`parallel.expert_parallel.ExpertParallel` does the rest), and the ranks gather the results: no
@@ -19,7 +19,7 @@ from parallel.tensor_parallel import TensorRank
 
 
 class SlicedExpertParallel(ExpertParallel):
-    """One tensor-parallel rank of one instance.
+    """Expert parallelism of one tensor-parallel rank of an instance.
 
     Its rank in the expert group is that of the instance's first one plus its own.
     """

@@ -1,4 +1,4 @@
-"""Ranks of a tensor-parallel group, and layers that are cut over them.
+"""Tensor-parallel layers: linear, norm, embedding and experts cut over ranks.
 
 The way of cutting is that of Megatron-LM (Shoeybi et al. 2019).
 
@@ -21,7 +21,7 @@ from parallel.topology import CannotCut, sizes_that_divide
 
 @dataclass
 class TensorRank:
-    """One rank of the group, as its layers see it."""
+    """A tensor-parallel rank: its number, group size, and collectives for its layers."""
 
     rank: int
     size: int
@@ -105,7 +105,7 @@ class RowParallelLinear(torch.nn.Module):  # type: ignore[misc]
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks add up."""
+        """Number of ranks whose partial sums are added."""
         return self._ranks.size
 
     def own_inputs(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ class RowParallelLinear(torch.nn.Module):  # type: ignore[misc]
         return inputs if self._input is None else inputs[..., self._input]
 
     def sum_over_ranks(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum of what all ranks have."""
+        """Sum of a partial result over all ranks."""
         return self._ranks.all_reduce(partial)
 
 
@@ -160,7 +160,7 @@ class ParallelRMSNorm(torch.nn.Module):  # type: ignore[misc]
         return self._ranks.rank % self._copies == 0
 
     def be_alone(self) -> None:
-        """Become the norm of this rank's part by itself."""
+        """Turn this norm into one over this rank's part alone."""
         self._ranks, self._width, self._copies = TensorRank(0, 1), int(self.weight.numel()), 1
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -217,7 +217,7 @@ class FirstRankOnly(torch.nn.Module):  # type: ignore[misc]
 
 
 class OwnNumbers:
-    """A configuration in which a module of one rank has some numbers of its own."""
+    """View of a model config that overrides some values for one rank's module."""
 
     def __init__(self, config: Any, **own: int) -> None:
         self.__dict__.update(own, _config=config)

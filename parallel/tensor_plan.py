@@ -127,7 +127,7 @@ def cut_model(model: Any, plan: Mapping[str, str], ranks: TensorRank) -> CutMode
 
 
 class _Cutter:
-    """Goes through a model module by module."""
+    """Walks over a model's modules and cuts each by the tensor-parallel plan."""
 
     def __init__(self, model: Any, plan: Mapping[str, str], ranks: TensorRank, done: CutModel) -> None:
         self._model = model
@@ -361,7 +361,7 @@ class _Cutter:
             part.weight = empty_parameter(weight, (own[1] - own[0], weight.shape[1]))
 
     def _tell_heads(self, module: Any, own: tuple[int, int], own_kv: tuple[int, int]) -> None:
-        """Set the numbers of heads that some families compute with."""
+        """Set per-rank head counts on attention modules of families that read them."""
         local, local_kv = own[1] - own[0], own_kv[1] - own_kv[0]
         for names, count in (
             (("num_heads", "num_attention_heads"), local),

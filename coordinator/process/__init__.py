@@ -1,1 +1,1 @@
-"""What every process does at its start and end: logging, addresses, tracing."""
+"""Common set-up of all processes: title, logging, exit statuses, run-time directories, tracing."""

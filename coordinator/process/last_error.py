@@ -18,7 +18,7 @@ MOST_BYTES = 2000
 
 
 class LastError:
-    """The launcher's end. Without files or memory to spare, nothing is known."""
+    """Launcher's side: an in-memory file for the child's last error, if possible."""
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
@@ -38,7 +38,7 @@ class LastError:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables of the process."""
+        """Environment variables that name the file to the child."""
         if self._descriptor is None:
             return {}
         found = os.fstat(self._descriptor)
@@ -59,7 +59,7 @@ class LastError:
 
 
 class LastErrorHandler(logging.Handler):
-    """The process's end: errors replace each other in the launcher's file, if there is one."""
+    """Child's side: log handler that writes each error over the last one."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -68,7 +68,7 @@ class LastErrorHandler(logging.Handler):
         return f"<LastErrorHandler {os.environ.get(VARIABLE, '')}>"
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes to memory, so it never waits."""
+        """Write an error to the in-memory file, which never blocks."""
         path, _, identity = os.environ.get(VARIABLE, "").partition(":")
         if not path:
             return

@@ -7,7 +7,7 @@ been silent for long. That silence is its own.
 from __future__ import annotations
 
 LONGEST_GAP = 0.1
-"""Seconds between two readings that count at most.
+"""Maximum seconds that count between two readings; longer gaps were a stall.
 
 The clock is read every 0.05 s, and a probe waits 0.3 s for its answer, which may lie in the queue when a
 pause is over.
@@ -15,7 +15,7 @@ pause is over.
 
 
 class OwnTime:
-    """Seconds since the first reading, less those in which it was not read."""
+    """Clock that stands still while its process does: gaps between readings are capped."""
 
     def __init__(self) -> None:
         self._read_at: float | None = None
@@ -25,7 +25,7 @@ class OwnTime:
         return f"<OwnTime {self._time:.1f} s>"
 
     def at(self, now: float) -> float:
-        """``now``: of a clock that only goes forward."""
+        """Time of this clock at ``now``, a reading of a monotonic clock."""
         if self._read_at is not None:
             self._time += min(now - self._read_at, LONGEST_GAP)
         self._read_at = now

@@ -1,4 +1,4 @@
-"""A log whose reader may stall: a terminal at Ctrl-S, a pager, a full pipe.
+"""Log handler that never blocks its process when the log's reader stalls.
 
 Lines are written by a thread of their own. A thread that logs never waits: lines that find no room are
 dropped and counted, and a line in their place has the count.
@@ -20,7 +20,7 @@ MOST_BYTES = 8 << 20
 """Bytes of lines that wait to be written."""
 
 MOST_AT_ONCE = 64
-"""Lines that are written together."""
+"""Maximum lines written in one system call."""
 
 FLUSH_TIMEOUT = 1.0
 """Seconds that the end of a process waits for its last lines to be written."""
@@ -30,7 +30,7 @@ LOOK_AGAIN = 1.0
 
 
 class PatientHandler(logging.Handler):
-    """Writes to a descriptor.
+    """Log handler that writes lines to a descriptor from a thread, with a bounded queue.
 
     Forked processes go on with an empty queue and a thread of their own.
     """
@@ -44,7 +44,7 @@ class PatientHandler(logging.Handler):
         return f"<PatientHandler {self._put_lines - self._written_lines} lines wait, {self._dropped} dropped>"
 
     def _forget(self) -> None:
-        """Lines that wait are the other process's to write."""
+        """Start with an empty queue, as after a fork: the parent writes its own lines."""
         self._pid = os.getpid()
         self._lines: SimpleQueue[bytes] = SimpleQueue()
         self._put_lines = self._put_bytes = 0
@@ -56,7 +56,7 @@ class PatientHandler(logging.Handler):
         self._thread: threading.Thread | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Never waits. Called under the handler's lock."""
+        """Queue a line or count it as dropped, without blocking; under the handler's lock."""
         try:
             if self._pid != os.getpid():
                 self._forget()
@@ -70,7 +70,7 @@ class PatientHandler(logging.Handler):
             self.handleError(record)
 
     def flush(self) -> None:
-        """Wait for what has been logged to be written, but not long."""
+        """Wait a bounded time until all queued lines are written."""
         if self._pid != os.getpid():
             return
         self._tell_dropped()

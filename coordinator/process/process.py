@@ -1,4 +1,4 @@
-"""First steps of every process: its name, its log, and its end with its parent."""
+"""Set-up and end of every process: title, log, exit statuses, death with its parent."""
 
 from __future__ import annotations
 
@@ -34,24 +34,25 @@ OPEN_FILES = 65536
 EXIT_INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells, of commands without an end of their own."""
 EXIT_USAGE = 2
-"""Wrong settings: nothing was started."""
+"""Exit status: wrong settings, and nothing was started."""
 EXIT_FAILED = 1
-"""Something needed was missing: a port, memory, a model, or other instances in time."""
+"""Exit status: a port, memory, a model, or other instances were missing."""
 EXIT_REFUSED = 3
-"""The coordinator refused this instance."""
+"""Exit status: the coordinator refused this instance."""
 EXIT_WORKER_LOST = 4
-"""A worker process ended, and with it a part of the model and cache."""
+"""Exit status: a worker process ended, and with it a part of the model."""
 
 EXIT_HUNG = 5
-"""A step of this instance did not end."""
+"""Exit status: a step of this instance did not end in time."""
 
 PARENT_VARIABLE = "LOCKSTEP_PARENT_PID"
 INSTANCE_VARIABLE = "LOCKSTEP_INSTANCE"
 """The name that a launcher gives an instance, to recognise it wherever it runs."""
-
+MESH_VARIABLE = "LOCKSTEP_MESH_TITLE"
+"""Port and model of the mesh, which a launcher gives its processes for their titles."""
 
 PATIENCE = 0.8
-"""The part of --startup-timeout for which an instance waits for what it needs.
+"""Fraction of --startup-timeout for which an instance waits for others.
 
 It knows best what is missing, so its launcher must not give up before it.
 """
@@ -66,7 +67,7 @@ SHORTAGES = {
 """Causes of failures of operations that would succeed at another time."""
 
 REQUEST: ContextVar[str] = ContextVar("request", default="")
-"""The id of the request in work, in each log line that is written meanwhile."""
+"""Id of the request being handled, which log lines of its context carry."""
 
 _log_format: LogFormat = "text"
 _handler = PatientHandler()
@@ -76,12 +77,12 @@ _last_error = LastErrorHandler()
 
 
 def log_format() -> LogFormat:
-    """That of this process."""
+    """Log format of this process."""
     return _log_format
 
 
 def set_up(role: str, log_level: str, log_format: LogFormat | None = None) -> None:
-    """Title, log format (None: as before), open files.
+    """Set up a process: title, log format (None: unchanged), limit of open files.
 
     For a child of a launcher, death with its parent.
     """
@@ -89,10 +90,7 @@ def set_up(role: str, log_level: str, log_format: LogFormat | None = None) -> No
     _log_format = log_format or _log_format
     die_with_parent()
     raise_open_files()
-    with contextlib.suppress(ImportError):
-        import setproctitle
-
-        setproctitle.setproctitle(f"lockstep: {role}")
+    set_title(role, os.environ.get(MESH_VARIABLE, ""))
     text = f"({role} pid={os.getpid()}) %(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
     _handler.setFormatter(
         JsonLines(role) if _log_format == "json" else TextLines(text, datefmt="%m-%d %H:%M:%S")
@@ -109,8 +107,16 @@ def set_up(role: str, log_level: str, log_format: LogFormat | None = None) -> No
     sys.excepthook = log_uncaught
 
 
+def set_title(role: str, mesh: str) -> None:
+    """Title of this process in ``ps``: its role, then its mesh's port and model."""
+    with contextlib.suppress(ImportError):
+        import setproctitle
+
+        setproctitle.setproctitle(f"lockstep: {role} {mesh}".rstrip())
+
+
 def log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What ends this process, in its log: standard error may have a reader that stalls."""
+    """Exception hook that logs the fatal error, since stderr's reader may stall."""
     if issubclass(kind, Exception):
         logger.critical("this process ends by an error that nobody expected", exc_info=(kind, error, trace))
     else:
@@ -158,7 +164,7 @@ class JsonLines(logging.Formatter):
 
 
 def hold_standard_streams() -> None:
-    """Open what is closed of stdin, stdout and stderr.
+    """Open /dev/null in place of closed standard streams.
 
     Otherwise the next files and sockets get their numbers, and libraries that start processes abort.
     """
@@ -205,7 +211,7 @@ def _has_files() -> bool:
 
 
 def shortage_of(error: BaseException) -> str | None:
-    """What the host is short of, if that made something fail; else None."""
+    """Resource shortage of the host that caused an error, in words; else None."""
     for cause in _causes(error):
         if isinstance(cause, OSError) and cause.errno in SHORTAGES:
             return SHORTAGES[cause.errno]
@@ -227,7 +233,7 @@ def mesh_keys(mesh: MeshAddressConfig, prog: str) -> keys.MeshKeys | None:
 
 
 def member_keys(mesh: MeshAddressConfig, prog: str) -> keys.MeshKeys | None:
-    """The same for a process that joins the mesh: without a key, it makes one."""
+    """Mesh keys for a process that joins the mesh, made if this user has none."""
     return _keys_or_end(mesh, prog, own_key.obtain)
 
 
@@ -244,7 +250,7 @@ def _keys_or_end(
 
 
 def warn_if_open(mesh: MeshConfig) -> None:
-    """Say at start what ``--insecure-mesh`` means."""
+    """Log at start which risks ``--insecure-mesh`` has, or that it is ignored."""
     if mesh.is_open:
         logger.warning(
             "--insecure-mesh: anyone on this network can read all requests, send requests and join the mesh"
@@ -258,7 +264,7 @@ def warn_if_open(mesh: MeshConfig) -> None:
 
 
 def how_it_ended(status: int) -> str:
-    """How a process ended, for people. ``status`` is subprocess's."""
+    """Describe how a process ended, in words; ``status`` as subprocess returns it."""
     if status >= 0:
         return f"ended with status {status}"
     hint = ": out of memory?" if -status == signal.SIGKILL else ""
@@ -269,7 +275,7 @@ def how_it_ended(status: int) -> str:
 
 
 def finish(status: int) -> NoReturn:
-    """The end of a process.
+    """End this process with exit handlers, but without tearing down libraries.
 
     What was registered for it still runs; libraries are not taken apart object by object, which takes seconds
     on a busy machine.

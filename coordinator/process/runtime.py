@@ -1,4 +1,4 @@
-"""Directories for files that some processes share while they run, and that mean nothing afterwards.
+"""Temporary directories for files that processes of one ``serve`` share.
 
 The process that makes a directory holds a lock on it, which the kernel releases when that process ends,
 however it ends. So the next one finds the directories of those that were killed, and takes them away.
@@ -18,10 +18,10 @@ from types import MappingProxyType
 
 PREFIX = "lockstep-run-"
 MARK = "lockstep"
-"""A file that marks such a directory: a directory without it is never removed."""
+"""Name of the file that marks our directories; others are never removed."""
 PLACES = ("/tmp", "/var/tmp", "/dev/shm")
 ROOM = 256 * 1024
-"""Bytes that a place must have left, for files that are written later."""
+"""Free bytes that a file system must have for later files."""
 NO_FILES: Mapping[str, int] = MappingProxyType({})
 MOST_TRIES = 100
 """Attempts at making a directory.
@@ -31,10 +31,10 @@ Another process may take a new one for a leftover before it is locked.
 
 
 def places() -> list[Path]:
-    """Where such a directory may be, the best first.
+    """Candidate parents of the temporary directory, best first.
 
-    That of the session ends with it, and what was started with nohup goes on: so it comes last but for
-    memory.
+    The session's directory ends with the session, and what was started with nohup goes on: so it comes last
+    but for memory.
     """
     session = os.environ.get("XDG_RUNTIME_DIR")
     named = [os.environ.get("TMPDIR"), *PLACES[:2], session, PLACES[2]]
@@ -43,7 +43,7 @@ def places() -> list[Path]:
 
 @contextlib.contextmanager
 def runtime_directory(files: Mapping[str, int] = NO_FILES) -> Iterator[Path]:
-    """A new directory that only this user can enter; removed at the end.
+    """Context with a new temporary directory of this user, removed at the end.
 
     ``files``: bytes by name of files that are there from the start, with their space taken.
 
@@ -60,7 +60,7 @@ def runtime_directory(files: Mapping[str, int] = NO_FILES) -> Iterator[Path]:
 
 
 def open_reserved(file: Path, num_bytes: int) -> int:
-    """The descriptor of a file whose space is taken, so that it can be mapped.
+    """Descriptor of a file with its space reserved, for memory mapping.
 
     A store to a mapped page for which the disk has no space would end the process (SIGBUS).
 
@@ -77,7 +77,7 @@ def open_reserved(file: Path, num_bytes: int) -> int:
 
 
 def sweep(parent: Path) -> None:
-    """Take away what processes of this user left that were killed."""
+    """Remove temporary directories that killed processes of this user left."""
     with contextlib.suppress(OSError):
         for path in parent.glob(f"{PREFIX}*"):
             if (lock := _lock(path)) is not None:
@@ -155,7 +155,7 @@ def _lock(path: Path) -> int | None:
 
 
 def _remove(path: Path) -> None:
-    """A directory with its files; of directories in it there are none of ours."""
+    """Remove a temporary directory and its files; it has no subdirectories of ours."""
     for file in path.iterdir():
         if not stat.S_ISDIR(file.lstat().st_mode):
             file.unlink(missing_ok=True)

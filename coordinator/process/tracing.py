@@ -26,12 +26,12 @@ TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9
 TRACES_PATH = "/v1/traces"
 """Appended to an endpoint without a path, as OTLP has it."""
 EXPORT_TIMEOUT = 5
-"""Seconds for one export.
+"""Timeout of one export of spans, in seconds.
 
 A collector that is away costs the mesh nothing but its spans.
 """
 FLUSH_MS = 2000
-"""Milliseconds at the end of a process."""
+"""Milliseconds for exporting the last spans at a process's end."""
 MAX_QUEUED = 4096
 """Spans that wait for the exporter; more are dropped."""
 EXPORTER_LOGGER = "opentelemetry.exporter.otlp"
@@ -40,7 +40,7 @@ Attributes = dict[str, str | int | float | bool]
 
 
 class TracingMissing(Exception):
-    """The library is not installed."""
+    """Error: the OpenTelemetry library is not installed."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -49,7 +49,7 @@ class TracingMissing(Exception):
 
 
 def usable(traceparent: str | None) -> str:
-    """What a client sent, if it can be passed on.
+    """A client's ``traceparent`` header if it is valid, else empty.
 
     Empty otherwise, as the standard says.
     """
@@ -82,7 +82,7 @@ class Away(logging.Filter):
         self._reason = ""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """A record of the exporter: of another try, or of giving up."""
+        """Filter a log record of the exporter; warnings and errors are suppressed."""
         if record.levelno < logging.WARNING:
             return True
         if record.levelno < logging.ERROR:
@@ -99,16 +99,16 @@ class Away(logging.Filter):
         return False
 
     def taken(self) -> None:
-        """Spans have arrived."""
+        """Note that the collector took spans; logs the end of an outage."""
         if self._since is not None:
             logger.info("the collector takes traces again, after %.0f s", time.monotonic() - self._since)
             self._since = None
 
 
 def _session(url: str) -> Any:
-    """For requests to a collector.
+    """HTTP session for exports to a collector.
 
-    One on this host is asked without a proxy, which could not reach it.
+    A collector on this host is reached without a proxy.
     """
     import requests  # as the exporter does
 
@@ -118,7 +118,7 @@ def _session(url: str) -> Any:
 
 
 class Tracing:
-    """The spans of one process."""
+    """Tracer of one process: begins, ends and records spans."""
 
     def __init__(self, endpoint: str, role: str) -> None:
         """
@@ -189,14 +189,14 @@ class Tracing:
         span.end()
 
     def record(self, name: str, traceparent: str, began: float, ended: float, attributes: Attributes) -> None:
-        """A span that is over, between two times of ``time.perf_counter``."""
+        """Record a finished span between two times of ``time.perf_counter``."""
         span = self._tracer.start_span(
             name, self._context(traceparent), attributes=attributes, start_time=_unix_ns(began)
         )
         span.end(_unix_ns(ended))
 
     def close(self) -> None:
-        """Send what is left, within a bounded time."""
+        """Export the remaining spans, within a bounded time."""
         self._provider.force_flush(FLUSH_MS)
         self._provider.shutdown()
 
@@ -205,5 +205,5 @@ class Tracing:
 
 
 def _unix_ns(moment: float) -> int:
-    """A time of ``time.perf_counter`` on the wall clock."""
+    """Wall-clock nanoseconds of a ``time.perf_counter`` time."""
     return time.time_ns() - round((time.perf_counter() - moment) * 1e9)

@@ -1,1 +1,1 @@
-"""Typed messages over ZeroMQ, and keys."""
+"""RPC between processes: typed messages over ZeroMQ, mesh keys and admission."""

@@ -1,4 +1,4 @@
-"""When a ZeroMQ socket has something to receive, for asyncio.
+"""Asyncio readiness of a ZeroMQ socket: wait for, or be called at, incoming messages.
 
 What ``zmq.asyncio`` does with futures for any number of operations, for the one case of a single receiver and
 sends that never wait: a message of a step costs its receiver a fraction of the time. Least where it is dealt
@@ -14,12 +14,12 @@ from typing import Any
 import zmq
 
 MOST_AT_ONCE = 16
-"""Messages received in one go before other tasks run.
+"""Maximum messages received in one go before other tasks run.
 
 So a peer that sends without end does not stop the loop.
 """
 MOST_WAITING = 4096
-"""Messages received at once from a peer that is gone."""
+"""Maximum messages received at once from a peer that is gone."""
 
 _POLLIN = int(zmq.POLLIN)  # an enum's operators take longer than all the rest
 _EVENTS = int(zmq.EVENTS)
@@ -31,7 +31,7 @@ def is_readable(socket: zmq.Socket[Any]) -> bool:
 
 
 class Arrivals:
-    """Incoming messages of one socket.
+    """Watches one ZeroMQ socket for incoming messages in an event loop.
 
     The socket belongs to the running loop from the first :meth:`wait` or :meth:`watch` to :meth:`close`.
     """
@@ -48,7 +48,7 @@ class Arrivals:
         return f"<Arrivals {'watched' if self._loop is not None else 'unwatched'}>"
 
     async def wait(self) -> None:
-        """Returns when there is something to receive. Others get their turn in any case."""
+        """Wait until a message has arrived; always yields to other tasks once."""
         if self._loop is None:
             self._begin(self.check)
         await asyncio.sleep(0)
@@ -57,7 +57,7 @@ class Arrivals:
             await self._some.wait()
 
     def watch(self, receive: Callable[[], bool]) -> None:
-        """From now on, call this whenever there may be something.
+        """Call a receiver from now on whenever a message may have arrived.
 
         It receives one message; False says that none was there.
         """
@@ -67,7 +67,7 @@ class Arrivals:
         self._look_again()
 
     def check(self) -> None:
-        """To be called after each send or connect, too.
+        """Check for arrivals; must be called after each send and connect.
 
         ZeroMQ's descriptor tells of a change once, to who uses the socket next: a send may be what takes the
         news of an arrival in.
@@ -80,7 +80,7 @@ class Arrivals:
             self._look_again()  # not now: a receiver may be what sends
 
     def take_all(self) -> None:
-        """Receive what is there now, rather than when its turn comes."""
+        """Receive at once all messages that have arrived."""
         for _ in range(MOST_WAITING):
             if self._loop is None or self._receive is None or not self._receive():
                 return
@@ -90,7 +90,7 @@ class Arrivals:
         return is_readable(self._socket)
 
     def close(self) -> None:
-        """Before the socket is closed."""
+        """Stop watching; call it before the socket is closed."""
         loop, self._loop = self._loop, None
         if loop is not None and not loop.is_closed():
             loop.remove_reader(self._descriptor)
@@ -104,7 +104,7 @@ class Arrivals:
             self._look()
 
     def _look(self) -> None:
-        """Receive until nothing is there: what came before that wakes nobody again."""
+        """Receive until nothing is left, since the descriptor signals each arrival once only."""
         self._looks_again = False
         assert self._receive is not None
         for _ in range(MOST_AT_ONCE):

@@ -11,17 +11,17 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 PROTOCOL = 10
-"""Raised with every change of a message that an older peer would misread."""
+"""Protocol version; rises with every message change that older peers would misread."""
 
 In = TypeVar("In")
 
 
 class Malformed(ValueError):
-    """Bytes that are no valid message; the text says why."""
+    """Error: received bytes are no valid message."""
 
 
 class OtherProtocol(Malformed):
-    """A message of another protocol version than ours."""
+    """Error: a message has another protocol version than this process."""
 
     def __init__(self, version: int) -> None:
         super().__init__(f"protocol version {version}, ours is {PROTOCOL}")
@@ -32,7 +32,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Any) -> bytes:
-    """A struct as one frame."""
+    """Encode a message struct as one frame."""
     buffer = bytearray(1)
     buffer[0] = PROTOCOL
     _encoder.encode_into(message, buffer, 1)
@@ -46,7 +46,7 @@ class Decoder(Generic[In]):
         self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(union)
 
     def decode(self, frame: bytes | memoryview) -> In:
-        """The message in a frame.
+        """Decode and validate the message in a frame.
 
         Raises:
             Malformed: it is none.

@@ -1,4 +1,4 @@
-"""What peers do wrong again and again: counted always, logged now and then."""
+"""Rate-limited log lines about a recurring problem with peers; every case is counted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INTERVAL = 10.0
 
 
 class Complaints:
-    """Bounded log lines about one problem, which ``what`` names."""
+    """Rate-limited logger of one problem, which ``what`` names."""
 
     def __init__(self, logger: logging.Logger, what: str) -> None:
         self._logger = logger

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 GREETING_BYTES = 64
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 HALF_OF_OURS = SIGNATURE + b"\x03\x00"
-"""All that the other side waits for.
+"""First part of our ZMTP greeting, after which a listener sends all of its own.
 
 At a mechanism it dislikes it may hang up before it names its own.
 """

@@ -51,11 +51,11 @@ class Guard:
 
     @property
     def refused_peers(self) -> int:
-        """Connections refused so far."""
+        """Number of connections refused so far."""
         return self._complaints.count
 
     def _run(self) -> None:
-        """Until the guarded socket is closed, which ends its monitor, or the context is."""
+        """Admission thread: runs until the guarded socket or its context is closed."""
         poller = zmq.Poller()
         poller.register(self._asked, zmq.POLLIN)
         poller.register(self._events, zmq.POLLIN)
@@ -76,7 +76,7 @@ class Guard:
             self._events.close()
 
     def _answer(self, question: list[bytes]) -> None:
-        """Yes to the mesh's client key only."""
+        """Answer an authentication request: only the mesh's client key is admitted."""
         request_id = question[1] if len(question) > 1 else b""
         mechanism_and_key = question[5:]
         welcome = mechanism_and_key == [b"CURVE", self._client_key]

@@ -17,9 +17,9 @@ from zmq.utils.monitor import recv_monitor_message
 from coordinator.rpc.greeting import mechanism_at
 
 REFUSED_INTERVAL = 1.0
-"""Seconds until the next try where ZeroMQ itself has given up."""
+"""Seconds until a new connect where ZeroMQ itself has given up."""
 GREETING_TIMEOUT = 1.0
-"""Seconds to find out why a listener hung up."""
+"""Timeout in seconds for reading a listener's greeting after it hung up."""
 ENOUGH_FAILURES = 3
 """Failed handshakes in a row, with keys on both sides, that prove a wrong key.
 
@@ -57,9 +57,9 @@ class Handshakes:
         self._has_keys = has_keys
         self._connect_again = connect_again
         self._failed = 0
-        """In a row."""
+        """Number of failed handshakes in a row."""
         self._again: asyncio.TimerHandle | None = None
-        """The next look whether there is a connection."""
+        """Timer of the next check that a connection exists."""
         events = f"inproc://events-of-{id(self)}"
         socket.monitor(events, zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILED)
         self._monitor = context.socket(zmq.PAIR)
@@ -69,7 +69,7 @@ class Handshakes:
         return f"<Handshakes with {self._endpoint}, {self._failed} failed>"
 
     async def broken(self) -> None:
-        """Wait until a connection breaks; it is tried again all the same.
+        """Wait until a connection breaks; it is retried in any case.
 
         The listener's process ended, the network failed, the listener broke the protocol, or it refused
         (:meth:`refusal`).
@@ -91,12 +91,12 @@ class Handshakes:
         self._connect_again()
 
     def close(self) -> None:
-        """Before the socket is closed."""
+        """Stop monitoring; call it before the socket is closed."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
 
     async def refusal(self) -> KeyRefused | None:
-        """After a break: the error if, as far as is known, keys are the reason."""
+        """The error if the last break was caused by keys; else None."""
         if not self._failed:
             return None
         match await mechanism_at(self._endpoint, GREETING_TIMEOUT), self._has_keys:

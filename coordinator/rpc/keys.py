@@ -20,16 +20,16 @@ from zmq.utils import z85
 from parallel.links.keys import KEY_BYTES, LinkKey
 
 FORMAT = "lockstep-mesh-key-1"
-"""First word of the line that counts; another version of Lockstep may write another."""
+"""Format mark of a key file: first word of its key line."""
 HEADING = (
     "# The key of a Lockstep mesh, made by `lockstep keygen`. Anyone who can read this file is a member:\n"
     "# copy it to the hosts of the mesh in a safe way, readable only by the user that runs Lockstep.\n"
 )
 LARGEST_FILE = 4096
-"""Bytes; a larger one is no key file."""
+"""Maximum size of a key file in bytes."""
 
 FORBIDDEN_MODE = stat.S_IRWXO | stat.S_IWGRP
-"""Others may do nothing with the file.
+"""Permission bits that a key file must not have: those of other users.
 
 A group may read it, as containers' mounted secrets need.
 """
@@ -48,7 +48,7 @@ class MeshKeys(msgspec.Struct, frozen=True, kw_only=True):
     client_secret: bytes
 
     def __repr__(self) -> str:
-        """Never the secrets: this ends up in logs."""
+        """Text for logs, without the secrets."""
         return f"<MeshKeys {self.server_public[:8].decode()}>"
 
 

@@ -1,4 +1,4 @@
-"""Names of listeners whose addresses change from IPv4 to IPv6, or back.
+"""Repeated look-up of a listener's name, whose addresses may change between IPv4 and IPv6.
 
 ZeroMQ resolves a name at every try to connect, but looks for one kind of address only. Which kind is an
 option of the socket, so it is looked up here again and again.
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from coordinator.addresses import means_ipv6
 
 LOOK_INTERVAL = 1.0
-"""Seconds between two looks at what a name means."""
+"""Interval of name look-ups, in seconds."""
 
 
 def host_of(endpoint: str) -> str | None:
@@ -51,7 +51,7 @@ class FollowedName:
         return f"<FollowedName {self._name}>"
 
     def begin(self) -> None:
-        """Look from now on, in the running loop, until :meth:`close`."""
+        """Start the look-ups in the running loop, until :meth:`close`."""
         if self._name is not None and self._looking is None:
             self._looking = asyncio.get_running_loop().create_task(self._look(self._name))
 

@@ -1,4 +1,4 @@
-"""The key of a mesh on one host whose user named none.
+"""Automatic key of a mesh on one host, where the user gave none.
 
 All processes of a user at one address share it.
 
@@ -26,7 +26,7 @@ from coordinator.rpc.keys import KeyFileError, MeshKeys
 logger = logging.getLogger(__name__)
 
 PLACES = ("/tmp", "/var/tmp", "/dev/shm")
-"""Where the directory may be when there is none of the user's session."""
+"""Fallback directories for keys where the user has no session directory."""
 HANDED_DOWN = "/proc/self/fd/"
 FIRST_DESCRIPTOR = 200
 """The least number of the descriptor that children inherit: libraries have none so high open."""
@@ -61,7 +61,7 @@ def find(mesh: MeshAddressConfig) -> MeshKeys | None:
 
 
 def obtain(mesh: MeshAddressConfig) -> MeshKeys:
-    """The same, made if there is none.
+    """The key of this user's mesh with this coordinator, made if there is none.
 
     Without a place for the file, this process and those that inherit the key are alone with it.
 
@@ -107,12 +107,12 @@ def hand_down(found: MeshKeys) -> int:
 
 
 def handed_down(descriptor: int) -> str:
-    """What a child that inherits this descriptor is given as ``--mesh-key-file``."""
+    """``--mesh-key-file`` value for a child that inherits this descriptor."""
     return f"{HANDED_DOWN}{descriptor}"
 
 
 def descriptors(mesh: MeshAddressConfig) -> tuple[int, ...]:
-    """What a child with these settings has to inherit for its key."""
+    """File descriptors that a child must inherit to read its key."""
     path = mesh.mesh_key_file or ""
     return (int(path.removeprefix(HANDED_DOWN)),) if path.startswith(HANDED_DOWN) else ()
 
@@ -121,7 +121,7 @@ def descriptors(mesh: MeshAddressConfig) -> tuple[int, ...]:
 
 
 def _name(mesh: MeshAddressConfig) -> str:
-    """Loopback addresses mean something in one network namespace: containers may share the directory."""
+    """File name of a mesh's key: coordinator address, port and network namespace."""
     address = mesh.data_parallel_address
     address = "127.0.0.1" if address == "localhost" else address
     return f"mesh-{address}-{mesh.data_parallel_rpc_port}-{_network()}.key"
@@ -134,7 +134,7 @@ def _network() -> int:
 
 
 def _directories() -> list[Path]:
-    """Where key files of this user may be, the best place first.
+    """Candidate directories for this user's key files, best first.
 
     That is the session's, which no other user can enter; the last is that of TMPDIR, which may differ from
     terminal to terminal.

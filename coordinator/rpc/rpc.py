@@ -55,15 +55,15 @@ A coordinator that is started again should not be waited for much longer than it
 """
 
 CONNECT_TIMEOUT_MS = 3000
-"""Milliseconds for a connection to be made.
+"""Timeout of a connection attempt, in milliseconds.
 
 The kernel's own tries are up to a minute apart by the time a cable is back.
 """
 
 HEARTBEAT_MS = 2000
-"""Milliseconds between two questions whether the other end is there."""
+"""Interval of ZeroMQ's heartbeats, in milliseconds."""
 HEARTBEAT_TIMEOUT_MS = 10_000
-"""Milliseconds for the answer to such a question, before a connection counts as broken.
+"""Milliseconds without a heartbeat's answer after which a connection counts as broken.
 
 A path that just drops what it is given breaks no connection for a quarter of an hour. ZeroMQ's own thread
 answers, whatever a process computes. One that is stopped does not, but those who have rules for that judge
@@ -71,13 +71,13 @@ sooner.
 """
 
 BACKLOG = 4096
-"""Connections that wait to be accepted, as far as the kernel allows (``net.core.somaxconn``).
+"""Backlog of connections not yet accepted, bounded by the kernel (``net.core.somaxconn``).
 
 All instances of a mesh connect at once when its coordinator is started again.
 """
 
 HANDSHAKE_MS = 15_000
-"""Milliseconds until a peer must have shown what it is.
+"""Timeout of a connection's handshake, in milliseconds.
 
 Before that a listener holds for it what it sends.
 """
@@ -86,7 +86,7 @@ _NOBLOCK = int(zmq.NOBLOCK)  # an enum's operators take time
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 Peer = bytes
-"""A listener's name for one connection; new after every reconnect."""
+"""Identity of one connection at its listener; new after every reconnect."""
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -94,7 +94,7 @@ Context = TypeVar("Context", bound=zmq.Context[Any])
 
 
 class TooLarge(ValueError):
-    """A message that would cost its receiver the connection."""
+    """Error: a message exceeds the size at which its receiver hangs up."""
 
 
 class PortInUse(OSError):
@@ -102,7 +102,7 @@ class PortInUse(OSError):
 
 
 def with_room(context: Context) -> Context:
-    """A new context with as many sockets as ZeroMQ allows.
+    """Create a ZeroMQ context with as many sockets as ZeroMQ allows.
 
     By default it has room for 1,023 sockets, and each :class:`AsyncConnection` takes three.
     """
@@ -119,7 +119,7 @@ def _set_options(socket: zmq.Socket[Any], endpoint: str, max_bytes: int) -> None
 
 
 def _is_ipv6(endpoint: str) -> bool:
-    """Whether ZeroMQ is to look for IPv6 addresses.
+    """Whether ZeroMQ shall resolve this endpoint to IPv6 addresses.
 
     Without that it takes every name for IPv4; with it, it prefers IPv6 for names that mean both.
     """
@@ -149,7 +149,7 @@ def _bind(socket: zmq.Socket[Any], endpoint: str) -> str:
 
 
 class _Bound(Generic[In]):
-    """Base of both listeners: a bound ROUTER socket, its limits, its guard, and decoding.
+    """Base of both listeners: a bound ROUTER socket with limits, guard and decoding.
 
     With ``keys``, a context can have one listener.
     """
@@ -212,7 +212,7 @@ class _Bound(Generic[In]):
         return True
 
     def _cut_floods(self) -> None:
-        """When nothing waits to be received."""
+        """Disconnect peers that flood with unfinished messages; call it when nothing waits."""
         for size in self._unfinished.cut_floods():
             self._floods.add(f"{size >> 20} MiB so far")
 
@@ -382,7 +382,7 @@ class AsyncListener(_Bound[In], Generic[In, Out]):
             self._arrivals.close()
 
     def _next(self) -> tuple[Peer, In | OtherProtocol] | None:
-        """The message that waits; None if it is none."""
+        """Receive the message that has arrived; None if it is malformed."""
         frames = self._socket.recv_multipart(_NOBLOCK, copy=False)
         try:
             return self._read(frames)
@@ -520,7 +520,7 @@ class AsyncConnection(Generic[In, Out]):
             self._arrivals.take_all()
 
     def _read(self, frame: zmq.Frame) -> In | None:
-        """The message that begins with a frame; None if it is none.
+        """Decode the message that begins with a frame; None if it is malformed.
 
         Raises:
             OtherProtocol: it is one of another version.
@@ -537,15 +537,15 @@ class AsyncConnection(Generic[In, Out]):
             return None
 
     async def broken(self) -> None:
-        """Wait until a connection breaks. It is tried again."""
+        """Wait until a connection breaks; it is retried in any case."""
         await self._handshakes.broken()
 
     async def refusal(self) -> KeyRefused | None:
-        """After a break: why, if it is for the keys. May take a second."""
+        """The error if keys caused the last break; may take a second."""
         return await self._handshakes.refusal()
 
     def _take_kind(self, ipv6: bool) -> None:
-        """Try addresses of this kind: the listener's name means them now."""
+        """Switch connecting to IPv6 or IPv4, which the listener's name now means."""
         if not self._socket.closed and ipv6 != bool(self._socket.getsockopt(zmq.IPV6)):
             self._socket.setsockopt(zmq.IPV6, ipv6)  # counts from the next connect on
             self._connect_again()

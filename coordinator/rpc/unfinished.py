@@ -1,4 +1,4 @@
-"""Peers that send the parts of a message without an end.
+"""Disconnects peers that send endless message parts, by TCP byte counts (Linux).
 
 ZeroMQ hands out a message when all of its parts are there, and holds them until then without a limit. What
 the kernel has received on a connection is compared with what it had received at the last whole message. A
@@ -22,23 +22,23 @@ import msgspec
 from coordinator.own_memory import private_memory
 
 GROWTH = 16 << 20
-"""Bytes that the process grows by until connections are looked at."""
+"""Growth of the process in bytes at which connections are examined."""
 INTERVAL = 0.1
 """Seconds between two looks at the process's size: an idle step loop turns as often."""
 MOST_TOGETHER = 256 << 20
-"""Bytes of unfinished messages of all peers; beyond that, those with most are cut off."""
+"""Maximum bytes of unfinished messages over all peers; the largest are cut off."""
 UNREAD = 8 << 20
-"""Bytes of whole messages that may still be in the kernel or in ZeroMQ's thread."""
+"""Allowance in bytes for whole messages still in the kernel or ZeroMQ's thread."""
 IDLE_RATE = 100
 """Bytes per second that a connection may receive without a message: ZeroMQ's own heartbeats."""
 
 BYTES_RECEIVED = 128
-"""Where Linux's ``tcp_info`` has it."""
+"""Offset of the count of received bytes in Linux's ``tcp_info``."""
 TCP_INFO_BYTES = 136
 
 
 class Seen(msgspec.Struct):
-    """A connection at its last whole message."""
+    """State of a connection at its last whole message: bytes received, and time."""
 
     received: int = 0
     """Bytes."""
@@ -46,7 +46,7 @@ class Seen(msgspec.Struct):
 
 
 class Unfinished:
-    """The connections of one listener."""
+    """Unfinished messages on the connections of one listener."""
 
     def __init__(self, endpoint: str, max_bytes: int) -> None:
         """``max_bytes``: of a message."""
@@ -62,7 +62,7 @@ class Unfinished:
         return f"<Unfinished messages at port {self._port}, {len(self._seen)} connections known>"
 
     def note_whole(self, descriptor: int) -> None:
-        """A whole message came by this descriptor of ZeroMQ's, which may be closed by now."""
+        """Record that a whole message came by ZeroMQ's descriptor, which may be closed."""
         if self._port is not None and descriptor >= 0:
             with contextlib.suppress(OSError), _connection(descriptor) as (inode, connection):
                 self._seen[inode] = Seen(_received(connection), time.monotonic())
@@ -146,7 +146,7 @@ def _reset(connection: socket.socket) -> None:
 
 
 def _received(connection: socket.socket) -> int:
-    """Bytes, since it was made.
+    """Bytes received by a connection since it was made.
 
     Raises:
         OSError: the system does not tell.

@@ -1,1 +1,1 @@
-"""Flags and settings files, from config structs."""
+"""Command-line flags and YAML settings files, generated from config structs."""

@@ -1,4 +1,4 @@
-"""A parser of command lines that takes flags as vLLM's users write them.
+"""Command-line parser with vLLM's spellings: underscores, JSON in parts, ``--help=TOPIC``.
 
 ``--max_model_len`` is ``--max-model-len``, and ``--speculative-config.method ngram`` part of a JSON object.
 An error is one line, with the nearest name if a flag is unknown. Knows no settings:
@@ -19,16 +19,16 @@ from coordinator.settings import help_topics
 from coordinator.settings.foreign import Foreign
 
 NEAR = 0.8
-"""Least likeness of a slip to the meant name (difflib's ratio, 1 for equal ones)."""
+"""Minimum similarity (difflib ratio) at which an unknown flag gets a suggestion."""
 FOREIGN = "foreign flags"
 """Key of the flags of :func:`add_foreign` in a parser's result; no field has this name."""
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """One line for what is wrong; argparse would print the whole usage before it."""
+    """Argument parser that prints errors in one line, without argparse's usage text."""
 
     _in_parts: Mapping[str, str] = {}
-    """Long names of flags by all of their names."""
+    """Long name of each JSON flag that may be given in parts, by all spellings."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -47,7 +47,7 @@ class OneLineParser(argparse.ArgumentParser):
         self._in_parts = {**self._in_parts, **dict.fromkeys((long_name, *others), long_name)}
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
-        """All of a command line."""
+        """Parse a command line completely; unknown words are errors."""
         result: argparse.Namespace
         result, unknown = self.parse_known_args(args, namespace)
         if unknown:
@@ -137,7 +137,7 @@ class OneLineParser(argparse.ArgumentParser):
         return hyphenated + equals + value if known else word
 
     def _shown(self) -> list[str]:
-        """The flags of the help text."""
+        """Flags that appear in the help text."""
         shown = (action for action in self._actions if action.help is not argparse.SUPPRESS)
         return [name for action in shown for name in action.option_strings if name.startswith("--")]
 
@@ -163,10 +163,7 @@ def _of_json(text: str) -> Any:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """A question about the name that was meant, behind what is wrong.
-
-    Empty if none is near.
-    """
+    """Suggestion of the intended name, to append to an error; empty without a near one."""
     near = difflib.get_close_matches(name, list(names), n=1, cutoff=NEAR)
     return f"; did you mean {near[0]}?" if near else ""
 

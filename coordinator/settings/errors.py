@@ -1,4 +1,4 @@
-"""Errors of flags and settings files."""
+"""The error type for unusable flags and settings files."""
 
 from __future__ import annotations
 

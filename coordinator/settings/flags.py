@@ -39,7 +39,7 @@ UNITS |= {name.upper(): 1024**power for power, name in enumerate("kmgt", 1)}
 
 
 LARGEST = 2**63 - 1
-"""Number that messages between processes can hold."""
+"""Largest integer that messages between processes can hold."""
 
 
 def flag(
@@ -52,7 +52,7 @@ def flag(
     json: bool = False,
     words: dict[str, int] | None = None,
 ) -> Meta:
-    """Further names (short ones included) and the help text of a field's flag.
+    """Metadata of a config field: further flag names, short ones included, and help text.
 
     A list takes several values after one flag, or, ``repeated``, one value each time the flag is given. A
     ``path`` may begin with ~. What is ``secret`` is on no command line of ours (:func:`to_argv`). A text of
@@ -84,7 +84,7 @@ class Field(msgspec.Struct, frozen=True):
     is_path: bool
     is_json: bool
     words: dict[str, int]
-    """Words that stand for some number."""
+    """Words accepted in place of a number, such as ``auto``."""
     choices: tuple[str, ...]
 
     @property
@@ -93,17 +93,17 @@ class Field(msgspec.Struct, frozen=True):
 
     @property
     def shown(self) -> str:
-        """What errors call it."""
+        """Name of the setting in error messages."""
         return self.key.upper() if self.positional else self.long_name
 
     @property
     def key(self) -> str:
-        """The name in the parsed arguments, and one of those in a YAML file."""
+        """Key of the setting in parsed arguments; also a YAML key."""
         return self.path[-1]
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Its names in a YAML file: those of all long flags, with underscores."""
+        """Accepted YAML keys of the setting: all long flags, with underscores."""
         others = (name[2:].replace("-", "_") for name in self.names if name.startswith("--"))
         return (self.key, *others)
 
@@ -205,7 +205,7 @@ def parse(
 
 
 def make_parser(config: type[msgspec.Struct], *, prog: str, description: str) -> OneLineParser:
-    """A parser whose result holds only what was given on the command line."""
+    """Make the parser of a config's flags; its result holds only flags that were given."""
     parser = OneLineParser(
         prog=prog,
         description=description,
@@ -294,7 +294,7 @@ def from_flat(
 def _of_file(
     file: str, by_key: dict[str, Field], *, shares_file: bool, foreign: ForeignFlags | None
 ) -> dict[str, Any]:
-    """Settings of a YAML file by the keys of their fields."""
+    """Settings of a YAML file, by field key."""
     from coordinator.settings.settings_file import read_settings  # takes time, for a file that few have
 
     def field_of(name: str) -> Field | None:
@@ -382,7 +382,7 @@ def _json_list(field: Field, text: str) -> Any:
 
 
 def parse_size(name: str, text: str) -> int:
-    """8k is 8000, 8K is 8192, and so on to T.
+    """Parse a count with a suffix up to T: 8k is 8000, 8K is 8192.
 
     Plain numbers as they are.
     """
@@ -394,7 +394,7 @@ def parse_size(name: str, text: str) -> int:
 
 
 def _readable(message: str, by_key: dict[str, Field]) -> str:
-    """msgspec's message with its path as the user's flag."""
+    """Validation message of msgspec with the user's flag in place of the field path."""
     text, _, path = message.partition(" - at `$.")
     last = path.rstrip("`").split(".")[-1].split("[")[0]
     about_one_field = text.startswith(("Expected", "Invalid"))

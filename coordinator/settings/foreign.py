@@ -20,18 +20,18 @@ class Foreign(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    """The long one, without hyphens in front."""
+    """Long name of the flag, without leading hyphens."""
     shorts: tuple[str, ...] = ()
     is_switch: bool = False
-    """Given alone, or with ``no-`` in front; others take one value."""
+    """Whether the flag takes no value and may begin with ``no-``."""
     here: str = ""
     """The flag of Lockstep with the same meaning."""
     harmless: tuple[str, ...] | None = ()
-    """Values that change nothing; None: whatever it is. Switches are ``true`` or ``false``."""
+    """Values that are ignored; None: all. Switches are ``true`` or ``false``."""
     why: str = ""
-    """They change nothing."""
+    """Reason, for the warning, why harmless values change nothing."""
     instead: str = ""
-    """Why any other value cannot be served, and what to do."""
+    """Reason for refusing other values, and what to give instead."""
 
 
 class ForeignError(ValueError):
@@ -45,13 +45,13 @@ class ForeignFlags:
         self.flags = tuple(flags)
         self._by_key = {flag.name.replace("-", "_"): flag for flag in self.flags}
         self.said: list[str] = []
-        """A line for each flag that was ignored."""
+        """Warning lines, one per ignored flag."""
 
     def __repr__(self) -> str:
         return f"<ForeignFlags {len(self.flags)}, said {self.said}>"
 
     def find(self, name: str) -> Foreign | None:
-        """By its long name, in either spelling."""
+        """Foreign flag of this long name, with hyphens or underscores; None if unknown."""
         return self._by_key.get(name.replace("-", "_"))
 
     def take(self, flag: Foreign, value: Any) -> None:
@@ -72,7 +72,7 @@ class ForeignFlags:
 
 
 def _written(value: Any) -> str:
-    """So that true, "true" and True are one, and 0, 0.0 and "0" too."""
+    """Canonical text of a value: "true" is True, and 0, 0.0 and "0" are one."""
     if isinstance(value, str):
         try:
             return f"{float(value):g}"

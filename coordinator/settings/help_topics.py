@@ -1,4 +1,4 @@
-"""The parts of a help text that ``--help=TOPIC`` shows, as vLLM's users ask for them.
+"""Selection of flags and groups for ``--help=TOPIC``, with vLLM's group names, too.
 
 A topic is ``all``, ``page`` (all of it in a pager), ``listgroup``, a group of flags by the name of its config
 or its title, or any part of flags' names. :mod:`coordinator.settings.command_line` is the only caller.
@@ -25,7 +25,7 @@ VLLM_GROUPS: Mapping[str, tuple[str, ...]] = {
 
 
 def listed(groups: Mapping[str, Group]) -> str:
-    """The names of all groups with their titles, by name."""
+    """Help text that lists all flag groups by name, with their titles."""
     width = max(map(len, groups), default=0)
     lines = [f"  {name:<{width}}  {group.title}" for name, group in groups.items()]
     return "\n".join(["Groups of flags, for --help=GROUP:", *lines]) + "\n"
@@ -45,7 +45,7 @@ def groups_of(topic: str, groups: Mapping[str, Group]) -> list[Group]:
 
 
 def actions_of(topic: str, actions: Iterable[argparse.Action]) -> list[argparse.Action]:
-    """The listed flags of such a name, else those with it as a part."""
+    """Flags with this name; else those whose name contains it."""
     shown = [action for action in actions if action.help is not argparse.SUPPRESS]
     wanted = topic.strip().lower().replace("_", "-").lstrip("-")
     exact = [action for action in shown if wanted in (name.lstrip("-") for name in _names(action))]
@@ -55,7 +55,7 @@ def actions_of(topic: str, actions: Iterable[argparse.Action]) -> list[argparse.
 def text_of(
     formatter: argparse.HelpFormatter, sections: Iterable[tuple[str, Sequence[argparse.Action]]]
 ) -> str:
-    """Titles, each with the help of its flags."""
+    """Format help sections: each a title, and the help of its flags."""
     for title, actions in sections:
         formatter.start_section(title)
         formatter.add_arguments(actions)

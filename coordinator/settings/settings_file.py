@@ -1,4 +1,4 @@
-"""The YAML file of ``--config``.
+"""Reader of the YAML settings file of ``--config``, which keeps texts as written.
 
 Knows of a setting no more than whether it is text.
 
@@ -20,7 +20,7 @@ NULL = "tag:yaml.org,2002:null"
 
 
 def read_settings(file: str, is_text: Callable[[str], bool]) -> dict[str, Any]:
-    """Settings by their names as written.
+    """Read a YAML settings file; names and text values stay as written.
 
     Those that are text are taken as written, too: to YAML 0123 is 83, 1.10 is 1.1, ``no`` is false and
     2024-01-02 a day.
@@ -48,7 +48,7 @@ def read_settings(file: str, is_text: Callable[[str], bool]) -> dict[str, Any]:
 
 
 def _written(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
-    """A text, or a list of texts; what is neither as YAML has it."""
+    """Text or list of texts as written; other nodes as YAML converts them."""
 
     def of_one(node: yaml.Node) -> Any:
         is_text = isinstance(node, yaml.ScalarNode) and node.tag != NULL

@@ -44,7 +44,7 @@ Compute = Callable[[], torch.Tensor]
 
 
 class Capture(Protocol):
-    """Way to make a computation repeatable."""
+    """Interface of graph capture: makes a computation replayable."""
 
     def __call__(self, compute: Compute) -> Compute:
         """A function that repeats the computation in the same memory.
@@ -100,7 +100,7 @@ class CudaCapture:
 
 @contextlib.contextmanager
 def _waits_raise() -> Iterator[None]:
-    """While it lasts, operators of torch that wait for the device raise, with their names."""
+    """Context in which torch operators that synchronise with the device raise an error."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():  # torch warns that the mode is a prototype
         warnings.simplefilter("ignore")

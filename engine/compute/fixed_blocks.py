@@ -1,4 +1,4 @@
-"""Torch's operators on the CPU by blocks of fixed size.
+"""Batch-invariant torch operators on the CPU: computed in blocks of fixed size.
 
 So a row's bits do not depend on the rows beside it. A library chooses how it sums by the number of rows of a
 product. So each product is computed in blocks of :data:`BLOCK_ROWS` rows, the last one filled up with zeros:
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BLOCK_ROWS = 16
-"""Rows of each product."""
+"""Rows per block of a matrix product."""
 COLUMNS = 16
 """Outputs of a product are computed in multiples of this, the rest apart.
 
@@ -88,7 +88,7 @@ class FixedBlocks(TorchDispatchMode):  # type: ignore[misc]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """As torch asks for where nothing is compiled: it saves some microseconds an operator."""
+        """Torch hook that skips compiler checks: saves microseconds per operator."""
         return False
 
     def __repr__(self) -> str:
@@ -102,7 +102,7 @@ class FixedBlocks(TorchDispatchMode):  # type: ignore[misc]
         return rule(*args, **kwargs) if kwargs else rule(*args)
 
     def _rule(self, func: Any) -> Callable[..., Any]:
-        """How an operator is computed."""
+        """Choose how an operator is computed: by blocks, rows, tiles, or decomposed."""
         space, _, name = str(func.overloadpacket).partition(".")
         overload = str(func).rpartition(".")[2]
         if space == "aten":
@@ -128,7 +128,7 @@ class FixedBlocks(TorchDispatchMode):  # type: ignore[misc]
         return lambda *args, **kwargs: self._unknown(func, args, kwargs)
 
     def _decomposed(self, func: Any) -> Callable[..., Any]:
-        """An operator by way of those that it is made of."""
+        """Compute an operator through its decomposition into simpler ones."""
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             with self:
@@ -180,7 +180,7 @@ def _block(flat: torch.Tensor, begin: int) -> torch.Tensor:
 
 
 def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """As ``torch.matmul``; of stacked matrices, each by itself."""
+    """Matrix product like ``torch.matmul``, with stacked matrices computed one by one."""
     if left.dim() == 1:
         return _matmul(left[None], right).squeeze(-2 if right.dim() > 1 else 0)
     if right.dim() == 1:
@@ -250,7 +250,7 @@ def _polar(sizes: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 
 def _in_place(func: Any) -> Callable[..., Any]:
-    """A function that writes where it reads, by way of the one that does not."""
+    """In-place operator computed through its out-of-place form."""
     plain = getattr(torch.ops.aten, str(func.overloadpacket).partition(".")[2].removesuffix("_"))
 
     def compute(numbers: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -18,7 +18,7 @@ kernels one by one costs little.
 
 
 def capture_sizes(wanted: Sequence[int], max_num_seqs: int, *, each_small: bool = False) -> tuple[int, ...]:
-    """Sizes to capture, rising.
+    """Row counts to capture graphs for, ascending.
 
     They are those of ``wanted`` (--cudagraph-capture-sizes) that can occur. By default they are a few small
     ones and then every eighth, so that at most 7 rows of a larger step compute for no request. With

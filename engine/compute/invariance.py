@@ -18,7 +18,7 @@ from engine.model.probe import run_stage
 from engine.model.weights import LoadedModel
 
 COUNT = 40
-"""Tokens of the request: two blocks of rows, and a part of one."""
+"""Length of the test request in tokens: two and a part blocks of rows."""
 START = 490
 """Position of its first token: its context passes the end of a tile of keys.
 
@@ -31,7 +31,7 @@ OTHER_COUNT = 26
 def check(
     model: LoadedModel, blocks: FixedBlocks, make_cache: Callable[[int], PagedAttention], block_size: int
 ) -> None:
-    """Try the model in blocks of fixed size.
+    """Check that a row's bits in this model do not depend on other rows.
 
     ``make_cache`` makes a cache of so many blocks. All workers of a model run this together.
 

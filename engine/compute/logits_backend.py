@@ -1,4 +1,4 @@
-"""Contract of the two implementations that sampling has for rows of logits.
+"""Interface of sampling operations on logits, with two implementations: torch and native.
 
 :class:`engine.compute.torch_logits.TorchLogits` works on every device, and is the reference.
 :class:`engine.compute.native_logits.NativeLogits` computes the same on the CPU, but for rounding, in a small
@@ -25,7 +25,7 @@ NEVER = float("-inf")
 
 @dataclass(frozen=True)
 class SampleRow:
-    """One token to choose."""
+    """Sampling parameters and history of one row whose token is chosen."""
 
     params: SamplingParams
     seed: int

@@ -9,7 +9,7 @@ from engine.sampling import ThinkingBudget
 
 
 def forced_token(output: Int64s, budget: ThinkingBudget) -> int | None:
-    """The token that must come next to end the reasoning; None if any may.
+    """Token forced next to end the reasoning at its budget; None: any.
 
     Any token may come while the budget lasts, and after the end of the reasoning. The result depends on
     nothing but the output so far, so an instance that resumes a request forces the same token.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from engine.kernels.program import Program
 
 Pending = Callable[[], StepResult]
-"""Waits for a step that was begun."""
+"""Function that waits for the result of a begun step."""
 
 MIN_TABLE_WIDTH = 16
 MIN_SPARE_TOKENS = 64
@@ -71,7 +71,7 @@ class _Slot:
         self.token_ids[position:end] = token_ids
 
     def put_one(self, position: int, token_id: int) -> None:
-        """As :meth:`put` of one token: what most steps bring each row."""
+        """Set one token, as most steps do for each row."""
         if position < len(self.token_ids):
             self.token_ids[position] = token_id
         else:
@@ -110,7 +110,7 @@ class _BlockTables:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """Logits that a step needs, and what for."""
+    """Positions whose logits a step needs: sampled tokens and prompt log-probabilities."""
 
     tokens: Int64s
     """[logits] indices into the packed tokens.
@@ -157,7 +157,7 @@ class ModelRunner:
         self._slots: dict[int, _Slot] = {}
         self._tables = _BlockTables(block_size)
         self._going_on: GoingOn | None = None
-        """Rows of the last step, if the program chose a token for each."""
+        """Decode rows of the last native step, which the next may continue."""
         self._shard = model.stage.shard
         self._sampler = sampler_of(model, row_by_row=row_by_row)
 
@@ -495,7 +495,7 @@ def sampler_of(model: LoadedModel, *, row_by_row: bool = False) -> Sampler:
 
 
 def _masks_by_row(step: Step) -> dict[int, npt.NDArray[np.uint8]]:
-    """The masks of a step, by row."""
+    """Grammar masks of a step, by row."""
     if step.masks is None:
         return {}
     bits = np.frombuffer(step.masks.bits, dtype=np.uint8).reshape(len(step.masks.rows), -1)

@@ -46,7 +46,7 @@ class RuleTensors:
 
 
 class TokenRules:
-    """The rules of one request."""
+    """Token rules of one request, cached as tensors per worker."""
 
     def __init__(self, params: SamplingParams, barred_ids: Sequence[int] = ()) -> None:
         """``barred_ids`` may not come before ``params.min_tokens``."""

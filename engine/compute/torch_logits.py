@@ -133,7 +133,7 @@ class TorchLogits:
 
 
 def _ways(rows: Sequence[SampleRow], device: torch.device, by_kernel: bool) -> list[tuple[Choose, list[int]]]:
-    """How each row's token is chosen.
+    """Group rows by the way in which their token is chosen.
 
     On a GPU without our kernels rows with top-k do not share the full sort of those without: the former look
     at few tokens.
@@ -229,7 +229,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
 
 
 def race_by_kernel(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """The same by one kernel of Triton."""
+    """Draw from the whole vocabulary by one Triton kernel."""
     return _race_by_kernels(logits, rows, None)
 
 
@@ -355,7 +355,7 @@ def _temperatures(device: torch.device, rows: Sequence[SampleRow]) -> torch.Tens
 
 
 def _race(scaled: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Column [rows] of the winner of each row's race.
+    """Sampled column [rows]: the winner of each row's exponential race.
 
     The scaled logits are [rows, n], the token ids [rows or 1, n] int32.
     """
@@ -363,7 +363,7 @@ def _race(scaled: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow])
 
 
 def _speeds(scaled: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Speeds [rows, n] in the race."""
+    """Race speeds [rows, n]: probabilities over exponential random numbers; the greatest wins."""
     clocks = _exponentials(tokens, [row.seed for row in rows], [row.position for row in rows])
     return scaled.exp().div_(clocks)
 

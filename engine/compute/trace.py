@@ -18,7 +18,7 @@ MOST_SPANS = 100_000
 
 
 def idle_share(spans: Sequence[Span], since: float, until: float) -> float:
-    """Part of this time in which nothing was computed."""
+    """Fraction of a time span in which a worker computed nothing."""
     busy = sum(max(0.0, min(end, until) - max(begin, since)) for begin, end in spans)
     return 1.0 - busy / (until - since) if until > since else 0.0
 

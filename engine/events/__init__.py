@@ -1,1 +1,1 @@
-"""KV events in vLLM's form: others can follow prefix caches."""
+"""KV cache events in vLLM's format, so that external routers can follow prefix caches."""

@@ -46,7 +46,7 @@ KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
-    """What one turn of the step loop changed."""
+    """Batch of KV events from one turn of the step loop."""
 
     ts: float
     """Seconds since 1970."""

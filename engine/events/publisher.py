@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 END = (-1).to_bytes(8, "big", signed=True)
 """Number of the message that ends a replay."""
 FLUSH = 1.0
-"""Seconds in which a leaving instance sends what waits."""
+"""Seconds for a leaving instance to send queued events."""
 COMPLAINT_INTERVAL = 30.0
 """Seconds between two lines about dropped batches."""
 AT_ONCE = 256
-"""Batches that are sent before the thread looks for wishes to replay."""
+"""Batches sent between two looks for replay requests."""
 NUMBER_BYTES = 8
 
 
@@ -85,7 +85,7 @@ class EventPublisher:
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Send what waits, for a bounded time."""
+        """Send queued batches within a bounded time, then close the sockets."""
         self._closing = True
         if self._thread.is_alive():
             os.eventfd_write(self._wake, 1)

@@ -30,7 +30,7 @@ class EventRecorder:
         self._unknown: set[BlockHash] = set()
         """Stored blocks whose tokens are not known yet; at most all of the pool."""
         self._events: list[KvEvent] = [AllBlocksCleared()]
-        """So the first batch ends what followers know of an instance before."""
+        """Pending events; the first clears what followers know of an earlier instance."""
         self._last: BlockHash | None = None
         """The last block of the event that may go on."""
 
@@ -64,7 +64,7 @@ class EventRecorder:
     def tell(
         self, hashes: Sequence[BlockHash], token_ids: Sequence[int], salt: str, first: int, end: int
     ) -> None:
-        """Take in the tokens of blocks ``first`` to ``end - 1`` of this context."""
+        """Record the tokens of blocks ``first`` to ``end - 1`` of a context."""
         for index in range(first, end):
             block_hash = hashes[index]
             if block_hash in self._unknown:
@@ -75,7 +75,7 @@ class EventRecorder:
                 self._store(block_hash, hashes[index - 1] if index else None, tokens, salt)
 
     def clear(self) -> None:
-        """Publish that all is forgotten; called before the pool forgets it."""
+        """Record that the prefix cache is cleared; called before the pool clears it."""
         self._published.clear()
         self._unknown.clear()
         self._last = None

@@ -1,1 +1,1 @@
-"""What only GPUs compute: Triton kernels beside attention, and the choice of operators."""
+"""Triton kernels for GPUs other than attention, and the choice of operators."""

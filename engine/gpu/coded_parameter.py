@@ -1,4 +1,4 @@
-"""Where the codes of a quantised weight stand that is not widened on its device."""
+"""Attachment of quantised weight codes to a parameter (loads no triton)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fewer launches per layer: norms, rotary embeddings, gates, products with one input.
+"""Fusion of a loaded model's norms, rotary embeddings, gates and products on GPUs.
 
 A decode step on a GPU takes as long as its launches where there are few requests. transformers' code stays as
 it is. A norm gets another ``forward``, and so does a feed-forward layer. The projections of one input compute

@@ -1,4 +1,4 @@
-"""Experts of a mixture on a GPU: which operator multiplies them.
+"""Expert layers on a GPU through grouped products, checked before use.
 
 torch's grouped product is one kernel on compute capability 9 and 10 in bfloat16 only. Elsewhere torch reads
 the counts back to the host and launches a product for each expert, which no CUDA graph can capture. There a
@@ -79,7 +79,7 @@ def grouped_forward(
 def each_expert(
     module: Any, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """The same by a plain product for each expert that has tokens.
+    """Reference for grouped experts: a plain product per expert with tokens.
 
     The kernels are compared with it.
 

@@ -122,7 +122,7 @@ def _named(node: ast.AST, names: tuple[str, str]) -> list[ast.Name]:
 
 
 def _of_cache(statement: ast.stmt) -> bool:
-    """Whether it does something only where there is a cache of transformers' own."""
+    """Whether a statement acts only with transformers' own KV cache."""
     if not isinstance(statement, ast.If) or statement.orelse or not isinstance(statement.test, ast.Compare):
         return False
     test = statement.test

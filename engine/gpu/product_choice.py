@@ -1,4 +1,4 @@
-"""Which operator multiplies a mixture's experts, by device and type."""
+"""Choice of the operator for expert products, by device and data type."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Groups of instances in lockstep: forming, agreeing, recovering."""
+"""Groups of instances that step in lockstep: formation, agreement, recovery."""

@@ -1,4 +1,4 @@
-"""Stepping of an instance with spread experts, through one group after another.
+"""Lockstep stepping with spread experts across group changes: join, loss, replacement.
 
 :class:`engine.groups.recovery.Recovery` decides; this class is the threads around it. The step loop calls it
 as its :class:`engine.groups.stepping.Stepping`. The membership's thread brings plans of groups, background
@@ -56,16 +56,16 @@ WATCH_INTERVAL = 1.0
 
 
 class Mesh(Protocol):
-    """Messages to the coordinator."""
+    """Interface for reporting group events to the coordinator."""
 
     def report(self, lost: Lost) -> None: ...
 
     def entered(self, form: GroupPlan) -> None:
-        """The group of this form is the one that this instance steps in."""
+        """Report that this instance now steps in the group of this plan."""
         ...
 
     def changed(self) -> None:
-        """``ready_epoch`` or what fits has changed."""
+        """Report a new ``ready_epoch`` or a new capacity for experts."""
         ...
 
     def waits(self) -> None:
@@ -151,7 +151,7 @@ class Elastic:
         self._wake_loop()
 
     def on_fenced(self) -> None:
-        """The others go on without this instance."""
+        """Handle the coordinator's decision to continue without this instance."""
         with self._lock:
             self._carry_out(self._recovery.on_fenced())
         self._wake_loop()
@@ -408,7 +408,7 @@ _EVIDENCE = {
 
 
 def _what_for(form: GroupPlan, recovery: Recovery) -> str:
-    """For the log: who will be in a group, and why it follows another."""
+    """Log text for a new group: its members, and the reason for the change."""
     who = f"{len(form.peers)} instances, ranks {', '.join(str(peer.rank) for peer in form.peers)}"
     current = recovery.current
     if current is None or not form.peers:
@@ -432,4 +432,4 @@ _TRANSPORTS = {
     "NetworkCommunicator": "tcp",
     "MixedCommunicator": "shared_memory and tcp",
 }
-"""Names in the log; the classes themselves would load torch."""
+"""Transport names for the log by communicator class name, without loading torch."""

@@ -23,7 +23,7 @@ class LoadWindows:
         return f"<LoadWindows of {self._size} steps, {self._steps} in epoch {self._epoch}>"
 
     def entered(self, epoch: int, counts: Sequence[Sequence[int]]) -> None:
-        """Another group begins, with these rows counted so far by layer and expert."""
+        """Start over for a new group, with the row counts [layers, experts] so far."""
         self._epoch, self._steps, self._before = epoch, 0, counts
 
     def stepped(self, counts: Callable[[], Sequence[Sequence[int]]]) -> ExpertLoads | None:

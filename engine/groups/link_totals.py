@@ -1,4 +1,4 @@
-"""What has passed between an instance and others in its groups, since its start (pure).
+"""Link traffic of an instance with each other one, over all its groups (pure).
 
 A group counts by its members, and ends. Totals are by ranks of instances, and go on from group to group. They
 are those of the newest group's members: an instance that leaves takes its totals along, so there are never
@@ -44,7 +44,7 @@ class LinkTotals:
 
     @property
     def totals(self) -> dict[int, LinkCount]:
-        """By rank of the other instance; those without a link are missing."""
+        """Totals by rank of the other instance; ranks without a link are missing."""
         return {
             rank: self._before.get(rank, _NOTHING).plus(self._now.get(rank, _NOTHING))
             for rank in self._ranks

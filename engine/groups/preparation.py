@@ -39,7 +39,7 @@ LONG_READ = 0.5
 """Seconds of reading experts after which the log says what they were spent on."""
 
 ReadExperts = Callable[[GroupPlan, Callable[[], bool]], int]
-"""Get the experts that a plan gives this instance; returns how many were read.
+"""Function that reads the experts a plan assigns here; returns their number.
 
 The callable says to stop.
 """
@@ -48,7 +48,7 @@ Connect = Callable[[GroupPlan, Callable[[], bool]], Group]
 
 
 class Preparation(Generic[Group]):
-    """The work for one :class:`coordinator.messages.GroupPlan`, in a thread of its own.
+    """Background preparation of one :class:`coordinator.messages.GroupPlan`: reads experts, forms the group.
 
     :meth:`abandon` ends it soon; a thread that waits for a meeting place whose host is stopped
     stays behind, and disturbs nobody.
@@ -72,7 +72,7 @@ class Preparation(Generic[Group]):
         self.error: Exception | None = None
         self.num_read = 0
         self.read_at = self.formed_at = 0.0
-        """time.monotonic() when the experts were there, and the group."""
+        """time.monotonic() when the experts were read, and when the group was formed."""
         self._read_experts = read_experts
         self._connect = connect
         self._on_end = on_end
@@ -89,7 +89,7 @@ class Preparation(Generic[Group]):
         self._thread.start()
 
     def abandon(self) -> None:
-        """Cancel; groups that are formed are aborted at once and closed soon."""
+        """Cancel the preparation; a group already formed is aborted at once, then closed."""
         with self._lock:
             self._stopped.set()
             group, self.group = self.group, None

@@ -1,4 +1,4 @@
-"""One instance's side of the epochs (pure: events in, instructions out).
+"""State machine of one instance's group changes (pure: events in, instructions out).
 
 An instance steps in one group, its *current* one, and prepares at most one other, the *target*: the one
 of the newest :class:`coordinator.messages.GroupPlan`. There are two ways from one to the other:
@@ -58,7 +58,7 @@ class AbortGroup(msgspec.Struct, frozen=True):
 
 
 class ReportLost(msgspec.Struct, frozen=True):
-    """Tell the coordinator, again and again until a plan of a later epoch comes."""
+    """Instruction: report lost members to the coordinator until a later epoch's plan comes."""
 
     lost: Lost
 
@@ -95,16 +95,16 @@ Turn = StepOn | Enter | AwaitGroup | LeaveMesh
 
 
 class Recovery:
-    """Where one instance stands between its groups."""
+    """Recovery state of one instance: current group, target group, and loss."""
 
     def __init__(self, instance: str) -> None:
         self._instance = instance
         self.current: GroupPlan | None = None
-        """The group it steps in, broken or not."""
+        """Plan of the group it steps in, broken or not."""
         self.broken = False
-        """The current group is of no use any more."""
+        """Whether the current group is broken."""
         self.target: GroupPlan | None = None
-        """The group to enter next."""
+        """Plan of the group to enter next."""
         self._ready = False
         self._newest = 0
         self._switched = False
@@ -156,7 +156,7 @@ class Recovery:
         return instructions
 
     def on_fenced(self) -> list[Instruction]:
-        """The others go on without this instance, which was taken for dead."""
+        """Handle a fence: the others continue without this instance, taken for dead."""
         instructions = self._abandon_target()
         if self.current is not None:
             instructions.append(AbortGroup(self.current.epoch))
@@ -208,7 +208,7 @@ class Recovery:
             self._drained_at = now
 
     def turn(self, now: float) -> Turn:
-        """What the step loop does next.
+        """Instruction for the step loop's next turn.
 
         Called at the top of each turn, and after every decided step.
         """
@@ -249,5 +249,5 @@ def names(form: GroupPlan) -> list[str]:
 
 
 def _ends(form: GroupPlan, group: GroupPlan) -> bool:
-    """Whether a plan ends an earlier group: it says so, or a member is lost."""
+    """Whether a plan ends an earlier group, by its flag or a lost member."""
     return group.epoch <= form.broken or not set(names(group)) <= {*names(form), *form.leavers}

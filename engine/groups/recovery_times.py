@@ -13,14 +13,14 @@ import msgspec
 logger = logging.getLogger(__name__)
 
 PARTS = ("form", "experts", "group", "step")
-"""Parts of a change, from the loss noticed on; each lasts until its event.
+"""Phases of a group change since the loss was noticed, by their final event.
 
 The events are the plan received, experts read, the group formed and the first step.
 """
 
 
 class Change(msgspec.Struct):
-    """One change of the group on its way.
+    """Times of one group change in progress.
 
     Times are those of one monotonic clock, 0 until they come.
     """
@@ -28,7 +28,7 @@ class Change(msgspec.Struct):
     epoch: int
     form_at: float
     noticed_at: float = 0.0
-    """When the group before was found broken; 0: it is not, all change by agreement."""
+    """Time when the old group was found broken; 0: a planned change."""
     noticed_by: str = ""
     num_read: int = 0
     read_at: float = 0.0
@@ -36,9 +36,9 @@ class Change(msgspec.Struct):
 
 
 AROUND = 4
-"""Neighbours of a step on either side, with whose length its own is compared."""
+"""Number of neighbouring steps on either side that a step's length is compared with."""
 BUSY = 1.0
-"""Seconds of a step at most; a longer one has waited for work."""
+"""Maximum seconds of a step that counts; a longer one waited for work."""
 
 
 class _Kind(enum.Enum):
@@ -48,7 +48,7 @@ class _Kind(enum.Enum):
 
 
 class StepLengths:
-    """Lengths of the steps around a change by agreement, beside those of their neighbours.
+    """Compares step lengths around a planned group change with neighbouring steps.
 
     The step before the change ends with it: all of the change but its preparation is in that one. The first
     one in the new group finds everything cold. What lies around a pause without tokens is left out.
@@ -66,16 +66,16 @@ class StepLengths:
         """Other steps, and those that took over twice as long as their neighbours."""
 
     def changed(self) -> None:
-        """The group is another one now."""
+        """Note that the group has changed."""
         self._kind = _Kind.CHANGE
 
     def paused(self) -> None:
-        """Nobody has tokens."""
+        """Note a pause: no instance has tokens."""
         self._began, self._kind, self._change = None, _Kind.USUAL, None
         self._steps.clear()
 
     def began(self, now: float) -> tuple[float, float, float] | None:
-        """A step with tokens begins.
+        """Note the begin of a step with tokens.
 
         Returns the usual length, that of the step with the change, and that of the first one behind it, once
         their neighbours are known.

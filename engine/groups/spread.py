@@ -1,4 +1,4 @@
-"""The coordinator's view of an instance whose experts are spread over the mesh.
+"""Coordinator connection of an instance with spread experts: reports, plans, fences.
 
 It holds which experts the instance has, in which group it steps, and what it waits for. It stands between the
 membership and :class:`engine.groups.elastic.Elastic`.
@@ -97,7 +97,7 @@ class Spread:
         return self._executor.connect(form, group, should_stop)
 
     def look(self) -> None:
-        """Once a turn: whether the others come in time.
+        """Log, each turn, the wait for other instances; fail after the start-up timeout.
 
         Raises:
             NoGroup: they do not.
@@ -164,6 +164,6 @@ class Spread:
         return self._executor.max_experts(self._free_bytes())
 
     def _free_bytes(self) -> int:
-        """Those that share memory may all need more at the same time."""
+        """Free bytes for more experts, divided among instances that share memory."""
         sharers = self._membership.neighbours if self._sharers is None else self._sharers
         return self._executor.spare_memory() // max(1, sharers)

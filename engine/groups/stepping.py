@@ -1,4 +1,4 @@
-"""When an instance may step: alone, or in lockstep with all others.
+"""Step coordination of an instance: alone, or in lockstep with its group.
 
 The step loop asks :meth:`Stepping.turn` in each turn and :meth:`Stepping.agree` before each step. Independent
 instances (dense models, or experts whole on each) always may step. In lockstep the answer comes from the
@@ -31,7 +31,7 @@ WAKE_INTERVAL = 0.02
 """Seconds between two repetitions of a wake whose step has not begun."""
 
 PASS_ON_AFTER = 1.0
-"""Seconds until a woken instance wakes its peers, if the step has not begun.
+"""Seconds after which a woken instance passes the wake on, unless the step began.
 
 The sender may have woken this instance alone.
 """
@@ -42,7 +42,7 @@ class NoGroup(Exception):
 
 
 class Agreement(msgspec.Struct, frozen=True):
-    """What the group decided for this step."""
+    """The group's decision about one step."""
 
     runs: bool
     sizes: tuple[int, ...] = ()
@@ -66,7 +66,7 @@ class Stepping(Protocol):
     """Durations of its group changes."""
 
     def link_totals(self) -> dict[int, LinkCount]:
-        """What has passed over links to other instances, by their rank."""
+        """Link traffic with other instances, by their rank."""
         ...
 
     @property
@@ -121,7 +121,7 @@ class Stepping(Protocol):
 
 
 class Alone:
-    """Steps whenever there is work."""
+    """Stepping of an independent instance: a step whenever there is work."""
 
     must_step = False
 
@@ -157,7 +157,7 @@ class Alone:
 
 
 class InLockstep:
-    """Steps with all others of one group."""
+    """Stepping in lockstep with all other instances of one group."""
 
     def __init__(
         self, group: Communicator, epoch: int, peers: Sequence[str], keys: MeshKeys | None = None
@@ -239,7 +239,7 @@ class Waker:
         self._keys = keys
         self._wake: Wake | None = None
         self._begins = 0.0
-        """When it is sent first, by the monotonic clock."""
+        """Monotonic time at which the wake is first sent."""
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None

@@ -1,4 +1,4 @@
-"""Whether this host can use what ``--mesh-transport`` names."""
+"""Check that this host can use the transport of ``--mesh-transport``."""
 
 from __future__ import annotations
 

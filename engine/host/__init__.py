@@ -1,1 +1,1 @@
-"""The machine an instance runs on: memory, cores, forked processes."""
+"""The host of an instance: memory, cache size, cores, forked processes, late imports."""

@@ -1,4 +1,4 @@
-"""Work beside the steps of a serving model, which go first (torch comes late)."""
+"""Background work of a serving instance, at lower priority than its steps."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 logger = logging.getLogger(__name__)
 
 NICENESS = 10
-"""What background threads are nicer by: a tenth of a core beside a busy one."""
+"""Added niceness of background threads: a tenth of a core beside busy ones."""
 LEAST_PRIORITY = 19
-"""Greatest niceness that Linux has."""
+"""Lowest thread priority: the greatest niceness of Linux."""
 SWITCH_INTERVAL = 0.0005
 """Seconds after which a thread that computes in Python lets another one go on.
 
@@ -26,7 +26,7 @@ By default that is 5 ms, which is as long as a step.
 """
 
 CHORE_PAUSE = 0.03
-"""Seconds before each chore."""
+"""Pause before each background job, in seconds."""
 RELEASE_DELAY = 0.25
 """Seconds until memory is given back, after the first steps in a new group."""
 
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 def be_nicer(niceness: int = NICENESS) -> None:
-    """Let other threads go before the calling one, and before those that it starts."""
+    """Lower the priority of the calling thread and of those that it starts."""
     with contextlib.suppress(OSError):
         thread = threading.get_native_id()
         nicer = min(LEAST_PRIORITY, os.getpriority(os.PRIO_PROCESS, thread) + niceness)
@@ -42,7 +42,7 @@ def be_nicer(niceness: int = NICENESS) -> None:
 
 
 def beside_steps(work: Callable[[], Result]) -> Result:
-    """Call this in another thread, in the time that steps leave, and wait for it.
+    """Run a function in a low-priority thread, and wait for its result.
 
     Threads that it starts have as little. So it should start none that go on behind it.
     """
@@ -61,7 +61,7 @@ def beside_steps(work: Callable[[], Result]) -> Result:
 
 
 class Chores:
-    """A thread for what must happen soon and in order, but not between two steps.
+    """Background thread that runs small jobs in order, outside the step loop.
 
     To start a thread takes as long as a step where cores are busy, so there is one for all. It pauses before
     each, so that no step has more than one beside it.
@@ -75,11 +75,11 @@ class Chores:
         self._thread.start()
 
     def put(self, work: Callable[[], object]) -> None:
-        """Call this soon; from any thread."""
+        """Queue a job; from any thread."""
         self._waiting.put(work)
 
     def close(self, patience: float = 2.0) -> None:
-        """End behind what was put before."""
+        """Stop the thread after the jobs already queued."""
         self._closing.set()
         self._waiting.put(None)
         self._thread.join(patience)

@@ -1,4 +1,4 @@
-"""How large the KV cache of an instance is, and which context it allows."""
+"""Sizing of an instance's KV cache: blocks by memory, and the longest context."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 LEAST_CACHE = 0.25
-"""Least part of the KV cache that is left when room is kept for experts."""
+"""Minimum fraction of the KV cache that remains when room is kept for experts."""
 
 
 class TooLittleMemory(RuntimeError):
-    """For the KV cache that was asked for, or for any; says what to do."""
+    """Error: too little memory for the KV cache; the message has the remedy."""
 
 
 def size_cache(
@@ -80,7 +80,7 @@ def size_cache(
 
 
 def asked_problem(cache: CacheConfig) -> str | None:
-    """Why no worker on a CPU can have the asked cache; None if one can.
+    """Reason why no CPU worker can have the requested cache size; else None.
 
     A cache is never larger than requests can use, so only the flag itself shows that it is a slip.
     """
@@ -131,7 +131,7 @@ def share_of_device(*, total: int, free: int, reserved: int, peak: int, utilizat
 def left_beside(
     cache: int, *, total: int, free: int, reserved: int, peak: int, utilization: float, sharers: int
 ) -> int:
-    """Bytes of a device that an instance may count on beside its share.
+    """Bytes of device memory free for an instance beside its KV cache.
 
     What another is still to take of its own share is free now, and does not count.
 

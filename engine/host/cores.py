@@ -1,4 +1,4 @@
-"""Which cores of a host an instance computes on, and with how many threads.
+"""Division of a host's cores and threads among its instances and workers.
 
 More threads than cores would make every step tens of times slower, so the instances of a host share its cores
 out anew whenever one comes or goes.
@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 class Share(NamedTuple):
-    """What an instance computes with on one host."""
+    """Cores and threads of an instance on one host."""
 
     threads: int = 0
     """Threads of each of its workers."""
     cores: tuple[int, ...] = ()
-    """Those that no other instance computes on, if there are any."""
+    """Cores reserved for this instance; empty if cores are shared."""
 
 
 def has_gpu(device: DeviceConfig) -> bool:

@@ -1,4 +1,4 @@
-"""Loads torch and transformers without what an instance never uses (no torch itself).
+"""Faster imports of torch and transformers: modules that instances rarely use load late.
 
 Both import, when they are loaded, compilers, tracers, optimisers and ways to train. Three things spare that:
 
@@ -34,10 +34,10 @@ import msgspec
 from parallel.caches import cache_directory, is_trusted, own_directory
 
 OFF = "LOCKSTEP_WHOLE_LIBRARIES"
-"""Environment variable: 1 loads all of them at once."""
+"""Environment variable; 1: import torch and transformers completely at start."""
 
 DEFERRED: tuple[str, ...] = ("torch._meta_registrations", "torch.export", "torch._dynamo")
-"""How operators without a kernel for the meta device compute shapes there, exporting, the compiler.
+"""Deferred modules: meta-device decompositions, export and the compiler.
 
 A model that cannot be loaded without them gets another try (:func:`engine.model.weights.load_model`).
 """
@@ -68,7 +68,7 @@ _lock = threading.RLock()
 
 
 class _Deferred(Loader):
-    """Stands before the real loader of one module."""
+    """Loader that postpones running one module's code until first use."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -105,7 +105,7 @@ class _Deferred(Loader):
 
 
 def run_deferred() -> bool:
-    """Run the code of all modules that wait; False if none did.
+    """Run the code of all deferred modules; False if there was none.
 
     Meanwhile other threads that ask one of them for something wait. A module that runs finds in itself what
     it has defined so far.
@@ -142,7 +142,7 @@ def _no() -> bool:
 
 
 def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
-    """In place of a decorator, with or without arguments."""
+    """Identity decorator, which stands in for the compiler's, with or without arguments."""
     return _unchanged if function is None else function
 
 
@@ -218,7 +218,7 @@ class _Scan:
 
 
 def _state(directory: Path) -> str:
-    """Another one if any file below has changed."""
+    """Digest of the Python files below a directory, by time and size."""
     digest = hashlib.sha256(str(directory).encode())
     for path, directories, files in os.walk(directory):
         directories.sort()
@@ -230,7 +230,7 @@ def _state(directory: Path) -> str:
 
 
 def _waits_above(name: str) -> bool:
-    """Whether a module waits that is to run before this submodule of it."""
+    """Whether a deferred parent module must run before this submodule is imported."""
     root, _, _ = name.partition(".")
     if name in EARLY or not any(name.startswith(f"{each}.") for each in tuple(_waiting)):
         return False
@@ -253,7 +253,7 @@ class _Finder(MetaPathFinder):
 
 
 def trim() -> None:
-    """From now on load less. What is loaded already stays as it is."""
+    """Install the deferred imports; modules already loaded are unaffected."""
     if os.environ.get(OFF) != "1" and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 

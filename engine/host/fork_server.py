@@ -29,21 +29,21 @@ STICKY = (
     *("TORCH", "PYTORCH_", "ATEN_", "CUDA_", "NVIDIA_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_"),
     *("LANG", "LC_"),
 )
-"""Beginnings of the names of variables that libraries may have read when they were loaded."""
+"""Prefixes of environment variables that libraries read when they are loaded."""
 SET_LATER = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
 
 _loaded_with: dict[str, str] = {}
-"""The environment that the libraries have seen."""
+"""Environment in which the libraries were loaded."""
 
 
 class Server:
-    """Forks what it is asked for."""
+    """Serves fork requests of one launcher over a socket pair."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
     def next_process(self) -> Fork | None:
-        """Answers until the asker is gone, then returns None.
+        """Answer fork requests; returns the request in each child, None at the end.
 
         Returns in each new process as well: with what this one shall be.
         """
@@ -67,7 +67,7 @@ class Server:
                     os.close(descriptor)
 
     def _fork(self, request: Fork, received: list[int]) -> bool:
-        """True in the new process."""
+        """Fork a child of the requesting process; True in the child."""
         _check_environment(request.environment)
         threads = os.listdir("/proc/self/task")
         if len(threads) != 1:
@@ -105,7 +105,7 @@ class Server:
         return False
 
     def _become(self, request: Fork, received: list[int], above: int) -> None:
-        """What a new process has, and this one not yet.
+        """Give a forked child its environment, descriptors, title and working directory.
 
         No descriptor above the given one is in the way.
         """
@@ -118,7 +118,7 @@ class Server:
         process.die_with_parent()
         os.chdir(request.directory)
         sys.argv = [request.entry, *request.argv]
-        title(request.entry)
+        _set_title(request.entry)
         numbers = [0, 1, 2, *request.descriptors]
         moved = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, above + 1) for each in received]
         while received:
@@ -139,7 +139,7 @@ def _check_environment(wanted: dict[str, str]) -> None:
 
 
 def _check_free(numbers: Sequence[int], known: set[int]) -> None:
-    """Some library may hold a descriptor of one of these numbers."""
+    """Refuse descriptor numbers that some library in this process already uses."""
     for number in set(numbers) - known:
         with contextlib.suppress(OSError):
             os.fstat(number)
@@ -148,7 +148,7 @@ def _check_free(numbers: Sequence[int], known: set[int]) -> None:
 
 def main() -> int:
     process.die_with_parent()
-    title("ForkServer")
+    _set_title("ForkServer")
     _loaded_with.update(os.environ)  # before: some libraries add to it
     deferred.trim()
     with deferred.no_garbage():  # and what is loaded stays shared: nobody writes to it
@@ -159,7 +159,7 @@ def main() -> int:
 
 
 def serve(connection: socket.socket) -> int:
-    """The server's life, or that of a process which it made; the exit status."""
+    """Run the fork server, or in a child its program; returns the exit status."""
     request = Server(connection).next_process()
     while request is not None and request.branches:
         request = _branch(request)
@@ -183,7 +183,7 @@ def _branch(request: Fork) -> Fork | None:
         os.close(descriptor)
     os.environ[process.PARENT_VARIABLE] = str(parent)
     process.die_with_parent()
-    title("ForkServer")
+    _set_title("ForkServer")
     return Server(theirs).next_process()
 
 
@@ -207,11 +207,8 @@ def _run(request: Fork) -> int:
         return process.EXIT_FAILED
 
 
-def title(role: str) -> None:
-    with contextlib.suppress(ImportError):
-        import setproctitle
-
-        setproctitle.setproctitle(f"lockstep: {role}")
+def _set_title(role: str) -> None:
+    process.set_title(role, os.environ.get(process.MESH_VARIABLE, ""))
 
 
 if __name__ == "__main__":

@@ -36,24 +36,24 @@ MAX_MESSAGE = 1 << 17
 MAX_DESCRIPTORS = 32
 """File descriptors passed along with one request to the fork server."""
 ANSWER_TIMEOUT = 120.0
-"""Seconds for a fork, and for what the server has to load before."""
+"""Timeout of a fork in seconds, including the server's initial loading."""
 OFF = "LOCKSTEP_FORK_SERVER"
 """Environment variable; 0: every process is started normally, without forking."""
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """Make a process. With it come descriptors: its standard streams, then those it inherits."""
+    """Request for a fork; standard streams and inherited descriptors are sent along."""
 
     entry: str
     """What is run, as ``module:function``; its result is the exit status."""
     argv: tuple[str, ...]
     environment: dict[str, str]
     descriptors: tuple[int, ...]
-    """The numbers that the inherited ones have there."""
+    """Descriptor numbers that inherited descriptors get in the child."""
     directory: str
     parent: int
     branches: bool = False
-    """It gets a fork server of its own."""
+    """Whether the child gets a fork server of its own."""
 
 
 class Born(msgspec.Struct, frozen=True, tag=True):
@@ -65,14 +65,14 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unforked(Exception):
-    """There is no such process; the message says why.
+    """Error: the process could not be forked; the message has the reason.
 
     It can be started the plain way.
     """
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """What libraries read when they are loaded.
+    """Environment variables for thread counts, which libraries read when loaded.
 
     Equal in all processes that compute, but for the number.
     """
@@ -87,7 +87,7 @@ def thread_environment(threads: int) -> dict[str, str]:
 
 
 class Forked:
-    """A child process; what :class:`subprocess.Popen` would offer."""
+    """Handle of a forked child process, with the methods of :class:`subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
         """``pid``: of a child of this process that nobody else waits for."""
@@ -115,7 +115,7 @@ class Forked:
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Until it has ended, at most so many seconds.
+        """Wait for the end, at most ``timeout`` seconds; returns the exit status.
 
         Raises:
             subprocess.TimeoutExpired: it runs on.
@@ -131,7 +131,7 @@ class Forked:
         return status
 
     async def ended(self) -> int:
-        """The same in an event loop, always the same one."""
+        """Wait for the end in an event loop, always the same one."""
         if self._ended is None:
             loop = asyncio.get_running_loop()
             ended = self._ended = loop.create_future()
@@ -147,7 +147,7 @@ class Forked:
         return await asyncio.shield(self._ended)
 
     def send_signal(self, number: int) -> None:
-        """None if it has ended."""
+        """Send a signal; does nothing if the process has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
@@ -160,7 +160,7 @@ class Forked:
 
 
 class ForkServer:
-    """The asker's end. A server that fails once is not asked again."""
+    """Client of a fork server; one that failed once is not used again."""
 
     def __init__(self, connection: socket.socket, child: subprocess.Popen[bytes] | Forked) -> None:
         self._connection = connection
@@ -168,7 +168,7 @@ class ForkServer:
         self._asking = threading.Lock()
         self._owner = os.getpid()
         self.problem = ""
-        """Why it is not asked any more."""
+        """Reason why the fork server is no longer used; empty while it works."""
 
     def __repr__(self) -> str:
         return f"<ForkServer pid {self._child.pid}{', ' * bool(self.problem)}{self.problem}>"
@@ -178,11 +178,11 @@ class ForkServer:
         return self._child.pid
 
     @classmethod
-    def start(cls, modules: Sequence[str], prefix: Sequence[str] = ()) -> ForkServer:
-        """A new one, which loads these modules now.
+    def start(cls, modules: Sequence[str], prefix: Sequence[str] = (), *, mesh: str = "") -> ForkServer:
+        """Start a fork server, which loads these modules now.
 
         It can be asked at once and answers when it has them. ``prefix``: a command that becomes the command
-        line given behind it.
+        line given behind it. ``mesh``: port and model of the mesh, for its title.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -203,6 +203,7 @@ class ForkServer:
                     **thread_environment(1),
                     "OPENBLAS_NUM_THREADS": "1",  # it would start threads when it is loaded
                     process.PARENT_VARIABLE: str(os.getpid()),
+                    process.MESH_VARIABLE: mesh,
                 },
                 start_new_session=True,
             )
@@ -284,7 +285,7 @@ _num_reaping = 0
 
 @contextlib.contextmanager
 def _takes_orphans() -> Iterator[None]:
-    """Meanwhile the kernel makes orphans among our descendants our children."""
+    """Context in which orphaned descendants become children of this process (subreaper)."""
     global _num_reaping
     with _reaping:
         _num_reaping += 1
@@ -319,7 +320,7 @@ def is_possible(device: str, num_cuda_devices: int) -> bool:
 
 
 def modules_of(model_type: str) -> list[str]:
-    """What an instance with a model of this type loads.
+    """Modules that an instance with a model of this type imports.
 
     A module that there is not is left out.
     """

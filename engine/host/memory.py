@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 TURN_TIMEOUT = 120.0
 """Seconds that a process waits for the lock, while others lay out weights."""
 DEVICE_TURN_TIMEOUT = 600.0
-"""The same on a device, where others compile kernels and capture graphs meanwhile."""
+"""Seconds to wait for a device's lock, while others compile and capture graphs."""
 
 MARGIN = 0.1
 """Share of free memory that is left alone when more experts are loaded."""
@@ -78,7 +78,7 @@ def turn(patience: float = TURN_TIMEOUT, devices: Sequence[str] = ()) -> Iterato
 
 
 def _lock_files(devices: Sequence[str]) -> list[Path]:
-    """One of this installation for the host; for devices one each, sorted."""
+    """Lock files of this installation: one for the host, or one per device."""
     if not devices:
         return [Path(__file__)]
     try:
@@ -111,7 +111,7 @@ class Untouched:
         self._num_blocks = num_blocks
         self._block_bytes = block_bytes
         self._num_used = 0
-        """Blocks that were ever given out."""
+        """Number of blocks that were ever written to."""
 
     def __repr__(self) -> str:
         return f"<Untouched {self._num_blocks - self._num_used} of {self._num_blocks} blocks>"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from coordinator.distribution import DISTRIBUTION, NOT_INSTALLED, installed_version
 
 PACKAGES = {"lockstep": DISTRIBUTION, "torch": "torch", "transformers": "transformers"}
-"""Distributions, by the names that hosts tell each other."""
+"""Distribution names of the packages whose versions hosts compare."""
 
 
 def versions() -> dict[str, str]:

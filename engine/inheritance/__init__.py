@@ -1,1 +1,1 @@
-"""KV caches in memory that outlives their instance, and what others take from it."""
+"""KV cache inheritance: memory that outlives a dead instance, and copying from it."""

@@ -24,16 +24,16 @@ from engine.transfers.fetching import DEAD, Ended, Outcome, Source, Wanted
 logger = logging.getLogger(__name__)
 
 LIVING = 0.25
-"""Seconds in which a dying owner has to be gone.
+"""Seconds to wait for a dying owner's exit.
 
 Memory of one that lives is not read.
 """
 LOOK_INTERVAL = 0.001
-"""Seconds between two looks whether it is."""
+"""Polling interval for the owner's exit, in seconds."""
 
 
 class OwnerLives(OSError):
-    """The owner of some memory may still write it."""
+    """Error: the memory's owner still lives and may write to it."""
 
 
 class _Estate:
@@ -129,7 +129,7 @@ class Heir:
         self._leave()
 
     def _copy(self, wanted: Wanted, until: float) -> tuple[int, Outcome]:
-        """Copy blocks.
+        """Copy the blocks of one request from a dead instance's memory.
 
         Returns how many of the first are there, and why there are no more.
         """

@@ -51,7 +51,7 @@ class SharedCache:
 
     @property
     def address(self) -> str:
-        """Where others find it after this process has died."""
+        """Address at which others find the cache after this process has died."""
         return f"{DEAD}{self._path}#{self._owner}"
 
     def reserve(self, num_blocks: int) -> None:

@@ -34,7 +34,7 @@ NOTHING = bytes(CHECK_BYTES)
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What lies where, and whose it was."""
+    """Header of a cache's memory: layout, identity and owner."""
 
     owner: str
     """A random text of this owner."""
@@ -83,18 +83,18 @@ class Table:
         return f"<Table of {len(self._memory) // ENTRY_BYTES} blocks>"
 
     def set(self, block: int, name: BlockHash) -> None:
-        """Say that a block is whole."""
+        """Enter a block as complete under its name."""
         begin = block * ENTRY_BYTES
         self.clear(block)
         self._memory[begin + CHECK_BYTES : begin + CHECK_BYTES + HASH_BYTES] = name
         self._memory[begin : begin + CHECK_BYTES] = _check(self._owner, block, name)
 
     def clear(self, block: int) -> None:
-        """Say that a block may be written again."""
+        """Remove a block's entry before it is written again."""
         self._memory[block * ENTRY_BYTES : block * ENTRY_BYTES + CHECK_BYTES] = NOTHING
 
     def read(self) -> dict[BlockHash, int]:
-        """The blocks that are whole."""
+        """Complete blocks of the table: block index by name."""
         found: dict[BlockHash, int] = {}
         for block in range(len(self._memory) // ENTRY_BYTES):
             entry = bytes(self._memory[block * ENTRY_BYTES : (block + 1) * ENTRY_BYTES])
@@ -117,11 +117,11 @@ class Publisher:
         return f"<Publisher of {len(self._entries)} blocks, {len(self._pending)} pending>"
 
     def stored(self, block_hash: BlockHash) -> None:
-        """The cache has a block more, maybe still to be computed."""
+        """Note a new block in the cache, perhaps not yet computed."""
         self._pending[block_hash] = None
 
     def dropped(self, block_hash: BlockHash) -> None:
-        """The cache needs the room of a block, or what it holds may be wrong."""
+        """Note that a block is evicted, or may hold wrong content."""
         self._pending.pop(block_hash, None)
         block = self._entries.pop(block_hash, None)
         if block is not None:

@@ -1,4 +1,4 @@
-"""What the probes answer (loads no torch)."""
+"""Result structs of the probe processes (loads no torch)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     interface: str
     mbit: int
-    """0 where the system does not tell."""
+    """Link speed in Mbit/s; 0 if unknown."""
     mtu: int
     lockstep: str
     protocol: int
@@ -44,7 +44,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     faster: list[str]
     """Interfaces of the host that are faster than the one used."""
     infiniband: list[str]
-    """Its active InfiniBand or RoCE ports."""
+    """Active InfiniBand and RoCE ports of the host."""
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):

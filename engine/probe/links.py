@@ -38,7 +38,7 @@ _FAILED = "failed"
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``lockstep doctor`` asks for, as JSON in the only argument."""
+    """Parameters of a measurement by ``lockstep doctor``, as JSON in the only argument."""
 
     rank: int
     size: int
@@ -51,7 +51,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(ask: Ask) -> Links:
-    """Meet, tell, measure.
+    """Measure: meet the other hosts, exchange facts, time the collectives.
 
     Raises:
         CollectiveError: somebody did not come in time, or was lost.

@@ -10,7 +10,7 @@ from engine.probe.facts import Device, Failed, TorchFacts
 
 
 def look() -> TorchFacts:
-    """Load torch and ask it.
+    """Load torch and collect facts about its build and devices.
 
     Raises:
         ImportError: it, or transformers, is not there, or is broken.

@@ -1,1 +1,1 @@
-"""KV blocks in files, behind the cache in memory: they outlive their instance."""
+"""File tier of the KV cache: blocks on disk that outlive their instance."""

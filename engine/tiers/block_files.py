@@ -48,11 +48,11 @@ MADE = re.compile(
 MOST_PARTS = 512
 """Parts of a block that one system call writes."""
 KEPT = 0.9
-"""Part of the bound that is kept when a directory has outgrown it."""
+"""Fraction of the size bound kept when a directory has outgrown it."""
 
 
 class WrongBlock(Exception):
-    """A file does not hold the block that its name says."""
+    """Error: a file does not hold the block that its name says."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class BlockFile:
     """One file of a directory, of whichever cache."""
 
     path: str
-    """Below the directory."""
+    """Path of the file, relative to the directory."""
     num_bytes: int
     used_at: float
-    """When it was written, or read last."""
+    """Time of the file's last use: written or read."""
 
 
 def files_to_drop(files: Sequence[BlockFile], most_bytes: int) -> list[BlockFile]:

@@ -1,4 +1,4 @@
-"""The tier of KV blocks in files, with the threads that read and write.
+"""KV cache tier in files, with its reader threads and its writer thread.
 
 Reading and writing have threads of their own, so that a slow disk costs no step, and a write no read. The
 step loop holds the blocks that they use: those of a transfer until its :class:`.Ended`, those that are
@@ -37,7 +37,7 @@ MOST_READS = 32
 RESCAN = 5.0
 """Seconds between two looks at what other instances have written."""
 FIRST_LOOK = 10.0
-"""Most seconds before an instance serves, for the list of a directory and for pages."""
+"""Maximum seconds at start for listing the directory and preparing pages."""
 PREPARED_BYTES = 512 << 20
 """Most bytes of the cache whose pages are made ready for files."""
 READERS = 2
@@ -112,7 +112,7 @@ class FileTier:
         return f"<FileTier of {len(self._kept)} blocks, {self.policy!r}>"
 
     def start(self) -> None:
-        """Look what is there, and begin.
+        """List the directory, then start the threads.
 
         Raises:
             OSError: nothing can be written to the directory.
@@ -129,7 +129,7 @@ class FileTier:
     # ---- the step loop's side
 
     def count(self, names: Sequence[BlockHash]) -> int:
-        """How many of the first of these blocks have files."""
+        """Number of leading blocks of a prompt that have files."""
         found = 0
         with self._work:
             is_open = len(self._reads) < MOST_READS and not self._reads.is_overdue(self._clock())
@@ -158,7 +158,7 @@ class FileTier:
         return found
 
     def turn(self, being_filled: Callable[[], set[int]]) -> None:
-        """Let go of what is written, hold what comes next, and end what hangs."""
+        """Once per turn: release written blocks, hold the next ones, end hanging calls."""
         now = self._clock()
         with self._work:
             held, returned = self._reads.look(now), self._reads.take_returned()
@@ -202,7 +202,7 @@ class FileTier:
         self._writes.put("drop")
 
     def abandon(self) -> None:
-        """Use no files any more: a block of them is not what is computed."""
+        """Stop using files, since one held a wrong block."""
         logger.error("%r is not used any more: empty it, and see who else can write there", self._files)
         self.policy.stop()
         self._is_abandoned = True
@@ -212,7 +212,7 @@ class FileTier:
         return self._cleared.is_set()
 
     def counters(self) -> FileCounters:
-        """Totals so far."""
+        """Counters of the file tier since its start."""
         totals = {name: type(getattr(FileCounters(), name))(value) for name, value in self._totals.items()}
         totals["skipped_blocks"], totals["write_failures"] = self.policy.num_skipped, self.policy.num_failed
         totals["hung_seconds"] = round(self._hung_for, 1)
@@ -364,7 +364,7 @@ class FileTier:
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        """Meanwhile the writer is in what a disk that answers is soon through with."""
+        """Context around a writer's disk call, timed so that a hanging disk is noticed."""
         self._call_began = self._clock()
         try:
             yield

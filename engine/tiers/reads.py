@@ -1,4 +1,4 @@
-"""What each thread reads next from files, and what hangs (pure; time is an argument).
+"""Queue of block reads for reader threads, with deadlines and hang detection (pure).
 
 Threads take one block after the other, those of the oldest read first. A read ends once its blocks are there
 or one is lacking, once it is cancelled, or once its time is over. A thread in a system call cannot be called
@@ -22,18 +22,18 @@ class FileJob:
     """One block for a thread to read."""
 
     number: int
-    """That of its read."""
+    """Number of the read that the job belongs to."""
     index: int
     name: BlockHash
     block: int
-    """Where it goes."""
+    """Number of the cache block that the file's content fills."""
 
 
 @dataclass
 class _Read:
     wanted: Wanted
     until: float
-    """When its time is over."""
+    """Deadline of the read."""
     began_at: float | None = None
     """When its first block was begun; None: it waits for its turn."""
     next: int = 0
@@ -41,7 +41,7 @@ class _Read:
     busy: dict[int, FileJob] = field(default_factory=dict)
     """Blocks that threads fill now, by index."""
     lacking: list[tuple[int, Outcome]] = field(default_factory=list)
-    """Blocks that do not come, and why."""
+    """Reason by index of each block that could not be read."""
 
     @property
     def goes_on(self) -> bool:
@@ -95,7 +95,7 @@ class Reads:
         return None
 
     def done(self, job: FileJob, lacks: Outcome | None, now: float) -> bool:
-        """A thread is through with a block.
+        """Record that a thread has finished a block.
 
         ``lacks``: why the block is not there, None if it is. Returns whether a read has ended, or a kept
         block is returned.
@@ -115,7 +115,7 @@ class Reads:
         return job.number not in self._reads
 
     def cancel(self, number: int, now: float) -> None:
-        """Nobody waits for a read any more; harmless if it has ended."""
+        """Cancel a read; harmless if it has ended."""
         read = self._reads.get(number)
         if read is not None:
             read.lacking.append((read.next, Outcome.CANCELLED))

@@ -56,7 +56,7 @@ class WriteBehind:
         return len(self._writing)
 
     def stored(self, block_hash: BlockHash) -> None:
-        """The cache has a block more, maybe still to be computed."""
+        """Note a new block in the cache, perhaps not yet computed."""
         if block_hash in self._kept or block_hash in self._writing:
             return
         if len(self._pending) >= self._most_pending:
@@ -65,7 +65,7 @@ class WriteBehind:
             self._pending[block_hash] = None
 
     def dropped(self, block_hash: BlockHash) -> None:
-        """The cache needed the room of a block, or what it holds may be wrong."""
+        """Note that a block was evicted, or may hold wrong content."""
         if block_hash in self._pending:
             del self._pending[block_hash]
             self.num_skipped += 1
@@ -103,10 +103,10 @@ class WriteBehind:
         return self._writing.pop(name, None)
 
     def clear(self) -> None:
-        """Forget what waits: all tiers are emptied."""
+        """Drop all waiting blocks, since all tiers are cleared."""
         self._pending.clear()
 
     def stop(self) -> None:
-        """Let nothing wait any more: nothing is written from now on."""
+        """Drop all waiting blocks and accept no more."""
         self._pending.clear()
         self._most_pending = 0

@@ -1,4 +1,4 @@
-"""Connects the members of a group to each other.
+"""Full-mesh connection of a group's members: each pair gets its tensor and control links.
 
 Each member listens on a port of its own and says at the meeting place where. The higher rank of a pair
 connects to the lower one, several times: once for each use of the link. Each connection begins with a
@@ -31,17 +31,17 @@ from parallel.links.sockets import GroupSockets
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.01
-"""Seconds between two looks at whether to go on."""
+"""Polling interval for an abort of the connecting, in seconds."""
 CONTROL = "control"
-"""Use of the connection for last words."""
+"""Name of a link's use as the control connection for last words."""
 SILENCE_SECONDS = 5.0
 """Seconds after which a silent host counts as gone, on connections for last words."""
 NEWS_SECONDS = 0.5
-"""Seconds between two looks at the meeting place for a member that gave up."""
+"""Interval of looks at the meeting place for members that gave up, in seconds."""
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 2, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 3}
 _PREFIX = "forming the group: "
 _GAVE_UP = "gave up"
-"""Name of the value that says why a member gave up."""
+"""Prefix of the meeting-place value with the reason why a member gave up."""
 
 
 def connect(
@@ -97,7 +97,7 @@ def connect(
 
 
 class _Forming:
-    """The connections of one member while the group forms."""
+    """Connections of one member to all others while the group forms."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class _Forming:
         self._encrypted = 0
 
     def run(self, seconds: float, should_stop: Callable[[], bool]) -> GroupSockets:
-        """All that happens, with everything closed after an error."""
+        """Connect to all members; after an error, close everything and raise it."""
         try:
             with contextlib.ExitStack() as stack:
                 self._selector = stack.enter_context(selectors.DefaultSelector())
@@ -216,7 +216,7 @@ class _Forming:
         return listener
 
     def _addresses(self, seconds: float, should_stop: Callable[[], bool]) -> list[Address]:
-        """Where all members listen; those that come early are let in meanwhile."""
+        """Exchange listening addresses with all members; early connections are accepted meanwhile."""
 
         def look() -> bool:
             self._look(0.0)
@@ -245,7 +245,7 @@ class _Forming:
             self._meeting.set(_GAVE_UP, f"{self._rank} {blamed} {text}".encode())
 
     def _look_for_news(self) -> None:
-        """Raises the error of a member that gave up, since it knows more."""
+        """Raise the error that another member left when it gave up, if any."""
         try:
             if not self._meeting.check([_GAVE_UP]):
                 return
@@ -260,7 +260,7 @@ class _Forming:
     # ---- links
 
     def _look(self, seconds: float) -> None:
-        """Waits for news of connections at most so long, and goes on with all."""
+        """Wait for connection events for a bounded time, and advance all handshakes."""
         for key, _ in self._selector.select(seconds):
             if key.data is not None:
                 self._check_alive(key.data)
@@ -309,7 +309,7 @@ class _Forming:
         self._selector.register(connection, selectors.EVENT_READ, (peer, connection))
 
     def _check_alive(self, link: tuple[int, socket.socket]) -> None:
-        """A link that is there already has something to read, or has ended."""
+        """Raise an error if an established link ended while others connect."""
         peer, connection = link
         try:
             is_alive = bool(connection.recv(1, socket.MSG_PEEK))
@@ -337,7 +337,7 @@ class _Forming:
 
 
 def _protection(has_key: bool, is_encrypted: bool, carries_tensors: bool) -> str:
-    """What a stranger on the network cannot do, for the log."""
+    """Protection of the group's links on the network, as a phrase for the log."""
     if not carries_tensors:
         return "another transport carries tensors between members: it proves no key, and encrypts nothing"
     if not has_key:
@@ -350,16 +350,16 @@ def _protection(has_key: bool, is_encrypted: bool, carries_tensors: bool) -> str
 
 @cache
 def _log_once(text: str) -> None:
-    """Once in the life of a process, however often groups form."""
+    """Log a line once per process, however often groups form."""
     logger.info("%s", text)
 
 
 class _News(CollectiveError):
-    """An error that another member has told already."""
+    """An error that another member has already left at the meeting place."""
 
 
 def set_options(connection: socket.socket, silence: float) -> None:
-    """No delay of small messages, and an end of waits for a silent host.
+    """Set socket options: no delay of small messages, timeouts for silent hosts.
 
     After ``silence`` seconds without acknowledgement the kernel gives the connection up. It looks after a
     connection that carries nothing, too; TCP_USER_TIMEOUT counts in place of a number of probes there.

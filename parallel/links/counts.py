@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 
 class LinkCount(NamedTuple):
-    """What has passed between a member and one peer, since their group was formed."""
+    """Traffic and wait time of a member with one peer, since their group formed."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -24,7 +24,7 @@ class LinkCount(NamedTuple):
 
 
 class CountedLinks(Protocol):
-    """What links count, by rank."""
+    """Protocol of communicators whose links count traffic, by rank."""
 
     @property
     def bytes_sent(self) -> Sequence[int]: ...

@@ -26,7 +26,7 @@ TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 class Address(NamedTuple):
-    """A member's listening socket."""
+    """Address of a member's listening socket."""
 
     host: str
     port: int
@@ -36,7 +36,7 @@ class Address(NamedTuple):
 
 
 class Dialed(NamedTuple):
-    """A connection whose handshake has ended well."""
+    """An established connection whose handshake succeeded."""
 
     connection: socket.socket
     """Nonblocking; its user closes it."""
@@ -49,7 +49,7 @@ class GoneError(CollectiveError):
 
 
 class _Dial:
-    """A link to be, from its first try on."""
+    """One outgoing connection attempt with its retries and handshake."""
 
     def __init__(self, offer: Offer, address: Address, now: float) -> None:
         self.offer, self.address = offer, address
@@ -63,7 +63,7 @@ class _Dial:
 
 
 class Dialer:
-    """The connections under way of one member; its user waits for :meth:`fileno` to be readable."""
+    """Opens all outgoing connections of a member at once, with handshakes and retries."""
 
     def __init__(self, host: str, rank: int, key: LinkKey | None, *, can_encrypt: bool = False) -> None:
         """``host``: the address of this member from which it connects."""
@@ -77,7 +77,7 @@ class Dialer:
         return f"<Dialer of rank {self._rank}, {len(self._dials)} under way>"
 
     def fileno(self) -> int:
-        """Descriptor that is readable when there is something to do."""
+        """File descriptor that is readable when a connection attempt can advance."""
         return self._selector.fileno()
 
     def dial(self, offer: Offer, address: Address) -> None:
@@ -91,7 +91,7 @@ class Dialer:
         self._try(dial)
 
     def dialed(self) -> list[Dialed]:
-        """Goes on with all; returns those that have ended well.
+        """Advance all connection attempts; returns those whose handshake succeeded.
 
         Raises:
             CollectiveError: one cannot be made; names the member at the other end.
@@ -117,11 +117,11 @@ class Dialer:
         return done
 
     def late(self) -> CollectiveError | None:
-        """Error for the case that time is over; None if nothing is under way."""
+        """Timeout error about an unfinished connection; None if there is none."""
         return self._late(self._dials[0]) if self._dials else None
 
     def close(self) -> None:
-        """Gives up all that are under way; may be called again."""
+        """Abandon all unfinished connections; may be called again."""
         for dial in self._dials:
             if dial.connection is not None:
                 dial.connection.close()
@@ -228,7 +228,7 @@ class Dialer:
 
 
 def _send(connection: socket.socket, content: bytes) -> None:
-    """So few bytes always fit into an empty socket."""
+    """Send a short handshake message, which always fits an empty socket buffer."""
     if connection.send(content) != len(content):
         raise ConnectionError("the kernel takes too few bytes at once: see net.ipv4.tcp_wmem")
 

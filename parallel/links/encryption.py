@@ -32,13 +32,13 @@ _TRIAL_SECONDS = 1.0
 
 
 def crypto_info(secret: bytes) -> bytes:
-    """Argument of the kernel for one direction, from :data:`SECRET_BYTES` bytes."""
+    """The kernel's TLS argument for one direction, from :data:`SECRET_BYTES` secret bytes."""
     key, salt, iv = secret[:16], secret[16:20], secret[20:SECRET_BYTES]
     return _INFO.pack(_TLS_1_3, _AES_GCM_128, iv, key, salt, bytes(8))
 
 
 def directions(handshake: Side, *, connects: bool) -> tuple[bytes, bytes]:
-    """Arguments of the kernel for what this side sends, and for what it receives."""
+    """The kernel's TLS arguments for sending and for receiving, on this side."""
     away = crypto_info(handshake.secret(b"to the side that accepts", SECRET_BYTES))
     back = crypto_info(handshake.secret(b"to the side that connects", SECRET_BYTES))
     return (away, back) if connects else (back, away)
@@ -54,7 +54,7 @@ def encrypt(connection: socket.socket, handshake: Side, *, connects: bool) -> No
 
 
 def can_encrypt() -> bool:
-    """Whether this host's kernel can."""
+    """Whether this host's kernel supports TLS encryption of sockets."""
     return not why_not()
 
 
@@ -75,7 +75,7 @@ def _switch_on(connection: socket.socket, sends: bytes, receives: bytes) -> None
 
 
 def _try_it() -> None:
-    """Raises OSError unless what goes in comes out, both ways."""
+    """Test kernel TLS over a loopback pair; raises OSError if it fails."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         listener.settimeout(_TRIAL_SECONDS)

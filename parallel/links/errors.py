@@ -18,5 +18,5 @@ class CollectiveError(RuntimeError):
     def __init__(self, message: str, rank: int | None = None, evidence: Evidence = "closed") -> None:
         super().__init__(message)
         self.rank = rank
-        """The member that is to blame, as far as this one can tell."""
+        """Rank of the member to blame, as far as is known."""
         self.evidence = evidence

@@ -6,21 +6,21 @@ from collections.abc import Iterator
 
 LENGTH_BYTES = 4
 LARGEST_FRAME = 4 << 20
-"""Bytes of content; who announces more is cut off before more is kept."""
+"""Maximum frame content in bytes; a peer that announces more is disconnected."""
 
 
 class FrameTooLarge(ValueError):
-    """A length beyond :data:`LARGEST_FRAME`."""
+    """Error: a peer announced a frame longer than :data:`LARGEST_FRAME`."""
 
 
 class Frames:
-    """Cuts what comes on a stream into frames."""
+    """Incremental parser of frames from a byte stream."""
 
     def __init__(self) -> None:
         self._held = bytearray()
 
     def take_in(self, content: bytes) -> Iterator[bytes]:
-        """The frames that are whole with these bytes; the rest is kept.
+        """Add received bytes; returns the frames now complete, and keeps the rest.
 
         Raises:
             FrameTooLarge: the stream cannot be read any further.
@@ -39,7 +39,7 @@ class Frames:
 
 
 def framed(content: bytes) -> bytes:
-    """A frame with this content.
+    """Encode content as a frame.
 
     Raises:
         FrameTooLarge: the other side would not take it.

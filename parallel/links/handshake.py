@@ -28,9 +28,9 @@ from parallel.links.keys import NO_KEY, LinkKey
 HANDSHAKE_SECONDS = 5.0
 """Seconds that a handshake may take, on either side."""
 VERSION = 1
-"""Rises when messages of the handshake, or what follows on a link, change."""
+"""Version of the handshake and of the messages on a link that follow."""
 LONGEST_PURPOSE = 512
-"""Bytes of a purpose, and of a use."""
+"""Maximum bytes of a purpose, and of a use."""
 
 _MAGIC = b"LKSTEP"
 _HEAD = struct.Struct(">6sHBH")  # magic, version, flags, bytes that follow; the same in all versions
@@ -47,7 +47,7 @@ _HAS_KEY, _ENCRYPTS, _IS_LARGE = 1, 2, 4  # flags
 
 
 class Verdict(IntEnum):
-    """Judgement of the side that accepts on the other."""
+    """Result that the accepting side sends: admitted, or why not."""
 
     ACCEPTED = 0
     OTHER_VERSION = 1
@@ -81,12 +81,12 @@ _SEEN_BY_ACCEPTING = {
 
 
 class Offer(NamedTuple):
-    """What a link is for."""
+    """Purpose, use and ranks that the connecting side offers for a link."""
 
     purpose: str
     """A meeting place, or the name of a group with its epoch and token."""
     use: str = ""
-    """Which of several links between the two."""
+    """Name of one of several links between the same two members."""
     rank: int = 0
     """Rank of the side that connects."""
     to: int = 0
@@ -96,7 +96,7 @@ class Offer(NamedTuple):
 
 
 class Refused(Exception):
-    """A handshake that came to nothing; the text says why."""
+    """Error: a handshake failed; the text has the reason."""
 
     def __init__(self, reason: str, verdict: Verdict | None = None) -> None:
         super().__init__(reason)
@@ -104,11 +104,11 @@ class Refused(Exception):
 
 
 Admit = Callable[[Offer], Verdict]
-"""Judges what a link is for, after its other side has proven the key."""
+"""Callback that accepts or refuses an authenticated link by its offer."""
 
 
 class Side:
-    """Common part of both sides."""
+    """Common state machine of both sides of the handshake."""
 
     def __init__(self, key: LinkKey | None, can_encrypt: bool, nonce: bytes | None, needed: int) -> None:
         self._key = key or NO_KEY
@@ -121,7 +121,7 @@ class Side:
         self._needed = needed  # bytes of the next message; 0: none comes
         self._incoming = b""
         self.last_word = b""
-        """What the other side is sent before a refused link is closed."""
+        """Final message to the other side before a refused link is closed."""
 
     @property
     def wanted(self) -> int:
@@ -149,7 +149,7 @@ class Side:
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether both can encrypt, so that both do."""
+        """Whether the link is encrypted, since both sides can."""
         return bool(self._flags & self._other_flags & _ENCRYPTS)
 
     def secret(self, label: bytes, num_bytes: int) -> bytes:
@@ -164,7 +164,7 @@ class Side:
 
 
 class Connecting(Side):
-    """The side that connects; begins with :attr:`hello`."""
+    """Handshake of the connecting side; begins with :attr:`hello`."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class Connecting(Side):
 
 
 class Accepting(Side):
-    """The side that accepts; ``admit`` judges what an authenticated link is for."""
+    """Handshake of the accepting side; ``admit`` judges the offer of an authenticated link."""
 
     def __init__(
         self, admit: Admit, key: LinkKey | None, *, can_encrypt: bool = False, nonce: bytes | None = None
@@ -311,7 +311,7 @@ def _named(offer: Offer) -> str:
 
 
 def _seen(verdict: int) -> Refused:
-    """Why this side, which connects, cannot use the link."""
+    """Error for the connecting side, from the accepting side's verdict."""
     if verdict in list(Verdict):
         return Refused(_SEEN_BY_CONNECTING[Verdict(verdict)], Verdict(verdict))
     return Refused(f"it refuses for a reason of number {verdict}, which this version does not know")

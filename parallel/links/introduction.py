@@ -15,7 +15,7 @@ from parallel.links.keys import LinkKey
 def introduce(
     connection: socket.socket, offer: Offer, key: LinkKey | None, seconds: float = HANDSHAKE_SECONDS
 ) -> Connecting:
-    """Prove the key to the other side of a connection, and have it proven.
+    """Run the connecting side's handshake: mutual proof of the mesh's key.
 
     The connection has another timeout afterwards. Its user closes it, after an error, too.
 
@@ -39,7 +39,7 @@ def introduce(
 
 
 def mtu_hole(connection: socket.socket, handshake: Connecting) -> str:
-    """Which way loses large packets, and what to do; empty if none seems to."""
+    """Diagnosis of lost large packets (MTU) after a handshake timeout; empty if none."""
     unacknowledged = struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)))[0]
     if unacknowledged or handshake.has_answer:
         direction = "there" if unacknowledged else "from there"

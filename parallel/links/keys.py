@@ -25,7 +25,7 @@ class LinkKey:
         self._secret = secret
 
     def __repr__(self) -> str:
-        """Never the secret: this ends up in logs."""
+        """Text for logs, without the secret."""
         return "<LinkKey>"
 
     @classmethod
@@ -40,7 +40,7 @@ class LinkKey:
 
     @property
     def secret(self) -> bytes:
-        """The secret itself: only for a channel that nobody else reads."""
+        """The raw secret bytes, only for a private channel."""
         return self._secret
 
     def proof(self, label: bytes, *parts: bytes) -> bytes:

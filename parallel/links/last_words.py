@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from parallel.links.errors import Evidence
 
 Blame = tuple[str, int | None, Evidence]
-"""Why a group is broken, because of which member, and how that is known."""
+"""Blame for a broken group: reason, rank at fault, and the evidence."""
 
 CLOSED, ABORTED = 1, 2
-"""Words: a member has made its last call, or was aborted.
+"""Wire words on a control connection: closed normally, or aborted.
 
 Words above: it gave up because of the rank that is 3 less.
 """
@@ -26,7 +26,7 @@ _word = struct.Struct("!q")
 
 
 def word_for(rank: int | None) -> int:
-    """The word of a member that gives up because of this one, or of nobody."""
+    """Last word of a member that gives up, with the rank that it blames."""
     return ABORTED if rank is None else ABORTED + 1 + rank
 
 
@@ -35,7 +35,7 @@ def encoded(word: int) -> bytes:
 
 
 class LastWords:
-    """What one member has heard of the others.
+    """Last words that one member has received, and the blame that follows from them.
 
     What breaks the group is returned as it happens.
     """
@@ -49,7 +49,7 @@ class LastWords:
         """Ranks that have made their last call."""
 
     def hear(self, peer: int, content: bytes) -> Blame | None:
-        """Bytes have come from a member; a word may come in pieces."""
+        """Take in bytes from a member's control connection; words may arrive in pieces."""
         content = self._content[peer] = self._content.get(peer, b"") + content[: WORD_BYTES + 1]
         if len(content) < WORD_BYTES:
             return None
@@ -66,23 +66,23 @@ class LastWords:
         return f"rank {peer} has given up because of rank {blamed}", blamed, "closed"
 
     def exit(self, peer: int) -> Blame | None:
-        """The process of a member has ended; what it said before has been heard."""
+        """Record that a member's process ended, after its last word was read."""
         return None if peer in self.closed else (f"rank {peer} has died", peer, "exited")
 
     def end(self, peer: int, error: int = 0, *, has_exited: bool = False) -> Blame | None:
-        """The control connection to a member has ended; ``error``: the errno, or 0."""
+        """Record the end of a member's control connection; ``error``: errno or 0."""
         if has_exited or peer in self.closed:
             return self.exit(peer)
         return broken(peer, error, self._addresses.get(peer, "")), peer, "closed"
 
     def lose(self, peer: int, error: int) -> Blame:
-        """A connection for tensors has ended; nothing else explains that."""
+        """Record the end of a tensor connection that nothing else explains."""
         if peer in self.closed:
             return f"rank {peer} has closed its end", peer, "closed"
         return broken(peer, error, self._addresses.get(peer, "")), peer, "closed"
 
 
 def broken(peer: int, error: int, addresses: str = "") -> str:
-    """Words for a connection that has ended by this errno, or by its end (0)."""
+    """Message for a connection that broke with this errno, or closed (0)."""
     between = f" ({addresses})" if addresses else ""
     return f"the connection to rank {peer}{between} broke" + (f" ({os.strerror(error)})" if error else "")

@@ -37,11 +37,11 @@ from parallel.links.meeting_server import (
 from parallel.links.meeting_values import NoRoom
 
 CONNECT_TIMEOUT = 5.0
-"""Seconds within which the host of a meeting place lets somebody in."""
+"""Timeout of connecting to a meeting place, in seconds."""
 ANSWER_TIMEOUT = 10.0
-"""Seconds within which it answers, beyond those that a question may wait."""
+"""Timeout of an answer in seconds, beyond the time that a query may wait."""
 PAUSE = 0.05
-"""Seconds between two looks for a host that does not listen yet."""
+"""Retry interval in seconds while the meeting place does not listen yet."""
 _BACKLOG = 1024  # all members connect at once
 _READ_BYTES = 64 << 10
 
@@ -67,14 +67,14 @@ class MeetingHost:
         self.port: int = listener.getsockname()[1]
         self._server = MeetingServer(listener, key)
         self.close = weakref.finalize(self, self._server.close)
-        """Cuts all clients off. Done, too, when nobody holds this any more."""
+        """Closes the meeting place and all its clients; also runs on garbage collection."""
 
     def __repr__(self) -> str:
         return f"<MeetingHost {self.host}:{self.port}>"
 
     @property
     def refused(self) -> int:
-        """Connections that were not let in, and clients that were cut off."""
+        """Number of refused connections and disconnected clients."""
         return self._server.refused
 
     @property
@@ -104,7 +104,7 @@ class MeetingHost:
 
 
 class MeetingClient:
-    """The way to a meeting place elsewhere (:class:`parallel.links.meeting_contract.Meeting`).
+    """Client of a meeting place in another process (:class:`parallel.links.meeting_contract.Meeting`).
 
     Threads may share one; their questions wait for each other.
     """
@@ -156,7 +156,7 @@ class MeetingClient:
         return self._ask(Find(list(keys), seconds), seconds, Found).values
 
     def close(self) -> None:
-        """Leave; harmless when called twice."""
+        """Close the connection to the meeting place; may be called twice."""
         self._give_up("it was closed")
 
     def _ask(self, question: Question, seconds: float, kind: type[Kind]) -> Kind:
@@ -188,7 +188,7 @@ class MeetingClient:
         return answer
 
     def _shake_hands(self, key: LinkKey | None) -> None:
-        """Prove the key to each other.
+        """Run the handshake that proves the mesh's key on both sides.
 
         Raises:
             CollectiveError: it is none of this mesh, or does not answer.

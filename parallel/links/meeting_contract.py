@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Meeting(Protocol):
-    """A member's way to the values.
+    """Interface of a meeting place, as members use it.
 
     All calls raise CollectiveError when the process that keeps them is gone, or does not answer in time.
     """
@@ -25,7 +25,7 @@ class Meeting(Protocol):
         ...
 
     def get(self, key: str) -> bytes:
-        """A value that is there."""
+        """Value of a name that is known to be set."""
         ...
 
     def find(self, keys: Sequence[str], seconds: float) -> list[bytes] | None:

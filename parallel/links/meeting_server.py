@@ -29,28 +29,28 @@ from parallel.links.meeting_values import LONGEST_KEY, MOST_KEYS_AT_ONCE, NoRoom
 logger = logging.getLogger(__name__)
 
 MOST_CLIENTS = 1024
-"""Clients of one meeting place at once."""
+"""Maximum number of simultaneous clients of a meeting place."""
 LONGEST_WAIT = 1.0
-"""Seconds that a question may wait for values that are not there yet."""
+"""Maximum seconds for which a query waits for missing values."""
 PURPOSE = "meeting"
-"""What a link to a meeting place is for."""
+"""Handshake purpose of links to a meeting place."""
 _READ_BYTES = 64 << 10
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
-"""A client whose host is gone without a word is dropped after a minute."""
+"""TCP keepalive options: a client on a dead host is dropped after a minute."""
 
 
 # ---- client -> host
 
 
 class Set(msgspec.Struct, frozen=True, tag="set", array_like=True):
-    """Keep a value."""
+    """Request to store a value under a name."""
 
     key: Annotated[str, Meta(max_length=LONGEST_KEY)]
     value: bytes
 
 
 class Find(msgspec.Struct, frozen=True, tag="find", array_like=True):
-    """Question for values; answered when all are there, or after some seconds."""
+    """Query for values by name; answered when all are set, or after a timeout."""
 
     keys: Annotated[list[str], Meta(max_length=MOST_KEYS_AT_ONCE)]
     seconds: Annotated[float, Meta(ge=0, le=LONGEST_WAIT)]
@@ -62,17 +62,17 @@ Question = Set | Find
 
 
 class Kept(msgspec.Struct, frozen=True, tag="kept", array_like=True):
-    """The value is there."""
+    """Answer: the value is stored."""
 
 
 class Found(msgspec.Struct, frozen=True, tag="found", array_like=True):
-    """The values that were asked for; None: not all are there."""
+    """Answer to a query: the values, or None if some are missing."""
 
     values: list[bytes] | None
 
 
 class NotKept(msgspec.Struct, frozen=True, tag="not_kept", array_like=True):
-    """Nothing was done, and why."""
+    """Answer: the request was refused, with the reason."""
 
     reason: str
 
@@ -84,7 +84,7 @@ _decoder: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
 
 
 class _Client:
-    """A client, its questions that were read, and the answer on its way."""
+    """State of one client: unread requests, the pending query, and unsent output."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -93,9 +93,9 @@ class _Client:
         self.outgoing = memoryview(b"")
         self.waits_for: Find | None = None
         self.missing = ""
-        """A name without value, of those that it waits for."""
+        """Name of a missing value that the client's query waits for."""
         self.until = 0.0
-        """When its question is answered at the latest."""
+        """Deadline of the client's pending query."""
 
 
 class MeetingServer:
@@ -115,7 +115,7 @@ class MeetingServer:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._closing = False
         self._cut_off = 0
-        """Clients that said what none of ours says, and those beyond the bound."""
+        """Number of clients disconnected for wrong messages or beyond the limit."""
         self._thread = threading.Thread(target=self._run, name="meeting", daemon=True)
         self._thread.start()
 
@@ -174,7 +174,7 @@ class MeetingServer:
             self._end()
 
     def _patience(self) -> float | None:
-        """Seconds until a question must be answered, or a handshake is over."""
+        """Seconds until the next deadline of a query or handshake."""
         now = time.monotonic()
         seconds = [client.until - now for client in self._clients.values() if client.waits_for is not None]
         if (handshakes := self._acceptor.patience) is not None:
@@ -195,7 +195,7 @@ class MeetingServer:
         self._selector.register(connection, selectors.EVENT_READ, client)
 
     def _serve(self, client: _Client) -> None:
-        """Take in what a client asks, or send more of its answer."""
+        """Read a client's requests, or send more of its answer."""
         try:
             if client.outgoing:
                 self._send(client)
@@ -216,7 +216,7 @@ class MeetingServer:
             self._drop(client)
 
     def _answer(self, client: _Client) -> None:
-        """Answer questions of a client until one waits, or an answer does not get off."""
+        """Answer a client's requests until one must wait or output blocks."""
         while client.questions and client.waits_for is None and not client.outgoing:
             question = _decoder.decode(client.questions.popleft())
             match question:
@@ -275,7 +275,7 @@ class MeetingServer:
             client.outgoing = client.outgoing[client.connection.send(client.outgoing) :]
 
     def _watch(self, client: _Client) -> None:
-        """Wait for what comes next: room for its answer, or its next question.
+        """Register for the client's next event: writable with unsent output, else readable.
 
         One whose question waits is read, too, so that its end is seen; it has nothing to say then.
         """

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MOST_VALUES = 65_536
-"""Values that one meeting place holds: those of all groups that have met there."""
+"""Maximum number of values in one meeting place, over all groups."""
 MOST_VALUE_BYTES = 64 << 20
-"""Bytes of all values and their names together."""
+"""Maximum total bytes of values and names in a meeting place."""
 LARGEST_VALUE = 256 << 10
-"""Bytes of one value."""
+"""Maximum bytes of one value in a meeting place."""
 LONGEST_KEY = 512
-"""Characters of a name."""
+"""Maximum characters of a value's name."""
 MOST_KEYS_AT_ONCE = 4096
-"""Names in one question."""
+"""Maximum number of names in one query."""
 
 
 class NoRoom(ValueError):
-    """A value that is too large, or one too many; the text says which."""
+    """Error: a value exceeds the limits of the meeting place."""
 
 
 class Values:
-    """Values by name."""
+    """Bounded store of values by name."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}

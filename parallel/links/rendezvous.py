@@ -1,4 +1,4 @@
-"""Rendezvous of the members of a group: a value of each at a meeting place.
+"""All-to-all exchange of one value per group member through a meeting place.
 
 This module loads no torch.
 """
@@ -12,7 +12,7 @@ from parallel.links.errors import CollectiveError
 from parallel.links.meeting_contract import Meeting
 
 _LOOK_SECONDS = 0.02
-"""Seconds between two looks whether to stop."""
+"""Polling interval for an abort of the exchange, in seconds."""
 
 
 def exchange(

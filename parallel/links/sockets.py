@@ -13,9 +13,9 @@ class GroupSockets(NamedTuple):
     """
 
     data: dict[int, list[socket.socket]]
-    """The streams to each peer: tensors travel here, and nothing else."""
+    """Data sockets to each peer, which carry only tensors."""
     control: dict[int, socket.socket]
-    """One to each peer, for a last word: why this member leaves the group."""
+    """Control socket to each peer, for the last word of a leaving member."""
     is_encrypted: bool = False
     """Whether there are streams, and the kernel encrypts all of them."""
     refused: int = 0

@@ -15,12 +15,12 @@ from typing import NamedTuple
 PREFIX = "LOCKSTEP_UCX"
 """Environment variable: directory that UCX was installed into, with ``include`` and ``lib``."""
 SYSTEM = ("/opt/mellanox/ucx", "/opt/ucx", "/usr/local", "/usr")
-"""Directories that packages install into, the vendor's first."""
+"""Directories where packages install UCX, the vendor's first."""
 ADVICE = (
     "pip install 'lockstep-mesh[ucx]' brings one for TCP and shared memory; for InfiniBand and RoCE install "
     "the distribution's or the network vendor's (Debian: libucx-dev ibverbs-providers)"
 )
-"""How to get UCX."""
+"""Advice for users on how to install UCX."""
 _LIBRARY = "libucp.so.0"
 _MODULE = "libuct_ib.so.0"
 
@@ -29,11 +29,11 @@ class Installation(NamedTuple):
     """One UCX on this host."""
 
     library: Path
-    """Its libucp."""
+    """Path of the installation's libucp."""
     headers: Path
     """A directory with ``ucp/api/ucp.h``; the interface is the same for all of UCX 1."""
     has_rdma: bool
-    """Whether it was built for InfiniBand and RoCE."""
+    """Whether the installation supports InfiniBand and RoCE."""
 
     def __str__(self) -> str:
         return f"{self.library} ({'with' if self.has_rdma else 'without'} InfiniBand and RoCE)"

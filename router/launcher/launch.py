@@ -67,6 +67,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """CUDA devices that it sees, named as in ``CUDA_VISIBLE_DEVICES``; none: those that its launcher sees."""
     sharers: int = 1
     """Instances that compute on each of its devices."""
+    mesh: str = ""
+    """Port and model of the mesh, for the titles of this process and its workers."""
 
     def command(self) -> list[str]:
         return [sys.executable, "-P", "-m", self.module or self.role, *self.argv]
@@ -82,6 +84,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
             **({visible_variable(): ",".join(self.devices)} if self.devices else {}),
             **({SHARERS_VARIABLE: str(self.sharers)} if self.sharers > 1 else {}),
             process.PARENT_VARIABLE: str(os.getpid()),
+            process.MESH_VARIABLE: self.mesh,
         }
 
     @property
@@ -117,6 +120,7 @@ def process_table(
     ports itself; API keys need them.
     """
     mesh = config.mesh
+    title = mesh_title(config, has_endpoint=with_router)
     table: list[ProcessSpec] = []
     if not mesh.headless:
         table.append(_coordinator(config, settings, mesh_name, listen_fd))
@@ -129,7 +133,25 @@ def process_table(
         table.append(engine_spec(config, rank, threads, number, devices))
     if with_router and not mesh.headless:
         table += [_router(config, number, doors) for number in range(config.api_server_count)]
-    return table
+    return [msgspec.structs.replace(spec, mesh=title) for spec in table]
+
+
+def mesh_title(config: ServeConfig, *, has_endpoint: bool = True) -> str:
+    """Port and model that tell meshes of one host apart, as ``:8000 qwen3``.
+
+    The port is the endpoint's, else the one at which these processes find the mesh. A model's name is its
+    last part; a headless launcher may not know it.
+    """
+    nodes, mesh = config.engine.nodes, config.mesh
+    if nodes.node_rank:
+        where = f":{nodes.master_port}"
+    elif mesh.headless or not has_endpoint:
+        where = f":{mesh.data_parallel_rpc_port}"
+    else:
+        where = f":{config.http.port}" if config.http.uds is None else f"unix:{config.http.uds}"
+    model = config.engine.model if mesh.headless else _with_model(config.engine).model
+    name = next(iter(model.served_model_name), model.model or "")
+    return " ".join(filter(None, (where, name.rstrip("/").rpartition("/")[2])))
 
 
 def _coordinator(
@@ -195,6 +217,7 @@ def engine_spec(
         number=number,
         devices=_devices(config, number, devices),
         sharers=_sharers(config, len(devices)),
+        mesh=mesh_title(config),
     )
 
 
@@ -226,6 +249,7 @@ def node_specs(config: ServeConfig, cores: int, devices: Sequence[str] = ()) -> 
             number=number,
             devices=_devices(config, number, devices),
             sharers=_sharers(config, len(devices)),
+            mesh=mesh_title(config),
         )
         for number in range(instances)
     ]

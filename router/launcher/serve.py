@@ -41,7 +41,7 @@ from router.launcher.cache_files import CacheFiles
 from router.launcher.endpoint_config import EVERYWHERE
 from router.launcher.environment import with_key
 from router.launcher.foreign_flags import FOREIGN
-from router.launcher.launch import Doors, ProcessSpec, engine_spec, print_table, process_table
+from router.launcher.launch import Doors, ProcessSpec, engine_spec, mesh_title, print_table, process_table
 from router.launcher.node import run_node
 from router.launcher.overseer import Overseer
 from router.launcher.preflight import (
@@ -195,6 +195,7 @@ def _run(config: ServeConfig, model: _Model, held: contextlib.ExitStack, keys: M
     if not config.mesh.headless:
         config, sockets = _bound(config, held)
         doors = _doors(config, sockets, held)
+    process.set_title("Serve", mesh_title(config))
     table = process_table(config, model.settings, usable_cores(), mesh_name, doors, devices=cuda_devices())
     if warning := shared_devices(config.mesh.local_size, machine_of(config)):
         logger.warning("%s", warning)
@@ -285,7 +286,9 @@ def _fork_server(config: ServeConfig, model_type: str) -> ForkServer | None:
         return forked.inherited
     # One instance alone gains nothing by it.
     several = config.mesh.local_size * max(1, config.engine.num_local_workers) > 1
-    return ForkServer.start(forked.modules_of(model_type)) if several or config.restart else None
+    if not several and not config.restart:
+        return None
+    return ForkServer.start(forked.modules_of(model_type), mesh=mesh_title(config))
 
 
 def _one_more(config: ServeConfig, rank: int | None, number: int) -> ProcessSpec:

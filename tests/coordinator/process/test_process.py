@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.process import process
+
 LIMITS = """
 import resource
 from coordinator.process import process
@@ -23,6 +25,33 @@ from coordinator.process import process
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 print(process.open_files_problem())
 """
+
+
+TITLE = """
+from pathlib import Path
+from coordinator.process import process
+process.set_up("Engine_0", "info")
+print(Path("/proc/self/cmdline").read_bytes().rstrip(b"\\0").decode())
+"""
+
+
+@pytest.mark.parametrize(
+    ("mesh", "title"),
+    [
+        (":8000 qwen3", "lockstep: Engine_0 :8000 qwen3"),
+        ("", "lockstep: Engine_0"),
+        (None, "lockstep: Engine_0"),
+    ],
+)
+def test_a_title_has_the_role_and_the_mesh(mesh: str | None, title: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != process.MESH_VARIABLE}
+    if mesh is not None:
+        environment[process.MESH_VARIABLE] = mesh
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", TITLE],
+        capture_output=True, check=True, text=True, timeout=60, env=environment,
+    )  # fmt: skip
+    assert done.stdout.strip() == title
 
 
 @pytest.mark.parametrize(

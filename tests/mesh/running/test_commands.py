@@ -166,8 +166,12 @@ def test_one_command_ends_cleanly_and_leaves_no_orphan(tmp_path: Path) -> None:
             assert name in command.log.split("INFO")[0], "the tree comes before anything is started"
         assert "native kernels: off for" not in command.log, "they are off for no model that they know"
         family = command.family()
-        titles = {" ".join(member.cmdline()).split()[1] for member in family}
-        assert titles - {"ForkServer"} == {"Coordinator", "Engine_0", "Router"}
+        titles = {" ".join(member.cmdline()).split("\0")[0].strip() for member in family}
+        mesh = f":{ports.http} {SHIPPED_MODEL}"
+        expected = {f"lockstep: {role} {mesh}" for role in ("Coordinator", "Engine_0", "Router")}
+        assert {title for title in titles if "ForkServer" not in title} == expected
+        serving = " ".join(psutil.Process(command.process.pid).cmdline()).strip()
+        assert serving == f"lockstep: Serve {mesh}"
         with ThreadPoolExecutor(1) as thread, streaming(ports) as answer:
             answer.readline()
             rest = thread.submit(answer.read)

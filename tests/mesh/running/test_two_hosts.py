@@ -446,8 +446,8 @@ def test_doctor_looks_at_a_mesh_from_another_host(
         assert f"ready at tcp://{head.address}:" in findings["instance 0"].text
         here = head.lockstep("doctor", "--json", *member)
         findings = {each.check: each for each in msgspec.json.decode(here.stdout, type=DoctorReport).findings}
-        assert "(lockstep: Coordinator)" in findings["coordinator"].text, "whose port it is"
-        assert "(lockstep: Router)" in findings["HTTP"].text
+        assert "(lockstep: Coordinator :" in findings["coordinator"].text, "whose port it is"
+        assert "(lockstep: Router :" in findings["HTTP"].text
         assert here.returncode == 0
         assert serve.stop() == 0
     gone = other.lockstep("doctor", "--json", "--timeout", "2", *member)

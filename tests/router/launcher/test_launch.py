@@ -15,7 +15,7 @@ from coordinator.process import process
 from coordinator.settings import flags
 from engine.config import InstanceConfig
 from router.config import RouterConfig, ServeConfig
-from router.launcher.launch import Doors, ProcessSpec, engine_spec, print_table, process_table
+from router.launcher.launch import Doors, ProcessSpec, engine_spec, node_specs, print_table, process_table
 from router.launcher.preflight import ignored_when_headless
 from router.launcher.serve import secret_file
 
@@ -37,6 +37,32 @@ def test_the_whole_mesh() -> None:
     ]
     assert specs[0].address == "tcp://127.0.0.1:82"
     assert specs[3].address == "http://127.0.0.1:81"
+
+
+@pytest.mark.parametrize(
+    ("argv", "title"),
+    [
+        (["/models/qwen3/", "--port", "81", "-asc", "2"], ":81 qwen3"),
+        (["Qwen/Qwen3-0.6B", "--served-model-name", "team/small", "qwen3"], ":8000 small"),
+        (["--uds", "/run/a.sock"], "unix:/run/a.sock lockstep-moe"),
+        (["--headless", "-dpp", "82"], ":82"),
+        (["/m", "--headless", "-dpp", "82"], ":82 m"),
+        (["/m", "--nnodes", "2", "-tp", "2", "--master-port", "83"], ":8000 m"),
+    ],
+)
+def test_every_child_gets_port_and_model_for_its_title(argv: list[str], title: str) -> None:
+    assert {spec.environment()[process.MESH_VARIABLE] for spec in table(*argv)} == {title}
+
+
+def test_titles_without_an_endpoint_of_this_host_have_another_port() -> None:
+    def parse(*argv: str) -> ServeConfig:
+        return flags.parse(ServeConfig, argv, prog="serve", description="")
+
+    offline = process_table(parse("/m", "-dpp", "82"), None, 4, with_router=False)
+    assert {spec.mesh for spec in offline} == {":82 m"}
+    node = node_specs(parse("/m", "--nnodes", "2", "-tp", "2", "--node-rank", "1", "--master-port", "83"), 4)
+    assert [spec.mesh for spec in node] == [":83 m"]
+    assert engine_spec(parse("/m", "--port", "81"), 7, 1).mesh == ":81 m", "one that comes later"
 
 
 def test_head_alone_and_headless() -> None:
