@@ -38,7 +38,8 @@ from engine.scheduling.outcomes import outgoing_tokens_of
 from engine.scheduling.outgoing_tokens import OutgoingTokens
 from engine.scheduling.report_policy import LoadSnapshot
 from engine.scheduling.request import Request, RequestKey, from_submit
-from engine.scheduling.scheduler import Scheduler, SchedulerRules
+from engine.scheduling.rules import SchedulerRules
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.speculation import Speculation
 from engine.step import Masks, Step
 from engine.tiers.file_tier import FileTier
@@ -143,7 +144,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         kept = self._unfinished or self._outgoing or any(step.slots for step, _ in self._under_way)
-        return self.scheduler.has_work or bool(kept)
+        return self.scheduler.queues.has_work or bool(kept)
 
     @property
     def is_empty(self) -> bool:
@@ -189,7 +190,9 @@ class EngineCore:
 
     def record_events(self) -> EventRecorder:
         """Record changes of the prefix cache from now on, before any request has come."""
-        self._recorder = self.scheduler.contents = recorder = EventRecorder(self._config.cache.block_size)
+        self._recorder = self.scheduler.prefixes.contents = recorder = EventRecorder(
+            self._config.cache.block_size
+        )
         self._pool.observe(recorder)
         return recorder
 
@@ -259,7 +262,7 @@ class EngineCore:
         peer = next((peer for peer, router in self.routers.items() if router == name), None)
         if peer is None or peer in self._outgoing:
             return None
-        return self.scheduler.find((peer, number))
+        return self.scheduler.queues.find((peer, number))
 
     @property
     def pool(self) -> BlockPool:
@@ -317,7 +320,7 @@ class EngineCore:
 
     def abort_all(self, peer: Peer) -> int:
         """Forget all requests of a router that is gone; returns how many."""
-        here = [*self.scheduler.requests, *self.grammars.requests]
+        here = [*self.scheduler.queues.requests, *self.grammars.requests]
         if self.exchange is not None:
             here += self.exchange.requests
             self.exchange.forget_copies(peer)
@@ -404,12 +407,12 @@ class EngineCore:
             return Agreement(runs=bool(step.slots))  # nobody wants to know the rest
         agreement = self.stepping.agree(
             step.num_tokens,
-            queued_prefill=self.scheduler.num_waiting_tokens,
+            queued_prefill=self.scheduler.queues.num_waiting_tokens,
             longest=max(step.ends, default=0),
             in_flight=sum(bool(begun.slots) for begun, _ in self._under_way),
         )
         self._others_ran.append(sum(agreement.sizes) > step.num_tokens)
-        self.scheduler.others_run = any(self._others_ran)
+        self.scheduler.budget.others_run = any(self._others_ran)
         self._only_instance = agreement.is_only_one
         return agreement
 
@@ -421,7 +424,7 @@ class EngineCore:
         if self.exchange is not None and len(step.slots) < step.num_tokens:
             self.exchange.computed(step.num_tokens, self._finished_at - began)
         if self.exchange is not None:
-            for request in self.exchange.wrong_requests(self.scheduler.running):
+            for request in self.exchange.wrong_requests(self.scheduler.queues.running):
                 self.scheduler.set_back(request)
         times = self._executor.expert_times()
         if times is not None and agreement.sizes:
@@ -429,13 +432,13 @@ class EngineCore:
         return outgoing_tokens_of(self.scheduler.update(step, result), self._tracing)
 
     def _schedule(self) -> Step | None:
-        self.scheduler.only_instance = self._only_instance or isinstance(self.stepping, Alone)
+        self.scheduler.budget.only_instance = self._only_instance or isinstance(self.stepping, Alone)
         step = self.scheduler.schedule()
         if step is None:
             return None
         now = time.perf_counter()
         for admit in step.admits:
-            request = self.scheduler.holder(admit.slot)
+            request = self.scheduler.queues.holder(admit.slot)
             assert request is not None, "it was admitted just now"
             request.admitted_at = request.admitted_at or now
             if request.num_fetched and self.exchange is not None:
@@ -444,11 +447,11 @@ class EngineCore:
 
     def _masked(self, step: Step) -> Step:
         """The step, with masks for the rows that follow a grammar."""
-        if not self.scheduler.has_grammars:
+        if not self.scheduler.queues.has_grammars:
             return step
         rows, bits = [], []
         for index, slot in enumerate(step.slots):
-            request = self.scheduler.holder(slot)  # nobody: aborted, and the answer will be dropped
+            request = self.scheduler.queues.holder(slot)  # nobody: aborted, and the answer will be dropped
             if request is not None and request.grammar is not None and index not in step.partial:
                 mask = request.grammar.mask(request.num_output)
                 if mask is not None:
@@ -459,21 +462,21 @@ class EngineCore:
     @property
     def snapshot(self) -> LoadSnapshot:
         """Load after the last step, in short."""
-        waiting_tokens, uncached_tokens = self.scheduler.num_tokens_ahead
-        waiting = self.scheduler.num_waiting + len(self.grammars)
+        waiting_tokens, uncached_tokens = self.scheduler.queues.num_tokens_ahead
+        waiting = len(self.scheduler.queues.waiting) + len(self.grammars)
         if self.exchange:
             waiting += len(self.exchange)
             waiting_tokens += self.exchange.num_tokens
             uncached_tokens += self.exchange.num_uncached
         return LoadSnapshot(
-            running=len(self.scheduler.running),
+            running=len(self.scheduler.queues.running),
             waiting=waiting,
             waiting_tokens=waiting_tokens,
             uncached_tokens=uncached_tokens,
-            queued=self.scheduler.num_queued,
+            queued=self.scheduler.queues.num_queued,
             blocks_used=self._pool.num_used,
-            generation_tokens=self.scheduler.num_generated,
-            steps=self.scheduler.num_steps,
+            generation_tokens=self.scheduler.totals.generation_tokens,
+            steps=self.scheduler.totals.steps,
         )
 
     def report(self, last_dispatch: int, bad_messages: int) -> InstanceReport:
@@ -535,7 +538,7 @@ class EngineCore:
 
     def _knows(self, key: RequestKey) -> bool:
         is_fetching = self.exchange is not None and key in self.exchange
-        return is_fetching or self.scheduler.knows(key) or key in self.grammars
+        return is_fetching or self.scheduler.queues.knows(key) or key in self.grammars
 
     def _queue(self, request: Request) -> None:
         """Queue a request, at once or when blocks of it have been fetched."""
@@ -556,9 +559,9 @@ class EngineCore:
         limits = self._config.scheduler
         most_tokens = limits.max_num_queued_tokens
         num_tokens = len(submit.prompt_ids) + len(submit.output_ids)
-        queued = self.scheduler.num_queued_with(num_tokens) + self.grammars.num_under_way
+        queued = self.scheduler.queues.num_queued_with(num_tokens) + self.grammars.num_under_way
         return queued > limits.max_num_queued_reqs or (
-            most_tokens is not None and self.scheduler.num_waiting_tokens >= most_tokens
+            most_tokens is not None and self.scheduler.queues.num_waiting_tokens >= most_tokens
         )
 
     def _problem_with(self, submit: Submit) -> str | None:

@@ -225,7 +225,7 @@ class Server:
     @property
     def num_steps(self) -> int:
         """Scheduled since the start; from any thread."""
-        return self._core.scheduler.num_steps
+        return self._core.scheduler.totals.steps
 
     def wake(self) -> None:
         """End the sleep of :meth:`run`; from any thread."""

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from coordinator.process.tracing import Tracing
 from engine.messages import Delta
 from engine.scheduling.outgoing_tokens import OutgoingTokens
+from engine.scheduling.output_processor import Outcome
 from engine.scheduling.request import Request
-from engine.scheduling.scheduler import Outcome
 
 
 def outgoing_tokens_of(

@@ -64,7 +64,7 @@ def test_a_follower_of_a_crowded_cache_has_what_the_engine_has() -> None:
                 prompt = chance.choice(prompts)[: chance.randrange(5, 31)]
                 salt = chance.choice(["", "", "a salt"])
                 assert core.submit(PEER, submit(number, prompt_ids=prompt, cache_salt=salt)) is None
-                while core.has_work and (chance.random() < 0.9 or core.scheduler.num_waiting > 2):
+                while core.has_work and (chance.random() < 0.9 or len(core.scheduler.queues.waiting) > 2):
                     core.step()
                     if events := recorder.take():
                         publisher.publish(events)

@@ -107,14 +107,14 @@ def test_the_next_chunk_is_small_once_anybody_else_is_there() -> None:
     bench.scheduler.abort((PEER, waits))
     assert bench.step() == 1024, "it is gone"
     bench.add(tokens(4, 10), max_tokens=40)
-    while bench.scheduler.has_work:
+    while bench.scheduler.queues.has_work:
         assert bench.step() <= 256 + 16
     bench.finish()
 
 
 def test_none_is_larger_beside_another_instance_or_in_a_pipeline() -> None:
     bench = lone_bench()
-    bench.scheduler.only_instance = False
+    bench.scheduler.budget.only_instance = False
     bench.add(tokens(2, 1000))
     assert bench.step() == 256
     bench.finish()
@@ -138,7 +138,7 @@ def test_tokens_are_the_same_whenever_others_come(seed: int) -> None:
     for number in range(8):
         bench.add(tokens(number, chance.choice([5, 300, 700])), max_tokens=chance.randrange(1, 6))
         for _ in range(chance.randrange(6)):
-            others = len(bench.scheduler.running) + bench.scheduler.num_waiting
+            others = len(bench.scheduler.queues.running) + len(bench.scheduler.queues.waiting)
             count = bench.step()
             assert others == 1 or count <= 256 + 16
     bench.finish()

@@ -11,8 +11,10 @@ from engine.messages import FinishReason, Submit
 from engine.sampling import SamplingParams
 from engine.scheduling.blocks import BlockPool
 from engine.scheduling.request import Request, Status, from_submit, stream_seed
-from engine.scheduling.scheduler import PROMPT_LOGPROBS_CHUNK, Scheduler, SchedulerRules
+from engine.scheduling.rules import SchedulerRules
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.speculation import Speculation
+from engine.scheduling.step_budget import PROMPT_LOGPROBS_CHUNK
 from engine.scheduling.step_making import admit_of
 from engine.scheduling.waiting_queue import WaitingQueue
 from engine.speculation_config import SpeculativeConfig
@@ -101,15 +103,15 @@ class Bench:
 
     def finish(self, max_steps: int = 10_000) -> None:
         for _ in range(max_steps):
-            if not self.scheduler.has_work:
+            if not self.scheduler.queues.has_work:
                 break
             assert self.step() > 0, f"stuck: {self.scheduler!r}"
         while self.under_way:  # of requests that were aborted
             self.step()
-        assert not self.scheduler.has_work
+        assert not self.scheduler.queues.has_work
         assert self.pool.num_used == 0
-        assert len(self.scheduler.running) == self.scheduler.num_waiting == 0
-        assert self.scheduler.num_waiting_tokens == 0
+        assert len(self.scheduler.queues.running) == len(self.scheduler.queues.waiting) == 0
+        assert self.scheduler.queues.num_waiting_tokens == 0
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -194,10 +196,10 @@ def test_those_that_decode_in_other_steps_or_elsewhere_count_too() -> None:
     assert step.counts == [6], "its one row is of a prompt, but a step beside it decodes"
 
     bench = Bench(budget=32, prompt_tokens_beside_decodes=6)
-    bench.scheduler.others_run = True  # those of another instance in the lockstep
+    bench.scheduler.budget.others_run = True  # those of another instance in the lockstep
     bench.add(tokens(1, 30))
     assert bench.step() == 6
-    bench.scheduler.others_run = False
+    bench.scheduler.budget.others_run = False
     assert bench.step() == 24
 
 
@@ -208,7 +210,7 @@ def test_single_tokens_of_prompts_are_of_their_share_too() -> None:
     for seed, count in ((2, 6), (3, 20), (4, 20), (5, 20)):
         bench.add(tokens(seed, count))
     assert bench.step() == 1 + 6 + 1
-    assert len(bench.scheduler.running) == 3
+    assert len(bench.scheduler.queues.running) == 3
     bench.finish()
 
 
@@ -394,7 +396,7 @@ def test_abort_in_every_phase_frees_everything() -> None:
             bench.scheduler.abort((PEER, number))
             assert not bench.scheduler.abort((PEER, number)), "twice is harmless and says so"
         assert bench.pool.num_used == 0
-        assert not bench.scheduler.has_work
+        assert not bench.scheduler.queues.has_work
         assert bench.scheduler.schedule() is None
 
 
@@ -568,7 +570,7 @@ def test_all_prompts_of_a_step_share_the_room_for_their_logprobs() -> None:
         return [[each.token_id for each in entries if each] for entries in found]
 
     before = 0
-    while bench.scheduler.has_work:
+    while bench.scheduler.queues.has_work:
         bench.step()
         after = sum(map(len, told()))
         assert after - before <= PROMPT_LOGPROBS_CHUNK
@@ -638,7 +640,7 @@ def test_one_of_lower_priority_that_has_begun_does_not_wait_for_their_share(room
     moved = bench.add(tokens(5, 24), output_ids=expected_output(tokens(5, 24), 2), priority=1)
     assert bench.step() == (1 + 6 + 26 if not room else 1 + 6)
     assert len(bench.outputs[moved]) == (not room)
-    assert bench.scheduler.num_waiting == (2 if not room else 3)
+    assert len(bench.scheduler.queues.waiting) == (2 if not room else 3)
     bench.finish()
     assert bench.outputs[moved] == expected_output(tokens(5, 24), 5)[2:]
     for seed, number in zip((2, 3, 4), fresh, strict=True):

@@ -1,0 +1,103 @@
+"""Results of a step taken in by its requests: tokens, taken drafts and ends (pure)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.messages import FinishReason, TokenLogprobs
+from engine.scheduling.drafting import Drafting
+from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.request import Request, Status
+from engine.scheduling.request_queues import RequestQueues
+from engine.scheduling.step_making import UnderWay
+from engine.scheduling.totals import Totals
+from engine.step import Further, StepResult
+
+NOTHING_TAKEN = Further([])
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Result of a step for one request. ``request.finish_reason`` tells whether it has ended."""
+
+    request: Request
+    token_ids: list[int]
+    """Empty if the request failed; several tokens where a draft was taken."""
+    logprobs: list[TokenLogprobs]
+    """One for each, when asked for."""
+
+
+class OutputProcessor:
+    """Appends sampled tokens to their requests, and ends those that are complete."""
+
+    def __init__(
+        self, queues: RequestQueues, prefixes: PrefixCache, drafting: Drafting, totals: Totals
+    ) -> None:
+        self._queues = queues
+        self._prefixes = prefixes
+        self._drafting = drafting
+        self._totals = totals
+
+    def __repr__(self) -> str:
+        return f"<OutputProcessor of {self._queues!r}>"
+
+    def process(self, oldest: UnderWay, result: StepResult) -> list[Outcome]:
+        """Take in the result of a step; returns the requests that got a token."""
+        step = oldest.step
+        outcomes: list[Outcome] = []
+        if result.prompt_logprobs:
+            self._note_prompt_logprobs(oldest, result.prompt_logprobs)
+        logprobs, drafts = result.logprobs, step.drafts
+        for index, (slot, request, token_id) in enumerate(
+            zip(step.slots, oldest.requests, result.tokens, strict=True)
+        ):
+            request.num_in_flight -= 1
+            if token_id is None or request.slot != slot:  # it was aborted while the step ran
+                continue
+            found = [logprobs[index]] if index in logprobs else []
+            outcome = self._append(request, token_id, found)
+            outcomes.append(outcome)
+            if drafts and index in drafts:
+                self._take_draft(outcome, drafts[index], result.further.get(index, NOTHING_TAKEN))
+        return outcomes
+
+    def _note_prompt_logprobs(self, under_way: UnderWay, by_row: dict[int, list[TokenLogprobs]]) -> None:
+        for index, found in by_row.items():
+            request = under_way.requests[index]
+            if request.slot == under_way.step.slots[index] and request.prompt_logprobs is not None:
+                request.prompt_logprobs.extend(found)
+
+    def _append(self, request: Request, token_id: int, logprobs: list[TokenLogprobs]) -> Outcome:
+        grammar = request.grammar
+        if grammar is not None and (problem := grammar.take(token_id)) is not None:
+            request.error = problem
+            self._queues.finish(request, FinishReason.ERROR)
+            return Outcome(request, [], [])
+        if len(request.token_ids) == request.num_prompt:
+            self._totals.on_first_token(request)
+        self._add_token(request, token_id)
+        return Outcome(request, [token_id], logprobs)
+
+    def _take_draft(self, outcome: Outcome, draft: list[int], further: Further) -> None:
+        """Append the taken tokens of a draft, behind the first one that its row gave."""
+        request = outcome.request
+        for index, token_id in enumerate(further.tokens):
+            if request.status is not Status.RUNNING:
+                break  # a token before ended the request
+            self._prefixes.advance(request, 1)  # by the token before this one, which was drafted
+            outcome.token_ids.append(token_id)
+            outcome.logprobs.extend(further.logprobs[index : index + 1])
+            self._add_token(request, token_id)
+        self._drafting.taken(request, len(draft), len(further.tokens))
+
+    def _add_token(self, request: Request, token_id: int) -> None:
+        grammar = request.grammar
+        request.token_ids.append(token_id)
+        if request.expected_blocks:
+            self._queues.expected_blocks.settle(request)
+        self._totals.generation_tokens += 1
+        is_over = grammar is not None and grammar.ended  # also where its end was the only token left
+        if is_over or (token_id in request.stop_ids and request.num_output >= request.params.min_tokens):
+            request.stop_reason = token_id if token_id in request.stop_ids else None
+            self._queues.finish(request, FinishReason.STOP)
+        elif len(request.token_ids) - request.num_prompt >= request.max_output:
+            self._queues.finish(request, FinishReason.LENGTH)

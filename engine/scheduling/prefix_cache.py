@@ -1,0 +1,133 @@
+"""Prefix cache of the scheduler: names full blocks and finds blocks by name (pure).
+
+A request that waits behind one with the same prefix will find that prefix computed. So a queue costs less
+than its tokens, and reports to routers say how much less (:class:`ExpectedPrefixBlocks`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+from engine.scheduling.blocks import BlockHash, BlockPool
+from engine.scheduling.request import Request
+
+
+class Contents(Protocol):
+    """Wants to know which tokens named blocks have (:class:`engine.events.recording.EventRecorder`)."""
+
+    @property
+    def lacks_tokens(self) -> bool: ...
+    def tell(
+        self, hashes: Sequence[BlockHash], token_ids: Sequence[int], salt: str, first: int, end: int
+    ) -> None: ...
+
+
+class PrefixCache:
+    """Names the blocks that requests fill, and finds those that need no computing."""
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self.contents: Contents | None = None
+
+    def __repr__(self) -> str:
+        return f"<PrefixCache of {self._pool!r}>"
+
+    def advance(self, request: Request, count: int) -> None:
+        """Count tokens of a running request as computed, and name the blocks that they fill."""
+        request.num_computed += count
+        if request.num_computed >= (request.num_named + 1) * self._block_size:
+            self._name_full_blocks(request)
+
+    def _name_full_blocks(self, request: Request) -> None:
+        """Put the blocks that this step fills into the prefix index.
+
+        Every layer writes all rows' keys and values before it reads any, so another row of the same step may
+        already share them.
+        """
+        num_full = request.num_computed // self._block_size
+        hashes = request.hashes_up_to(num_full, self._block_size)
+        for index in range(request.num_named, num_full):
+            self._pool.name(request.blocks[index], hashes[index])
+        if self.contents is not None and request.num_named < num_full:
+            self._tell_contents(request, request.num_named, num_full)
+        request.num_named = num_full
+
+    def find(self, request: Request) -> tuple[list[int], int | None]:
+        """Blocks that a waiting request finds, and the partly filled one behind them.
+
+        Sets how many tokens of the request are computed. It holds until blocks are taken or released.
+        """
+        known = self._pool.find_prefix(request.prefix_hashes(self._block_size))
+        if request.most_cached is not None:
+            known = known[: request.most_cached]
+        request.num_computed = len(known) * self._block_size
+        return known, self._part_behind(request)
+
+    def _part_behind(self, request: Request) -> int | None:
+        """The partly filled block that came along as a request was handed over.
+
+        It has all that the request's cached blocks lack, but its newest token.
+        """
+        size, before = self._block_size, len(request.token_ids) - 1
+        if not request.copy or request.num_computed != before // size * size:
+            return None
+        name = request.name_of_part(size)
+        part = None if name is None else self._pool.part(name)
+        if part is not None:
+            request.num_computed = before
+        return part
+
+    def admitted(self, request: Request) -> None:
+        """Note what an admitted request has found."""
+        request.num_named = request.num_computed // self._block_size
+        self._tell_contents(request, 0, request.num_named)
+        if not request.was_admitted:
+            request.was_admitted = True
+            request.num_cached = min(request.num_computed, request.num_prompt)
+            request.num_cached_output = request.num_computed - request.num_cached
+
+    def _tell_contents(self, request: Request, first: int, end: int) -> None:
+        if self.contents is not None and self.contents.lacks_tokens:
+            self.contents.tell(request.hashes, request.token_ids, request.cache_salt, first, end)
+
+
+class ExpectedPrefixBlocks:
+    """Blocks that will be known when queued requests and prefills have been computed."""
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._expected: Counter[BlockHash] = Counter()
+
+    def __repr__(self) -> str:
+        return f"<ExpectedPrefixBlocks of {len(self._expected)} blocks>"
+
+    def expect(self, request: Request) -> None:
+        """Estimate a queued request's uncached tokens (``num_expected``), and expect its blocks.
+
+        Requests behind it count on these blocks.
+        """
+        request.num_expected = len(request.token_ids)
+        if not self._pool.is_caching:
+            return
+        hashes = request.prefix_hashes(self._block_size)
+        missing = next(
+            (index for index, each in enumerate(hashes) if not self._is_expected(each)), len(hashes)
+        )
+        request.num_expected -= missing * self._block_size
+        request.expected_blocks = hashes[missing:]
+        self._expected.update(request.expected_blocks)
+
+    def settle(self, request: Request) -> None:
+        """Stop expecting a request's blocks: they are known now, or never will be."""
+        for block_hash in request.expected_blocks:
+            self._expected[block_hash] -= 1
+            if not self._expected[block_hash]:
+                del self._expected[block_hash]
+        request.expected_blocks = []
+
+    def _is_expected(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._expected or self._pool.knows(block_hash)

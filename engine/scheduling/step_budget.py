@@ -1,0 +1,104 @@
+"""Budgets of a step: rows, tokens, and the part for prompts (pure)."""
+
+from __future__ import annotations
+
+from engine.scheduling.blocks import BlockPool
+from engine.scheduling.lone_chunk import LoneChunk
+from engine.scheduling.prompt_share import PromptShare
+from engine.scheduling.request import Request, Status
+from engine.scheduling.request_queues import RequestQueues
+from engine.scheduling.rules import SchedulerRules
+from engine.scheduling.step_making import StepRows
+from engine.step import CRUMBS, Step
+
+PROMPT_LOGPROBS_CHUNK = 256
+"""Tokens per step of all prompts whose log-probabilities are wanted.
+
+Each needs a row of logits. Without chunked prefill, the last of these prompts may go beyond the bound.
+"""
+
+
+class StepBudget:
+    """Rows and tokens of the next step, by how long steps took so far."""
+
+    def __init__(self, rules: SchedulerRules, pool: BlockPool, queues: RequestQueues) -> None:
+        self._rules = rules
+        self._pool = pool
+        self._queues = queues
+        self.others_run = False
+        """Whether other instances in lockstep have rows, which wait for those here."""
+        self.only_instance = True
+        """Whether no other instance in lockstep had rows or waiting requests in the newest step.
+
+        At most one instance may believe it in any step.
+        """
+        self.prompt_share = PromptShare(
+            rules.prompt_tokens_beside_decodes or rules.max_num_batched_tokens,
+            rules.prompt_seconds_beside_decodes,
+        )
+        self._lone_chunk = LoneChunk(
+            rules.max_num_batched_tokens, rules.largest_lone_chunk, rules.lone_chunk_seconds
+        )
+
+    def __repr__(self) -> str:
+        return f"<StepBudget {self.prompt_share!r}, {self._lone_chunk!r}>"
+
+    def rows_per_step(self) -> int:
+        """Most rows of a step, such that each step in flight gets its share."""
+        if self._rules.micro_batches == 1:
+            return self._rules.max_num_seqs
+        could_run = len(self._queues.running) + min(len(self._queues.waiting), len(self._queues.free_slots))
+        return -(-could_run // self._rules.micro_batches)
+
+    def no_rows(self, *, somebody_decodes: bool) -> StepRows:
+        """An empty step with its budgets."""
+        rules = self._rules
+        prompts = budget = rules.max_num_batched_tokens
+        if (somebody_decodes or self.others_run) and rules.enable_chunked_prefill:
+            prompts = self.prompt_share.tokens
+        elif (start := self._start_of_lone_prompt()) is not None:
+            prompts = budget = self._lone_chunk.tokens(start)
+        return StepRows(budget, prompts, PROMPT_LOGPROBS_CHUNK)
+
+    def _start_of_lone_prompt(self) -> int | None:
+        """Where the next chunk of the only request anywhere begins; None if others are there.
+
+        In a pipeline, stages compute different chunks of a prompt at the same time; larger ones would hinder
+        that.
+        """
+        rules = self._rules
+        requests = self._queues.requests
+        is_lone = len(requests) == 1 and self.only_instance and rules.micro_batches == 1
+        if not is_lone or not rules.largest_lone_chunk or not rules.enable_chunked_prefill:
+            return None
+        request = next(iter(requests))
+        if request.status is Status.RUNNING:
+            return request.num_computed
+        return len(self._pool.find_prefix(request.prefix_hashes(rules.block_size))) * rules.block_size
+
+    def chunk(self, request: Request, rows: StepRows) -> int:
+        """Tokens of this request that fit into what is left of the budget, with :data:`CRUMBS`.
+
+        A request whose output has begun may take the whole budget, not only the part of prompts: its client
+        waits like those of decode rows.
+        """
+        rules, uncomputed = self._rules, request.num_uncomputed
+        room = rows.budget if request.num_output else rows.prompt_budget
+        count = min(uncomputed, room)
+        if room <= 0 or rows.is_full_for(request):
+            return 0
+        if not rules.enable_chunked_prefill:
+            return count if count == uncomputed else 0
+        if uncomputed <= room + rules.max_num_batched_tokens // CRUMBS:
+            count = uncomputed
+        if rules.long_prefill_token_threshold:
+            count = min(count, rules.long_prefill_token_threshold)
+        if request.tells_prompt:
+            count = min(count, rows.prompt_logprobs)
+        return count
+
+    def took(self, step: Step, seconds: float) -> None:
+        """Take in how long a step with prompts took, for the lengths of prefill chunks."""
+        self.prompt_share.took(step.num_tokens, seconds)
+        if len(step.slots) == 1 and not step.drafts:
+            self._lone_chunk.took(step.starts[0], step.num_tokens, seconds)
