@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import cast
 
 import numpy as np
 import torch
 
-from coordinator.messages import GroupPlan
 from coordinator.numerics import TORCH, Arithmetic
-from engine.attention import Backend, make_attention
+from engine.attention import make_attention
 from engine.attention.base import (
     PLAN_KEYWORD,
     AttentionUse,
     CapturableAttention,
-    LayerShape,
     PackedRows,
     PagedAttention,
 )
@@ -33,35 +29,22 @@ from engine.compute.fixed_blocks import FixedBlocks
 from engine.compute.graph_sizes import capture_sizes
 from engine.compute.runner import ModelRunner, Pending, sampler_of
 from engine.config import EngineConfig
-from engine.executor_contract import ExpertTimes, Progress
+from engine.executor.spread_shard import KERNEL_COPIES, SpreadShard
 from engine.host import memory
-from engine.host.cache_size import experts_after_loss, leave_room, left_beside, share_of_device
-from engine.host.cores import has_gpu
+from engine.host.cache_size import left_beside, share_of_device
 from engine.inheritance.shared_cache import SharedCache
 from engine.inheritance.table import Table
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
 from engine.kernels.lowering.buffers import Room
-from engine.kernels.make import bytes_for_program, cached_layers, make_program
-from engine.kernels.program import Program
-from engine.model.checkpoint import CheckpointError, ModelInfo, chosen_dtype
-from engine.model.choice import choose_backend
-from engine.model.expert_change import Expert, HeldExperts
-from engine.model.expert_exchange import exchange
-from engine.model.expert_weights import ExpertShare
-from engine.model.host_digest import HostDigest, host_digest
+from engine.kernels.make import bytes_for_program, make_program
+from engine.model.checkpoint import CheckpointError, ModelInfo
 from engine.model.shard import WHOLE, Shard
-from engine.model.weights import LoadedModel, load_model, sum_experts_in_order
-from engine.numerics import check_kind, native_kind
-from engine.step import KVSpec, ModelFacts, Span, Step, StepResult, most_tokens
+from engine.model.weights import LoadedModel, sum_experts_in_order
+from engine.numerics import native_kind
+from engine.step import Span, Step, StepResult, most_tokens
 from engine.transfers.block_memory import BlockMemory
-from parallel.communicators.base import Communicator
 from parallel.devices import device_sharers
-from parallel.expert_moves import from_peers
-from parallel.expert_parallel import Dispatch
-from parallel.links.counts import LinkCount
-from parallel.placement import Placement, assign_experts, held_by_rank
-from parallel.replicas import replicas_at
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +55,9 @@ The second is for --performance-mode throughput.
 """
 CPU_KV_SHARE = 0.4
 """Share of free memory that the cache gets on CPU, up to the limit."""
-SOURCE = "LOCKSTEP_EXPERTS_FROM"
-"""Environment variable: with ``peers`` experts come from other hosts, however fast the disk is."""
-KERNEL_COPIES = 2
-"""Copies of each spread expert in memory: native kernels lay out their own."""
 
 
-class UniExecutor:
+class UniExecutor(SpreadShard):
     """An :class:`engine.executor_contract.Executor` of one model, or one shard of it, on one device."""
 
     in_flight = 1
@@ -100,23 +79,9 @@ class UniExecutor:
         ``shard``: the part of the model that is computed here, when this runs in one of several workers;
         ``before_first_run`` waits until all have read their weights.
         """
-        self._config = config
-        self._place = place
-        self._shard = shard
-        self._before_first_run = before_first_run
+        super().__init__(config, info, threads, place, shard, before_first_run)
         self._pending: deque[Pending] = deque()
         self.computes_apart = False
-        self._info = info
-        self._threads = threads
-        self._model: LoadedModel | None = None
-        self._held: HeldExperts | None = None
-        self._prepared: GroupPlan | None = None
-        """Plan whose experts were prepared last."""
-        self._joined: GroupPlan | None = None
-        """Plan of the group that it steps in."""
-        self._digest: HostDigest | None = None
-        """Digest of the weights; None where they are random."""
-        self._untouched = memory.Untouched()
         self._runner: ModelRunner | None = None
         self._stored: list[torch.Tensor] = []
         """The tensors of the KV cache."""
@@ -126,148 +91,13 @@ class UniExecutor:
 
         Set before :meth:`allocate`.
         """
+        self._untouched = memory.Untouched()
         self._attention = self._attention_before = AttentionUse()
-        """Time in attention, now and before the last step."""
-        self._program: Program | None = None
-        self._cached: tuple[LayerShape, ...] = ()
-        """What the layers cache of a token."""
-        self._on_torch = config.device.on_torch
-        library.choose(native_kind(config.device))
-        self._backend: Backend = "TORCH_SDPA"
         self._fixed: FixedBlocks | None = None
         """How torch's operators compute with ``--batch-invariant``; else None."""
 
     def __repr__(self) -> str:
         return f"UniExecutor({self._info.architecture}, threads={self._threads}, runner={self._runner!r})"
-
-    def load(self, progress: Progress) -> ModelFacts:
-        """See :class:`.Executor`."""
-        device = self._device()
-        check_kind(self._config.device)
-        if device.type == "cuda" and self._config.device.batch_invariant:
-            raise CheckpointError(
-                "--batch-invariant is not built for GPUs: leave it out, or compute on the CPU (--device cpu)"
-            )
-        if device.type == "cuda" and self._config.device.enable_eplb:
-            raise CheckpointError(
-                "--enable-eplb is not built for GPUs: leave it out, or compute on the CPU (--device cpu)"
-            )
-        if device.type == "cpu" and not self._on_torch:
-            library.begin_build()
-        if self._threads > 0:
-            torch.set_num_threads(self._threads)
-        dtype: torch.dtype = getattr(torch, self._model_dtype)
-        if self._config.model.reads_weights:
-            self._digest = host_digest(Path(self._info.directory))
-        progress(f"loading {self._info.architecture} from {self._info.directory} to {device}")
-        began = time.monotonic()
-        share, dispatch = self._share()
-        model = load_model(
-            self._info,
-            self._config.model,
-            dtype=dtype,
-            device=device,
-            share=share,
-            dispatch=dispatch,
-            shard=self._shard,
-            before_first_run=self._when_read,
-        )
-        self._model = model
-        wanted_backend = self._config.device.attention_backend
-        self._backend = choose_backend(wanted_backend, model, self._config.cache)
-        if share is not None:
-            limit = self._config.device.expert_memory_bytes
-            self._held = HeldExperts(
-                model.module,
-                Path(self._info.directory),
-                share.experts,
-                limit,
-                self._config.model.online,
-                self._info.num_experts,
-            )
-            self._held.check_limit(self._most_held)
-            self._held.rehearse()
-        self._cached = model.layers
-        if not self._on_torch:
-            self._cached = cached_layers(model, self._config.cache.block_size)
-        progress(f"loaded {model.weight_bytes / 2**20:.0f} MiB in {time.monotonic() - began:.1f} s")
-        return ModelFacts(
-            architecture=self._info.architecture,
-            num_parameters=model.num_parameters,
-            weight_bytes=model.weight_bytes,
-            vocab_size=model.vocab_size,
-            dtype=str(dtype).removeprefix("torch."),
-            device=str(device),
-            kv=KVSpec(num_layers=len(model.layers), bytes_per_token=self._kv_bytes),
-        )
-
-    def _when_read(self) -> None:
-        """Compile the kernels of a shard now: later its groups' deadlines would include it."""
-        if (
-            not self._shard.is_whole
-            and self._model is not None
-            and self._model.device.type == "cpu"
-            and not self._on_torch
-        ):
-            library.load()
-        self._before_first_run()
-
-    @property
-    def _kv_bytes(self) -> int:
-        """Bytes of a token in the KV cache, with numbers or with codes."""
-        assert self._model is not None, "load() comes first"
-        dtype, codes = self._model.dtype, self._config.cache.kv_codes
-        return sum(layer.bytes_per_token(dtype, codes) for layer in self._cached)
-
-    @property
-    def layers(self) -> range:
-        """Numbers of the layers that are computed here."""
-        assert self._model is not None, "load() comes first"
-        return self._model.stage.layers
-
-    @property
-    def answers(self) -> bool:
-        """Whether this worker's results are the instance's."""
-        return self._shard.is_last and self._shard.rank == 0
-
-    def _share(self) -> tuple[ExpertShare | None, Dispatch]:
-        """Which experts are this instance's, and how it reaches the others."""
-        settings = self._config.device
-        if self._place is None:
-            return None, "allgather_reducescatter"
-        rank, size = self._place
-        placement = assign_experts(self._info.num_experts, size, settings.expert_placement_strategy)
-        dispatch: Dispatch = (
-            "all_to_all" if settings.all2all_backend == "all_to_all" else "allgather_reducescatter"
-        )
-        return ExpertShare(placement, rank), dispatch
-
-    def _device(self) -> torch.device:
-        """Where this worker computes.
-
-        A CUDA device becomes the current one of the calling thread, the one that steps: Triton launches
-        kernels there, wherever their tensors are.
-        """
-        wanted = self._config.device.device
-        if wanted == "cuda" and not torch.cuda.is_available():
-            raise CheckpointError("--device cuda: torch finds no CUDA device here; use --device cpu")
-        if wanted == "auto":
-            wanted = "cuda" if torch.cuda.is_available() else "cpu"
-            if wanted == "cpu" and (other := _unsupported_device()):
-                logger.warning(
-                    "computing on the CPU: %s devices are not supported, only CUDA and ROCm", other
-                )
-        if wanted == "cpu":
-            return torch.device("cpu")
-        found, place = torch.cuda.device_count(), self._shard.device
-        if place >= found:
-            raise CheckpointError(
-                f"-tp {self._shard.size} -pp {self._shard.num_stages} puts at least {place + 1} workers "
-                f"on this host, each of which needs a CUDA device; torch finds {found} here"
-            )
-        device = torch.device("cuda", place)
-        torch.cuda.set_device(device)
-        return device
 
     def free_kv_memory(self) -> int:
         """See :class:`.Executor`. On CUDA, after a run of the largest step."""
@@ -300,34 +130,6 @@ class UniExecutor:
         model = self._model
         assert model is not None
         return 0 if self._backend != "TORCH_SDPA" else gather_bytes(model.layers, model.dtype, self._longest)
-
-    @property
-    def _longest(self) -> int:
-        """Tokens of the longest context that is served."""
-        wanted = self._config.model.max_model_len or 0
-        longest = wanted if wanted > 0 else self._info.context_length
-        return min(longest, self._info.context_length)
-
-    def _leave_room(self, share: int, left: int) -> int:
-        """Bytes of the KV cache, with room beside it for a lost instance's experts."""
-        if self._held is None or self._place is None:
-            return share
-        wanted = experts_after_loss(self._info.num_experts, self._place[1], self._shard.size)
-        if not wanted:
-            return share
-        more = max(0, wanted - self._held.most) * self.expert_bytes
-        room = int(more / (1 - memory.MARGIN))
-        smaller = leave_room(share, left, room)
-        if left + share - smaller < room:
-            logger.warning(
-                "experts: the %.1f GiB of those of a lost instance do not fit beside the KV cache: after a "
-                "loss the mesh waits for another instance; lower --gpu-memory-utilization, or use more "
-                "instances",
-                more / 2**30,
-            )
-        elif more:
-            logger.info("experts: %.1f GiB are left for those of one lost instance", more / 2**30)
-        return smaller
 
     def _run_largest_step(self) -> None:
         """Run the largest step, so that the allocator has seen it.
@@ -382,37 +184,6 @@ class UniExecutor:
         room = Room(largest, scheduler.most_sampled(), total)
         num_bytes = bytes_for_program(self._model, self._config.cache.block_size, room)
         return num_bytes * self._shard.neighbours
-
-    @property
-    def _most_held(self) -> int:
-        """Experts of each layer that this worker is to hold, copies for balance included."""
-        eplb, place = self._config.device.eplb, self._place
-        if eplb is None or place is None:
-            return 0
-        share = -(-(self._info.num_experts + eplb.num_redundant_experts) // place[1])
-        return min(share, self._info.num_experts)
-
-    def _bytes_for_copies(self, others: int = 0) -> int:
-        """What copies of experts will take that are not here yet.
-
-        ``others``: bytes of what is still to come beside them.
-
-        Raises:
-            CheckpointError: that is more than is free.
-        """
-        held = self._held
-        if held is None or not held.bytes_per_expert:
-            return 0
-        more = max(0, self._most_held - held.most)
-        needed = more * held.bytes_per_expert * KERNEL_COPIES * self._shard.neighbours
-        free = max(0, memory.available_memory() - others)
-        if needed > free:
-            raise CheckpointError(
-                f"--eplb-config: {more} more experts of each layer on a worker take {needed / 2**20:.0f} "
-                f"MiB, of which {free / 2**20:.0f} MiB are free: lower num_redundant_experts or "
-                "--kv-cache-memory-bytes"
-            )
-        return needed
 
     def allocate(self, num_blocks: int) -> None:
         """See :class:`.Executor`."""
@@ -506,14 +277,6 @@ class UniExecutor:
         device, fixed = _torch_on(model.device), self._fixed is not None
         return [Arithmetic(TORCH, device, self._backend, layers, batch_invariant=fixed, weights=weights)]
 
-    def weights_digest(self, progress: Progress = lambda text: None) -> str:
-        """The digest of the checkpoint's weights, which a thread makes; empty for random ones.
-
-        Raises:
-            CheckpointError: the weights changed while they were read.
-        """
-        return "" if self._digest is None else self._digest.result(progress)
-
     def _check_kernels(self) -> None:
         """Refuse to compute with other kernels than were asked for.
 
@@ -528,10 +291,6 @@ class UniExecutor:
                 f"--numerics {wanted}: {what} {self._info.architecture} in {self._model_dtype} here; use "
                 f"--numerics {found}, or auto"
             )
-
-    @property
-    def _model_dtype(self) -> str:
-        return chosen_dtype(self._config.model.dtype, self._info, on_cpu=not has_gpu(self._config.device))
 
     def _make_cache(self, num_blocks: int) -> PagedAttention:
         model = self._model
@@ -612,140 +371,6 @@ class UniExecutor:
     def check(self) -> None:
         """There are no workers that could end."""
 
-    def _pass_expert_layers(self, model: LoadedModel) -> None:
-        """Serve the other instances' tokens in every expert layer, without any of our own."""
-        assert model.experts is not None
-        hidden = torch.empty(0, model.hidden_size, dtype=model.dtype, device=model.device)
-        ids = torch.empty(0, model.experts_per_token, dtype=torch.int64, device=model.device)
-        weights = torch.empty(0, model.experts_per_token, dtype=model.dtype, device=model.device)
-        with torch.inference_mode():
-            for layer in model.expert_layers:
-                model.experts.forward(layer, hidden, ids, weights)
-
-    def join(self, group: Communicator, placement: Placement) -> None:
-        """See :class:`.SpreadExecutor`."""
-        assert self._model is not None
-        assert self._model.experts is not None
-        assert self._held is not None
-        prepared = self._prepared
-        self._joined = prepared if prepared is not None and prepared.placement == placement else None
-        mine = held_by_rank(placement, 1, group.rank)
-        self._held.install(mine[0], self.spare_memory)
-        self._model.experts.join(group, placement)
-        if self._program is not None:
-            self._program.join(group, placement)
-
-    def prepare(self, form: GroupPlan, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
-        """See :class:`.SpreadExecutor`."""
-        assert self._held is not None, "experts are not spread"
-        experts = held_by_rank(form.placement, form.ranks, place)[self._shard.rank]
-        replicas_at(form.placement, place * form.ranks + self._shard.rank)  # what the change asks for
-        elsewhere = self._at_peers(form, place, experts)
-        self._prepared = form
-        return self._held.prepare(experts, free_bytes, should_stop, elsewhere)
-
-    def _at_peers(self, form: GroupPlan, place: int, experts: Sequence[Sequence[int]]) -> set[Expert]:
-        """Experts that come from instances of other hosts, which hold them now and stay."""
-        held, now = self._held, self._joined
-        assert held is not None
-        if now is None or not goes_between_hosts(form) or not held.can_be_given:
-            return set()
-        hosts = {peer.instance: peer.host for peer in form.peers}
-        copies = [now.placement.copies(layer) for layer in range(len(held.experts))]
-        holders = {
-            (layer, expert): {
-                host
-                for rank in copies[layer][expert]
-                if (host := hosts.get(now.peers[rank // now.ranks].instance)) is not None
-            }
-            for layer, expert in held.missing(experts)
-        }
-        rates = held.disk_rate, held.link_rate
-        return from_peers(holders, form.peers[place].host, *rates, always=os.environ.get(SOURCE) == "peers")
-
-    def connect(self, form: GroupPlan, group: Communicator, should_stop: Callable[[], bool]) -> Communicator:
-        """See :class:`.SpreadExecutor`. One group carries headers and tokens."""
-        try:
-            self.exchange(form, group, should_stop)
-        except BaseException:
-            group.abort()
-            group.close()
-            raise
-        return group
-
-    def exchange(self, form: GroupPlan, group: Communicator, should_stop: Callable[[], bool]) -> None:
-        """Give experts to members on other hosts, and get those that :meth:`prepare` left out.
-
-        All members of the group, which was just formed, call this.
-        """
-        held = self._held
-        assert held is not None, "experts are not spread"
-        assert self._model is not None
-        if goes_between_hosts(form) and self._model.device.type == "cpu":
-            hosts = [peer.host for peer in form.peers for _ in range(form.ranks)]
-            exchange(group, held, hosts, should_stop)
-
-    def link_counts(self) -> list[LinkCount]:
-        """See :class:`.SpreadExecutor`. One group carries headers and tokens."""
-        return []
-
-    def experts_held(self) -> list[list[list[int]]]:
-        """See :class:`.SpreadExecutor`; of a shard, of its own rank alone."""
-        return [[list(of_layer) for of_layer in self._held.experts]] if self._held is not None else []
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert in all layers computed here, in all copies held."""
-        return self._held.bytes_per_expert * self._held.copies if self._held is not None else 0
-
-    def max_experts(self, free_bytes: int) -> int:
-        """See :class:`.SpreadExecutor`."""
-        assert self._held is not None, "experts are not spread"
-        return self._held.max_experts(free_bytes)
-
-    def spare_memory(self) -> int:
-        """See :class:`.SpreadExecutor`."""
-        assert self._model is not None
-        if self._model.device.type == "cpu":
-            return memory.spare_memory(self._untouched)
-        free, _ = torch.cuda.mem_get_info(self._model.device)
-        device = self._model.device
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int((free + unused) * (1 - memory.MARGIN))
-
-    def expert_times(self) -> ExpertTimes | None:
-        """See :class:`.Executor`."""
-        if self._model is None or self._model.experts is None:
-            return None
-        times, use, before = self._model.experts.times, self._attention, self._attention_before
-        return ExpertTimes(
-            times.dispatch,
-            times.experts,
-            times.combine,
-            use.seconds - before.seconds,
-            use.calls - before.calls,
-        )
-
-    def tokens_per_expert(self) -> dict[int, int]:
-        """See :class:`.Executor`."""
-        if self._model is None or self._model.experts is None:
-            return {}
-        experts = self._model.experts
-        experts.take_counts()
-        counts = experts.tokens_per_expert
-        held = {e for layer in range(len(counts)) for e in experts.placement.experts_of(experts.rank, layer)}
-        total = counts.sum(axis=0).tolist()
-        return {expert: total[expert] for expert in sorted(held)}
-
-    def expert_loads(self) -> list[list[int]]:
-        """See :class:`.SpreadExecutor`."""
-        experts = self._model.experts if self._model is not None else None
-        if experts is None:
-            return []
-        experts.take_counts()
-        loads: list[list[int]] = experts.tokens_per_expert.tolist()
-        return loads
-
     def set_threads(self, threads: int, cores: Sequence[int] = ()) -> None:
         """See :class:`.Executor`."""
         self._threads = threads
@@ -771,17 +396,6 @@ def launches_ahead(place: tuple[int, int] | None, shard: Shard, *, has_graphs: b
     a device that waits. Without graphs a device is done hardly later than its last launch.
     """
     return has_graphs and place is None and shard.is_whole
-
-
-def goes_between_hosts(form: GroupPlan) -> bool:
-    """Whether members of a group are on several hosts."""
-    return len({peer.host for peer in form.peers}) > 1
-
-
-def _unsupported_device() -> str:
-    """Kind of an accelerator that only torch could use here; empty without one."""
-    kinds = {"MPS": torch.backends.mps.is_available, "XPU": torch.xpu.is_available}
-    return next((kind for kind, is_here in kinds.items() if is_here()), "")
 
 
 def _torch_on(device: torch.device) -> str:

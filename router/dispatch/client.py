@@ -1,6 +1,6 @@
 """The mesh behind this router as one object, with its instances and requests.
 
-Two parts do the work on requests: :mod:`router.dispatch.mover` sends them, and
+Two parts do the work on requests: :mod:`router.dispatch.mover` sends and moves them, and
 :mod:`router.dispatch.receiver` gets what instances send. One connection per instance
 (:mod:`router.dispatch.instance_connection`) carries requests out and, once per step, tokens in. What to do is
 decided in :mod:`router.dispatch.chooser`, :mod:`router.dispatch.recalls` and :mod:`router.dispatch.ledger`.

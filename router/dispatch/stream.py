@@ -17,7 +17,7 @@ from router.mesh import NumericsChange, TokenSink
 
 
 class Owner(Protocol):
-    """The part of :class:`router.dispatch.mover.RequestMover` that a stream needs."""
+    """The part of :class:`router.dispatch.dispatcher.RequestDispatcher` that a stream needs."""
 
     def rank_of(self, entry: Entry) -> int | None: ...
     def forget(self, entry: Entry) -> None: ...

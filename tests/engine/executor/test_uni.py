@@ -15,7 +15,7 @@ from engine.attention.base import LayerShape
 from engine.attention.torch_paged import GATHER_BYTES
 from engine.compute.sampler import Sampler
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
-from engine.executor import make_executor, uni
+from engine.executor import loaded_shard, make_executor
 from engine.executor.uni import CPU_KV_LIMIT, UniExecutor
 from engine.host import memory
 from engine.host.cache_size import size_cache
@@ -130,7 +130,7 @@ def test_a_worker_computes_on_its_device_and_makes_it_the_current_one(
     def stop(*_: Any, device: torch.device, **__: Any) -> None:
         raise Stop(str(device))
 
-    monkeypatch.setattr(uni, "load_model", stop)
+    monkeypatch.setattr(loaded_shard, "load_model", stop)
     directory = make_tiny_model(tmp_path, "llama")
     config = EngineConfig(model=ModelConfig(model=str(directory)), device=DeviceConfig(device=wanted))
     executor = UniExecutor(

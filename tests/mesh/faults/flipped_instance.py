@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from engine import __main__ as engine
-from engine.executor import uni
+from engine.executor import loaded_shard
 from engine.model.weights import LoadedModel, load_model
 
 FLIPPED_BIT = 4
@@ -37,5 +37,5 @@ def load_with_flip(*args: Any, **kwargs: Any) -> LoadedModel:
 
 
 if __name__ == "__main__":
-    vars(uni)["load_model"] = load_with_flip
+    vars(loaded_shard)["load_model"] = load_with_flip
     sys.exit(engine.main())

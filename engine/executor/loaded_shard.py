@@ -1,0 +1,229 @@
+"""A model, or one shard of it, with its weights on one device.
+
+Knows nothing of the KV cache, steps and groups. Base of :mod:`engine.executor.spread_shard`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from engine.attention import Backend
+from engine.attention.base import (
+    LayerShape,
+)
+from engine.config import EngineConfig
+from engine.executor_contract import Progress
+from engine.host.cores import has_gpu
+from engine.kernels.core import library
+from engine.kernels.make import cached_layers
+from engine.model.checkpoint import CheckpointError, ModelInfo, chosen_dtype
+from engine.model.choice import choose_backend
+from engine.model.expert_change import HeldExperts
+from engine.model.expert_weights import ExpertShare
+from engine.model.host_digest import HostDigest, host_digest
+from engine.model.shard import Shard
+from engine.model.weights import LoadedModel, load_model
+from engine.numerics import check_kind, native_kind
+from engine.step import KVSpec, ModelFacts
+from parallel.expert_parallel import Dispatch
+from parallel.placement import assign_experts
+
+logger = logging.getLogger(__name__)
+
+
+class LoadedShard:
+    """The weights that are computed here, and what is known of them."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: ModelInfo,
+        threads: int,
+        place: tuple[int, int] | None,
+        shard: Shard,
+        before_first_run: Callable[[], None],
+    ) -> None:
+        """Arguments as of :class:`engine.executor.uni.UniExecutor`."""
+        self._config = config
+        self._place = place
+        self._shard = shard
+        self._before_first_run = before_first_run
+        self._info = info
+        self._threads = threads
+        self._model: LoadedModel | None = None
+        self._held: HeldExperts | None = None
+        self._digest: HostDigest | None = None
+        """Digest of the weights; None where they are random."""
+        self._cached: tuple[LayerShape, ...] = ()
+        """What the layers cache of a token."""
+        self._on_torch = config.device.on_torch
+        library.choose(native_kind(config.device))
+        self._backend: Backend = "TORCH_SDPA"
+
+    def load(self, progress: Progress) -> ModelFacts:
+        """See :class:`.Executor`."""
+        device = self._device()
+        check_kind(self._config.device)
+        if device.type == "cuda" and self._config.device.batch_invariant:
+            raise CheckpointError(
+                "--batch-invariant is not built for GPUs: leave it out, or compute on the CPU (--device cpu)"
+            )
+        if device.type == "cuda" and self._config.device.enable_eplb:
+            raise CheckpointError(
+                "--enable-eplb is not built for GPUs: leave it out, or compute on the CPU (--device cpu)"
+            )
+        if device.type == "cpu" and not self._on_torch:
+            library.begin_build()
+        if self._threads > 0:
+            torch.set_num_threads(self._threads)
+        dtype: torch.dtype = getattr(torch, self._model_dtype)
+        if self._config.model.reads_weights:
+            self._digest = host_digest(Path(self._info.directory))
+        progress(f"loading {self._info.architecture} from {self._info.directory} to {device}")
+        began = time.monotonic()
+        share, dispatch = self._share()
+        model = load_model(
+            self._info,
+            self._config.model,
+            dtype=dtype,
+            device=device,
+            share=share,
+            dispatch=dispatch,
+            shard=self._shard,
+            before_first_run=self._when_read,
+        )
+        self._model = model
+        wanted_backend = self._config.device.attention_backend
+        self._backend = choose_backend(wanted_backend, model, self._config.cache)
+        if share is not None:
+            limit = self._config.device.expert_memory_bytes
+            self._held = HeldExperts(
+                model.module,
+                Path(self._info.directory),
+                share.experts,
+                limit,
+                self._config.model.online,
+                self._info.num_experts,
+            )
+            self._held.check_limit(self._most_held)
+            self._held.rehearse()
+        self._cached = model.layers
+        if not self._on_torch:
+            self._cached = cached_layers(model, self._config.cache.block_size)
+        progress(f"loaded {model.weight_bytes / 2**20:.0f} MiB in {time.monotonic() - began:.1f} s")
+        return ModelFacts(
+            architecture=self._info.architecture,
+            num_parameters=model.num_parameters,
+            weight_bytes=model.weight_bytes,
+            vocab_size=model.vocab_size,
+            dtype=str(dtype).removeprefix("torch."),
+            device=str(device),
+            kv=KVSpec(num_layers=len(model.layers), bytes_per_token=self._kv_bytes),
+        )
+
+    def _when_read(self) -> None:
+        """Compile the kernels of a shard now: later its groups' deadlines would include it."""
+        if (
+            not self._shard.is_whole
+            and self._model is not None
+            and self._model.device.type == "cpu"
+            and not self._on_torch
+        ):
+            library.load()
+        self._before_first_run()
+
+    @property
+    def _kv_bytes(self) -> int:
+        """Bytes of a token in the KV cache, with numbers or with codes."""
+        assert self._model is not None, "load() comes first"
+        dtype, codes = self._model.dtype, self._config.cache.kv_codes
+        return sum(layer.bytes_per_token(dtype, codes) for layer in self._cached)
+
+    @property
+    def layers(self) -> range:
+        """Numbers of the layers that are computed here."""
+        assert self._model is not None, "load() comes first"
+        return self._model.stage.layers
+
+    @property
+    def answers(self) -> bool:
+        """Whether this worker's results are the instance's."""
+        return self._shard.is_last and self._shard.rank == 0
+
+    def _share(self) -> tuple[ExpertShare | None, Dispatch]:
+        """Which experts are this instance's, and how it reaches the others."""
+        settings = self._config.device
+        if self._place is None:
+            return None, "allgather_reducescatter"
+        rank, size = self._place
+        placement = assign_experts(self._info.num_experts, size, settings.expert_placement_strategy)
+        dispatch: Dispatch = (
+            "all_to_all" if settings.all2all_backend == "all_to_all" else "allgather_reducescatter"
+        )
+        return ExpertShare(placement, rank), dispatch
+
+    def _device(self) -> torch.device:
+        """Where this worker computes.
+
+        A CUDA device becomes the current one of the calling thread, the one that steps: Triton launches
+        kernels there, wherever their tensors are.
+        """
+        wanted = self._config.device.device
+        if wanted == "cuda" and not torch.cuda.is_available():
+            raise CheckpointError("--device cuda: torch finds no CUDA device here; use --device cpu")
+        if wanted == "auto":
+            wanted = "cuda" if torch.cuda.is_available() else "cpu"
+            if wanted == "cpu" and (other := _unsupported_device()):
+                logger.warning(
+                    "computing on the CPU: %s devices are not supported, only CUDA and ROCm", other
+                )
+        if wanted == "cpu":
+            return torch.device("cpu")
+        found, place = torch.cuda.device_count(), self._shard.device
+        if place >= found:
+            raise CheckpointError(
+                f"-tp {self._shard.size} -pp {self._shard.num_stages} puts at least {place + 1} workers "
+                f"on this host, each of which needs a CUDA device; torch finds {found} here"
+            )
+        device = torch.device("cuda", place)
+        torch.cuda.set_device(device)
+        return device
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of the longest context that is served."""
+        wanted = self._config.model.max_model_len or 0
+        longest = wanted if wanted > 0 else self._info.context_length
+        return min(longest, self._info.context_length)
+
+    @property
+    def _most_held(self) -> int:
+        """Experts of each layer that this worker is to hold, copies for balance included."""
+        eplb, place = self._config.device.eplb, self._place
+        if eplb is None or place is None:
+            return 0
+        share = -(-(self._info.num_experts + eplb.num_redundant_experts) // place[1])
+        return min(share, self._info.num_experts)
+
+    def weights_digest(self, progress: Progress = lambda text: None) -> str:
+        """The digest of the checkpoint's weights, which a thread makes; empty for random ones.
+
+        Raises:
+            CheckpointError: the weights changed while they were read.
+        """
+        return "" if self._digest is None else self._digest.result(progress)
+
+    @property
+    def _model_dtype(self) -> str:
+        return chosen_dtype(self._config.model.dtype, self._info, on_cpu=not has_gpu(self._config.device))
+
+
+def _unsupported_device() -> str:
+    """Kind of an accelerator that only torch could use here; empty without one."""
+    kinds = {"MPS": torch.backends.mps.is_available, "XPU": torch.xpu.is_available}
+    return next((kind for kind, is_here in kinds.items() if is_here()), "")
