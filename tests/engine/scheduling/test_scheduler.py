@@ -344,10 +344,10 @@ def test_what_an_aborted_request_would_have_cached_is_expected_no_more() -> None
     bench.step()
     waiting = bench.add(tokens(2, 17))
     bench.add(tokens(2, 17))
-    assert bench.scheduler.num_tokens_ahead == (34, 17 + 1), "the second finds what the first computes"
+    assert bench.scheduler.queues.num_tokens_ahead == (34, 17 + 1), "the second finds what the first computes"
     assert bench.scheduler.abort((PEER, waiting))
     bench.add(tokens(2, 17))
-    assert bench.scheduler.num_tokens_ahead == (34, 1 + 17), "nobody computes it before this one"
+    assert bench.scheduler.queues.num_tokens_ahead == (34, 1 + 17), "nobody computes it before this one"
     bench.finish()
 
 

@@ -61,7 +61,9 @@ class Instance:
         self.alive = True
         self.frozen_until = self.hung_until = self.cut_until = self.disturbed_at = -1_000
         self.taken_out: tuple[int, int] | None = None
-        """The coordinator that took it out, and the highest epoch then."""
+        """The coordinator that took it out, and the highest epoch then.
+
+        None again once a plan names it."""
         self.fenced_up_to = self._fenced_from_welcome = 0
         """The highest epoch that the others are known to have left without it."""
         self.phase = Phase.LOADING

@@ -120,7 +120,7 @@ class ServingInstance(Instance):
 
     @property
     def num_requests(self) -> int:
-        return len(list(self.core.scheduler.requests))
+        return len(list(self.core.scheduler.queues.requests))
 
     @property
     def is_busy(self) -> bool:

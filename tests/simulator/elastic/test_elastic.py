@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from coordinator.messages import State
+from coordinator.messages import PlanChange, State, Welcome
 from coordinator.numerics import combined
 from tests.nightly import NIGHTLY
 from tests.simulator.elastic.checker import Checker, Rule
@@ -71,6 +71,17 @@ def test_the_schedules_reach_what_they_are_for() -> None:
 def test_schedules_that_failed_once(seed: int) -> None:
     """Each found a fault of the protocol; the first one, a bound of the simulator."""
     simulate(seed)
+
+
+def test_who_is_in_a_group_again_is_not_taken_to_be_out_of_it() -> None:
+    """Its second registration comes after a plan that names it."""
+    world = simulate(284090)
+    heard = [what for _, who, what in world.trace if who == "coordinator to i0"]
+    second = [type(what) for what in heard].index(PlanChange)
+    assert any("taken out" in str(what) for _, who, what in world.trace if who == "coordinator")
+    assert isinstance(heard[second], PlanChange)
+    assert heard[second].epoch == 2
+    assert [what.epoch for what in heard[second:] if isinstance(what, Welcome) and not what.fenced] == [2]
 
 
 def test_a_seed_is_a_schedule() -> None:

@@ -360,6 +360,8 @@ class World(Schedule[Call]):
                 self.checker.formed(form, self._highest)
                 self._look_whether_it_is_tried_in_vain(form)
                 self._highest = form.epoch
+                for name in (*names(form), *form.leavers):
+                    self.instances[name].taken_out = None  # back: the others do not go on without it
             instance = self.instances[instruction.peer.decode()]
             if not instance.alive or self.is_deaf(instance):
                 continue
