@@ -79,8 +79,9 @@ def test_who_is_in_a_group_again_is_not_taken_to_be_out_of_it() -> None:
     heard = [what for _, who, what in world.trace if who == "coordinator to i0"]
     second = [type(what) for what in heard].index(PlanChange)
     assert any("taken out" in str(what) for _, who, what in world.trace if who == "coordinator")
-    assert isinstance(heard[second], PlanChange)
-    assert heard[second].epoch == 2
+    change = heard[second]
+    assert isinstance(change, PlanChange)
+    assert change.epoch == 2
     assert [what.epoch for what in heard[second:] if isinstance(what, Welcome) and not what.fenced] == [2]
 
 
