@@ -1,1 +1,1 @@
-"""Connections, request heads and bodies: what lies below the application."""
+"""HTTP below the application: connections, request heads and bodies, quotas, sockets."""

@@ -49,7 +49,7 @@ class BodyWriter(Protocol):
         ...
 
     def write(self, part: bytes) -> None:
-        """Only while open, and not for nothing: an empty part would end the body."""
+        """Write a non-empty part while open; an empty one would end the body."""
         ...
 
     def part(self, before: bytes, after: bytes) -> BodyPart:
@@ -61,7 +61,7 @@ class BodyWriter(Protocol):
 
 
 def writer_of(scope: Mapping[str, Any]) -> BodyWriter | None:
-    """None where the server has no short way."""
+    """Direct body writer of a request; None where the server offers none."""
     found: Callable[[], BodyWriter | None] | None = scope.get("extensions", {}).get(EXTENSION)
     return None if found is None else found()
 

@@ -1,4 +1,4 @@
-"""Work that grows with a request's size: beside the event loop, a few at once.
+"""Thread pools for requests with large bodies, so that the event loop stays free.
 
 Tokenising takes 150 bytes of memory per byte of text, and seconds for megabytes. Long texts have a lane of
 their own, so that shorter ones do not wait behind them.
@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 from router.errors import ApiError
 
 HEAVY = 50_000
-"""Bytes of a body whose work would delay streams, so it runs in a thread."""
+"""Body size in bytes from which work runs in a thread."""
 VERY_HEAVY = 1 << 20
-"""Bytes above which a body is worked on alone."""
+"""Body size in bytes above which one request is worked on at a time."""
 HEAVY_AT_ONCE = 4
 """Requests over ``HEAVY`` that are worked on at once, each in a thread."""
 MOST_HEAVY_WAITING = 512
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 class Lane:
-    """A few threads, and a bounded number of requests that wait for them."""
+    """Thread pool with a bounded queue of waiting requests."""
 
     def __init__(self, name: str, at_once: int, most_waiting: int) -> None:
         self._threads = ThreadPoolExecutor(at_once, thread_name_prefix=name)

@@ -35,7 +35,7 @@ RUNNING_RETRY = 1
 
 
 class Account(msgspec.Struct):
-    """What is left of a key's quota. Times in seconds of any one clock."""
+    """Remaining quota of a key. Times are seconds of one clock."""
 
     requests: float
     tokens: float
@@ -98,7 +98,7 @@ class Lease:
         return f"<Lease of key {self._key}>"
 
     def end(self, generated_tokens: int, *, refused: bool = False) -> None:
-        """Harmless when repeated. What nobody took (``refused``) costs nothing."""
+        """End the lease; may be repeated. A request that was ``refused`` costs nothing."""
         key, self._key = self._key, None
         if key is None:
             return
@@ -148,7 +148,7 @@ class Quotas:
         return max(1, num_keys) * _width(front_ends) * NUMBER_BYTES
 
     def admit(self, key: int, prompt_tokens: int, now: float | None = None) -> Lease | None:
-        """None if nothing limits this key.
+        """Admit a request of a key; None if the key has no limits.
 
         Raises:
             ApiError: it has used up its quota (429).
@@ -198,7 +198,7 @@ class Quotas:
             raise _too_many(refusal)
 
     def give_back(self, key: int, generated_tokens: int, *, requests: int = 0) -> None:
-        """A request has ended.
+        """Settle a request that has ended: book its tokens, and count it as over.
 
         One that nobody took gives back itself, and its prompt as tokens below 0.
         """

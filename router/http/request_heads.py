@@ -31,7 +31,7 @@ OFFERS = (b"upgrade", b"http2-settings")
 
 
 class _Beyond(Exception):
-    """What ends a connection; raised in a callback of the parser, which stops there."""
+    """Error that ends a connection whose head exceeds the bounds, raised inside the parser."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)

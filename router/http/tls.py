@@ -1,4 +1,4 @@
-"""Which file of a TLS endpoint is missing or wrong.
+"""Checks of the endpoint's TLS certificate and key files.
 
 OpenSSL names none of them, and asks a terminal for the passphrase of a key.
 """

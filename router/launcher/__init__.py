@@ -1,1 +1,1 @@
-"""The processes of one ``serve``: checks, start, supervision, end."""
+"""Launcher of one ``serve``: checks, start, supervision and end of its processes."""

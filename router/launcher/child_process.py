@@ -15,7 +15,7 @@ from router.launcher.launch import ProcessSpec
 
 @dataclass
 class ChildProcess:
-    """A process of ours that runs."""
+    """A running child process of the launcher, with its mesh state."""
 
     key: int
     """Its place in the table; a process that is started again keeps it."""
@@ -29,19 +29,19 @@ class ChildProcess:
     instance: str = ""
     """Its name in the mesh, once it has registered."""
     name: str = ""
-    """The one that it was given for that."""
+    """Name that the launcher gave the child for registering."""
     returns: bool = False
-    """It was started to take the rank again that its predecessor had."""
+    """Whether it was started to take over its predecessor's rank."""
     is_member: bool = False
-    """It is in the newest view."""
+    """Whether it is in the newest view of the mesh."""
     retired: bool = False
-    """It was ordered to drain and go, by this launcher or another process.
+    """Whether it was ordered to drain and end.
 
     It never comes back, and its process may outlive its membership.
     """
 
     async def ended(self) -> int:
-        """Its exit status, as subprocess has it."""
+        """Wait for the child's end; returns its exit status as in subprocess."""
         if isinstance(self.process, Forked):
             return await self.process.ended()
         return await self.process.wait()
@@ -57,13 +57,13 @@ class ChildProcess:
         return f"{how}: {error}" if error else how
 
     def tell(self, number: int) -> None:
-        """Send it a signal, if it still runs."""
+        """Send the child a signal if it still runs."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
 
 
 async def spawn(spec: ProcessSpec, environment: dict[str, str]) -> Process:
-    """The process as a program of its own."""
+    """Start a child process normally, as a new program."""
     return await asyncio.create_subprocess_exec(
         *spec.command(),
         env=environment,
@@ -74,7 +74,7 @@ async def spawn(spec: ProcessSpec, environment: dict[str, str]) -> Process:
 
 
 async def fork(server: ForkServer, spec: ProcessSpec, environment: dict[str, str]) -> Forked:
-    """The process as a fork of one that has loaded its libraries.
+    """Start a child process by the fork server, with its libraries loaded.
 
     Raises:
         Unforked: it has to be spawned.
@@ -90,5 +90,5 @@ async def fork(server: ForkServer, spec: ProcessSpec, environment: dict[str, str
 
 
 def exit_status(status: int) -> int:
-    """What a shell would call the end of a process; a signal counts from 128."""
+    """Exit status as shells report it: 128 plus the number of a signal."""
     return status if status >= 0 else 128 - status

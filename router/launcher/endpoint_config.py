@@ -39,7 +39,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def base_url(self) -> str:
-        """Without a path."""
+        """Base URL of the endpoint, without a path."""
         scheme = "http" if self.ssl_certfile is None else "https"
         if self.uds is not None:
             return f"{scheme}://localhost"

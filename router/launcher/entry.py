@@ -1,4 +1,4 @@
-"""The console scripts ``serve`` and ``lockstep``: what they are is loaded here, quietly.
+"""Entry points of the console scripts ``serve`` and ``lockstep``, which load them late.
 
 Loading takes some tenths of a second, in which Ctrl-C has nothing to undo. An exception then would be shown
 with a traceback, or be taken for something else by the module that is just being loaded; so the process ends

@@ -30,5 +30,5 @@ def with_key(config: HttpConfig, variables: Mapping[str, str]) -> tuple[HttpConf
 
 
 def key_of_client(variables: Mapping[str, str]) -> str | None:
-    """What a client presents that was given no key."""
+    """API key from the environment, for a client that was given none."""
     return next((variables[name] for name in OF_CLIENTS if variables.get(name)), None)

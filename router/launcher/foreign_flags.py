@@ -1,4 +1,4 @@
-"""Flags of vLLM, SGLang and others that ``serve`` has not: what becomes of them (pure).
+"""Table of other systems' flags that ``serve`` honours, ignores or refuses (pure).
 
 Commands that run elsewhere shall run here where they ask for nothing that is not there. So a flag is ignored,
 with a warning, if it is about speed, logs, or what is always so; it is refused if answers, or who gets them,

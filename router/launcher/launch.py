@@ -28,7 +28,7 @@ from router.config import RouterConfig, ServeConfig
 
 
 class Doors(msgspec.Struct, frozen=True, kw_only=True):
-    """What routers share: the sockets that the launcher bound, and the directory of counts."""
+    """Resources that routers inherit: bound sockets, directory of counts, file of secrets."""
 
     http: int
     """File descriptor."""
@@ -53,7 +53,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     rank: int | None = None
     module: str = ""
-    """What is run, if it is not the role's own package."""
+    """Module to run, if it is not the role's own package."""
     descriptors: tuple[int, ...] = ()
     """Sockets and files that it inherits."""
     workers: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ def process_table(
     listen_fd: int | None = None,
     with_router: bool = True,
 ) -> list[ProcessSpec]:
-    """What to start, in this order.
+    """Make the process table of a ``serve``, in order of start.
 
     ``settings`` are those of the model, when this side knows it; ``mesh_name`` is the coordinator's, so that
     its launcher tells it from another mesh's; ``devices`` are the CUDA devices of this machine; ``listen_fd``
@@ -184,7 +184,7 @@ def _coordinator(
 def engine_spec(
     config: ServeConfig, rank: int | None, threads: int, number: int = 0, devices: Sequence[str] = ()
 ) -> ProcessSpec:
-    """One instance; a rank beyond ``-dp`` is one that came later.
+    """Make the table entry of one instance; ranks beyond ``-dp`` were added later.
 
     ``number``: among those of ``serve``; ``devices``: CUDA devices of this machine.
     """
@@ -222,7 +222,7 @@ def engine_spec(
 
 
 def node_specs(config: ServeConfig, cores: int, devices: Sequence[str] = ()) -> list[ProcessSpec]:
-    """What runs on a host with ``--node-rank`` above 0: its share of each instance's workers.
+    """Make the table of a host with ``--node-rank`` above 0: workers of instances.
 
     ``devices``: the CUDA devices of that host.
     """
@@ -343,7 +343,7 @@ def _router(config: ServeConfig, number: int, doors: Doors | None) -> ProcessSpe
 
 
 def print_table(title: str, table: list[ProcessSpec]) -> None:
-    """The process tree, before anything is started."""
+    """Print the process tree, before anything is started."""
     tree = Tree(title, highlight=False)
     for spec in table:
         rank = ("any free rank" if spec.rank is None else f"rank {spec.rank}") if spec.is_instance else ""

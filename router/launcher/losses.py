@@ -11,7 +11,7 @@ MOST_NAMED = 3
 
 
 class Losses:
-    """Counts them, so that a command can tell which came after it began."""
+    """Counter of lost instances, so that a command can report losses since it began."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -21,7 +21,7 @@ class Losses:
         return f"<Losses {self.count}>"
 
     def note(self, text: str) -> None:
-        """An instance ended, and is not started again; ``text`` names it and how."""
+        """Record an instance that ended and is not restarted; ``text`` names it and how."""
         self.count += 1
         self._latest.append(text)
 

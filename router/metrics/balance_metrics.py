@@ -1,4 +1,4 @@
-"""Metrics of how the load of spread experts is balanced, from the coordinator's view."""
+"""Metrics of expert load balancing, from the coordinator's view."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Family = CounterMetricFamily | GaugeMetricFamily
 
 
 class LastChange:
-    """When rebalancings were last seen to have become more, by looks now and then."""
+    """Tracks when the count of rebalancings last rose."""
 
     def __init__(self) -> None:
         self._changes: int | None = None

@@ -24,9 +24,9 @@ BOUNDS = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 OTHER_METHOD = "OTHER"
 NO_HANDLER = "none"
-"""Handler of paths that no route has."""
+"""Handler label of paths without a route."""
 WATCHING = frozenset({"/metrics", "/health", "/livez", "/load", "/ping", "/version", "/server_info"})
-"""Paths that are not counted."""
+"""Paths of monitoring requests, which are not counted."""
 
 
 class _Answers:

@@ -1,4 +1,4 @@
-"""Counts that the routers of one ``serve`` share, so that each can report the sum.
+"""Metric counts that routers of one ``serve`` share through files and sum.
 
 A scrape of the shared port reaches one router, by chance. Each writes its counts to a file of its own
 whenever they changed, at most every half second and before each scrape. It adds the others' files to its
@@ -23,7 +23,7 @@ from router.faults import Faults
 logger = logging.getLogger(__name__)
 
 WRITE_INTERVAL = 0.5
-"""Least seconds between two writes."""
+"""Minimum seconds between two writes of shared counts."""
 
 
 class Totals(msgspec.Struct, frozen=True, array_like=True):
@@ -105,7 +105,7 @@ class SharedCounts:
         self._written = encoded
 
     async def keep(self, snapshot: Callable[[], Snapshot]) -> None:
-        """Write again and again until cancelled, and then once more."""
+        """Write the counts periodically until cancelled, then once more."""
         try:
             while True:
                 self.write(snapshot())

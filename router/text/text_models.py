@@ -29,7 +29,7 @@ class TextModels:
         return f"<TextModels {self._loaded!r}>"
 
     def served(self, name: str | None = None) -> ServedModel:
-        """The mesh's model.
+        """Facts about the model that the mesh serves, checked against a requested name.
 
         Raises:
             ApiError: there is none yet (503), or it does not go by this name (404).

@@ -97,7 +97,7 @@ class Tokenizer:
 
     @property
     def size(self) -> int:
-        """Tokens it knows; the model's vocabulary is often padded beyond."""
+        """Number of known tokens; the model's vocabulary is often padded beyond."""
         return int(self.backend.get_vocab_size())
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -221,7 +221,7 @@ class Tokenizer:
 
 
 def _end_of(text: str, length: int) -> str:
-    """At least the last ``length`` characters.
+    """End of a text: at least its last ``length`` characters.
 
     The cut is before a space (as tokenizers do) if one is near.
     """
@@ -231,7 +231,7 @@ def _end_of(text: str, length: int) -> str:
 
 
 def _beginning_of(text: str, length: int) -> str:
-    """At least the first ``length`` characters, cut before a space if one is near."""
+    """Beginning of a text: at least ``length`` characters, cut before a near space."""
     space = text.find(" ", length, length + CUT_CHARACTERS)
     return text[: length if space < 0 else space]
 
