@@ -9,11 +9,10 @@ decided in :mod:`router.dispatch.chooser`, :mod:`router.dispatch.recalls` and :m
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import zmq
@@ -24,29 +23,24 @@ from coordinator.member_connection import Watcher
 from coordinator.messages import (
     Answer,
     Drain,
-    ExpertBalance,
-    Role,
     Settings,
     State,
-    View,
-    ranks_by_class,
 )
-from coordinator.numerics import Numerics
 from coordinator.rpc.complaints import Complaints
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import with_room
 from coordinator.views import ViewNews
-from engine.messages import InstanceReport
 from engine.model.checkpoint import CheckpointError, find_model
 from router.dispatch.chooser import Chooser
+from router.dispatch.facts import RouterFacts
 from router.dispatch.instance_connection import InstanceConnection
-from router.dispatch.ledger import Flight, Ledger
+from router.dispatch.ledger import Ledger
 from router.dispatch.mover import RequestMover
-from router.dispatch.policy import Policy, eligible
-from router.dispatch.pool import Instance, InstanceHealth, Pool
+from router.dispatch.policy import Policy
+from router.dispatch.pool import Instance, Pool
 from router.dispatch.receiver import MessageReceiver
 from router.dispatch.reservations import Reservations
-from router.dispatch.shadowing import Shadowing
+from router.dispatch.shadow.shadowing import Shadowing
 from router.dispatch.stream import Stream
 from router.faults import Faults
 from router.mesh import Prompt, ServedModel
@@ -59,7 +53,7 @@ LOOK_INTERVAL = 1.0
 """Seconds between two looks at instances without a connection and requests without an instance."""
 
 
-class MeshClient:
+class MeshClient(RouterFacts):
     """The real :class:`router.mesh.Mesh`."""
 
     def __init__(
@@ -162,116 +156,6 @@ class MeshClient:
     async def reset_caches(self, timeout: float) -> list[str]:
         """Have all instances forget cached prefixes; returns those that did not in time."""
         return await self._receiver.cache_resets.reset(timeout)
-
-    # ---- facts
-
-    @property
-    def model(self) -> ServedModel | None:
-        return self._model
-
-    @property
-    def healthy(self) -> bool:
-        now = time.monotonic()
-        return any(eligible([instance.candidate(now)]) for instance in self._pool)
-
-    @property
-    def num_ready(self) -> int:
-        """Instances that take requests now."""
-        return sum(instance.ready for instance in self._pool)
-
-    @property
-    def view(self) -> View | None:
-        """The newest view of the world that the coordinator sent."""
-        return self._watcher.view
-
-    @property
-    def coordinator_silent_for(self) -> float | None:
-        """Seconds since the coordinator was heard; None if it never was."""
-        return self._watcher.silent_for
-
-    @property
-    def num_in_flight(self) -> int:
-        return sum(1 for _ in self._mover.of_clients())
-
-    def choices(self) -> Mapping[str, int]:
-        """Outcomes of routing so far: see :class:`router.mesh.MeshFacts`."""
-        return {**self._chooser.counts, "moves": self._mover.num_moves}
-
-    def numerics_changes(self) -> Mapping[str, int]:
-        """Requests that went on in another numerics class: see :class:`router.mesh.MeshFacts`."""
-        return self._mover.num_class_changes
-
-    def shadow_checks(self) -> Mapping[str, int]:
-        """Shadow checks so far, by result."""
-        return {} if self._shadowing is None else self._shadowing.counts
-
-    def shadow_differences(self) -> Mapping[str, int]:
-        """Shadow checks that name an instance, by its rank."""
-        return {} if self._shadowing is None else self._shadowing.differences
-
-    def reports(self) -> Mapping[int, InstanceReport]:
-        """The newest report of each instance, by rank."""
-        return {instance.rank: instance.report for instance in self._pool if instance.report is not None}
-
-    def epoch(self) -> int | None:
-        """Epoch of the newest view."""
-        return self._watcher.head.epoch if self._watcher.head else None
-
-    def block_size(self) -> int | None:
-        """Tokens of a KV block."""
-        head = self._watcher.head
-        return head.settings.block_size if head and head.settings else None
-
-    def instances_by_state(self) -> Mapping[str, int]:
-        """Number of instances in each state."""
-        members = self.view.members if self.view else []
-        return {state.value: sum(member.state is state for member in members) for state in State}
-
-    def numerics(self) -> Mapping[Numerics, list[int]]:
-        """Ranks of the instances in each numerics class: see :class:`router.mesh.MeshFacts`."""
-        return ranks_by_class(self.view.members if self.view else [])
-
-    def roles(self) -> Mapping[int, Role]:
-        """Role of each instance, by rank."""
-        return {member.rank: member.role for member in (self.view.members if self.view else [])}
-
-    def refused_peers(self) -> Mapping[str, int]:
-        """Connections that were refused, by the process that did it."""
-        if self.view is None:
-            return {}
-        refused = {str(member.rank): member.load.refused_peers for member in self.view.members}
-        return {"coordinator": self.view.refused_peers, **refused}
-
-    def balance(self) -> ExpertBalance | None:
-        """How the load of experts is balanced: see :class:`router.mesh.MeshFacts`."""
-        return self.view.balance if self.view is not None else None
-
-    def instance_health(self) -> Mapping[int, InstanceHealth]:
-        """Health of each instance as this router sees it, by rank."""
-        counts = self._mover.num_at_instances()
-        return {
-            instance.rank: InstanceHealth(
-                attached=instance.attached,
-                failures=instance.breaker.failures,
-                in_flight=counts[instance.name],
-            )
-            for instance in self._pool
-        }
-
-    def flights(self, most: int) -> list[Flight]:
-        """The oldest requests in flight, at most so many."""
-        now = time.monotonic()
-        return [
-            Flight(
-                request_id=entry.prompt.request_id,
-                rank=self._mover.rank_of(entry),
-                prompt_tokens=len(entry.prompt.prompt_ids),
-                output_tokens=len(entry.emitted),
-                attempts=entry.attempts,
-                age=now - entry.begun_at,
-            )
-            for entry in itertools.islice(self._mover.of_clients(), most)
-        ]
 
     # ---- the world
 

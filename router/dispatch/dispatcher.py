@@ -31,9 +31,9 @@ class RequestDispatcher(abc.ABC):
         self,
         pool: Pool,
         ledger: Ledger,
+        faults: Faults,
         chooser: Chooser,
         connections: Mapping[str, InstanceConnection],
-        faults: Faults,
     ) -> None:
         """``connections`` by instance: one that has none is not attached, and gets nothing."""
         self._pool = pool

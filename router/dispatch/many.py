@@ -12,124 +12,29 @@ numpy is loaded with this module, so a router imports it when its mesh has becom
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from engine.transfers.price import FEWEST, WORTH
+from engine.transfers.price import FEWEST
 from router.dispatch import policy
+from router.dispatch.columns import Bools, Floats, InstanceColumns, Slots
 from router.dispatch.ledger import Entry
 from router.dispatch.policy import Policy, Wish
-from router.dispatch.pool import CROWD_TIME, NO_REPORT, Instance, Pool
+from router.dispatch.pool import CROWD_TIME, Instance, Pool
 
-LOADS = (
-    "taken",  # tokens that a request may have; 0 while it takes none
-    "work",  # tokens that wait there, and what decoding takes
-    "context",  # cost of the blocks that are in use
-    "base",  # the sum of both
-    "room",  # tokens for which there are unused blocks
-    "queued_with_room",  # cost of requests that wait for another to end
-    "queued_without_room",
-    "requests",
-    "dispatches",
-    "waiting",
-    "surplus",  # by so many the average of those was higher at the last change
-    "unsettled",  # whether it was another one
-    "changed_at",
-    "vacant_tokens",
-    "saving",  # share of a token's cost that fetching it spares
-)
-"""What reports and dispatches change."""
-FACTS = (
-    "rank",
-    "able",  # ready, not stalled
-    "block_tokens",  # tokens of a block; 0 while unknown
-    "lent_tokens",  # the same; 0 if it lends and fetches nothing
-    "held",  # tokens that its cache holds; infinite while unknown
-    "at_once",
-    "host",
-    "identity",  # number of the cache's; 0 if it lends and fetches nothing
-    "admitted",
-)
-COLUMNS = LOADS + FACTS
-"""What a choice needs of an instance.
-
-Sums are of whole numbers, which are exact in any order."""
-COLUMN = {name: number for number, name in enumerate(COLUMNS)}
 GROUPS_KEPT = 256
 """Sets of instances whose slots are remembered."""
-LINE = 8
-"""Numbers in a line of a CPU's cache.
-
-Columns have an odd number of lines: with a power of two all entries of a row share one set of the cache.
-"""
 FEW = 4
 """Instances that the rule itself looks at, rather than all in columns."""
 CLOSE = 1e-9
 """Relative difference of prices that may be an error of ``exp``."""
-HOMES_KEPT = 8
-"""Candidates for the home of a session that are remembered."""
-MAX_SESSIONS = 10_000
-MAX_JOINED = 1024
-"""Instances that joined lately, in which remembered sessions look for a new home."""
-
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
-Slots = npt.NDArray[np.intp]
-
-
-def _rows(count: int) -> Floats:
-    """Rows of no instance, which is never ready."""
-    rows: Floats = np.zeros((len(COLUMNS), count))
-    rows[COLUMN["at_once"]] = math.inf
-    return rows
 
 
 def _about(price: float) -> float:
     """The highest of the prices that may be equal to this one."""
     return price + CLOSE * max(1.0, abs(price))
-
-
-class Homes:
-    """The first homes of each session, as :func:`router.dispatch.policy.affinity` ranks them.
-
-    To rank 1,024 instances takes a millisecond, so the best few are remembered.
-    """
-
-    def __init__(self) -> None:
-        self._first: OrderedDict[str, tuple[int, list[tuple[bytes, int]]]] = OrderedDict()
-        """By session: number of the last instance that was looked at, and the best ranks."""
-        self._joined: list[int] = []
-        self._before = 0
-        """Instances that joined before those."""
-
-    def joined(self, rank: int) -> None:
-        """Note that an instance with this rank has come."""
-        self._joined.append(rank)
-        if len(self._joined) > MAX_JOINED:
-            self._before += len(self._joined) // 2
-            del self._joined[: len(self._joined) // 2]
-
-    def of(self, key: str, ranks: Iterable[int]) -> list[int]:
-        """The best ranks of a session, best first; others of ``ranks`` come after them."""
-        at, first = self._first.pop(key, (-1, []))
-        newest = self._before + len(self._joined)
-        if at < self._before:
-            found = sorted((policy.affinity(key, rank), rank) for rank in set(ranks))
-        else:
-            new = set(self._joined[at - self._before :])
-            found = sorted({*first, *((policy.affinity(key, rank), rank) for rank in new)})
-        self._first[key] = newest, found[:HOMES_KEPT]
-        if len(self._first) > MAX_SESSIONS:
-            self._first.popitem(last=False)
-        return [rank for _, rank in found[:HOMES_KEPT]]
-
-    def forget(self, key: str) -> None:
-        """Have all instances looked at the next time."""
-        self._first.pop(key, None)
 
 
 class _Prompt(msgspec.Struct, frozen=True):
@@ -147,35 +52,15 @@ class _Prompt(msgspec.Struct, frozen=True):
     now: float
 
 
-class Many:
-    """The instances of a pool in columns."""
+class Many(InstanceColumns):
+    """The choice among the instances of a pool, in columns."""
 
     def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-        self._table: Floats = _rows(9 * LINE)
-        self._columns: list[Floats] = list(self._table)
-        self._loads = self._table[: len(LOADS)]
-        self._instances: list[Instance | None] = [None]
-        """By slot; the first one is never taken."""
-        self._facts: list[tuple[object, ...]] = [()]
-        """By slot: what the facts of its row were made of."""
-        self._slots: dict[str, int] = {}
-        self._slot_of_rank: dict[int, int] = {}
-        self._free: list[int] = []
-        self._hosts: dict[str, int] = {}
-        self._identities: dict[str, int] = {"": 0}
-        self._on_trial: set[int] = set()
-        """Slots of instances that failed lately: time decides whether they are admitted."""
-        self._shares_cores = False
-        """Whether any instance computes on cores that others may share."""
-        self._homes = Homes()
+        super().__init__(pool)
         self._bit_slots: Slots = np.zeros(0, np.intp)
         """Slots by the bit that the prefix index has for an instance; 0 for none."""
-        self._bits_of: object = None
         self._slots_of: dict[int, Slots] = {}
         """Slots by bits, as lately asked for."""
-        for instance in pool:
-            self._fill(instance.name, instance)
 
     def __repr__(self) -> str:
         return f"<Many {len(self._slots)} instances>"
@@ -408,126 +293,3 @@ class Many:
                     return self._instances[slot]
             self._homes.forget(key)  # all of them may have left by now
         return None
-
-    # ---- rows
-
-    def _column(self, name: str) -> Floats:
-        return self._columns[COLUMN[name]]
-
-    def _of_rank(self, rank: int) -> Instance | None:
-        return self._instances[self._slot_of_rank[rank]]
-
-    def _refresh(self, now: float) -> None:
-        """Make the rows of what has changed since the last choice."""
-        for name in self._pool.take_touched():
-            instance = self._pool.get(name)
-            if instance is None:
-                self._drop(name)
-            else:
-                self._fill(name, instance)
-        for slot in list(self._on_trial):
-            on_trial = self._instances[slot]
-            if on_trial is None or not on_trial.breaker.failures:
-                self._on_trial.discard(slot)
-            self._column("admitted")[slot] = on_trial is None or on_trial.breaker.admits(now)
-
-    def _drop(self, name: str) -> None:
-        slot = self._slots.pop(name, None)
-        if slot is None:
-            return
-        instance, self._instances[slot] = self._instances[slot], None
-        if instance is not None and self._slot_of_rank.get(instance.rank) == slot:
-            del self._slot_of_rank[instance.rank]
-        self._table[:, slot : slot + 1] = _rows(1)
-        self._facts[slot] = ()
-        self._free.append(slot)
-        self._bits_of = None
-
-    def _new_slot(self, name: str, instance: Instance) -> int:
-        slot = self._free.pop() if self._free else len(self._instances)
-        if slot == len(self._instances):
-            self._instances.append(None)
-            self._facts.append(())
-        if slot == self._table.shape[1]:
-            self._table = np.concatenate([self._table, _rows(slot + LINE)], axis=1)
-            self._columns, self._loads = list(self._table), self._table[: len(LOADS)]
-        self._slots[name] = slot
-        self._instances[slot] = instance
-        self._bits_of = None
-        return slot
-
-    def _identity_of(self, instance: Instance) -> int:
-        if not instance.lends or instance.capacity is None:
-            return 0
-        return self._identities.setdefault(instance.capacity.cache_identity, len(self._identities))
-
-    def _fill_loads(self, name: str, slot: int, instance: Instance) -> None:
-        """The part of a row that reports and dispatches change."""
-        limits, report, sent = instance.capacity, instance.report or NO_REPORT, instance.sent
-        waiting = report.waiting + len(instance.unreported)
-        requests = report.running + waiting
-        work = report.uncached_tokens + sent.uncached + policy.DECODE_COST * requests
-        taken, context, room, vacant, saving = math.inf, 0.0, math.inf, math.inf, 0.0
-        with_room = without_room = 0
-        if limits is not None:
-            num_blocks, size, used = limits.num_blocks, limits.block_size, report.blocks_used + sent.blocks
-            with_room = policy.queue_with(limits, requests, report.queued, has_blocks=True)
-            without_room = max(with_room, report.queued + 1)
-            queued = with_room if used < num_blocks else without_room
-            is_full = policy.exceeds(limits, queued, report.waiting_tokens + sent.tokens)
-            taken = 0 if is_full else num_blocks * size
-            context = policy.CONTEXT_COST * min(1.0, used / num_blocks)
-            room = (num_blocks - used) * size
-            vacant = max(0, num_blocks - self._pool.index.blocks_kept(name, used)) * size
-            if limits.blocks_at and report.fetch_price <= WORTH:
-                saving = 1.0 - report.fetch_price
-        self._loads[:, slot] = (
-            taken if self._column("able")[slot] else 0,
-            work,
-            context,
-            work + context,
-            room,
-            policy.QUEUE_COST * with_room,
-            policy.QUEUE_COST * without_room,
-            requests,
-            instance.last_dispatch,
-            waiting,
-            max(0.0, instance.crowd_before - waiting),
-            instance.crowd_before != waiting,
-            instance.crowd_at,
-            vacant,
-            saving,
-        )
-
-    def _fill(self, name: str, instance: Instance) -> None:
-        slot = self._slots.get(name)
-        if slot is None or self._instances[slot] is not instance:
-            self._drop(name)
-            slot = self._new_slot(name, instance)
-        facts = (instance.member, instance.capacity, instance.attached, instance.leaves, instance.moved)
-        if self._facts[slot] != facts:
-            self._facts[slot] = facts
-            self._fill_facts(slot, instance)
-        self._fill_loads(name, slot, instance)
-        if instance.breaker.failures:
-            self._on_trial.add(slot)
-
-    def _fill_facts(self, slot: int, instance: Instance) -> None:
-        member, limits = instance.member, instance.capacity
-        stalled_for = 0.0 if instance.moved else member.load.stalled_for
-        shares_cores = limits is not None and limits.at_once is not None
-        self._table[len(LOADS) :, slot] = (
-            member.rank,
-            instance.ready and stalled_for < policy.STALLED_AFTER,
-            0.0 if limits is None else limits.block_size,
-            limits.block_size if limits is not None and instance.lends else 0.0,
-            math.inf if limits is None else limits.num_blocks * limits.block_size,
-            math.inf if limits is None or limits.at_once is None else limits.at_once,
-            self._hosts.setdefault(member.host, len(self._hosts)),
-            self._identity_of(instance),
-            True,
-        )
-        self._shares_cores |= shares_cores
-        if self._slot_of_rank.get(member.rank) != slot:
-            self._slot_of_rank[member.rank] = slot
-            self._homes.joined(member.rank)

@@ -46,7 +46,7 @@ class RequestMover(RequestDispatcher):
 
         ``moves_queued``: queued requests are recalled for an instance that would begin them sooner.
         """
-        super().__init__(pool, ledger, chooser, connections, faults)
+        super().__init__(pool, ledger, faults, chooser, connections)
         self._recaller = Recaller(pool, ledger)
         self._departures = Departures(self._choose_to_decode)
         self._warm_ups = WarmUps(pool, chooser.hot)

@@ -29,7 +29,7 @@ class Measure(NamedTuple):
 
 
 MEASURES = [
-    Measure("classes over 25 methods", lambda: measures.large_classes(25), 19, 0),
+    Measure("classes over 25 methods", lambda: measures.large_classes(25), 18, 0),
     Measure("functions over 60 lines", lambda: measures.long_functions(60), 13, 0),
     Measure("constructors over 7 parameters", lambda: measures.wide_constructors(7), 13, 0),
     Measure("class names used more than once", measures.repeated_names, 56, 10),

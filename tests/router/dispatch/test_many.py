@@ -14,8 +14,8 @@ from engine.sampling import SamplingParams
 from engine.scheduling.blocks import NAME_BYTES, prefix_names
 from router.dispatch import chooser as choosing
 from router.dispatch.chooser import Chooser
+from router.dispatch.homes import Homes
 from router.dispatch.ledger import Entry, Ledger
-from router.dispatch.many import Homes
 from router.dispatch.policy import Policy, affinity
 from router.dispatch.pool import Instance, Pool
 from router.mesh import MeshError, Prompt

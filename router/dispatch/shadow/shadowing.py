@@ -1,7 +1,7 @@
 """Carries out the shadow checks of one router.
 
 Records drawn answers, has other instances compute them, logs and counts what comes out, and orders drains.
-What is checked and decided: :mod:`router.dispatch.shadow_checks`.
+What is checked and decided: :mod:`router.dispatch.shadow.checks`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from router.dispatch.ledger import Entry
 from router.dispatch.mover import RequestMover
 from router.dispatch.policy import STALLED_AFTER
 from router.dispatch.pool import Instance, Pool
-from router.dispatch.shadow_checks import (
+from router.dispatch.shadow.checks import (
     LEAVES_ALREADY,
     MAX_CHECK_TOKENS,
     Check,

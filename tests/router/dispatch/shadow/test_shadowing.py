@@ -30,7 +30,7 @@ from engine.messages import (
 from engine.sampling import SamplingParams
 from router.dispatch.client import MeshClient
 from router.dispatch.pool import Instance
-from router.dispatch.shadowing import RecordedStream
+from router.dispatch.shadow.shadowing import RecordedStream
 from router.dispatch.stream import Stream
 from router.faults import FaultEvent
 from router.mesh import MeshError, Prompt, ShadowResult

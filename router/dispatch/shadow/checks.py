@@ -2,7 +2,7 @@
 
 The second instance is of the same numerics class, so both give the same bits if both compute rightly. Where
 they differ, a third instance of the class decides by majority. Nothing here sends messages or reads clocks:
-:mod:`router.dispatch.shadowing` does both.
+:mod:`router.dispatch.shadow.shadowing` does both.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from engine.sampling import SamplingParams
-from router.dispatch.shadow_checks import (
+from router.dispatch.shadow.checks import (
     COMPUTE_TIMEOUT,
     DRAIN_MEMORY_SECONDS,
     MAX_CHECK_TOKENS,

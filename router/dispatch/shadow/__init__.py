@@ -1,0 +1,1 @@
+"""Shadow checks: requests that another instance computes again, to compare the answers."""
