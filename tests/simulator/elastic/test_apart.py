@@ -79,7 +79,7 @@ def test_a_seed_is_a_schedule() -> None:
 
 
 class GoesOnInAGroupThatAllLeave(Recovery):
-    """A plan of a later epoch takes away what all agreed on, and leaves the group as it is."""
+    """A plan of a later epoch leaves the group that all agreed to leave."""
 
     def on_form(self, form: GroupPlan) -> list[Instruction]:
         if form.epoch > self._newest:
