@@ -14,7 +14,7 @@ from router.dispatch.ledger import MAX_FRUITLESS
 from router.dispatch.mover import RequestMover
 from router.dispatch.stream import Stream
 from router.mesh import MeshError, Prompt
-from tests.router.dispatch.test_shadowing import Mesh, running
+from tests.router.dispatch.shadow.test_shadowing import Mesh, running
 
 LONG = list(range(40))
 """A prompt of two full blocks, and some tokens."""
