@@ -21,7 +21,7 @@ from engine.attention.paged_tensors import PagedTensors
 from engine.attention.splits import num_splits
 from engine.attention.transfer import upload
 from engine.gpu import fused_launches
-from engine.gpu.late_rotary import Turn
+from engine.gpu.late_rotary import LateRotation
 
 SMALLEST_PRODUCT = 16
 """Tensor cores multiply matrices with at least so many rows and columns."""
@@ -141,7 +141,7 @@ class TritonAttentionPlan:
         key: torch.Tensor,
         value: torch.Tensor,
         scoring: Scoring,
-        turn: Turn | None = None,
+        turn: LateRotation | None = None,
     ) -> torch.Tensor:
         """See ``base.AttentionPlan.attend``; ``turn``: by which angles queries and keys are turned first."""
         cache, shape = self._cache, self._cache.layers[layer]

@@ -34,7 +34,7 @@ class NativeLogits:
     ) -> None:
         """See :class:`.LogitsBackend`."""
         histories = [
-            kernels.History(i, rows[i].token_ids, rows[i].num_prompt, rows[i].params) for i in indices
+            kernels.TokenHistory(i, rows[i].token_ids, rows[i].num_prompt, rows[i].params) for i in indices
         ]
         kernels.penalise(self._library, shaped, histories, first)
 

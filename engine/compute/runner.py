@@ -32,7 +32,7 @@ from parallel.tensor_parallel import TensorRank
 
 if TYPE_CHECKING:
     from engine.compute.decode_graphs import DecodeGraphs
-    from engine.kernels.going_on import GoingOn
+    from engine.kernels.decode_continuation import DecodeContinuation
     from engine.kernels.program import Program
 
 Pending = Callable[[], StepResult]
@@ -156,7 +156,7 @@ class ModelRunner:
         """Times in which steps were computed here, without waits for other stages."""
         self._slots: dict[int, _Slot] = {}
         self._tables = _BlockTables(block_size)
-        self._going_on: GoingOn | None = None
+        self._continuation: DecodeContinuation | None = None
         """Decode rows of the last native step, which the next may continue."""
         self._shard = model.stage.shard
         self._sampler = sampler_of(model, row_by_row=row_by_row)
@@ -197,9 +197,9 @@ class ModelRunner:
             if program is not None and draws is not None and program.can_choose(len(input_ids), draws):
                 tokens = program.choose(packed, input_ids, wanted.tokens, draws)
                 pending = _done(self._result(step, wanted, tokens, {}, {}))
-                self._going_on = program.going_on
-                if self._going_on is not None:
-                    self._going_on.begin(step)
+                self._continuation = program.continuation
+                if self._continuation is not None:
+                    self._continuation.begin(step)
             else:
                 output = self._forward(packed, input_ids, wanted.tokens, hidden)
                 pending = self._sample(step, wanted, output) if self._shard.is_last else _done(StepResult([]))
@@ -217,27 +217,27 @@ class ModelRunner:
 
     def _go_on(self, step: Step) -> StepResult | None:
         """Compute a consecutive decode step of the same rows; None if it is none."""
-        going_on = self._going_on
-        if going_on is None:
+        continuation = self._continuation
+        if continuation is None:
             return None
-        follows = going_on.is_followed_by(step)
-        if going_on.is_full or not follows:
-            self._settle(going_on)
+        follows = continuation.is_followed_by(step)
+        if continuation.is_full or not follows:
+            self._settle(continuation)
         if follows:
             assert self._program is not None
             began = time.monotonic()
             self._tables.extend(step)
-            tokens = self._program.go_on(step.new_blocks)
+            tokens = self._program.continue_rows(step.new_blocks)
             if tokens is not None:
                 self.spans.append((began, time.monotonic()))
                 return StepResult([*tokens])
-            self._settle(going_on)
-        self._going_on = None
+            self._settle(continuation)
+        self._continuation = None
         return None
 
-    def _settle(self, going_on: GoingOn) -> None:
+    def _settle(self, continuation: DecodeContinuation) -> None:
         """Put the tokens that were kept for rows into their slots."""
-        for slot, position, tokens in going_on.take():
+        for slot, position, tokens in continuation.take():
             self._slots[slot].put(position, *tokens)
 
     def _is_plain(self, step: Step) -> bool:

@@ -179,7 +179,7 @@ class Computed(msgspec.Struct, frozen=True, tag="computed"):
     """Times of the expert layers on this worker, where experts are spread."""
 
 
-class Broken(msgspec.Struct, frozen=True, tag="broken"):
+class GroupBroken(msgspec.Struct, frozen=True, tag="broken"):
     """A step was cut short, since a group of its epoch is broken.
 
     No other step of that epoch is computed here.
@@ -204,7 +204,7 @@ class Spans(msgspec.Struct, frozen=True, tag="spans"):
     spans: list[Span]
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class WorkerFailed(msgspec.Struct, frozen=True, tag="failed"):
     """The worker has failed and ends."""
 
     kind: str
@@ -212,4 +212,16 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     text: str
 
 
-FromWorker = Hosting | Phase | Read | Loaded | Free | Allocated | Computed | Broken | Joined | Spans | Failed
+FromWorker = (
+    Hosting
+    | Phase
+    | Read
+    | Loaded
+    | Free
+    | Allocated
+    | Computed
+    | GroupBroken
+    | Joined
+    | Spans
+    | WorkerFailed
+)

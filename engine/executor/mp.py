@@ -31,7 +31,6 @@ from engine.executor.messages import (
     CacheAt,
     Computed,
     Execute,
-    Failed,
     FirstRun,
     Free,
     FreeMemory,
@@ -46,6 +45,7 @@ from engine.executor.messages import (
     Spans,
     TellSpans,
     ToWorker,
+    WorkerFailed,
 )
 from engine.executor.shard_memory import ShardMemory, WorkerCache
 from engine.executor_contract import STARTUP_TIMEOUT, CannotStart, ExpertTimes, Progress, WorkerLost
@@ -412,14 +412,14 @@ class MpExecutor:
         try:
             while (payload := worker.channel.take()) is not None:
                 message = self._decoder.decode(payload)
-                if isinstance(message, Failed):
+                if isinstance(message, WorkerFailed):
                     self._failed(worker, message)
                 worker.inbox.append(message)
                 worker.spoke_at = time.monotonic()
         except ChannelClosed:
             self._lost(worker)
 
-    def _failed(self, worker: WorkerEnd, failure: Failed) -> NoReturn:
+    def _failed(self, worker: WorkerEnd, failure: WorkerFailed) -> NoReturn:
         self._serves = False
         self._problem = f"{worker} failed: {failure.kind}: {failure.text}"
         if failure.kind == "CheckpointError":

@@ -26,7 +26,7 @@ from engine.executor.group_messages import (
     GroupsFormed,
     PrepareGroups,
 )
-from engine.executor.messages import Broken, Computed, Execute, FromWorker, Join, Joined
+from engine.executor.messages import Computed, Execute, FromWorker, GroupBroken, Join, Joined
 from engine.executor.mp import LOOK_SECONDS, MpExecutor
 from engine.executor_contract import STARTUP_TIMEOUT, ExpertTimes, Progress, WorkerLost
 from engine.host.memory import Untouched, spare_memory
@@ -174,7 +174,7 @@ class SpreadMpExecutor(MpExecutor):
         self._check_silence()
         for worker in self._workers:
             for message in worker.inbox:
-                if isinstance(message, Broken) and message.epoch == self._epoch:
+                if isinstance(message, GroupBroken) and message.epoch == self._epoch:
                     raise _error(message)
         if self._broken is not None:
             raise self._broken
@@ -327,7 +327,7 @@ class SpreadMpExecutor(MpExecutor):
         os.close(self._interrupt)
 
 
-def _error(broken: Broken) -> CollectiveError:
+def _error(broken: GroupBroken) -> CollectiveError:
     known = {"exited", "closed", "deadline", "aborted"}
     evidence = broken.evidence if broken.evidence in known else "closed"
     return CollectiveError(broken.text, broken.suspect, evidence)  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ from engine.inheritance.shared_cache import SharedCache
 from engine.inheritance.table import Table
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
-from engine.kernels.lowering.buffers import Room
+from engine.kernels.lowering.buffers import BufferRoom
 from engine.kernels.make import bytes_for_program, make_program
 from engine.model.checkpoint import CheckpointError, ModelInfo
 from engine.model.shard import WHOLE, Shard
@@ -181,7 +181,7 @@ class UniExecutor(SpreadShard):
         scheduler, members = self._config.scheduler, 1 if self._place is None else self._place[1]
         largest = scheduler.largest_step()
         total = largest + (members - 1) * most_tokens(scheduler.token_budget())
-        room = Room(largest, scheduler.most_sampled(), total)
+        room = BufferRoom(largest, scheduler.most_sampled(), total)
         num_bytes = bytes_for_program(self._model, self._config.cache.block_size, room)
         return num_bytes * self._shard.neighbours
 

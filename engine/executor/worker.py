@@ -27,15 +27,14 @@ from engine.executor.messages import (
     Allocate,
     Allocated,
     Begin,
-    Broken,
     CacheAt,
     Computed,
     Execute,
-    Failed,
     FirstRun,
     Free,
     FreeMemory,
     FromWorker,
+    GroupBroken,
     Hosting,
     Join,
     Joined,
@@ -47,6 +46,7 @@ from engine.executor.messages import (
     Spans,
     TellSpans,
     ToWorker,
+    WorkerFailed,
 )
 from engine.host import deferred
 from engine.host.cores import has_gpu
@@ -100,7 +100,7 @@ class Worker:
         except ChannelClosed:
             raise
         except Exception as error:
-            self._send(Failed(type(error).__name__, str(error)))
+            self._send(WorkerFailed(type(error).__name__, str(error)))
             if not isinstance(error, CheckpointError | MemoryError | CollectiveError):
                 logger.exception("the worker fails")
             raise
@@ -228,7 +228,7 @@ class Worker:
                 joined = self._spread.join(epoch)
                 self._send(Joined(epoch))
                 if not joined:
-                    self._send(Broken(epoch, None, "aborted", "the groups of this epoch were given up"))
+                    self._send(GroupBroken(epoch, None, "aborted", "the groups of this epoch were given up"))
             case FreeMemory():
                 self._send(Free(executor.free_kv_memory()))
             case Allocate(num_blocks):
@@ -259,7 +259,7 @@ class Worker:
             if spread is None or not spread.epoch:
                 raise
             suspect, evidence = spread.fail(error)
-            self._send(Broken(spread.epoch, suspect, evidence, str(error)))
+            self._send(GroupBroken(spread.epoch, suspect, evidence, str(error)))
             return
         result = executor.finish()
         if executor.answers:

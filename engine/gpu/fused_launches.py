@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.gpu import fused_kernels as kernels
-from engine.gpu.late_rotary import Turn
+from engine.gpu.late_rotary import LateRotation
 
 GATE_BLOCK = 1024
 """Numbers of a program of a gate."""
@@ -81,7 +81,7 @@ def rotate(
 
 
 def rotate_and_store(
-    turn: Turn,
+    turn: LateRotation,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.gpu.coded_parameter import coded_of
-from engine.gpu.late_rotary import LATE, Turn, hands_over
+from engine.gpu.late_rotary import LATE, LateRotation, hands_over
 
 logger = logging.getLogger(__name__)
 
@@ -313,7 +313,7 @@ class FusedRotary:
         if query.device.type not in DEVICES or rest or more or not fits(query, key, cos):
             return self.plain(query, key, cos, sin, *rest, **more)
         if self.late and LATE.on:
-            return LATE.put(query, key, Turn(cos, sin))
+            return LATE.put(query, key, LateRotation(cos, sin))
         from engine.gpu import fused_launches
 
         return fused_launches.rotate(query, key, cos, sin)
@@ -346,7 +346,7 @@ def stores_alike() -> bool:
 
         keys, values = query.new_zeros(2, 5, 2, 8)
         found = fused_launches.rotate_and_store(
-            Turn(cos, sin), query[0], key[0], value[0], keys, values, slots
+            LateRotation(cos, sin), query[0], key[0], value[0], keys, values, slots
         )
         return torch.cat([found, keys[slots].transpose(0, 1), values[slots].transpose(0, 1)])
 

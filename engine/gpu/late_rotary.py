@@ -21,7 +21,7 @@ CACHES = {"past_key_value", "past_key_values"}
 
 
 @dataclass(frozen=True)
-class Turn:
+class LateRotation:
     """Angles [1, tokens, dim] by which queries and keys are still to be turned."""
 
     cos: torch.Tensor
@@ -34,15 +34,17 @@ class LateTurns(threading.local):
     def __init__(self) -> None:
         self.on = False
         """Whether the called model may leave its queries and keys as they are."""
-        self._given: tuple[torch.Tensor, torch.Tensor, Turn] | None = None
+        self._given: tuple[torch.Tensor, torch.Tensor, LateRotation] | None = None
 
-    def put(self, query: torch.Tensor, key: torch.Tensor, turn: Turn) -> tuple[torch.Tensor, torch.Tensor]:
+    def put(
+        self, query: torch.Tensor, key: torch.Tensor, turn: LateRotation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same queries and keys, which :meth:`take` must see next."""
         self.check()
         self._given = query, key, turn
         return query, key
 
-    def take(self, query: torch.Tensor, key: torch.Tensor) -> Turn | None:
+    def take(self, query: torch.Tensor, key: torch.Tensor) -> LateRotation | None:
         """By which angles these are still to be turned; None if they are turned.
 
         Raises:

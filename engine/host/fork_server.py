@@ -22,7 +22,7 @@ import msgspec
 
 from coordinator.process import process
 from engine.host import deferred, forked
-from engine.host.forked import Born, Failed, Fork, ForkServer
+from engine.host.forked import Born, Fork, ForkFailed, ForkServer
 
 STICKY = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "HOME", "XDG_", "TZ"),
@@ -36,7 +36,7 @@ _loaded_with: dict[str, str] = {}
 """Environment in which the libraries were loaded."""
 
 
-class Server:
+class ForkService:
     """Serves fork requests of one launcher over a socket pair."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -61,7 +61,7 @@ class Server:
                 if self._fork(request, received):
                     return request
             except (_Refused, OSError, msgspec.MsgspecError) as error:
-                self._connection.send(msgspec.msgpack.encode(Failed(str(error))))
+                self._connection.send(msgspec.msgpack.encode(ForkFailed(str(error))))
             finally:
                 for descriptor in received:
                     os.close(descriptor)
@@ -160,7 +160,7 @@ def main() -> int:
 
 def serve(connection: socket.socket) -> int:
     """Run the fork server, or in a child its program; returns the exit status."""
-    request = Server(connection).next_process()
+    request = ForkService(connection).next_process()
     while request is not None and request.branches:
         request = _branch(request)
     return 0 if request is None else _run(request)
@@ -184,7 +184,7 @@ def _branch(request: Fork) -> Fork | None:
     os.environ[process.PARENT_VARIABLE] = str(parent)
     process.die_with_parent()
     _set_title("ForkServer")
-    return Server(theirs).next_process()
+    return ForkService(theirs).next_process()
 
 
 def _run(request: Fork) -> int:

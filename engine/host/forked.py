@@ -60,7 +60,7 @@ class Born(msgspec.Struct, frozen=True, tag=True):
     pid: int
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class ForkFailed(msgspec.Struct, frozen=True, tag="Failed"):
     reason: str
 
 
@@ -252,14 +252,14 @@ class ForkServer:
                     payload = self._connection.recv(MAX_MESSAGE)
                 if not payload:
                     raise OSError("it has ended")
-                answer = msgspec.msgpack.decode(payload, type=Born | Failed)
+                answer = msgspec.msgpack.decode(payload, type=Born | ForkFailed)
             except (OSError, msgspec.MsgspecError) as error:
                 self.problem = f"the fork server is lost: {error}"
                 self._connection.close()
                 self._child.kill()
                 self._child.wait()
                 raise Unforked(self.problem) from error
-        if isinstance(answer, Failed):
+        if isinstance(answer, ForkFailed):
             raise Unforked(answer.reason)
         try:
             return Forked(answer.pid)

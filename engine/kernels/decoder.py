@@ -22,10 +22,10 @@ from engine.attention.base import LayerShape
 from engine.kernels.attention.rotary import Rotary
 from engine.kernels.choosing.output import Output, output_of
 from engine.kernels.core.base_model import BaseModel
-from engine.kernels.core.stand_ins import NotUsual
+from engine.kernels.core.stand_ins import NotRecognised
 from engine.kernels.embedding.embedding import Embedding, embedding_of
 from engine.kernels.embedding.per_layer import LayerInput, input_of, without_input
-from engine.kernels.exchange.exchange import Shape
+from engine.kernels.exchange.exchange import ExpertShape
 from engine.kernels.experts.mixture import Moe, mixture_beside, mixture_of, norm_in
 from engine.kernels.lowering.buffers import Needs
 from engine.kernels.lowering.layer_order import Order, order_of
@@ -105,10 +105,10 @@ class Decoder:
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, Moe)]
 
     @property
-    def exchanged(self) -> Shape | None:
+    def exchanged(self) -> ExpertShape | None:
         """What the expert layers have in common; None without any."""
         first = next(iter(self.sparse), None)
-        return None if first is None else Shape(self.hidden, first.top_k, first.num_experts, self.dtype)
+        return None if first is None else ExpertShape(self.hidden, first.top_k, first.num_experts, self.dtype)
 
     @property
     def needs(self) -> Needs:
@@ -158,22 +158,22 @@ def recognise(module: Any, shapes: Sequence[LayerShape], dtype: torch.dtype) -> 
     ``shapes``: of its layers; of a stage, those that are computed there.
 
     Raises:
-        NotUsual: the model has other parts.
+        NotRecognised: the model has other parts.
     """
     if dtype not in PACK:
-        raise NotUsual(f"no kernels for {dtype}: --dtype bfloat16 and float32 have some")
+        raise NotRecognised(f"no kernels for {dtype}: --dtype bfloat16 and float32 have some")
     _only(module, {module.base_model_prefix, "lm_head"})
     hidden = int(module.config.get_text_config().hidden_size)
     base = BaseModel(getattr(module, module.base_model_prefix, None), hidden, dtype)
     if hidden % 2 or len(base.layers) != len(shapes):
-        raise NotUsual("an odd width")
+        raise NotRecognised("an odd width")
     with torch.inference_mode():
         layers = tuple(_layer(layer, shape, base) for layer, shape in zip(base.layers, shapes, strict=True))
         embedding = embedding_of(base.module, base.names, hidden, dtype)
         output = output_of(module, getattr(base.module, base.names["norm"]), hidden)
     decoder = Decoder(embedding, layers, output, hidden, tuple(base.rotaries.values()), dtype)
     if len({(mlp.num_experts, mlp.top_k) for mlp in decoder.sparse}) > 1:
-        raise NotUsual("another number of experts in another layer")
+        raise NotRecognised("another number of experts in another layer")
     return decoder
 
 
@@ -213,15 +213,15 @@ def _feed_forward(
         mlp = mixture_of(block, beside, hidden, base.dtype)
         if (own := norm_in(block)) is not None:
             if behind is not None or order.factor != 1.0:
-                raise NotUsual("experts with norms in another place")
+                raise NotRecognised("experts with norms in another place")
             behind = norm_of(own, hidden)
     if order.inside is not None:
         if order.factor != 1.0 or order.is_parallel or behind is None:
-            raise NotUsual("an MLP beside experts in another order")
+            raise NotRecognised("an MLP beside experts in another order")
         mlp = mixture_beside(layer, order.inside, mlp, hidden, base.dtype)
     if isinstance(mlp, Moe):
         if mlp.shared_gate is not None and behind is not None:
-            raise NotUsual("a norm behind a shared expert with a gate")
+            raise NotRecognised("a norm behind a shared expert with a gate")
         mlp = replace(mlp, has_last_norm=behind is not None)
     return mlp, behind
 
@@ -229,7 +229,7 @@ def _feed_forward(
 def _only(module: Any, names: set[str], optional: frozenset[str] | set[str] = frozenset()) -> None:
     """Check that a module has no other parts, and no weights of its own."""
     if module is None:
-        raise NotUsual("another structure")
+        raise NotRecognised("another structure")
     found = {name for name, _ in module.named_children()}
     if not names <= found <= names | optional or any(True for _ in module.named_parameters(recurse=False)):
-        raise NotUsual(f"{type(module).__name__} has the parts {', '.join(sorted(found))}")
+        raise NotRecognised(f"{type(module).__name__} has the parts {', '.join(sorted(found))}")

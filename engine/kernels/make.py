@@ -29,7 +29,7 @@ from engine.kernels.attention.latent import is_latent
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
 from engine.kernels.core.base_model import base_parts
-from engine.kernels.core.stand_ins import NotUsual
+from engine.kernels.core.stand_ins import NotRecognised
 from engine.kernels.decoder import Decoder, recognise
 from engine.kernels.lowering import buffers
 from engine.kernels.program import Program
@@ -65,7 +65,7 @@ class _Off(Exception):
     """Reason why torch computes this model, logged as "native kernels: off"."""
 
 
-def bytes_for_program(model: LoadedModel, block_size: int, largest: buffers.Room | None = None) -> int:
+def bytes_for_program(model: LoadedModel, block_size: int, largest: buffers.BufferRoom | None = None) -> int:
     """Bytes that :func:`make_program` takes beside the model, and its ``largest`` step.
 
     0 where torch computes, also for want of room.
@@ -193,7 +193,7 @@ def _off_by_any_error() -> Iterator[None]:
     """Turn any error inside into :class:`_Off`: a model's code may raise anything."""
     try:
         yield
-    except NotUsual as reason:
+    except NotRecognised as reason:
         raise _Off(f" for this model: {reason}") from reason
     except Exception as error:
         logger.debug("the trial of the native kernels failed", exc_info=True)

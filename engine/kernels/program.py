@@ -20,15 +20,15 @@ from engine.kernels.choosing.logits import NO_DRAWS, Draws, can_contest
 from engine.kernels.core import operations
 from engine.kernels.core.library import KernelLibrary, Kind
 from engine.kernels.core.operations import OperationKind, StepArguments
+from engine.kernels.decode_continuation import DecodeContinuation
 from engine.kernels.decoder import Decoder
 from engine.kernels.embedding.per_layer import INPUTS
-from engine.kernels.exchange.exchange import Alone, Exchange, Joined
-from engine.kernels.exchange.linked import Linked, LinkedSums, has_links, linked
+from engine.kernels.exchange.exchange import ExpertExchange, LocalExchange, SharedMemoryExchange
+from engine.kernels.exchange.linked import LinkedExchange, LinkedSums, has_links, linked
 from engine.kernels.exchange.sums import OwnSums, SharedSums, Sums
 from engine.kernels.experts.packed_experts import NativeExperts, combine
 from engine.kernels.experts.packed_mixture import ExchangedLayer
-from engine.kernels.going_on import GoingOn
-from engine.kernels.lowering.buffers import Buffers, Room
+from engine.kernels.lowering.buffers import BufferRoom, Buffers
 from engine.kernels.lowering.parts import Packing, PositionTable
 from engine.kernels.lowering.writer import PartialSums, StepList, Writer, WriterFacts
 from engine.kernels.products.packing import Packer
@@ -89,11 +89,11 @@ class Program:
         self._num_positions = 0
         """Positions that there are angles and tables for."""
         self._cache: NativeCache | None = None
-        self._room = Room()
+        self._room = BufferRoom()
         self._num_sparse, self._shape = len(decoder.sparse), decoder.exchanged
-        self._joined: Joined | Linked | None = None
+        self._joined: SharedMemoryExchange | LinkedExchange | None = None
         self._buffers: Buffers | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: ExpertExchange | None = None
         """Exchange for the buffers' room; None without expert layers."""
         self._ranks = ranks if decoder.num_sums else None
         self._common_sums: SharedSums | LinkedSums | None = None
@@ -105,8 +105,8 @@ class Program:
             self._sums_are_agreed = False
         self._own_sums: OwnSums | None = None
         """Sums through the communicator, for the buffers' room."""
-        self.going_on: GoingOn | None = None
-        """Rows of the last step, if :meth:`go_on` may compute the next one."""
+        self.continuation: DecodeContinuation | None = None
+        """Rows of the last step, if :meth:`continue_rows` may compute the next one."""
         self._lists: dict[tuple[bool, bool], StepList] = {}
         """Lists by whether the exchange of experts, and sums over ranks, are part of them."""
         self.seconds = np.zeros(len(OperationKind))
@@ -187,9 +187,9 @@ class Program:
         assert self._experts is not None
         facts = placement, self._shape, self._num_sparse
         if isinstance(group, SharedMemoryCommunicator):
-            self._joined = Joined(self._library, group, *facts, self._experts.tokens_per_expert)
+            self._joined = SharedMemoryExchange(self._library, group, *facts, self._experts.tokens_per_expert)
         elif links := linked(group):
-            self._joined = Linked(self._library, links, *facts, self._experts)
+            self._joined = LinkedExchange(self._library, links, *facts, self._experts)
         if self._joined is None or self._exchange is None:
             # No buffers yet, or those of a group that is left.
             self._room = self._room if before is None else self._room._replace(own=0)
@@ -205,7 +205,7 @@ class Program:
         """
         if not self._exchanges():
             return False
-        self._make_room(Room(0, 0, self._total(0)))
+        self._make_room(BufferRoom(0, 0, self._total(0)))
         self._run(StepArguments(seconds=self.seconds), 0)
         return True
 
@@ -241,26 +241,26 @@ class Program:
         assert self._cache is not None
         chosen = self._buffers.chosen[: len(wanted)]
         if packed.num_single == len(packed.starts) == len(wanted):
-            self.going_on = GoingOn(arguments, input_ids, packed, plan, self._cache.block_size)
-            return self.going_on.chose(chosen)
+            self.continuation = DecodeContinuation(arguments, input_ids, packed, plan, self._cache.block_size)
+            return self.continuation.chose(chosen)
         found: list[int] = chosen.tolist()
         return found
 
-    def go_on(self, new_blocks: Mapping[int, Sequence[int]]) -> list[int] | None:
+    def continue_rows(self, new_blocks: Mapping[int, Sequence[int]]) -> list[int] | None:
         """Compute the next position of each row of the last step, as :meth:`choose` does.
 
         ``new_blocks``: by row, for those whose position begins a block. None, and nothing done, if the rows
         must be packed again: not all of them got a chosen token, or room is lacking.
         """
-        last, self.going_on = self.going_on, None
+        last, self.continuation = self.continuation, None
         if last is None or not last.fits(self._num_positions):
             return None
         last.advance(new_blocks)
         size = last.size
-        self._make_room(Room(size, size, self._total(size)))
+        self._make_room(BufferRoom(size, size, self._total(size)))
         self._run(last.arguments, size)
         assert self._buffers is not None
-        self.going_on = last  # not if the step came to no end: it runs again, from where it stood
+        self.continuation = last  # not if the step came to no end: it runs again, from where it stood
         tokens = last.chose(self._buffers.chosen[:size])
         last.keep(tokens)
         return tokens
@@ -275,11 +275,11 @@ class Program:
         inputs: torch.Tensor | None = None,
     ) -> tuple[StepArguments, NativePlan]:
         assert self._cache is not None
-        self.going_on = None
+        self.continuation = None
         wanted = np.ascontiguousarray(wanted)
         plan = self._cache.plan(packed, wanted)
         tokens = len(input_ids)
-        self._make_room(Room(tokens, len(wanted), self._total(tokens)))
+        self._make_room(BufferRoom(tokens, len(wanted), self._total(tokens)))
         self._make_angles(int(packed.positions.max()) + 1)
         if hidden is not None:
             assert self._buffers is not None
@@ -461,7 +461,7 @@ class Program:
             else:
                 layer.out[:tokens, :hidden] = given
 
-    def _make_room(self, wanted: Room) -> None:
+    def _make_room(self, wanted: BufferRoom) -> None:
         """Make buffers for so many tokens; written lists of others are dropped."""
         if self._room.holds(wanted):
             return
@@ -469,5 +469,5 @@ class Program:
         self._lists.clear()
         self._buffers = self._own_sums = None  # gone before the new ones come
         if self._shape is not None:
-            self._exchange = self._joined or Alone(self._shape, self._room.own)
+            self._exchange = self._joined or LocalExchange(self._shape, self._room.own)
         self._buffers = Buffers(self._needs, self._room, self._exchange)

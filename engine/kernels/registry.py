@@ -76,7 +76,7 @@ def mixer_of(module: Any, shape: LayerShape, base: BaseModel) -> Mixer:
     """The mixer of a module.
 
     Raises:
-        engine.kernels.core.stand_ins.NotUsual: no kind knows it.
+        engine.kernels.core.stand_ins.NotRecognised: no kind knows it.
     """
     found = (recognise(module, shape, base) for recognise in RECOGNISERS)
     return next(mixer for mixer in found if mixer is not None)

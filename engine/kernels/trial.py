@@ -35,7 +35,7 @@ from engine.kernels.attention.rotary import Rotary
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core.base_model import base_parts
 from engine.kernels.core.library import KernelLibrary
-from engine.kernels.core.stand_ins import NotUsual
+from engine.kernels.core.stand_ins import NotRecognised
 from engine.kernels.decoder import Decoder
 from engine.kernels.lowering.parts import PositionTable
 from engine.kernels.narrow import NarrowCopy
@@ -61,7 +61,7 @@ FEW = 16
 BLOCK_SIZE = 16
 
 
-class Verdict(NamedTuple):
+class TrialResult(NamedTuple):
     """The result of a trial."""
 
     objection: str | None
@@ -73,7 +73,7 @@ class Verdict(NamedTuple):
     """
 
 
-def judge(kernels: KernelLibrary, model: LoadedModel, decoder: Decoder) -> Verdict:
+def judge(kernels: KernelLibrary, model: LoadedModel, decoder: Decoder) -> TrialResult:
     """Compare both. ``decoder``: the parts of the model.
 
     Raises:
@@ -84,7 +84,7 @@ def judge(kernels: KernelLibrary, model: LoadedModel, decoder: Decoder) -> Verdi
     with torch.inference_mode():
         problem = _difference(kernels, copy, positions)
         if problem is not None or model.dtype == torch.float32:
-            return Verdict(problem, 0.0)
+            return TrialResult(problem, 0.0)
         return _compare_rounding(kernels, copy, positions[:: -(-len(positions) // FEW)], model.dtype)
 
 
@@ -222,7 +222,7 @@ def _too_far(
 
 def _compare_rounding(
     kernels: KernelLibrary, copy: NarrowCopy, positions: Int64s, dtype: torch.dtype
-) -> Verdict:
+) -> TrialResult:
     copy.quieten()
     exact = _run(copy, positions).result
     copy.convert(dtype)
@@ -236,7 +236,7 @@ def _compare_rounding(
         for each in (rounded.result, found)
     )
     problem = f"in {dtype} they are {by_kernels:.2g} off float32, where torch is {by_torch:.2g} off"
-    return Verdict(None if by_kernels <= ROUNDING * by_torch else problem, by_torch)
+    return TrialResult(None if by_kernels <= ROUNDING * by_torch else problem, by_torch)
 
 
 # ---- running both
@@ -293,9 +293,9 @@ def _run(copy: NarrowCopy, positions: Int64s, draw: int = 0) -> _Run:
         for hook in hooks:
             hook.remove()
     if len(states) != len(copy.layers) + 1:
-        raise NotUsual(f"{len(states) - 1} calls of {len(copy.layers)} layers")
+        raise NotRecognised(f"{len(states) - 1} calls of {len(copy.layers)} layers")
     if decoder.embedding is not None and not torch.equal(states[0], embedded):
-        raise NotUsual("it changes what the embedding gives")
+        raise NotRecognised("it changes what the embedding gives")
     has_inputs = any(layer.input is not None for layer in decoder.layers)
     ids = given.get("input_ids", torch.zeros(1, count, dtype=torch.int64))[0]
     logits = None if decoder.output is None else outputs.logits[0]

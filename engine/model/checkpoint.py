@@ -29,7 +29,7 @@ from engine.model.model_sources import (
     language_config,
     why_not_served,
 )
-from engine.model.quantization.formats import Format, Refused, format_of, method_of, why_not_so
+from engine.model.quantization.formats import Format, UnsupportedFormat, format_of, method_of, why_not_so
 from engine.model.tokenizer_files import OTHER_FORMS, TOKENIZER, TokenizerFilesError, tokenizer_directory
 from engine.model.weight_digest import sample_digest
 from parallel.caches import made_once, own_directory
@@ -328,7 +328,7 @@ def format_of_weights(directory: Path) -> Format | None:
     """
     try:
         return format_of(_read_json(directory / "config.json", required=True))
-    except Refused as refused:
+    except UnsupportedFormat as refused:
         raise CheckpointError(f"{directory} {refused}") from refused
 
 

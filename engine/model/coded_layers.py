@@ -45,7 +45,7 @@ class CodedLayers:
     """Matrices by what became of them."""
 
 
-def keep_codes(model: Any, device: torch.device, *, experts: bool) -> CodedLayers:
+def keep_weights_packed(model: Any, device: torch.device, *, experts: bool) -> CodedLayers:
     """Let the quantised weights of a model be codes on a device.
 
     It was read on the host. ``experts``: theirs as well. The caller brings the rest of the model to the

@@ -21,7 +21,7 @@ from engine.host.background import let_go
 from engine.model.checkpoint import CheckpointError, ReadingStopped
 from engine.model.expert_weights import expert_modules, expert_parameters, read_experts
 from engine.model.quantization.attached import CodesReader, reader_of
-from engine.model.quantization.layers import keep_codes
+from engine.model.quantization.layers import attach_expert_codes
 from engine.quantization_config import OnlineName
 
 logger = logging.getLogger(__name__)
@@ -405,7 +405,7 @@ class _Change:
         codes = self._codes(number, full, parameter)
         fresh = torch.nn.Parameter(self._tensor(number, full, parameter), requires_grad=False)
         if codes is not None:
-            keep_codes(fresh, name, codes)
+            attach_expert_codes(fresh, name, codes)
         return fresh
 
     def _codes(self, number: int, full: str, parameter: torch.nn.Parameter) -> CodesReader | None:

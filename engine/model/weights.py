@@ -31,7 +31,7 @@ from engine.gpu.late_rotary import turn_late
 from engine.gpu.product_choice import has_triton, reads_codes
 from engine.host.deferred import run_deferred
 from engine.model.checkpoint import CheckpointError, ModelInfo, format_of_weights, is_laid_out_as_usual
-from engine.model.coded_layers import CodedLayers, held_by, keep_codes
+from engine.model.coded_layers import CodedLayers, held_by, keep_weights_packed
 from engine.model.cut_check import check, share_run
 from engine.model.expert_weights import ExpertShare, expert_modules, only_experts_of
 from engine.model.experts_function import choose_experts_function
@@ -225,7 +225,7 @@ def _read_model(
         ) from error
     coded = CodedLayers()
     if is_coded:
-        coded = keep_codes(module, device, experts=share is None and sharded is None)
+        coded = keep_weights_packed(module, device, experts=share is None and sharded is None)
     module = module.to(device).eval().requires_grad_(False)
     experts, expert_layers = None, ()
     if share is not None:

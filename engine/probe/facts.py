@@ -60,14 +60,14 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """What each member sends, in that time."""
 
 
-class Links(msgspec.Struct, frozen=True, kw_only=True):
+class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements of a group of hosts."""
 
     hosts: list[HostFacts]
     timings: list[Timing]
 
 
-class Failed(msgspec.Struct, frozen=True):
+class ProbeFailed(msgspec.Struct, frozen=True):
     """Reason for which there is no measurement."""
 
     error: str

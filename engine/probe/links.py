@@ -22,7 +22,7 @@ from coordinator.distribution import installed_version
 from coordinator.rpc import keys
 from coordinator.rpc.codec import PROTOCOL
 from coordinator.rpc.keys import link_key
-from engine.probe.facts import Failed, HostFacts, Links, Timing
+from engine.probe.facts import HostFacts, LinkFacts, ProbeFailed, Timing
 from parallel import measure
 from parallel.communicators.base import CollectiveError
 from parallel.links.infiniband import active_ports
@@ -37,7 +37,7 @@ LAST_SECONDS = 2.0
 _FAILED = "failed"
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
+class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of a measurement by ``lockstep doctor``, as JSON in the only argument."""
 
     rank: int
@@ -50,7 +50,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     mesh_key_file: str | None = None
 
 
-def run(ask: Ask) -> Links:
+def run(ask: ProbeRequest) -> LinkFacts:
     """Measure: meet the other hosts, exchange facts, time the collectives.
 
     Raises:
@@ -78,8 +78,12 @@ def run(ask: Ask) -> Links:
 
 
 def _find_out(
-    meeting: MeetingHost | MeetingClient, ask: Ask, address: str, facts: HostFacts, key: LinkKey | None
-) -> Links:
+    meeting: MeetingHost | MeetingClient,
+    ask: ProbeRequest,
+    address: str,
+    facts: HostFacts,
+    key: LinkKey | None,
+) -> LinkFacts:
     hosts = [
         msgspec.json.decode(each, type=HostFacts)
         for each in _all_say(meeting, "host", ask, msgspec.json.encode(facts))
@@ -93,10 +97,10 @@ def _find_out(
             if ask.rank == ranks[0]:
                 meeting.set(name, msgspec.json.encode(found))
         timings += msgspec.json.decode(_get(meeting, name, ask), type=list[Timing])
-    return Links(hosts=hosts, timings=timings)
+    return LinkFacts(hosts=hosts, timings=timings)
 
 
-def _leave(meeting: MeetingHost | MeetingClient, ask: Ask, seconds: float) -> None:
+def _leave(meeting: MeetingHost | MeetingClient, ask: ProbeRequest, seconds: float) -> None:
     """Say that this host has all that it needs; rank 0 leaves last."""
     meeting.set(f"done/{ask.rank}", b"")
     if isinstance(meeting, MeetingHost):
@@ -105,14 +109,14 @@ def _leave(meeting: MeetingHost | MeetingClient, ask: Ask, seconds: float) -> No
             pass
 
 
-def _key(ask: Ask) -> LinkKey | None:
+def _key(ask: ProbeRequest) -> LinkKey | None:
     try:
         return None if ask.mesh_key_file is None else link_key(keys.load(Path(ask.mesh_key_file)))
     except keys.KeyFileError as error:
         raise CollectiveError(str(error)) from error
 
 
-def _meet(ask: Ask, where: str, key: LinkKey | None) -> MeetingHost | MeetingClient:
+def _meet(ask: ProbeRequest, where: str, key: LinkKey | None) -> MeetingHost | MeetingClient:
     if ask.rank > 0:
         return MeetingClient(where, ask.master_port, key, ask.timeout, may_be_early=True)
     try:
@@ -122,7 +126,7 @@ def _meet(ask: Ask, where: str, key: LinkKey | None) -> MeetingHost | MeetingCli
 
 
 def _measure(
-    meeting: Meeting, ranks: Sequence[int], ask: Ask, address: str, key: LinkKey | None
+    meeting: Meeting, ranks: Sequence[int], ask: ProbeRequest, address: str, key: LinkKey | None
 ) -> list[Timing]:
     from parallel import groups
 
@@ -149,7 +153,7 @@ def _measure(
         group.close()
 
 
-def _address(ask: Ask) -> str:
+def _address(ask: ProbeRequest) -> str:
     if ask.own_address is not None:
         return own("--instance-address", ask.own_address)
     if ask.rank == 0:
@@ -176,13 +180,13 @@ def _facts(rank: int, address: str, torch_version: str) -> HostFacts:
     )
 
 
-def _all_say(meeting: MeetingHost | MeetingClient, what: str, ask: Ask, mine: bytes) -> list[bytes]:
+def _all_say(meeting: MeetingHost | MeetingClient, what: str, ask: ProbeRequest, mine: bytes) -> list[bytes]:
     """What each host says, by rank; who does not come in time is named."""
     meeting.set(f"{what}/{ask.rank}", mine)
     return [_get(meeting, f"{what}/{rank}", ask) for rank in range(ask.size)]
 
 
-def _get(meeting: MeetingHost | MeetingClient, key: str, ask: Ask) -> bytes:
+def _get(meeting: MeetingHost | MeetingClient, key: str, ask: ProbeRequest) -> bytes:
     """A value of another host.
 
     Raises:
@@ -213,11 +217,11 @@ class _OtherFailed(CollectiveError):
 
 
 def main() -> int:
-    answer: Links | Failed
+    answer: LinkFacts | ProbeFailed
     try:
-        answer = run(msgspec.json.decode(sys.argv[1], type=Ask))
+        answer = run(msgspec.json.decode(sys.argv[1], type=ProbeRequest))
     except (CollectiveError, AddressError) as error:
-        answer = Failed(str(error))
+        answer = ProbeFailed(str(error))
     print(msgspec.json.encode(answer).decode())
     return 0
 

@@ -6,7 +6,7 @@ import sys
 
 import msgspec
 
-from engine.probe.facts import Device, Failed, TorchFacts
+from engine.probe.facts import Device, ProbeFailed, TorchFacts
 
 
 def look() -> TorchFacts:
@@ -38,11 +38,11 @@ def look() -> TorchFacts:
 
 
 def main() -> int:
-    answer: TorchFacts | Failed
+    answer: TorchFacts | ProbeFailed
     try:
         answer = look()
     except (ImportError, OSError) as error:  # OSError: a shared library that is missing
-        answer = Failed(f"{type(error).__name__}: {error}")
+        answer = ProbeFailed(f"{type(error).__name__}: {error}")
     print(msgspec.json.encode(answer).decode())
     return 0
 

@@ -34,10 +34,10 @@ class NullModel:
 
         self._block_size = block_size
         self._logits = torch.randn(most, vocabulary, generator=torch.Generator().manual_seed(0))
-        self.going_on: Any = None
+        self.continuation: Any = None
 
     def forward(self, _packed: Any, _ids: Any, wanted: Any, _hidden: Any = None) -> Any:
-        self.going_on = None
+        self.continuation = None
         return self._logits[: len(wanted)]
 
     def can_choose(self, _tokens: int, draws: Any) -> bool:
@@ -46,23 +46,23 @@ class NullModel:
     def choose(self, packed: Any, ids: Any, wanted: Any, _draws: Any) -> Any:
         from engine.kernels.cache.native_cache import NativePlan
         from engine.kernels.core.operations import StepArguments
-        from engine.kernels.going_on import GoingOn
+        from engine.kernels.decode_continuation import DecodeContinuation
 
-        self.going_on = None
+        self.continuation = None
         if packed.num_single == len(packed.starts) == len(wanted):
             slots, tables = packed.positions.copy(), packed.block_tables.repeat(MORE_BLOCKS, axis=1)
             plan = NativePlan(slots, packed.starts, tables, tables, tables)
-            self.going_on = GoingOn(StepArguments(), ids, packed, plan, self._block_size)
+            self.continuation = DecodeContinuation(StepArguments(), ids, packed, plan, self._block_size)
         return self._chosen(len(wanted)).tolist()
 
-    def go_on(self, new_blocks: Any) -> Any:
-        last, self.going_on = self.going_on, None
+    def continue_rows(self, new_blocks: Any) -> Any:
+        last, self.continuation = self.continuation, None
         if last is None or not last.fits(sys.maxsize):
             return None
         last.advance(new_blocks)
         tokens = last.chose(self._chosen(last.size))
         last.keep(tokens)
-        self.going_on = last
+        self.continuation = last
         return tokens
 
     def _chosen(self, count: int) -> Any:

@@ -144,7 +144,7 @@ def consecutive(program: Program, vocabulary: int, rows: Rows, times: int) -> tu
         before = program.seconds.copy()
         for _ in range(min(BLOCK - 1, times - len(seconds))):
             began = time.perf_counter()
-            chosen = program.go_on({})
+            chosen = program.continue_rows({})
             seconds.append(time.perf_counter() - began)
             assert chosen is not None, "the rows are the same"
         spent += program.seconds - before

@@ -28,7 +28,7 @@ from engine.config import SHIPPED_MODEL, EngineConfig, InstanceConfig
 from engine.executor.cluster import placement
 from engine.executor.cluster.actors import instance_actor
 from engine.executor.cluster.crew import GROUP_VARIABLE
-from engine.executor.cluster.messages import InstanceProgress, Look, Place, StartInstance
+from engine.executor.cluster.messages import InstanceProgress, Place, PlaceQuery, StartInstance
 from engine.executor_contract import CannotStart
 from engine.host.versions import other_versions
 from parallel.communicators.segments import this_host
@@ -116,7 +116,7 @@ class Shadow:
         """Refuse a node from which the instance could never reach the coordinator."""
         try:
             answer = ray.get(
-                self._actor.look.remote(msgspec.msgpack.encode(Look())),
+                self._actor.look.remote(msgspec.msgpack.encode(PlaceQuery())),
                 timeout=self._patience,
             )
         except GetTimeoutError as error:

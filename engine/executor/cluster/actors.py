@@ -20,7 +20,7 @@ import ray
 
 from coordinator.process import process
 from engine.executor.channel import Channel, ChannelClosed
-from engine.executor.cluster.messages import InstanceProgress, Look, Place, StartInstance
+from engine.executor.cluster.messages import InstanceProgress, Place, PlaceQuery, StartInstance
 from engine.executor.messages import Begin, ToWorker
 from engine.host.versions import versions
 from engine.model.checkpoint import CheckpointError, ModelInfo, find_model, fingerprint, read_model_info
@@ -35,8 +35,8 @@ MOST_LINES = 10_000
 
 
 def look(ask: bytes) -> bytes:
-    """Answer a :class:`Look` with a :class:`Place`."""
-    wanted = msgspec.msgpack.decode(ask, type=Look).model
+    """Answer a :class:`PlaceQuery` with a :class:`Place`."""
+    wanted = msgspec.msgpack.decode(ask, type=PlaceQuery).model
     directory = found = problem = ""
     if wanted is not None:
         try:
@@ -79,7 +79,7 @@ class WorkerActor:
         answer = look(ask)
         directory = msgspec.msgpack.decode(answer, type=Place).directory
         if directory:
-            wanted = msgspec.msgpack.decode(ask, type=Look).model
+            wanted = msgspec.msgpack.decode(ask, type=PlaceQuery).model
             assert wanted is not None
             self._info = read_model_info(Path(directory), weights=wanted.reads_weights)
         return answer

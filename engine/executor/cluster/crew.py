@@ -26,7 +26,7 @@ from coordinator.messages import Settings
 from engine.config import EngineConfig
 from engine.executor.cluster import placement
 from engine.executor.cluster.actors import worker_actor
-from engine.executor.cluster.messages import Look, Place
+from engine.executor.cluster.messages import Place, PlaceQuery
 from engine.executor.ends import LOOPBACK, RelayedWorker, WorkerEnd
 from engine.executor_contract import CannotStart, Progress
 from engine.host.versions import other_versions
@@ -139,7 +139,7 @@ class RayCrew:
         Raises:
             CannotStart: an actor does not start, or has something else.
         """
-        ask = msgspec.msgpack.encode(Look(self._config.model))
+        ask = msgspec.msgpack.encode(PlaceQuery(self._config.model))
         answers = [actor.look.remote(ask) for actor in self._actors]
         try:
             answered = ray.get(answers, timeout=max(1.0, deadline - time.monotonic()))

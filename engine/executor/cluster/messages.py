@@ -7,7 +7,7 @@ import msgspec
 from engine.config import ModelConfig
 
 
-class Look(msgspec.Struct, frozen=True):
+class PlaceQuery(msgspec.Struct, frozen=True):
     """Question for an actor's place; a model is looked up there."""
 
     model: ModelConfig | None = None

@@ -37,14 +37,14 @@ from engine.executor.nodes.messages import (
     Alive,
     Hire,
     Hired,
-    Leaving,
+    MessageFromWorker,
+    MessageToWorker,
     NodeEnd,
     NodeEnded,
     NodeJoin,
+    NodeLeaving,
     NodeRefused,
     NodeWait,
-    Said,
-    Tell,
     ToEngine,
     ToNode,
 )
@@ -115,7 +115,7 @@ class Node:
                 if each.done():
                     each.result()
         except Over as over:
-            self._connection.send(Leaving(str(over)))
+            self._connection.send(NodeLeaving(str(over)))
             raise
         finally:
             for task in tasks:
@@ -197,7 +197,7 @@ class Node:
                     )
                 case Hire():
                     await self._hire(message)
-                case Tell(number, payload):
+                case MessageToWorker(number, payload):
                     self._tell(number, payload)
                 case NodeEnd(status, reason):
                     raise Over(status, f"the instance ends: {reason}")
@@ -289,7 +289,7 @@ class Node:
         worker = self._workers[number]
         try:
             while (payload := worker.channel.take()) is not None:
-                self._connection.send(Said(number, payload))
+                self._connection.send(MessageFromWorker(number, payload))
         except ChannelClosed:
             asyncio.get_running_loop().remove_reader(worker.channel.fileno())
 

@@ -35,14 +35,14 @@ from engine.executor.nodes.messages import (
     Alive,
     Hire,
     Hired,
-    Leaving,
+    MessageFromWorker,
+    MessageToWorker,
     NodeEnd,
     NodeEnded,
     NodeJoin,
+    NodeLeaving,
     NodeRefused,
     NodeWait,
-    Said,
-    Tell,
     ToEngine,
     ToNode,
 )
@@ -274,13 +274,13 @@ class NodeCrew:
                     logger.warning("%s of a host that has not joined is ignored", type(message).__name__)
                 case Hired(pids):
                     self._started(node, pids)
-                case Said(number, payload):
+                case MessageFromWorker(number, payload):
                     if number in node.workers:
                         node.workers[number].deliver(payload)
                 case NodeEnded(number, status):
                     if number in node.workers:
                         node.workers[number].gone(how_it_ended(status), status)
-                case Leaving(reason):
+                case NodeLeaving(reason):
                     self._lose(node, f"went with its host {node}: {reason}")
 
     async def _keep_alive(self) -> None:
@@ -349,7 +349,7 @@ class NodeCrew:
         self._changed.set()
 
     def _tell(self, node: _Node, number: int, payload: bytes) -> bool:
-        if self._listener.send(node.peer, Tell(number, payload)):
+        if self._listener.send(node.peer, MessageToWorker(number, payload)):
             return True
         self._lose(node, f"went with its host {node}: its connection broke")
         return False

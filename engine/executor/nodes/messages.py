@@ -42,7 +42,7 @@ class Hired(msgspec.Struct, frozen=True, tag="hired"):
     pids: dict[int, int]
 
 
-class Said(msgspec.Struct, frozen=True, tag="said"):
+class MessageFromWorker(msgspec.Struct, frozen=True, tag="said"):
     """Message of a worker."""
 
     worker: int
@@ -57,7 +57,7 @@ class NodeEnded(msgspec.Struct, frozen=True, tag="ended"):
     """As subprocess has it: negative for a signal."""
 
 
-class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+class NodeLeaving(msgspec.Struct, frozen=True, tag="leaving"):
     """The host leaves, and its workers with it."""
 
     reason: str
@@ -67,7 +67,7 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
     """Sign of life, sent by both sides at intervals."""
 
 
-ToEngine = NodeJoin | Hired | Said | NodeEnded | Leaving | Alive
+ToEngine = NodeJoin | Hired | MessageFromWorker | NodeEnded | NodeLeaving | Alive
 
 # ---- the engine -> a host
 
@@ -93,7 +93,7 @@ class Hire(msgspec.Struct, frozen=True, tag="hire"):
     fingerprint: str
 
 
-class Tell(msgspec.Struct, frozen=True, tag="tell"):
+class MessageToWorker(msgspec.Struct, frozen=True, tag="tell"):
     """Pass this on to a worker.
 
     What comes first is a ``Begin``; the host puts in what is its own.
@@ -111,4 +111,4 @@ class NodeEnd(msgspec.Struct, frozen=True, tag="end"):
     reason: str
 
 
-ToNode = NodeWait | NodeRefused | Hire | Tell | NodeEnd | Alive
+ToNode = NodeWait | NodeRefused | Hire | MessageToWorker | NodeEnd | Alive

@@ -15,7 +15,7 @@ import torch
 
 from engine.attention.base import PLAN_KEYWORD, LayerShape
 from engine.kernels.attention.rotary import TOKENS, Noted, Notes, Rotary, Turning, rotated
-from engine.kernels.core.stand_ins import Gives, NotUsual, distance, made_up, with_parts
+from engine.kernels.core.stand_ins import Gives, NotRecognised, distance, made_up, with_parts
 from engine.kernels.norms.norm import Norm, norm_of
 from engine.kernels.products.projections import OUT, Linear, joined_bias, whole
 
@@ -96,7 +96,7 @@ def latent_modules(module: Any) -> tuple[list[str], list[str], str]:
     ways = [way for way in ((QUERIES,), QUERY_LATENT) if names.issuperset(way)]
     out = [name for name in OUT if name in names]
     if len(ways) != 1 or len(out) != 1 or names != {*ways[0], *LATENT, out[0]}:
-        raise NotUsual(f"{type(module).__name__} has the parts {', '.join(sorted(names))}")
+        raise NotRecognised(f"{type(module).__name__} has the parts {', '.join(sorted(names))}")
     return list(ways[0]), list(LATENT), out[0]
 
 
@@ -114,7 +114,7 @@ def latent_parts(module: Any, shape: LayerShape) -> LatentParts:
         or heads.bias is not None
         or expand.bias is not None
     ):
-        raise NotUsual("latent attention of another shape than its heads")
+        raise NotRecognised("latent attention of another shape than its heads")
     before = [] if len(of_queries) == 1 else [whole(getattr(module, of_queries[0]))]
     queries = None
     if before:

@@ -20,7 +20,7 @@ from engine.kernels.attention.rotary import (
     rotary_of,
 )
 from engine.kernels.core.base_model import BaseModel, mixer_module
-from engine.kernels.core.stand_ins import NotUsual
+from engine.kernels.core.stand_ins import NotRecognised
 from engine.kernels.norms.norm import Norm
 from engine.kernels.products.packing import LANES
 from engine.kernels.products.projections import (
@@ -39,17 +39,17 @@ def attention_of(module: Any, shape: LayerShape, base: BaseModel) -> Attention:
     """The attention of a module.
 
     Raises:
-        NotUsual: it has other parts, or does something else with them.
+        NotRecognised: it has other parts, or does something else with them.
     """
     dim, value_dim, kv_heads = shape.key_dim, shape.value_dim, shape.kv_heads
     if dim % LANES or value_dim % LANES:
-        raise NotUsual(f"heads of {dim} and {value_dim}")
+        raise NotRecognised(f"heads of {dim} and {value_dim}")
     if is_latent(module):
         return _latent_attention(module, shape, base)
     inward, out_name = attention_projections(module)
     projections, source = [whole(each) for each in inward.values()], _source(module, base)
     if (source is not None) != (tuple(inward) == QUERIES_ALONE):
-        raise NotUsual("attention that has no keys of its own, nor another layer's")
+        raise NotRecognised("attention that has no keys of its own, nor another layer's")
     if len(projections) == len(VALUES_OF_KEYS):
         projections.append(projections[1])
     of_keys = 0 if source is not None else kv_heads * (dim + value_dim)
@@ -60,7 +60,7 @@ def attention_of(module: Any, shape: LayerShape, base: BaseModel) -> Attention:
         ends = list(accumulate(sizes, initial=0))
         weights = [rows_of(weights[0], slice(begin, end)) for begin, end in pairwise(ends)]
     if tuple(map(len, weights)) != sizes:
-        raise NotUsual("projections of another size than its heads")
+        raise NotRecognised("projections of another size than its heads")
     rotary = rotary_of(base.module, module)
     seen = noted(module, rotary, shape, heads, _telling(module.config))
     turning, out = seen.turning, linear_of(getattr(module, out_name))
@@ -71,7 +71,7 @@ def attention_of(module: Any, shape: LayerShape, base: BaseModel) -> Attention:
         if norms is not None:
             norms = Norm(norms.weights[everywhere], norms.eps, norms.is_centred)
         if turning.wide_norms is not None:
-            raise NotUsual("a norm over all heads whose numbers are turned in neighbouring pairs")
+            raise NotRecognised("a norm over all heads whose numbers are turned in neighbouring pairs")
         if qkv_bias is not None:
             qkv_bias[: len(everywhere)] = qkv_bias[everywhere]
     return Attention(
@@ -106,7 +106,7 @@ def _source(module: Any, base: BaseModel) -> int | None:
     for number, other in enumerate(map(mixer_module, base.layers)):
         if other.store_full_length_kv and other.layer_type == module.layer_type:
             return number
-    raise NotUsual("keys and values of a layer that is not here")
+    raise NotRecognised("keys and values of a layer that is not here")
 
 
 def _latent_attention(module: Any, shape: LayerShape, base: BaseModel) -> Attention:
@@ -191,7 +191,7 @@ def _factors(config: Any, seen: torch.Tensor) -> QueryFactors | None:
         factors = QueryFactors(float(growth), int(original))
         if float((seen - factors.table(_telling(config))).abs().max()) < SAME:
             return factors
-    raise NotUsual("queries with a factor that depends on the position")
+    raise NotRecognised("queries with a factor that depends on the position")
 
 
 def _rotary_number(

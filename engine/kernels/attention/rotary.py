@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from engine.attention.base import PLAN_KEYWORD, AttentionUse, LayerShape, Scoring
-from engine.kernels.core.stand_ins import Gives, NotUsual, distance, made_up, with_parts
+from engine.kernels.core.stand_ins import Gives, NotRecognised, distance, made_up, with_parts
 from engine.kernels.norms.norm import Norm, alone, norm_of
 from engine.kernels.products.projections import (
     QUERIES_ALONE,
@@ -186,7 +186,7 @@ def _value_norm(module: Any, raw: torch.Tensor, found: torch.Tensor) -> Norm | N
         return None
     value_norm = norm_of(norm, raw.shape[-1])
     if value_norm.is_centred:
-        raise NotUsual(f"a norm of values of type {type(norm).__name__}")
+        raise NotRecognised(f"a norm of values of type {type(norm).__name__}")
     return value_norm
 
 
@@ -238,17 +238,17 @@ def _of_heads(module: Any, norms: tuple[Any, Any], dim: int, heads: int, kv_head
             one = _of_own_heads(norm, number, dim)
             weights = one.weights
         if one.is_centred and getattr(norm, "bias", None) is not None:
-            raise NotUsual("a bias in the norms of heads")
+            raise NotRecognised("a bias in the norms of heads")
         found.append(Norm(weights, one.eps, one.is_centred))
     if len({(each.eps, each.is_centred) for each in found}) > 1:
-        raise NotUsual(f"norms of different kinds in {type(module).__name__}")
+        raise NotRecognised(f"norms of different kinds in {type(module).__name__}")
     return Norm(torch.cat([each.weights for each in found]), found[0].eps, found[0].is_centred)
 
 
 def _of_own_heads(norm: Any, number: int, dim: int) -> Norm:
     """A norm of each head with weights [heads, dim] of its own."""
     if tuple(norm.weight.shape) != (number, dim):
-        raise NotUsual(f"a norm of type {type(norm).__name__}")
+        raise NotRecognised(f"a norm of type {type(norm).__name__}")
     given = made_up(1, number, dim, seed=1, dtype=torch.float32) + 0.5
     mean = given.mean(-1, keepdim=True)
     weights, eps = norm.weight.detach().to(torch.float32, copy=True), float(norm.variance_epsilon)

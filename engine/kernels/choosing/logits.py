@@ -103,7 +103,7 @@ def contestants(
     return found["score"], found["token"]
 
 
-class History(NamedTuple):
+class TokenHistory(NamedTuple):
     """A row, with the tokens that its penalties count."""
 
     row: int
@@ -113,7 +113,9 @@ class History(NamedTuple):
     params: SamplingParams
 
 
-def penalise(library: KernelLibrary, logits: torch.Tensor, histories: Sequence[History], first: int) -> None:
+def penalise(
+    library: KernelLibrary, logits: torch.Tensor, histories: Sequence[TokenHistory], first: int
+) -> None:
     """Apply penalties to rows of logits, whose column 0 is token ``first``."""
     rows = [
         (

@@ -13,7 +13,7 @@ import torch
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from engine.kernels.core.operations import AS_FLOAT, SELECTED, TO_CHOOSE, OperationKind
-from engine.kernels.core.stand_ins import Gives, NotUsual, distance, made_up, with_parts
+from engine.kernels.core.stand_ins import Gives, NotRecognised, distance, made_up, with_parts
 from engine.kernels.lowering.parts import Packing
 from engine.kernels.lowering.writer import Writer, factor_field
 from engine.kernels.norms.norm import Norm, norm_of
@@ -90,7 +90,7 @@ def _factor_and_cap(module: Any, hidden: int) -> tuple[float, float]:
     if cap:
         expected = cap * torch.tanh(expected / cap)
     if distance(found[:-1], expected[:-1]) > CLOSE:
-        raise NotUsual("it changes what the output layer gives")
+        raise NotRecognised("it changes what the output layer gives")
     return before * slope, cap
 
 

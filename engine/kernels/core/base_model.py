@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from engine.attention.base import LAYER_ATTRIBUTE
-from engine.kernels.core.stand_ins import NotUsual
+from engine.kernels.core.stand_ins import NotRecognised
 from engine.model.shard import PassThrough
 
 TABLE, PROJECTION, TABLE_NORM = (
@@ -59,15 +59,15 @@ def base_parts(base: Any) -> dict[str, str]:
     """Names of the parts of a base model, by role.
 
     Raises:
-        NotUsual: it has other parts.
+        NotRecognised: it has other parts.
     """
     if base is None:
-        raise NotUsual("another structure")
+        raise NotRecognised("another structure")
     found = [name for name, part in base.named_children() if not isinstance(part, torch.nn.Dropout)]
     names = {role: name for role, each in NAMES.items() for name in each if name in found}
     is_known = len(names) == len(found) and names.keys() >= {"embedding", "layers", "norm"}
     if not is_known or any(True for _ in base.named_parameters(recurse=False)):
-        raise NotUsual(f"{type(base).__name__} has the parts {', '.join(sorted(found))}")
+        raise NotRecognised(f"{type(base).__name__} has the parts {', '.join(sorted(found))}")
     return names
 
 

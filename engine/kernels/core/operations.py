@@ -94,7 +94,7 @@ class StepArguments:
             self.array[name] = _address(value)
 
 
-class Operations:
+class OperationList:
     """A list of operations; what they point to lives as long as the list."""
 
     def __init__(self, room: int) -> None:

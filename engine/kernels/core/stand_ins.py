@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 
-class NotUsual(Exception):
+class NotRecognised(Exception):
     """Refusal of a model that does something unknown to the kernels; the message names it."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from engine.kernels.core.operations import AS_FLOAT, OperationKind
-from engine.kernels.core.stand_ins import NotUsual
+from engine.kernels.core.stand_ins import NotRecognised
 from engine.kernels.embedding.factor import embedding_factor
 from engine.kernels.embedding.per_layer import INPUTS, LayerInputs, inputs_of, without_inputs
 from engine.kernels.lowering.parts import Packing
@@ -48,7 +48,7 @@ def embedding_of(base: Any, names: Mapping[str, str], hidden: int, dtype: torch.
     if isinstance(module, PassThrough):
         return None
     if module.weight.shape[1] != hidden:
-        raise NotUsual("an embedding of another width")
+        raise NotRecognised("an embedding of another width")
     is_partial = isinstance(module, VocabularyParallel)
     positions = getattr(base, names["positions"]).weight if "positions" in names else None
     factor = embedding_factor(without_inputs(base), names, hidden, dtype)

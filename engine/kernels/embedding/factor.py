@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from engine.attention.base import PLAN_KEYWORD
-from engine.kernels.core.stand_ins import Gives, NotUsual, distance, made_up, with_parts
+from engine.kernels.core.stand_ins import Gives, NotRecognised, distance, made_up, with_parts
 from engine.model.shard import StageOutput
 
 CLOSE = 1e-5
@@ -41,5 +41,5 @@ def embedding_factor(base: Any, names: Mapping[str, str], hidden: int, dtype: to
     found = seen.hidden.double() - (placed if "positions" in names else 0)
     factor = float((found * given).sum() / given.square().sum())
     if distance(found, factor * given) > CLOSE:
-        raise NotUsual("it changes what the embedding gives")
+        raise NotRecognised("it changes what the embedding gives")
     return own * factor

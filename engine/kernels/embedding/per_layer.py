@@ -12,7 +12,7 @@ import torch
 
 from engine.kernels.core.base_model import PROJECTION, TABLE, TABLE_NORM
 from engine.kernels.core.operations import OperationKind
-from engine.kernels.core.stand_ins import NotUsual, with_parts
+from engine.kernels.core.stand_ins import NotRecognised, with_parts
 from engine.kernels.lowering.parts import Packing
 from engine.kernels.lowering.product import Product
 from engine.kernels.lowering.scratch import Scratch
@@ -83,7 +83,7 @@ def input_of(layer: Any, hidden: int, place: int, layers: int) -> LayerInput | N
         return None
     gate, out = whole(getattr(layer, GATE)), whole(getattr(layer, OUT))
     if gate.bias is not None or out.bias is not None:
-        raise NotUsual("a layer's own input with biases")
+        raise NotRecognised("a layer's own input with biases")
     norm, width = norm_of(getattr(layer, NORM), hidden), gate.outputs
     return LayerInput(width, gate.weight, activation_of(layer), out.weight, norm, place, layers * width)
 

@@ -34,7 +34,7 @@ The first words count layers, and the rows of one.
 _ALIGNMENT = 64
 
 
-class Shape(NamedTuple):
+class ExpertShape(NamedTuple):
     """What the expert layers of a model have in common."""
 
     hidden: int
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
     dtype: torch.dtype
 
 
-class Layout(NamedTuple):
+class ArenaLayout(NamedTuple):
     """Offsets in bytes of the parts of an arena.
 
     The arena is for so many rows of all members.
@@ -56,7 +56,7 @@ class Layout(NamedTuple):
     num_bytes: int
 
     @classmethod
-    def of(cls, shape: Shape, rows: int) -> Layout:
+    def of(cls, shape: ExpertShape, rows: int) -> ArenaLayout:
         row_bytes = pitch_of(shape.hidden, shape.dtype) * shape.dtype.itemsize
         parts = ((rows + SLACK) * row_bytes, rows * shape.top_k * 8, rows * shape.top_k * 8)
         ends = [WORDS_BYTES]
@@ -65,7 +65,7 @@ class Layout(NamedTuple):
         return cls(*ends)
 
     @classmethod
-    def room(cls, shape: Shape, num_bytes: int, num_mirrors: int = 0) -> int:
+    def room(cls, shape: ExpertShape, num_bytes: int, num_mirrors: int = 0) -> int:
         """Rows that fit into an arena.
 
         As many fit into each mirror of others' rows and choices behind it.
@@ -76,13 +76,13 @@ class Layout(NamedTuple):
         return max(0, rows)
 
 
-class Exchange:
+class ExpertExchange:
     """The expert layers of one instance, or what groups have in common."""
 
-    def __init__(self, shape: Shape, rows: int, replicas: Replicas) -> None:
+    def __init__(self, shape: ExpertShape, rows: int, replicas: Replicas) -> None:
         """``rows``: of all members, at most, in a step."""
         self.shape, self.rows = shape, rows
-        self.layout = Layout.of(shape, rows)
+        self.layout = ArenaLayout.of(shape, rows)
         self._replicas = replicas
         self.record = np.zeros((), dtype=EXCHANGE)
         """Addresses that the kernels get; all that they point to is kept here."""
@@ -133,7 +133,7 @@ class Exchange:
         self.record["gathered"] = gathered.data_ptr()
         return gathered
 
-    def take_room(self, before: Exchange) -> None:
+    def take_room(self, before: ExpertExchange) -> None:
         """Use the scratch of the exchange before, which is not used any more."""
         for name in ("sources", "gathered"):
             self._kept[name] = before._kept[name]
@@ -164,17 +164,17 @@ class Exchange:
         self._line = self.keep("line", np.zeros(len(arenas) + 1, dtype=np.int64))
 
 
-class Alone(Exchange):
+class LocalExchange(ExpertExchange):
     """Exchange of one instance that has all experts."""
 
-    def __init__(self, shape: Shape, rows: int) -> None:
+    def __init__(self, shape: ExpertShape, rows: int) -> None:
         super().__init__(shape, rows, Replicas(assign_experts(shape.num_experts, 1), 0))
         self._arena = torch.zeros(self.layout.num_bytes + _ALIGNMENT, dtype=torch.uint8)
         address = -(-self._arena.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         self._place([address])
 
 
-class Joined(Exchange):
+class SharedMemoryExchange(ExpertExchange):
     """One member of a group over shared memory."""
 
     def __init__(
@@ -182,12 +182,12 @@ class Joined(Exchange):
         library: KernelLibrary,
         group: SharedMemoryCommunicator,
         placement: Placement,
-        shape: Shape,
+        shape: ExpertShape,
         num_layers: int,
         counted: np.ndarray[Any, Any],
     ) -> None:
         """``counted``: pairs computed here so far [layers, experts], counted on."""
-        room = Layout.room(shape, group.arena_bytes)
+        room = ArenaLayout.room(shape, group.arena_bytes)
         super().__init__(shape, room, replicas_at(placement, group.rank))
         self._group = group
         self._members = group.arenas  # keeps the memory mapped
@@ -202,7 +202,7 @@ class Joined(Exchange):
             self._signature_of(group.rank).value = self._signature
 
     def __repr__(self) -> str:
-        return f"<Joined rank {self._group.rank} of {self._group.size}, up to {self.rows} rows>"
+        return f"<SharedMemoryExchange rank {self._group.rank} of {self._group.size}, up to {self.rows} rows>"
 
     def can(self, sizes: Sequence[int]) -> bool:
         """Whether a step with these sizes is exchanged here.
@@ -220,7 +220,7 @@ class Joined(Exchange):
         return self.waits.error
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """See :class:`Exchange`.
+        """See :class:`ExpertExchange`.
 
         Raises:
             parallel.communicators.base.CollectiveError: the group is broken.

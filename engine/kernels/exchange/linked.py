@@ -21,7 +21,7 @@ import numpy as np
 from engine.kernels.core.library import KernelLibrary
 from engine.kernels.core.pages import ALIGNMENT, mapped
 from engine.kernels.core.rows import pitch_of
-from engine.kernels.exchange.exchange import Exchange, Layout, Shape, signature_of
+from engine.kernels.exchange.exchange import ArenaLayout, ExpertExchange, ExpertShape, signature_of
 from engine.kernels.exchange.hosts import Hosts
 from engine.kernels.exchange.layouts import LINKAGE, PEER
 from engine.kernels.exchange.peer_waits import ExchangingGroup, NativeWaits
@@ -57,7 +57,7 @@ class LinkedGroup(ExchangingGroup, Protocol):
     """Address of the table of ``links.hpp``; 0 where the links are Python's."""
 
 
-class Look(IntEnum):
+class OverlapPolicy(IntEnum):
     """When a member computes its own rows before those of others have come.
 
     As the times of the last layers suggest; always; never.
@@ -202,7 +202,7 @@ class Linkage:
         self._health.fail_on_links(None if peer < 0 else peer, error)
 
 
-class Linked(Exchange):
+class LinkedExchange(ExpertExchange):
     """One member of a group whose members are on several hosts."""
 
     def __init__(
@@ -210,7 +210,7 @@ class Linked(Exchange):
         library: KernelLibrary,
         group: LinkedGroup,
         placement: Placement,
-        shape: Shape,
+        shape: ExpertShape,
         num_layers: int,
         experts: ExpertParallel,
         *,
@@ -221,7 +221,7 @@ class Linked(Exchange):
         ``arena_bytes``: of a member's arena and mirrors, as much as members of one host share.
         """
         hosts = hosts_of(group)
-        room = Layout.room(shape, arena_bytes, hosts.num_mirrors)
+        room = ArenaLayout.room(shape, arena_bytes, hosts.num_mirrors)
         super().__init__(shape, room, replicas_at(placement, group.rank))
         self._group, self._experts = group, experts
         self._memory = Memory(group, self.layout.num_bytes, self.layout.places_at)
@@ -234,7 +234,7 @@ class Linked(Exchange):
         experts.signature = signature_of(library.key, *shape, num_layers, arena_bytes)
 
     def __repr__(self) -> str:
-        return f"<Linked rank {self._group.rank} of {self._group.size}, up to {self.rows} rows>"
+        return f"<LinkedExchange rank {self._group.rank} of {self._group.size}, up to {self.rows} rows>"
 
     @property
     def error(self) -> BaseException | None:
@@ -242,12 +242,12 @@ class Linked(Exchange):
         return self.linkage.error
 
     @property
-    def look(self) -> Look:
+    def look(self) -> OverlapPolicy:
         """When own rows are computed before others' have come; bits do not depend on it."""
-        return Look(int(self.linkage.record["look"]))
+        return OverlapPolicy(int(self.linkage.record["look"]))
 
     @look.setter
-    def look(self, look: Look) -> None:
+    def look(self, look: OverlapPolicy) -> None:
         self.linkage.record["look"] = look
 
     def can(self, sizes: Sequence[int]) -> bool:
@@ -258,7 +258,7 @@ class Linked(Exchange):
         return self._experts.have_one_signature and sum(sizes) <= self.rows and max(sizes) <= MOST_ROWS
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """See :class:`Exchange`.
+        """See :class:`ExpertExchange`.
 
         Raises:
             parallel.communicators.base.CollectiveError: the group is broken.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine.kernels.core.stand_ins import NotUsual, distance, made_up
+from engine.kernels.core.stand_ins import NotRecognised, distance, made_up
 from engine.kernels.products.activations import CLOSE, KNOWN, Activation, ActivationKind
 from engine.model.quantization.attached import outputs_of
 
@@ -72,19 +72,19 @@ def form_of(module: Any) -> ExpertForm:
     """The form of a module of fused experts.
 
     Raises:
-        NotUsual: the kernels do not know it.
+        NotRecognised: the kernels do not know it.
     """
     own = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
     has_bias, is_transposed = bool(module.has_bias), bool(module.is_transposed)
     names = {"gate_up_proj", "down_proj"}
     if own.keys() != names | ({f"{name}_bias" for name in names} if has_bias else set()):
-        raise NotUsual(f"experts with {', '.join(sorted(own))}")
+        raise NotRecognised(f"experts with {', '.join(sorted(own))}")
     hidden, width = own["down_proj"][1:][:: -1 if is_transposed else 1]
     inward = (2 * width, hidden)
     if own["gate_up_proj"][1:] != inward[:: -1 if is_transposed else 1]:
-        raise NotUsual("experts laid out the other way round")
+        raise NotRecognised("experts laid out the other way round")
     if width % 2 or hidden % 2:
-        raise NotUsual("an odd width")
+        raise NotRecognised("an odd width")
     activation, is_interleaved = _gate_of(module, width)
     return ExpertForm(hidden, width, activation, is_interleaved, is_transposed, has_bias)
 
@@ -98,7 +98,7 @@ def _gate_of(module: Any, width: int) -> tuple[Activation, bool]:
         for activation, expected in _ways(module, gate, up):
             if distance(found, expected) < CLOSE:
                 return activation, is_interleaved
-    raise NotUsual(f"the gate of {type(module).__name__}")
+    raise NotRecognised(f"the gate of {type(module).__name__}")
 
 
 def _ways(module: Any, gate: torch.Tensor, up: torch.Tensor) -> Iterator[tuple[Activation, torch.Tensor]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from engine.kernels.core.rows import SLACK, pitch_of
-from engine.kernels.core.stand_ins import NotUsual
+from engine.kernels.core.stand_ins import NotRecognised
 from engine.kernels.experts.form import ExpertForm, form_of
 from engine.kernels.experts.routing import (
     Routing,
@@ -136,16 +136,16 @@ def mixture_of(block: Any, beside: Any, hidden: int, dtype: torch.dtype) -> Moe:
     children -= {"experts", "gate", "router", "act_fn"}
     shared = shared_of(block)
     if beside is not None and shared is not None:
-        raise NotUsual("two experts of all tokens")
+        raise NotRecognised("two experts of all tokens")
     others = children - SHARED - {SHARED_GATE}
     if others or len(children & SHARED) > 1 or (SHARED_GATE in children and shared is None):
-        raise NotUsual(f"{type(block).__name__} has the parts {', '.join(sorted(children))}")
+        raise NotRecognised(f"{type(block).__name__} has the parts {', '.join(sorted(children))}")
     experts = block.experts
     form, is_partial = _form_of(experts, hidden)
     router, bias = weights_of(router_of(block))
     first_whole = experts.first_whole if is_partial else None
     if is_partial and form.has_bias and first_whole is None:
-        raise NotUsual("experts with biases of which tensor-parallel ranks have parts")
+        raise NotRecognised("experts with biases of which tensor-parallel ranks have parts")
     return Moe(
         router=router,
         router_bias=None if bias is None else bias.detach().to(torch.float32, copy=True),
@@ -165,7 +165,7 @@ def _form_of(experts: Any, hidden: int) -> tuple[ExpertForm, bool]:
     """The form of experts, and whether they give partial sums."""
     form = form_of(experts)
     if form.hidden != hidden:
-        raise NotUsual("experts laid out the other way round")
+        raise NotRecognised("experts laid out the other way round")
     return form, isinstance(experts, SummedExperts)
 
 

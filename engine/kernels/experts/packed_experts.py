@@ -13,7 +13,7 @@ import torch
 
 from engine.host.background import let_go
 from engine.kernels.core.library import KernelLibrary
-from engine.kernels.core.operations import AS_FLOAT, OperationKind, Operations, StepArguments
+from engine.kernels.core.operations import AS_FLOAT, OperationKind, OperationList, StepArguments
 from engine.kernels.core.pages import Arena
 from engine.kernels.core.rows import SLACK, bytes_pitch, pitch_of, spaced
 from engine.kernels.experts.form import ExpertForm, form_of
@@ -58,7 +58,7 @@ class PackedExperts:
 
     def write(
         self,
-        operations: Operations,
+        operations: OperationList,
         rows: Any,
         middle: Any,
         out: Any,
@@ -195,7 +195,7 @@ class NativeExperts:
         result = rows.new_empty(number, pitch_of(packed.form.hidden, rows.dtype))
         widest = max(packed.form.width, packed.form.hidden)
         rounded = torch.empty(number + SLACK, bytes_pitch(widest), dtype=torch.uint8)
-        operations = Operations(4)
+        operations = OperationList(4)
         packed.write(operations, spaced(rows), middle, result, begins, rounded=rounded)
         operations.run(self._library, StepArguments(), rows.dtype)
         return result[:, : packed.form.hidden].contiguous()

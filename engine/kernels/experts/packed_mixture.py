@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from engine.kernels.core.operations import ADD, AS_FLOAT, WIDE, OperationKind
-from engine.kernels.core.stand_ins import NotUsual
-from engine.kernels.exchange.exchange import Alone, Exchange
-from engine.kernels.exchange.linked import Linked
+from engine.kernels.core.stand_ins import NotRecognised
+from engine.kernels.exchange.exchange import ExpertExchange, LocalExchange
+from engine.kernels.exchange.linked import LinkedExchange
 from engine.kernels.exchange.sums import Area
 from engine.kernels.experts.mixture import (
     EXPERT_MIDDLE,
@@ -98,7 +98,7 @@ class PackedMoe:
         if place.last_norm is not None:
             to = _To(buffers[MIXED], 0, place.factor)
             if place.factor != 1.0:
-                raise NotUsual("a factor on what a norm gives")
+                raise NotRecognised("a factor on what a norm gives")
         ids = buffers[IDS] if exchange is None else exchange.own + exchange.layout.ids_at
         if norms is not None:
             self._mlp_beside(writer, place, norms)
@@ -152,7 +152,7 @@ class PackedMoe:
         logits = None
         if self.shared_gate is not None:
             if not to.flags & ADD:
-                raise NotUsual("a gate on what a norm is given with other experts' results")
+                raise NotRecognised("a gate on what a norm is given with other experts' results")
             logits = writer.buffers[SHARED_LOGITS]
             writer.add(
                 OperationKind.LINEAR,
@@ -172,9 +172,13 @@ class PackedMoe:
         writer.multiply(self.shared.product(writer, into), branch)
         writer.normalise(norms.shared_last, branch, branch, writer.hidden)
 
-    def _add_experts(self, writer: Writer, exchange: Exchange, to: _To) -> None:
+    def _add_experts(self, writer: Writer, exchange: ExpertExchange, to: _To) -> None:
         """Write the experts' results, summed up."""
-        moe, alone, linked = self.moe, isinstance(exchange, Alone), isinstance(exchange, Linked)
+        moe, alone, linked = (
+            self.moe,
+            isinstance(exchange, LocalExchange),
+            isinstance(exchange, LinkedExchange),
+        )
         record, flags = writer.next_exchange(), to.flags
         if not alone:
             writer.add(OperationKind.OFFER, extra=record, flags=writer.rows)
@@ -208,7 +212,7 @@ class PackedMoe:
     def _products(
         self,
         writer: Writer,
-        exchange: Exchange,
+        exchange: ExpertExchange,
         record: np.ndarray[Any, Any],
         area: Area | None,
         number: int,
@@ -233,7 +237,7 @@ class PackedMoe:
             as_float=moe.is_partial,
             rounded=buffers.rounded,
         )
-        if not isinstance(exchange, Alone):
+        if not isinstance(exchange, LocalExchange):
             writer.add(OperationKind.RETURN, extra=record, a=number)
 
     def _packed_experts(self) -> PackedExperts:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.kernels.core.stand_ins import NotUsual
+from engine.kernels.core.stand_ins import NotRecognised
 from engine.kernels.norms.norm import Norm, norm_of
 
 ROUTING = np.dtype(
@@ -79,11 +79,11 @@ def router_of(block: Any) -> Any:
     """The module of a block's router.
 
     Raises:
-        NotUsual: there is none.
+        NotRecognised: there is none.
     """
     found = [part for name, part in block.named_children() if name in ROUTERS]
     if len(found) != 1:
-        raise NotUsual(f"{type(block).__name__} without a router")
+        raise NotRecognised(f"{type(block).__name__} without a router")
     return found[0]
 
 
@@ -91,15 +91,15 @@ def weights_of(router: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A router's weight [experts, hidden] and bias.
 
     Raises:
-        NotUsual: it has other ones.
+        NotRecognised: it has other ones.
     """
     parameters = {name: weight for name, weight in router.named_parameters() if CORRECTION not in name}
     linear = [name for name in parameters if name.rpartition(".")[2] == "weight"]
     if len(linear) != 1 or len(parameters) > 2:
-        raise NotUsual(f"a router with {', '.join(sorted(parameters))}")
+        raise NotRecognised(f"a router with {', '.join(sorted(parameters))}")
     bias = parameters.pop(linear[0].replace("weight", "bias"), None)
     if len(parameters) != 1:
-        raise NotUsual(f"a router with {', '.join(sorted(parameters))}")
+        raise NotRecognised(f"a router with {', '.join(sorted(parameters))}")
     return parameters[linear[0]], bias
 
 
@@ -107,19 +107,19 @@ def routing_of(block: Any, dtype: torch.dtype) -> Routing:
     """How the router of a block chooses; ``dtype``: of the model.
 
     Raises:
-        NotUsual: it has no number of experts to choose.
+        NotRecognised: it has no number of experts to choose.
     """
     router = router_of(block)
     weight, _ = weights_of(router)
     top_k = getattr(router, "top_k", getattr(block, "top_k", None))
     if not isinstance(top_k, int):
-        raise NotUsual("a router without top_k")
+        raise NotRecognised("a router without top_k")
     correction, is_own = _correction(block, router)
     groups, kept = (_number(router, name) for name in ("num_group", "topk_group"))
     near = 2.0 * float(getattr(router, "router_jitter_noise", 0.0))
     limits_groups = groups > 1 and getattr(router, "topk_method", "group_limited_greedy") != "greedy"
     if limits_groups and (len(weight) % groups or kept * (len(weight) // groups) < top_k):
-        raise NotUsual(f"{groups} groups of experts, of which {kept} do not hold {top_k}")
+        raise NotRecognised(f"{groups} groups of experts, of which {kept} do not hold {top_k}")
     return Routing(
         top_k=top_k,
         is_sigmoid=is_own or getattr(router, "expert_selection_fn", None) == "sigmoid",
@@ -139,11 +139,11 @@ def scaled_routing_of(router: Any) -> tuple[Any, Norm, Routing]:
     """Product, norm and choice of a router with factors on both sides.
 
     Raises:
-        NotUsual: it is another router.
+        NotRecognised: it is another router.
     """
     parameters = {name for name, _ in router.named_parameters()}
     if parameters != {"scale", "per_expert_scale", "proj.weight"}:
-        raise NotUsual(f"a router with {', '.join(sorted(parameters))}")
+        raise NotRecognised(f"a router with {', '.join(sorted(parameters))}")
     hidden = router.proj.weight.shape[1]
     norm = norm_of(router.norm, hidden)
     scale = router.scale.detach().float() * float(router.scalar_root_size)

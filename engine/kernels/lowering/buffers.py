@@ -10,14 +10,14 @@ import torch
 from engine.attention.base import Int64s
 from engine.kernels.core.pages import Arena
 from engine.kernels.core.rows import SLACK, bytes_pitch, pitch_of
-from engine.kernels.exchange.exchange import Exchange, Shape
+from engine.kernels.exchange.exchange import ExpertExchange, ExpertShape
 from engine.kernels.lowering.scratch import Scratch
 
 MIN_TOKENS = 64
 """Tokens that the first buffers have room for; the room doubles as steps grow."""
 
 
-class Room(NamedTuple):
+class BufferRoom(NamedTuple):
     """Tokens of a step that buffers have room for; none at first."""
 
     own: int = 0
@@ -26,13 +26,13 @@ class Room(NamedTuple):
     total: int = 0
     """Tokens of all members of a group together."""
 
-    def holds(self, wanted: Room) -> bool:
+    def holds(self, wanted: BufferRoom) -> bool:
         return self.own > 0 and all(want <= room for want, room in zip(wanted, self, strict=True))
 
-    def grown(self, wanted: Room) -> Room:
+    def grown(self, wanted: BufferRoom) -> BufferRoom:
         """Room for at least as much, in powers of two."""
         powers = [1 << (max(want, MIN_TOKENS) - 1).bit_length() for want in wanted]
-        return Room(*map(max, powers, self))
+        return BufferRoom(*map(max, powers, self))
 
 
 class Needs(NamedTuple):
@@ -43,17 +43,17 @@ class Needs(NamedTuple):
     """Tokens of this rank; 0 before the last stage."""
     dtype: torch.dtype
     scratch: Mapping[str, Scratch]
-    exchanged: Shape | None
+    exchanged: ExpertShape | None
     """What the expert layers have in common; None without any."""
     rounds: bool
     """Whether some weights want rows in 8 bits."""
 
-    def rows_of(self, scratch: Scratch, room: Room) -> int:
+    def rows_of(self, scratch: Scratch, room: BufferRoom) -> int:
         """How many rows there are of one kind."""
         tokens = room.own if scratch.per == "token" else room.total
         return tokens * scratch.times + scratch.slack if scratch.width else 0
 
-    def rounded_bytes(self, room: Room) -> int:
+    def rounded_bytes(self, room: BufferRoom) -> int:
         """Bytes of rows in 8 bits, of the widest kind."""
         inputs = [each for each in self.scratch.values() if each.is_input and each.dtype is None]
         widest = max(self.hidden, *(each.width for each in inputs))
@@ -61,9 +61,9 @@ class Needs(NamedTuple):
         return (most + SLACK) * bytes_pitch(widest) if self.rounds else 0
 
 
-def num_bytes(needs: Needs, wanted: Room) -> int:
+def num_bytes(needs: Needs, wanted: BufferRoom) -> int:
     """Bytes that :class:`Buffers` take for this, with what experts exchange."""
-    room, dtype = Room().grown(wanted), needs.dtype
+    room, dtype = BufferRoom().grown(wanted), needs.dtype
     of_stream = dtype.itemsize * pitch_of(needs.hidden, dtype)
     total = of_stream * (3 * room.own + room.selected) + (4 * needs.vocab + 8) * room.selected
     for each in needs.scratch.values():
@@ -78,9 +78,9 @@ def num_bytes(needs: Needs, wanted: Room) -> int:
 
 
 class Buffers:
-    """Buffers for one :class:`Room`. Written lists of operations point to them."""
+    """Buffers for one :class:`BufferRoom`. Written lists of operations point to them."""
 
-    def __init__(self, needs: Needs, room: Room, exchange: Exchange | None) -> None:
+    def __init__(self, needs: Needs, room: BufferRoom, exchange: ExpertExchange | None) -> None:
         """``exchange``: of the expert layers, if there are any; its scratch is made here, too."""
         dtype, arena = needs.dtype, Arena()
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from engine.attention.base import LAYER_ATTRIBUTE, PLAN_KEYWORD
-from engine.kernels.core.stand_ins import Gives, NotUsual, distance, made_up, with_parts
+from engine.kernels.core.stand_ins import Gives, NotRecognised, distance, made_up, with_parts
 
 CLOSE = 1e-6
 """Distance of two ways to compute the same, if a factor was rounded to float32."""
@@ -75,11 +75,11 @@ def order_of(layer: Any, hidden: int) -> Order:
         parts |= {attention: Gives((results[attention], None)), mlp: Gives((results[mlp], None))}
         found = _run(layer, parts, rows)
     if any(len(part.given) != 1 for part in parts.values()):
-        raise NotUsual(f"{type(layer).__name__} does not use each of its parts once")
+        raise NotRecognised(f"{type(layer).__name__} does not use each of its parts once")
     given = {name: part.given[0].reshape(rows.shape) for name, part in parts.items()}
     if beside is not None:
         if not torch.equal(given.pop(beside), given[mlp]):
-            raise NotUsual(f"{type(layer).__name__} gives its two MLPs different rows")
+            raise NotRecognised(f"{type(layer).__name__} gives its two MLPs different rows")
         results[mlp] = results[mlp] + results.pop(beside)
     order = _ordered(type(layer).__name__, attention, mlp, rows, results, given, found)
     return replace(order, beside=beside)
@@ -121,7 +121,7 @@ def _ordered(
 
     before, behind = (giver(attention), giver(mlp)), (taker(attention), taker(mlp))
     if set(before + behind) - {None} != norms:
-        raise NotUsual(f"{layer} has a norm in another place")
+        raise NotRecognised(f"{layer} has a norm in another place")
     added = [results[norm or part] for norm, part in zip(behind, (attention, mlp), strict=True)]
     stream_factor, of_attention, _ = (
         torch.linalg.lstsq(
@@ -139,7 +139,7 @@ def _ordered(
         or distance(seen[0], rows) > CLOSE
         or not (is_parallel or distance(seen[1], sequential) < CLOSE)
     ):
-        raise NotUsual(f"{layer} adds up its parts in another way")
+        raise NotRecognised(f"{layer} adds up its parts in another way")
     names = before[0], behind[0], before[1], behind[1]
     return Order(attention, mlp, None, None, *names, is_parallel, factor, round(stream_factor, DIGITS))
 
@@ -152,7 +152,7 @@ def _order_of_both(layer: Any, hidden: int) -> Order:
     dense = [name for name in wide if name not in (attention, ROUTER, EXPERTS)]
     norms = [name for name in children if name not in wide]
     if not attention or len(dense) != 1 or any(True for _ in layer.named_parameters(recurse=False)):
-        raise NotUsual(f"{kind} has the parts {', '.join(sorted(children))}")
+        raise NotRecognised(f"{kind} has the parts {', '.join(sorted(children))}")
     mlp, rows = dense[0], made_up(1, 3, hidden, seed=1)
     names = [attention, mlp, EXPERTS, *norms]
     results = {name: made_up(1, 3, hidden, seed=2 + number) for number, name in enumerate(names)}
@@ -160,7 +160,7 @@ def _order_of_both(layer: Any, hidden: int) -> Order:
     parts |= {attention: Gives((results[attention], None)), ROUTER: Gives((None, None, None))}
     found = _run(layer, parts, rows)
     if any(len(part.given) != 1 for part in parts.values()):
-        raise NotUsual(f"{kind} does not use each of its parts once")
+        raise NotRecognised(f"{kind} does not use each of its parts once")
     given = {name: part.given[0].reshape(rows.shape) for name, part in parts.items()}
 
     inside = _inside(kind, mlp, norms, results, given)
@@ -178,12 +178,12 @@ def _inside(
     def norm(one: dict[str, torch.Tensor], other: torch.Tensor) -> str:
         found = [name for name in norms if torch.equal(one[name], other)]
         if len(found) != 1:
-            raise NotUsual(f"{kind} has a norm in another place")
+            raise NotRecognised(f"{kind} has a norm in another place")
         return found[0]
 
     before, before_mlp = norm(results, given[EXPERTS]), norm(results, given[mlp])
     if not all(torch.equal(given[name], given[before_mlp]) for name in (before, ROUTER)):
-        raise NotUsual(f"{kind} gives its MLP and its mixture different rows")
+        raise NotRecognised(f"{kind} gives its MLP and its mixture different rows")
     behind = norm(given, results[mlp]), norm(given, results[EXPERTS])
     return Inside(mlp, ROUTER, EXPERTS, before, *behind)
 
@@ -211,6 +211,6 @@ def _parts(layer: Any) -> tuple[str, str, str | None, list[str]]:
     )
     beside = mlp.pop() if len(mlp) == 2 and hasattr(children[mlp[0]], "experts") else None
     if len(attention) != 1 or len(mlp) != 1 or any(True for _ in layer.named_parameters(recurse=False)):
-        raise NotUsual(f"{type(layer).__name__} has the parts {', '.join(sorted(children))}")
+        raise NotRecognised(f"{type(layer).__name__} has the parts {', '.join(sorted(children))}")
     norms = [name for name in children if name not in (*attention, *mlp, beside)]
     return attention[0], mlp[0], beside, norms

@@ -21,10 +21,10 @@ from engine.kernels.core.operations import (
     CENTRED,
     SELECTED,
     OperationKind,
-    Operations,
+    OperationList,
 )
-from engine.kernels.core.stand_ins import NotUsual
-from engine.kernels.exchange.exchange import Exchange
+from engine.kernels.core.stand_ins import NotRecognised
+from engine.kernels.exchange.exchange import ExpertExchange
 from engine.kernels.exchange.sums import Area, OwnSums, Sums
 from engine.kernels.lowering.buffers import Buffers
 from engine.kernels.lowering.product import Product, Rows
@@ -47,7 +47,7 @@ class PartialSums(NamedTuple):
 class StepList:
     """The operations of a step, and where they are cut for an exchange through Python."""
 
-    operations: Operations
+    operations: OperationList
     cuts: list[tuple[int, Any]]
     """Ends of pieces, rising, and what comes after each.
 
@@ -83,7 +83,7 @@ class Writer:
         facts: WriterFacts,
         cache: NativeCache,
         buffers: Buffers,
-        exchange: Exchange | None,
+        exchange: ExpertExchange | None,
         sums: Sums | None,
     ) -> None:
         """``room``: most operations.
@@ -98,18 +98,18 @@ class Writer:
         """Sums written so far."""
         self._num_exchanges = 0
         self._cuts: list[tuple[int, Any]] = []
-        self._list = Operations(room)
+        self._list = OperationList(room)
         self.stream: torch.Tensor = buffers.stream
         """What the layers add to."""
         self.rows = 0
         """The flag that tells which rows it has."""
 
     def add(self, kind: OperationKind, **fields: Any) -> None:
-        """Append an operation (:meth:`engine.kernels.core.operations.Operations.add`)."""
+        """Append an operation (:meth:`engine.kernels.core.operations.OperationList.add`)."""
         self._list.add(kind, **fields)
 
     @property
-    def operations(self) -> Operations:
+    def operations(self) -> OperationList:
         """The list so far."""
         return self._list
 
@@ -169,7 +169,7 @@ class Writer:
         if norm is None:
             return self.multiply(product, self.stream, ADD, factor)
         if factor != 1.0:
-            raise NotUsual("a factor on what a norm gives")
+            raise NotRecognised("a factor on what a norm gives")
         self.multiply(product, self.buffers.branch)
         self.normalise(norm, self.buffers.branch, self.stream, self.hidden, flags=ADD)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from engine.kernels.core.operations import OperationKind
-from engine.kernels.core.stand_ins import NotUsual
+from engine.kernels.core.stand_ins import NotRecognised
 from engine.kernels.lowering.parts import Packing, PartPlace
 from engine.kernels.lowering.product import Product, Rows
 from engine.kernels.lowering.scratch import Scratch
@@ -61,19 +61,19 @@ def mlp_of(module: Any) -> Mlp:
     """The MLP of a module.
 
     Raises:
-        NotUsual: it has other parts.
+        NotRecognised: it has other parts.
     """
     projections = mlp_projections(module)
     if projections is None:
         children = {name for name, _ in module.named_children()}
-        raise NotUsual(f"{type(module).__name__} has the parts {', '.join(sorted(children))}")
+        raise NotRecognised(f"{type(module).__name__} has the parts {', '.join(sorted(children))}")
     *inward, down = [*map(whole, projections[:-1]), linear_of(projections[-1])]
     width = down.weight.shape[1]
     gate, up = (inward[0].weight, inward[-1].weight) if len(inward) == 2 else (None, inward[0].weight)
     if up.shape[0] == 2 * width:
         gate, up = rows_of(up, slice(0, width)), rows_of(up, slice(width, 2 * width))
     if up.shape[0] != width:
-        raise NotUsual("an MLP whose parts have different widths")
+        raise NotRecognised("an MLP whose parts have different widths")
     return Mlp(
         gate=gate,
         up=up,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engine.kernels.core.stand_ins import NotUsual, distance, made_up, with_parts
+from engine.kernels.core.stand_ins import NotRecognised, distance, made_up, with_parts
 from parallel.tensor_parallel import ParallelRMSNorm
 
 
@@ -85,10 +85,10 @@ def _parts(module: Any, width: int) -> tuple[torch.Tensor, torch.Tensor, float]:
     own = dict(module.named_parameters())
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not own.keys() <= {"weight", "bias"} or any(each.numel() != width for each in own.values()):
-        raise NotUsual(f"a norm of type {type(module).__name__}")
+        raise NotRecognised(f"a norm of type {type(module).__name__}")
     if not isinstance(eps, float):
         if own:
-            raise NotUsual(f"a norm of type {type(module).__name__} without a number that it adds")
+            raise NotRecognised(f"a norm of type {type(module).__name__} without a number that it adds")
         eps = _measured(module, width)
     weight, bias = (
         own[name].detach().flatten().to(torch.float32, copy=True) if name in own else otherwise

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.core.stand_ins import NotUsual, distance
+from engine.kernels.core.stand_ins import NotRecognised, distance
 
 
 class ActivationKind(enum.IntEnum):
@@ -59,7 +59,7 @@ def activation_of(module: Any) -> Activation:
     """The activation of an MLP."""
     act = next((getattr(module, name) for name in NAMES if hasattr(module, name)), None)
     if act is None:
-        raise NotUsual(f"{type(module).__name__} without an activation")
+        raise NotRecognised(f"{type(module).__name__} without an activation")
     if hasattr(act, "alpha_p") and hasattr(act, "alpha_n"):
         slope = float(act.beta)
         factors = F.softplus(act.alpha_p.detach().float()), slope + F.softplus(act.alpha_n.detach().float())
@@ -69,4 +69,4 @@ def activation_of(module: Any) -> Activation:
     for kind, known in KNOWN.items():
         if distance(found, known(given)) < CLOSE:
             return Activation(kind)
-    raise NotUsual(f"the activation {type(act).__name__}")
+    raise NotRecognised(f"the activation {type(act).__name__}")

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels.core.library import KernelLibrary
-from engine.kernels.core.operations import OperationKind, Operations, RecordedWeights
+from engine.kernels.core.operations import OperationKind, OperationList, RecordedWeights
 from engine.kernels.core.pages import Arena
 from engine.kernels.products.compression import can_compress, compressed
 from engine.kernels.products.quantized import EightBitPanels, QuantizedPanels, halves, quantized
@@ -136,7 +136,7 @@ def _written(parts: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> 
 
 
 def add_rounding(
-    operations: Operations,
+    operations: OperationList,
     weights: PackedWeights | None,
     rows: Any,
     rounded: torch.Tensor | None,

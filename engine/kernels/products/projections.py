@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from engine.kernels.core.stand_ins import NotUsual
+from engine.kernels.core.stand_ins import NotRecognised
 from engine.kernels.products.activations import NAMES as ACTIVATIONS
 from parallel.tensor_parallel import RowParallelLinear
 
@@ -55,10 +55,10 @@ def linear_of(module: Any) -> Linear:
     usual = is_turned or type(module) is torch.nn.Linear
     is_turned |= is_partial and module.is_turned
     if module.splits_input if is_partial else not usual:
-        raise NotUsual(f"a projection of type {type(module).__name__}")
+        raise NotRecognised(f"a projection of type {type(module).__name__}")
     weight = module.weight.data.t() if is_turned else module.weight
     if weight.shape[1] % 2:
-        raise NotUsual("an odd width")
+        raise NotRecognised("an odd width")
     return Linear(module, weight, module.bias, is_partial, is_turned)
 
 
@@ -66,7 +66,7 @@ def whole(module: Any) -> Linear:
     """A linear layer that has all of its inputs."""
     found = linear_of(module)
     if found.is_partial:
-        raise NotUsual("partial sums in the middle of a layer")
+        raise NotRecognised("partial sums in the middle of a layer")
     return found
 
 
@@ -94,7 +94,7 @@ def attention_projections(module: Any) -> tuple[dict[str, Any], str]:
     separate = [each for each in (SEPARATE, VALUES_OF_KEYS, QUERIES_ALONE) if names.issuperset(each)]
     inward = list(separate[0]) if separate else joined
     if len(out) != 1 or len(inward) not in (1, 2, 3):
-        raise NotUsual(f"{type(module).__name__} has the parts {', '.join(sorted(names))}")
+        raise NotRecognised(f"{type(module).__name__} has the parts {', '.join(sorted(names))}")
     return {name: getattr(module, name) for name in inward}, out[0]
 
 

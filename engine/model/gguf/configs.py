@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from engine.model.gguf.reading import UNQUANTISED, GgufError, Header
+from engine.model.gguf.reading import UNQUANTISED, GgufError, GgufHeader
 
 METHOD = "gguf"
 """``quant_method`` of a config.json that was made from a file."""
@@ -23,7 +23,7 @@ GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 class _Metadata:
     """Values of one architecture."""
 
-    def __init__(self, header: Header) -> None:
+    def __init__(self, header: GgufHeader) -> None:
         self.header, self._prefix = header, header.architecture
 
     def __contains__(self, name: str) -> bool:
@@ -49,7 +49,7 @@ class _Metadata:
         return int(numbers.pop())
 
 
-def config_of(header: Header, factors: Sequence[float] = ()) -> dict[str, Any]:
+def config_of(header: GgufHeader, factors: Sequence[float] = ()) -> dict[str, Any]:
     """The config.json of a file's model.
 
     ``factors``: numbers of :data:`FACTORS`, by which rotary frequencies are divided.
@@ -110,7 +110,7 @@ def _common(values: _Metadata) -> dict[str, Any]:
     }
 
 
-def _dtype(header: Header) -> str:
+def _dtype(header: GgufHeader) -> str:
     """What ``--dtype auto`` means: the type of the matrices, bfloat16 where they are quantised."""
     kinds = {tensor.type.name for tensor in header.tensors.values() if len(tensor.shape) > 1}
     if not kinds <= set(UNQUANTISED) or "BF16" in kinds:

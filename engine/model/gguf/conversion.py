@@ -24,7 +24,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
 from transformers.utils import logging
 
 from engine.model.gguf.configs import FACTORS, config_of
-from engine.model.gguf.reading import GgufError, Header, read_header
+from engine.model.gguf.reading import GgufError, GgufHeader, read_header
 
 TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 """Special tokens, and the names of their ids in the file."""
@@ -39,7 +39,7 @@ def convert(path: Path, target: Path) -> None:
     _tokenizer(header).save_pretrained(target)
 
 
-def _factors(path: Path, header: Header) -> list[float]:
+def _factors(path: Path, header: GgufHeader) -> list[float]:
     entry = header.tensors.get(FACTORS)
     if entry is None:
         return []
@@ -47,7 +47,7 @@ def _factors(path: Path, header: Header) -> list[float]:
     return [float(each) for each in found]
 
 
-def _tokenizer(header: Header) -> PreTrainedTokenizerFast:
+def _tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
     values = header.metadata
     renamed = {
         group: {

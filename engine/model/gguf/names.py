@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.model.gguf.configs import FACTORS
-from engine.model.gguf.reading import GgufError, Header, Shape
+from engine.model.gguf.reading import GgufError, GgufHeader, Shape
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ IGNORED = re.compile(rf"{re.escape(FACTORS)}|blk\.\d+\.attn_rot_embd\.weight")
 """Tensors that are no part of the model's layers."""
 
 
-def recipes_of(header: Header) -> dict[str, Recipe]:
+def recipes_of(header: GgufHeader) -> dict[str, Recipe]:
     """Recipes by transformers' names.
 
     Raises:
@@ -85,7 +85,7 @@ def recipes_of(header: Header) -> dict[str, Recipe]:
     }
 
 
-def _recipes(header: Header, tensor: str, shape: Shape) -> Iterator[tuple[str, Recipe]]:
+def _recipes(header: GgufHeader, tensor: str, shape: Shape) -> Iterator[tuple[str, Recipe]]:
     """What is made of a tensor; of one that another one begins, nothing."""
     architecture = header.architecture
     minus = 1.0 if architecture.startswith("gemma") and tensor.endswith("norm.weight") else 0.0
@@ -123,7 +123,7 @@ def _of_gpt_oss(begin: str, tensor: str, part: str, kind: str) -> Iterator[tuple
         yield f"{begin}.gate_up_proj{end}", Recipe((tensor, other), is_turned=is_turned)
 
 
-def _heads(header: Header, name: str) -> int:
+def _heads(header: GgufHeader, name: str) -> int:
     values, prefix = header.metadata, header.architecture
     found = values.get(f"{prefix}.{name}", values.get(f"{prefix}.attention.head_count", 0))
     return int(found[0] if isinstance(found, list) else found)

@@ -80,7 +80,7 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
-class Header:
+class GgufHeader:
     """What a file says before its numbers."""
 
     metadata: dict[str, Any]
@@ -92,7 +92,7 @@ class Header:
         return str(self.metadata["general.architecture"])
 
 
-def read_header(path: Path, *, texts: bool = False) -> Header:
+def read_header(path: Path, *, texts: bool = False) -> GgufHeader:
     """The header of a file. ``texts``: with arrays of text, which are the vocabulary.
 
     Raises:
@@ -116,7 +116,7 @@ class _Reading:
         self._path, self._content, self._texts = path, content, texts
         self._at = 0
 
-    def header(self) -> Header:
+    def header(self) -> GgufHeader:
         if self._content[:4] != MAGIC:
             raise GgufError(f"{self._path} does not begin as a GGUF file does: get it again")
         self._at = 4
@@ -151,7 +151,7 @@ class _Reading:
                     f"{self._path} ends before {tensor.name} does, at byte {len(self._content)} of at least "
                     f"{tensor.begin + tensor.num_bytes}: it was cut short, get it again"
                 )
-        return Header(metadata, tensors)
+        return GgufHeader(metadata, tensors)
 
     def _tensor(self) -> tuple[str, Shape, TensorType, int]:
         name, dimensions = self._text(), self._number("I")

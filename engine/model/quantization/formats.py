@@ -40,7 +40,7 @@ _GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 _READ = "compressed-tensors (int8, int4 and fp8), fp8, gptq, awq, mxfp4 and GGUF files"
 
 
-class Refused(ValueError):
+class UnsupportedFormat(ValueError):
     """Refusal of a quantised checkpoint.
 
     The text is the end of a sentence that says why, and what to do.
@@ -123,7 +123,7 @@ def why_refused(config: Mapping[str, Any]) -> str:
     """Words for weights quantised in a way that is not read; else empty."""
     try:
         format_of(config)
-    except Refused as refused:
+    except UnsupportedFormat as refused:
         return str(refused)
     return ""
 
@@ -150,9 +150,9 @@ def format_of(config: Mapping[str, Any]) -> Format | None:
         case "gptq":
             kind = str(found.get("checkpoint_format") or "gptq")
             if kind not in _GPTQ_OFFSETS:
-                raise Refused(_not_read(f"gptq in the layout {kind}"))
+                raise UnsupportedFormat(_not_read(f"gptq in the layout {kind}"))
             if found.get("dynamic"):
-                raise Refused(_not_read("gptq with different bits per layer ('dynamic')"))
+                raise UnsupportedFormat(_not_read("gptq with different bits per layer ('dynamic')"))
             sizes = _group_sizes([found])
             return Format(
                 method, ("gptq",), _bits(found, (4, 8)), group_sizes=sizes, zero_offset=_GPTQ_OFFSETS[kind]
@@ -160,9 +160,9 @@ def format_of(config: Mapping[str, Any]) -> Format | None:
         case "awq":
             version = str(found.get("version") or "gemm").lower()
             if version != "gemm":
-                raise Refused(_not_read(f"awq in the layout {version}"))
+                raise UnsupportedFormat(_not_read(f"awq in the layout {version}"))
             return Format(method, ("awq",), _bits(found, (4,)), group_sizes=_group_sizes([found]))
-    raise Refused(_not_read(str(method)))
+    raise UnsupportedFormat(_not_read(str(method)))
 
 
 def online_format(name: OnlineName) -> Format:
@@ -196,9 +196,11 @@ def why_not_so(config: Mapping[str, Any], name: str, *, reads_weights: bool) -> 
 def _compressed_tensors(found: Mapping[str, Any]) -> Format:
     sparse = found.get("sparsity_config")
     if isinstance(sparse, dict) and sparse.get("format") not in (None, "dense"):
-        raise Refused(_not_read(f"compressed-tensors in the sparse format {sparse['format']}"))
+        raise UnsupportedFormat(_not_read(f"compressed-tensors in the sparse format {sparse['format']}"))
     if found.get("transform_config"):
-        raise Refused(_not_read("compressed-tensors with transforms (rotations) of the activations"))
+        raise UnsupportedFormat(
+            _not_read("compressed-tensors with transforms (rotations) of the activations")
+        )
     layouts: dict[Layout, None] = {}
     blocks: set[tuple[int, int]] = set()
     activations: list[Activations] = []
@@ -207,10 +209,12 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Format:
     for group in _groups(found):
         named = str(group.get("format") or found.get("format"))
         if named not in _LAYOUTS:
-            raise Refused(_not_read(f"compressed-tensors in the format {named}"))
+            raise UnsupportedFormat(_not_read(f"compressed-tensors in the format {named}"))
         weights = group.get("weights")
         if not isinstance(weights, dict):
-            raise Refused("has a group in its quantization_config that says nothing about 'weights'")
+            raise UnsupportedFormat(
+                "has a group in its quantization_config that says nothing about 'weights'"
+            )
         layouts[_LAYOUTS[named]] = None
         all_weights.append(weights)
         if block := _block(weights.get("block_structure")):
@@ -218,7 +222,7 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Format:
         rounds |= bool(group.get("input_activations"))
         activations.append(_activations(group))
     if len(blocks) > 1:
-        raise Refused(_not_read("compressed-tensors with blocks of several sizes"))
+        raise UnsupportedFormat(_not_read("compressed-tensors with blocks of several sizes"))
     return Format(
         "compressed-tensors",
         tuple(layouts),
@@ -237,7 +241,9 @@ def _activations(group: Mapping[str, Any]) -> Activations:
         try:
             re.compile(each.removeprefix("re:"))
         except re.error as error:
-            raise Refused(f"has a quantization_config with the pattern {each!r}: {error}") from error
+            raise UnsupportedFormat(
+                f"has a quantization_config with the pattern {each!r}: {error}"
+            ) from error
     if not isinstance(given, dict):
         return Activations(targets, is_rounded=False)
     return Activations(
@@ -253,17 +259,19 @@ def _activations(group: Mapping[str, Any]) -> Activations:
 def _groups(found: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     groups = found.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise Refused("has a quantization_config without 'config_groups': it does not say what is quantised")
+        raise UnsupportedFormat(
+            "has a quantization_config without 'config_groups': it does not say what is quantised"
+        )
     for name, group in groups.items():
         if not isinstance(group, dict):
-            raise Refused(f"has a quantization_config whose group {name} is no object")
+            raise UnsupportedFormat(f"has a quantization_config whose group {name} is no object")
         yield group
 
 
 def _bits(found: Mapping[str, Any], possible: tuple[int, ...]) -> int:
     bits = found.get("bits", found.get("w_bit"))
     if bits not in possible:
-        raise Refused(_not_read(f"{found.get('quant_method')} with {bits} bits"))
+        raise UnsupportedFormat(_not_read(f"{found.get('quant_method')} with {bits} bits"))
     return int(bits)
 
 
@@ -286,7 +294,9 @@ def _block(given: Any) -> tuple[int, int] | None:
     except (TypeError, ValueError):
         outputs = inputs = 0
     if outputs < 1 or inputs < 1:
-        raise Refused(f"has a quantization_config with blocks of size {given!r}: two numbers are expected")
+        raise UnsupportedFormat(
+            f"has a quantization_config with blocks of size {given!r}: two numbers are expected"
+        )
     return outputs, inputs
 
 

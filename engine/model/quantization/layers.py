@@ -46,7 +46,7 @@ def round_inputs(module: Any) -> bool:
     return has_experts
 
 
-def keep_codes(weight: torch.Tensor, name: str, reader: CodesReader) -> None:
+def attach_expert_codes(weight: torch.Tensor, name: str, reader: CodesReader) -> None:
     """Let a parameter of experts know its codes, and multiply as they ask for.
 
     ``name``: of the parameter.

@@ -32,7 +32,7 @@ from engine.attention.kv_codes import KVCodes
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
 from engine.kernels.core.library import KernelLibrary
-from engine.kernels.core.operations import OperationKind, Operations, StepArguments
+from engine.kernels.core.operations import OperationKind, OperationList, StepArguments
 from engine.kernels.core.rows import SLACK, pitch_of
 from examples.benchmarks.bench_lockstep import print_table
 from examples.benchmarks.roofline import BLOCK, Rows, limits, packed_step
@@ -123,10 +123,10 @@ class Layers:
 
         return run
 
-    def _operations(self, number: int, queries: torch.Tensor, out: torch.Tensor) -> Operations:
+    def _operations(self, number: int, queries: torch.Tensor, out: torch.Tensor) -> OperationList:
         heads, cache = self._heads, self._cache
         keys, values = cache.keys[number], cache.values[number]
-        operations = Operations(2)
+        operations = OperationList(2)
         shape = {"a": heads.queries, "b": heads.kv, "c": heads.dim, "d": heads.window, "n": heads.dim}
         kept = {"codes": cache.codes, "scales": cache.scales[number]}
         operations.add(OperationKind.QKV, into=queries, out=values, extra=keys, **shape, **kept)

@@ -17,8 +17,8 @@ from coordinator.config import MeshConfig
 from coordinator.process import process
 from coordinator.rpc import keys, own_key
 from coordinator.settings.flags import Count, Natural, Port, flag, parse
-from engine.probe.facts import Failed, Links
-from engine.probe.links import Ask
+from engine.probe.facts import LinkFacts, ProbeFailed
+from engine.probe.links import ProbeRequest
 from router.tools.doctor import gpu, links, machine, mesh, network, packages, ports, rdma
 from router.tools.doctor.findings import Finding, Level, broken, ok, worst
 from router.tools.doctor.report import print_report, report_of
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     return process.EXIT_FAILED if report.level is Level.BROKEN else 0
 
 
-def examine(config: DoctorConfig) -> tuple[list[Finding], Links | None]:
+def examine(config: DoctorConfig) -> tuple[list[Finding], LinkFacts | None]:
     """All checks of these settings; only the first ones where Lockstep cannot run."""
     findings = packages.check_python()
     if worst(findings) is Level.BROKEN:  # what the others look at is not there
@@ -99,10 +99,10 @@ def examine(config: DoctorConfig) -> tuple[list[Finding], Links | None]:
         *network.check_network(of_machine.has_gpu),
         *rdma.check_rdma(rdma.read_rdma()),
     ]
-    found: Links | Failed | None = None
+    found: LinkFacts | ProbeFailed | None = None
     if config.nnodes > 1:
         assert config.master_addr is not None
-        ask = Ask(
+        ask = ProbeRequest(
             rank=config.node_rank,
             size=config.nnodes,
             master_address=config.master_addr,
@@ -113,7 +113,7 @@ def examine(config: DoctorConfig) -> tuple[list[Finding], Links | None]:
         )
         found = links.ask_links(ask)
         findings += links.check_links(found, ask)
-    return findings, found if isinstance(found, Links) else None
+    return findings, found if isinstance(found, LinkFacts) else None
 
 
 def _check_mesh(config: DoctorConfig) -> list[Finding]:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from coordinator.addresses import is_loopback
-from engine.probe.facts import Failed, HostFacts, Links, Timing
-from engine.probe.links import Ask
+from engine.probe.facts import HostFacts, LinkFacts, ProbeFailed, Timing
+from engine.probe.links import ProbeRequest
 from router.tools.doctor.findings import Finding, broken, note, ok, warning
 
 AREA = "links"
@@ -25,26 +25,26 @@ MOST_SECONDS = 900.0
 """For everything, whatever the size of the group."""
 
 
-def ask_links(ask: Ask) -> Links | Failed:
+def ask_links(ask: ProbeRequest) -> LinkFacts | ProbeFailed:
     """Start the child of this host, and wait for what the group finds out."""
     argument = msgspec.json.encode(ask).decode()
     command = [sys.executable, "-P", "-m", "engine.probe.links", argument]
     try:
         done = subprocess.run(command, capture_output=True, timeout=MOST_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return Failed(f"not done after {MOST_SECONDS:.0f} s")
+        return ProbeFailed(f"not done after {MOST_SECONDS:.0f} s")
     try:
-        return msgspec.json.decode(done.stdout, type=Links)
+        return msgspec.json.decode(done.stdout, type=LinkFacts)
     except msgspec.ValidationError:
-        return msgspec.json.decode(done.stdout, type=Failed)
+        return msgspec.json.decode(done.stdout, type=ProbeFailed)
     except msgspec.DecodeError:
         lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no output"]
-        return Failed(f"the child that measures ended with status {done.returncode}: {lines[-1]}")
+        return ProbeFailed(f"the child that measures ended with status {done.returncode}: {lines[-1]}")
 
 
-def check_links(found: Links | Failed, ask: Ask) -> list[Finding]:
+def check_links(found: LinkFacts | ProbeFailed, ask: ProbeRequest) -> list[Finding]:
     """Findings about the hosts and each pair of them."""
-    if isinstance(found, Failed):
+    if isinstance(found, ProbeFailed):
         flags = f"--nnodes {ask.size} --master-addr {ask.master_address} --master-port {ask.master_port}"
         fix = (
             f"run `lockstep doctor {flags} --node-rank RANK` on each host; firewalls must let these ports by"
@@ -58,7 +58,7 @@ def name_of(host: HostFacts) -> str:
     return f"{host.host} ({host.address})"
 
 
-def _key(ask: Ask) -> Iterator[Finding]:
+def _key(ask: ProbeRequest) -> Iterator[Finding]:
     if ask.mesh_key_file is None and not is_loopback(ask.master_address):
         text = "measured without a mesh key: anybody could have taken part"
         yield note(AREA, "key", text, "give --mesh-key-file, as the mesh will need it")
@@ -97,7 +97,7 @@ def _differences(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
         yield warning(AREA, "MTU", text, "ip link set DEVICE mtu, the same on all hosts and switches between")
 
 
-def _pairs(found: Links) -> Iterator[Finding]:
+def _pairs(found: LinkFacts) -> Iterator[Finding]:
     """Each pair by its smallest and largest all-gather."""
     for ranks in sorted({tuple(timing.ranks) for timing in found.timings if len(timing.ranks) == 2}):
         gathers = [

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 import msgspec
 
 from coordinator.distribution import DISTRIBUTION
-from engine.probe.facts import Failed, TorchFacts
+from engine.probe.facts import ProbeFailed, TorchFacts
 from parallel.devices import has_device
 from router.tools.doctor.findings import Finding, broken, note, ok, warning
 
@@ -102,25 +102,25 @@ def check_extras(installed: Callable[[str], str] = version) -> list[Finding]:
     return [ok(AREA, "extras", ", ".join(have + lack))]
 
 
-def ask_torch() -> TorchFacts | Failed:
+def ask_torch() -> TorchFacts | ProbeFailed:
     """Facts about torch, from a child process."""
     command = [sys.executable, "-P", "-m", "engine.probe.torch_build"]
     try:
         done = subprocess.run(command, capture_output=True, timeout=PROBE_TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
-        return Failed(f"loading it took more than {PROBE_TIMEOUT:.0f} s")
+        return ProbeFailed(f"loading it took more than {PROBE_TIMEOUT:.0f} s")
     try:
         return msgspec.json.decode(done.stdout, type=TorchFacts)
     except msgspec.ValidationError:
-        return msgspec.json.decode(done.stdout, type=Failed)
+        return msgspec.json.decode(done.stdout, type=ProbeFailed)
     except msgspec.DecodeError:  # it crashed
         lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no output"]
-        return Failed(f"the child that loads it ended with status {done.returncode}: {lines[-1]}")
+        return ProbeFailed(f"the child that loads it ended with status {done.returncode}: {lines[-1]}")
 
 
-def check_torch(facts: TorchFacts | Failed, has_gpu: bool | None = None) -> list[Finding]:
+def check_torch(facts: TorchFacts | ProbeFailed, has_gpu: bool | None = None) -> list[Finding]:
     """torch and its devices. ``has_gpu``: whether the kernel shows one."""
-    if isinstance(facts, Failed):
+    if isinstance(facts, ProbeFailed):
         return [
             broken(AREA, "torch", f"cannot be loaded: {facts.error}", "install torch and transformers again")
         ]

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from engine.probe.facts import Links, Timing
+from engine.probe.facts import LinkFacts, Timing
 from router.tools.doctor.findings import Finding, Level, worst
 from router.tools.doctor.links import name_of
 
@@ -22,11 +22,11 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     level: Level
     """The worst of all findings."""
     findings: list[Finding]
-    links: Links | None
+    links: LinkFacts | None
     """What the hosts measured, if they were asked to."""
 
 
-def report_of(findings: list[Finding], links: Links | None) -> DoctorReport:
+def report_of(findings: list[Finding], links: LinkFacts | None) -> DoctorReport:
     return DoctorReport(level=worst(findings), findings=findings, links=links)
 
 
@@ -60,7 +60,7 @@ def _findings_table(findings: list[Finding]) -> Table:
     return table
 
 
-def _links_table(links: Links) -> Table:
+def _links_table(links: LinkFacts) -> Table:
     """A table with a row per group and size and a column per collective.
 
     Each cell has the median time and the bytes sent in it.

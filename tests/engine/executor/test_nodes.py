@@ -23,12 +23,12 @@ from engine.executor.nodes.messages import (
     Alive,
     Hire,
     Hired,
-    Leaving,
+    MessageFromWorker,
+    MessageToWorker,
     NodeEnd,
     NodeJoin,
+    NodeLeaving,
     NodeWait,
-    Said,
-    Tell,
     ToNode,
 )
 from engine.executor_contract import CannotStart
@@ -110,10 +110,10 @@ class OtherHost(threading.Thread):
                 case Hire():
                     connection.send(Hired({1: 4711}))
                     said = Alive()
-                case Tell(number, payload):
-                    connection.send(Said(number, payload))
+                case MessageToWorker(number, payload):
+                    connection.send(MessageFromWorker(number, payload))
                 case NodeEnd(_, reason):
-                    connection.send(Leaving(reason))
+                    connection.send(NodeLeaving(reason))
         receiving.cancel()
         connection.close()
         context.term()

@@ -24,7 +24,7 @@ from engine.attention import triton_paged
 from engine.attention.base import LayerShape, PackedRows, Scoring
 from engine.gpu import coded_kernels, coded_products, fused_launches, grouped_products
 from engine.gpu.coded_products import DeviceCodes
-from engine.gpu.late_rotary import Turn
+from engine.gpu.late_rotary import LateRotation
 from engine.model.quantization.rounding import Rounding
 from tests.engine.gpu.compiling import META, Compiled, compiling
 from tests.nightly import NIGHTLY
@@ -131,7 +131,7 @@ class Steps:
         fused_launches.rotate(query, key, angles, angles)
         sinks = empty(sizes.heads, dtype=dtype) if sizes.has_sinks else None
         qkv = (query[0], key[0], value.transpose(1, 2)[0])
-        turn = Turn(angles, angles)
+        turn = LateRotation(angles, angles)
         for more in ({}, {"turn": turn}):
             plan.attend(0, *qkv, Scoring(0.1, sizes.softcap, sinks), **more)
         fused_launches.gated(empty(1, tokens, 2 * sizes.inner, dtype=dtype), tanh=sizes.softcap is not None)

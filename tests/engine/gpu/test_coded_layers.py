@@ -16,7 +16,7 @@ from engine.gpu.coded_products import DeviceCodes, round_rows
 from engine.gpu.grouped_products import Pairs
 from engine.model import weights
 from engine.model.checkpoint import read_model_info
-from engine.model.coded_layers import keep_codes, widen_again
+from engine.model.coded_layers import keep_weights_packed, widen_again
 from engine.model.expert_weights import expert_modules
 from engine.model.quantization.device_codes import device_codes
 from engine.model.quantization.matrices import Codes
@@ -255,7 +255,7 @@ def test_experts_are_widened_again_where_other_kernels_fail(
 def test_what_has_no_codes_is_left_as_it_was() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     before = model[0].weight
-    assert not keep_codes(model, CPU, experts=True).counts
+    assert not keep_weights_packed(model, CPU, experts=True).counts
     assert model[0].weight is before
     widen_again([model])
 

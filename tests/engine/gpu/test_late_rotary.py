@@ -19,7 +19,7 @@ from engine.attention.base import (
     paged_attention,
 )
 from engine.gpu import fused_launches, fused_layers
-from engine.gpu.late_rotary import LATE, Turn, hands_over, turn_late
+from engine.gpu.late_rotary import LATE, LateRotation, hands_over, turn_late
 from tests.engine.tiny_models import FAMILIES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -45,7 +45,9 @@ def test_one_kernel_gives_the_bits_of_two(dtype: torch.dtype, dims: tuple[int, i
     wanted_keys, wanted_values = keys.clone(), values.clone()
     turned_query, turned_key = fused_launches.rotate(query, key, cos, sin)
     wanted_keys[slots], wanted_values[slots] = turned_key[0].transpose(0, 1), value[0].transpose(0, 1)
-    found = fused_launches.rotate_and_store(Turn(cos, sin), query[0], key[0], value[0], keys, values, slots)
+    found = fused_launches.rotate_and_store(
+        LateRotation(cos, sin), query[0], key[0], value[0], keys, values, slots
+    )
     assert torch.equal(found, turned_query[0])
     assert torch.equal(keys, wanted_keys)
     assert torch.equal(values, wanted_values)
@@ -104,7 +106,7 @@ def test_the_check_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     launch = fused_launches.rotate_and_store
     for wrong in (
         lambda turn, query, key, value, *rest: launch(turn, query, key, value * 2, *rest),
-        lambda turn, *rest: launch(Turn(turn.sin, turn.cos), *rest),
+        lambda turn, *rest: launch(LateRotation(turn.sin, turn.cos), *rest),
     ):
         monkeypatch.setattr(fused_launches, "rotate_and_store", wrong)
         assert not fused_layers.stores_alike()
@@ -161,10 +163,10 @@ def test_only_layers_that_hand_both_over_as_they_are_turn_late() -> None:
 def test_what_was_changed_on_its_way_is_an_error() -> None:
     query, key, cos = torch.ones(1, 2, 3, 4), torch.ones(1, 1, 3, 4), torch.ones(1, 3, 4)
     assert LATE.take(query, key) is None
-    LATE.put(query, key, Turn(cos, cos))
+    LATE.put(query, key, LateRotation(cos, cos))
     with pytest.raises(RuntimeError, match="changed its queries or keys"):
         LATE.take(query * 2, key)
     assert LATE.take(query, key) is None, "once"
-    LATE.put(query, key, Turn(cos, cos))
+    LATE.put(query, key, LateRotation(cos, cos))
     with pytest.raises(RuntimeError, match="changed its queries or keys"):
-        LATE.put(query, key, Turn(cos, cos))
+        LATE.put(query, key, LateRotation(cos, cos))

@@ -104,7 +104,7 @@ def quantise(model: Any, *, rounded: bool) -> list[fused_layers.MergedLinear]:
     for path, parameter in model.named_parameters():
         if path.endswith(("_proj.weight", "gate_up_proj", "down_proj")):
             setattr(parameter, CODES, Known(parameter, rounded=rounded))
-    kept = coded_layers.keep_codes(model, torch.device("cuda"), experts=True)
+    kept = coded_layers.keep_weights_packed(model, torch.device("cuda"), experts=True)
     assert not any("widened" in what for what in kept.counts), kept.counts
     return kept.merged
 

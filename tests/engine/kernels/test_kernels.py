@@ -24,12 +24,19 @@ from engine.kernels import program as program_module
 from engine.kernels.cache import native_cache as cache_module
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
-from engine.kernels.core.operations import ADD, AS_FLOAT, SELECTED, OperationKind, Operations, StepArguments
+from engine.kernels.core.operations import (
+    ADD,
+    AS_FLOAT,
+    SELECTED,
+    OperationKind,
+    OperationList,
+    StepArguments,
+)
 from engine.kernels.core.rows import SLACK, pitch_of
-from engine.kernels.core.stand_ins import NotUsual
+from engine.kernels.core.stand_ins import NotRecognised
+from engine.kernels.decode_continuation import DecodeContinuation
 from engine.kernels.decoder import recognise
 from engine.kernels.experts.packed_experts import NativeExperts
-from engine.kernels.going_on import GoingOn
 from engine.kernels.make import bytes_for_program, make_program
 from engine.kernels.products.packing import gate_and_up, panels
 from engine.kernels.program import Program
@@ -71,7 +78,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> No
 
 def run(kind: OperationKind, tokens: int, dtype: torch.dtype, **fields: object) -> None:
     assert KERNELS is not None
-    operations = Operations(1)
+    operations = OperationList(1)
     operations.add(kind, **fields)
     operations.run(KERNELS, StepArguments(tokens=tokens), dtype)
 
@@ -156,7 +163,7 @@ def test_attention(dim: int, group: int, apart: bool, dtype: torch.dtype) -> Non
         plan, tokens = cache.plan(packed, np.array(wanted)), int(packed.counts.sum())
         x = random(tokens, width, dtype=dtype)
         into, out = spaced(x), spaced(torch.zeros(tokens, heads * dim, dtype=dtype))
-        operations = Operations(3)
+        operations = OperationList(3)
         keys, values = cache.keys[0], cache.values[0]
         operations.add(OperationKind.QKV, into=into, out=values, extra=keys, **shape)
         operations.add(
@@ -224,7 +231,7 @@ def test_the_best_is_what_numpy_finds(width: int) -> None:
     logits[3, -1] = torch.inf
     logits[4, 0], logits[4, 1:] = -0.0, 0.0
     found = torch.full((7,), -1)
-    operations = Operations(1)
+    operations = OperationList(1)
     operations.add(OperationKind.CHOOSE, into=logits, out=found, n=width)
     operations.run(KERNELS, StepArguments(selected=7), torch.float32)
     assert found.tolist() == [-1] * 7, "nobody wants to know"
@@ -430,11 +437,11 @@ class Counted(Program):
     """A program that counts consecutive decode steps, and may refuse them."""
 
     refuses = False
-    gone_on = 0
+    continued = 0
 
-    def go_on(self, new_blocks: Mapping[int, Sequence[int]]) -> list[int] | None:
-        tokens = None if self.refuses else super().go_on(new_blocks)
-        self.gone_on += tokens is not None
+    def continue_rows(self, new_blocks: Mapping[int, Sequence[int]]) -> list[int] | None:
+        tokens = None if self.refuses else super().continue_rows(new_blocks)
+        self.continued += tokens is not None
         return tokens
 
 
@@ -447,7 +454,7 @@ def test_steps_that_go_on_equal_those_that_are_packed(
     """
     monkeypatch.setattr(cache_module, "SPARE_BLOCKS", 1)
     monkeypatch.setattr(program_module, "MIN_POSITIONS", 16)
-    monkeypatch.setattr(GoingOn, "MOST", 7)
+    monkeypatch.setattr(DecodeContinuation, "MOST", 7)
     programs = [program_of(model, Counted) for _ in range(3)]
     programs[1].refuses = True
     monkeypatch.setattr(programs[2], "can_choose", lambda *_: False)
@@ -481,8 +488,8 @@ def test_steps_that_go_on_equal_those_that_are_packed(
                         next(each for each in asked if each.slot == slot).token_ids[-1]
                         for slot in driver.steps[-1].slots
                     ]
-    assert steps / 2 < programs[0].gone_on < steps
-    assert programs[1].gone_on == programs[2].gone_on == 0
+    assert steps / 2 < programs[0].continued < steps
+    assert programs[1].continued == programs[2].continued == 0
     for one, *others in zip(*[driver.slots for driver in drivers], strict=True):
         assert len(one.output_ids) > 10
         assert [one.token_ids] * 2 == [other.token_ids for other in others]
@@ -495,7 +502,7 @@ def test_a_step_that_came_to_no_end_is_packed_when_it_runs_again(model: LoadedMo
     pairs = [each.add([5, 6, 7], SamplingParams(temperature=0.0)) for each in (driver, undisturbed)]
     undisturbed.generate([pairs[1]], 8)
     driver.generate([pairs[0]], 4)
-    before, run_list = program.gone_on, program._run
+    before, run_list = program.continued, program._run
 
     def lost(*_: object) -> None:
         run_list(*_)  # type: ignore[arg-type]
@@ -506,10 +513,10 @@ def test_a_step_that_came_to_no_end_is_packed_when_it_runs_again(model: LoadedMo
     with pytest.raises(OSError, match="a peer"):
         driver.runner.run(step)
     program._run = run_list  # type: ignore[method-assign]
-    assert program.gone_on == before > 0
+    assert program.continued == before > 0
     driver.generate([pairs[0]], 4)
     assert pairs[0].token_ids == pairs[1].token_ids
-    assert program.gone_on == before + 3
+    assert program.continued == before + 3
 
 
 def test_what_an_earlier_owner_left_in_a_block_is_not_seen(model: LoadedModel) -> None:
@@ -526,7 +533,7 @@ def test_what_an_earlier_owner_left_in_a_block_is_not_seen(model: LoadedModel) -
 def test_a_model_of_another_kind_is_told_apart(tmp_path: Path) -> None:
     info = read_model_info(make_family(tmp_path, "bitnet"))
     model = load_model(info, ModelConfig(), dtype=torch.float32, device=torch.device("cpu"))
-    with pytest.raises(NotUsual, match="BitNetMLP has the parts"):
+    with pytest.raises(NotRecognised, match="BitNetMLP has the parts"):
         recognise(model.module, model.layers, model.dtype)
 
 

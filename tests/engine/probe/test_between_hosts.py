@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from coordinator.rpc import keys
-from engine.probe.facts import Failed, Links
-from engine.probe.links import Ask
+from engine.probe.facts import LinkFacts, ProbeFailed
+from engine.probe.links import ProbeRequest
 from tests.mesh.hosts import Host, two_hosts, why_not
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
@@ -39,17 +39,17 @@ def key(tmp_path: Path) -> str:
 
 def measure(
     hosts: tuple[Host, Host], of_head: str | None, of_other: str | None, patience: float = SECONDS
-) -> list[Links | Failed]:
+) -> list[LinkFacts | ProbeFailed]:
     """What each of the two finds out."""
 
-    def probe(rank: int, key: str | None) -> Links | Failed:
-        ask = Ask(
+    def probe(rank: int, key: str | None) -> LinkFacts | ProbeFailed:
+        ask = ProbeRequest(
             rank=rank, size=2, master_address=hosts[0].address, master_port=29500, own_address=None,
             timeout=patience, mesh_key_file=key,
         )  # fmt: skip
         argument = msgspec.json.encode(ask).decode()
         done = hosts[rank].run(sys.executable, "-P", "-m", "engine.probe.links", argument, timeout=90)
-        return msgspec.json.decode(done.stdout, type=Failed if '"error"' in done.stdout else Links)
+        return msgspec.json.decode(done.stdout, type=ProbeFailed if '"error"' in done.stdout else LinkFacts)
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(probe, (0, 1), (of_head, of_other)))
@@ -58,7 +58,7 @@ def measure(
 @pytest.mark.nightly
 def test_both_measure_the_same_over_links_with_the_key(hosts: tuple[Host, Host], key: str) -> None:
     one, other = measure(hosts, key, key)
-    assert isinstance(one, Links)
+    assert isinstance(one, LinkFacts)
     assert one == other
     assert [each.address for each in one.hosts] == [each.address for each in hosts]
     assert all(each.seconds > 0 for each in one.timings)
@@ -69,9 +69,9 @@ def test_who_has_another_key_is_refused_at_once_and_hears_why(
 ) -> None:
     keys.write(keys.generate(), tmp_path / "their.key")
     head, other = measure(hosts, key, str(tmp_path / "their.key"), patience=3.0)
-    assert isinstance(head, Failed)
+    assert isinstance(head, ProbeFailed)
     assert "node rank 1 did not come within 3 s; 1 connections were refused: do all have" in head.error
-    assert isinstance(other, Failed)
+    assert isinstance(other, ProbeFailed)
     assert f"{hosts[0].address}:29500 is not to be used: it has another mesh key" in other.error
 
 
@@ -81,7 +81,7 @@ def test_a_firewall_is_named_within_seconds(hosts: tuple[Host, Host], key: str) 
     began = time.monotonic()
     with hosts[0].dropping(hosts[1].address):
         _, other = measure(hosts, key, key, patience=8.0)
-    assert isinstance(other, Failed)
+    assert isinstance(other, ProbeFailed)
     assert f"no answer at all from {hosts[0].address}:29500 within 5 s: a firewall drops" in other.error
     assert time.monotonic() - began < SECONDS
 
@@ -95,6 +95,6 @@ def test_an_mtu_hole_is_named_on_both_hosts(hosts: tuple[Host, Host], key: str) 
     other.announce_segments(1460)
     began = time.monotonic()
     for each in measure(hosts, key, key):
-        assert isinstance(each, Failed)
+        assert isinstance(each, ProbeFailed)
         assert "small packets pass on the way from there and large ones do not" in each.error
     assert time.monotonic() - began < SECONDS / 2

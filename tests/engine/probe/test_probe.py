@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import torch
 
-from engine.probe.facts import Failed, Links, TorchFacts
-from engine.probe.links import Ask
+from engine.probe.facts import LinkFacts, ProbeFailed, TorchFacts
+from engine.probe.links import ProbeRequest
 from parallel import measure
 from parallel.links.infiniband import active_ports
 from tests.mesh.harness import free_port
@@ -33,7 +33,7 @@ def test_torch_tells_what_it_is() -> None:
 
 
 def child(rank: int, size: int, port: int, timeout: float, address: str = "127.0.0.1") -> bytes:
-    ask = Ask(
+    ask = ProbeRequest(
         rank=rank, size=size, master_address=address, master_port=port, own_address=None, timeout=timeout
     )
     return subprocess.run(
@@ -59,7 +59,7 @@ def test_three_hosts_measure_each_pair_and_all_together() -> None:
     for thread in threads:
         thread.join()
     assert said[0] == said[1] == said[2], said
-    links = msgspec.json.decode(said[0], type=Links)
+    links = msgspec.json.decode(said[0], type=LinkFacts)
     assert [each.rank for each in links.hosts] == [0, 1, 2]
     assert {each.interface for each in links.hosts} == {"lo"}
     groups = [[0, 1], [0, 2], [1, 2], [0, 1, 2]]
@@ -81,7 +81,7 @@ def test_three_hosts_measure_each_pair_and_all_together() -> None:
 )
 def test_who_does_not_come_is_named_in_bounded_time(rank: int, address: str, error: str) -> None:
     began = time.monotonic()
-    failed = msgspec.json.decode(child(rank, 2, free_port(), 1.0, address), type=Failed)
+    failed = msgspec.json.decode(child(rank, 2, free_port(), 1.0, address), type=ProbeFailed)
     assert error in failed.error
     assert time.monotonic() - began < 60
 

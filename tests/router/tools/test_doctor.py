@@ -22,8 +22,8 @@ from coordinator.records import Rules
 from coordinator.rpc import keys
 from coordinator.server import Coordinator
 from coordinator.settings import flags
-from engine.probe.facts import Device, Failed, HostFacts, Links, Timing, TorchFacts
-from engine.probe.links import Ask
+from engine.probe.facts import Device, HostFacts, LinkFacts, ProbeFailed, Timing, TorchFacts
+from engine.probe.links import ProbeRequest
 from router.tools.doctor import command, links, machine, mesh, network, packages, ports
 from router.tools.doctor.findings import Finding, Level, broken, note, ok, warning, worst
 from router.tools.doctor.gpu import TritonFacts, check_triton, read_triton
@@ -105,10 +105,12 @@ H200 = Device("NVIDIA H200", 139 * GIB, "9.0")
         (REPLACE(TORCH, cuda="13.0"), True, Level.WARNING, "torch for CUDA 13.0 does not see it"),
         (REPLACE(TORCH, cuda="13.0", devices=[H200], nccl="2.28"), True, Level.OK, "NVIDIA H200 (139 GiB, sm 9.0); NCCL 2.28"),
         (REPLACE(TORCH, gloo=False), False, Level.BROKEN, "no gloo"),
-        (Failed("ImportError: libgomp"), False, Level.BROKEN, "cannot be loaded: ImportError: libgomp"),
+        (ProbeFailed("ImportError: libgomp"), False, Level.BROKEN, "cannot be loaded: ImportError: libgomp"),
     ],
 )  # fmt: skip
-def test_torch_and_its_devices(facts: TorchFacts | Failed, has_gpu: bool, level: Level, text: str) -> None:
+def test_torch_and_its_devices(
+    facts: TorchFacts | ProbeFailed, has_gpu: bool, level: Level, text: str
+) -> None:
     findings = packages.check_torch(facts, has_gpu)
     assert worst(findings) is level
     assert any(text in each.text for each in findings), findings
@@ -121,7 +123,7 @@ def test_a_torch_that_crashes_is_told_from_one_that_fails(
     broken_python.write_text("#!/bin/sh\necho 'Illegal instruction' >&2\nexit 132\n")
     broken_python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(broken_python))
-    assert packages.ask_torch() == Failed(
+    assert packages.ask_torch() == ProbeFailed(
         "the child that loads it ended with status 132: Illegal instruction"
     )
 
@@ -321,7 +323,7 @@ def test_no_mesh_is_broken() -> None:
 
 # ---- between hosts
 
-ASK = Ask(
+ASK = ProbeRequest(
     rank=0,
     size=2,
     master_address="10.0.0.1",
@@ -340,7 +342,7 @@ def host(rank: int, **changes: Any) -> HostFacts:
     return REPLACE(facts, **changes)
 
 
-def found(latency: float = 100e-6, rate: float = 1e9, **changes: Any) -> Links:
+def found(latency: float = 100e-6, rate: float = 1e9, **changes: Any) -> LinkFacts:
     timings = [
         Timing(
             ranks=[0, 1], collective=collective, num_bytes=num_bytes, seconds=latency, bytes_per_second=rate
@@ -348,7 +350,7 @@ def found(latency: float = 100e-6, rate: float = 1e9, **changes: Any) -> Links:
         for num_bytes in (64, 8 << 20)
         for collective in ("all_reduce", "all_gather")
     ]
-    return Links(hosts=[host(0), host(1, **changes)], timings=timings)
+    return LinkFacts(hosts=[host(0), host(1, **changes)], timings=timings)
 
 
 @pytest.mark.parametrize(
@@ -364,10 +366,10 @@ def found(latency: float = 100e-6, rate: float = 1e9, **changes: Any) -> Links:
         (found(lockstep="0.2.0", protocol=2), Level.BROKEN, "do not understand each other"),
         (found(faster=["10.1.0.1 (eth1)"]), Level.NOTE, "host1 (10.0.0.2): TCP over eth0"),
         (found(host="host0"), Level.OK, "one host: its instances use shared memory instead"),
-        (Failed("node rank 1 did not come within 60 s"), Level.BROKEN, "node rank 1 did not come"),
+        (ProbeFailed("node rank 1 did not come within 60 s"), Level.BROKEN, "node rank 1 did not come"),
     ],
 )
-def test_what_is_said_of_links(answer: Links | Failed, level: Level, text: str) -> None:
+def test_what_is_said_of_links(answer: LinkFacts | ProbeFailed, level: Level, text: str) -> None:
     findings = links.check_links(answer, ASK)
     assert worst(findings) is level
     assert any(text in each.text for each in findings), findings

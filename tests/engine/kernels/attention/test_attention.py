@@ -15,7 +15,7 @@ from engine.attention.kv_codes import KVCodes, quantized, widened
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
 from engine.kernels.core.library import KernelLibrary
-from engine.kernels.core.operations import WITHIN, OperationKind, Operations, StepArguments
+from engine.kernels.core.operations import WITHIN, OperationKind, OperationList, StepArguments
 from engine.kernels.core.rows import SLACK, pitch_of
 from tests.engine.kernels.emulated_tiles import ABLE, emulated_tiles
 
@@ -199,7 +199,7 @@ class Sequences:
         }
         of_keys = {"b": layer.kv_heads, "shared": layer.shared}
         keys, values = self.cache.keys[0], self.cache.values[0]
-        operations = Operations(2)
+        operations = OperationList(2)
         operations.add(OperationKind.QKV, into=into, out=values, extra=keys, **of_keys, **shape)
         operations.add(
             OperationKind.ATTEND,

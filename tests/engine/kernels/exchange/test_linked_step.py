@@ -17,9 +17,9 @@ import torch
 
 from engine.attention.base import PackedRows
 from engine.kernels.core import library
-from engine.kernels.exchange.exchange import Layout, Shape
+from engine.kernels.exchange.exchange import ArenaLayout, ExpertShape
 from engine.kernels.exchange.hosts import POSTS, REMOTE, TAKES, Hosts
-from engine.kernels.exchange.linked import Linked, LinkedSums, Look
+from engine.kernels.exchange.linked import LinkedExchange, LinkedSums, OverlapPolicy
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.native_links import NativeLinks
 from parallel.communicators.network import NetworkCommunicator
@@ -63,14 +63,17 @@ def close(group: Sequence[LinkedMember]) -> None:
         each.close()
 
 
-def exchange_of(member: Member) -> Linked:
+def exchange_of(member: Member) -> LinkedExchange:
     exchange = member.program._joined
-    assert isinstance(exchange, Linked)
+    assert isinstance(exchange, LinkedExchange)
     return exchange
 
 
 def play(
-    directory: Path, group: Sequence[LinkedMember], dtype: torch.dtype, look: Look = Look.LEARNED
+    directory: Path,
+    group: Sequence[LinkedMember],
+    dtype: torch.dtype,
+    look: OverlapPolicy = OverlapPolicy.LEARNED,
 ) -> list[Member]:
     """Run the plans; every member's logits have the bits of one instance's."""
     size = len(group)
@@ -97,10 +100,10 @@ def play(
 
 @pytest.mark.diagonal("dtype", "look", columns=3, each=1)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("look", list(Look))
+@pytest.mark.parametrize("look", list(OverlapPolicy))
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_bits_are_those_of_one_instance(
-    directory: Path, size: int, look: Look, dtype: torch.dtype
+    directory: Path, size: int, look: OverlapPolicy, dtype: torch.dtype
 ) -> None:
     """Whatever has come before a member computes its own rows."""
     group = linked_group(size)
@@ -112,10 +115,10 @@ def test_the_bits_are_those_of_one_instance(
 
 
 @pytest.mark.diagonal("hosts", "look", columns=2, each=1)
-@pytest.mark.parametrize("look", [Look.ALWAYS_WAIT, Look.NEVER_WAIT])
+@pytest.mark.parametrize("look", [OverlapPolicy.ALWAYS_WAIT, OverlapPolicy.NEVER_WAIT])
 @pytest.mark.parametrize("hosts", [(0, 0, 1), (0, 1, 0, 1), (0, 0, 1, 1), (0, 0, 0, 1)], ids=str)
 def test_members_of_a_host_share_what_comes_to_it(
-    directory: Path, hosts: tuple[int, ...], look: Look
+    directory: Path, hosts: tuple[int, ...], look: OverlapPolicy
 ) -> None:
     group = linked_group(len(hosts), hosts=hosts)
     play(directory, group, torch.float32, look)
@@ -126,7 +129,7 @@ def test_members_of_a_host_share_what_comes_to_it(
 def test_messages_may_be_larger_than_the_systems_buffers(directory: Path, streams: int) -> None:
     """Rows and results wait in their arenas until the system takes them."""
     group = linked_group(2, send_buffer_bytes=BUFFER_BYTES, streams=streams)
-    play(directory, group, torch.float32, Look.NEVER_WAIT)
+    play(directory, group, torch.float32, OverlapPolicy.NEVER_WAIT)
     sent = [each.link_counts()[1 - each.rank].bytes_sent for each in group]
     close(group)
     assert min(sent) > 10 * BUFFER_BYTES
@@ -309,7 +312,7 @@ def ranks(
                 if one.can_choose(len(ids)):
                     chosen.append(one.choose(packed, ids, packed.counts.cumsum() - 1))
         for _ in range(4 if chosen else 0):
-            found = one.go_on({})
+            found = one.continue_rows({})
             assert found is not None
             chosen.append(found)
         return logits, chosen
@@ -387,8 +390,8 @@ def test_each_host_receives_each_row_once(hosts: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("num_mirrors", [0, 1, 7])
 @pytest.mark.parametrize("num_bytes", [1 << 16, 1 << 24, 1 << 30])
 def test_an_arena_has_room_for_its_mirrors(num_bytes: int, num_mirrors: int) -> None:
-    shape = Shape(2048, 8, 128, torch.bfloat16)
-    rows = Layout.room(shape, num_bytes, num_mirrors)
-    layout = Layout.of(shape, rows)
+    shape = ExpertShape(2048, 8, 128, torch.bfloat16)
+    rows = ArenaLayout.room(shape, num_bytes, num_mirrors)
+    layout = ArenaLayout.of(shape, rows)
     assert rows == 0 or layout.num_bytes + num_mirrors * layout.places_at <= num_bytes
     assert rows > 0 or num_bytes < 1 << 24

@@ -216,7 +216,7 @@ def test_steps_go_on_where_others_exchange_otherwise(directory: Path) -> None:
             found = [program.choose(packed, ids, everything(ids))]
         for _ in range(6):
             begin(tokens[2])
-            chosen = program.go_on({})
+            chosen = program.continue_rows({})
             assert chosen is not None
             found.append(chosen)
         return found

@@ -27,7 +27,7 @@ from engine.kernels.attention.attention import Attention
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.choosing import logits as native
 from engine.kernels.core import library
-from engine.kernels.core.operations import AS_FLOAT, OperationKind, Operations, StepArguments
+from engine.kernels.core.operations import AS_FLOAT, OperationKind, OperationList, StepArguments
 from engine.kernels.decoder import Decoder, recognise
 from engine.kernels.exchange.sums import OwnSums, Sums
 from engine.kernels.program import Program
@@ -138,22 +138,22 @@ def test_workers_that_share_memory_choose_and_go_on(
 
     Nobody tells them the tokens that they chose.
     """
-    gone_on: list[bool] = []
-    go_on = Program.go_on
+    continued: list[bool] = []
+    continue_rows = Program.continue_rows
 
     def noted(self: Program, new_blocks: Mapping[int, Sequence[int]]) -> list[int] | None:
-        chosen = go_on(self, new_blocks)
-        gone_on.append(chosen is not None)
+        chosen = continue_rows(self, new_blocks)
+        continued.append(chosen is not None)
         return chosen
 
-    monkeypatch.setattr(Program, "go_on", noted)
+    monkeypatch.setattr(Program, "continue_rows", noted)
     executor = shards(directory, LAYOUTS[layout], BLOCK_SIZE, group=shared_group)
     try:
         assert tokens_of(executor, directory, num_blocks=200, budget=512) == reference
         assert tokens_of(executor, directory, num_blocks=9, budget=24) == reference
     finally:
         executor.close()
-    assert (sum(gone_on) > 5 * LAYOUTS[layout].tp) == (LAYOUTS[layout].pp == 1)
+    assert (sum(continued) > 5 * LAYOUTS[layout].tp) == (LAYOUTS[layout].pp == 1)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp3_uneven", "tp2_pp2"])
@@ -350,7 +350,7 @@ def test_the_best_token_of_all_ranks_is_the_one_that_argmax_finds(
     assert int(np.concatenate(of_ranks).argmax()) == token
     arenas = [np.zeros(1 << 14, dtype=np.uint8) for _ in of_ranks]
     sums, best = sums_in(arenas), np.zeros(3, dtype=np.int64)
-    operations = Operations(3)
+    operations = OperationList(3)
     area = sums.area_to_choose()
     for rank, logits in enumerate(of_ranks):
         rows = torch.tensor([logits] * 3)
@@ -390,7 +390,7 @@ def test_ranks_choose_the_same_tokens_and_go_on(
                 rows = [(row, start + 1, 1) for row, start, _ in rows]
                 packed, _ = packed_rows(rows)
                 logits.append(one.forward(packed, np.array(chosen[-1]), np.arange(len(rows))).clone())
-                found = other.go_on({})
+                found = other.continue_rows({})
                 assert found is not None
                 chosen.append(found)
         return logits, chosen

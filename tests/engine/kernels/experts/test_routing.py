@@ -20,8 +20,8 @@ from transformers.models.phimoe import modeling_phimoe as phimoe
 from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2
 
 from engine.kernels.core import library
-from engine.kernels.core.operations import OperationKind, Operations, StepArguments
-from engine.kernels.core.stand_ins import NotUsual
+from engine.kernels.core.operations import OperationKind, OperationList, StepArguments
+from engine.kernels.core.stand_ins import NotRecognised
 from engine.kernels.experts.routing import Routing, router_of, routing_of, weights_of
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
@@ -45,7 +45,7 @@ def choose(
     """Weights and experts [rows, k] for logits [rows, experts] in float32."""
     rows, experts = logits.shape
     weights, ids = torch.empty(rows, how.top_k), torch.full((rows, how.top_k), -1)
-    operations, record = Operations(1), how.record(dtype)
+    operations, record = OperationList(1), how.record(dtype)
     fields = {"into": logits, "out": weights, "extra": ids, "more": record, "n": experts, "k": how.top_k}
     operations.add(OperationKind.ROUTE, **fields)
     operations.run(kernels(kind), StepArguments(tokens=rows), dtype)
@@ -172,8 +172,8 @@ def test_experts_and_weights_are_those_of_the_router(name: str, kind: str) -> No
 def test_a_router_with_other_weights_is_refused() -> None:
     mixture = BLOCKS["softmax"]()
     mixture.gate.scale = torch.nn.Parameter(torch.ones(1))
-    with pytest.raises(NotUsual, match="a router with scale, weight"):
+    with pytest.raises(NotRecognised, match="a router with scale, weight"):
         routing_of(mixture, torch.float32)
     del mixture.gate
-    with pytest.raises(NotUsual, match="without a router"):
+    with pytest.raises(NotRecognised, match="without a router"):
         routing_of(mixture, torch.float32)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.kernels.core import library
-from engine.kernels.core.operations import ADD, AS_FLOAT, OperationKind, Operations, StepArguments
+from engine.kernels.core.operations import ADD, AS_FLOAT, OperationKind, OperationList, StepArguments
 from engine.kernels.core.pages import Arena
 from engine.kernels.core.rows import pitch_of, spaced
 from engine.kernels.experts.packed_experts import NativeExperts
@@ -63,7 +63,7 @@ def narrow(kernels: library.KernelLibrary, words: torch.Tensor) -> Compressed:
 def run(
     kernels: library.KernelLibrary, kind: OperationKind, x: torch.Tensor, out: torch.Tensor, **fields: object
 ) -> None:
-    operations = Operations(1)
+    operations = OperationList(1)
     operations.add(kind, into=spaced(x), out=out, **fields)
     operations.run(kernels, StepArguments(tokens=len(x)), x.dtype)
 

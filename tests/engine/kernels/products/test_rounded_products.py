@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.kernels.core import library
-from engine.kernels.core.operations import ADD, AS_FLOAT, OperationKind, Operations, StepArguments
+from engine.kernels.core.operations import ADD, AS_FLOAT, OperationKind, OperationList, StepArguments
 from engine.kernels.core.rows import SLACK, bytes_pitch, pitch_of, spaced
 from engine.kernels.experts.packed_experts import NativeExperts
 from engine.kernels.make import make_program
@@ -106,7 +106,7 @@ def multiply(
     """Round the rows of x, and multiply them."""
     assert isinstance(laid, EightBitPanels)
     rounded = torch.full((len(x) + SLACK, bytes_pitch(x.shape[1])), 77, dtype=torch.uint8)
-    operations = Operations(2)
+    operations = OperationList(2)
     into = add_rounding(operations, laid, spaced(x), rounded, x.shape[1])
     operations.add(kind, into=into, out=out, weights=laid, k=x.shape[1], **fields)
     operations.run(kernels, StepArguments(tokens=len(x)), x.dtype)

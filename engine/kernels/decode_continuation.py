@@ -16,7 +16,7 @@ from engine.kernels.core.operations import StepArguments
 from engine.step import Step
 
 
-class GoingOn:
+class DecodeContinuation:
     """Rows of one token each, whose next tokens are chosen natively, step after step.
 
     A :class:`.Program` makes it and advances it. A :class:`.ModelRunner` asks whether a step continues its
@@ -50,7 +50,7 @@ class GoingOn:
         """Tokens by step, the last of which the next step computes."""
 
     def __repr__(self) -> str:
-        return f"<GoingOn {self.size} rows, up to position {self._longest}>"
+        return f"<DecodeContinuation {self.size} rows, up to position {self._longest}>"
 
     def begin(self, step: Step) -> None:
         """Note which step's rows these are, so that :meth:`is_followed_by` can tell."""

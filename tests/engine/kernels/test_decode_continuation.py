@@ -10,7 +10,7 @@ import pytest
 
 from engine.attention.base import PackedRows
 from engine.kernels.cache.native_cache import NativePlan
-from engine.kernels.going_on import GoingOn
+from engine.kernels.decode_continuation import DecodeContinuation
 from engine.sampling import SamplingParams
 from engine.step import Admit, Step
 
@@ -28,13 +28,13 @@ def plan_of(starts: list[int]) -> NativePlan:
     return NativePlan(slots, rows, tasks, tasks, tables)
 
 
-def made() -> tuple[GoingOn, NativePlan]:
+def made() -> tuple[DecodeContinuation, NativePlan]:
     plan, starts = plan_of(STARTS), np.array(STARTS)
     packed = PackedRows(starts, np.ones(2, dtype=np.int64), plan.tables, starts.copy(), 2)
     arguments: Any = SimpleNamespace(array={"apart": 0})
-    going_on = GoingOn(arguments, np.array([50, 60]), packed, plan, SIZE)
-    going_on.begin(Step([], [0, 1], STARTS, [1, 1]))
-    return going_on, plan
+    continuation = DecodeContinuation(arguments, np.array([50, 60]), packed, plan, SIZE)
+    continuation.begin(Step([], [0, 1], STARTS, [1, 1]))
+    return continuation, plan
 
 
 NEXT = Step([], [0, 1], [start + 1 for start in STARTS], [1, 1])
@@ -61,28 +61,28 @@ def test_any_other_step_is_packed(other: Step) -> None:
 
 
 def test_it_goes_on_as_far_as_tables_and_positions_reach() -> None:
-    going_on, _ = made()
-    assert going_on.fits(22)
-    assert not going_on.fits(21), "position 21 would be the 22nd"
+    continuation, _ = made()
+    assert continuation.fits(22)
+    assert not continuation.fits(21), "position 21 would be the 22nd"
     room = len(TABLES[0]) * SIZE
-    while going_on.fits(10_000):
-        going_on.advance({})
-        room_left = room - 1 - int(going_on._positions.max())
+    while continuation.fits(10_000):
+        continuation.advance({})
+        room_left = room - 1 - int(continuation._positions.max())
     assert room_left == 0
 
 
 def test_rows_are_written_behind_their_last_ones_or_at_the_begin_of_a_block() -> None:
-    going_on, plan = made()
-    going_on.advance({1: [9]})
+    continuation, plan = made()
+    continuation.advance({1: [9]})
     assert plan.slots.tolist() == [4 * SIZE + 5, 9 * SIZE]
     assert plan.tables[1].tolist() == [7, 9, 0, 0]
-    going_on.advance({})
+    continuation.advance({})
     assert plan.slots.tolist() == [4 * SIZE + 6, 9 * SIZE + 1]
 
 
 def test_kept_tokens_come_with_their_slots_and_positions() -> None:
-    going_on, _ = made()
-    going_on.keep([1, 2])
-    going_on.keep([3, 4])
-    assert list(going_on.take()) == [(0, 22, (1, 3)), (1, 17, (2, 4))]
-    assert list(going_on.take()) == []
+    continuation, _ = made()
+    continuation.keep([1, 2])
+    continuation.keep([3, 4])
+    assert list(continuation.take()) == [(0, 22, (1, 3)), (1, 17, (2, 4))]
+    assert list(continuation.take()) == []
