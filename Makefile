@@ -22,7 +22,7 @@ PLAIN_PROCESSES ?= 3
 # These wait for a third of theirs.
 MESH_PROCESSES ?= 3
 
-.PHONY: serve test check docs format bench bench-collectives bench-drains bench-growth bench-hosts bench-kv-room bench-lockstep bench-offline bench-overhead bench-prompts bench-restarts bench-router bench-scale bench-serving bench-startup bench-transfers bench-wake bench-structured gpu-first house structured soak chaos kills joins nightly fuzz crowd clients deployments programs screenshots simulate model mutations clean
+.PHONY: serve test check docs format bench bench-collectives bench-drains bench-growth bench-hosts bench-kv-room bench-lockstep bench-offline bench-overhead bench-prompts bench-restarts bench-router bench-scale bench-serving bench-startup bench-transfers bench-wake bench-structured gpu-first house structured soak chaos kills joins nightly nightly-status fuzz crowd clients deployments programs screenshots simulate model mutations clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -148,16 +148,11 @@ joins: $(STAMP)  ## two instances join and two leave under 32 streams: pauses, a
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m tests.mesh.faults.joins --output-json build/joins.json --plot build/joins.svg $(ARGS)
 
-nightly: $(STAMP)  ## all tests at full size (LOCKSTEP_NIGHTLY=1), then fuzz, planted bugs, 50,000 schedules, native positions, all families
-	-$(MAKE) programs
-	LOCKSTEP_NIGHTLY=1 $(MAKE) test
-	LOCKSTEP_NIGHTLY=1 LOCKSTEP_NATIVE_KERNELS=avx2 $(MAKE) test ARGS=tests/engine/invariance
-	LOCKSTEP_NIGHTLY=1 CXX="$$($(BIN)/python -m tests.engine.kernels.emulated_tiles)" $(MAKE) test ARGS='tests/engine/kernels tests/engine/invariance tests/engine/compute/test_bfloat16.py'
-	$(MAKE) fuzz
-	$(MAKE) mutations
-	$(MAKE) simulate
-	$(BIN)/python -m tests.engine.native_positions --positions 20000
-	$(BIN)/python -m tests.families
+nightly: $(STAMP)  ## all tests at full size and all long commands, in named parts of at most 25 minutes (ARGS='kernels avx2')
+	$(BIN)/python -m tests.nightly $(ARGS)
+
+nightly-status: $(STAMP)  ## when each part of `nightly` passed last, and what has changed since
+	$(BIN)/python -m tests.nightly --status
 
 mutations: $(STAMP)  ## bugs planted one by one, each of which a named test must find (ARGS='--area caches')
 	$(BIN)/python -m tests.mutations $(ARGS)

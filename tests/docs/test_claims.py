@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_wording import PAGES, prose
+from tests.house.writing import PAGES, prose
 
 ROOT = Path(__file__).parents[2]
 SIXTEEN_BITS = re.compile(r"\bbfloat16\b|\b16 bits\b")

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from tests.house import measures
 from tests.house.measures import Found
+from tests.house.subjects import long_subjects
+from tests.house.writing import wrong_texts
 
 SHOWN = 5
 """Items that are shown of each measure."""
@@ -38,6 +40,8 @@ MEASURES = [
     Measure("rooms over 5,000 lines", lambda: measures.large_rooms(5000), 3, 0),
     Measure("pages", measures.pages, 79, 75),
     Measure("pages over 12 KB", lambda: [page for page in measures.pages() if page.size > 12 << 10], 22, 0),
+    Measure("texts against the rules of writing", wrong_texts, 0, 0),
+    Measure("commit subjects over 72 characters", long_subjects, 0, 0),
 ]
 
 

@@ -1,4 +1,4 @@
-"""How docstrings, help texts, log lines and pages are written: short, in plain words."""
+"""Rules of writing for docstrings, help texts, log lines and pages: short, in plain words."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tests.house.measures import ROOT, Found
 
-ROOT = Path(__file__).parent.parent
 TOPS = ["parallel", "coordinator", "engine", "router", "lockstep", "examples", "tests"]
-FOLDERS = sorted({path.parent.relative_to(ROOT) for top in TOPS for path in (ROOT / top).rglob("*.py")})
 MOST_WORDS = 15
 """Most words in the first line of a docstring, which stands alone in lists."""
 FORBIDDEN = re.compile(
@@ -73,18 +71,12 @@ def wrong_in(path: Path) -> Iterator[str]:
     for line, text in docstrings(tree):
         first = text.strip().split("\n")[0]
         if len(first.split()) > MOST_WORDS:
-            yield f"{path}:{line}: {len(first.split())} words in the first line of a docstring: {first}"
+            yield f"{path.relative_to(ROOT)}:{line}: {len(first.split())} words in the first line of a docstring: {first}"
         if first.startswith("Of "):
-            yield f"{path}:{line}: a docstring begins with 'Of': {first}"
+            yield f"{path.relative_to(ROOT)}:{line}: a docstring begins with 'Of': {first}"
     for line, text in docstrings(tree) if path.is_relative_to(ROOT / "tests") else strings(tree):
         if found := FORBIDDEN.search(text):
-            yield f"{path}:{line}: {found[0]!r}"
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=str)
-def test_texts_are_plain(folder: Path) -> None:
-    wrong = [each for path in sorted((ROOT / folder).glob("*.py")) for each in wrong_in(path)]
-    assert not wrong, "\n" + "\n".join(wrong)
+            yield f"{path.relative_to(ROOT)}:{line}: {found[0]!r}"
 
 
 def prose(text: str) -> str:
@@ -105,22 +97,22 @@ def sentences(text: str) -> Iterator[str]:
             yield from re.split(r"(?<=[.!?])[)*_\"]* +(?=[A-Z(*\"0-9])|[;:] ", " ".join(part.split()))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_pages_are_plain(page: Path) -> None:
+def wrong_in_page(page: Path) -> Iterator[str]:
+    """What is written against the rules in one page."""
     text = prose(page.read_text())
-    wrong = [found[0] for rule in (FORBIDDEN, OF_PERSONS) for found in rule.finditer(text)]
+    name = page.relative_to(ROOT)
+    for rule in (FORBIDDEN, OF_PERSONS):
+        for found in rule.finditer(text):
+            yield f"{name}: {found[0]!r}"
     if page.name not in MADE:
-        wrong += [
-            each for each in sentences(text) if len(re.findall(r"\S*\w\S*", each)) > MOST_WORDS_OF_SENTENCE
-        ]
-    assert not wrong, "\n" + "\n".join(wrong)
+        for sentence in sentences(text):
+            if len(re.findall(r"\S*\w\S*", sentence)) > MOST_WORDS_OF_SENTENCE:
+                yield f"{name}: more than {MOST_WORDS_OF_SENTENCE} words: {sentence}"
 
 
-def test_sentences_of_pages_are_counted() -> None:
-    page = "# A b\n\nOne two. Three `four five`:\n\n```\nsix\n```\n\n- seven [eight nine](x.md); ten\n\n| eleven |\n"
-    assert [each for each in sentences(prose(page)) if each] == [
-        "# A b", "One two.", "Three CODE:", "- seven eight nine", "ten",
-    ]  # fmt: skip
-    assert OF_PERSONS.search("an operator who drains") is None
-    assert OF_PERSONS.search("It ends; who has no tokens waits")
-    assert OF_PERSONS.search("a process who waits")
+def wrong_texts() -> list[Found]:
+    """All that is written against the rules, in code, tests, examples and pages."""
+    paths = (path for top in TOPS for path in sorted((ROOT / top).rglob("*.py")))
+    found = [each for path in paths for each in wrong_in(path)]
+    found += [each for page in PAGES for each in wrong_in_page(page)]
+    return [Found(each, 1) for each in found]
