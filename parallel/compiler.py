@@ -42,7 +42,7 @@ TIMEOUT_AHEAD = 1200.0
 
 The machine may be a busy one.
 """
-INCLUDE = Path(__file__).parent / "communicators" / "native"
+INCLUDE = Path(__file__).parent / "native"
 """Directory of headers that other packages may use."""
 
 

@@ -70,7 +70,7 @@ def cells() -> Iterator[tuple[str, int]]:
 def _call(group: Communicator, collective: str, num_bytes: int) -> Callable[[], torch.Tensor]:
     import torch
 
-    from parallel.communicators.arithmetic import even_sizes
+    from parallel.rounds.arithmetic import even_sizes
 
     whole = torch.ones(num_bytes // 4)
     by_rank, per_rank = [len(whole)] * group.size, even_sizes(len(whole), group.size)

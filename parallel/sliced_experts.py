@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from parallel.communicators.arithmetic import even_sizes
 from parallel.expert_parallel import Combine, Dispatch, ExpertParallel, LocalExperts
 from parallel.placement import Placement
+from parallel.rounds.arithmetic import even_sizes
 from parallel.tensor_parallel import TensorRank
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from parallel.communicators.arithmetic import even_sizes
 from parallel.communicators.base import Communicator, carries
+from parallel.rounds.arithmetic import even_sizes
 from parallel.topology import CannotCut, sizes_that_divide
 
 

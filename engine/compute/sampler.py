@@ -29,7 +29,7 @@ from engine.compute.torch_logits import TorchLogits, is_race_right, most_likely,
 from engine.kernels.core import library
 from engine.messages import TokenLogprobs
 from engine.sampling import SamplingParams
-from parallel.communicators.arithmetic import even_sizes
+from parallel.rounds.arithmetic import even_sizes
 from parallel.tensor_parallel import TensorRank
 
 

@@ -39,9 +39,9 @@ from engine.groups.stepping import Agreement, InLockstep, NoGroup
 from engine.host.background import Chores
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.renewable import RenewableCommunicator
-from parallel.communicators.segments import Watch
 from parallel.links.counts import LinkCount, added, link_counts
 from parallel.lockstep import Wake
+from parallel.rounds.segments import Watch
 
 if TYPE_CHECKING:
     from engine.executor_contract import SpreadExecutor

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.config import DeviceConfig
-from parallel.communicators.ucx_links import why_not
 from parallel.links.ucx_installation import find_ucx
+from parallel.links.ucx_links import why_not
 
 
 def installation_problem(device: DeviceConfig) -> str | None:

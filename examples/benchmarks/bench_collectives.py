@@ -193,8 +193,8 @@ def over_sockets(meeting: Meeting, rank: int, size: int, *, native: bool) -> Net
 
 def over_ucx(meeting: Meeting, rank: int, size: int) -> dict[str, Communicator]:
     """Groups over UCX by name; none where it is not installed."""
-    from parallel.communicators import ucx_links
     from parallel.groups import form
+    from parallel.links import ucx_links
 
     if ucx_links.why_not() is not None:
         return {}

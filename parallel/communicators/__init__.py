@@ -73,8 +73,8 @@ def make_communicator(
         )
     if kind in ("tcp", "ucx", "mixed"):
         from parallel.communicators.network import NetworkCommunicator
-        from parallel.communicators.ucx_links import meet
         from parallel.links.connecting import connect
+        from parallel.links.ucx_links import meet
 
         links = meet(
             own_meeting, rank, size, "ucx" if kind == "ucx" else transport, host=host,

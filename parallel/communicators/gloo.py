@@ -30,9 +30,9 @@ from parallel.communicators.process_group import (
     first_line,
     local_processes,
 )
-from parallel.communicators.segments import Watch, this_host
 from parallel.links.meeting_contract import Meeting
 from parallel.links.rendezvous import exchange
+from parallel.rounds.segments import Watch, this_host
 
 _DATA, _FAREWELL, _NOTHING = 0, 1, 2
 """Tags of messages; no message has the last one."""

@@ -1,8 +1,8 @@
 """A communicator for members on several hosts: shared memory on each host, links between hosts.
 
 What another host needs is sent there once, and passed on inside by shared memory:
-:mod:`parallel.communicators.host_routes` says who sends what to whom. Between hosts go messages
-(:mod:`parallel.communicators.messages`) over the links of a network communicator that has all members, so
+:mod:`parallel.rounds.host_routes` says who sends what to whom. Between hosts go messages
+(:mod:`parallel.rounds.messages`) over the links of a network communicator that has all members, so
 that all deaths are noticed there.
 
 A group breaks as a whole. Waits in shared memory end when the network communicator is broken, and what breaks
@@ -24,8 +24,15 @@ from typing import Any
 
 import torch
 
-from parallel.communicators import native_network_rounds
-from parallel.communicators.arithmetic import (
+from parallel.communicators.base import CollectiveError
+from parallel.communicators.network import NetworkCommunicator
+from parallel.communicators.shared_memory import SharedMemoryCommunicator
+from parallel.links.counts import LinkCount
+from parallel.links.last_words import Blame
+from parallel.links.meeting_contract import Meeting, Prefixed
+from parallel.links.native_links import NativeLinks
+from parallel.rounds import native_network_rounds
+from parallel.rounds.arithmetic import (
     add_in_rank_order,
     check_own,
     check_rows,
@@ -35,21 +42,14 @@ from parallel.communicators.arithmetic import (
     sum_in_rank_order,
     sum_type,
 )
-from parallel.communicators.base import CollectiveError
-from parallel.communicators.group_health import GroupHealth
-from parallel.communicators.host_routes import HostRoutes, Lane
-from parallel.communicators.messages import Incoming, Messages
-from parallel.communicators.native_links import NativeLinks
-from parallel.communicators.native_network_rounds import NativeNetworkRounds
-from parallel.communicators.network import NetworkCommunicator
-from parallel.communicators.network_rounds import note_of, what_is
-from parallel.communicators.segments import this_host
-from parallel.communicators.shared_memory import SharedMemoryCommunicator
-from parallel.communicators.shared_memory_health import SharedMemoryHealth
-from parallel.communicators.slots import Span, span_of, spans_of
-from parallel.links.counts import LinkCount
-from parallel.links.last_words import Blame
-from parallel.links.meeting_contract import Meeting, Prefixed
+from parallel.rounds.group_health import GroupHealth
+from parallel.rounds.host_routes import HostRoutes, Lane
+from parallel.rounds.messages import Incoming, Messages
+from parallel.rounds.native_network_rounds import NativeNetworkRounds
+from parallel.rounds.network_rounds import note_of, what_is
+from parallel.rounds.segments import this_host
+from parallel.rounds.shared_memory_health import SharedMemoryHealth
+from parallel.rounds.slots import Span, span_of, spans_of
 from parallel.topology import usable_cores
 
 STAGE_SECONDS = 0.25

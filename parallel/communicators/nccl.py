@@ -27,8 +27,8 @@ import torch
 from parallel.communicators.base import CollectiveError, Communicator, Evidence
 from parallel.communicators.gloo import MeetingStore
 from parallel.communicators.process_group import Messages, ProcessGroupCommunicator, first_line
-from parallel.communicators.segments import Watch
 from parallel.links.meeting_contract import Meeting, Prefixed
+from parallel.rounds.segments import Watch
 
 LOOK_SECONDS = 0.005
 """Seconds between two looks at what is under way."""

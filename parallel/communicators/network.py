@@ -23,19 +23,20 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from parallel.communicators import native_links, native_network_rounds
-from parallel.communicators.arithmetic import plain
 from parallel.communicators.base import CollectiveError
-from parallel.communicators.messages import Links
-from parallel.communicators.native_links import NativeLinks
-from parallel.communicators.native_network_rounds import NativeNetworkRounds
-from parallel.communicators.network_health import NetworkHealth
-from parallel.communicators.network_rounds import NetworkRounds
-from parallel.communicators.plans import Key, Plan, PlanCache, shape_of_result
-from parallel.communicators.python_links import PythonLinks
-from parallel.communicators.segments import this_host
+from parallel.links import native_links
 from parallel.links.counts import CountedLinks, LinkCount, counts_of
+from parallel.links.native_links import NativeLinks
+from parallel.links.python_links import PythonLinks
 from parallel.links.sockets import GroupSockets
+from parallel.rounds import native_network_rounds
+from parallel.rounds.arithmetic import plain
+from parallel.rounds.messages import Links
+from parallel.rounds.native_network_rounds import NativeNetworkRounds
+from parallel.rounds.network_health import NetworkHealth
+from parallel.rounds.network_rounds import NetworkRounds
+from parallel.rounds.plans import Key, Plan, PlanCache, shape_of_result
+from parallel.rounds.segments import this_host
 from parallel.topology import usable_cores
 
 logger = logging.getLogger(__name__)

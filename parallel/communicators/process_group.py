@@ -12,7 +12,8 @@ from typing import Protocol
 
 import torch
 
-from parallel.communicators.arithmetic import (
+from parallel.communicators.base import CollectiveError, Evidence
+from parallel.rounds.arithmetic import (
     check_own,
     check_rows,
     check_sizes,
@@ -20,8 +21,7 @@ from parallel.communicators.arithmetic import (
     plain,
     sum_in_rank_order,
 )
-from parallel.communicators.base import CollectiveError, Evidence
-from parallel.communicators.segments import this_host
+from parallel.rounds.segments import this_host
 
 _TWO_STEP_BYTES = 64 << 10  # tensors of more bytes are reduced in parts, if there are more than two members
 

@@ -16,7 +16,7 @@ publish.
 
 Send and receive have two slots of their own (letters), since only two members take part in them.
 
-The rounds are in ``native_rounds`` (one call into C++ for a whole collective) and, where nothing can be
+The rounds are in ``parallel.rounds`` (one call into C++ for a whole collective) and, where nothing can be
 compiled, in ``rounds``; both do the same with the same memory, so members of a group need not agree. What
 can be known before a call is in ``plans``. See ``waiting`` for how a member waits,
 ``shared_memory_health`` for when it gives up, ``segments`` for the memory and ``slots`` for how it is cut.
@@ -31,15 +31,15 @@ from typing import NoReturn
 import msgspec
 import torch
 
-from parallel.communicators.arithmetic import plain
 from parallel.communicators.base import CollectiveError
-from parallel.communicators.native_rounds import load, make_rounds
-from parallel.communicators.plans import Plan, Plans
-from parallel.communicators.segments import Address, OwnSegment, Segment, open_segment
-from parallel.communicators.shared_memory_health import SharedMemoryHealth
-from parallel.communicators.slots import VIEWS, Layout, Slots
 from parallel.links.meeting_contract import Meeting
 from parallel.links.rendezvous import exchange
+from parallel.rounds.arithmetic import plain
+from parallel.rounds.native_shared_memory_rounds import load, make_rounds
+from parallel.rounds.plans import Plan, Plans
+from parallel.rounds.segments import Address, OwnSegment, Segment, open_segment
+from parallel.rounds.shared_memory_health import SharedMemoryHealth
+from parallel.rounds.slots import VIEWS, Layout, Slots
 from parallel.topology import usable_cores
 
 SLOT_BYTES = 1 << 20

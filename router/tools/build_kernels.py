@@ -85,9 +85,10 @@ def _sources() -> list[NativeSource]:
     """All sources that need nothing installed; their modules load torch, so they come late."""
     from engine.kernels.core import library
     from engine.transfers import checksums
-    from parallel.communicators import native_links, native_network_rounds, native_rounds
+    from parallel.links import native_links
+    from parallel.rounds import native_network_rounds, native_shared_memory_rounds
 
-    modules = library, checksums, native_rounds, native_network_rounds, native_links
+    modules = library, checksums, native_shared_memory_rounds, native_network_rounds, native_links
     return [each.SOURCE for each in modules]
 
 

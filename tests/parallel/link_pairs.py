@@ -9,9 +9,9 @@ from collections.abc import Collection
 
 import pytest
 
-from parallel.communicators import ucx_links
-from parallel.communicators.native_links import NativeLinks, load, make_tcp_links
-from parallel.communicators.python_links import PythonLinks
+from parallel.links import ucx_links
+from parallel.links.native_links import NativeLinks, load, make_tcp_links
+from parallel.links.python_links import PythonLinks
 from parallel.links.sockets import GroupSockets
 
 UCX_WAYS = {"UCX over TCP": ("lo", "tcp"), "UCX over shared memory": (None, "posix,sysv,cma,self")}

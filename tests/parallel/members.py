@@ -24,17 +24,17 @@ import pytest
 import torch
 
 from parallel.communicators import CollectiveError, Communicator, mixed
-from parallel.communicators.host_routes import HostRoutes
 from parallel.communicators.mixed import MixedCommunicator
-from parallel.communicators.native_rounds import load
 from parallel.communicators.network import NetworkCommunicator, Speed
 from parallel.communicators.shared_memory import SLOT_BYTES, VIEW_BYTES, SharedMemoryCommunicator
-from parallel.communicators.ucx_links import why_not
 from parallel.groups import form
 from parallel.links.connecting import connect
 from parallel.links.keys import LinkKey
 from parallel.links.meeting import MeetingClient
 from parallel.links.meeting_contract import Prefixed
+from parallel.links.ucx_links import why_not
+from parallel.rounds.host_routes import HostRoutes
+from parallel.rounds.native_shared_memory_rounds import load
 from tests.parallel.devices.nccl_over_gloo import nccl_over_gloo
 from tests.parallel.link_pairs import UCX_WAYS
 

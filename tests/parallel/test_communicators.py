@@ -23,19 +23,14 @@ import msgspec
 import pytest
 import torch
 
-from parallel.communicators import (
-    CollectiveError,
-    make_communicator,
-    native_links,
-    native_network_rounds,
-    native_rounds,
-    ucx_links,
-)
-from parallel.communicators.segments import Address, OwnSegment, Watch, open_segment, this_host
-from parallel.communicators.waiting import Patience
+from parallel.communicators import CollectiveError, make_communicator
 from parallel.groups import form
+from parallel.links import native_links, ucx_links
 from parallel.links.meeting import MeetingHost
 from parallel.links.rendezvous import exchange
+from parallel.rounds import native_network_rounds, native_shared_memory_rounds
+from parallel.rounds.segments import Address, OwnSegment, Watch, open_segment, this_host
+from parallel.rounds.waiting import Patience
 from tests.nightly import NIGHTLY
 from tests.parallel import members
 
@@ -67,7 +62,7 @@ The limits on an idle machine are 0.2 and 0.3.
 
 @pytest.fixture(scope="module")
 def meeting() -> MeetingHost:
-    for part in (native_rounds, native_links, native_network_rounds):
+    for part in (native_shared_memory_rounds, native_links, native_network_rounds):
         part.load()  # compiled before anybody's time counts
     return MeetingHost("127.0.0.1")
 
@@ -437,7 +432,7 @@ def test_without_native_collectives_python_does_the_same(
         caplog.set_level("INFO")
     else:
         monkeypatch.setattr(shutil, "which", lambda _name: None)
-    native_rounds.load.cache_clear()
+    native_shared_memory_rounds.load.cache_clear()
     try:
         group = form(meeting, 11, 0, 1, "shared_memory", 5.0, group=way)
         assert torch.equal(group.all_reduce(torch.ones(3)), torch.ones(3))
@@ -445,7 +440,7 @@ def test_without_native_collectives_python_does_the_same(
         assert "native collectives: off, " in caplog.text.replace("off (", "off, (")
         group.close()
     finally:
-        native_rounds.load.cache_clear()
+        native_shared_memory_rounds.load.cache_clear()
 
 
 def test_what_a_communicator_cannot_be_is_said(meeting: MeetingHost, monkeypatch: pytest.MonkeyPatch) -> None:

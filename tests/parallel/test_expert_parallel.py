@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from parallel import expert_parallel
-from parallel.communicators.arithmetic import plain
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.expert_parallel import Dispatch, ExpertParallel
 from parallel.links.meeting import MeetingHost
 from parallel.placement import Placement, assign_experts
+from parallel.rounds.arithmetic import plain
 from tests.parallel.other_device import DEVICE, Elsewhere, OtherDevice
 from tests.parallel.thread_group import thread_group
 

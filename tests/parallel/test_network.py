@@ -25,8 +25,8 @@ import torch
 
 from parallel.communicators import CollectiveError
 from parallel.communicators.network import NetworkCommunicator, Speed, two_step_limit
-from parallel.communicators.network_rounds import note_of
 from parallel.links.sockets import GroupSockets
+from parallel.rounds.network_rounds import note_of
 from tests.parallel.link_pairs import connected
 
 pytestmark = pytest.mark.mesh

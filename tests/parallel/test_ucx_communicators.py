@@ -14,13 +14,14 @@ import torch
 
 from engine.config import DeviceConfig
 from engine.groups.transport import installation_problem, transport_problem
-from parallel.communicators import Communicator, make_communicator, ucx_links
+from parallel.communicators import Communicator, make_communicator
 from parallel.communicators.mixed import MixedCommunicator
-from parallel.communicators.native_links import NativeLinks
 from parallel.communicators.network import NetworkCommunicator
-from parallel.communicators.ucx_links import UcxLinks
+from parallel.links import ucx_links
 from parallel.links.meeting import MeetingClient, MeetingHost
+from parallel.links.native_links import NativeLinks
 from parallel.links.ucx_installation import PREFIX
+from parallel.links.ucx_links import UcxLinks
 from tests.parallel.link_pairs import needs_ucx
 
 pytestmark = pytest.mark.mesh

@@ -31,7 +31,7 @@ from engine.executor.cluster.crew import GROUP_VARIABLE
 from engine.executor.cluster.messages import InstanceProgress, Place, PlaceQuery, StartInstance
 from engine.executor_contract import CannotStart
 from engine.host.versions import other_versions
-from parallel.communicators.segments import this_host
+from parallel.rounds.segments import this_host
 
 logger = logging.getLogger("engine.executor.cluster")
 

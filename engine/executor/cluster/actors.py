@@ -24,7 +24,7 @@ from engine.executor.cluster.messages import InstanceProgress, Place, PlaceQuery
 from engine.executor.messages import Begin, ToWorker
 from engine.host.versions import versions
 from engine.model.checkpoint import CheckpointError, ModelInfo, find_model, fingerprint, read_model_info
-from parallel.communicators.segments import this_host
+from parallel.rounds.segments import this_host
 
 LISTEN_SECONDS = 1.0
 """Seconds that a call waits for a message."""

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "../core/contract.hpp"
-#include "links.hpp"    // of parallel/communicators/native
+#include "links.hpp"    // of parallel/native
 #include "waiting.hpp"
 
 namespace {

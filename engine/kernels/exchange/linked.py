@@ -27,12 +27,12 @@ from engine.kernels.exchange.layouts import LINKAGE, PEER
 from engine.kernels.exchange.peer_waits import ExchangingGroup, NativeWaits
 from engine.kernels.exchange.sums import Sums
 from parallel.communicators.base import CollectiveError
-from parallel.communicators.messages import Health
-from parallel.communicators.native_links import LinksTable
-from parallel.communicators.rounds import CALLS
 from parallel.expert_parallel import ExpertParallel
+from parallel.links.native_links import LinksTable
 from parallel.placement import Placement
 from parallel.replicas import replicas_at
+from parallel.rounds.messages import Health
+from parallel.rounds.shared_memory_rounds import CALLS
 
 ARENA_BYTES = 1 << 30
 """Size of a member's arena with its mirrors.

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "linked.hpp"
-#include "waiting.hpp"  // of parallel/communicators/native
+#include "waiting.hpp"  // of parallel/native
 
 namespace {
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from parallel.communicators import ucx_links
+from parallel.links import ucx_links
 from parallel.links.infiniband import active_ports, ports_that_are_down
 from parallel.links.ucx_installation import ADVICE, find_ucx
 from router.tools.doctor.findings import Finding, note, ok, warning

@@ -14,9 +14,9 @@ from parallel.communicators.base import CollectiveError
 from parallel.communicators.gloo import MeetingStore
 from parallel.communicators.nccl import FOREVER, NcclCommunicator, NcclWire
 from parallel.communicators.process_group import first_line, local_processes
-from parallel.communicators.segments import this_host
 from parallel.links.meeting_contract import Meeting
 from parallel.links.rendezvous import exchange
+from parallel.rounds.segments import this_host
 
 
 def nccl_over_gloo(meeting: Meeting, rank: int, size: int, timeout: float) -> NcclCommunicator:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from parallel.communicators.ucx_links import _agreed, net_devices
 from parallel.links import infiniband, ucx_installation
 from parallel.links.ucx_installation import PREFIX, find_ucx
+from parallel.links.ucx_links import _agreed, net_devices
 
 
 def install(prefix: Path, *, lib: str = "lib", headers: bool = True, rdma: bool = False) -> Path:

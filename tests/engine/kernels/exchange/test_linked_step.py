@@ -21,9 +21,9 @@ from engine.kernels.exchange.exchange import ArenaLayout, ExpertShape
 from engine.kernels.exchange.hosts import POSTS, REMOTE, TAKES, Hosts
 from engine.kernels.exchange.linked import LinkedExchange, LinkedSums, OverlapPolicy
 from parallel.communicators.base import CollectiveError
-from parallel.communicators.native_links import NativeLinks
 from parallel.communicators.network import NetworkCommunicator
-from parallel.communicators.rounds import CALLS
+from parallel.links.native_links import NativeLinks
+from parallel.rounds.shared_memory_rounds import CALLS
 from tests.engine.kernels.exchange.linked_group import LinkedMember, linked_group, of_all
 from tests.engine.kernels.exchange.test_native_exchange import Member, run
 from tests.engine.kernels.exchange.test_native_shards import FAMILIES, LAYERS, Rank

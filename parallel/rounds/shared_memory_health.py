@@ -11,10 +11,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from parallel.communicators.base import Evidence
-from parallel.communicators.group_health import GroupHealth
-from parallel.communicators.segments import Watch
+from parallel.links.errors import Evidence
 from parallel.links.last_words import Blame
+from parallel.rounds.group_health import GroupHealth
+from parallel.rounds.segments import Watch
 
 _OPEN, _CLOSED, _ABORTED = 0, 1, 2  # values of a state word; above: aborted because of rank value - 3
 

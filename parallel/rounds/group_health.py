@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NoReturn
 
-from parallel.communicators.base import CollectiveError, Evidence
+from parallel.links.errors import CollectiveError, Evidence
 from parallel.links.last_words import Blame
 
 

@@ -17,7 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from parallel.communicators.native_links import STRIPE_BYTES, Broken
+from parallel.links.native_links import STRIPE_BYTES, Broken
 
 _AHEAD_BYTES = 16 << 10  # received beyond what is asked for, so that small messages share a call
 _MOST_PARTS = 64  # of one call into the system

@@ -1,4 +1,4 @@
-// Sums in rank order, to the same bits as parallel/communicators/arithmetic.py makes them.
+// Sums in rank order, to the same bits as parallel/rounds/arithmetic.py makes them.
 
 #pragma once
 

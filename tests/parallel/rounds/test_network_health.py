@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from parallel.communicators.base import CollectiveError
-from parallel.communicators.network_health import NetworkHealth
+from parallel.rounds.network_health import NetworkHealth
 
 SECONDS = 5.0
 

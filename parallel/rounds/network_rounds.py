@@ -16,10 +16,10 @@ from typing import Protocol
 
 import torch
 
-from parallel.communicators.arithmetic import even_sizes, sum_in_rank_order
-from parallel.communicators.messages import Health, Links, Messages
-from parallel.communicators.rounds import CALLS, TWO_STEP_BYTES
-from parallel.communicators.slots import Span, span_of, spans_of
+from parallel.rounds.arithmetic import even_sizes, sum_in_rank_order
+from parallel.rounds.messages import Health, Links, Messages
+from parallel.rounds.shared_memory_rounds import CALLS, TWO_STEP_BYTES
+from parallel.rounds.slots import Span, span_of, spans_of
 
 SPREAD_BYTES = 256 << 10
 """Tensors of more bytes are broadcast in parts, if there are more than two members."""

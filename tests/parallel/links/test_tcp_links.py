@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from parallel.communicators import native_links
-from parallel.communicators.native_links import STRIPE_BYTES, Broken, NativeLinks, load, make_tcp_links
-from parallel.communicators.python_links import PythonLinks
+from parallel.links import native_links
+from parallel.links.native_links import STRIPE_BYTES, Broken, NativeLinks, load, make_tcp_links
+from parallel.links.python_links import PythonLinks
 from tests.parallel.link_pairs import UCX_WAYS, linked, socket_pair, ucx_linked
 
 SECONDS = 10.0

@@ -14,11 +14,11 @@ from typing import NoReturn
 import pytest
 import torch
 
-from parallel.communicators.arithmetic import even_sizes, sum_in_rank_order
 from parallel.communicators.base import CollectiveError
-from parallel.communicators.native_links import NativeLinks
-from parallel.communicators.native_network_rounds import NativeNetworkRounds, NetworkLibrary, load
-from parallel.communicators.shared_memory_health import SharedMemoryHealth
+from parallel.links.native_links import NativeLinks
+from parallel.rounds.arithmetic import even_sizes, sum_in_rank_order
+from parallel.rounds.native_network_rounds import NativeNetworkRounds, NetworkLibrary, load
+from parallel.rounds.shared_memory_health import SharedMemoryHealth
 from tests.parallel.link_pairs import linked
 
 SECONDS = 10.0

@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 import psutil
 
-from parallel.communicators.native_links import OFF, LinksTable, NativeLinks
 from parallel.compiler import INCLUDE, reason
 from parallel.links.infiniband import active_devices, device_of_interface
 from parallel.links.meeting_contract import Meeting, Prefixed
+from parallel.links.native_links import OFF, LinksTable, NativeLinks
 from parallel.links.rendezvous import exchange
 from parallel.links.ucx_installation import Installation, find_ucx
 from parallel.native_source import NativeLibrary, NativeSource

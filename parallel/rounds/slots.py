@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from parallel.communicators.segments import Segment
+from parallel.rounds.segments import Segment
 
 _WORD_BYTES = 8
 LINE_BYTES = 64
@@ -104,7 +104,7 @@ class Slots:
         self.notes = words(layout.notes, 2)
         """Note by slot: which call it belongs to."""
         self.state = words(layout.state, 1)
-        """State of the member: see :mod:`parallel.communicators.shared_memory_health`."""
+        """State of the member: see :mod:`parallel.rounds.shared_memory_health`."""
         line = _lines(1 + size) * LINE_BYTES
         self.announced = [words(layout.announced + slot * line, 1 + size) for slot in (0, 1)]
         """Rounds that follow and bytes for each member, by slot."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.communicators.host_routes import HostRoutes, Lane, Span, Way
+from parallel.rounds.host_routes import HostRoutes, Lane, Span, Way
 from tests.nightly import examples
 
 hosts_of_members = st.lists(st.sampled_from("abcd"), min_size=1, max_size=9)

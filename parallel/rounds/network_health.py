@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
-from parallel.communicators.base import CollectiveError, Evidence
-from parallel.communicators.group_health import GroupHealth
+from parallel.links.errors import CollectiveError, Evidence
 from parallel.links.last_words import CLOSED, WORD_BYTES, Blame, LastWords, encoded, word_for
+from parallel.rounds.group_health import GroupHealth
 
 _DEATH_SECONDS = 0.02  # from a closed socket to the end of its process
 _WORD_SECONDS = 0.05  # from a broken link to what explains it

@@ -15,7 +15,7 @@ import select
 
 import msgspec
 
-from parallel.communicators.base import CollectiveError
+from parallel.links.errors import CollectiveError
 
 
 class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NoReturn, Protocol
 
-from parallel.communicators.base import Evidence
-from parallel.communicators.waiting import CHECK_SECONDS
+from parallel.links.errors import Evidence
+from parallel.rounds.waiting import CHECK_SECONDS
 
 HEADER_BYTES = 16
 _Header = ctypes.c_int64 * 2
@@ -144,7 +144,7 @@ class Messages:
         """Wait until all of these, each of a peer, have been true once.
 
         Looks for a time that is learned from the last waits, offers the core meanwhile, then sleeps until
-        something comes; see :mod:`parallel.communicators.waiting`.
+        something comes; see :mod:`parallel.rounds.waiting`.
         """
         awaited = [each for each in awaited if not each[1]()]
         if not awaited:

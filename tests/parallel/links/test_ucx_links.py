@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from parallel.communicators.ucx_links import UcxLinks, describe, load
+from parallel.links.ucx_links import UcxLinks, describe, load
 from tests.parallel.link_pairs import UCX_WAYS, needs_ucx, ucx_linked
-from tests.parallel.test_tcp_links import SECONDS, Memory, take
+from tests.parallel.links.test_tcp_links import SECONDS, Memory, take
 
 MOST_AHEAD = 9 << 20
 """Bytes that may wait at a member that takes nothing."""

@@ -1,8 +1,8 @@
 """Collectives over links, each in a single native call.
 
 The calls are those of ``native/network_collectives.cpp``, over a table of ``native/links.hpp``, whatever
-fills it. What is true of :mod:`parallel.communicators.native_rounds` is true here: with small tensors time is
-what Python does around the call, so arguments are packed once for each form of a tensor.
+fills it. With small tensors time is what Python does around the call, so arguments are packed once for each
+form of a tensor.
 
 Messages: a header of 16 bytes (the note that says which call it belongs to, and the bytes of the payload),
 then the payload. Members that send to each other send as many messages in the same order as if they ran the
@@ -20,13 +20,13 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from parallel.communicators.arithmetic import even_sizes, sum_in_rank_order
-from parallel.communicators.base import Evidence
-from parallel.communicators.native_links import OFF, SLOWER, NativeLinks
-from parallel.communicators.native_rounds import CollectivesLibrary
-from parallel.communicators.rounds import CALLS, TWO_STEP_BYTES
 from parallel.compiler import INCLUDE, is_x86
+from parallel.links.errors import Evidence
+from parallel.links.native_links import OFF, SLOWER, NativeLinks
 from parallel.native_source import NativeLibrary, NativeSource
+from parallel.rounds.arithmetic import even_sizes, sum_in_rank_order
+from parallel.rounds.native_shared_memory_rounds import CollectivesLibrary
+from parallel.rounds.shared_memory_rounds import CALLS, TWO_STEP_BYTES
 
 SPREAD_BYTES = 256 << 10
 """Tensors of more bytes are broadcast in parts, if there are more than two members."""
@@ -63,7 +63,7 @@ class Health(Protocol):
     def fail_on_links(self, peer: int | None, error: int) -> NoReturn:
         """A link is broken, or all were aborted.
 
-        See :class:`parallel.communicators.native_links.Broken`.
+        See :class:`parallel.links.native_links.Broken`.
         """
         ...
 

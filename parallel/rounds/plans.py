@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from parallel.communicators.arithmetic import check_own, check_rows, check_sizes, plain
-from parallel.communicators.rounds import Rounds
-from parallel.communicators.slots import VIEWS, Layout, Slots
+from parallel.rounds.arithmetic import check_own, check_rows, check_sizes, plain
+from parallel.rounds.shared_memory_rounds import Rounds
+from parallel.rounds.slots import VIEWS, Layout, Slots
 
 MOST_PLANS = 512
 """Most plans kept at once; then all are forgotten."""

@@ -1,4 +1,4 @@
-"""The rounds of :mod:`parallel.communicators.rounds`, each collective in a single native call.
+"""The rounds of :mod:`parallel.rounds.shared_memory_rounds`, each collective in a single native call.
 
 The calls are those of ``native/collectives.cpp``.
 
@@ -17,13 +17,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from parallel.communicators.arithmetic import even_sizes
-from parallel.communicators.native_links import OFF, SLOWER
-from parallel.communicators.rounds import TWO_STEP_BYTES, Rounds
-from parallel.communicators.shared_memory_health import SharedMemoryHealth
-from parallel.communicators.slots import Layout, Slots
 from parallel.compiler import INCLUDE
+from parallel.links.native_links import OFF, SLOWER
 from parallel.native_source import NativeLibrary, NativeSource
+from parallel.rounds.arithmetic import even_sizes
+from parallel.rounds.shared_memory_health import SharedMemoryHealth
+from parallel.rounds.shared_memory_rounds import TWO_STEP_BYTES, Rounds
+from parallel.rounds.slots import Layout, Slots
 
 KINDS = {
     torch.float32: 0,
@@ -131,7 +131,7 @@ def make_rounds(
 class NativeRounds(Rounds):
     """The rounds of one member in C++.
 
-    :class:`parallel.communicators.rounds.Rounds` does what is not done here.
+    :class:`parallel.rounds.shared_memory_rounds.Rounds` does what is not done here.
     """
 
     is_native = True

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from parallel.communicators.arithmetic import even_sizes, sum_in_rank_order
-from parallel.communicators.shared_memory_health import SharedMemoryHealth
-from parallel.communicators.slots import VIEWS, Layout, Slots, span_of, spans_of
-from parallel.communicators.waiting import Patience
+from parallel.rounds.arithmetic import even_sizes, sum_in_rank_order
+from parallel.rounds.shared_memory_health import SharedMemoryHealth
+from parallel.rounds.slots import VIEWS, Layout, Slots, span_of, spans_of
+from parallel.rounds.waiting import Patience
 
 TWO_STEP_BYTES = 64 << 10
 """Tensors of more bytes are reduced in parts, if there are more than two members."""

@@ -17,7 +17,7 @@ enum Name : int64_t {
 constexpr int64_t LINE = 64;  // bytes
 constexpr int64_t VIEWS = 3;  // buffers
 
-// As in native_rounds.py.
+// As in native_shared_memory_rounds.py.
 struct Group {
     int64_t rank, size, slot_bytes, region_bytes, view_bytes, view_region_bytes, own_bytes, two_step_bytes;
     int64_t counter_at, notes_at, announced_at, sent_at, envelopes_at, taken_at, slots_at, letters_at, views_at;  // in a segment

@@ -1,4 +1,4 @@
-// Waiting for other members without burning a core that others need: parallel/communicators/waiting.py says why it is
+// Waiting for other members without burning a core that others need: parallel/rounds/waiting.py says why it is
 // done like this.
 
 #pragma once
