@@ -29,6 +29,7 @@ from coordinator.rpc.keys import MeshKeys, file_key
 from coordinator.rpc.own_key import is_lasting
 from engine.compute.trace import write_chrome_trace
 from engine.config import InstanceConfig
+from engine.config.kv_events import endpoint_of
 from engine.core import EngineCore
 from engine.events.publisher import EventPublisher
 from engine.events.recording import EventRecorder
@@ -40,7 +41,6 @@ from engine.host import deferred, memory
 from engine.host.cache_size import TooLittleMemory, size_cache
 from engine.host.cores import Share, instances_at_once, share_of_cores, tell_threads
 from engine.inheritance.names import MEMORY_VARIABLE, PREDECESSOR_VARIABLE
-from engine.kv_events_config import endpoint_of
 from engine.model.checkpoint import ModelInfo
 from engine.model.host_digest import host_digest
 from engine.numerics import kind_problem, numerics_of

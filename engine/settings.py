@@ -10,7 +10,7 @@ import msgspec
 
 from coordinator.messages import Balancing, Settings
 from engine.config import SHIPPED_MODEL, CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
-from engine.eplb_config import read_config
+from engine.config.expert_balancing import read_config
 from engine.host.cores import has_gpu
 from engine.model.checkpoint import (
     CheckpointError,

@@ -12,18 +12,6 @@ import msgspec
 from engine.messages import TokenLogprobs
 from engine.sampling import SamplingParams
 
-CRUMBS = 16
-"""Divisor of the budget: prompt tails up to that size may exceed it.
-
-In a step of their own they would keep the first token back for as long as a whole step.
-"""
-
-
-def most_tokens(budget: int) -> int:
-    """Most tokens of a step with this budget."""
-    return budget + budget // CRUMBS
-
-
 Span = tuple[float, float]
 """When a worker computed: seconds of the monotonic clock, from and to."""
 

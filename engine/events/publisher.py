@@ -16,8 +16,8 @@ from collections import deque
 import msgspec
 import zmq
 
+from engine.config.kv_events import KvEventsConfig, endpoint_of, is_bound
 from engine.events.messages import EventBatch, KvEvent
-from engine.kv_events_config import KvEventsConfig, endpoint_of, is_bound
 
 logger = logging.getLogger(__name__)
 

@@ -29,6 +29,7 @@ from engine.compute.fixed_blocks import FixedBlocks
 from engine.compute.graph_sizes import capture_sizes
 from engine.compute.runner import ModelRunner, Pending, sampler_of
 from engine.config import EngineConfig
+from engine.config.scheduler import most_tokens
 from engine.executor.spread_shard import KERNEL_COPIES, SpreadShard
 from engine.host import memory
 from engine.host.cache_size import left_beside, share_of_device
@@ -42,7 +43,7 @@ from engine.model.checkpoint import CheckpointError, ModelInfo
 from engine.model.shard import WHOLE, Shard
 from engine.model.weights import LoadedModel, sum_experts_in_order
 from engine.numerics import native_kind
-from engine.step import Span, Step, StepResult, most_tokens
+from engine.step import Span, Step, StepResult
 from engine.transfers.block_memory import BlockMemory
 from parallel.devices import device_sharers
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
+from engine.config.quantization import OnlineName
 from engine.host.background import let_go
 from engine.model.checkpoint import CheckpointError, ReadingStopped
 from engine.model.expert_weights import expert_modules, expert_parameters, read_experts
 from engine.model.quantization.attached import CodesReader, reader_of
 from engine.model.quantization.layers import attach_expert_codes
-from engine.quantization_config import OnlineName
 
 logger = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
+from engine.config.quantization import OnlineName
 from engine.model.checkpoint import CheckpointError, ReadingStopped
 from engine.model.quantization.attached import ATTRIBUTE as CODES
 from engine.model.quantization.attached import readers_of
 from engine.model.text_parts import NAMES, OTHER_MODALITIES
 from engine.model.weight_files import open_weights
-from engine.quantization_config import OnlineName
 from parallel.placement import Placement
 
 ONE_EXPERT = re.compile(r"\bexperts\.(\d+)\.")

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.config.speculation import SpeculativeConfig
 from engine.scheduling.draft_prices import DraftTrust, StepCost, moved
 from engine.scheduling.ngram_index import NgramIndex
-from engine.speculation_config import SpeculativeConfig
 
 NOTHING: list[int] = []
 MOST_INDEXED = 4096

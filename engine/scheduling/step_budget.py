@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.config.scheduler import TAIL_DIVISOR
 from engine.scheduling.blocks import BlockPool
 from engine.scheduling.lone_chunk import LoneChunk
 from engine.scheduling.prompt_share import PromptShare
@@ -9,7 +10,7 @@ from engine.scheduling.request import Request, Status
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.rules import SchedulerRules
 from engine.scheduling.step_making import StepRows
-from engine.step import CRUMBS, Step
+from engine.step import Step
 
 PROMPT_LOGPROBS_CHUNK = 256
 """Tokens per step of all prompts whose log-probabilities are wanted.
@@ -77,7 +78,7 @@ class StepBudget:
         return len(self._pool.find_prefix(request.prefix_hashes(rules.block_size))) * rules.block_size
 
     def chunk(self, request: Request, rows: StepRows) -> int:
-        """Tokens of this request that fit into what is left of the budget, with :data:`CRUMBS`.
+        """Tokens of this request that fit into what is left of the budget, with :data:`TAIL_DIVISOR`.
 
         A request whose output has begun may take the whole budget, not only the part of prompts: its client
         waits like those of decode rows.
@@ -89,7 +90,7 @@ class StepBudget:
             return 0
         if not rules.enable_chunked_prefill:
             return count if count == uncomputed else 0
-        if uncomputed <= room + rules.max_num_batched_tokens // CRUMBS:
+        if uncomputed <= room + rules.max_num_batched_tokens // TAIL_DIVISOR:
             count = uncomputed
         if rules.long_prefill_token_threshold:
             count = min(count, rules.long_prefill_token_threshold)

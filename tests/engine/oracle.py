@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from engine.config.speculation import SpeculativeConfig
 from engine.scheduling.speculation import Speculation, Text
-from engine.speculation_config import SpeculativeConfig
 
 
 class Oracle(Speculation):

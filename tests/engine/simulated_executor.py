@@ -11,8 +11,9 @@ import hashlib
 from collections import deque
 from collections.abc import Sequence
 
+from engine.config.scheduler import most_tokens
 from engine.messages import TokenLogprobs
-from engine.step import Further, Step, StepResult, most_tokens
+from engine.step import Further, Step, StepResult
 
 VOCAB = 50
 

@@ -17,9 +17,9 @@ from engine.config import (
     ModelConfig,
     SchedulerConfig,
 )
+from engine.config.scheduler import TAIL_DIVISOR
 from engine.model.checkpoint import CheckpointError
 from engine.settings import adopt, ignored_when_joining, resolve
-from engine.step import CRUMBS
 
 TP, PP = "tensor_parallel_size", "pipeline_parallel_size"
 
@@ -238,4 +238,4 @@ def test_throughput_has_larger_defaults_and_leaves_what_was_given() -> None:
 def test_no_step_on_a_cpu_is_longer_than_memory_was_left_for(requests: int) -> None:
     scheduler = SchedulerConfig(max_num_seqs=requests)
     budget, most = scheduler.token_budget(), scheduler.largest_lone_chunk()
-    assert max(budget, most) + budget // CRUMBS <= scheduler.largest_step()
+    assert max(budget, most) + budget // TAIL_DIVISOR <= scheduler.largest_step()

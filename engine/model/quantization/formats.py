@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine.quantization_config import ONLINE, OnlineName
+from engine.config.quantization import ONLINE, OnlineName
 
 FIELDS = ("quantization_config", "compression_config", "quantization")
 """Fields of a config.json that say how weights are quantised; the last one is MLX's."""

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from engine.config.quantization import OnlineName
 from engine.model.errors import CheckpointError
 from engine.model.quantization.formats import online_format
 from engine.model.quantization.matrices import FLOAT8, QuantizedMatrix, Stored, few_rows, ranges_of
 from engine.model.quantization.rounding import MOST_INPUTS, WORD_INPUTS, Rounding
 from engine.model.quantization.view import WEIGHT, QuantizedFiles
-from engine.quantization_config import OnlineName
 
 IN_LAYERS = re.compile(r"(^|\.)layers\.\d+\.")
 """Matrices outside of layers, which are embeddings and heads, stay as they are."""
@@ -42,7 +42,7 @@ class OnlineFiles(QuantizedFiles):
     """The files of a plain checkpoint, whose matrices are quantised when they are read."""
 
     def __init__(self, files: Sequence[Any], name: OnlineName, dtype: torch.dtype) -> None:
-        """``name``: see :data:`engine.quantization_config.ONLINE`.
+        """``name``: see :data:`engine.config.quantization.ONLINE`.
 
         Raises:
             CheckpointError: there is nothing to quantise, or it is laid out in another way.

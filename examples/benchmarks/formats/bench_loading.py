@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installed
 
-from engine.quantization_config import ONLINE
+from engine.config.quantization import ONLINE
 
 PLAIN = "none"
 BLOCK = 16

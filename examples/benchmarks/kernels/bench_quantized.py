@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installe
 import torch
 
 from engine.config import ModelConfig
+from engine.config.quantization import ONLINE, OnlineName
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.make import make_program
 from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info
 from engine.model.weights import load_model
-from engine.quantization_config import ONLINE, OnlineName
 from examples.benchmarks.bench_lockstep import print_table
 from examples.benchmarks.roofline import BLOCK, CONTEXT, consecutive
 from router.tools.bench.report import machine

@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.process import process
 from coordinator.settings import flags
-from engine.speculation_config import SpeculativeConfig
+from engine.config.speculation import SpeculativeConfig
 from router.config import ServeConfig
 
 

@@ -10,11 +10,11 @@ import pytest
 import zmq
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.config.kv_events import KvEventsConfig
 from engine.core import EngineCore
 from engine.events.messages import AllBlocksCleared, BlockStored
 from engine.events.publisher import EventPublisher
 from engine.events.recording import EventRecorder, name_of
-from engine.kv_events_config import KvEventsConfig
 from engine.model.checkpoint import ModelInfo
 from engine.scheduling.blocks import BlockPool, hash_block, prefix_names
 from tests.engine.events.follower import Follower

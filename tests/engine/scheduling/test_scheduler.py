@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.config.speculation import SpeculativeConfig
 from engine.messages import FinishReason, Submit
 from engine.sampling import SamplingParams
 from engine.scheduling.blocks import BlockPool
@@ -17,7 +18,6 @@ from engine.scheduling.speculation import Speculation
 from engine.scheduling.step_budget import PROMPT_LOGPROBS_CHUNK
 from engine.scheduling.step_making import admit_of
 from engine.scheduling.waiting_queue import WaitingQueue
-from engine.speculation_config import SpeculativeConfig
 from engine.step import Step
 from tests.engine.oracle import Oracle
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, expected_output

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.config.speculation import SpeculativeConfig, read_config
 from engine.scheduling import ngram_index as places_module
 from engine.scheduling import speculation as speculation_module
 from engine.scheduling.draft_prices import DraftTrust, StepCost
 from engine.scheduling.ngram_index import NgramIndex
 from engine.scheduling.speculation import Drafter, Speculation, Text, num_taken
-from engine.speculation_config import SpeculativeConfig, read_config
 
 CHEAP = 0.05
 

@@ -17,6 +17,7 @@ import torch
 
 from engine.attention.base import PackedRows
 from engine.config import ModelConfig
+from engine.config.quantization import OnlineName
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
 from engine.kernels.decoder import recognise
@@ -24,7 +25,6 @@ from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info
 from engine.model.expert_weights import ExpertShare
 from engine.model.weights import LoadedModel, load_model
-from engine.quantization_config import OnlineName
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.links.meeting import MeetingHost

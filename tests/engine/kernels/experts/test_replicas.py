@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.config.quantization import OnlineName
 from engine.kernels.core import library
 from engine.kernels.products.quantized import EightBitPanels, QuantizedPanels
 from engine.model.checkpoint import read_model_info
 from engine.model.expert_change import HeldExperts
-from engine.quantization_config import OnlineName
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.placement import Placement, held_by_rank
 from tests.engine.kernels.exchange.linked_group import linked_group, of_all

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.config.quantization import ONLINE, OnlineName
 from engine.model.checkpoint import CheckpointError, check_quantization
 from engine.model.quantization.matrices import FLOAT8
 from engine.model.quantization.online import OnlineFiles
 from engine.model.weight_files import open_weights
-from engine.quantization_config import ONLINE, OnlineName
 from tests.engine.model.quantization.writers import write_quantized
 from tests.engine.model.test_weights import greedy_ids, load
 from tests.engine.tiny_models import make_tiny_model

@@ -16,8 +16,8 @@ pytest.importorskip("gguf")
 
 from gguf import GGMLQuantizationType, quants
 
+from engine.config.quantization import ONLINE, QuantizationName
 from engine.model.gguf.reading import TYPES
-from engine.quantization_config import ONLINE, QuantizationName
 from examples.training.corpus import stage_text
 from examples.training.held_out_loss import loss_of, windows
 from tests.engine.model.gguf.k_quants import k_quantized

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.config import CacheConfig
-from engine.kv_events_config import endpoint_of, read_config
+from engine.config.kv_events import endpoint_of, read_config
 
 ON = '{"enable_kv_cache_events": true'
 

@@ -1,4 +1,4 @@
-"""Names of ``--quantization`` (pure)."""
+"""Names that ``--quantization`` accepts (pure)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 OnlineName = Literal["int8_per_channel_weight_only", "int8", "int4", "fp8_per_channel", "fp8_per_block"]
 ONLINE: tuple[OnlineName, ...] = get_args(OnlineName)
-"""Ways in which a plain checkpoint is quantised while it is read."""
+"""Names of quantisations that are applied to a plain checkpoint while it is read."""
 QuantizationName = Literal[
     "int8_per_channel_weight_only",
     "int8",
@@ -19,4 +19,4 @@ QuantizationName = Literal[
     "awq",
     "mxfp4",
 ]
-"""One of :data:`ONLINE`, or what a checkpoint must be quantised by."""
+"""A name of :data:`ONLINE`, or the format that a checkpoint must be quantised in."""

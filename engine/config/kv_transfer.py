@@ -1,4 +1,4 @@
-"""``--kv-transfer-config``: vLLM's way to give instances a role (pure)."""
+"""Settings of ``--kv-transfer-config``, vLLM's flag that gives instances a role (pure)."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Connector = Literal[
 ]
 """Connectors that vLLM 0.32 has. None is used here: blocks move in one way (:mod:`engine.transfers`)."""
 ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.MIXED}
-"""vLLM's names of roles."""
+"""Role of an instance by vLLM's name for it."""
 
 
 class KvTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's settings; only ``kv_role`` changes anything here."""
+    """Settings that vLLM's flag may hold; only ``kv_role`` has an effect here."""
 
     kv_connector: Connector | None = None
     kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] | None = None
@@ -46,21 +46,22 @@ class KvTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def role(self) -> Role | None:
-        """The role that it gives; None: it names none."""
+        """The instances' role; None: ``kv_role`` is not set."""
         return None if self.kv_role is None else ROLES[self.kv_role]
 
     @property
     def without_effect(self) -> tuple[str, ...]:
-        """Settings that were given and change nothing here."""
+        """Names of the given settings that have no effect."""
         names = (name for name in self.__struct_fields__ if name not in ("kv_role", "kv_load_failure_policy"))
         defaults = KvTransferConfig()
         return tuple(name for name in names if getattr(self, name) != getattr(defaults, name))
 
 
 def read_config(text: str) -> KvTransferConfig:
-    """
+    """Parses ``--kv-transfer-config``.
+
     Raises:
-        ValueError: it is no JSON object with these settings, or asks for what is not done here.
+        ValueError: it is no JSON object with these settings, or asks for something that is not built.
     """
     try:
         config = msgspec.json.decode(text, type=KvTransferConfig)

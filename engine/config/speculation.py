@@ -1,4 +1,4 @@
-"""``--speculative-config``: how tokens are drafted ahead (pure)."""
+"""Settings of ``--speculative-config``: how tokens are drafted ahead (pure)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ METHODS = ("ngram", "[ngram]")
 The second is its older one.
 """
 MOST_DRAFTED = 64
-"""Largest draft; far below, it already costs more than it can spare."""
+"""Most tokens of a draft; far shorter ones already cost more than they save."""
 LONGEST_MATCH = 64
-"""Tokens: upper bound of ``prompt_lookup_min`` and ``prompt_lookup_max``."""
+"""Most tokens of a match: upper bound of ``prompt_lookup_min`` and ``prompt_lookup_max``."""
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's settings, as far as they mean something here."""
+    """Settings of drafts by n-gram lookup, with vLLM's names."""
 
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=MOST_DRAFTED)] = 5
     """Tokens of a draft at most."""
@@ -39,7 +39,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def read_config(text: str) -> SpeculativeConfig:
-    """As in vLLM one of the two lengths of a match stands for both.
+    """Parses ``--speculative-config``; if one length of a match is given, it stands for both.
 
     Raises:
         ValueError: it is no JSON object with these settings, or of a method that is not ours.

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.messages import Role
 from engine.config import CacheConfig
-from engine.kv_transfer_config import Connector, read_config
+from engine.config.kv_transfer import Connector, read_config
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from coordinator.settings.flags import parse
 from engine.config import DeviceConfig, EngineConfig
-from engine.eplb_config import EplbConfig, read_config
+from engine.config.expert_balancing import EplbConfig, read_config
 from engine.settings import _flags_of
 
 

@@ -1,4 +1,4 @@
-"""``--eplb-config``: how the load of experts is balanced (pure)."""
+"""Settings of ``--eplb-config``: how the load of experts is balanced (pure)."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from msgspec import Meta
 from coordinator.messages import Balancing
 
 MOST_STEPS = 10**7
-"""Most steps of a window, and between two looks at loads."""
+"""Most steps of a window, and between two checks of the loads."""
 MOST_REDUNDANT = 4096
 """Most copies of experts in a layer beyond one of each."""
 WITHOUT_EFFECT = {
     "use_async": "experts always come beside the steps",
     "communicator": "experts come from the checkpoint or over --mesh-transport",
 }
-"""Settings of vLLM that mean nothing here, and why."""
+"""Settings of vLLM that are ignored, with the reason that is logged."""
 POLICIES = ("default",)
 
 
 class EplbConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's settings, as far as they mean something here."""
+    """Settings of expert balancing that have an effect, with vLLM's names and defaults."""
 
     window_size: Annotated[int, Meta(ge=1, le=MOST_STEPS)] = 1000
     """Steps over which loads are counted."""
     step_interval: Annotated[int, Meta(ge=1, le=MOST_STEPS)] = 3000
-    """Steps between two looks whether a change pays."""
+    """Steps between two decisions whether moving experts pays."""
     num_redundant_experts: Annotated[int, Meta(ge=0, le=MOST_REDUNDANT)] = 0
     """Copies of experts in each layer beyond one of each."""
     log_balancedness: bool = False
@@ -45,7 +45,7 @@ class EplbConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError(f"policy: there is only {POLICIES[0]!r}, not {self.policy!r}")
 
     def balancing(self, survive: int) -> Balancing:
-        """As the mesh agrees on it."""
+        """The same settings in the form that all instances of a mesh agree on."""
         return Balancing(
             window_size=self.window_size,
             windows=max(1, round(self.step_interval / self.window_size)),
@@ -56,7 +56,7 @@ class EplbConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def read_config(text: str) -> tuple[EplbConfig, list[str]]:
-    """The settings, and what is to be logged about those that mean nothing here.
+    """Parses ``--eplb-config``; returns the settings, and remarks to log about ignored ones.
 
     Raises:
         ValueError: it is no JSON object with these settings.

@@ -1,4 +1,4 @@
-"""``--kv-events-config``: where changes of the prefix cache are published (pure)."""
+"""Settings of ``--kv-events-config``: where changes of the prefix cache are published (pure)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from msgspec import Meta
 MOST_KEPT = 10_000_000
 """Most batches that a queue or the replay buffer may hold."""
 LONGEST_TOPIC = 255
-"""Bytes."""
+"""Most bytes of the topic that events are published under."""
 MOST_PORT = 65535
-"""The last port there is."""
+"""The highest TCP port number."""
 
 
 class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's settings, with its defaults."""
+    """Settings of published KV events, with vLLM's names and defaults."""
 
     enable_kv_cache_events: bool = False
     publisher: Literal["null", "zmq"] | None = None
-    """None: zmq if events are enabled."""
+    """How events are published; None: zmq if events are enabled."""
     endpoint: str = "tcp://*:5557"
     """PUB socket: bound where the address is a wildcard or ``ipc``, else connected."""
     replay_endpoint: str | None = None
@@ -44,14 +44,15 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is published."""
+        """Whether events are published."""
         return self.enable_kv_cache_events and self.publisher != "null"
 
 
 def check_endpoint(name: str, endpoint: str) -> None:
-    """
+    """Checks that a ZeroMQ socket outside this process can have this endpoint.
+
     Raises:
-        ValueError: no socket can have this endpoint; says what to give.
+        ValueError: it cannot; the message says what to give.
     """
     scheme, mark, rest = endpoint.partition("://")
     if not mark or scheme not in ("tcp", "ipc"):
@@ -67,14 +68,12 @@ def check_endpoint(name: str, endpoint: str) -> None:
 
 
 def is_bound(endpoint: str) -> bool:
-    """Whether a PUB socket binds to it, as in vLLM; else it connects."""
+    """Whether the PUB socket binds to this endpoint, as in vLLM, rather than connects."""
     return endpoint.startswith("ipc://") or "*" in endpoint or "::" in endpoint
 
 
 def endpoint_of(endpoint: str, rank: int) -> str:
-    """The endpoint of one instance.
-
-    Instance 0 has it as given, others add their rank to the port.
+    """Endpoint of one instance: the given one, with the rank added to its port.
 
     Raises:
         ValueError: there is no such port.
@@ -90,7 +89,7 @@ def endpoint_of(endpoint: str, rank: int) -> str:
 
 
 def read_config(text: str) -> KvEventsConfig:
-    """
+    """Parses ``--kv-events-config``.
     Raises:
         ValueError: it is no JSON object with these settings.
     """
