@@ -56,7 +56,7 @@ class ChildProcess:
         how, error = process.how_it_ended(status), self.last_error.read() if status > 0 else ""
         return f"{how}: {error}" if error else how
 
-    def tell(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         """Send the child a signal if it still runs."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)

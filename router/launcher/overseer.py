@@ -116,7 +116,7 @@ class Overseer:
         if view is None or not view.complete or not self._supervisor.ready:
             return _answer(wish, UNAVAILABLE, "the mesh is still starting: try again when it is ready")
         try:
-            ours, leaving = self._supervisor.ranks, self._supervisor.leaving
+            ours, leaving = self._supervisor.children.ranks, self._supervisor.children.leaving
             way = plan(wish.size, view.members, ours, self._machine, wish.force, leaving)
         except ScalingRefused as refusal:
             return _answer(wish, CONFLICT, str(refusal))

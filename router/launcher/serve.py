@@ -54,6 +54,8 @@ from router.launcher.preflight import (
 )
 from router.launcher.scaling import shared_devices
 from router.launcher.service_manager import Progress, ServiceManager
+from router.launcher.shutdown import Shutdown
+from router.launcher.starter import ProcessStarter
 from router.launcher.supervisor import Supervisor
 from router.metrics.shared_counts import SharedCounts, Snapshot
 
@@ -203,13 +205,14 @@ def _run(config: ServeConfig, model: _Model, held: contextlib.ExitStack, keys: M
         print_table(model.title, table)
     supervisor = Supervisor(
         table,
-        drain_timeout=config.engine.drain_timeout,
-        shutdown_timeout=config.http.shutdown_timeout,
         restart=config.restart,
         engine_spec=lambda rank, number: _one_more(config, rank, number),
-        doors=sockets,
-        fork_server=_fork_server(config, model.model_type),
-        caches=_caches(config, held),
+        starter=ProcessStarter(_fork_server(config, model.model_type), _caches(config, held)),
+        shutdown=Shutdown(
+            drain_timeout=config.engine.drain_timeout,
+            shutdown_timeout=config.http.shutdown_timeout,
+            sockets=sockets,
+        ),
     )
     return uvloop.run(_supervise(config, mesh_name, supervisor, doors, keys))
 
@@ -333,7 +336,7 @@ async def _supervise(
 
 
 def _progress(supervisor: Supervisor) -> Progress:
-    return Progress(supervisor.ready, supervisor.stopping, supervisor.local_members)
+    return Progress(supervisor.ready, supervisor.stopping, supervisor.children.members)
 
 
 async def wait_for_instances(config: ServeConfig, supervisor: Supervisor, overseer: Overseer) -> View:
@@ -351,7 +354,7 @@ async def wait_for_instances(config: ServeConfig, supervisor: Supervisor, overse
         view = overseer.view
         ready = view is not None and not view.waiting_for
         if config.mesh.headless:
-            ready = supervisor.num_serving >= config.mesh.local_size
+            ready = supervisor.children.num_serving >= config.mesh.local_size
         if view is not None and ready:
             return view
         missing = view.waiting_for if view else f"the coordinator at {config.mesh.coordinator_endpoint}"

@@ -1,49 +1,40 @@
-"""Supervises the processes of one ``serve``: starts, watches, scales and stops them in order.
+"""Supervisor of the processes of one ``serve``: starts, watches, restarts, scales and ends them.
 
-:mod:`router.launcher.restarts` decides what to restart, and when.
+:mod:`router.launcher.restarts` decides what to restart and when, :mod:`router.launcher.children` keeps which
+processes there are, :mod:`router.launcher.starter` starts one, :mod:`router.launcher.shutdown` ends all.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
-import socket
 import time
-import uuid
-from asyncio.subprocess import Process
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
-from coordinator.messages import Member, State, View
+from coordinator.messages import View
 from coordinator.process import process
-from coordinator.process.last_error import LastError
 from coordinator.rpc.handshakes import KeyRefused
-from engine.host.forked import Forked, ForkServer, Unforked
 from router.faults import FaultEvent, Faults
-from router.launcher.cache_files import CacheFiles
-from router.launcher.child_process import ChildProcess, exit_status, fork, spawn
+from router.launcher.child_process import ChildProcess, exit_status
+from router.launcher.children import Children
 from router.launcher.launch import ProcessSpec
 from router.launcher.losses import Losses
 from router.launcher.restarts import Restarts
-from router.launcher.scaling import free_number
+from router.launcher.shutdown import Shutdown
+from router.launcher.starter import ProcessStarter
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED_PIDS = 256
-"""Processes of ours that ended, and that the view may still show."""
 COORDINATOR_FIRST = 10.0
-"""Seconds that forked instances wait for the coordinator, which they can do without."""
-STOP_TIMEOUT = 10.0
-"""Seconds for a process to end before it is signalled again, and then killed."""
+"""Most seconds that forked instances wait for the local coordinator; after that they start without it."""
 
 
 class Supervisor:
     """Starts the process table, restarts what may be restarted, and ends all in order.
 
     Before everything is ready, the first process that ends takes all down: its message names the error. Later
-    the coordinator and the routers are restarted, instances too if that was asked for, and instances may come
+    the coordinator and the routers are restarted, instances too with ``--restart``, and instances may come
     and go.
     """
 
@@ -51,94 +42,39 @@ class Supervisor:
         self,
         table: Sequence[ProcessSpec],
         *,
-        drain_timeout: float = 0.0,
-        shutdown_timeout: float = 0.0,
         restart: bool = False,
         engine_spec: Callable[[int | None, int], ProcessSpec] | None = None,
-        doors: Sequence[socket.socket] = (),
-        fork_server: ForkServer | None = None,
-        caches: CacheFiles | None = None,
+        starter: ProcessStarter | None = None,
+        shutdown: Shutdown | None = None,
     ) -> None:
-        """``drain_timeout``: seconds that headless instances may take to finish what they have.
-        ``shutdown_timeout``: seconds that routers may take to finish requests.
-        ``engine_spec`` makes the instance of a rank (None: of any), with a number among ours. ``doors`` are
-        held open for routers to come, and closed at the end; so is ``fork_server``, which makes the
-        instances, if there is one. ``caches``: memory of their KV caches, which outlives them."""
+        """``restart``: instances that died are started again. ``engine_spec`` makes the table entry of an
+        instance from its rank (None: any) and its number within this launcher."""
         self._table = list(table)
-        self._drain_timeout = drain_timeout
-        self._shutdown_timeout = shutdown_timeout
+        self._roles = frozenset(spec.role for spec in table)
         self._restarts = Restarts(instances=restart)
         self._engine_spec = engine_spec
-        self._doors = doors
-        self._fork_server = fork_server
-        self._caches = caches
-        self._children: dict[int, ChildProcess] = {}
-        self._coming_back: dict[int, ProcessSpec] = {}
+        self._starter = starter or ProcessStarter()
+        self._shutdown = shutdown or Shutdown()
         self._num_keys = 0
-        self._gone: deque[int] = deque(maxlen=REMEMBERED_PIDS)
-        self._gone_names: deque[str] = deque(maxlen=REMEMBERED_PIDS)
-        self._names: deque[str] = deque(maxlen=REMEMBERED_PIDS)
         self._watchers: set[asyncio.Task[None]] = set()
-        self._known = asyncio.Event()
-        """A view has come."""
         self._ended = asyncio.Event()
-        self._stopping = False
         self._status = 0
         self._last_end = ""
-        """Which process ended last, and how."""
-        self._view: View | None = None
+        """Name of the process that ended last, and how it ended."""
+        self.children = Children()
         self.faults = Faults()
         self.losses = Losses()
         self.on_lost: Callable[[str, str], None] = lambda instance, how: None
-        """Called when the process of an instance (its name in the mesh) died, and how."""
+        """Called with the name of an instance in the mesh whose process died, and how it died."""
         self.ready = False
-        """Set by the caller once the mesh serves."""
+        """Whether the mesh serves."""
+        self.stopping = False
+        """Whether all processes are being ended."""
         self.problem = ""
-        """What ended first, and how, when that was not asked for."""
+        """Name of the process that ended first, and how, unless the end was asked for."""
 
     def __repr__(self) -> str:
-        names = " ".join(f"{child.spec.name}:{child.process.pid}" for child in self._children.values())
-        return f"<Supervisor {names}>"
-
-    # ---- what the launcher asks
-
-    @property
-    def ranks(self) -> list[int]:
-        """Ranks of local instances that run, or soon will, and are not leaving."""
-        running = [child.rank for child in self._of_role("engine") if child.stays]
-        soon = [spec.rank for spec in self._coming_back.values() if spec.role == "engine"]
-        return sorted(rank for rank in (*running, *soon) if rank is not None)
-
-    @property
-    def leaving(self) -> list[str]:
-        """Names of local instances that are leaving or have ended, perhaps unknown to the mesh."""
-        told = [child.instance or child.name for child in self._of_role("engine") if child.retired]
-        return [*told, *self._gone_names]
-
-    @property
-    def num_serving(self) -> int:
-        """Our instances that are ready."""
-        return sum(child.began is not None for child in self._of_role("engine"))
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of all processes that run."""
-        return [child.process.pid for child in self._children.values()]
-
-    @property
-    def stopping(self) -> bool:
-        """Whether all processes are being ended."""
-        return self._stopping
-
-    @property
-    def local_members(self) -> list[Member]:
-        """Our instances in the newest view."""
-        members = self._view.members if self._view else []
-        return [member for member in members if member.instance in self._names]
-
-    def started(self, instance: str) -> bool:
-        """Whether the instance of this name is ours."""
-        return instance in self._names
+        return f"<Supervisor {self.children!r}>"
 
     async def run(self, until_ready: Callable[[], Awaitable[None]], *, takes_signals: bool = True) -> int:
         """Start all, wait for SIGTERM, SIGINT, SIGHUP, :meth:`stop` or the end of what matters.
@@ -150,9 +86,8 @@ class Supervisor:
         taken = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if with_terminal else []))
         for number in taken if takes_signals else ():
             loop.add_signal_handler(number, self._on_signal, number)
-        forked = [spec for spec in self._table if self._forks(spec)]
-        if self._fork_server is not None:
-            logger.info("the fork server (pid %d) loads libraries for all instances", self._fork_server.pid)
+        forked = [spec for spec in self._table if self._starter.forks(spec)]
+        self._starter.log_fork_server()
         for spec in self._table:
             if spec not in forked:
                 await self.start(spec)
@@ -161,7 +96,10 @@ class Supervisor:
         waiting = asyncio.ensure_future(self._wait_until_ready(until_ready))
         await self._ended.wait()
         waiting.cancel()
-        await self._stop_all(starting)
+        self.stopping = True
+        self._starter.close()
+        await asyncio.wait([starting])
+        await self._shutdown.end_all(self.children, self._roles)
         return self._status
 
     def stop(self) -> None:
@@ -174,12 +112,13 @@ class Supervisor:
         They take no time to start, so the local coordinator goes first. If it cannot listen, its error says
         why; the others would find the coordinator of another mesh there.
         """
-        if any(spec.role == "coordinator" for spec in self._table):
-            first = [asyncio.ensure_future(event.wait()) for event in (self._known, self._ended)]
+        if "coordinator" in self._roles:
+            events = (self.children.has_view, self._ended)
+            first = [asyncio.ensure_future(event.wait()) for event in events]
             await asyncio.wait(first, timeout=COORDINATOR_FIRST, return_when=asyncio.FIRST_COMPLETED)
             for each in first:
                 each.cancel()
-        if not self._stopping:
+        if not self.stopping:
             await asyncio.gather(*(self.start(spec) for spec in table))
 
     def _on_started(self, starting: asyncio.Future[None]) -> None:
@@ -189,57 +128,32 @@ class Supervisor:
             self._end(process.EXIT_FAILED)
 
     async def start(self, spec: ProcessSpec) -> None:
-        """One process more."""
+        """Start one more process."""
         self._num_keys += 1
         await self._start(self._num_keys, spec)
 
     async def grow(self, ranks: Sequence[int], room: int = 0) -> None:
-        """Instances of these ranks more.
-
-        ``room``: how many of ours can have devices of their own.
-        """
+        """Start instances of these ranks; ``room``: how many local ones can have devices of their own."""
         assert self._engine_spec is not None
         for rank in ranks:
             logger.info("starting instance %d", rank)
-            await self.start(self._engine_spec(rank, self._free_number(room)))
-
-    def _free_number(self, room: int) -> int:
-        running = self._of_role("engine")
-        staying = [child.spec.number for child in running if child.stays]
-        staying += [spec.number for spec in self._coming_back.values() if spec.role == "engine"]
-        return free_number(staying, [child.spec.number for child in running if not child.stays], room)
+            await self.start(self._engine_spec(rank, self.children.free_number(room)))
 
     def retire(self, ranks: Sequence[int]) -> None:
-        """Have our instances of these ranks drain and end."""
-        for key, spec in list(self._coming_back.items()):
-            if spec.rank in ranks:
-                del self._coming_back[key]
-        for child in self._of_role("engine"):
+        """Have the local instances of these ranks drain and end."""
+        coming = self.children.coming
+        for key in [key for key, spec in coming.items() if spec.rank in ranks]:
+            del coming[key]
+        for child in self.children.of_role("engine"):
             if child.rank in ranks and not child.retired:
                 logger.info("draining instance %d", child.rank)
                 child.retired = True
-                child.tell(signal.SIGTERM)
+                child.send_signal(signal.SIGTERM)
 
     def learn(self, view: View) -> None:
-        """Ranks that the coordinator gave to our instances, and since when they serve."""
-        self._view = view
-        self._known.set()
-        here = socket.gethostname()
-        of_pid = {child.process.pid: child for child in self._of_role("engine")}
-        of_name = {child.name: child for child in of_pid.values()}
-        for child in of_pid.values():
-            child.is_member = False
-        for member in view.members:
-            ours = of_name.get(member.instance) or (of_pid.get(member.pid) if member.host == here else None)
-            if ours is not None:
-                ours.rank, ours.instance, ours.is_member = member.rank, member.instance, True
-                ours.retired = ours.retired or not member.state.stays
-                if member.state is State.READY and ours.began is None:
-                    ours.began = time.monotonic()
-                    if self._caches is not None:
-                        self._caches.serves(ours.key)
-
-    # ---- life
+        """Take in a view of the mesh: ranks of local instances, and which have become ready."""
+        for child in self.children.learn(view):
+            self._starter.serves(child.key)
 
     async def _wait_until_ready(self, until_ready: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -255,87 +169,41 @@ class Supervisor:
 
     def _on_signal(self, number: int) -> None:
         if not self._ended.is_set():
-            logger.info("%s", self._end_line())
+            logger.info("%s", self._shutdown.log_line(self._roles, is_ready=self.ready))
         if number == signal.SIGINT and not self.ready:  # as the commands that have no end of their own
             self._end(process.EXIT_INTERRUPTED)
-        if self._stopping:
-            for child in self._children.values():  # asked twice: no more waiting for requests
+        if self.stopping:
+            for child in self.children.running.values():  # asked twice: no more waiting for requests
                 if child.spec.role != "coordinator":  # without whom instances cannot leave
-                    child.tell(signal.SIGTERM)
+                    child.send_signal(signal.SIGTERM)
         self._end(self._status)
-
-    def _end_line(self) -> str:
-        """The log line of an end that was asked for, with the time for requests."""
-        if not self.ready:
-            return "ends before the mesh is ready"
-        if any(spec.role == "router" for spec in self._table):
-            return f"ends: requests may run for {self._shutdown_timeout:g} s more (--shutdown-timeout)"
-        if any(spec.role == "engine" for spec in self._table):
-            return f"ends: instances drain for at most {self._drain_timeout:g} s (--drain-timeout)"
-        return "ends"
 
     def _end(self, status: int) -> None:
         self._status = self._status or status
         self._ended.set()
 
     async def _start(self, key: int, spec: ProcessSpec, *, returns: bool = False) -> None:
-        name = uuid.uuid4().hex[:12]
-        self._names.append(name)
-        environment = {**spec.environment(), process.INSTANCE_VARIABLE: name}
-        if self._caches is not None and spec.is_instance:
-            environment |= self._caches.begin(key)
-        with contextlib.ExitStack() as unless_started:
-            last_error = unless_started.enter_context(LastError())
-            started = await self._start_process(key, spec, environment | last_error.environment)
-            if started is None:
-                return
-            unless_started.pop_all()
-        began = None if spec.is_instance else time.monotonic()  # when an instance serves, a view tells
-        child = ChildProcess(
-            key, spec, started, began, spec.rank, last_error, name=name, returns=returns
-        )  # fmt: skip
-        self._children[key] = child
+        """Start a process and watch it; ``returns``: under its former rank."""
+        coming = self.children.coming
+        if self._starter.forks(spec):
+            coming[key] = spec  # counts as running, and can be retired, while it is forked
+        name = self.children.new_name()
+        child = await self._starter.start(key, spec, name, lambda: coming.pop(key, None) is not None)
+        if child is None:
+            return
+        child.returns = returns
+        self.children.running[key] = child
         watcher = asyncio.create_task(self._watch(child))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
 
-    async def _start_process(
-        self, key: int, spec: ProcessSpec, environment: dict[str, str]
-    ) -> Process | Forked | None:
-        """None: it was ordered to go before it came."""
-        started: Process | Forked | None = None
-        if self._forks(spec):
-            self._coming_back[key] = spec
-            started = await self._fork(spec, environment)
-            if self._coming_back.pop(key, None) is None or self._stopping:  # retired meanwhile
-                if started is not None:
-                    started.kill()
-                    await started.ended()
-                return None
-        return started or await spawn(spec, environment)
-
-    def _forks(self, spec: ProcessSpec) -> bool:
-        return self._fork_server is not None and not self._fork_server.problem and spec.may_be_forked
-
-    async def _fork(self, spec: ProcessSpec, environment: dict[str, str]) -> Forked | None:
-        """None: it needs a normal process start."""
-        assert self._fork_server is not None
-        try:
-            return await fork(self._fork_server, spec, environment)
-        except Unforked as problem:
-            if not self._stopping:
-                logger.warning("%s; falling back to a normal process start for %s", problem, spec.name)
-            return None
-
     async def _watch(self, child: ChildProcess) -> None:
         status = await child.ended()
-        self._children.pop(child.key, None)
+        self.children.remove(child)
         why = child.why_it_ended(status)
         child.last_error.close()
-        self._gone.append(child.process.pid)
-        self._gone_names.append(child.name)
-        if self._caches is not None and (status == 0 or child.retired):
-            self._caches.forget(child.key)
+        if status == 0 or child.retired:
+            self._starter.forget(child.key)
         if self._ended.is_set():
             return
         how = process.how_it_ended(status)
@@ -352,17 +220,15 @@ class Supervisor:
         elif not child.retired and self._restarts.wants(
             child.spec.role, status, wanted_its_rank=child.returns and not child.instance
         ):
-            await self._start_again(child, status)
+            await self._restart(child, status)
         elif child.spec.role == "engine":
             if not child.retired:
                 self.losses.note(self._last_end)
             self._end_without_instances(status)
 
-    async def _start_again(self, child: ChildProcess, status: int) -> None:
-        """After the pause that is due, under the old rank.
-
-        Under any, if that was refused.
-        """
+    async def _restart(self, child: ChildProcess, status: int) -> None:
+        """Start a process again after the pause that is due; under any rank if its own was refused."""
+        coming = self.children.coming
         served_for = 0.0 if child.began is None else time.monotonic() - child.began
         why = self._last_end
         while True:
@@ -370,14 +236,13 @@ class Supervisor:
             if delay is None:
                 logger.error("%s ended too often in a row: it is not started again", child.spec.name)
                 self.losses.note(f"{why}, too often in a row")
-                if self._caches is not None:
-                    self._caches.forget(child.key)
+                self._starter.forget(child.key)
                 self._end_without_instances(status)
                 return
-            self._coming_back[child.key] = self._successor(child, status)
+            coming[child.key] = self._successor(child, status)
             logger.info("restarting %s in %.1f s", child.spec.name, delay)
             await asyncio.sleep(delay)
-            spec = self._coming_back.pop(child.key, None)
+            spec = coming.pop(child.key, None)
             if spec is None or self._ended.is_set():
                 self._end_without_instances(0)
                 return
@@ -386,12 +251,11 @@ class Supervisor:
                 await self._start(child.key, spec, returns=spec.rank is not None)
             except OSError as error:  # no memory, no process or no descriptor to be had, for now
                 logger.error("%s cannot be started: %s", spec.name, error)
-                self._coming_back.pop(child.key, None)
+                coming.pop(child.key, None)
                 served_for = 0.0
             else:
-                self._record(
-                    FaultEvent.RESTART, spec.role, f"{spec.name} is started again after {delay:.1f} s"
-                )
+                text = f"{spec.name} is started again after {delay:.1f} s"
+                self._record(FaultEvent.RESTART, spec.role, text)
                 return
 
     def _successor(self, child: ChildProcess, status: int) -> ProcessSpec:
@@ -405,66 +269,16 @@ class Supervisor:
 
         It stays if it is the head of instances elsewhere, or was scaled to zero on purpose: others may come.
         """
-        if self._of_role("engine") or any(spec.role == "engine" for spec in self._coming_back.values()):
+        if self.children.has_instances:
             return
-        has_endpoint = any(spec.role == "router" for spec in self._table)
-        is_head = has_endpoint or any(spec.role == "coordinator" for spec in self._table)
-        if (has_endpoint and status == 0) or (is_head and self._others_serve()):
+        has_endpoint = "router" in self._roles
+        is_head = has_endpoint or "coordinator" in self._roles
+        if (has_endpoint and status == 0) or (is_head and self.children.others_serve()):
             logger.info("no local instance is left; the mesh stays for others")
             return
         logger.log(logging.ERROR if status else logging.INFO, "no local instance is left")
         self.problem = f"no local instance is left: {self._last_end}"
         self._end(exit_status(status))
 
-    def _others_serve(self) -> bool:
-        """Whether instances that are not ours are ready, as far as is known."""
-        here = socket.gethostname()
-        members = self._view.members if self._view else []
-        return any(
-            member.state is State.READY
-            and member.instance not in self._gone_names
-            and (member.host != here or member.pid not in self._gone)
-            for member in members
-        )
-
     def _record(self, event: FaultEvent, kind: str, text: str) -> None:
         self.faults.record(event, kind, text, time.time())
-
-    def _of_role(self, role: str) -> list[ChildProcess]:
-        return [child for child in self._children.values() if child.spec.role == role]
-
-    # ---- the end
-
-    async def _stop_all(self, starting: asyncio.Future[None]) -> None:
-        """Routers first, so that nothing new comes in; the coordinator last."""
-        self._stopping = True
-        if self._fork_server is not None:
-            self._fork_server.close()
-        await asyncio.wait([starting])
-        for door in self._doors:
-            door.close()
-        is_head = any(spec.role == "router" for spec in self._table)
-        for role in ("router", "engine", "coordinator"):
-            children = self._of_role(role)
-            for child in children:
-                child.tell(signal.SIGTERM)
-            await self._wait_for(children, self._patience(role, is_head))
-
-    def _patience(self, role: str, is_head: bool) -> float:
-        """Seconds that processes of a role get to end, and their requests with them."""
-        drains = role == "engine" and not is_head
-        running = self._drain_timeout if drains else self._shutdown_timeout if role == "router" else 0.0
-        return STOP_TIMEOUT + running
-
-    async def _wait_for(self, children: list[ChildProcess], patience: float) -> None:
-        if not children:
-            return
-        ended = asyncio.gather(*(child.ended() for child in children))
-        for last_resort in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(ended), patience)
-                return
-            for child in children:
-                child.tell(last_resort)
-            patience = 3.0
-        await ended

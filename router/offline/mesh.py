@@ -38,6 +38,7 @@ from router.launcher.launch import process_table
 from router.launcher.overseer import Overseer
 from router.launcher.preflight import machine_of
 from router.launcher.serve import wait_for_instances, with_key_for_children
+from router.launcher.shutdown import Shutdown
 from router.launcher.supervisor import Supervisor
 from router.metrics.metrics import Metrics
 
@@ -95,9 +96,8 @@ class PrivateMesh:
             config, settings, usable_cores(), mesh_name,
             devices=cuda_devices(), listen_fd=listen_fd, with_router=False,
         )  # fmt: skip
-        self._supervisor = Supervisor(
-            table, drain_timeout=config.engine.drain_timeout if config.mesh.headless else 0.0
-        )
+        drain_timeout = config.engine.drain_timeout if config.mesh.headless else 0.0
+        self._supervisor = Supervisor(table, shutdown=Shutdown(drain_timeout=drain_timeout))
         self._owner = os.getpid()
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._begun = threading.Event()
@@ -108,7 +108,7 @@ class PrivateMesh:
         self._thread = threading.Thread(target=self._run, name="lockstep", daemon=True)
 
     def __repr__(self) -> str:
-        pids = " ".join(map(str, self._supervisor.pids))
+        pids = " ".join(map(str, self._supervisor.children.pids))
         return f"<PrivateMesh at {self._config.mesh.coordinator_endpoint}, processes {pids or 'ended'}>"
 
     @property
@@ -119,7 +119,7 @@ class PrivateMesh:
     @property
     def pids(self) -> list[int]:
         """Ids of all processes that run."""
-        return self._supervisor.pids
+        return self._supervisor.children.pids
 
     def start(self) -> None:
         """Start everything and wait until all instances take requests.
@@ -283,14 +283,14 @@ class PrivateMesh:
     def _members_elsewhere(self) -> list[Member]:
         """Instances that another program started."""
         view = self.client.view
-        ours = set(self._supervisor.pids)
+        ours = set(self._supervisor.children.pids)
         here = socket.gethostname()
         members = view.members if view is not None else []
         return [
             member
             for member in members
             if (member.host != here or member.pid not in ours)
-            and not self._supervisor.started(member.instance)
+            and not self._supervisor.children.has_started(member.instance)
         ]
 
     def _stop(self) -> None:

@@ -29,6 +29,7 @@ from router.launcher.overseer import Overseer
 from router.launcher.restarts import LONGEST_ABSENCE, MAX_INSTANCE_RESTARTS, QUICKLY_STEADY, STEADY, Restarts
 from router.launcher.scaling import Machine
 from router.launcher.serve import secret_file
+from router.launcher.shutdown import Shutdown
 from router.launcher.supervisor import Supervisor
 from tests.waiting import PATIENCE, until_async
 
@@ -107,7 +108,7 @@ def spec(name: str, role: str, rank: int | None = None, code: str = SLEEP, numbe
 
 def pid_of(supervisor: Supervisor, name: str) -> int | None:
     return next(
-        (child.process.pid for child in supervisor._children.values() if child.spec.name == name), None
+        (child.process.pid for child in supervisor.children.running.values() if child.spec.name == name), None
     )
 
 
@@ -160,12 +161,12 @@ def test_a_killed_instance_comes_back_under_the_rank_that_it_was_given() -> None
         pid = pid_of(supervisor, "Engine")
         assert pid is not None
         supervisor.learn(view(member(7, pid), member(8, pid, host="elsewhere")))
-        assert supervisor.ranks == [7]
-        assert supervisor.num_serving == 1
+        assert supervisor.children.ranks == [7]
+        assert supervisor.children.num_serving == 1
         os.kill(pid, signal.SIGKILL)
         await until_async(lambda: pid_of(supervisor, "Engine_7"))
-        assert supervisor.ranks == [7]
-        assert [child.spec.number for child in supervisor._of_role("engine")] == [3]
+        assert supervisor.children.ranks == [7]
+        assert [child.spec.number for child in supervisor.children.of_role("engine")] == [3]
         assert losses == [(f"name-{pid}", "was killed by signal 9 (SIGKILL: out of memory?)")]
         counts = supervisor.faults.counts
         assert counts == {FaultEvent.DETECTION: {"process_exit": 1}, FaultEvent.RESTART: {"engine": 1}}
@@ -194,7 +195,7 @@ def test_an_instance_whose_rank_was_taken_meanwhile_comes_back_under_any() -> No
         os.kill(pid, signal.SIGKILL)
         await until_async(lambda: len(asked) == 2 and pid_of(supervisor, "Engine"))
         assert asked == [1, None]
-        (child,) = [each for each in supervisor._children.values() if each.spec.name == "Engine"]
+        (child,) = [each for each in supervisor.children.running.values() if each.spec.name == "Engine"]
         assert (child.spec.number, child.returns) == (1, False)
 
     assert supervised(supervisor, act) == 0
@@ -215,7 +216,7 @@ def test_a_start_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> N
     async def act() -> None:
         pid = pid_of(supervisor, "Coordinator")
         assert pid is not None
-        monkeypatch.setattr("router.launcher.supervisor.spawn", spawn_late)
+        monkeypatch.setattr("router.launcher.starter.spawn", spawn_late)
         os.kill(pid, signal.SIGKILL)
         await until_async(lambda: pid_of(supervisor, "Coordinator") not in (None, pid))
         assert failed == 2
@@ -252,7 +253,7 @@ def test_a_head_without_an_endpoint_stays_while_instances_elsewhere_serve() -> N
         assert pid is not None
         supervisor.learn(view(member(0, pid), member(1, 1, host="elsewhere")))
         os.kill(pid, signal.SIGKILL)
-        await until_async(lambda: not supervisor._of_role("engine"))
+        await until_async(lambda: not supervisor.children.of_role("engine"))
         assert pid_of(supervisor, "Coordinator") is not None
         assert not supervisor.problem
 
@@ -281,17 +282,17 @@ def test_an_instance_that_drains_is_no_longer_ours_though_its_process_lives() ->
         pid = pid_of(supervisor, "Engine_0")
         assert pid is not None
         supervisor.learn(view(member(0, pid)))
-        assert supervisor.ranks == [0]
+        assert supervisor.children.ranks == [0]
         supervisor.learn(view())
-        assert supervisor.ranks == [], "it left in a hurry"
+        assert supervisor.children.ranks == [], "it left in a hurry"
         supervisor.learn(view(member(0, pid)))
-        assert supervisor.ranks == [0], "or the coordinator was away"
+        assert supervisor.children.ranks == [0], "or the coordinator was away"
         supervisor.learn(view(member(0, pid, state=State.DRAINING)))
-        assert supervisor.ranks == []
+        assert supervisor.children.ranks == []
         supervisor.learn(view())
-        assert supervisor.ranks == []
+        assert supervisor.children.ranks == []
         os.kill(pid, signal.SIGKILL)
-        await until_async(lambda: not supervisor._of_role("engine"))
+        await until_async(lambda: not supervisor.children.of_role("engine"))
         assert FaultEvent.RESTART not in supervisor.faults.counts, "it was on its way out"
 
     supervised(supervisor, act)
@@ -313,7 +314,7 @@ def test_asked_twice_for_fewer_as_many_go_as_once() -> None:
         overseer._watcher.take(world)
         texts = [(await overseer._on_scale(Scale(command=name, size=2))).text for name in ("a", "b")]
         assert texts == ["draining instance 2", "there is nothing to do"]
-        assert (supervisor.ranks, supervisor.leaving) == ([0, 1], [f"name-{pids[2]}"])
+        assert (supervisor.children.ranks, supervisor.children.leaving) == ([0, 1], [f"name-{pids[2]}"])
         overseer._watcher._connection.close(linger_ms=0)
 
     assert supervised(supervisor, act) == 0
@@ -365,14 +366,14 @@ def test_refused_and_drained_instances_stay_away_and_the_head_stays_for_others()
 
     async def act() -> None:
         await until_async(lambda: pid_of(supervisor, "Engine_1") is None)
-        assert supervisor.ranks == [0]
+        assert supervisor.children.ranks == [0]
         await supervisor.grow([1, 2])
-        assert supervisor.ranks == [0, 1, 2]
-        assert sorted(child.spec.number for child in supervisor._of_role("engine")) == [0, 1, 2]
+        assert supervisor.children.ranks == [0, 1, 2]
+        assert sorted(child.spec.number for child in supervisor.children.of_role("engine")) == [0, 1, 2]
         supervisor.learn(view(member(5, 1, host="elsewhere")))
         supervisor.retire([0, 1, 2])
-        assert supervisor.ranks == []
-        await until_async(lambda: not supervisor._of_role("engine"))
+        assert supervisor.children.ranks == []
+        await until_async(lambda: not supervisor.children.of_role("engine"))
         assert pid_of(supervisor, "Router") is not None
         assert FaultEvent.RESTART not in supervisor.faults.counts
 
@@ -420,7 +421,7 @@ def test_told_twice_to_end_the_coordinator_goes_last_all_the_same(tmp_path: Path
     async def act() -> None:
         await until_async(lambda: (tmp_path / "coordinator").exists() and (tmp_path / "engine").exists())
         os.kill(os.getpid(), signal.SIGTERM)
-        await until_async(lambda: supervisor._stopping)
+        await until_async(lambda: supervisor.stopping)
         os.kill(os.getpid(), signal.SIGTERM)
         await until_async(lambda: pid_of(supervisor, "Engine_0") is None)
 
@@ -448,7 +449,7 @@ def test_a_router_that_is_started_again_finds_the_connections_that_waited() -> N
             name="Router", role="router", argv=(), address="", threads=1, code=serve_one,
             descriptors=(door.fileno(),),
         )  # fmt: skip
-        supervisor = Supervisor([router, spec("Engine_0", "engine", 0)], doors=[door])
+        supervisor = Supervisor([router, spec("Engine_0", "engine", 0)], shutdown=Shutdown(sockets=[door]))
 
         def connect() -> socket.socket:
             return socket.create_connection(door.getsockname(), timeout=10)
@@ -481,7 +482,7 @@ def test_a_router_that_is_started_again_has_its_keys() -> None:
         door.set_inheritable(True)
         doors = Doors(http=door.fileno(), secrets=descriptor)
         (router,) = [each for each in process_table(config, None, 1, "", doors) if each.role == "router"]
-        supervisor = Supervisor([router, spec("Engine_0", "engine", 0)], doors=[door])
+        supervisor = Supervisor([router, spec("Engine_0", "engine", 0)], shutdown=Shutdown(sockets=[door]))
         url = f"http://127.0.0.1:{door.getsockname()[1]}/v1/models"
 
         def statuses() -> list[int]:

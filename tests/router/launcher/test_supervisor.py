@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
-from router.launcher.launch import ProcessSpec
-from router.launcher.supervisor import STOP_TIMEOUT, Supervisor
+from router.launcher.shutdown import STOP_TIMEOUT, Shutdown
+from router.launcher.supervisor import Supervisor
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,8 @@ from router.launcher.supervisor import STOP_TIMEOUT, Supervisor
 def test_processes_get_the_time_that_flags_give_to_their_requests(
     role: str, is_head: bool, seconds: float
 ) -> None:
-    supervisor = Supervisor([], drain_timeout=120.0, shutdown_timeout=40.0)
-    assert supervisor._patience(role, is_head) == STOP_TIMEOUT + seconds
+    shutdown = Shutdown(drain_timeout=120.0, shutdown_timeout=40.0)
+    assert shutdown.patience(role, is_head=is_head) == STOP_TIMEOUT + seconds
 
 
 @pytest.mark.parametrize(
@@ -51,10 +51,6 @@ def test_ctrl_c_while_a_mesh_loads_is_an_interruption(
     assert asyncio.run(ended()) == status
 
 
-def spec(role: str) -> ProcessSpec:
-    return ProcessSpec(role=role, name=role, argv=(), address="", threads=1)
-
-
 @pytest.mark.parametrize(
     ("roles", "is_ready", "line"),
     [
@@ -67,6 +63,5 @@ def spec(role: str) -> ProcessSpec:
 def test_the_time_that_requests_have_is_logged_where_it_is_known(
     roles: tuple[str, ...], is_ready: bool, line: str
 ) -> None:
-    supervisor = Supervisor(list(map(spec, roles)), drain_timeout=120.0, shutdown_timeout=40.0)
-    supervisor.ready = is_ready
-    assert supervisor._end_line() == line
+    shutdown = Shutdown(drain_timeout=120.0, shutdown_timeout=40.0)
+    assert shutdown.log_line(roles, is_ready=is_ready) == line
