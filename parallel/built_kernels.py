@@ -1,6 +1,6 @@
 """Names and CPU targets of precompiled kernels, for machines without a compiler (pure).
 
-``lockstep kernels DIRECTORY`` fills a directory with one shared object per source and :class:`Target`.
+``lockstep kernels DIRECTORY`` fills a directory with one shared object per source and :class:`CpuTarget`.
 :mod:`parallel.compiler` looks there first, where the environment names such a directory. A file's name holds
 a digest of all that went into it, so a directory of another version is never taken.
 """
@@ -16,7 +16,7 @@ DIRECTORY_VARIABLE = "LOCKSTEP_BUILT_KERNELS"
 """Environment variable: the directory of shared objects compiled before."""
 
 
-class Target(NamedTuple):
+class CpuTarget(NamedTuple):
     """CPU target of precompiled kernels: compiler options and required CPU features."""
 
     name: str
@@ -37,10 +37,10 @@ AVX512_OPTIONS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 VBMI_OPTIONS = (*AVX512_OPTIONS, "-mavx512vbmi", "-mavx512vbmi2")
 
 TARGETS = (
-    Target("amx", (*VBMI_OPTIONS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), AMX_NEEDS),
-    Target("avx512vbmi", VBMI_OPTIONS, VBMI_NEEDS),
-    Target("avx512", AVX512_OPTIONS, AVX512_NEEDS),
-    Target("avx2", ("-march=x86-64-v3",), AVX2_NEEDS),
+    CpuTarget("amx", (*VBMI_OPTIONS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), AMX_NEEDS),
+    CpuTarget("avx512vbmi", VBMI_OPTIONS, VBMI_NEEDS),
+    CpuTarget("avx512", AVX512_OPTIONS, AVX512_NEEDS),
+    CpuTarget("avx2", ("-march=x86-64-v3",), AVX2_NEEDS),
 )
 """Targets from best to most basic; a CPU takes the first that it supports."""
 
@@ -56,13 +56,13 @@ def split_flags(flags: Iterable[str]) -> tuple[list[str], frozenset[str]]:
     return kept, frozenset(off)
 
 
-def target_for(features: frozenset[str], flags: Iterable[str]) -> Target | None:
+def target_for(features: frozenset[str], flags: Iterable[str]) -> CpuTarget | None:
     """The best target that a CPU with these features can run, if any."""
     usable = features - split_flags(flags)[1]
     return next((target for target in TARGETS if target.needs <= usable), None)
 
 
-def file_name(target: Target, source: Path, headers: Sequence[Path], flags: Iterable[str]) -> str:
+def file_name(target: CpuTarget, source: Path, headers: Sequence[Path], flags: Iterable[str]) -> str:
     """The name of a shared object, with a digest of its sources and options.
 
     The compiler is no part of the digest: the machine that looks for the file may have another one, or none.

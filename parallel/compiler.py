@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 
 from parallel import built_kernels
-from parallel.built_kernels import DIRECTORY_VARIABLE, Target
+from parallel.built_kernels import DIRECTORY_VARIABLE, CpuTarget
 from parallel.caches import is_trusted, own_directory
 
 logger = logging.getLogger(__name__)
@@ -93,12 +93,12 @@ def compiled(
     return path
 
 
-_ahead: tuple[Path, Target] | None = None
+_ahead: tuple[Path, CpuTarget] | None = None
 """Output directory and target while compiling ahead of use; None otherwise."""
 
 
 @contextlib.contextmanager
-def ahead(directory: Path, target: Target) -> Iterator[None]:
+def ahead(directory: Path, target: CpuTarget) -> Iterator[None]:
     """Context in which kernels are compiled ahead, for another CPU, into a directory."""
     global _ahead
     _ahead = (directory, target)
@@ -109,7 +109,7 @@ def ahead(directory: Path, target: Target) -> Iterator[None]:
 
 
 def _build_ahead(
-    directory: Path, target: Target, source: Path, headers: Sequence[Path], flags: Sequence[str]
+    directory: Path, target: CpuTarget, source: Path, headers: Sequence[Path], flags: Sequence[str]
 ) -> Path:
     """Compile a source file for a target ahead of use; returns the shared object.
 

@@ -1,6 +1,6 @@
 """Lockstep agreement on each step of an epoch: run, sleep or switch (pure).
 
-Before each step every instance sends all others one :class:`Header`; :func:`decide` turns the headers
+Before each step every instance sends all others one :class:`StepHeader`; :func:`decide` turns the headers
 into what happens. It is a pure function of what everybody has, so nobody can disagree, and nobody is
 asked: there is no leader, no wave and no dummy batch. An instance without tokens takes part in the
 step with zero rows. When all headers say "no work", all sleep.
@@ -29,7 +29,7 @@ class LockstepError(RuntimeError):
     """Contradictory step headers: a programming error, never caused by a user."""
 
 
-class Header(msgspec.Struct, frozen=True, array_like=True):
+class StepHeader(msgspec.Struct, frozen=True, array_like=True):
     """Message of one instance to all others before a step."""
 
     epoch: int
@@ -53,7 +53,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.astuple(self)
 
     @classmethod
-    def of(cls, ints: Sequence[int]) -> Header:
+    def of(cls, ints: Sequence[int]) -> StepHeader:
         """Header decoded from the integers that a member sent."""
         return cls(*(int(number) for number in ints))
 
@@ -87,7 +87,7 @@ class Wake(msgspec.Struct, frozen=True, tag="wake"):
     step: int
 
 
-def decide(headers: Sequence[Header]) -> Decision:
+def decide(headers: Sequence[StepHeader]) -> Decision:
     """Decision for a step, from the headers of all ranks in rank order.
 
     A pending change of epoch counts as work: while some are ready and others are not, empty steps go on.
@@ -108,7 +108,7 @@ def decide(headers: Sequence[Header]) -> Decision:
     return Sleep()
 
 
-def is_only_one(headers: Sequence[Header], rank: int) -> bool:
+def is_only_one(headers: Sequence[StepHeader], rank: int) -> bool:
     """Whether this rank alone has tokens in the step, and no other has any.
 
     It holds for one rank at most. So in the next step no other rank believes to be the only one.
@@ -155,10 +155,10 @@ class Lockstep:
         longest: int = 0,
         ready_epoch: int | None = None,
         in_flight: int = 0,
-    ) -> Header:
+    ) -> StepHeader:
         """This instance's header for the next step."""
         assert self.awake, "a sleeping instance begins no step"
-        return Header(
+        return StepHeader(
             epoch=self.epoch,
             step=self.step,
             num_tokens=num_tokens,
@@ -168,7 +168,7 @@ class Lockstep:
             in_flight=in_flight,
         )
 
-    def advance(self, headers: Sequence[Header]) -> Decision:
+    def advance(self, headers: Sequence[StepHeader]) -> Decision:
         """Decide the next step by all members' headers, and go on to the one after.
 
         Raises:

@@ -41,7 +41,7 @@ from parallel.communicators.base import CollectiveError
 from parallel.communicators.renewable import RenewableCommunicator
 from parallel.links.counts import LinkCount, added, link_counts
 from parallel.lockstep import Wake
-from parallel.rounds.segments import Watch
+from parallel.rounds.segments import ProcessWatch
 
 if TYPE_CHECKING:
     from engine.executor_contract import SpreadExecutor
@@ -294,7 +294,7 @@ class Elastic:
         group.on_broken = lambda error: self._lost(
             preparation, [error.rank], error.evidence, "a connection", str(error)
         )
-        watch = Watch()
+        watch = ProcessWatch()
         try:
             for rank, pid in group.processes.items():
                 with contextlib.suppress(OSError):  # it has ended: the next collective will tell

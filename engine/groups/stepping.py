@@ -22,7 +22,7 @@ from engine.groups.recovery import StepOn as MayStep
 from engine.groups.recovery import Turn
 from engine.groups.recovery_times import RecoveryTimes
 from parallel.links.counts import LinkCount
-from parallel.lockstep import Decision, Header, Lockstep, RunStep, Sleep, Switch, Wake, is_only_one
+from parallel.lockstep import Decision, Lockstep, RunStep, Sleep, StepHeader, Switch, Wake, is_only_one
 
 if TYPE_CHECKING:
     from parallel.communicators.base import CollectiveError, Communicator
@@ -200,7 +200,7 @@ class InLockstep:
         began = time.perf_counter()
         rows = self.group.all_gather_ints(header.ints())
         waited = time.perf_counter() - began
-        headers = [Header.of(row) for row in rows]
+        headers = [StepHeader.of(row) for row in rows]
         decision: Decision = self._lockstep.advance(headers)
         if self._lockstep.outstanding_wake is None:
             self._waker.end()

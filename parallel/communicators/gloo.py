@@ -32,7 +32,7 @@ from parallel.communicators.process_group import (
 )
 from parallel.links.meeting_contract import Meeting
 from parallel.links.rendezvous import exchange
-from parallel.rounds.segments import Watch, this_host
+from parallel.rounds.segments import ProcessWatch, this_host
 
 _DATA, _FAREWELL, _NOTHING = 0, 1, 2
 """Tags of messages; no message has the last one."""
@@ -87,7 +87,7 @@ class _Connections:
         self.blamed: int | None = None
         self.evidence: Evidence = "aborted"
         self.on_broken: Callable[[CollectiveError], None] | None = None
-        self._processes = Watch()
+        self._processes = ProcessWatch()
         for peer, pid in processes.items():
             with contextlib.suppress(OSError):  # it has ended: the connections will tell
                 self._processes.add(peer, pid)

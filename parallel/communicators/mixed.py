@@ -43,13 +43,13 @@ from parallel.rounds.arithmetic import (
     sum_type,
 )
 from parallel.rounds.group_health import GroupHealth
-from parallel.rounds.host_routes import HostRoutes, Lane
+from parallel.rounds.host_routes import ChainLane, HostRoutes
 from parallel.rounds.messages import Incoming, Messages
 from parallel.rounds.native_network_rounds import NativeNetworkRounds
 from parallel.rounds.network_rounds import note_of, what_is
 from parallel.rounds.segments import this_host
 from parallel.rounds.shared_memory_health import SharedMemoryHealth
-from parallel.rounds.slots import Span, span_of, spans_of
+from parallel.rounds.slots import MemorySpan, span_of, spans_of
 from parallel.topology import usable_cores
 
 STAGE_SECONDS = 0.25
@@ -226,11 +226,14 @@ class MixedCommunicator:
         room[(self.rank - low) * width : (self.rank - low + 1) * width] = list(row)
         start = ctypes.addressof(room)
         with self._call("all_gather_ints"):
-            mine = Span(start + (self.rank - low) * num_bytes, num_bytes)
+            mine = MemorySpan(start + (self.rank - low) * num_bytes, num_bytes)
             self._exchange(
                 note_of("all_gather_ints", num_bytes),
                 [(to, mine) for to in routes.sends],
-                [(source, Span(start + (source - low) * num_bytes, num_bytes)) for source in routes.receives],
+                [
+                    (source, MemorySpan(start + (source - low) * num_bytes, num_bytes))
+                    for source in routes.receives
+                ],
             )
             numbers = room[:]
             blocks = [numbers]
@@ -485,7 +488,7 @@ class MixedCommunicator:
         self._stage(3)
         return self.local.all_gather(total, sizes)
 
-    def _add_along(self, lane: Lane, terms: torch.Tensor, total: torch.Tensor) -> None:
+    def _add_along(self, lane: ChainLane, terms: torch.Tensor, total: torch.Tensor) -> None:
         """Add terms [members of this host, n] along a lane, to the total [n]."""
         note = note_of("all_reduce", total.nbytes)
         summed = sum_type(total.dtype)
@@ -515,7 +518,7 @@ class MixedCommunicator:
         call: str,
         outgoing: torch.Tensor,
         send_sizes: Sequence[int],
-        received: Sequence[Span],
+        received: Sequence[MemorySpan],
         num_bytes: int = 0,
     ) -> None:
         """Exchange rows with each member of another host, directly."""
@@ -546,7 +549,7 @@ class MixedCommunicator:
         return by_member
 
     def _exchange(
-        self, note: int, outgoing: list[tuple[int, Span]], incoming: list[tuple[int, Span]]
+        self, note: int, outgoing: list[tuple[int, MemorySpan]], incoming: list[tuple[int, MemorySpan]]
     ) -> None:
         """Send and receive all of these, between hosts."""
         if outgoing or incoming:

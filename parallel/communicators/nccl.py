@@ -28,7 +28,7 @@ from parallel.communicators.base import CollectiveError, Communicator, Evidence
 from parallel.communicators.gloo import MeetingStore
 from parallel.communicators.process_group import Messages, ProcessGroupCommunicator, first_line
 from parallel.links.meeting_contract import Meeting, Prefixed
-from parallel.rounds.segments import Watch
+from parallel.rounds.segments import ProcessWatch
 
 LOOK_SECONDS = 0.005
 """Seconds between two looks at what is under way."""
@@ -94,7 +94,7 @@ class NcclWire:
         self.evidence: Evidence = "aborted"
         self.on_broken: Callable[[CollectiveError], None] | None = None
         self._asking = threading.Lock()
-        self._processes = Watch()
+        self._processes = ProcessWatch()
         for rank, pid in processes.items():
             with contextlib.suppress(OSError):  # it has ended: calls will tell
                 self._processes.add(rank, pid)

@@ -31,7 +31,7 @@ from parallel.links.python_links import PythonLinks
 from parallel.links.sockets import GroupSockets
 from parallel.rounds import native_network_rounds
 from parallel.rounds.arithmetic import plain
-from parallel.rounds.messages import Links
+from parallel.rounds.messages import MessageLinks
 from parallel.rounds.native_network_rounds import NativeNetworkRounds
 from parallel.rounds.network_health import NetworkHealth
 from parallel.rounds.network_rounds import NetworkRounds
@@ -51,7 +51,7 @@ _MEASURED_BYTES = 128 << 10
 Rounds = NetworkRounds | NativeNetworkRounds
 
 
-class UsedLinks(Links, CountedLinks, Protocol):
+class UsedLinks(MessageLinks, CountedLinks, Protocol):
     """What is used of a member's links."""
 
     address: int

@@ -37,9 +37,9 @@ from parallel.links.rendezvous import exchange
 from parallel.rounds.arithmetic import plain
 from parallel.rounds.native_shared_memory_rounds import load, make_rounds
 from parallel.rounds.plans import Plan, Plans
-from parallel.rounds.segments import Address, OwnSegment, Segment, open_segment
+from parallel.rounds.segments import OwnSegment, Segment, SegmentAddress, open_segment
 from parallel.rounds.shared_memory_health import SharedMemoryHealth
-from parallel.rounds.slots import VIEWS, Layout, Slots
+from parallel.rounds.slots import VIEWS, SegmentLayout, Slots
 from parallel.topology import usable_cores
 
 SLOT_BYTES = 1 << 20
@@ -91,7 +91,7 @@ class SharedMemoryCommunicator:
         self._members: list[Slots] = []
         self._plans: Plans | None = None
         library = load() if native else None  # compiled before others wait for this member
-        layout = Layout.of(size, slot_bytes, view_bytes, arena_bytes)
+        layout = SegmentLayout.of(size, slot_bytes, view_bytes, arena_bytes)
         patience = timeout if forming_timeout is None else forming_timeout
         try:
             own = OwnSegment(layout.num_bytes)
@@ -112,7 +112,7 @@ class SharedMemoryCommunicator:
         meeting: Meeting,
         patience: float,
         own: OwnSegment,
-        layout: Layout,
+        layout: SegmentLayout,
         should_stop: Callable[[], bool] | None,
     ) -> list[Slots]:
         """Make this member's segment known and map those of the others."""
@@ -127,7 +127,7 @@ class SharedMemoryCommunicator:
             should_stop=should_stop,
             names=[self._health.name(member) for member in range(self.size)],
         )
-        addresses = [msgspec.json.decode(each, type=Address) for each in said]
+        addresses = [msgspec.json.decode(each, type=SegmentAddress) for each in said]
         members = []
         for member, address in enumerate(addresses):
             if member == self.rank:

@@ -14,7 +14,7 @@ import threading
 import time
 from typing import NamedTuple
 
-from parallel.links.handshake import HANDSHAKE_SECONDS, Accepting, Admit, Offer, Refused
+from parallel.links.handshake import HANDSHAKE_SECONDS, Accepting, Admit, HandshakeRefused, Offer
 from parallel.links.keys import LinkKey
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class _Pending:
         return self.began + HANDSHAKE_SECONDS
 
 
-class Acceptor:
+class LinkAcceptor:
     """The handshakes of one listening socket, which its user closes.
 
     Its user waits for :meth:`fileno` to be readable, or for :attr:`patience` seconds, then calls
@@ -88,7 +88,7 @@ class Acceptor:
         self._log = _RareLog()
 
     def __repr__(self) -> str:
-        return f"<Acceptor {len(self._pending)} pending, {self.refused} refused>"
+        return f"<LinkAcceptor {len(self._pending)} pending, {self.refused} refused>"
 
     def fileno(self) -> int:
         """Descriptor that is readable when there is something to do."""
@@ -182,7 +182,7 @@ class Acceptor:
         except OSError as error:
             self._refuse(pending, f"its connection broke: {error.strerror or error}")
             return None
-        except Refused as refused:
+        except HandshakeRefused as refused:
             self._refuse(pending, str(refused))
             return None
         del self._pending[pending.connection]

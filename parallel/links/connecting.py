@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable
 from functools import cache
 
-from parallel.links.accepting import BACKLOG, Acceptor
-from parallel.links.dialing import TOO_MANY_FILES, Address, Dialer, GoneError, too_many_files
+from parallel.links.accepting import BACKLOG, LinkAcceptor
+from parallel.links.dialing import TOO_MANY_FILES, Dialer, GoneError, ListenAddress, too_many_files
 from parallel.links.encryption import can_encrypt, encrypt, why_not
 from parallel.links.errors import CollectiveError, Evidence
-from parallel.links.handshake import Accepting, Offer, Side, Verdict
+from parallel.links.handshake import Accepting, HandshakeVerdict, Offer, Side
 from parallel.links.keys import LinkKey
 from parallel.links.meeting_contract import Meeting, Prefixed
 from parallel.links.rendezvous import exchange
@@ -130,7 +130,7 @@ class _Forming:
                 self._listener = stack.enter_context(self._listen())
                 self._acceptor = stack.enter_context(
                     contextlib.closing(
-                        Acceptor(self._listener, self._admit, self._key, can_encrypt=self._can_encrypt)
+                        LinkAcceptor(self._listener, self._admit, self._key, can_encrypt=self._can_encrypt)
                     )
                 )
                 self._dialer = stack.enter_context(
@@ -215,7 +215,7 @@ class _Forming:
             raise _error(why, self._rank, "aborted") from error
         return listener
 
-    def _addresses(self, seconds: float, should_stop: Callable[[], bool]) -> list[Address]:
+    def _addresses(self, seconds: float, should_stop: Callable[[], bool]) -> list[ListenAddress]:
         """Exchange listening addresses with all members; early connections are accepted meanwhile."""
 
         def look() -> bool:
@@ -227,12 +227,12 @@ class _Forming:
         said = exchange(self._meeting, self._rank, self._size, mine, timeout=seconds, should_stop=look)
         return [self._address(rank, each) for rank, each in enumerate(said)]
 
-    def _address(self, rank: int, said: bytes) -> Address:
+    def _address(self, rank: int, said: bytes) -> ListenAddress:
         try:
             host, port = said.decode().split(" ")
             if not 0 < int(port) < 1 << 16:
                 raise ValueError
-            return Address(str(ipaddress.ip_address(host)), int(port))
+            return ListenAddress(str(ipaddress.ip_address(host)), int(port))
         except ValueError:
             raise _error(f"rank {rank} tells no address but {said[:100]!r}", rank) from None
 
@@ -279,18 +279,18 @@ class _Forming:
         for own in dialed:
             self._prepare(own.offer.to, own.offer.use, own.connection, own.handshake)
 
-    def _admit(self, offer: Offer) -> Verdict:
+    def _admit(self, offer: Offer) -> HandshakeVerdict:
         if offer.purpose != self._purpose:
-            return Verdict.OTHER_PURPOSE
+            return HandshakeVerdict.OTHER_PURPOSE
         if offer.size != self._size:
-            return Verdict.OTHER_SIZE
+            return HandshakeVerdict.OTHER_SIZE
         if offer.to != self._rank or not self._rank < offer.rank < self._size:
-            return Verdict.OTHER_RANK
+            return HandshakeVerdict.OTHER_RANK
         if offer.use not in self._uses or (offer.rank, offer.use) in self._made:
-            return Verdict.OTHER_RANK
-        return Verdict.ACCEPTED
+            return HandshakeVerdict.OTHER_RANK
+        return HandshakeVerdict.ACCEPTED
 
-    def _dial(self, addresses: list[Address]) -> None:
+    def _dial(self, addresses: list[ListenAddress]) -> None:
         for peer in range(self._rank):
             for use in self._uses:
                 offer = Offer(self._purpose, use, self._rank, peer, self._size)
@@ -327,7 +327,7 @@ class _Forming:
         if late is not None:
             return late
         names = ", ".join(map(str, missing))
-        where = Address(*self._listener.getsockname()[:2])
+        where = ListenAddress(*self._listener.getsockname()[:2])
         text = f"rank {names} did not connect to {where} within {seconds:g} s"
         if self._acceptor.problem:
             text += f"; some could not be accepted ({self._acceptor.problem})"

@@ -15,7 +15,7 @@ import time
 from typing import NamedTuple
 
 from parallel.links.errors import CollectiveError, Evidence
-from parallel.links.handshake import HANDSHAKE_SECONDS, Connecting, Offer, Refused
+from parallel.links.handshake import HANDSHAKE_SECONDS, Connecting, HandshakeRefused, Offer
 from parallel.links.introduction import mtu_hole
 from parallel.links.keys import LinkKey
 
@@ -25,7 +25,7 @@ _PREFIX = "forming the group: "
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
 
-class Address(NamedTuple):
+class ListenAddress(NamedTuple):
     """Address of a member's listening socket."""
 
     host: str
@@ -51,7 +51,7 @@ class GoneError(CollectiveError):
 class _Dial:
     """One outgoing connection attempt with its retries and handshake."""
 
-    def __init__(self, offer: Offer, address: Address, now: float) -> None:
+    def __init__(self, offer: Offer, address: ListenAddress, now: float) -> None:
         self.offer, self.address = offer, address
         self.began, self.deadline = now, now + HANDSHAKE_SECONDS
         self.connection: socket.socket | None = None
@@ -80,7 +80,7 @@ class Dialer:
         """File descriptor that is readable when a connection attempt can advance."""
         return self._selector.fileno()
 
-    def dial(self, offer: Offer, address: Address) -> None:
+    def dial(self, offer: Offer, address: ListenAddress) -> None:
         """Begin to connect.
 
         Raises:
@@ -173,7 +173,7 @@ class Dialer:
         except OSError as error:
             self._try_later(dial, error.strerror or str(error))
             return None
-        except Refused as refused:
+        except HandshakeRefused as refused:
             peer = dial.offer.to
             raise _error(f"rank {peer} at {dial.address} is refused: {refused}", peer) from refused
         self._selector.unregister(connection)

@@ -46,7 +46,7 @@ So a network that loses large packets is noticed here, and not when the first te
 _HAS_KEY, _ENCRYPTS, _IS_LARGE = 1, 2, 4  # flags
 
 
-class Verdict(IntEnum):
+class HandshakeVerdict(IntEnum):
     """Result that the accepting side sends: admitted, or why not."""
 
     ACCEPTED = 0
@@ -61,22 +61,24 @@ class Verdict(IntEnum):
 
 _SAME_KEY = "give all processes the same --mesh-key-file"
 _SEEN_BY_CONNECTING = {
-    Verdict.OTHER_VERSION: "it speaks another version of the protocol: install the same version everywhere",
-    Verdict.NO_KEY_HERE: f"it has no mesh key and this process has one: {_SAME_KEY}",
-    Verdict.KEY_NEEDED: f"it has a mesh key and this process has none: {_SAME_KEY}",
-    Verdict.WRONG_KEY: f"it has another mesh key: {_SAME_KEY}",
-    Verdict.OTHER_PURPOSE: "it is in another group or epoch",
-    Verdict.OTHER_SIZE: "its group has another number of members",
-    Verdict.OTHER_RANK: "it expects another member there, or has this one already",
+    HandshakeVerdict.OTHER_VERSION: (
+        "it speaks another version of the protocol: install the same version everywhere"
+    ),
+    HandshakeVerdict.NO_KEY_HERE: f"it has no mesh key and this process has one: {_SAME_KEY}",
+    HandshakeVerdict.KEY_NEEDED: f"it has a mesh key and this process has none: {_SAME_KEY}",
+    HandshakeVerdict.WRONG_KEY: f"it has another mesh key: {_SAME_KEY}",
+    HandshakeVerdict.OTHER_PURPOSE: "it is in another group or epoch",
+    HandshakeVerdict.OTHER_SIZE: "its group has another number of members",
+    HandshakeVerdict.OTHER_RANK: "it expects another member there, or has this one already",
 }
 _SEEN_BY_ACCEPTING = {
-    Verdict.OTHER_VERSION: "it speaks another version of the protocol",
-    Verdict.NO_KEY_HERE: "it has a mesh key and this process has none",
-    Verdict.KEY_NEEDED: "it has no mesh key and this process has one",
-    Verdict.WRONG_KEY: "it has another mesh key",
-    Verdict.OTHER_PURPOSE: "it means another group or epoch",
-    Verdict.OTHER_SIZE: "its group has another number of members",
-    Verdict.OTHER_RANK: "another member is expected, or this one is here already",
+    HandshakeVerdict.OTHER_VERSION: "it speaks another version of the protocol",
+    HandshakeVerdict.NO_KEY_HERE: "it has a mesh key and this process has none",
+    HandshakeVerdict.KEY_NEEDED: "it has no mesh key and this process has one",
+    HandshakeVerdict.WRONG_KEY: "it has another mesh key",
+    HandshakeVerdict.OTHER_PURPOSE: "it means another group or epoch",
+    HandshakeVerdict.OTHER_SIZE: "its group has another number of members",
+    HandshakeVerdict.OTHER_RANK: "another member is expected, or this one is here already",
 }
 
 
@@ -95,15 +97,15 @@ class Offer(NamedTuple):
     """Number of members."""
 
 
-class Refused(Exception):
+class HandshakeRefused(Exception):
     """Error: a handshake failed; the text has the reason."""
 
-    def __init__(self, reason: str, verdict: Verdict | None = None) -> None:
+    def __init__(self, reason: str, verdict: HandshakeVerdict | None = None) -> None:
         super().__init__(reason)
         self.verdict = verdict
 
 
-Admit = Callable[[Offer], Verdict]
+Admit = Callable[[Offer], HandshakeVerdict]
 """Callback that accepts or refuses an authenticated link by its offer."""
 
 
@@ -137,7 +139,7 @@ class Side:
         """Take in at most :attr:`wanted` bytes of the other side; returns what to send.
 
         Raises:
-            Refused: the link is not to be used; :attr:`last_word` is to be sent before it is closed.
+            HandshakeRefused: the link is not to be used; :attr:`last_word` is to be sent before it is closed.
         """
         if len(content) > self.wanted:
             raise ValueError(f"{len(content)} bytes were read where {self.wanted} were wanted")
@@ -206,13 +208,15 @@ class Connecting(Side):
     def _take_answer(self, message: bytes) -> bytes:
         magic, version, self._other_flags, verdict, _ = _ANSWER.unpack(message)
         if magic != _MAGIC:
-            raise Refused("what answers is no process of a mesh")
+            raise HandshakeRefused("what answers is no process of a mesh")
         if version != VERSION:
-            raise _seen(Verdict.OTHER_VERSION)
-        if verdict != Verdict.ACCEPTED:
+            raise _seen(HandshakeVerdict.OTHER_VERSION)
+        if verdict != HandshakeVerdict.ACCEPTED:
             raise _seen(verdict)
         if (self._flags ^ self._other_flags) & _HAS_KEY:
-            raise _seen(Verdict.KEY_NEEDED if self._other_flags & _HAS_KEY else Verdict.NO_KEY_HERE)
+            raise _seen(
+                HandshakeVerdict.KEY_NEEDED if self._other_flags & _HAS_KEY else HandshakeVerdict.NO_KEY_HERE
+            )
         self._answer, self.has_answer = message, True
         if not self._flags & _IS_LARGE:
             return self._take_rest(b"")
@@ -229,8 +233,8 @@ class Connecting(Side):
     def _take_verdict(self, message: bytes) -> bytes:
         verdict, proof = _VERDICT.unpack(message)
         if not self._proves(b"accepts", proof, message[:1]):
-            raise _seen(Verdict.WRONG_KEY)
-        if verdict != Verdict.ACCEPTED:
+            raise _seen(HandshakeVerdict.WRONG_KEY)
+        if verdict != HandshakeVerdict.ACCEPTED:
             raise _seen(verdict)
         self._needed = 0
         return b""
@@ -256,31 +260,33 @@ class Accepting(Side):
     def _take_head(self, message: bytes) -> bytes:
         magic, version, self._other_flags, num_bytes = _HEAD.unpack(message)
         if magic != _MAGIC:
-            raise Refused("what it sends is no handshake")
+            raise HandshakeRefused("what it sends is no handshake")
         if version != VERSION:
-            raise self._refusal(Verdict.OTHER_VERSION)
+            raise self._refusal(HandshakeVerdict.OTHER_VERSION)
         if (self._flags ^ self._other_flags) & _HAS_KEY:
-            raise self._refusal(Verdict.KEY_NEEDED if self._flags & _HAS_KEY else Verdict.NO_KEY_HERE)
+            raise self._refusal(
+                HandshakeVerdict.KEY_NEEDED if self._flags & _HAS_KEY else HandshakeVerdict.NO_KEY_HERE
+            )
         if not _BODY.size <= num_bytes <= FULL_BYTES - _HEAD.size:
-            raise Refused(f"it announces a handshake of {num_bytes} bytes")
+            raise HandshakeRefused(f"it announces a handshake of {num_bytes} bytes")
         self._head, self._step, self._needed = message, self._take_body, num_bytes
-        self._answer = _ANSWER.pack(_MAGIC, VERSION, self._flags, Verdict.ACCEPTED, self._nonce)
+        self._answer = _ANSWER.pack(_MAGIC, VERSION, self._flags, HandshakeVerdict.ACCEPTED, self._nonce)
         return self._answer
 
     def _take_body(self, message: bytes) -> bytes:
         _, rank, to, size, purpose_bytes, use_bytes = _BODY.unpack_from(message)
         if max(purpose_bytes, use_bytes) > LONGEST_PURPOSE:
-            raise Refused(f"it announces a purpose of {max(purpose_bytes, use_bytes)} bytes")
+            raise HandshakeRefused(f"it announces a purpose of {max(purpose_bytes, use_bytes)} bytes")
         middle = _BODY.size + purpose_bytes
         if middle + use_bytes > len(message):
-            raise Refused("the lengths in its handshake do not fit each other")
+            raise HandshakeRefused("the lengths in its handshake do not fit each other")
         try:
             purpose, use = (
                 message[_BODY.size : middle].decode(),
                 message[middle : middle + use_bytes].decode(),
             )
         except UnicodeDecodeError:
-            raise Refused("its handshake is no text where it should be") from None
+            raise HandshakeRefused("its handshake is no text where it should be") from None
         self.offer = Offer(purpose, use, rank, to, size)
         rest = bytes(FULL_BYTES - _ANSWER.size) if self._other_flags & _IS_LARGE else b""
         self._transcript += [self._head + message, self._answer + rest]
@@ -289,29 +295,30 @@ class Accepting(Side):
 
     def _take_proof(self, message: bytes) -> bytes:
         if not self._proves(b"connects", message):
-            self.last_word = _VERDICT.pack(Verdict.WRONG_KEY, bytes(_PROOF_BYTES))  # no proof for strangers
-            raise Refused(_SEEN_BY_ACCEPTING[Verdict.WRONG_KEY], Verdict.WRONG_KEY)
+            no_proof = bytes(_PROOF_BYTES)  # a stranger gets none
+            self.last_word = _VERDICT.pack(HandshakeVerdict.WRONG_KEY, no_proof)
+            raise HandshakeRefused(_SEEN_BY_ACCEPTING[HandshakeVerdict.WRONG_KEY], HandshakeVerdict.WRONG_KEY)
         self._transcript.append(message)
         verdict = self._admit(self.offer)
         code = bytes([verdict])
         answer = code + self._key.proof(b"accepts", *self._transcript, code)
-        if verdict is not Verdict.ACCEPTED:
+        if verdict is not HandshakeVerdict.ACCEPTED:
             self.last_word = answer
-            raise Refused(f"{_SEEN_BY_ACCEPTING[verdict]} ({_named(self.offer)})", verdict)
+            raise HandshakeRefused(f"{_SEEN_BY_ACCEPTING[verdict]} ({_named(self.offer)})", verdict)
         self._needed = 0
         return answer
 
-    def _refusal(self, verdict: Verdict) -> Refused:
+    def _refusal(self, verdict: HandshakeVerdict) -> HandshakeRefused:
         self.last_word = _ANSWER.pack(_MAGIC, VERSION, self._flags, verdict, self._nonce)
-        return Refused(_SEEN_BY_ACCEPTING[verdict], verdict)
+        return HandshakeRefused(_SEEN_BY_ACCEPTING[verdict], verdict)
 
 
 def _named(offer: Offer) -> str:
     return f"{offer.purpose!r}, {offer.use!r} from rank {offer.rank} to {offer.to} of {offer.size}"
 
 
-def _seen(verdict: int) -> Refused:
+def _seen(verdict: int) -> HandshakeRefused:
     """Error for the connecting side, from the accepting side's verdict."""
-    if verdict in list(Verdict):
-        return Refused(_SEEN_BY_CONNECTING[Verdict(verdict)], Verdict(verdict))
-    return Refused(f"it refuses for a reason of number {verdict}, which this version does not know")
+    if verdict in list(HandshakeVerdict):
+        return HandshakeRefused(_SEEN_BY_CONNECTING[HandshakeVerdict(verdict)], HandshakeVerdict(verdict))
+    return HandshakeRefused(f"it refuses for a reason of number {verdict}, which this version does not know")

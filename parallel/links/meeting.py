@@ -19,7 +19,7 @@ import msgspec
 
 from parallel.links.errors import CollectiveError, Evidence
 from parallel.links.frames import Frames, FrameTooLarge, framed
-from parallel.links.handshake import HANDSHAKE_SECONDS, Offer, Refused
+from parallel.links.handshake import HANDSHAKE_SECONDS, HandshakeRefused, Offer
 from parallel.links.introduction import introduce
 from parallel.links.keys import LinkKey
 from parallel.links.meeting_server import (
@@ -195,7 +195,7 @@ class MeetingClient:
         """
         try:
             introduce(self._connection, Offer(PURPOSE), key, HANDSHAKE_SECONDS)
-        except Refused as refused:
+        except HandshakeRefused as refused:
             problem = f"the meeting place at {self._where} is not to be used: {refused}"
             raise CollectiveError(problem) from refused
         except TimeoutError:

@@ -20,9 +20,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from parallel.links.accepting import Accepted, Acceptor
+from parallel.links.accepting import Accepted, LinkAcceptor
 from parallel.links.frames import Frames, FrameTooLarge, framed
-from parallel.links.handshake import Offer, Verdict
+from parallel.links.handshake import HandshakeVerdict, Offer
 from parallel.links.keys import LinkKey
 from parallel.links.meeting_values import LONGEST_KEY, MOST_KEYS_AT_ONCE, NoRoom, Values
 
@@ -104,7 +104,7 @@ class MeetingServer:
     def __init__(self, listener: socket.socket, key: LinkKey | None) -> None:
         """``key``: what clients prove; None: a mesh without a key."""
         self._listener = listener
-        self._acceptor = Acceptor(listener, _admit, key)
+        self._acceptor = LinkAcceptor(listener, _admit, key)
         self._values = Values()
         self._changed = threading.Condition()
         self._waker, self._woken = socket.socketpair()
@@ -296,5 +296,5 @@ class MeetingServer:
             each.close()
 
 
-def _admit(offer: Offer) -> Verdict:
-    return Verdict.ACCEPTED if offer.purpose == PURPOSE else Verdict.OTHER_PURPOSE
+def _admit(offer: Offer) -> HandshakeVerdict:
+    return HandshakeVerdict.ACCEPTED if offer.purpose == PURPOSE else HandshakeVerdict.OTHER_PURPOSE

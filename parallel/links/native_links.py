@@ -66,7 +66,7 @@ SOURCE = NativeSource(
 )
 
 
-class Broken(NamedTuple):
+class BrokenLink(NamedTuple):
     """What broke a group's links first."""
 
     peer: int | None
@@ -99,13 +99,13 @@ class NativeLinks:
         return f"<NativeLinks rank {self.rank} of {self.size}, {standing}>"
 
     @property
-    def broken(self) -> Broken | None:
+    def broken(self) -> BrokenLink | None:
         """What broke the links first, as far as calls have noticed."""
         with self._lock:
             if not self.address or (self.table.broken_peer < 0 and not self.table.broken_error):
                 return None
             peer = self.table.broken_peer
-            return Broken(peer if peer >= 0 else None, self.table.broken_error)
+            return BrokenLink(peer if peer >= 0 else None, self.table.broken_error)
 
     @property
     def bytes_sent(self) -> list[int]:

@@ -17,7 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from parallel.links.native_links import STRIPE_BYTES, Broken
+from parallel.links.native_links import STRIPE_BYTES, BrokenLink
 
 _AHEAD_BYTES = 16 << 10  # received beyond what is asked for, so that small messages share a call
 _MOST_PARTS = 64  # of one call into the system
@@ -116,7 +116,7 @@ class PythonLinks:
             OSError: there are no file descriptors left.
         """
         self.rank, self.size = rank, size
-        self.broken: Broken | None = None
+        self.broken: BrokenLink | None = None
         """What broke the links first, as far as calls have noticed."""
         self.bytes_sent, self.bytes_received = [0] * size, [0] * size
         self.seconds_waited = [0.0] * size
@@ -231,7 +231,7 @@ class PythonLinks:
 
     def _fail(self, peer: int | None, error: int) -> int:
         if self.broken is None:
-            self.broken = Broken(peer, error)
+            self.broken = BrokenLink(peer, error)
         if peer in self._pipes:
             self._pipes[peer].is_broken = True
         return -1

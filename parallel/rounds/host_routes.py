@@ -29,7 +29,7 @@ Chain: sums go from host to host.
 """
 
 
-class Span(NamedTuple):
+class RankSpan(NamedTuple):
     """Ranks from ``low`` up to and without ``high``."""
 
     low: int
@@ -39,7 +39,7 @@ class Span(NamedTuple):
         return isinstance(rank, int) and self.low <= rank < self.high
 
 
-class Lane(NamedTuple):
+class ChainLane(NamedTuple):
     """One member's part in a chain: it adds up one piece for its host."""
 
     piece: int
@@ -97,10 +97,10 @@ class HostRoutes:
     def __repr__(self) -> str:
         return f"<HostRoutes rank {self.rank} of {list(self.members)}>"
 
-    def _spans(self, host: int) -> tuple[Span, ...]:
+    def _spans(self, host: int) -> tuple[RankSpan, ...]:
         members = self.members[host]
         cuts = [0, *((low + high + 1) // 2 for low, high in pairwise(members)), self.size]
-        return tuple(Span(*cut) for cut in pairwise(cuts))
+        return tuple(RankSpan(*cut) for cut in pairwise(cuts))
 
     def receiver(self, source: int, host: int) -> int:
         """The rank on a host that gets what ``source`` has for all of that host.
@@ -132,14 +132,14 @@ class HostRoutes:
         return min(map(len, self.members))
 
     @property
-    def lane(self) -> Lane | None:
+    def lane(self) -> ChainLane | None:
         """This member's lane; None if its host has more members than there are lanes."""
         index = self.local_rank
         if index >= self.num_lanes:
             return None
         along = [members[index] for members in self.members]
         is_last = self.host == len(along) - 1
-        return Lane(
+        return ChainLane(
             index,
             self.num_lanes,
             along[self.host - 1] if self.host else None,

@@ -26,7 +26,7 @@ _ALONE_SECONDS = 20e-6  # looking again at once, before the core is offered to o
 _SHORTEST_BUDGET, _LONGEST_BUDGET = 50e-6, 2e-3  # of looking, before sleep
 
 
-class Links(Protocol):
+class MessageLinks(Protocol):
     """What is used of a member's links: see ``native/links.hpp``."""
 
     def post(self, peer: int, parts: list[tuple[int, int]]) -> int: ...
@@ -38,7 +38,7 @@ class Links(Protocol):
     def broken(self) -> tuple[int | None, int] | None: ...
 
 
-class Health(Protocol):
+class LinkHealth(Protocol):
     """What is used of the health of a group."""
 
     def check(self, rank: int, has_arrived: Callable[[], bool]) -> None: ...
@@ -63,7 +63,9 @@ Outgoing = tuple[int, int, int]
 class Messages:
     """One member's messages to and from the others. Calls come from one thread."""
 
-    def __init__(self, links: Links, health: Health, what_is: Callable[[int], str], *, crowded: bool) -> None:
+    def __init__(
+        self, links: MessageLinks, health: LinkHealth, what_is: Callable[[int], str], *, crowded: bool
+    ) -> None:
         """``what_is`` puts the note of another call into words.
 
         ``crowded``: there are more members than cores, so a peer may need this very core to go on.

@@ -38,7 +38,7 @@ _LONGEST_BUDGET = 2e-3
 _CheckPeer = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 
 
-class Health(Protocol):
+class LinkHealth(Protocol):
     """What a call asks while it waits, and how it fails."""
 
     def check(self, rank: int, has_arrived: Callable[[], bool]) -> None:
@@ -63,7 +63,7 @@ class Health(Protocol):
     def fail_on_links(self, peer: int | None, error: int) -> NoReturn:
         """A link is broken, or all were aborted.
 
-        See :class:`parallel.links.native_links.Broken`.
+        See :class:`parallel.links.native_links.BrokenLink`.
         """
         ...
 
@@ -132,7 +132,9 @@ class NativeNetworkRounds:
 
     is_native = True
 
-    def __init__(self, library: NetworkLibrary, links: NativeLinks, health: Health, *, crowded: bool) -> None:
+    def __init__(
+        self, library: NetworkLibrary, links: NativeLinks, health: LinkHealth, *, crowded: bool
+    ) -> None:
         """The links remain the caller's, who closes them after the last call."""
         self.rank, self.size = links.rank, links.size
         self.two_step_bytes = TWO_STEP_BYTES
@@ -346,7 +348,7 @@ def _note(call: str, num_bytes: int) -> int:
     return CALLS.index(call) + num_bytes * len(CALLS)
 
 
-def _checking(health: Health, errors: list[BaseException]) -> Any:
+def _checking(health: LinkHealth, errors: list[BaseException]) -> Any:
     """A check that calls make now and then while they wait for a peer.
 
     A returned 1 means: give up.

@@ -23,7 +23,7 @@ from parallel.native_source import NativeLibrary, NativeSource
 from parallel.rounds.arithmetic import even_sizes
 from parallel.rounds.shared_memory_health import SharedMemoryHealth
 from parallel.rounds.shared_memory_rounds import TWO_STEP_BYTES, Rounds
-from parallel.rounds.slots import Layout, Slots
+from parallel.rounds.slots import SegmentLayout, Slots
 
 KINDS = {
     torch.float32: 0,
@@ -117,7 +117,7 @@ def load() -> CollectivesLibrary | None:
 def make_rounds(
     library: CollectivesLibrary | None,
     rank: int,
-    layout: Layout,
+    layout: SegmentLayout,
     members: Sequence[Slots],
     health: SharedMemoryHealth,
     crowded: bool,
@@ -140,7 +140,7 @@ class NativeRounds(Rounds):
         self,
         library: CollectivesLibrary,
         rank: int,
-        layout: Layout,
+        layout: SegmentLayout,
         members: Sequence[Slots],
         health: SharedMemoryHealth,
         *,

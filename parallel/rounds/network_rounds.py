@@ -17,15 +17,15 @@ from typing import Protocol
 import torch
 
 from parallel.rounds.arithmetic import even_sizes, sum_in_rank_order
-from parallel.rounds.messages import Health, Links, Messages
+from parallel.rounds.messages import LinkHealth, MessageLinks, Messages
 from parallel.rounds.shared_memory_rounds import CALLS, TWO_STEP_BYTES
-from parallel.rounds.slots import Span, span_of, spans_of
+from parallel.rounds.slots import MemorySpan, span_of, spans_of
 
 SPREAD_BYTES = 256 << 10
 """Tensors of more bytes are broadcast in parts, if there are more than two members."""
 
 
-class RankedLinks(Links, Protocol):
+class RankedLinks(MessageLinks, Protocol):
     """What is used of a member's links."""
 
     rank: int
@@ -40,7 +40,7 @@ class NetworkRounds:
 
     is_native = False
 
-    def __init__(self, links: RankedLinks, health: Health, *, crowded: bool) -> None:
+    def __init__(self, links: RankedLinks, health: LinkHealth, *, crowded: bool) -> None:
         """The links remain the caller's, who closes them after the last call."""
         self.rank, self.size = links.rank, links.size
         self.two_step_bytes = TWO_STEP_BYTES
@@ -78,7 +78,7 @@ class NetworkRounds:
         width, size = len(row), self.size
         room = (ctypes.c_int64 * max(1, size * width))(*([0] * (self.rank * width)), *row)
         address, num_bytes = ctypes.addressof(room), 8 * width
-        spans = [Span(address + rank * num_bytes, num_bytes) for rank in range(size)]
+        spans = [MemorySpan(address + rank * num_bytes, num_bytes) for rank in range(size)]
         self._exchange(
             note_of("all_gather_ints", num_bytes),
             [(peer, spans[self.rank]) for peer in self._peers],
@@ -164,7 +164,10 @@ class NetworkRounds:
     # ---- what it is built from
 
     def _exchange(
-        self, note: int, outgoing: Iterable[tuple[int, Span]], incoming: Iterable[tuple[int, Span]]
+        self,
+        note: int,
+        outgoing: Iterable[tuple[int, MemorySpan]],
+        incoming: Iterable[tuple[int, MemorySpan]],
     ) -> None:
         self._messages.exchange(
             note,
@@ -185,7 +188,7 @@ class NetworkRounds:
             [(peer, spans[peer]) for peer in self._peers],
         )
 
-    def _spread(self, note: int, whole: Span, source: int) -> None:
+    def _spread(self, note: int, whole: MemorySpan, source: int) -> None:
         """Broadcast in parts.
 
         Each member gets one from the source, and passes it on to all others. So the source sends
@@ -193,7 +196,7 @@ class NetworkRounds:
         """
         sizes = even_sizes(whole.length, self.size)
         lows = [sum(sizes[:rank]) for rank in range(self.size)]
-        parts = [Span(whole.address + low, length) for low, length in zip(lows, sizes, strict=True)]
+        parts = [MemorySpan(whole.address + low, length) for low, length in zip(lows, sizes, strict=True)]
         if source != self.rank:
             self._exchange(note, [], [(source, parts[self.rank])])
             self._exchange(

@@ -16,7 +16,7 @@ import torch
 
 from parallel.rounds.arithmetic import check_own, check_rows, check_sizes, plain
 from parallel.rounds.shared_memory_rounds import Rounds
-from parallel.rounds.slots import VIEWS, Layout, Slots
+from parallel.rounds.slots import VIEWS, SegmentLayout, Slots
 
 MOST_PLANS = 512
 """Most plans kept at once; then all are forgotten."""
@@ -124,7 +124,7 @@ class PlanCache(ABC):
 class Plans(PlanCache):
     """One member's plans for exchanges through shared memory."""
 
-    def __init__(self, rank: int, layout: Layout, members: Sequence[Slots], rounds: Rounds) -> None:
+    def __init__(self, rank: int, layout: SegmentLayout, members: Sequence[Slots], rounds: Rounds) -> None:
         super().__init__()
         self.rank, self.rounds = rank, rounds
         self._layout, self._members = layout, members

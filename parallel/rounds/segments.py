@@ -18,7 +18,7 @@ import msgspec
 from parallel.links.errors import CollectiveError
 
 
-class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SegmentAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Address at which the others find a member's segment."""
 
     host: str
@@ -51,7 +51,7 @@ class OwnSegment(Segment):
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
         os.ftruncate(descriptor, num_bytes)  # pages come when they are first written
         super().__init__(descriptor, num_bytes)
-        self.address = Address(this_host(), os.getpid(), descriptor, name)
+        self.address = SegmentAddress(this_host(), os.getpid(), descriptor, name)
         self._concealed = False
 
     def conceal(self) -> None:
@@ -61,7 +61,7 @@ class OwnSegment(Segment):
             os.close(self.address.descriptor)
 
 
-class Watch:
+class ProcessWatch:
     """Watches for ended processes of members (a pidfd each)."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ def this_host() -> str:
     return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def open_segment(rank: int, address: Address, num_bytes: int, watch: Watch) -> Segment:
+def open_segment(rank: int, address: SegmentAddress, num_bytes: int, watch: ProcessWatch) -> Segment:
     """The segment of member ``rank``, which is watched from now on.
 
     Raises:
@@ -126,7 +126,7 @@ def _is_segment(descriptor: int, name: str, num_bytes: int) -> bool:
     return target.startswith(f"/memfd:{name}") and os.fstat(descriptor).st_size >= num_bytes
 
 
-def _gone(rank: int, watch: Watch) -> CollectiveError:
+def _gone(rank: int, watch: ProcessWatch) -> CollectiveError:
     if rank in watch.dead():
         return CollectiveError(f"forming the group: rank {rank} has died", rank, "exited")
     return CollectiveError(f"forming the group: rank {rank} has given it up", rank, "closed")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from parallel.links.errors import Evidence
 from parallel.links.last_words import Blame
 from parallel.rounds.group_health import GroupHealth
-from parallel.rounds.segments import Watch
+from parallel.rounds.segments import ProcessWatch
 
 _OPEN, _CLOSED, _ABORTED = 0, 1, 2  # values of a state word; above: aborted because of rank value - 3
 
@@ -38,7 +38,7 @@ class SharedMemoryHealth(GroupHealth):
         """
         self._names = names
         super().__init__(self.name(rank), timeout, should_stop)
-        self.watch = Watch()
+        self.watch = ProcessWatch()
         self._states: dict[int, memoryview] = {}
 
     def name(self, rank: int) -> int:

@@ -20,8 +20,8 @@ import torch
 
 from parallel.rounds.arithmetic import even_sizes, sum_in_rank_order
 from parallel.rounds.shared_memory_health import SharedMemoryHealth
-from parallel.rounds.slots import VIEWS, Layout, Slots, span_of, spans_of
-from parallel.rounds.waiting import Patience
+from parallel.rounds.slots import VIEWS, SegmentLayout, Slots, span_of, spans_of
+from parallel.rounds.waiting import SpinWait
 
 TWO_STEP_BYTES = 64 << 10
 """Tensors of more bytes are reduced in parts, if there are more than two members."""
@@ -43,7 +43,7 @@ class Rounds:
     def __init__(
         self,
         rank: int,
-        layout: Layout,
+        layout: SegmentLayout,
         members: Sequence[Slots],
         health: SharedMemoryHealth,
         *,
@@ -57,7 +57,7 @@ class Rounds:
         self._members = members
         self._health = health
         self._peers = [peer for peer in range(self.size) if peer != rank]
-        self._patience = Patience(crowded)
+        self._patience = SpinWait(crowded)
         self._letters = 0
         self._letter_users: list[tuple[int, int] | None] = [None, None]
 

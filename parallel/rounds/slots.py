@@ -28,7 +28,7 @@ VIEWS = 3
 """Buffers for results that are read where they were written: see ``shared_memory``."""
 
 
-class Layout(NamedTuple):
+class SegmentLayout(NamedTuple):
     """Where things are in a segment, in bytes from its beginning."""
 
     size: int
@@ -54,7 +54,7 @@ class Layout(NamedTuple):
     num_bytes: int
 
     @classmethod
-    def of(cls, size: int, slot_bytes: int, view_bytes: int, arena_bytes: int = 0) -> Layout:
+    def of(cls, size: int, slot_bytes: int, view_bytes: int, arena_bytes: int = 0) -> SegmentLayout:
         if view_bytes < slot_bytes:
             raise ValueError("a buffer for views cannot be smaller than a slot")
         announced = 2 * LINE_BYTES
@@ -92,7 +92,7 @@ class Layout(NamedTuple):
 class Slots:
     """One member's segment."""
 
-    def __init__(self, segment: Segment, layout: Layout) -> None:
+    def __init__(self, segment: Segment, layout: SegmentLayout) -> None:
         self.memory = segment.memory
         size, slot_bytes = layout.size, layout.slot_bytes
 
@@ -144,7 +144,7 @@ class Slots:
         return self._typed[dtype][number]
 
 
-class Span(NamedTuple):
+class MemorySpan(NamedTuple):
     """A stretch of a tensor's memory, which the holder keeps alive.
 
     Copying it as such costs a tenth of what slices of tensors cost, which is what small tensors are all
@@ -167,12 +167,12 @@ class Span(NamedTuple):
             ctypes.memmove(self.address + low, source, num_bytes)
 
 
-def span_of(tensor: torch.Tensor) -> Span:
+def span_of(tensor: torch.Tensor) -> MemorySpan:
     """The span of a whole contiguous tensor."""
-    return Span(tensor.data_ptr(), tensor.nbytes)
+    return MemorySpan(tensor.data_ptr(), tensor.nbytes)
 
 
-def spans_of(tensor: torch.Tensor, sizes: Sequence[int]) -> list[Span]:
+def spans_of(tensor: torch.Tensor, sizes: Sequence[int]) -> list[MemorySpan]:
     """Spans of a tensor's parts of so many rows each.
 
     The parts must be all that it has.
@@ -180,7 +180,7 @@ def spans_of(tensor: torch.Tensor, sizes: Sequence[int]) -> list[Span]:
     spans, address = [], tensor.data_ptr()
     row_bytes = tensor.nbytes // max(1, len(tensor))
     for size in sizes:
-        spans.append(Span(address, size * row_bytes))
+        spans.append(MemorySpan(address, size * row_bytes))
         address += size * row_bytes
     return spans
 

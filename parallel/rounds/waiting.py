@@ -17,7 +17,7 @@ _SHORTEST_BUDGET, _LONGEST_BUDGET = 50e-6, 2e-3  # of looking, before sleep
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 50e-6, 1e-3
 
 
-class Patience:
+class SpinWait:
     """Time for which a waiting member looks again and again before it sleeps.
 
     Learns from how long the last waits took.

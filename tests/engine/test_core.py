@@ -23,7 +23,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.step import Step, StepResult
 from parallel.communicators.base import CollectiveError
 from parallel.links.counts import LinkCount
-from parallel.lockstep import Header, is_only_one
+from parallel.lockstep import StepHeader, is_only_one
 from tests.engine.oracle import Oracle
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, expected_output
 from tests.nightly import examples
@@ -261,12 +261,12 @@ def test_no_step_of_a_lockstep_on_cpus_is_long_while_somebody_decodes(rows: int,
 class BesideOthers(Beside):
     """Stepping in lockstep with another instance, by the headers of each step."""
 
-    def __init__(self, others: list[Header]) -> None:
+    def __init__(self, others: list[StepHeader]) -> None:
         super().__init__(0)
         self._others = iter(others)
 
     def agree(self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0) -> Agreement:
-        headers = [Header(1, 0, num_tokens, queued_prefill, longest, 1, in_flight), next(self._others)]
+        headers = [StepHeader(1, 0, num_tokens, queued_prefill, longest, 1, in_flight), next(self._others)]
         sizes = tuple(each.num_tokens for each in headers)
         return Agreement(runs=True, sizes=sizes, is_only_one=is_only_one(headers, 0))
 
@@ -299,8 +299,8 @@ def test_a_prompt_that_is_alone_has_larger_chunks() -> None:
 
 
 def test_in_lockstep_a_chunk_is_larger_once_nobody_else_has_anything() -> None:
-    idle, queues, runs = Header(1, 0, 0), Header(1, 0, 0, queued_prefill=9), Header(1, 0, 1)
-    piped = Header(1, 0, 0, in_flight=1)
+    idle, queues, runs = StepHeader(1, 0, 0), StepHeader(1, 0, 0, queued_prefill=9), StepHeader(1, 0, 1)
+    piped = StepHeader(1, 0, 0, in_flight=1)
     assert chunks_of(4000, BesideOthers([idle] * 9)) == [512, 1024, 2016, 448]
     for other in (queues, piped):
         assert chunks_of(3000, BesideOthers([idle, other, idle, idle, idle])) == [512, 1024, 512, 952]

@@ -29,8 +29,8 @@ from parallel.links import native_links, ucx_links
 from parallel.links.meeting import MeetingHost
 from parallel.links.rendezvous import exchange
 from parallel.rounds import native_network_rounds, native_shared_memory_rounds
-from parallel.rounds.segments import Address, OwnSegment, Watch, open_segment, this_host
-from parallel.rounds.waiting import Patience
+from parallel.rounds.segments import OwnSegment, ProcessWatch, SegmentAddress, open_segment, this_host
+from parallel.rounds.waiting import SpinWait
 from tests.nightly import NIGHTLY
 from tests.parallel import members
 
@@ -482,7 +482,7 @@ def test_what_members_say_is_exchanged_by_rank(meeting: MeetingHost) -> None:
 
 
 def test_segments_of_elsewhere_and_of_the_dead_are_refused() -> None:
-    own, watch = OwnSegment(8192), Watch()
+    own, watch = OwnSegment(8192), ProcessWatch()
     with pytest.raises(ValueError, match="rank 3 is elsewhere: use gloo"):
         open_segment(3, msgspec.structs.replace(own.address, host="another host"), 8192, watch)
     own.words[0] = 42
@@ -491,7 +491,7 @@ def test_segments_of_elsewhere_and_of_the_dead_are_refused() -> None:
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
         with pytest.raises(CollectiveError, match="rank 1 has died") as caught:
-            open_segment(1, Address(this_host(), ended.pid, 3, "lockstep"), 8192, watch)
+            open_segment(1, SegmentAddress(this_host(), ended.pid, 3, "lockstep"), 8192, watch)
     assert (caught.value.rank, caught.value.evidence) == (1, "exited")
     assert watch.dead() == []
     watch.close()
@@ -499,9 +499,9 @@ def test_segments_of_elsewhere_and_of_the_dead_are_refused() -> None:
 
 def test_a_number_that_is_another_files_by_now_is_no_segment() -> None:
     """Its owner lives, and has formed the group with others or given it up."""
-    watch = Watch()
+    watch = ProcessWatch()
 
-    def assert_given_up(rank: int, address: Address, num_bytes: int) -> None:
+    def assert_given_up(rank: int, address: SegmentAddress, num_bytes: int) -> None:
         with pytest.raises(CollectiveError, match=f"rank {rank} has given it up") as caught:
             open_segment(rank, address, num_bytes, watch)
         assert (caught.value.rank, caught.value.evidence) == (rank, "closed")
@@ -518,7 +518,7 @@ def test_a_number_that_is_another_files_by_now_is_no_segment() -> None:
 
 
 def test_a_watch_tells_who_has_ended_even_before_its_parent_knows() -> None:
-    watch = Watch()
+    watch = ProcessWatch()
     with subprocess.Popen(["sleep", "60"]) as one, subprocess.Popen(["sleep", "60"]) as other:
         watch.add(4, one.pid)
         watch.add(2, other.pid)
@@ -534,7 +534,7 @@ def test_a_watch_tells_who_has_ended_even_before_its_parent_knows() -> None:
 
 @pytest.mark.parametrize("crowded", [True, False])
 def test_patience_looks_until_the_word_is_there_or_the_check_objects(crowded: bool) -> None:
-    word, patience = memoryview(bytearray(8)).cast("q"), Patience(crowded)
+    word, patience = memoryview(bytearray(8)).cast("q"), SpinWait(crowded)
     checks: list[float] = []
 
     def check() -> None:

@@ -7,11 +7,11 @@ import pytest
 
 from parallel.lockstep import (
     Decision,
-    Header,
     Lockstep,
     LockstepError,
     RunStep,
     Sleep,
+    StepHeader,
     Switch,
     Wake,
     decide,
@@ -19,10 +19,10 @@ from parallel.lockstep import (
 )
 
 
-def headers(*num_tokens: int, epoch: int = 0, step: int = 0, ready: tuple[int, ...] = ()) -> list[Header]:
+def headers(*num_tokens: int, epoch: int = 0, step: int = 0, ready: tuple[int, ...] = ()) -> list[StepHeader]:
     """One header per rank: its tokens, and the epoch that it is ready for."""
     return [
-        Header(epoch=epoch, step=step, num_tokens=tokens, ready_epoch=of_rank)
+        StepHeader(epoch=epoch, step=step, num_tokens=tokens, ready_epoch=of_rank)
         for tokens, of_rank in zip(num_tokens, ready or [epoch] * len(num_tokens), strict=True)
     ]
 
@@ -43,10 +43,12 @@ def asleep(rank: int = 0, size: int = 2, epoch: int = 0) -> Lockstep:
 
 
 def test_a_header_is_a_fixed_number_of_integers() -> None:
-    header = Header(epoch=1, step=2, num_tokens=3, queued_prefill=4, longest=5, ready_epoch=6, in_flight=1)
+    header = StepHeader(
+        epoch=1, step=2, num_tokens=3, queued_prefill=4, longest=5, ready_epoch=6, in_flight=1
+    )
     assert header.ints() == (1, 2, 3, 4, 5, 6, 1)
-    assert Header.of(header.ints()) == header
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(header), type=Header) == header
+    assert StepHeader.of(header.ints()) == header
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(header), type=StepHeader) == header
 
 
 def test_a_wake_is_a_message() -> None:
@@ -87,13 +89,16 @@ def test_ready_is_relative_to_the_epoch() -> None:
 
 
 def test_what_waits_is_told_but_only_what_is_scheduled_counts() -> None:
-    waiting = Header(epoch=0, step=0, num_tokens=0, queued_prefill=100, longest=7)
+    waiting = StepHeader(epoch=0, step=0, num_tokens=0, queued_prefill=100, longest=7)
     assert decide([waiting, waiting]) == Sleep()
 
 
 def test_nobody_sleeps_while_tokens_are_under_way_in_a_pipeline() -> None:
     """Their instance schedules more when they come out; until then the others keep it company."""
-    idle, piped = Header(epoch=0, step=4, num_tokens=0), Header(epoch=0, step=4, num_tokens=0, in_flight=2)
+    idle, piped = (
+        StepHeader(epoch=0, step=4, num_tokens=0),
+        StepHeader(epoch=0, step=4, num_tokens=0, in_flight=2),
+    )
     assert decide([idle, piped]) == RunStep((0, 0))
     assert decide([idle, idle]) == Sleep()
 
@@ -122,9 +127,9 @@ def test_a_rank_outside_the_world_is_refused(rank: int, size: int) -> None:
 
 def test_it_tells_where_it_stands() -> None:
     lockstep = Lockstep(0, 2, epoch=3)
-    assert lockstep.header(0) == Header(epoch=3, step=0, num_tokens=0, ready_epoch=3)
+    assert lockstep.header(0) == StepHeader(epoch=3, step=0, num_tokens=0, ready_epoch=3)
     advance(lockstep, 1, 1)
-    assert lockstep.header(5, queued_prefill=6, longest=7, ready_epoch=4) == Header(
+    assert lockstep.header(5, queued_prefill=6, longest=7, ready_epoch=4) == StepHeader(
         epoch=3, step=1, num_tokens=5, queued_prefill=6, longest=7, ready_epoch=4
     )
 
@@ -171,7 +176,7 @@ def test_who_has_work_wakes_itself_and_tells_the_others() -> None:
     assert lockstep.wake() == Wake(0, 1)
     assert lockstep.awake
     assert lockstep.outstanding_wake == Wake(0, 1)
-    assert lockstep.header(2) == Header(epoch=0, step=1, num_tokens=2)
+    assert lockstep.header(2) == StepHeader(epoch=0, step=1, num_tokens=2)
 
 
 def test_who_is_awake_needs_no_wake() -> None:
@@ -317,7 +322,7 @@ def test_one_rank_is_the_only_one_if_no_other_has_anything(
     num_tokens: tuple[int, ...], queued: tuple[int, ...], in_flight: tuple[int, ...], only: int | None
 ) -> None:
     headers = [
-        Header(1, 7, tokens, queued_prefill=waiting, ready_epoch=1, in_flight=under_way)
+        StepHeader(1, 7, tokens, queued_prefill=waiting, ready_epoch=1, in_flight=under_way)
         for tokens, waiting, under_way in zip(num_tokens, queued, in_flight, strict=True)
     ]
     assert [rank for rank in range(3) if is_only_one(headers, rank)] == ([] if only is None else [only])

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
-from parallel.lockstep import Decision, Header, RunStep, Sleep, Switch, Wake
+from parallel.lockstep import Decision, RunStep, Sleep, StepHeader, Switch, Wake
 from tests.simulator.schedule import AgreementChecker
 
 Position = tuple[int, int]
@@ -118,7 +118,7 @@ class Checker(AgreementChecker[int, Position]):
 
     # ---- the agreement
 
-    def header_sent(self, who: int, header: Header) -> None:
+    def header_sent(self, who: int, header: StepHeader) -> None:
         """An instance begins a step. It is awake."""
         at = (header.epoch, header.step)
         self._record_header(who, at, header)
@@ -142,7 +142,7 @@ class Checker(AgreementChecker[int, Position]):
             self._switched(who, at, decision.epoch)
         self._pass(who, decision)
 
-    def _look_at(self, at: Position, headers: Sequence[Header]) -> None:
+    def _look_at(self, at: Position, headers: Sequence[StepHeader]) -> None:
         """Check the decision of :func:`decide` against what its words mean."""
         decision = self._function[at]
         sizes = tuple(header.num_tokens for header in headers)

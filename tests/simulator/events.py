@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from parallel.lockstep import Header, Wake
+from parallel.lockstep import StepHeader, Wake
 
 if TYPE_CHECKING:
     from tests.simulator.instance import Instance
@@ -80,7 +80,7 @@ class Prepare(ToInstance, frozen=True):
 class Gathered(ToInstance, frozen=True):
     """The headers of all have reached an instance."""
 
-    headers: tuple[Header, ...]
+    headers: tuple[StepHeader, ...]
 
     def __repr__(self) -> str:
         return f"Gathered(who={self.who}, step=({self.headers[0].epoch}, {self.headers[0].step}))"

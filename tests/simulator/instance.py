@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from parallel.lockstep import Header, Lockstep, RunStep, Wake
+from parallel.lockstep import Lockstep, RunStep, StepHeader, Wake
 from tests.simulator.events import Computed, ToInstance
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Instance:
         self.checker.header_sent(self.who, header)
         self.world.network.contribute(self.who, header)
 
-    def gathered(self, headers: Sequence[Header]) -> None:
+    def gathered(self, headers: Sequence[StepHeader]) -> None:
         decision = self.lockstep.advance(headers)
         self.world.note(self.who, decision)
         self.checker.decided(self.who, decision)

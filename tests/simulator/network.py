@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from parallel.lockstep import Header, Wake
+from parallel.lockstep import StepHeader, Wake
 from tests.simulator.events import Gathered, RepeatWake, WakeArrives
 
 if TYPE_CHECKING:
@@ -21,12 +21,12 @@ class Network:
         self.world = world
         self._calls: dict[tuple[int, int], int] = {}
         """How often each instance has called the collective of each epoch."""
-        self._gathers: dict[tuple[int, int], dict[int, Header]] = {}
+        self._gathers: dict[tuple[int, int], dict[int, StepHeader]] = {}
         """Contributions by epoch and number of the call: a collective knows nothing of steps."""
         self._lost: dict[tuple[int, int], int] = {}
         """Consecutive losses between two instances."""
 
-    def contribute(self, who: int, header: Header) -> None:
+    def contribute(self, who: int, header: StepHeader) -> None:
         """Call the header exchange.
 
         Each member has the result some time after the last one called.
@@ -35,7 +35,7 @@ class Network:
         call = self._calls.get((who, header.epoch), 0)
         self._calls[who, header.epoch] = call + 1
         gather = self._gathers.setdefault((header.epoch, call), {})
-        gather[who] = Header.of(header.ints())
+        gather[who] = StepHeader.of(header.ints())
         members = world.members(header.epoch)
         if len(gather) < len(members):
             return

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
-from parallel.lockstep import Decision, Header, LockstepError, Switch, decide
+from parallel.lockstep import Decision, LockstepError, StepHeader, Switch, decide
 
 Who = TypeVar("Who", bound=Hashable)
 """The identity of an instance."""
@@ -67,11 +67,11 @@ class AgreementChecker(Generic[Who, Position]):
         """How often the interesting situations came up."""
         self._ignored = ignored
         self._next: dict[Who, Position] = {}
-        self._headers: dict[Position, dict[Who, Header]] = {}
+        self._headers: dict[Position, dict[Who, StepHeader]] = {}
         self._function: dict[Position, Decision] = {}
         """The decision that follows from the headers of each step."""
 
-    def _record_header(self, who: Who, at: Position, header: Header) -> None:
+    def _record_header(self, who: Who, at: Position, header: StepHeader) -> None:
         """An instance sends its header for a step, which must be its next one."""
         headers = self._headers.setdefault(at, {})
         if at != self._next[who] or who in headers:
@@ -90,7 +90,7 @@ class AgreementChecker(Generic[Who, Position]):
             self._look_at(at, ordered)
         return self._function[at]
 
-    def _look_at(self, at: Position, headers: Sequence[Header]) -> None:
+    def _look_at(self, at: Position, headers: Sequence[StepHeader]) -> None:
         """Check the headers of a step further, once they are complete."""
 
     def _pass(self, who: Who, decision: Decision) -> None:

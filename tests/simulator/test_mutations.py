@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 import pytest
 
-from parallel.lockstep import Decision, Header, Lockstep, Sleep, Switch, Wake
+from parallel.lockstep import Decision, Lockstep, Sleep, StepHeader, Switch, Wake
 from tests.simulator.checker import Rule
 from tests.simulator.schedule import Violation, first_violation
 from tests.simulator.world import simulate
@@ -34,9 +34,9 @@ class WakeOfAnotherEpochCounts(Lockstep):
 class DecidesOnOldHeaders(Lockstep):
     """The next rank's header is the one of the step before."""
 
-    previous: Sequence[Header] = ()
+    previous: Sequence[StepHeader] = ()
 
-    def advance(self, headers: Sequence[Header]) -> Decision:
+    def advance(self, headers: Sequence[StepHeader]) -> Decision:
         seen, peer = list(headers), (self.rank + 1) % self.size
         if self.previous:
             seen[peer] = msgspec.structs.replace(self.previous[peer], epoch=self.epoch, step=self.step)
@@ -45,7 +45,7 @@ class DecidesOnOldHeaders(Lockstep):
 
 
 class DecidesOnItsOwnHeader(Lockstep):
-    def advance(self, headers: Sequence[Header]) -> Decision:
+    def advance(self, headers: Sequence[StepHeader]) -> Decision:
         return super().advance([headers[self.rank]] * self.size)
 
 
@@ -69,7 +69,7 @@ class WakeIsNotRepeated(Lockstep):
 
 
 class WakeIsRepeatedForever(Lockstep):
-    def advance(self, headers: Sequence[Header]) -> Decision:
+    def advance(self, headers: Sequence[StepHeader]) -> Decision:
         outstanding = self.outstanding_wake
         decision = super().advance(headers)
         self.outstanding_wake = outstanding
@@ -83,14 +83,14 @@ class WakeNamesTheStepBefore(Lockstep):
 
 
 class NeverSleeps(Lockstep):
-    def advance(self, headers: Sequence[Header]) -> Decision:
+    def advance(self, headers: Sequence[StepHeader]) -> Decision:
         decision = super().advance(headers)
         self.awake = True
         return decision
 
 
 class SleepIsNotCountedAsStep(Lockstep):
-    def advance(self, headers: Sequence[Header]) -> Decision:
+    def advance(self, headers: Sequence[StepHeader]) -> Decision:
         decision = super().advance(headers)
         self.step -= isinstance(decision, Sleep)
         return decision
@@ -122,7 +122,7 @@ class EpochBeginsAsleep(Lockstep):
 class SwitchesBeforeAllAgree(Lockstep):
     """Switches to the oldest epoch that any instance is ready for."""
 
-    def advance(self, headers: Sequence[Header]) -> Decision:
+    def advance(self, headers: Sequence[StepHeader]) -> Decision:
         decision = super().advance(headers)
         oldest = min(header.ready_epoch for header in headers)
         if oldest > headers[0].epoch and not isinstance(decision, Switch):

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from parallel.lockstep import Header, is_only_one
+from parallel.lockstep import StepHeader, is_only_one
 
-Rule = Callable[[Sequence[Header], int], bool]
+Rule = Callable[[Sequence[StepHeader], int], bool]
 SMALL, LARGE = 5, 20
 
 
@@ -35,7 +35,7 @@ def walk(seed: int, rule: Rule, size: int = 3, steps: int = 60) -> int:
             raise Broken
         larger += len(large)
         left = [have - count for have, count in zip(left, counts, strict=True)]
-        headers = [Header(1, step, counts[rank], queued_prefill=left[rank]) for rank in range(size)]
+        headers = [StepHeader(1, step, counts[rank], queued_prefill=left[rank]) for rank in range(size)]
         believes = [rule(headers, rank) for rank in range(size)]
         known = [counts[rank] + left[rank] for rank in range(size)]
     return larger
@@ -45,16 +45,16 @@ def test_one_instance_at_most_takes_a_larger_chunk_and_none_beside_others() -> N
     assert sum(walk(seed, is_only_one) for seed in range(300)) > 300
 
 
-def only_others_are_idle(headers: Sequence[Header], rank: int) -> bool:
+def only_others_are_idle(headers: Sequence[StepHeader], rank: int) -> bool:
     """Two that get a prompt in the same step after a pause both believe it."""
     return not any(each.num_tokens or each.queued_prefill for each in headers if each is not headers[rank])
 
 
-def queues_do_not_count(headers: Sequence[Header], rank: int) -> bool:
+def queues_do_not_count(headers: Sequence[StepHeader], rank: int) -> bool:
     return headers[rank].num_tokens > 0 and sum(each.num_tokens > 0 for each in headers) == 1
 
 
-def only_its_own_header(headers: Sequence[Header], rank: int) -> bool:
+def only_its_own_header(headers: Sequence[StepHeader], rank: int) -> bool:
     return headers[rank].num_tokens > 0
 
 

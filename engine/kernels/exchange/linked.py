@@ -31,7 +31,7 @@ from parallel.expert_parallel import ExpertParallel
 from parallel.links.native_links import LinksTable
 from parallel.placement import Placement
 from parallel.replicas import replicas_at
-from parallel.rounds.messages import Health
+from parallel.rounds.messages import LinkHealth
 from parallel.rounds.shared_memory_rounds import CALLS
 
 ARENA_BYTES = 1 << 30
@@ -141,7 +141,7 @@ class Linkage:
         """``what``: the call that errors name. ``exchange``: the record that gets this."""
         self._group = group
         network: Any = getattr(group, "network", group)
-        self._health: Health = network.health
+        self._health: LinkHealth = network.health
         hosts = hosts_of(group)
         self.peers = np.zeros(group.size, dtype=PEER)
         self._hosts = np.array(hosts.numbers, dtype=np.int64)

@@ -30,7 +30,7 @@ from engine.messages import Submit
 from engine.model.checkpoint import read_model_info
 from engine.sampling import SamplingParams
 from parallel.links.counts import LinkCount
-from parallel.lockstep import Header, Lockstep, RunStep, Sleep, Wake
+from parallel.lockstep import Lockstep, RunStep, Sleep, StepHeader, Wake
 from parallel.placement import assign_experts
 from tests.engine.greedy import greedy_outputs
 from tests.engine.shard_threads import ThreadedShards
@@ -171,7 +171,7 @@ class ThreadStepping:
         )
         rows = self._group.all_gather_ints(header.ints())
         with self._lock:
-            decision = self.lockstep.advance([Header.of(row) for row in rows])
+            decision = self.lockstep.advance([StepHeader.of(row) for row in rows])
         match decision:
             case RunStep(sizes):
                 self.empty_steps += num_tokens == 0

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from parallel.links.handshake import Accepting, Connecting, Offer, Verdict
+from parallel.links.handshake import Accepting, Connecting, HandshakeVerdict, Offer
 from parallel.links.keys import LinkKey
 
 MOST_OPEN = 300
@@ -29,7 +29,7 @@ KEY = LinkKey.derive(b"no key of this mesh")
 
 def recorded() -> bytes:
     """All that a side sent that was accepted elsewhere."""
-    one, other = Connecting(Offer("meeting"), KEY), Accepting(lambda _: Verdict.ACCEPTED, KEY)
+    one, other = Connecting(Offer("meeting"), KEY), Accepting(lambda _: HandshakeVerdict.ACCEPTED, KEY)
     answer = other.feed(one.hello[: other.wanted])
     other.feed(one.hello[-other.wanted :])
     return one.hello + one.feed(answer)

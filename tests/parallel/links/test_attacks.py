@@ -24,9 +24,9 @@ from parallel.links.handshake import (
     HANDSHAKE_SECONDS,
     Accepting,
     Connecting,
+    HandshakeRefused,
+    HandshakeVerdict,
     Offer,
-    Refused,
-    Verdict,
 )
 from parallel.links.introduction import introduce
 from parallel.links.keys import LinkKey
@@ -65,7 +65,7 @@ class Attackers:
 
         def run() -> None:
             while not self.over.is_set():
-                with contextlib.suppress(OSError, Refused):
+                with contextlib.suppress(OSError, HandshakeRefused):
                     action()
 
         self.threads.append(threading.Thread(target=run))
@@ -87,13 +87,13 @@ class Attackers:
 
 def without_the_key(attackers: Attackers) -> None:
     for _ in range(5):
-        with pytest.raises(Refused, match="it has a mesh key and this process has none"):
+        with pytest.raises(HandshakeRefused, match="it has a mesh key and this process has none"):
             introduce(attackers.connect(), attackers.offer, None)
 
 
 def with_another_key(attackers: Attackers) -> None:
     for _ in range(5):
-        with pytest.raises(Refused, match="it has another mesh key"):
+        with pytest.raises(HandshakeRefused, match="it has another mesh key"):
             introduce(attackers.connect(), attackers.offer, OTHER_KEY)
 
 
@@ -105,7 +105,7 @@ def replaying(attackers: Attackers) -> None:
             assert received(connection, ANSWER_BYTES)  # an answer, with another nonce than then
             with contextlib.suppress(OSError):
                 connection.sendall(after)
-            assert received(connection, 33)[:1] in (b"", bytes([Verdict.WRONG_KEY]))
+            assert received(connection, 33)[:1] in (b"", bytes([HandshakeVerdict.WRONG_KEY]))
 
 
 def reflecting(attackers: Attackers) -> None:
@@ -115,7 +115,7 @@ def reflecting(attackers: Attackers) -> None:
         answer = received(connection, ANSWER_BYTES)
         with contextlib.suppress(OSError):
             connection.sendall(answer)
-        assert received(connection, 33)[:1] in (b"", bytes([Verdict.WRONG_KEY]))
+        assert received(connection, 33)[:1] in (b"", bytes([HandshakeVerdict.WRONG_KEY]))
 
 
 def silent(attackers: Attackers) -> None:
@@ -188,7 +188,10 @@ def received(connection: socket.socket, length: int) -> bytes:
 
 def recording(offer: Offer, *, is_large: bool = False) -> list[bytes]:
     """The messages of a handshake with the right key that ended well."""
-    one, other = Connecting(offer, KEY, is_large=is_large), Accepting(lambda _: Verdict.ACCEPTED, KEY)
+    one, other = (
+        Connecting(offer, KEY, is_large=is_large),
+        Accepting(lambda _: HandshakeVerdict.ACCEPTED, KEY),
+    )
     hello = one.hello
     answer = other.feed(hello[: other.wanted])
     rest = other.feed(hello[-other.wanted :])
@@ -311,7 +314,7 @@ def test_refusals_are_counted_and_logged_once_in_a_while(
     meeting: MeetingHost, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(20):
-        with socket.create_connection((HOST, meeting.port)) as connection, pytest.raises(Refused):
+        with socket.create_connection((HOST, meeting.port)) as connection, pytest.raises(HandshakeRefused):
             introduce(connection, MEETING, LinkKey.derive(b"a third"))
     lines = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
     assert lines == ["1 connections refused, the last one from 127.0.0.1: it has another mesh key"]

@@ -13,7 +13,7 @@ import pytest
 
 from parallel.links import connecting, encryption
 from parallel.links.encryption import SECRET_BYTES, can_encrypt, crypto_info, directions, encrypt, why_not
-from parallel.links.handshake import Accepting, Connecting, Offer, Verdict
+from parallel.links.handshake import Accepting, Connecting, HandshakeVerdict, Offer
 from parallel.links.meeting import MeetingHost
 from tests.parallel.links.forming import HOST, KEY, Settings, form, formed
 
@@ -24,7 +24,7 @@ KERNEL_HAS_TLS = ULPS.exists() and "tls" in ULPS.read_text().split()
 def sides() -> tuple[Connecting, Accepting]:
     """Both sides after a handshake; their nonces are all zeros and all ones."""
     connecting_side = Connecting(Offer("group/x"), KEY, can_encrypt=True, nonce=bytes(32))
-    accepting_side = Accepting(lambda _: Verdict.ACCEPTED, KEY, can_encrypt=True, nonce=b"\xff" * 32)
+    accepting_side = Accepting(lambda _: HandshakeVerdict.ACCEPTED, KEY, can_encrypt=True, nonce=b"\xff" * 32)
     answer = accepting_side.feed(connecting_side.hello[: accepting_side.wanted])
     accepting_side.feed(connecting_side.hello[-accepting_side.wanted :])
     connecting_side.feed(accepting_side.feed(connecting_side.feed(answer)))

@@ -13,10 +13,10 @@ from parallel.links.handshake import (
     LONGEST_PURPOSE,
     Accepting,
     Connecting,
+    HandshakeRefused,
+    HandshakeVerdict,
     Offer,
-    Refused,
     Side,
-    Verdict,
 )
 from parallel.links.keys import LinkKey, expand
 
@@ -24,13 +24,13 @@ KEY, OTHER_KEY = LinkKey.derive(b"one"), LinkKey.derive(b"another")
 OFFER = Offer("group/epoch/3/all/token", "data/0", 1, 0, 2)
 
 
-def admit(offer: Offer) -> Verdict:
+def admit(offer: Offer) -> HandshakeVerdict:
     """As rank 0 of two does in epoch 3."""
     if offer.purpose != OFFER.purpose:
-        return Verdict.OTHER_PURPOSE
+        return HandshakeVerdict.OTHER_PURPOSE
     if offer.size != OFFER.size:
-        return Verdict.OTHER_SIZE
-    return Verdict.ACCEPTED if (offer.rank, offer.to) == (1, 0) else Verdict.OTHER_RANK
+        return HandshakeVerdict.OTHER_SIZE
+    return HandshakeVerdict.ACCEPTED if (offer.rank, offer.to) == (1, 0) else HandshakeVerdict.OTHER_RANK
 
 
 def give(side: Side, content: bytes) -> bytes:
@@ -65,19 +65,19 @@ def test_both_sides_agree(key: LinkKey | None) -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs", "verdict"),
     [
-        (KEY, OTHER_KEY, Verdict.WRONG_KEY),
-        (KEY, None, Verdict.KEY_NEEDED),
-        (None, KEY, Verdict.NO_KEY_HERE),
+        (KEY, OTHER_KEY, HandshakeVerdict.WRONG_KEY),
+        (KEY, None, HandshakeVerdict.KEY_NEEDED),
+        (None, KEY, HandshakeVerdict.NO_KEY_HERE),
     ],
 )
 def test_another_key_or_none_is_refused_on_both_sides(
-    ours: LinkKey | None, theirs: LinkKey | None, verdict: Verdict
+    ours: LinkKey | None, theirs: LinkKey | None, verdict: HandshakeVerdict
 ) -> None:
     connecting, accepting = Connecting(OFFER, theirs), Accepting(admit, ours)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(HandshakeRefused) as refused:
         meet(connecting, accepting)
     assert refused.value.verdict is verdict
-    with pytest.raises(Refused, match="--mesh-key-file") as refused:
+    with pytest.raises(HandshakeRefused, match="--mesh-key-file") as refused:
         give(connecting, accepting.last_word)
     assert refused.value.verdict is verdict
     assert not connecting.is_done
@@ -87,38 +87,40 @@ def test_another_key_or_none_is_refused_on_both_sides(
 @pytest.mark.parametrize(
     ("offer", "verdict"),
     [
-        (OFFER._replace(purpose="group/epoch/2/all/token"), Verdict.OTHER_PURPOSE),
-        (OFFER._replace(purpose="meeting"), Verdict.OTHER_PURPOSE),
-        (OFFER._replace(size=3), Verdict.OTHER_SIZE),
-        (OFFER._replace(rank=0), Verdict.OTHER_RANK),
-        (OFFER._replace(to=1), Verdict.OTHER_RANK),
-        (OFFER._replace(rank=-1), Verdict.OTHER_RANK),
+        (OFFER._replace(purpose="group/epoch/2/all/token"), HandshakeVerdict.OTHER_PURPOSE),
+        (OFFER._replace(purpose="meeting"), HandshakeVerdict.OTHER_PURPOSE),
+        (OFFER._replace(size=3), HandshakeVerdict.OTHER_SIZE),
+        (OFFER._replace(rank=0), HandshakeVerdict.OTHER_RANK),
+        (OFFER._replace(to=1), HandshakeVerdict.OTHER_RANK),
+        (OFFER._replace(rank=-1), HandshakeVerdict.OTHER_RANK),
     ],
 )
-def test_a_link_for_something_else_is_refused_after_the_key_is_proven(offer: Offer, verdict: Verdict) -> None:
+def test_a_link_for_something_else_is_refused_after_the_key_is_proven(
+    offer: Offer, verdict: HandshakeVerdict
+) -> None:
     connecting, accepting = Connecting(offer, KEY), Accepting(admit, KEY)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(HandshakeRefused) as refused:
         meet(connecting, accepting)
     assert refused.value.verdict is verdict
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(HandshakeRefused) as refused:
         give(connecting, accepting.last_word)
     assert refused.value.verdict is verdict
     stranger, accepting = Connecting(offer, OTHER_KEY), Accepting(admit, KEY)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(HandshakeRefused) as refused:
         meet(stranger, accepting)
-    assert refused.value.verdict is Verdict.WRONG_KEY  # and nothing about what there is
+    assert refused.value.verdict is HandshakeVerdict.WRONG_KEY  # and nothing about what there is
 
 
 def test_a_recording_of_one_side_does_not_get_in() -> None:
     recorded = meet(Connecting(OFFER, KEY), Accepting(admit, KEY))
     accepting = Accepting(admit, KEY)
     give(accepting, recorded[0])
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(HandshakeRefused) as refused:
         give(accepting, recorded[2])
-    assert refused.value.verdict is Verdict.WRONG_KEY
+    assert refused.value.verdict is HandshakeVerdict.WRONG_KEY
     connecting = Connecting(OFFER, KEY)
     give(connecting, recorded[1])
-    with pytest.raises(Refused, match="another mesh key"):
+    with pytest.raises(HandshakeRefused, match="another mesh key"):
         give(connecting, recorded[3])
 
 
@@ -127,12 +129,12 @@ def test_what_a_side_says_proves_nothing_when_it_is_sent_back() -> None:
     connecting, accepting = Connecting(OFFER, KEY), Accepting(admit, KEY)
     answer = give(accepting, connecting.hello)
     proof = give(connecting, answer)
-    with pytest.raises(Refused):
-        give(connecting, bytes([Verdict.ACCEPTED]) + proof)
+    with pytest.raises(HandshakeRefused):
+        give(connecting, bytes([HandshakeVerdict.ACCEPTED]) + proof)
     verdict = give(accepting, proof)
     other = Accepting(admit, KEY)
     give(other, connecting.hello)
-    with pytest.raises(Refused):
+    with pytest.raises(HandshakeRefused):
         give(other, verdict[1:])
 
 
@@ -141,27 +143,27 @@ def test_a_proof_for_another_offer_does_not_count() -> None:
     connecting, accepting = Connecting(OFFER._replace(purpose="group/old"), KEY), Accepting(admit, KEY)
     changed = connecting.hello.replace(b"group/old", b"group/new")
     answer = give(accepting, changed)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(HandshakeRefused) as refused:
         give(accepting, give(connecting, answer))
-    assert refused.value.verdict is Verdict.WRONG_KEY
+    assert refused.value.verdict is HandshakeVerdict.WRONG_KEY
 
 
 def test_a_changed_verdict_is_noticed() -> None:
     connecting, accepting = Connecting(OFFER._replace(size=9), KEY), Accepting(admit, KEY)
-    with pytest.raises(Refused):
+    with pytest.raises(HandshakeRefused):
         meet(connecting, accepting)
-    with pytest.raises(Refused, match="another mesh key"):
-        give(connecting, bytes([Verdict.ACCEPTED]) + accepting.last_word[1:])
+    with pytest.raises(HandshakeRefused, match="another mesh key"):
+        give(connecting, bytes([HandshakeVerdict.ACCEPTED]) + accepting.last_word[1:])
 
 
 def test_another_version_is_named() -> None:
     hello = bytearray(Connecting(OFFER, KEY).hello)
     struct.pack_into(">H", hello, 6, 99)
     accepting = Accepting(admit, KEY)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(HandshakeRefused) as refused:
         give(accepting, bytes(hello))
-    assert refused.value.verdict is Verdict.OTHER_VERSION
-    with pytest.raises(Refused, match="install the same version"):
+    assert refused.value.verdict is HandshakeVerdict.OTHER_VERSION
+    with pytest.raises(HandshakeRefused, match="install the same version"):
         give(Connecting(OFFER, KEY), accepting.last_word)
 
 
@@ -169,20 +171,20 @@ def test_another_version_is_named() -> None:
 def test_a_length_that_cannot_be_is_refused_before_anything_is_kept(announced: int) -> None:
     hello = bytearray(Connecting(OFFER, KEY).hello[:11])
     struct.pack_into(">H", hello, 9, announced)
-    with pytest.raises(Refused, match="announces"):
+    with pytest.raises(HandshakeRefused, match="announces"):
         give(Accepting(admit, KEY), bytes(hello))
 
 
 def test_names_beyond_their_bound_are_refused() -> None:
     hello = bytearray(Connecting(OFFER, KEY).hello)
     struct.pack_into(">H", hello, 11 + 44, LONGEST_PURPOSE + 1)
-    with pytest.raises(Refused, match="a purpose of 513 bytes"):
+    with pytest.raises(HandshakeRefused, match="a purpose of 513 bytes"):
         give(Accepting(admit, KEY), bytes(hello))
 
 
 def test_names_that_are_no_text_are_refused() -> None:
     hello = Connecting(OFFER, KEY).hello.replace(b"token", b"\xff\xfe\xff\xff\xff")
-    with pytest.raises(Refused, match="no text"):
+    with pytest.raises(HandshakeRefused, match="no text"):
         give(Accepting(admit, KEY), hello)
 
 
@@ -233,15 +235,15 @@ def test_messages_out_of_their_order_are_refused() -> None:
     hello, answer, proof, verdict = meet(Connecting(OFFER, KEY), Accepting(admit, KEY))
     for first in (answer, proof, verdict):
         accepting = Accepting(admit, KEY)
-        with contextlib.suppress(Refused):  # the nonce of an answer may look like a length
+        with contextlib.suppress(HandshakeRefused):  # the nonce of an answer may look like a length
             give(accepting, first + hello)
         assert not accepting.is_done
     for first in (hello, proof + verdict, verdict + answer):
-        with pytest.raises(Refused):
+        with pytest.raises(HandshakeRefused):
             give(Connecting(OFFER, KEY), first)
     accepting = Accepting(admit, KEY)
     give(accepting, hello)
-    with pytest.raises(Refused):
+    with pytest.raises(HandshakeRefused):
         give(accepting, hello)
 
 
@@ -252,13 +254,13 @@ def test_flags_cannot_be_changed_on_the_way() -> None:
     hello = bytearray(connecting.hello)
     hello[8] &= ~2
     answer = give(accepting, bytes(hello))
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(HandshakeRefused) as refused:
         give(accepting, give(connecting, answer))
-    assert refused.value.verdict is Verdict.WRONG_KEY
+    assert refused.value.verdict is HandshakeVerdict.WRONG_KEY
     connecting, accepting = Connecting(OFFER, KEY, can_encrypt=True), Accepting(admit, KEY, can_encrypt=True)
     answer = bytearray(give(accepting, connecting.hello))
     answer[8] &= ~2
-    with pytest.raises(Refused):
+    with pytest.raises(HandshakeRefused):
         give(accepting, give(connecting, bytes(answer)))
 
 
@@ -268,9 +270,9 @@ def test_a_stranger_that_answers_learns_no_proof_that_serves_it_elsewhere() -> N
     stranger = Accepting(admit, OTHER_KEY, nonce=bytes(32))
     proof = give(victim, give(stranger, victim.hello))
     give(target, victim.hello)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(HandshakeRefused) as refused:
         give(target, proof)
-    assert refused.value.verdict is Verdict.WRONG_KEY
+    assert refused.value.verdict is HandshakeVerdict.WRONG_KEY
 
 
 def test_garbage_is_refused_whatever_it_is() -> None:
@@ -281,10 +283,10 @@ def test_garbage_is_refused_whatever_it_is() -> None:
         for _ in range(draw.randrange(1, 5)):
             content[draw.randrange(len(content))] = draw.randrange(256)
         content += draw.randbytes(100)
-        with contextlib.suppress(Refused):  # or it waits for more, of a longer hello
+        with contextlib.suppress(HandshakeRefused):  # or it waits for more, of a longer hello
             give(accepting, bytes(content))
         assert not accepting.is_done
-        with pytest.raises(Refused):
+        with pytest.raises(HandshakeRefused):
             give(connecting, draw.randbytes(connecting.wanted))
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from parallel.links import native_links
-from parallel.links.native_links import STRIPE_BYTES, Broken, NativeLinks, load, make_tcp_links
+from parallel.links.native_links import STRIPE_BYTES, BrokenLink, NativeLinks, load, make_tcp_links
 from parallel.links.python_links import PythonLinks
 from tests.parallel.link_pairs import UCX_WAYS, linked, socket_pair, ucx_linked
 
@@ -151,7 +151,7 @@ def test_what_was_sent_before_the_end_is_received(noticing_pair: Sequence[AnyLin
     assert take(pair[1], 0, 6) == b" words"
     assert pair[1].broken is None
     assert pair[1].take(0, memory.address, 1) == -1
-    assert pair[1].broken == Broken(0, 0)
+    assert pair[1].broken == BrokenLink(0, 0)
 
 
 def test_end_in_the_middle_of_a_message(noticing_pair: Sequence[AnyLinks]) -> None:
@@ -166,7 +166,7 @@ def test_end_in_the_middle_of_a_message(noticing_pair: Sequence[AnyLinks]) -> No
     while not (outcome := pair[1].take(0, room.address, 8)):
         assert pair[1].sleep(SECONDS) == 1
     assert outcome == -1
-    assert pair[1].broken == Broken(0, 0)
+    assert pair[1].broken == BrokenLink(0, 0)
     assert pair[1].post(0, memory.parts()) == -1
     assert "broken" in repr(pair[1])
 
@@ -182,7 +182,7 @@ def test_a_reset_names_its_error_and_others_go_on() -> None:
         while not (outcome := links[0].take(2, memory.address, 4)):
             links[0].sleep(1.0)
         assert outcome == -1
-        assert links[0].broken == Broken(2, errno.ECONNRESET)
+        assert links[0].broken == BrokenLink(2, errno.ECONNRESET)
         assert take(links[0], 1, 4) == b"0123"
         assert links[0].post(1, memory.parts()) == 0
         assert links[0].post(2, memory.parts()) == -1
@@ -214,7 +214,7 @@ def test_abort_ends_a_sleep(pair: Sequence[AnyLinks]) -> None:
     pair[0].abort()
     thread.join(SECONDS / 2)
     assert outcomes == [-1]
-    assert pair[0].broken == Broken(None, errno.ECANCELED)
+    assert pair[0].broken == BrokenLink(None, errno.ECANCELED)
     assert pair[0].take(1, room.address, 8) == pair[0].flush() == pair[0].post(1, room.parts()) == -1
     pair[0].abort()
 
@@ -236,7 +236,7 @@ def test_a_rank_that_is_not_there_is_refused(pair: Sequence[AnyLinks]) -> None:
     memory = Memory(8)
     assert pair[0].post(2, memory.parts()) == -1
     assert pair[0].take(0, memory.address, 8) == -1  # this member itself
-    assert pair[0].broken == Broken(2, errno.EINVAL)
+    assert pair[0].broken == BrokenLink(2, errno.EINVAL)
 
 
 def test_nothing_is_left_after_close() -> None:

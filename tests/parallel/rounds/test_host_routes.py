@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.rounds.host_routes import HostRoutes, Lane, Span, Way
+from parallel.rounds.host_routes import ChainLane, HostRoutes, RankSpan, Way
 from tests.nightly import examples
 
 hosts_of_members = st.lists(st.sampled_from("abcd"), min_size=1, max_size=9)
@@ -145,10 +145,10 @@ def test_an_all_reduce_takes_the_shortest_time() -> None:
 def test_routes_of_one_member() -> None:
     each = HostRoutes(["a", "b", "a", "c", "b"], 2)
     assert (each.local, each.local_rank, each.remote) == ((0, 2), 1, (1, 3, 4))
-    assert (each.spans, each.sends, each.receives) == ((Span(0, 1), Span(1, 5)), (1, 3), (1, 3, 4))
+    assert (each.spans, each.sends, each.receives) == ((RankSpan(0, 1), RankSpan(1, 5)), (1, 3), (1, 3, 4))
     assert not each.follow_one_another
     assert repr(each) == "<HostRoutes rank 2 of [(0, 2), (1, 4), (3,)]>"
-    assert HostRoutes(["a", "a", "b", "b", "b"], 3).lane == Lane(1, 2, 1, None, (1,), 3)
+    assert HostRoutes(["a", "a", "b", "b", "b"], 3).lane == ChainLane(1, 2, 1, None, (1,), 3)
     assert HostRoutes(["a", "a", "b", "b", "b"], 4).lane is None
     with pytest.raises(ValueError, match="rank 2 is not in a group of 2"):
         HostRoutes(["a", "b"], 2)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.messages import GroupPlan
 from engine.groups.recovery import names
-from parallel.lockstep import Decision, Header
+from parallel.lockstep import Decision, StepHeader
 from tests.simulator.schedule import AgreementChecker
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Checker(AgreementChecker[str, Position]):
 
     # ---- steps
 
-    def header_sent(self, instance: Instance, header: Header) -> None:
+    def header_sent(self, instance: Instance, header: StepHeader) -> None:
         at = (header.epoch, self._next[instance.name][1], header.step)
         if header.epoch <= instance.fenced_up_to:
             self.broken(Rule.FENCED, f"{instance.name} begins {at}, up to {instance.fenced_up_to} it is out")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.messages import Evidence, GroupPlan
 from engine.groups.recovery import names
-from parallel.lockstep import Header
+from parallel.lockstep import StepHeader
 
 if TYPE_CHECKING:
     from tests.simulator.elastic.instance import Instance
@@ -37,7 +37,7 @@ class Group:
         self.is_formed = False
         self._ends: dict[str, End] = {}
         self._num_calls: dict[str, int] = {}
-        self._calls: dict[int, dict[str, Header | None]] = {}
+        self._calls: dict[int, dict[str, StepHeader | None]] = {}
         self._waiting: dict[str, int] = {}
         """Members inside a call, and its number."""
 
@@ -77,7 +77,7 @@ class Group:
         """Whether an instance has not given this group up."""
         return self._ends.get(instance.name) is End.OPEN
 
-    def call(self, instance: Instance, row: Header | None) -> None:
+    def call(self, instance: Instance, row: StepHeader | None) -> None:
         """Take part in the next collective; the instance hears how it ended, in time."""
         name = instance.name
         number = self._num_calls.get(name, 0)

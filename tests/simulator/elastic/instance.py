@@ -23,7 +23,7 @@ from coordinator.numerics import Numerics
 from engine.groups import recovery as protocol
 from engine.groups.expert_loads import LoadWindows
 from engine.groups.recovery import Recovery, names
-from parallel.lockstep import Header, Lockstep, RunStep, Switch, Wake
+from parallel.lockstep import Lockstep, RunStep, StepHeader, Switch, Wake
 from parallel.placement import held_by_rank
 from tests.simulator.elastic.group import End, Group
 from tests.simulator.elastic.settings import ASK_INTERVAL, RULES, TICKS_PER_SECOND
@@ -344,11 +344,11 @@ class Instance:
             self.lockstep.on_wake(wake)
             self._poke()
 
-    def call_done(self, group: Group, rows: list[Header | None]) -> None:
+    def call_done(self, group: Group, rows: list[StepHeader | None]) -> None:
         """The collective that the step thread was in has ended well."""
         self.world.step_after(self, 0, self._go_on, group, rows)
 
-    def _go_on(self, group: Group, rows: list[Header | None]) -> None:
+    def _go_on(self, group: Group, rows: list[StepHeader | None]) -> None:
         if group is not self.group:
             return
         if self.phase is Phase.HEADERS:
@@ -357,7 +357,7 @@ class Instance:
             self._commit()
             self.loop()
 
-    def _decide(self, headers: list[Header]) -> None:
+    def _decide(self, headers: list[StepHeader]) -> None:
         assert self.lockstep is not None
         decision = self.lockstep.advance(headers)
         self.world.note(self.name, decision)

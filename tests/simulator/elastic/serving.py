@@ -20,7 +20,7 @@ from engine.model.checkpoint import ModelInfo
 from engine.step import Step, StepResult
 from parallel.communicators.base import CollectiveError
 from parallel.links.counts import LinkCount
-from parallel.lockstep import Header, RunStep, Sleep, Switch, is_only_one
+from parallel.lockstep import RunStep, Sleep, StepHeader, Switch, is_only_one
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, next_token
 from tests.simulator.elastic.checker import Rule
 from tests.simulator.elastic.fiber import Fiber
@@ -219,7 +219,7 @@ class ServingInstance(Instance):
         self.world.checker.header_sent(self, header)
         self.phase = Phase.HEADERS
         self.group.call(self, header)
-        headers: list[Header] = self.fiber.wait()
+        headers: list[StepHeader] = self.fiber.wait()
         decision = self.lockstep.advance(headers)
         self.world.note(self.name, decision)
         self.world.checker.decided(self, decision)
@@ -254,7 +254,7 @@ class ServingInstance(Instance):
         self.world.step_after(self, delay, self._computed, self.group)
         self.fiber.wait()
 
-    def _go_on(self, group: Group, rows: list[Header | None]) -> None:
+    def _go_on(self, group: Group, rows: list[StepHeader | None]) -> None:
         if group is self.group and self.phase in (Phase.HEADERS, Phase.EXPERTS):
             self._go_on_inside(rows)
 

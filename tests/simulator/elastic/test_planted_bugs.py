@@ -18,7 +18,7 @@ from coordinator.records import Record
 from coordinator.registry import Registry
 from coordinator.suspicion import Suspicions
 from engine.groups.recovery import Instruction, Recovery, Turn
-from parallel.lockstep import Decision, Header, Lockstep, Switch
+from parallel.lockstep import Decision, Lockstep, StepHeader, Switch
 from parallel.placement import Placement, cover
 from tests.coordinator import test_member_state, test_registry_groups
 from tests.simulator.elastic.checker import Rule
@@ -188,7 +188,7 @@ class KeepsNoWatchOverTheCoordinator(MemberState):
 
 
 class SwitchesBeforeAllAgree(Lockstep):
-    def advance(self, headers: Sequence[Header]) -> Decision:
+    def advance(self, headers: Sequence[StepHeader]) -> Decision:
         decision = super().advance(headers)
         newest = max(header.ready_epoch for header in headers)
         if newest > headers[0].epoch and not isinstance(decision, Switch):
