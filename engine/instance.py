@@ -30,7 +30,7 @@ from coordinator.rpc.own_key import is_lasting
 from engine.compute.trace import write_chrome_trace
 from engine.config import InstanceConfig
 from engine.config.kv_events import endpoint_of
-from engine.core import EngineCore
+from engine.core import EngineCore, ModelPlace
 from engine.events.publisher import EventPublisher
 from engine.events.recording import EventRecorder
 from engine.executor import make_executor
@@ -226,11 +226,13 @@ class Instance:
                 executor,
                 num_blocks=num_blocks,
                 max_model_len=max_model_len,
-                tracing=tracing,
-                at_once=instances_at_once(self._config),
-                has_gpu=facts.device != "cpu",
-                is_native=all(each.kernels != TORCH for each in executor.arithmetic()),
+                place=ModelPlace(
+                    has_gpu=facts.device != "cpu",
+                    is_native=all(each.kernels != TORCH for each in executor.arithmetic()),
+                    at_once=instances_at_once(self._config),
+                ),
             )
+            core.tracing = tracing
             if (drafts := self._config.scheduler.speculative) is not None:
                 logger.info(
                     "speculative decoding: up to %d tokens of a request are looked up in its own text",
@@ -321,7 +323,7 @@ class Instance:
         published = executor.published(identity) if isinstance(executor, UniExecutor) else None
         if published is None:
             return None
-        core.publish_blocks(*published)
+        core.sharing.publish_blocks(*published)
         logger.info("the KV cache outlives this instance")
         return Heir(memory, identity, self._server.wake)
 
@@ -341,7 +343,7 @@ class Instance:
         except ValueError as error:
             raise Ended(process.EXIT_USAGE, str(error)) from error
         publisher.start()
-        self._events = core.record_events(), publisher
+        self._events = core.sharing.record_events(), publisher
         where = endpoint_of(config.endpoint, self._rank)
         logger.info("KV events, with the tokens of prompts, are published at %s", where)
 
@@ -381,7 +383,7 @@ class Instance:
         mover = BlockMover(memory, identity, endpoint(self._listen_address(), 0), self._keys, server.wake)
         mover.start()
         self._inherits = self._heir(core, executor, memory, identity)
-        core.exchange_blocks(
+        core.sharing.exchange_blocks(
             mover,
             address=mover.address,
             identity=identity,
@@ -468,7 +470,7 @@ class Instance:
         self._share_cores(membership)
         self._tell_events()
         if self._stats is not None and self._stats.is_due(now := time.monotonic()):
-            line = self._stats.line(core.scheduler.counters(), core.snapshot, now)
+            line = self._stats.line(core.scheduler.counters(), core.reports.snapshot, now)
             if line is not None:
                 logger.info("%s", line)
         if self._spread is not None:
@@ -483,7 +485,7 @@ class Instance:
         elif self._drains and not self._announced_draining:
             self._announced_draining = True
             seconds = self._server.drain_time_left if self._server else 0.0
-            logger.info("%s", drain_line(core.snapshot, seconds))
+            logger.info("%s", drain_line(core.reports.snapshot, seconds))
             membership.update(state=State.DRAINING, phase="draining")
 
     def _size_cache(self, executor: Executor, facts: ModelFacts, neighbours: int) -> tuple[int, int]:

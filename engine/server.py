@@ -149,7 +149,7 @@ class Server:
         The report to compare takes most of an idle turn.
         """
         core.grammars.on_done = self._listener.interrupt
-        self.progress = Progress(core.capacity.num_blocks)
+        self.progress = Progress(core.reports.capacity.num_blocks)
         self.leaves_requests = False
         """Whether :meth:`run` ended with requests that other instances have to finish."""
         self.turn = 0
@@ -245,7 +245,7 @@ class Server:
             return
         finally:
             self._hand_out()  # if no other step was begun
-        self._outgoing, snapshot = outgoing, self._core.snapshot
+        self._outgoing, snapshot = outgoing, self._core.reports.snapshot
         if not (self._core.overlaps and self._core.has_work):
             self._hand_out(snapshot)
         self._report_changes()
@@ -253,7 +253,7 @@ class Server:
 
     def _rest(self) -> None:
         if not self._core.has_work:
-            self.progress.rested(self._core.snapshot)
+            self.progress.rested(self._core.reports.snapshot)
         self._hand_out()
         now = time.monotonic()
         if now >= self._look_due:
@@ -289,7 +289,7 @@ class Server:
                         router.has_blocks = None
                     if message.unanswered and not is_new:
                         self._listener.send(
-                            peer, Attached(self._instance, self._core.capacity, repeated=True)
+                            peer, Attached(self._instance, self._core.reports.capacity, repeated=True)
                         )
                 case Submit():
                     router.last_dispatch = max(router.last_dispatch, message.request)
@@ -301,15 +301,15 @@ class Server:
                 case Prefetch():
                     self._prefetch(peer, message)
                 case ResetCache(number):
-                    self._core.reset_cache(peer, number)
+                    self._core.sharing.reset(peer, number)
         for peer, refused in self._core.take_compiled():
             self._tell(peer, refused)
         self._tell_fetched()
-        for peer, reset in self._core.take_resets():
+        for peer, reset in self._core.sharing.take_resets():
             self._tell(peer, reset)
         self._forget_silent_routers()
         if self._core.has_work and not had_work:
-            self.progress.stepped(self._core.snapshot)
+            self.progress.stepped(self._core.reports.snapshot)
 
     def _tell_fetched(self) -> None:
         answers = self._core.take_fetched()
@@ -326,7 +326,7 @@ class Server:
         """
         router = self._routers.get(peer)
         if router is None:
-            if not self._listener.send(peer, Attached(self._instance, self._core.capacity)):
+            if not self._listener.send(peer, Attached(self._instance, self._core.reports.capacity)):
                 return None
             router = self._routers[peer] = _Router("?", time.monotonic())
         router.heard_at = time.monotonic()
@@ -342,7 +342,7 @@ class Server:
             self._tell(peer, refused)
 
     def _prefetch(self, peer: Peer, wish: Prefetch) -> None:
-        if self._core.lends and not self._draining.is_set():
+        if self._core.sharing.lends and not self._draining.is_set():
             self._core.prefetch(peer, wish)
         else:
             self._tell(peer, Prefetched(wish.number, 0))
@@ -354,7 +354,7 @@ class Server:
         """
         for peer in list(self._routers):
             self._core.abort_all(peer)
-            self._tell(peer, Attached(self._instance, self._core.capacity))
+            self._tell(peer, Attached(self._instance, self._core.reports.capacity))
 
     def _tell(self, peer: Peer, message: Answer) -> None:
         """Send a message to a router, and forget the router if it cannot be reached.
@@ -385,7 +385,7 @@ class Server:
         """
         if self._outgoing:
             outgoing, self._outgoing = self._outgoing, {}
-            snapshot, now = snapshot or self._core.snapshot, time.monotonic()
+            snapshot, now = snapshot or self._core.reports.snapshot, time.monotonic()
             for peer, tokens in outgoing.items():
                 router = self._routers.get(peer)  # None: it is gone since
                 if router is not None:
@@ -393,13 +393,13 @@ class Server:
                     self._send(peer, tokens, self._report(router) if tells else None)
 
     def _report(self, router: _Router) -> InstanceReport:
-        return self._core.report(router.last_dispatch, self._listener.bad_messages)
+        return self._core.reports.report(router.last_dispatch, self._listener.bad_messages)
 
     def _send(self, peer: Peer, tokens: OutgoingTokens, report: InstanceReport | None) -> None:
         router = self._routers[peer]
         blocks = None
         if report is not None and router.wants_blocks:
-            blocks = self._core.block_events(router.has_blocks)
+            blocks = self._core.reports.block_events(router.has_blocks)
         if not self._send_in_parts(peer, Tokens(tokens.deltas, report, blocks, tokens.singles)):
             self._forget(peer)
             return
@@ -433,14 +433,16 @@ class Server:
         for peer, router in list(self._routers.items()):
             if at_rest or router.report_policy.may_go_alone(now):
                 report = self._report(router)
-                lacks_blocks = router.wants_blocks and router.has_blocks != self._core.num_block_changes
+                lacks_blocks = (
+                    router.wants_blocks and router.has_blocks != self._core.reports.num_block_changes
+                )
                 if lacks_blocks or router.report_policy.is_new(report):
                     self._send(peer, NOTHING, report)
 
     # ---- the end
 
     def _drained(self) -> bool:
-        if self._core.is_empty and not self._core.is_lending:
+        if self._core.is_empty and not self._core.sharing.is_lending:
             return True
         if time.monotonic() < self._drain_until:
             return False
@@ -458,7 +460,7 @@ class Server:
 
     def _has_time_to_move(self) -> bool:
         """Whether to wait until requests have moved; their routers are asked to move them first."""
-        if self._goes_at_once or not self._core.lends:
+        if self._goes_at_once or not self._core.sharing.lends:
             return False
         if self._moves_until is None:
             self._moves_until = time.monotonic() + MOVE_TIMEOUT

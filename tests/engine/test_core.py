@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from engine.core import EngineCore
+from engine.core import EngineCore, ModelPlace
 from engine.groups.recovery_times import RecoveryTimes
 from engine.groups.stepping import Agreement
 from engine.messages import Capacity, Counters, FinishReason, Submit
@@ -62,7 +62,7 @@ def test_what_it_can_hold_and_keeps_is_told(caches: bool) -> None:
     config = EngineConfig(cache=CacheConfig(block_size=4, enable_prefix_caching=caches))
     executor = SimulatedExecutor(block_size=4, budget=512, max_rows=128)
     core = EngineCore(config, INFO, executor, num_blocks=10, max_model_len=64)  # type: ignore[arg-type]
-    assert core.capacity == Capacity(4, 10, 128, 512, 4096, caches_prefixes=caches)
+    assert core.reports.capacity == Capacity(4, 10, 128, 512, 4096, caches_prefixes=caches)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_full_queue_sends_elsewhere(core: EngineCore) -> None:
     refused = core.submit(PEER, submit(9))
     assert refused is not None
     assert refused.retry
-    assert core.report(9, 0).queued == 3
+    assert core.reports.report(9, 0).queued == 3
     assert core.submit(PEER, submit(10, owed=True)) is None, "who was let in elsewhere is let in here"
     assert core.submit(PEER, submit(11, output_ids=[7])) is None, "its client is in the middle of the answer"
 
@@ -153,7 +153,7 @@ def test_what_has_not_begun_can_be_asked_back(core: EngineCore) -> None:
     assert core.recall(PEER, [0, 4, 5, 99]) == [4, 5]
     while core.has_work:
         core.step()
-    assert core.report(6, 0).counters.generation_tokens == 4 * 4
+    assert core.reports.report(6, 0).counters.generation_tokens == 4 * 4
 
 
 def test_tokens_come_out_by_router_and_nothing_stays(core: EngineCore) -> None:
@@ -169,7 +169,7 @@ def test_tokens_come_out_by_router_and_nothing_stays(core: EngineCore) -> None:
                 outputs[peer] += last.token_ids
     assert last.finish_reason is FinishReason.LENGTH
     assert outputs == {PEER: expected_output([1, 2, 3], 4), b"b": expected_output([4, 5], 4)}
-    report = core.report(last_dispatch=1, bad_messages=2)
+    report = core.reports.report(last_dispatch=1, bad_messages=2)
     assert (report.running, report.waiting, report.blocks_used, report.counters.bad_messages) == (0, 0, 0, 2)
     assert core.step() == {}
 
@@ -249,7 +249,8 @@ def test_no_step_of_a_lockstep_on_cpus_is_long_while_somebody_decodes(rows: int,
     executor = SimulatedExecutor(block_size=16, budget=512, max_rows=128)
     executor.expert_times = lambda: None  # type: ignore[attr-defined]
     info = msgspec.structs.replace(INFO, context_length=2048)
-    core = EngineCore(EngineConfig(), info, executor, Beside(rows), num_blocks=80, max_model_len=2048)  # type: ignore[arg-type]
+    core = EngineCore(EngineConfig(), info, executor, num_blocks=80, max_model_len=2048)  # type: ignore[arg-type]
+    core.stepping = Beside(rows)  # type: ignore[assignment]
     core.submit(PEER, submit(prompt_ids=[number % VOCAB for number in range(1000)]))
     before, found = 0, []
     while not core.step().get(PEER):
@@ -280,11 +281,12 @@ def chunks_of(length: int, stepping: Beside | None, **scheduler: Any) -> list[in
         config,
         msgspec.structs.replace(INFO, context_length=16384),
         executor,  # type: ignore[arg-type]
-        stepping,  # type: ignore[arg-type]
         num_blocks=1000,
         max_model_len=16384,
-        is_native=True,
+        place=ModelPlace(is_native=True),
     )
+    if stepping is not None:
+        core.stepping = stepping  # type: ignore[assignment]
     core.scheduler.timed = lambda step, _: Scheduler.timed(core.scheduler, step, step.num_tokens * 1e-4)  # type: ignore[method-assign]
     core.submit(PEER, submit(prompt_ids=[number % VOCAB for number in range(length)]))
     found: list[int] = []
@@ -336,7 +338,8 @@ def test_nothing_is_kept_for_a_router_that_is_gone(length: int) -> None:
     config = EngineConfig(
         cache=CacheConfig(block_size=4), scheduler=SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=4)
     )
-    core = EngineCore(config, INFO, trouble, trouble, num_blocks=14, max_model_len=64)  # type: ignore[arg-type]
+    core = EngineCore(config, INFO, trouble, num_blocks=14, max_model_len=64)  # type: ignore[arg-type]
+    core.stepping = trouble  # type: ignore[assignment]
     for number in range(3):
         core.submit(PEER, submit(number, params=SamplingParams(max_tokens=length, ignore_eos=True)))
     assert list(core.step()) == [PEER]
@@ -384,12 +387,12 @@ def run_in_trouble(depth: int, right: float | None, seed: int) -> Counters:
     core = EngineCore(
         config,
         INFO,
-        troubled,
-        troubled,
+        troubled,  # type: ignore[arg-type]
         num_blocks=14,
         max_model_len=64,
         speculation=guesses,  # type: ignore[arg-type]
     )
+    core.stepping = troubled
     common = [rng.randrange(VOCAB - 1) for _ in range(16)]  # so that blocks are shared
     wanted: dict[int, list[int]] = {}
     outputs: dict[int, list[int]] = {}
@@ -412,7 +415,7 @@ def run_in_trouble(depth: int, right: float | None, seed: int) -> Counters:
             for delta in core.step().get(PEER, []):
                 outputs[delta.request] += delta.token_ids
     assert outputs == {number: wanted[number] for number in outputs}
-    assert core.report(0, 0).blocks_used == 0
+    assert core.reports.report(0, 0).blocks_used == 0
     assert troubled.failures
     return core.scheduler.counters()
 

@@ -11,9 +11,9 @@ import zmq
 
 from coordinator.rpc import rpc
 from coordinator.rpc.codec import Decoder, encode
-from engine import core, messages
+from engine import messages
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from engine.core import EngineCore
+from engine.core import EngineCore, admission
 from engine.executor_contract import WorkerLost
 from engine.messages import (
     Abort,
@@ -252,7 +252,7 @@ def test_whose_request_is_aborted_gets_no_more_than_what_was_done() -> None:
     tokens = router.tokens(timeout=1.0)
     assert tokens[2] == expected_output(PROMPT, 9)
     assert tokens[1] == expected_output(PROMPT, 9)[: len(tokens[1])]
-    assert router.core.report(0, 0).blocks_used == 0
+    assert router.core.reports.report(0, 0).blocks_used == 0
     router.close()
 
 
@@ -274,7 +274,9 @@ def test_answers_too_large_for_one_message_come_in_several(monkeypatch: pytest.M
 
 
 def test_log_probabilities_that_no_message_can_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "MAX_MESSAGE_BYTES", core.BESIDE_LOGPROBS + 4 * messages.logprobs_bytes(20))
+    monkeypatch.setattr(
+        admission, "MAX_MESSAGE_BYTES", admission.BESIDE_LOGPROBS + 4 * messages.logprobs_bytes(20)
+    )
     router = Router(Watched([], computes_apart=False), [])
     params = SamplingParams(max_tokens=1, prompt_logprobs=20)
     assert router.core.submit(b"r", Submit(1, "1", [1] * 4, params, seed=0)) is None
@@ -312,13 +314,13 @@ def test_a_router_that_asks_again_is_told_again_that_nothing_is_lost() -> None:
 def test_what_nobody_told_is_looked_for_seldom_at_rest_and_at_once_after_a_message() -> None:
     router = Router(Watched([], computes_apart=False), [])
     looks, turns = list[int](), 0
-    report = router.core.report
+    report = router.core.reports.report
 
     def counted(last_dispatch: int, bad_messages: int) -> InstanceReport:
         looks.append(turns)
         return report(last_dispatch, bad_messages)
 
-    router.core.report = counted  # type: ignore[method-assign]
+    router.core.reports.report = counted  # type: ignore[method-assign]
     router.say(Attach("r"))
 
     def between() -> None:
@@ -464,7 +466,7 @@ def test_who_has_no_time_left_says_so_and_waits_for_nobody() -> None:
 def lending() -> Router:
     """One that can lend its KV blocks, with a running request."""
     router = Router(Watched([], computes_apart=False), [])
-    router.core.exchange_blocks(FakeMover(), address="a", identity="i", token_bytes=1.0)
+    router.core.sharing.exchange_blocks(FakeMover(), address="a", identity="i", token_bytes=1.0)
     router.say(Attach("r"), submit(1, 2000))
     return router
 
@@ -507,7 +509,7 @@ def test_a_router_is_told_how_much_of_a_copy_is_there() -> None:
     router.say(Prefetch(7, PROMPT + list(range(9)), "b"), Prefetch(8, [-1] * 60, "b"), submit(2, 20))
 
     def between() -> None:
-        if router.core.snapshot.generation_tokens >= 20:
+        if router.core.reports.snapshot.generation_tokens >= 20:
             router.server.leave()
 
     router.server.run(between)

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installe
 import msgspec
 
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
-from engine.core import EngineCore
+from engine.core import EngineCore, ModelPlace
 from engine.executor.uni import UniExecutor
 from engine.messages import Submit
 from engine.model.checkpoint import ModelInfo, read_model_info
@@ -91,7 +91,7 @@ class Bench:
             self._executor,
             num_blocks=CACHE_TOKENS // BLOCK,
             max_model_len=self._info.context_length,
-            is_native=True,
+            place=ModelPlace(is_native=True),
         )
 
     def _submit(self, core: EngineCore, number: int, length: int, most: int) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from coordinator.messages import Load, Member, State, View
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from engine.core import EngineCore
+from engine.core import EngineCore, ModelPlace
 from engine.messages import Delta, InstanceReport, Recall, Recalled, RequestRefused, Submit, Tokens
 from engine.model.checkpoint import ModelInfo
 from engine.sampling import SamplingParams
@@ -184,7 +184,7 @@ class Cluster:
                     executor,
                     num_blocks=machine.num_blocks,
                     max_model_len=2**20,
-                    at_once=machine.cores,
+                    place=ModelPlace(at_once=machine.cores),
                 ),
                 executor,
             )
@@ -192,7 +192,7 @@ class Cluster:
             View(epoch=1, size=None, settings=None, members=_members(self._nodes), waiting_for=""), 0
         )
         for instance in self._pool:
-            instance.attached, instance.capacity = True, self._nodes[instance.name].core.capacity
+            instance.attached, instance.capacity = True, self._nodes[instance.name].core.reports.capacity
         self._cores = Cores(machine.cores) if machine.cores is not None else None
         self._plan = 0
         """Number of the newest guess at which step on shared cores ends first."""
@@ -221,11 +221,11 @@ class Cluster:
         """Check after a run that instances hold only prefix caches that the index knows."""
         assert not self._ledger, "requests are left"
         for name, node in self._nodes.items():
-            report = node.core.report(0, 0)
+            report = node.core.reports.report(0, 0)
             left = (report.running, report.waiting, report.waiting_tokens, report.uncached_tokens)
             assert left == (0, 0, 0, 0), f"{name}: {left}"
             if self._chooser.wants_blocks:
-                known = node.core.block_events(None)
+                known = node.core.reports.block_events(None)
                 assert known is not None
                 assert self._pool.index.num_blocks(name) == len(known.stored) // NAME_BYTES
                 assert self._pool.index.num_expected(name) == 0
@@ -362,10 +362,10 @@ class Cluster:
             self._step(name, node)
 
     def _report(self, name: str, node: _Node, deltas: list[Delta]) -> None:
-        blocks = node.core.block_events(node.has_blocks) if self._chooser.wants_blocks else None
+        blocks = node.core.reports.block_events(node.has_blocks) if self._chooser.wants_blocks else None
         if blocks is not None:
             node.has_blocks = blocks.next
-        message = Tokens(deltas, node.core.report(node.last_dispatch, 0), blocks)
+        message = Tokens(deltas, node.core.reports.report(node.last_dispatch, 0), blocks)
         self._at(self._now + DELAY, lambda: self._receive(name, message))
 
     def _at(self, when: float, act: Callable[[], None]) -> None:

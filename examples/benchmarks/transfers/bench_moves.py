@@ -136,7 +136,7 @@ def have(core: EngineCore, tokens: Sequence[int]) -> int:
 
     Returns the tokens that are there.
     """
-    size, pool = core.capacity.block_size, core._pool
+    size, pool = core.reports.capacity.block_size, core.pool
     full, rest = divmod(len(tokens) - 1, size)
     names: list[bytes] = []
     for start in range(0, full * size, size):

@@ -151,7 +151,7 @@ def run(
             _collect(core, outputs)
     while core.has_work:
         _collect(core, outputs)
-    assert core.report(0, 0).blocks_used == 0
+    assert core.reports.report(0, 0).blocks_used == 0
     return [outputs[index] for index in range(len(texts))], core.scheduler.counters()
 
 

@@ -124,7 +124,7 @@ def test_answers_are_those_of_steps_that_are_waited_for(
     monkeypatch.setattr(instance.executor, "computes_apart", True)
     found = serve(core, wanted, aborts, lambda: stream.events.append("hands out"))
     assert found == expected
-    assert core.report(0, 0).blocks_used == 0
+    assert core.reports.report(0, 0).blocks_used == 0
     assert (core.scheduler.counters().preemptions > 0) == (cache == 72)
     assert any(answer.ended[1] is not None for answer in found.values()), "some met a stop token"
     behind = [

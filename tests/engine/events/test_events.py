@@ -53,7 +53,7 @@ def test_a_follower_of_a_crowded_cache_has_what_the_engine_has() -> None:
     )
     executor = SimulatedExecutor(block_size=SIZE, budget=32, max_rows=4)
     core = EngineCore(engine, info, executor, num_blocks=20, max_model_len=64)  # type: ignore[arg-type]
-    recorder, publisher = core.record_events(), EventPublisher(config, 0)
+    recorder, publisher = core.sharing.record_events(), EventPublisher(config, 0)
     publisher.start()
     chance = random.Random(3)
     prompts = [[chance.randrange(2, 40) for _ in range(30)] for _ in range(4)]
@@ -69,7 +69,7 @@ def test_a_follower_of_a_crowded_cache_has_what_the_engine_has() -> None:
                     if events := recorder.take():
                         publisher.publish(events)
                 if number == 30:
-                    core.reset_cache(PEER, 1)
+                    core.sharing.reset(PEER, 1)
             while core.has_work:
                 core.step()
             publisher.publish(recorder.take())

@@ -218,9 +218,9 @@ class Mesh:
             stepping = ThreadStepping(member, self.steppings)
             self.steppings.append(stepping)
             self.executors.append(executor)
-            self.cores.append(
-                EngineCore(own, self.info, executor, stepping, num_blocks=NUM_BLOCKS, max_model_len=512)
-            )
+            core = EngineCore(own, self.info, executor, num_blocks=NUM_BLOCKS, max_model_len=512)
+            core.stepping = stepping
+            self.cores.append(core)
 
     def _executor(self, config: EngineConfig, layout: Layout, rank: int) -> Any:
         place = (rank, layout.dp)
@@ -261,7 +261,7 @@ def run_instances(
         raise failed[0]
     for thread in threads:
         thread.join(60)
-    assert all(core.report(0, 0).blocks_used == 0 for core in cores)
+    assert all(core.reports.report(0, 0).blocks_used == 0 for core in cores)
     mesh.close()
     return [outputs[index] for index in range(requests)], mesh
 

@@ -130,7 +130,7 @@ class Instance:
         found: Answers = {}
         for group in [submits] if how.together else [[submit] for submit in submits]:
             found |= run(core, group)
-        assert core.report(0, 0).blocks_used == 0
+        assert core.reports.report(0, 0).blocks_used == 0
         return found, core.scheduler.counters()
 
     def check_in_company(self, submits: Sequence[Submit], alone: Answers) -> None:

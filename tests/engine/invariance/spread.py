@@ -90,9 +90,9 @@ class Members:
                 executor.join([list(ends)], placement)
             steppings.append(ThreadStepping(member, steppings))
             self.executors.append(executor)
-            self.cores.append(
-                EngineCore(config, info, executor, steppings[-1], num_blocks=num_blocks, max_model_len=1024)
-            )
+            core = EngineCore(config, info, executor, num_blocks=num_blocks, max_model_len=1024)
+            core.stepping = steppings[-1]
+            self.cores.append(core)
 
     def answers(self, submits: Sequence[Submit]) -> Answers:
         """All answers, to requests that come to the instances in turn."""

@@ -145,7 +145,7 @@ def run(
     while core.has_work:
         for delta in core.step().get(PEER, []):
             outputs[delta.request] += delta.token_ids
-    assert core.report(0, 0).blocks_used == 0
+    assert core.reports.report(0, 0).blocks_used == 0
     return [outputs[index] for index in range(len(params))], core.scheduler.counters()
 
 

@@ -161,7 +161,7 @@ def run(core: EngineCore, submits: Sequence[Submit]) -> dict[int, list[int]]:
     for submit in submits:
         wanted = FinishReason.STOP if submit.params.grammar else FinishReason.LENGTH
         assert reasons[submit.request] is wanted, submit
-    assert core.report(0, 0).blocks_used == 0
+    assert core.reports.report(0, 0).blocks_used == 0
     return outputs
 
 
@@ -197,7 +197,9 @@ def test_preemption_and_chunks_change_nothing(
 ) -> None:
     core = core_of(alone, directory, num_blocks=70, budget=24)
     assert run(core, requests()) == undisturbed
-    assert core.report(0, 0).counters.preemptions > 0, "the cache was not small enough to prove anything"
+    assert core.reports.report(0, 0).counters.preemptions > 0, (
+        "the cache was not small enough to prove anything"
+    )
 
 
 def test_resumed_anywhere_is_undisturbed(
@@ -256,13 +258,13 @@ def test_others_run_while_a_grammar_is_compiled(alone: UniExecutor, directory: P
         tokens += len(core.step().get(PEER, []))
     assert tokens == 12
     assert not core.is_empty
-    assert core.report(0, 0).waiting == 2
+    assert core.reports.report(0, 0).waiting == 2
     core.abort(PEER, [leaves.request])
-    assert core.report(0, 0).waiting == 1
+    assert core.reports.report(0, 0).waiting == 1
     go_on.set()
     run_to_end(core)
     assert core.abort_all(PEER) == 0
-    assert core.report(0, 0).waiting == core.report(0, 0).running == 0
+    assert core.reports.report(0, 0).waiting == core.reports.report(0, 0).running == 0
 
 
 def run_to_end(core: EngineCore) -> None:

@@ -41,7 +41,7 @@ class Serving:
         self.tier.start()
         self.mover = BlockMover(memory, "tested", "tcp://127.0.0.1:0", None, lambda: None)
         self.mover.start()
-        self.core.exchange_blocks(
+        self.core.sharing.exchange_blocks(
             self.mover, address="", identity="tested", token_bytes=1.0, checks=True, tier=self.tier
         )
 
@@ -76,8 +76,8 @@ def test_an_instance_that_starts_again_gives_the_same_bits(instance: Instance, t
     again = Serving(instance, tmp_path)
     assert again.answers(submits) == alone
     again.close()
-    assert again.core.exchange is not None
-    counters = again.core.report(0, 0).transfers
+    assert again.core.sharing.exchange is not None
+    counters = again.core.reports.report(0, 0).transfers
     assert counters is not None
     assert counters.prompt_tokens > 300
     assert counters.wrong_blocks == 0
@@ -91,8 +91,8 @@ def test_an_instance_that_starts_again_gives_the_same_bits(instance: Instance, t
     last = Serving(instance, tmp_path)
     assert last.answers(submits) == alone
     last.close()
-    assert last.core.exchange is not None
-    assert 0 < last.core.exchange.counters().wrong_blocks <= flipped
+    assert last.core.sharing.exchange is not None
+    assert 0 < last.core.sharing.exchange.counters().wrong_blocks <= flipped
 
 
 def test_blocks_that_their_writer_computed_wrongly_are_found_by_computing_one(
@@ -116,10 +116,10 @@ def test_blocks_that_their_writer_computed_wrongly_are_found_by_computing_one(
     again = Serving(instance, tmp_path)
     assert again.answers(submits) == alone
     again.close()
-    assert again.core.exchange is not None
-    counters = again.core.exchange.counters()
+    assert again.core.sharing.exchange is not None
+    counters = again.core.sharing.exchange.counters()
     assert (counters.checked_blocks, counters.wrong_blocks) == (1, 1)
     assert "KV blocks of files are not asked for any more" in caplog.text
     assert "is not used any more" in caplog.text
     assert again.answers(submits[:2]) == {each.request: alone[each.request] for each in submits[:2]}
-    assert again.core.exchange.counters().outcomes == counters.outcomes, "no file was read since"
+    assert again.core.sharing.exchange.counters().outcomes == counters.outcomes, "no file was read since"

@@ -62,7 +62,9 @@ class Serving:
                 self.files.write(name, [memoryview(bytes(WIDTH))])
         self.tier = FileTier(self.core.pool, self.memory, self.files, 1 << 30, lambda: None)
         self.tier.start()
-        self.core.exchange_blocks(FakeMover(), address="", identity="same", token_bytes=8.0, tier=self.tier)
+        self.core.sharing.exchange_blocks(
+            FakeMover(), address="", identity="same", token_bytes=8.0, tier=self.tier
+        )
         self.answers: defaultdict[int, list[int]] = defaultdict(list)
         self.asked: dict[int, list[int]] = {}
 
@@ -90,7 +92,7 @@ class Serving:
 
     @property
     def counters(self) -> FileCounters:
-        files = self.core.report(0, 0).files
+        files = self.core.reports.report(0, 0).files
         assert files is not None
         return files
 
@@ -131,7 +133,7 @@ def test_readers_that_hang_keep_a_block_each_and_new_prompts_are_served(
         serving.ask(NEW)
         serving.serve(20.0)
         until(lambda: serving.turn() or serving.core.pool.num_used <= READERS)  # the rest is written
-        assert not serving.core.is_lending
+        assert not serving.core.sharing.is_lending
         until(lambda: serving.turn() or serving.counters.hung_seconds > 0)
         assert serving.tier.count(names_of(KNOWN[0])) == 0, "nothing is asked of a disk that hangs"
         assert "hangs: prompts are computed until it answers" in caplog.text

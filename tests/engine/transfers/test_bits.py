@@ -45,14 +45,14 @@ class Serving:
         identity = identity_of(facts)
         self.mover = BlockMover(memory, identity, "tcp://127.0.0.1:0", None, lambda: None)
         self.mover.start()
-        self.core.exchange_blocks(
+        self.core.sharing.exchange_blocks(
             self.mover,
             address=self.mover.address,
             identity=identity,
             token_bytes=memory.block_bytes / instance.block_size,
             checks=True,
         )
-        self.memory, self.pool = memory, self.core._pool
+        self.memory, self.pool = memory, self.core.pool
         self.found: Answers = {}
         self.fetched: list[tuple[bytes, object]] = []
 
@@ -68,7 +68,7 @@ class Serving:
 
 def serve(*instances: Serving) -> None:
     deadline = time.monotonic() + PATIENCE
-    while not all(each.core.is_empty and not each.core.is_lending for each in instances):
+    while not all(each.core.is_empty and not each.core.sharing.is_lending for each in instances):
         assert time.monotonic() < deadline
         for each in instances:
             each.turn()
@@ -104,7 +104,7 @@ def test_fetched_prefixes_give_the_bits_of_computed_ones(
         taker.submit(submits, source.mover.address)
         serve(source, taker)
         assert taker.found == alone
-        report = taker.core.report(0, 0)
+        report = taker.core.reports.report(0, 0)
         counters, found = report.transfers, report.counters
         assert counters is not None
         assert counters.fetched_tokens > 100
@@ -113,7 +113,7 @@ def test_fetched_prefixes_give_the_bits_of_computed_ones(
         assert 0 < counters.prompt_tokens <= found.prefix_cache_hits < found.prompt_tokens
         assert counters.outcomes.keys() <= {"whole", "absent"}
         for each in (source, taker):
-            assert each.core.report(0, 0).blocks_used == 0
+            assert each.core.reports.report(0, 0).blocks_used == 0
     finally:
         source.mover.close()
         taker.mover.close()
@@ -134,7 +134,7 @@ def test_a_fetched_prefix_is_not_computed(both: tuple[Serving, Serving]) -> None
     assert taker.core.scheduler.counters().prefix_cache_hits == 688
     generated = len(taker.found[0].token_ids)
     assert taker.core.scheduler.counters().scheduled_tokens == 700 - 688 + generated - 1
-    assert taker.core.num_block_changes >= 43  # routers learn that they are here, too
+    assert taker.core.reports.num_block_changes >= 43  # routers learn that they are here, too
 
 
 def test_a_source_that_dies_costs_its_blocks_only(both: tuple[Serving, Serving]) -> None:
@@ -150,7 +150,7 @@ def test_a_source_that_dies_costs_its_blocks_only(both: tuple[Serving, Serving])
     taker.submit([submit], source.mover.address)
     serve(taker)
     assert taker.found == source.found
-    assert taker.core.report(0, 0).blocks_used == 0
+    assert taker.core.reports.report(0, 0).blocks_used == 0
 
 
 @pytest.mark.parametrize("wrong", [None, -1, -2])
@@ -180,18 +180,18 @@ def test_a_source_that_computed_wrongly_is_found_and_costs_no_answer(
         taker.submit([submit], source.mover.address)
         serve(source, taker)
         assert taker.found == alone
-        exchange = taker.core.exchange
+        exchange = taker.core.sharing.exchange
         assert exchange is not None
         counters = exchange.counters()
         assert (counters.checked_blocks, counters.wrong_blocks) == (1, int(wrong is not None))
-        report = taker.core.report(0, 0)
+        report = taker.core.reports.report(0, 0)
         assert report.transfers is not None
         fetched = report.counters.prefix_cache_hits
         assert report.transfers.prompt_tokens == fetched
         assert (fetched == 0) == (wrong is not None), "what was thrown away does not count"
         assert counters.outcomes == {"whole": 1}, "its digests were right"
         assert ("is not what was computed here" in caplog.text) == (wrong is not None)
-        assert taker.core.report(0, 0).blocks_used == 0
+        assert taker.core.reports.report(0, 0).blocks_used == 0
         again = taker.pool.find_prefix(names)
         if wrong is not None:  # what is in the cache by now was computed here
             assert len(again) == len(names)
@@ -265,7 +265,7 @@ def test_requests_are_handed_over_while_they_run_and_nothing_is_computed_again(
         counters = taker.core.scheduler.counters()
         assert counters.scheduled_tokens == counters.generation_tokens, "nothing but new tokens"
         for side in (source, taker):
-            assert side.core.report(0, 0).blocks_used == 0
+            assert side.core.reports.report(0, 0).blocks_used == 0
     finally:
         source.mover.close()
         taker.mover.close()

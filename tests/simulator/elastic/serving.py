@@ -107,8 +107,9 @@ class ServingInstance(Instance):
         stepping: Any = Agreeing(self)
         executor: Any = self.workers
         self.core = world.core_class(
-            CONFIG, INFO, executor, stepping, num_blocks=world.num_blocks, max_model_len=MAX_MODEL_LEN
+            CONFIG, INFO, executor, num_blocks=world.num_blocks, max_model_len=MAX_MODEL_LEN
         )
+        self.core.stepping = stepping
         self.inbox: deque[Submit | Abort] = deque()
         """Messages of the router."""
         self._is_fenced = False

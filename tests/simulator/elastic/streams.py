@@ -197,7 +197,7 @@ class StreamWorld(World):
         if len(self.ledger):
             self.checker.broken(Rule.TOKENS, f"{self.ledger!r} though nothing is to come")
         for instance in self._serving():
-            counters = instance.core.report(0, 0)
+            counters = instance.core.reports.report(0, 0)
             self.checker.counts["preemptions"] += counters.counters.preemptions
             if instance.alive and (instance.is_busy or counters.blocks_used):
                 self.checker.broken(Rule.NOTHING_STAYS, f"{instance!r}, {counters.blocks_used} blocks")

@@ -18,6 +18,7 @@ from coordinator.messages import GroupPlan
 from coordinator.reach import Pair
 from coordinator.records import Record
 from engine.core import EngineCore
+from engine.core.step_pipeline import StepPipeline
 from engine.groups.recovery import Instruction, Recovery
 from engine.messages import Submit
 from router.dispatch.ledger import Entry, Ledger
@@ -87,12 +88,20 @@ class GoesOnInAGroupThatAllLeave(Recovery):
         return super().on_form(form)
 
 
-class TakesStepsUnderWayForDone(EngineCore):
+class ForgetfulPipeline(StepPipeline):
     """What a broken group cuts short is not run again."""
 
-    def _restart(self) -> None:
-        super()._restart()
+    def restart(self) -> None:
+        super().restart()
         self._unfinished.clear()
+
+
+class TakesStepsUnderWayForDone(EngineCore):
+    """An engine core with the pipeline that forgets."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._steps.__class__ = ForgetfulPipeline
 
 
 class ForgetsTheSample(Entry):

@@ -1,0 +1,166 @@
+"""Admission of requests: what is refused, what waits for its grammar or its blocks, what is queued."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from coordinator.rpc.rpc import MAX_MESSAGE_BYTES
+from engine.config import SchedulerConfig
+from engine.core.cache_sharing import CacheSharing
+from engine.messages import Prefetch, RequestRefused, Submit, logprobs_bytes
+from engine.model.checkpoint import ModelInfo
+from engine.sampling import BadParameter
+from engine.scheduling.grammar_compiler import GrammarCompiler
+from engine.scheduling.request import Request, RequestKey, from_submit
+from engine.scheduling.scheduler import Scheduler
+
+BACKGROUND_PRIORITY = 2**63
+"""Priority of requests that nobody waits for.
+
+It is behind that of any client, which has 64 bits.
+"""
+BESIDE_LOGPROBS = 1 << 16
+"""Bytes of a message beside the log-probabilities of a prompt."""
+
+
+class Admission:
+    """Checks new requests, and holds those that are not ready for the scheduler."""
+
+    def __init__(
+        self,
+        limits: SchedulerConfig,
+        info: ModelInfo,
+        max_model_len: int,
+        scheduler: Scheduler,
+        sharing: CacheSharing,
+    ) -> None:
+        self._limits = limits
+        self._info = info
+        self._max_model_len = max_model_len
+        self._scheduler = scheduler
+        self._sharing = sharing
+        self._arrivals = 0
+        self.grammars = GrammarCompiler(info)
+
+    def __repr__(self) -> str:
+        return f"<Admission, {self._arrivals} requests so far, {self.grammars!r}>"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request waits beside the scheduler."""
+        return not self.grammars and not self._sharing.exchange
+
+    def submit(self, peer: bytes, submit: Submit) -> RequestRefused | None:
+        """Queue a request of a router, or return its refusal."""
+        if self._is_full(submit) and not (submit.owed or submit.output_ids):
+            return RequestRefused(submit.request, "the instance's queue is full", retry=True)
+        problem = self._problem_with(submit)
+        if problem is not None:
+            return RequestRefused(submit.request, problem, retry=False)
+        if self._knows((peer, submit.request)):
+            return RequestRefused(submit.request, "a request of this number is here already", retry=False)
+        request = self._request_of(peer, submit)
+        problem = self._scheduler.problem_with(request)
+        if problem is not None:
+            return RequestRefused(submit.request, problem, retry=False)
+        if submit.params.grammar is not None:
+            self.grammars.begin(request, submit.params.grammar)
+        else:
+            self._queue(request)
+        return None
+
+    def take_compiled(self) -> list[tuple[bytes, RequestRefused]]:
+        """Queue requests whose grammars are ready; returns refusals of failed ones."""
+        refused = []
+        for compiled in self.grammars.take():
+            peer, number = compiled.request.key
+            if compiled.problem is None:
+                self._queue(compiled.request)
+            else:
+                reason = f"structured outputs: {compiled.problem}"
+                refused.append((peer, RequestRefused(number, reason, retry=False)))
+        return refused
+
+    def forget(self, key: RequestKey) -> bool:
+        """Forget a request that waits beside the scheduler; False if it does not."""
+        exchange = self._sharing.exchange
+        is_fetching = exchange is not None and exchange.forget(key)
+        return is_fetching or self.grammars.forget(key)
+
+    def requests_of(self, peer: bytes) -> list[int]:
+        """Numbers of all requests of a router, in the scheduler and beside it."""
+        here = [*self._scheduler.queues.requests, *self.grammars.requests]
+        if self._sharing.exchange is not None:
+            here += self._sharing.exchange.requests
+        return [request.key[1] for request in here if request.key[0] == peer]
+
+    def can_compute(self, wish: Prefetch) -> bool:
+        """Whether the tokens of a request that is to move here fit this model."""
+        vocab_size, ids = self._info.vocab_size, wish.token_ids
+        return 0 < len(ids) <= self._max_model_len and min(ids) >= 0 and max(ids) < vocab_size
+
+    def _knows(self, key: RequestKey) -> bool:
+        exchange = self._sharing.exchange
+        is_fetching = exchange is not None and key in exchange
+        return is_fetching or self._scheduler.queues.knows(key) or key in self.grammars
+
+    def _queue(self, request: Request) -> None:
+        """Queue a request, at once or when blocks of it have been fetched."""
+        exchange = self._sharing.exchange
+        if exchange is None or not exchange.takes(request):
+            self._scheduler.add(request)
+
+    def _is_full(self, submit: Submit) -> bool:
+        """Whether the queue is full for one more request.
+
+        It would wait for longer than the next step, and too many do already. Tokens are counted before a
+        request is added: a long one finds room in an empty queue.
+        """
+        limits = self._limits
+        most_tokens = limits.max_num_queued_tokens
+        num_tokens = len(submit.prompt_ids) + len(submit.output_ids)
+        queued = self._scheduler.queues.num_queued_with(num_tokens) + self.grammars.num_under_way
+        return queued > limits.max_num_queued_reqs or (
+            most_tokens is not None and self._scheduler.queues.num_waiting_tokens >= most_tokens
+        )
+
+    def _problem_with(self, submit: Submit) -> str | None:
+        num_prompt = len(submit.prompt_ids)
+        if num_prompt == 0:
+            return "the prompt is empty"
+        if num_prompt >= self._max_model_len:
+            return f"the prompt has {num_prompt} tokens; the context length is {self._max_model_len}"
+        if num_prompt + len(submit.output_ids) >= self._max_model_len:
+            return f"prompt and output fill the context length of {self._max_model_len} already"
+        vocab_size = self._info.vocab_size
+        ids = (submit.prompt_ids, submit.output_ids)
+        if any(min(part) < 0 or max(part) >= vocab_size for part in ids if part):
+            return f"a token id is outside the vocabulary of {vocab_size}"
+        if submit.params.max_tokens is not None and len(submit.output_ids) >= submit.params.max_tokens:
+            return "the request was complete already"
+        most = submit.params.prompt_logprobs
+        if most is not None and num_prompt * logprobs_bytes(most) > MAX_MESSAGE_BYTES - BESIDE_LOGPROBS:
+            return f"{most} prompt_logprobs for each of {num_prompt} tokens are too much: ask for fewer"
+        try:
+            submit.params.check(vocab_size=vocab_size, max_logprobs=vocab_size)
+        except BadParameter as error:
+            return str(error)
+        return None
+
+    def _request_of(self, peer: bytes, submit: Submit) -> Request:
+        self._arrivals += 1
+        if submit.background:
+            submit = msgspec.structs.replace(submit, priority=BACKGROUND_PRIORITY)
+        elif self._limits.scheduling_policy == "fcfs":
+            submit = msgspec.structs.replace(submit, priority=0)
+        request = from_submit(
+            submit,
+            peer,
+            arrival=self._arrivals,
+            eos_ids=self._info.eos_token_ids,
+            max_model_len=self._max_model_len,
+        )
+        request.arrived_at = request.began_at = time.perf_counter()
+        return request

@@ -1,0 +1,154 @@
+"""KV cache beyond this instance: blocks lent and fetched, published, recorded as events, and reset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.events.recording import EventRecorder
+from engine.inheritance.table import Publisher, Table
+from engine.messages import CacheReset, HandedOver, Prefetch, Prefetched
+from engine.scheduling.blocks import BlockHash, BlockPool, hash_block
+from engine.scheduling.request import Request
+from engine.scheduling.scheduler import Scheduler
+from engine.tiers.file_tier import FileTier
+from engine.transfers.exchange import BlockExchange, Heir, Mover
+from engine.transfers.messages import Holder
+from engine.transfers.price import FetchPrice
+
+
+class CacheSharing:
+    """What others have of this instance's KV cache, and what it has of theirs."""
+
+    def __init__(self, pool: BlockPool, scheduler: Scheduler, block_size: int, in_flight: int) -> None:
+        """``in_flight``: most steps under way at once."""
+        self._pool = pool
+        self._scheduler = scheduler
+        self._block_size = block_size
+        self._in_flight = in_flight
+        self.exchange: BlockExchange | None = None
+        """Transfers of KV blocks; None: no block moves."""
+        self.tier: FileTier | None = None
+        """KV blocks in files; None: none are kept there."""
+        self.blocks_at = ""
+        """Address where other instances ask for blocks."""
+        self.cache_identity = ""
+        """Digest that caches must share for blocks to move between them."""
+        self.inherited_at = ""
+        """Address of the memory whose blocks outlive this process."""
+        self._publisher: Publisher | None = None
+        self._recorder: EventRecorder | None = None
+        self._resets: list[tuple[bytes, int]] = []
+        """Requests of routers to reset the prefix cache that are not answered yet."""
+
+    def __repr__(self) -> str:
+        return f"<CacheSharing {self.exchange!r} {self.tier!r}>"
+
+    @property
+    def lends(self) -> bool:
+        """Whether other instances can fetch KV blocks from here."""
+        return self.exchange is not None and self.exchange.is_open
+
+    @property
+    def is_lending(self) -> bool:
+        """Whether blocks are held for a transfer, in either direction."""
+        return self.exchange is not None and not self.exchange.is_idle
+
+    def exchange_blocks(
+        self,
+        mover: Mover,
+        *,
+        address: str,
+        identity: str,
+        token_bytes: float,
+        checks: bool = False,
+        tier: FileTier | None = None,
+        heir: Heir | None = None,
+    ) -> None:
+        """Fetch KV blocks from other instances from now on, and lend them blocks.
+
+        ``address`` is where they ask for them; ``token_bytes`` those of one token in the cache. ``checks``:
+        bits do not depend on the batch, so some fetched blocks are computed as well, and compared. ``tier``:
+        blocks in files. ``heir``: those of dead instances.
+        """
+        checks = checks and self._in_flight == 1
+        self.exchange = BlockExchange(
+            self._pool, mover, FetchPrice(token_bytes), self._block_size, checks=checks, tier=tier, heir=heir,
+            in_flight=self._scheduler.blocks_in_flight,
+        )  # fmt: skip
+        self.tier = tier
+        self.blocks_at, self.cache_identity = address, identity
+
+    def publish_blocks(self, address: str, table: Table) -> None:
+        """List whole blocks in memory that outlives this process, found at ``address``."""
+        self.inherited_at = address
+        self._publisher = Publisher(self._pool, table)
+        self._pool.observe(self._publisher)
+
+    def record_events(self) -> EventRecorder:
+        """Record changes of the prefix cache from now on, before any request has come."""
+        self._recorder = self._scheduler.prefixes.contents = recorder = EventRecorder(self._block_size)
+        self._pool.observe(recorder)
+        return recorder
+
+    def fetch(self, peer: bytes, wish: Prefetch, holder: Holder | None) -> None:
+        """Fetch the blocks of a request that is to move here; :meth:`take_fetched` has the answer.
+
+        ``holder``: the instance hands the request over as well.
+        """
+        if self.exchange is None:
+            return
+        names: list[BlockHash] = []
+        size, ids = self._block_size, wish.token_ids
+        for start in range(0, (len(ids) - 1) // size * size, size):
+            parent = names[-1] if names else None
+            names.append(hash_block(parent, ids[start : start + size], wish.cache_salt))
+        if holder is None:
+            self.exchange.copy((peer, wish.number), names, wish.blocks_at)
+        else:
+            self.exchange.take_over((peer, wish.number), names, wish.blocks_at, holder)
+
+    def take_fetched(
+        self, find: Callable[[Holder], Request | None]
+    ) -> list[tuple[bytes, Prefetched | HandedOver]]:
+        """Act on what transfers of KV blocks did, and queue requests whose blocks have come.
+
+        Returns answers to :class:`engine.messages.Prefetch`, and requests that were handed over. All tokens
+        of these are to be sent first. ``find``: the request of a router by its name there.
+        """
+        if self.exchange is None:
+            return []
+        if self._publisher is not None:
+            self._publisher.turn(self._scheduler.blocks_being_filled)
+        for request in self.exchange.turn(self._scheduler.blocks_being_filled, find):
+            self._scheduler.add(request)
+        found: list[tuple[bytes, Prefetched | HandedOver]] = []
+        for key in self.exchange.take_handed_over():
+            self._scheduler.abort(key)
+            found.append((key[0], HandedOver(key[1])))
+        for (peer, number), size, is_taken in self.exchange.take_copied():
+            found.append((peer, Prefetched(number, size, is_taken)))
+        return found
+
+    def forget_copies(self, peer: bytes) -> None:
+        """Stop fetching blocks for a router that is gone."""
+        if self.exchange is not None:
+            self.exchange.forget_copies(peer)
+
+    def reset(self, peer: bytes, number: int) -> None:
+        """Forget all cached prefixes; :meth:`take_resets` has the answer."""
+        if self._recorder is not None:
+            self._recorder.clear()
+        if self.exchange is not None:
+            self.exchange.reset()
+        else:
+            self._pool.unname(list(self._pool.known))
+        if self.tier is not None:
+            self.tier.clear()
+        self._resets.append((peer, number))
+
+    def take_resets(self) -> list[tuple[bytes, CacheReset]]:
+        """Answers to the resets that are complete."""
+        if not self._resets or (self.tier is not None and not self.tier.is_clear):
+            return []
+        found, self._resets = self._resets, []
+        return [(peer, CacheReset(number)) for peer, number in found]

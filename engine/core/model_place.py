@@ -1,0 +1,16 @@
+"""Facts about what computes the model, for the scheduler's limits (pure)."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ModelPlace(msgspec.Struct, frozen=True):
+    """Device and kernels of an instance's model, and the instances beside it."""
+
+    has_gpu: bool = False
+    """Whether the model is on a GPU."""
+    is_native: bool = False
+    """Whether native kernels compute it: for them memory is left for larger prefill chunks."""
+    at_once: float | None = None
+    """Instances of this host that compute at the same time; None: unknown."""

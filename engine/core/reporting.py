@@ -1,0 +1,111 @@
+"""Reports on an instance for its routers: load, totals, capacity, and changes of the prefix cache."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.core.admission import Admission
+from engine.core.cache_sharing import CacheSharing
+from engine.core.step_pipeline import StepPipeline
+from engine.messages import BlockEvents, Capacity, InstanceReport
+from engine.scheduling.block_log import BlockLog
+from engine.scheduling.blocks import BlockPool
+from engine.scheduling.report_policy import LoadSnapshot
+from engine.scheduling.scheduler import Scheduler
+
+
+class Reporting:
+    """Sums up the parts of an engine core for routers and logs."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        at_once: float | None,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        admission: Admission,
+        sharing: CacheSharing,
+        steps: StepPipeline,
+    ) -> None:
+        """``at_once``: instances of this host that compute at the same time; None: unknown."""
+        self._config = config
+        self._at_once = at_once
+        self._scheduler = scheduler
+        self._pool = pool
+        self._blocks = BlockLog()
+        pool.observe(self._blocks)
+        self._admission = admission
+        self._sharing = sharing
+        self._steps = steps
+
+    def __repr__(self) -> str:
+        return f"<Reporting {self.snapshot}>"
+
+    @property
+    def snapshot(self) -> LoadSnapshot:
+        """Load after the last step, in short."""
+        queues, totals = self._scheduler.queues, self._scheduler.totals
+        waiting_tokens, uncached_tokens = queues.num_tokens_ahead
+        waiting = len(queues.waiting) + len(self._admission.grammars)
+        if exchange := self._sharing.exchange:
+            waiting += len(exchange)
+            waiting_tokens += exchange.num_tokens
+            uncached_tokens += exchange.num_uncached
+        return LoadSnapshot(
+            running=len(queues.running),
+            waiting=waiting,
+            waiting_tokens=waiting_tokens,
+            uncached_tokens=uncached_tokens,
+            queued=queues.num_queued,
+            blocks_used=self._pool.num_used,
+            generation_tokens=totals.generation_tokens,
+            steps=totals.steps,
+        )
+
+    def report(self, last_dispatch: int, bad_messages: int) -> InstanceReport:
+        """Full report of the instance, for one router."""
+        snapshot, fetched = self.snapshot, self._scheduler.totals.fetched_tokens
+        exchange, tier = self._sharing.exchange, self._sharing.tier
+        return InstanceReport(
+            last_dispatch=last_dispatch,
+            running=snapshot.running,
+            waiting=snapshot.waiting,
+            waiting_tokens=snapshot.waiting_tokens,
+            blocks_used=snapshot.blocks_used,
+            blocks_total=self._pool.num_blocks,
+            counters=msgspec.structs.replace(self._scheduler.counters(), bad_messages=bad_messages),
+            lockstep=self._steps.lockstep_counters(),
+            uncached_tokens=snapshot.uncached_tokens,
+            queued=snapshot.queued,
+            fetch_price=1.0 if exchange is None else round(exchange.price_now(), 2),
+            transfers=None if exchange is None else exchange.counters(fetched),
+            files=None if tier is None else tier.counters(),
+        )
+
+    @property
+    def capacity(self) -> Capacity:
+        """Size of the instance, by which routers choose one."""
+        limits = self._config.scheduler
+        return Capacity(
+            block_size=self._config.cache.block_size,
+            num_blocks=self._pool.num_blocks,
+            max_num_seqs=limits.most_requests(),
+            max_num_batched_tokens=limits.token_budget(),
+            max_num_queued_reqs=limits.max_num_queued_reqs,
+            max_num_queued_tokens=limits.max_num_queued_tokens,
+            at_once=self._at_once,
+            caches_prefixes=self._pool.is_caching,
+            blocks_at=self._sharing.blocks_at,
+            cache_identity=self._sharing.cache_identity,
+            inherited_at=self._sharing.inherited_at,
+        )
+
+    @property
+    def num_block_changes(self) -> int:
+        """Number of the next change of the prefix cache."""
+        return self._blocks.next
+
+    def block_events(self, number: int | None) -> BlockEvents | None:
+        """Changes of the prefix cache from ``number`` on, for a router that has those before."""
+        return self._blocks.since(number, self._pool.known)
