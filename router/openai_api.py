@@ -6,7 +6,7 @@ not set and fields that nobody knows, so every optional field takes null and unk
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -130,6 +130,14 @@ class GenerationRequest(MoreFields, kw_only=True):
     user: str | None = None
     response_format: Any = None
 
+    prompt_field: ClassVar[str] = "prompt"
+    """Field that holds the prompt, for errors."""
+
+    @property
+    def max_tokens_field(self) -> str:
+        """Field that ``max_tokens`` was given in, for errors."""
+        return "max_tokens"
+
 
 class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[str | Int | list[Int]] | None = None
@@ -164,6 +172,12 @@ class ChatRequest(GenerationRequest, kw_only=True):
     modalities: Any = None
     audio: Any = None
     web_search_options: Any = None
+
+    prompt_field: ClassVar[str] = "messages"
+
+    @property
+    def max_tokens_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

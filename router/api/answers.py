@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import msgspec
 from starlette.responses import Response
 
-from router.api.capsules import event_with_capsule
+from router.api.capsules import event_with_capsule, with_capsule
 from router.errors import ApiError, error_body
 from router.openai_api import NumericsChange, PromptTokensDetails, StreamOptions, Usage
 from router.text.output_stream import OutputStream, Piece
@@ -37,26 +36,41 @@ def named_event(content: msgspec.Struct) -> bytes:
     return b"event: " + name.encode() + b"\n" + event(content)
 
 
+class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the answers of all APIs have in common."""
+
+    id: str
+    created: int
+    """Seconds since 1970."""
+    model: str
+    samples: Sequence[OutputStream]
+    shows_cached_tokens: bool = False
+    capsule: Callable[[], bytes] | None = None
+    """Makes the capsule of the finished samples; None if the client asked for none."""
+
+
 class Answer(ABC):
     """The answer to one request: as a whole, or in chunks."""
 
-    def __init__(
-        self,
-        id: str,
-        created: int,
-        model: str,
-        samples: Sequence[OutputStream],
-        *,
-        tells_cached_tokens: bool,
-    ) -> None:
-        self.id = id
-        self.created = created
-        self.model = model
-        self.samples = samples
-        self._tells_cached_tokens = tells_cached_tokens
+    def __init__(self, facts: AnswerFacts) -> None:
+        self.id = facts.id
+        self.created = facts.created
+        self.model = facts.model
+        self.samples = facts.samples
+        self._shows_cached_tokens = facts.shows_cached_tokens
+        self._capsule = facts.capsule
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} with {len(self.samples)} samples>"
+
+    def body(self, outputs: Sequence[Sequence[Piece]]) -> bytes:
+        """:meth:`whole`, with the capsule if there is to be one."""
+        whole = self.whole(outputs)
+        return whole if self._capsule is None else with_capsule(whole, self._capsule())
+
+    def ending(self) -> bytes:
+        """:meth:`closing`, with the capsule if there is to be one."""
+        return self.closing() if self._capsule is None else self.closing_with(self._capsule())
 
     @abstractmethod
     def whole(self, outputs: Sequence[Sequence[Piece]]) -> bytes:
@@ -108,7 +122,7 @@ class Answer(ABC):
         prompt_tokens = sum(len(sample.prompt.prompt_ids) for sample in of_prompts)
         usage = _usage(prompt_tokens, sum(sample.num_tokens for sample in self.samples))
         usage.numerics_changes = self.numerics_changes
-        if self._tells_cached_tokens:
+        if self._shows_cached_tokens:
             usage.prompt_tokens_details = PromptTokensDetails(
                 sum(sample.num_cached_tokens for sample in of_prompts)
             )
@@ -118,8 +132,8 @@ class Answer(ABC):
 class ChunkedAnswer(Answer):
     """An answer with choices: what completions and chat have in common."""
 
-    def __init__(self, *, stream_options: StreamOptions | None, **common: Any) -> None:
-        super().__init__(**common)
+    def __init__(self, stream_options: StreamOptions | None, facts: AnswerFacts) -> None:
+        super().__init__(facts)
         options = stream_options or StreamOptions()
         self._includes_usage = options.include_usage is True
         self._usage_in_every_chunk = self._includes_usage and options.continuous_usage_stats is True

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from router.api.answers import ChunkedAnswer, changes_of, encode, event
+from router.api.answers import AnswerFacts, ChunkedAnswer, changes_of, encode, event
 from router.api.chat_deltas import DeltaWriter, finish_reason, message_of
 from router.api.logprobs import LogprobShapes
+from router.api.understanding import Understood
 from router.openai_api import (
     AssistantMessage,
     ChatChoice,
@@ -23,30 +23,25 @@ from router.openai_api import (
     Usage,
 )
 from router.text.output_stream import OutputStream, Piece, join
-from router.text.tokens import Tokenizer
 from router.turns.assistant_turns import TurnReader, turn_of
-from router.turns.turn_format import TurnFormat
 
 
 class ChatAnswer(ChunkedAnswer):
     """Messages of the assistant."""
 
-    def __init__(
-        self,
-        request: ChatRequest,
-        tokenizer: Tokenizer,
-        turn_format: TurnFormat,
-        response_role: str = "assistant",
-        **common: Any,
-    ) -> None:
-        super().__init__(stream_options=request.stream_options, **common)
+    def __init__(self, understood: Understood, response_role: str, facts: AnswerFacts) -> None:
+        request, turn_format = understood.wanted, understood.turn_format
+        assert isinstance(request, ChatRequest)
+        super().__init__(request.stream_options, facts)
         self._role = _role_of_answer(request, response_role)
         self._echoed = _echoed(request, self._role)
         self._wants_logprobs = request.logprobs is True
         self._num_prompt_logprobs = request.prompt_logprobs
         self._returns_ids = request.return_token_ids is True
         self._shapes = LogprobShapes(
-            tokenizer, request.top_logprobs or 0, as_token_ids=request.return_tokens_as_token_ids is True
+            understood.model.tokenizer,
+            request.top_logprobs or 0,
+            as_token_ids=request.return_tokens_as_token_ids is True,
         )
         self._readers: list[TurnReader] = []
         """One per sample, unless all text is content."""

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from router.api.answers import ChunkedAnswer, changes_of, encode, event
+from router.api.answers import AnswerFacts, ChunkedAnswer, changes_of, encode, event
 from router.api.logprobs import LogprobShapes, offsets_of
+from router.api.understanding import Understood
 from router.openai_api import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from router.text.output_stream import OutputStream, Piece, join
-from router.text.tokens import Tokenizer
 
 
 class CompletionAnswer(ChunkedAnswer):
     """Texts, with ``echo`` after their prompts."""
 
-    def __init__(self, request: CompletionRequest, tokenizer: Tokenizer, **common: Any) -> None:
-        super().__init__(stream_options=request.stream_options, **common)
-        self._tokenizer = tokenizer
+    def __init__(self, understood: Understood, facts: AnswerFacts) -> None:
+        request = understood.wanted
+        assert isinstance(request, CompletionRequest)
+        super().__init__(request.stream_options, facts)
+        self._tokenizer = understood.model.tokenizer
         self._echo = request.echo is True
         self._num_logprobs = request.logprobs
         self._num_prompt_logprobs = request.prompt_logprobs
         self._returns_ids = request.return_token_ids is True
         self._shapes = LogprobShapes(
-            tokenizer, request.logprobs or 0, as_token_ids=request.return_tokens_as_token_ids is True
+            self._tokenizer, request.logprobs or 0, as_token_ids=request.return_tokens_as_token_ids is True
         )
 
     def whole(self, outputs: Sequence[Sequence[Piece]]) -> bytes:

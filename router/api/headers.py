@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
 from starlette.requests import Request
 
 from router.api.validation import MAX_ID_LENGTH, MAX_TIMEOUT, usable_id
@@ -21,6 +22,40 @@ NUMERICS_CHANGED = "x-lockstep-numerics-changed"
 """Response header: numerics classes between which the answer changed."""
 MOST_REMARKS = 1000
 """Most characters of a response header that may name many things."""
+
+
+class RequestTerms(msgspec.Struct, frozen=True, kw_only=True):
+    """Treatment of one request by its headers: its id, its instance, its deadline."""
+
+    id: str
+    """Id of its answer."""
+    rank: int | None = None
+    """The instance that the client named."""
+    preferred: int | None = None
+    """The instance that an endpoint picker chose for a single sample."""
+    session: str = ""
+    timeout: float | None = None
+    """Seconds that the answer may take."""
+    records: bool = False
+    """Whether the answer is to hold its capsule (:mod:`router.capsule`)."""
+    traceparent: str = ""
+
+
+def read_terms(request: Request, id: str, wanted: GenerationRequest, traceparent: str) -> RequestTerms:
+    """The terms of a request, from its headers and fields.
+
+    Raises:
+        ApiError: a header is wrong (400).
+    """
+    return RequestTerms(
+        id=id,
+        records=_wants_capsule(request),
+        rank=pinned_rank(request, wanted),
+        session=session(request, wanted),
+        preferred=_preferred_rank(request),
+        timeout=_deadline(request, wanted),
+        traceparent=traceparent,
+    )
 
 
 def key_of(request: Request) -> int:
@@ -54,7 +89,7 @@ def pinned_rank(request: Request, wanted: GenerationRequest) -> int | None:
     return next(iter(ranks), None)
 
 
-def preferred_rank(request: Request) -> int | None:
+def _preferred_rank(request: Request) -> int | None:
     """Rank of the instance that an endpoint picker has chosen, if it can be read.
 
     The request goes there if that instance takes it now, and elsewhere if not.
@@ -63,7 +98,7 @@ def preferred_rank(request: Request) -> int | None:
     return int(given) if given.isascii() and given.isdecimal() and len(given) < 10 else None
 
 
-def deadline(request: Request, wanted: GenerationRequest) -> float | None:
+def _deadline(request: Request, wanted: GenerationRequest) -> float | None:
     """Seconds that the answer may take: X-Request-Timeout, the field ``timeout``, or the shorter of both."""
     given = request.headers.get("x-request-timeout")
     if not given:
@@ -91,8 +126,7 @@ def session(request: Request, wanted: GenerationRequest) -> str:
     return wanted.session_id or (wanted.prompt_cache_key or "")[:MAX_ID_LENGTH]
 
 
-def wants_capsule(request: Request) -> bool:
-    """Whether the answer is to hold its capsule (:mod:`router.capsule`)."""
+def _wants_capsule(request: Request) -> bool:
     given = request.headers.get("x-lockstep-capsule", "")
     if given not in ("", "0", "1"):
         refuse(

@@ -13,15 +13,11 @@ from engine.sampling import (
     BadParameter,
     SamplingParams,
 )
-from router.api.prompts import PromptText, too_long
-from router.api.validation import name_of_max_tokens, wanted_tokens
 from router.errors import bad_request, in_terms_of, refuse
 from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest
 from router.text.text_model import TextModel
 from router.text.tokens import Tokenizer
 
-COMPLETION_MAX_TOKENS = 16
-"""The default of /v1/completions; chat goes on up to the context length."""
 MIN_TEMPERATURE = 0.01
 """Lower temperatures, except 0 for greedy, are raised to this, to avoid an overflow.
 
@@ -37,7 +33,10 @@ MAX_STOP_CHARACTERS = 8000
 
 
 def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: int) -> SamplingParams:
-    """All parameters, checked; ``max_tokens`` is settled per prompt by :func:`room_for`."""
+    """All parameters, checked.
+
+    :func:`router.api.prompts.room_for` settles ``max_tokens`` for each prompt.
+    """
     given = model.defaults
     is_chat = isinstance(request, ChatRequest)
     temperature = float(_first(request.temperature, given.get("temperature"), 1.0))
@@ -61,7 +60,7 @@ def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: 
         stop=tuple(stop),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=request.ignore_eos is True,
-        max_tokens=wanted_tokens(request),
+        max_tokens=request.max_tokens,
         min_tokens=_first(request.min_tokens, 0),
         logprobs=_number(_logprobs(request), vocab_size, max_logprobs, _name_of_logprobs(request)),
         prompt_logprobs=_number(request.prompt_logprobs, vocab_size, max_logprobs, "prompt_logprobs"),
@@ -72,7 +71,7 @@ def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: 
         skip_special_tokens=request.skip_special_tokens is not False,
         spaces_between_special_tokens=request.spaces_between_special_tokens is not False,
     )
-    renamed = {"logprobs": "top_logprobs", "max_tokens": name_of_max_tokens(request)} if is_chat else {}
+    renamed = {"logprobs": "top_logprobs", "max_tokens": request.max_tokens_field} if is_chat else {}
     with in_terms_of(renamed):
         try:
             params.check(vocab_size=vocab_size, max_logprobs=max_logprobs)
@@ -83,20 +82,6 @@ def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: 
     if params.max_tokens == 0 and params.min_tokens:
         refuse("min_tokens must not exceed max_tokens (0).", "min_tokens")
     return params
-
-
-def room_for(prompt: PromptText, request: GenerationRequest, params: SamplingParams, model: TextModel) -> int:
-    """Number of tokens to generate: as requested, or what default and context allow."""
-    room = model.served.max_model_len - len(prompt.ids)
-    if params.max_tokens is not None and params.max_tokens > room:
-        raise too_long(len(prompt.ids), params.max_tokens, request, model)
-    most = room if model.most_tokens is None else min(room, model.most_tokens)
-    default = model.defaults.get("max_tokens") if isinstance(request, ChatRequest) else COMPLETION_MAX_TOKENS
-    wanted = params.max_tokens if params.max_tokens is not None else default
-    count = most if wanted is None else min(most, int(wanted))
-    if params.min_tokens > count:
-        refuse(f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({count}).", "min_tokens")
-    return count
 
 
 def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

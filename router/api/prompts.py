@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import msgspec
-
-from router.api.validation import check_messages, check_template_fields, name_of_prompt, wanted_tokens
+from engine.sampling import SamplingParams
+from router.api.validation import check_messages, check_template_fields
 from router.errors import ApiError, bad_request, refuse
 from router.mesh import ServedModel
 from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
 from router.text.chat_template import ChatTemplateError
+from router.text.prompt_text import PromptText
 from router.text.text_model import TextModel
 
 MAX_PROMPTS = 1024
 """Prompts of one request."""
+COMPLETION_MAX_TOKENS = 16
+"""The default of /v1/completions; chat goes on up to the context length."""
 
 
-class PromptText(msgspec.Struct, frozen=True):
-    """One prompt as token ids, with its text if the client gave or wants it."""
-
-    ids: list[int]
-    text: str = ""
-    offsets: list[int] | None = None
-    """Where in the text each token begins, if requested and the client gave the text."""
+def prompts_of(request: ChatRequest | CompletionRequest, model: TextModel) -> list[PromptText]:
+    """All prompts of a checked request."""
+    return (
+        [chat_prompt(request, model)]
+        if isinstance(request, ChatRequest)
+        else completion_prompts(request, model)
+    )
 
 
 def completion_prompts(request: CompletionRequest, model: TextModel) -> list[PromptText]:
@@ -32,7 +34,7 @@ def completion_prompts(request: CompletionRequest, model: TextModel) -> list[Pro
     prompt = request.prompt
     if isinstance(prompt, str):
         prompt = [prompt]
-    assert prompt is not None, "check_completion saw to it"
+    assert prompt is not None, "the request was checked"
     if not prompt:
         refuse("The prompt is empty.", "prompt")
     of_ids = [item for item in prompt if isinstance(item, int)]
@@ -116,6 +118,20 @@ def render_chat(request: ChatRequest | TokenizeRequest, model: TextModel) -> str
         raise ApiError(400, str(error), param="messages", logged=error.logged) from error
 
 
+def room_for(prompt: PromptText, request: GenerationRequest, params: SamplingParams, model: TextModel) -> int:
+    """Number of tokens to generate: as requested, or what default and context allow."""
+    room = model.served.max_model_len - len(prompt.ids)
+    if params.max_tokens is not None and params.max_tokens > room:
+        raise too_long(len(prompt.ids), params.max_tokens, request, model)
+    most = room if model.most_tokens is None else min(room, model.most_tokens)
+    default = model.defaults.get("max_tokens") if isinstance(request, ChatRequest) else COMPLETION_MAX_TOKENS
+    wanted = params.max_tokens if params.max_tokens is not None else default
+    count = most if wanted is None else min(most, int(wanted))
+    if params.min_tokens > count:
+        refuse(f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({count}).", "min_tokens")
+    return count
+
+
 def text_to_tokenize(request: TokenizeRequest, model: TextModel) -> tuple[str, bool]:
     """The text of a /tokenize request, and whether to add special tokens."""
     if (request.prompt is None) == (request.messages is None):
@@ -140,7 +156,7 @@ def _limit(
     """
     context = model.served.max_model_len
     limit = request.truncate_prompt_tokens
-    wanted = max(1, wanted_tokens(request) or 0)
+    wanted = max(1, request.max_tokens or 0)
     if (limit is None and num_tokens >= context) or (limit == -1 and wanted >= context):
         raise too_long(num_tokens, wanted, request, model, at_least=at_least)
     if limit is not None and limit > context:
@@ -169,10 +185,10 @@ def _fit(ids: list[int], limit: int | None, request: GenerationRequest, model: T
     if limit is not None:
         ids = ids[:limit] if request.truncation_side == "right" else ids[max(0, len(ids) - limit) :]
     if not ids:
-        refuse("The prompt is empty.", name_of_prompt(request))
+        refuse("The prompt is empty.", request.prompt_field)
     if len(ids) >= model.served.max_model_len:
-        raise too_long(len(ids), max(1, wanted_tokens(request) or 0), request, model)
-    check_vocabulary(ids, model.served, name_of_prompt(request))
+        raise too_long(len(ids), max(1, request.max_tokens or 0), request, model)
+    check_vocabulary(ids, model.served, request.prompt_field)
     return ids
 
 
@@ -199,7 +215,7 @@ def too_long(
     prompt: int, wanted: int, request: GenerationRequest, model: TextModel, *, at_least: str = ""
 ) -> ApiError:
     """The error for a request beyond the context length, in words that clients look for."""
-    name = name_of_prompt(request)
+    name = request.prompt_field
     return bad_request(
         f"This model's maximum context length is {model.served.max_model_len} tokens. However, you requested "
         f"{at_least}{prompt + wanted} tokens ({prompt} in the {name}, {wanted} in the completion). "

@@ -15,21 +15,18 @@ from starlette.responses import Response
 
 from coordinator.numerics import NATIVE_KINDS, TORCH, Numerics
 from engine.sampling import BadParameter, SamplingParams, ThinkingBudget
+from router.api.answering import Answering
 from router.api.answers import encode, json_response
 from router.api.capsules import model_of
-from router.api.headers import key_of
 from router.api.parameters import MAX_STOP_CHARACTERS, MIN_TEMPERATURE
 from router.api.prompts import check_vocabulary
 from router.api.request_samples import for_instances
-from router.api.streaming import RequestRun, unless_gone
+from router.api.streaming import whole_answer
 from router.capsule import CapsuleModel, ReplayAnswer, ReplayRequest
-from router.config import HttpConfig
 from router.errors import ApiError, bad_request, refuse
-from router.http.body import decoder, read_body
+from router.http.body import decoder
 from router.http.heavy import run_sized
-from router.http.quotas import Quotas
 from router.mesh import Mesh, Prompt, ServedModel
-from router.metrics.metrics import Metrics
 from router.recorded import Recorder, with_logprobs
 from router.text.output_stream import OutputStream
 from router.text.stops import StopStrings
@@ -50,14 +47,10 @@ _read_replay = decoder(ReplayRequest)
 class Replaying:
     """Handler of the endpoint."""
 
-    def __init__(
-        self, mesh: Mesh, config: HttpConfig, metrics: Metrics, models: TextModels, quotas: Quotas
-    ) -> None:
+    def __init__(self, mesh: Mesh, models: TextModels, answering: Answering) -> None:
         self._mesh = mesh
-        self._config = config
-        self._metrics = metrics
         self._models = models
-        self._quotas = quotas
+        self._answering = answering
         self._grammars = GrammarCheck()
         self._turn = itertools.count()
 
@@ -65,9 +58,7 @@ class Replaying:
         return f"<Replaying with {self._models!r}>"
 
     async def replay(self, request: Request) -> Response:
-        body = await read_body(request, self._config)
-        self._mesh.check_room()
-        self._quotas.check(key_of(request))
+        body = await self._answering.receive_body(request)
         wanted = await run_sized(lambda: _read_replay(body), len(body))
         model = await self._models.get(None)
         remarks = check_model(wanted.model, model_of(model))
@@ -78,24 +69,20 @@ class Replaying:
             await self._grammars.check_unchanged(wanted.params.grammar, "params.grammar")
         rank = ranks[next(self._turn) % len(ranks)]
         sample = sample_of(wanted, model, rank, f"replay-{request.state.request_id}")
-        await self._run(request, sample)
-        answer = ReplayAnswer(
-            system_fingerprint=sample.fingerprint,
-            dp_rank=rank,
-            result=sample.recorded,
-            numerics_changes=tuple(sample.numerics_changes),
-            remarks=remarks,
-        )
-        return json_response(encode(answer))
 
-    async def _run(self, request: Request, sample: OutputStream) -> None:
-        lease = self._quotas.admit(key_of(request), len(sample.prompt.prompt_ids))
-        run = RequestRun(self._mesh, self._metrics, [sample], request.state.arrival)
-        try:
-            await unless_gone(request.receive, run.outputs())
-        finally:
-            if lease is not None:
-                lease.end(sample.num_tokens, refused=run.refused)
+        def body_of(_: object) -> bytes:
+            return encode(
+                ReplayAnswer(
+                    system_fingerprint=sample.fingerprint,
+                    dp_rank=rank,
+                    result=sample.recorded,
+                    numerics_changes=tuple(sample.numerics_changes),
+                    remarks=remarks,
+                )
+            )
+
+        run = self._answering.admitted(request, [sample])
+        return json_response(await whole_answer(run, body_of, request.receive))
 
 
 def check_model(wanted: CapsuleModel, served: CapsuleModel) -> tuple[str, ...]:

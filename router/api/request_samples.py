@@ -1,22 +1,21 @@
-"""Samples for the mesh from a validated request (pure but for the seeds)."""
+"""Third stage of a request: its samples for the mesh (pure but for the seeds)."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import msgspec
 
 from engine.sampling import SamplingParams
-from router.api.parameters import room_for
-from router.api.prompts import PromptText
+from router.api.headers import RequestTerms
+from router.api.prompts import room_for
+from router.api.understanding import Understood
 from router.errors import refuse
 from router.mesh import Prompt
-from router.openai_api import CompletionRequest, GenerationRequest
+from router.openai_api import CompletionRequest
 from router.recorded import Recorder, with_logprobs
 from router.text.output_stream import OutputStream
 from router.text.stops import StopStrings
-from router.text.text_model import TextModel
 
 UNPREDICTABLE = random.SystemRandom()
 
@@ -30,88 +29,51 @@ They take most of a gigabyte while the answer is made.
 
 
 def make_samples(
-    id: str,
-    request: GenerationRequest,
-    params: SamplingParams,
-    prompts: Sequence[PromptText],
-    model: TextModel,
-    rank: int | None,
+    understood: Understood,
+    terms: RequestTerms,
     chance: random.Random = UNPREDICTABLE,
-    session: str = "",
-    traceparent: str = "",
     *,
     may_be_cut: bool = False,
-    records: bool = False,
-    preferred: int | None = None,
 ) -> list[OutputStream]:
     """``n`` samples of each prompt, in the order of the answer's choices.
 
     ``chance`` draws the seeds of requests that bring none. ``may_be_cut``: the end of an instance's context
-    may end them before the tokens that were asked for are there. ``records``: each has a recorder.
-    ``preferred``: the instance that a single sample goes to if it can.
+    may end them before the tokens that were asked for are there.
     """
-    if len(prompts) * params.n > MAX_SAMPLES:
+    params, tokenizer = understood.params, understood.model.tokenizer
+    count = len(understood.prompts) * params.n
+    if count > MAX_SAMPLES:
         refuse(f"prompts times n may be at most {MAX_SAMPLES}.", "n")
-    prompt_logprobs = _prompt_logprobs(request, params)
-    _check_prompt_logprobs(request, params.n, prompts, prompt_logprobs)
+    prompt_logprobs = _prompt_logprobs(understood)
     stops = StopStrings(params.stop) if params.stop else None
-    alone = len(prompts) * params.n == 1
-    draws_seeds = isinstance(chance, random.SystemRandom)
-    repeatable = records or params.greedy or params.seed is not None or not draws_seeds
+    repeatable = terms.records or params.greedy or not isinstance(chance, random.SystemRandom)
     samples: list[OutputStream] = []
-    for prompt in prompts:
+    for prompt in understood.prompts:
         seed = chance.getrandbits(63) if params.seed is None else params.seed
-        max_tokens = room_for(prompt, request, params, model)
-        instance_params = for_instances(params, max_tokens, prompt_logprobs)
+        max_tokens = room_for(prompt, understood.wanted, params, understood.model)
+        single = Prompt(
+            request_id=terms.id,
+            prompt_ids=prompt.ids,
+            params=for_instances(params, max_tokens, prompt_logprobs),
+            seed=seed,
+            asked=max_tokens if params.max_tokens and not may_be_cut else 0,
+            rank=terms.rank,
+            preferred=terms.preferred if count == 1 else None,
+            priority=understood.wanted.priority or 0,
+            cache_salt=understood.wanted.cache_salt or "",
+            session=terms.session,
+            traceparent=terms.traceparent,
+            repeatable=repeatable or params.seed is not None,
+        )
         for sample_index in range(params.n):
             index = len(samples)
-            wanted = Prompt(
-                request_id=id if alone else f"{id}-{index}",
-                prompt_ids=prompt.ids,
-                params=instance_params,
-                seed=seed,
-                asked=max_tokens if params.max_tokens and not may_be_cut else 0,
-                sample_index=sample_index,
-                rank=rank,
-                preferred=preferred if alone else None,
-                priority=request.priority or 0,
-                cache_salt=request.cache_salt or "",
-                session=session,
-                traceparent=traceparent,
-                repeatable=repeatable,
-            )
+            id = terms.id if count == 1 else f"{terms.id}-{index}"
+            wanted = msgspec.structs.replace(single, request_id=id, sample_index=sample_index)
+            wanted, recorder = (with_logprobs(wanted), Recorder()) if terms.records else (wanted, None)
             samples.append(
-                OutputStream(
-                    index,
-                    with_logprobs(wanted) if records else wanted,
-                    params,
-                    model.tokenizer,
-                    prompt_text=prompt.text,
-                    prompt_offsets=prompt.offsets,
-                    stops=stops,
-                    recorder=Recorder() if records else None,
-                )
+                OutputStream(index, wanted, params, tokenizer, shown=prompt, stops=stops, recorder=recorder)
             )
     return samples
-
-
-def _check_prompt_logprobs(
-    request: GenerationRequest, n: int, prompts: Sequence[PromptText], most: int | None
-) -> None:
-    """Refuse more log-probabilities of prompts than one answer may hold.
-
-    ``most`` is the number for each token.
-    """
-    if most is None:
-        return
-    num_tokens = sum(len(prompt.ids) for prompt in prompts) * n
-    if num_tokens * (1 + most) > MAX_PROMPT_LOGPROBS:
-        name = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
-        refuse(
-            f"{name} {most} for {num_tokens} tokens of prompts (n times each) are {num_tokens * (1 + most)} "
-            f"log-probabilities; one answer tells at most {MAX_PROMPT_LOGPROBS}: ask for fewer.",
-            name,
-        )
 
 
 def for_instances(params: SamplingParams, max_tokens: int, prompt_logprobs: int | None) -> SamplingParams:
@@ -130,8 +92,24 @@ def for_instances(params: SamplingParams, max_tokens: int, prompt_logprobs: int 
     )
 
 
-def _prompt_logprobs(request: GenerationRequest, params: SamplingParams) -> int | None:
-    """Number of log-probabilities per prompt token, for themselves or in the echoed prompt."""
-    echoed = isinstance(request, CompletionRequest) and request.echo
+def _prompt_logprobs(understood: Understood) -> int | None:
+    """Number of log-probabilities per prompt token, for themselves or in the echoed prompt.
+
+    Raises:
+        ApiError: they are more than one answer may hold.
+    """
+    wanted, params = understood.wanted, understood.params
+    echoed = isinstance(wanted, CompletionRequest) and wanted.echo
     counts = [params.prompt_logprobs, params.logprobs if echoed else None]
-    return max((count for count in counts if count is not None), default=None)
+    most = max((count for count in counts if count is not None), default=None)
+    if most is None:
+        return None
+    num_tokens = sum(len(prompt.ids) for prompt in understood.prompts) * params.n
+    if num_tokens * (1 + most) > MAX_PROMPT_LOGPROBS:
+        name = "logprobs" if wanted.prompt_logprobs is None else "prompt_logprobs"
+        refuse(
+            f"{name} {most} for {num_tokens} tokens of prompts (n times each) are {num_tokens * (1 + most)} "
+            f"log-probabilities; one answer holds at most {MAX_PROMPT_LOGPROBS}: ask for fewer.",
+            name,
+        )
+    return most

@@ -12,7 +12,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from engine.messages import TokenLogprobs
-from router.api.answers import ChunkedAnswer, encode, event
+from router.api.answers import AnswerFacts, ChunkedAnswer, encode, event
+from router.api.understanding import Understood
 from router.errors import refuse
 from router.openai_api import CompletionRequest, Int, StreamOptions, Usage
 from router.text.output_stream import OutputStream, Piece, join
@@ -145,12 +146,12 @@ def as_completion(asked: GenerateRequest, max_model_len: int) -> CompletionReque
 class TokensAnswer(ChunkedAnswer):
     """Token ids; with ``output_mode`` text, their text beside them."""
 
-    def __init__(self, asked: GenerateRequest, wanted: CompletionRequest, **common: Any) -> None:
-        super().__init__(stream_options=asked.stream_options, **common)
+    def __init__(self, asked: GenerateRequest, understood: Understood, facts: AnswerFacts) -> None:
+        super().__init__(asked.stream_options, facts)
         self._mode = asked.output_mode or "tokens"
         self._returns_prompt = asked.return_token_ids is True
-        self._num_logprobs = wanted.logprobs
-        self._num_prompt_logprobs = wanted.prompt_logprobs
+        wanted = understood.wanted
+        self._num_logprobs, self._num_prompt_logprobs = wanted.logprobs, wanted.prompt_logprobs
 
     def whole(self, outputs: Sequence[Sequence[Piece]]) -> bytes:
         choices = [

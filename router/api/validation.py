@@ -17,6 +17,7 @@ from router.openai_api import (
     StreamOptions,
     TokenizeRequest,
 )
+from router.turns.tool_parsers.base import Tools
 
 MAX_ID_LENGTH = 256
 """Characters of a request id, session id or cache salt."""
@@ -51,9 +52,19 @@ UNSUPPORTED = {
 """Fields refused when their value would matter, with what to use instead."""
 
 
-def check_completion(request: CompletionRequest) -> None:
-    """Refuse what /v1/completions cannot do."""
+def check(request: ChatRequest | CompletionRequest) -> None:
+    """Refuse what the request's endpoint cannot do.
+
+    Afterwards ``max_tokens`` holds the number that counts, under whichever name it was given.
+    """
     _check_common(request)
+    if isinstance(request, ChatRequest):
+        _check_chat(request)
+    else:
+        _check_completion(request)
+
+
+def _check_completion(request: CompletionRequest) -> None:
     if request.prompt is None:
         refuse("prompt is required.", "prompt")
     if request.thinking_token_budget not in (None, -1):
@@ -64,17 +75,17 @@ def check_completion(request: CompletionRequest) -> None:
         refuse("max_tokens must be at least 1 unless echo or prompt_logprobs is set.", "max_tokens")
 
 
-def check_chat(request: ChatRequest) -> ChatRequest:
-    """Refuse what /v1/chat/completions cannot do; returns the request otherwise."""
-    _check_common(request)
+def _check_chat(request: ChatRequest) -> None:
+    if request.max_completion_tokens is not None:
+        request.max_tokens = request.max_completion_tokens
     if not request.messages:
         refuse("messages must not be empty.", "messages")
     if request.stream and request.prompt_logprobs is not None:
         refuse("prompt_logprobs are not available with stream.", "prompt_logprobs")
     if request.top_logprobs and not request.logprobs:
         refuse("top_logprobs needs logprobs to be true.", "top_logprobs")
-    if wanted_tokens(request) == 0:
-        refuse("at least one token must be generated.", name_of_max_tokens(request))
+    if request.max_tokens == 0:
+        refuse("at least one token must be generated.", request.max_tokens_field)
     if request.separate_reasoning is False:
         refuse("separate_reasoning false is not supported: join reasoning and content.", "separate_reasoning")
     if request.function_call not in (None, "none", "auto"):
@@ -88,7 +99,6 @@ def check_chat(request: ChatRequest) -> ChatRequest:
     check_messages(request.messages)
     check_template_fields(request)
     _check_tools(request)
-    return request
 
 
 def _check_common(request: GenerationRequest) -> None:
@@ -194,23 +204,21 @@ def _check_allowed(allowed: Any, tools: list[dict[str, Any]]) -> None:
             refuse(f"tool_choice: allowed tool {index} names no function of tools.", "tool_choice")
 
 
-def keep_allowed_tools(request: ChatRequest) -> None:
-    """Reduce the tools of a checked request to those of an ``allowed_tools`` choice.
+def keep_offered_tools(request: ChatRequest, config: HttpConfig) -> Tools:
+    """Reduce the tools of a checked request to those that its prompt shows.
 
-    Its mode becomes the choice.
+    Returns all that were sent. Of an ``allowed_tools`` choice its tools stay, and its mode becomes the
+    choice. If configured, none stay where the answer may call none.
     """
-    choice = request.tool_choice
+    choice, sent = request.tool_choice, request.tools or ()
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = choice["allowed_tools"]
         names = {_name_of_function(tool) for tool in allowed["tools"]}
         request.tools = [tool for tool in request.tools or () if tool["function"]["name"] in names]
         request.tool_choice = allowed["mode"]
-
-
-def keep_tools_out(request: ChatRequest, config: HttpConfig) -> None:
-    """Leave tools out of the prompt, if configured, when the answer may not call them."""
     if request.tool_choice == "none" and config.exclude_tools_when_tool_choice_none:
         request.tools = None
+    return sent
 
 
 def _names(tools: list[dict[str, Any]]) -> list[str]:
@@ -222,25 +230,9 @@ def _name_of_function(named: dict[str, Any]) -> Any:
     return function.get("name") if isinstance(function, dict) else None
 
 
-def wanted_tokens(request: GenerationRequest) -> int | None:
-    """``max_tokens`` under either of its names; the newer one wins."""
-    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-        return request.max_completion_tokens
-    return request.max_tokens
-
-
 def usable_id(text: str) -> bool:
     """Whether a client's own request id can stand in logs and headers."""
     return 0 < len(text) <= MAX_ID_LENGTH and text.isascii() and text.isprintable()
-
-
-def name_of_prompt(request: GenerationRequest) -> str:
-    return "messages" if isinstance(request, ChatRequest) else "prompt"
-
-
-def name_of_max_tokens(request: GenerationRequest) -> str:
-    newer = isinstance(request, ChatRequest) and request.max_completion_tokens is not None
-    return "max_completion_tokens" if newer else "max_tokens"
 
 
 def _shortened(text: str) -> str:

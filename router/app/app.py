@@ -19,8 +19,10 @@ from starlette.types import Receive, Scope, Send
 from coordinator.messages import View
 from coordinator.process.process import shortage_of
 from coordinator.process.tracing import Tracing
+from router.api.answering import Answering
 from router.api.generating import Generating
 from router.api.replaying import Replaying
+from router.api.understanding import Understanding
 from router.app.dashboard.page import Dashboard
 from router.app.endpoints import Endpoints
 from router.app.middleware import error_response, middleware
@@ -54,8 +56,9 @@ def make_app(
     metrics = metrics or Metrics(mesh)
     models = TextModels(mesh, config)
     quotas = quotas or Quotas(config.key_limits)
-    generating = Generating(mesh, config, metrics, models, quotas, tracing)
-    replaying = Replaying(mesh, config, metrics, models, quotas)
+    answering = Answering(mesh, config, metrics, quotas, tracing)
+    generating = Generating(config, Understanding(models, config), answering, quotas)
+    replaying = Replaying(mesh, models, answering)
     endpoints = Endpoints(config, metrics, models, quotas)
     refusals = Refusals()
     prefix = prefix_of(config.root_path)

@@ -11,16 +11,19 @@ from typing import Any
 
 import msgspec
 
+from router.api.headers import RequestTerms
 from router.api.parameters import sampling_params
-from router.api.prompts import PromptText, chat_prompt, completion_prompts
+from router.api.prompts import chat_prompt, completion_prompts
 from router.api.request_samples import make_samples
-from router.api.validation import check_chat, check_completion
+from router.api.understanding import Understood
+from router.api.validation import check
 from router.errors import ApiError, refuse
 from router.mesh import MeshError
 from router.offline.params import SamplingParams, request_of
 from router.openai_api import ChatRequest, CompletionRequest
 from router.structured_config import StructuredOutputsConfig
 from router.text.output_stream import OutputStream
+from router.text.prompt_text import PromptText
 from router.text.text_model import TextModel
 from router.turns.grammar_check import checked_grammar
 from router.turns.structured import ANSWER, form_of, text_of
@@ -60,7 +63,7 @@ class JobMaker:
         request.cache_salt = salt
         if request.max_tokens is not None and request.max_tokens >= self._model.served.max_model_len:
             request.max_tokens = None  # as many as fit, which leave room for a prompt that is to be truncated
-        check_completion(request)
+        check(request)
         (made,) = completion_prompts(request, self._model)
         return self._job(request_id, request, params, made, text)
 
@@ -70,10 +73,10 @@ class JobMaker:
         """A job for a conversation. ``fields`` are those of a chat request about its template."""
         request = _request(params, 0)
         chat = ChatRequest(messages=messages, truncate_prompt_tokens=params.truncate_prompt_tokens, **fields)
-        check_chat(chat)
+        check(chat)
         made = chat_prompt(chat, self._model)
         request.prompt = [*made.ids]
-        check_completion(request)
+        check(request)
         return self._job(request_id, request, params, made, made.text)
 
     def _job(
@@ -95,9 +98,8 @@ class JobMaker:
             if checked.problem:
                 refuse(f"{form.param}: {checked.problem}", form.param)
             wanted = msgspec.structs.replace(wanted, grammar=checked.text)
-        samples = make_samples(
-            request_id, request, wanted, [prompt], self._model, None, self._chance, may_be_cut=True
-        )
+        understood = Understood(request, self._model, wanted, [prompt])
+        samples = make_samples(understood, RequestTerms(id=request_id), self._chance, may_be_cut=True)
         return Job(request_id, params, text, samples)
 
 

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from router.api.streaming import RequestRun
+from router.api.request_run import RequestRun
 from router.errors import ApiError
 from router.mesh import Mesh, MeshError
 from router.metrics.metrics import Metrics

@@ -12,6 +12,7 @@ from engine.sampling import SamplingParams
 from router.errors import from_failure
 from router.mesh import NumericsChange, Prompt
 from router.recorded import RecordedSample, Recorder
+from router.text.prompt_text import NO_TEXT, PromptText
 from router.text.stops import StopStrings
 from router.text.tokens import Tokenizer
 
@@ -48,16 +49,18 @@ class OutputStream:
         params: SamplingParams,
         tokenizer: Tokenizer,
         *,
-        prompt_text: str = "",
-        prompt_offsets: Sequence[int] | None = None,
+        shown: PromptText = NO_TEXT,
         stops: StopStrings | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """``recorder`` gets the tokens as instances gave them, if their log-probabilities come with them."""
+        """``shown``: the prompt as an answer may repeat it.
+
+        ``recorder`` gets the tokens as instances gave them, if their log-probabilities come with them.
+        """
         self.index = index
         self.prompt = prompt
-        self.prompt_text = prompt_text
-        self.prompt_offsets = prompt_offsets
+        self.prompt_text = shown.text
+        self.prompt_offsets = shown.offsets
         """Where in that text its tokens begin, if the client gave it."""
         self.num_samples = params.n
         """How many samples of the same prompt there are."""

@@ -11,16 +11,20 @@ import msgspec
 import pytest
 
 from engine.sampling import SamplingParams
+from router.api.headers import RequestTerms
 from router.api.parameters import sampling_params
 from router.api.prompts import chat_prompt, completion_prompts
 from router.api.request_samples import MAX_PROMPT_LOGPROBS, MAX_SAMPLES, make_samples
-from router.api.validation import check_chat, check_completion
+from router.api.understanding import Understood
+from router.api.validation import check
 from router.config import HttpConfig
 from router.errors import ApiError
 from router.http.body import decoder
 from router.launcher.preflight import defaults_problem, template_problem
 from router.mesh import Prompt, ServedModel
 from router.openai_api import ChatRequest, CompletionRequest
+from router.text.output_stream import OutputStream
+from router.text.prompt_text import PromptText
 from router.text.text_model import TextModel, load_text_model
 from router.text.tokens import TokenizerError
 from tests.router import tiny_tokenizer
@@ -33,21 +37,31 @@ read_completion = decoder(CompletionRequest)
 read_chat = decoder(ChatRequest)
 
 
+def samples_of(
+    request: ChatRequest | CompletionRequest,
+    model: TextModel,
+    params: SamplingParams,
+    prompts: list[PromptText],
+    **settings: bool,
+) -> list[OutputStream]:
+    return make_samples(Understood(request, model, params, prompts), RequestTerms(id="id"), **settings)
+
+
 def completion(model: TextModel, max_logprobs: int = 20, **fields: Any) -> list[Prompt]:
     """The prompts that a completion request leads to."""
     request = read_completion(json.dumps({"prompt": "Hello"} | fields).encode())
-    check_completion(request)
+    check(request)
     prompts = completion_prompts(request, model)
     params = sampling_params(request, model, max_logprobs)
-    return [sample.prompt for sample in make_samples("id", request, params, prompts, model, None)]
+    return [sample.prompt for sample in samples_of(request, model, params, prompts)]
 
 
 def chat(model: TextModel, **fields: Any) -> list[Prompt]:
     request = read_chat(json.dumps({"messages": USER} | fields).encode())
-    check_chat(request)
+    check(request)
     prompt = chat_prompt(request, model)
     params = sampling_params(request, model, 20)
-    return [sample.prompt for sample in make_samples("id", request, params, [prompt], model, None)]
+    return [sample.prompt for sample in samples_of(request, model, params, [prompt])]
 
 
 def test_bad_words_are_tokens_with_and_without_a_blank_before_them(text_model: TextModel) -> None:
@@ -211,7 +225,7 @@ def test_only_what_a_client_asked_for_itself_counts_as_asked(text_model: TextMod
     assert completion(text_model)[0].asked == 0
     request = CompletionRequest(prompt="Hello", max_tokens=9)
     params, prompts = sampling_params(request, text_model, 20), completion_prompts(request, text_model)
-    (sample,) = make_samples("id", request, params, prompts, text_model, None, may_be_cut=True)
+    (sample,) = samples_of(request, text_model, params, prompts, may_be_cut=True)
     assert (sample.prompt.asked, sample.prompt.params.max_tokens) == (0, 9)
 
 

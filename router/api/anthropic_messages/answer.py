@@ -8,23 +8,23 @@ from typing import Any
 import msgspec
 
 from engine.messages import FinishReason
-from router.api.answers import Answer, encode, named_event
+from router.api.answers import Answer, AnswerFacts, encode, named_event
 from router.api.anthropic_messages import wire
 from router.api.anthropic_messages.errors import error_body
 from router.api.items import Closed, Item, ItemEvent, ItemKind, ItemSequence, More, Opened
+from router.api.understanding import Understood
 from router.errors import ApiError
 from router.text.chat_template import INVALID_JSON
 from router.text.output_stream import OutputStream, Piece
-from router.turns.turn_format import TurnFormat
 
 
 class MessageAnswer(Answer):
     """A message of content blocks, each with events of its own in a stream."""
 
-    def __init__(self, turn_format: TurnFormat, **common: Any) -> None:
-        super().__init__(**common)
+    def __init__(self, understood: Understood, facts: AnswerFacts) -> None:
+        super().__init__(facts)
         (self._sample,) = self.samples
-        self._sequence = ItemSequence(turn_format.reader(self._sample.prompt_text))
+        self._sequence = ItemSequence(understood.turn_format.reader(self._sample.prompt_text))
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
 

@@ -9,19 +9,17 @@ from typing import Any
 from msgspec import UNSET
 
 from engine.messages import FinishReason
-from engine.sampling import SamplingParams
-from router.api.answers import Answer, encode, named_event
+from router.api.answers import Answer, AnswerFacts, encode, named_event
 from router.api.items import Closed, Item, ItemEvent, ItemKind, ItemSequence, More, Opened
 from router.api.logprobs import LogprobShapes
 from router.api.responses import wire
 from router.api.responses.custom_input import InputReader, custom_input
 from router.api.responses.logprobs import TextLogprobs, by_token
 from router.api.responses.tools import ToolName
+from router.api.understanding import Understood
 from router.errors import ApiError
 from router.openai_api import TokenLogprob
 from router.text.output_stream import OutputStream, Piece
-from router.text.tokens import Tokenizer
-from router.turns.turn_format import TurnFormat
 
 ID_PREFIX = {ItemKind.REASONING: "rs", ItemKind.TEXT: "msg", ItemKind.CALL: "fc"}
 CUSTOM_CALL = "ctc"
@@ -37,14 +35,13 @@ class ResponsesAnswer(Answer):
     def __init__(
         self,
         request: wire.ResponsesRequest,
-        params: SamplingParams,
-        turn_format: TurnFormat,
-        tokenizer: Tokenizer,
+        understood: Understood,
         names: Mapping[str, ToolName],
-        **common: Any,
+        facts: AnswerFacts,
     ) -> None:
         """``names``: the client's names of its tools, by their names in chat."""
-        super().__init__(**common)
+        super().__init__(facts)
+        params, turn_format = understood.params, understood.turn_format
         (self._sample,) = self.samples
         self._request = request
         self._params = params
@@ -54,7 +51,7 @@ class ResponsesAnswer(Answer):
         self._num_events = 0
         self._inputs: dict[int, InputReader] = {}
         """Readers for calls of custom tools in a stream, by the index of their item."""
-        self._shapes = LogprobShapes(tokenizer, params.logprobs or 0)
+        self._shapes = LogprobShapes(understood.model.tokenizer, params.logprobs or 0)
         self._text_logprobs = TextLogprobs() if params.logprobs is not None else None
         self._logprobs: dict[int, list[TokenLogprob]] = {}
         """Log-probabilities of texts, by the index of their item."""

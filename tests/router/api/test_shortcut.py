@@ -273,7 +273,7 @@ def test_a_stream_is_the_same_either_way(
             mesh = FakeMesh(None, words)
             metrics = Metrics(mesh)
             call = call_of(mesh, text_model, metrics, stream=True, **fields)
-            await EventStream(call)(scope, each.receive, each.send)
+            await EventStream(*call)(scope, each.receive, each.send)
             counts = [sum(metrics.itl.of("0").counts), sum(metrics.generation_tokens.of("0").counts)]
             outcomes.append((each.text, each.is_complete, metrics.success, counts, mesh.num_open))
         assert outcomes[0] == outcomes[1]
@@ -294,7 +294,7 @@ def test_no_comment_goes_into_a_stream_that_is_not_silent(
         mesh.delay = 0.02
         call = call_of(mesh, text_model, stream=True)
         scope = {"extensions": {EXTENSION: lambda: client}}
-        await EventStream(call, keep_alive=0.3)(scope, client.receive, client.send)
+        await EventStream(*call, keep_alive=0.3)(scope, client.receive, client.send)
         assert client.num_written > 5
         assert ": keep-alive" not in client.text
 

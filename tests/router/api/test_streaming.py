@@ -7,20 +7,23 @@ import contextlib
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
 from engine.messages import Delta, FinishReason
 from engine.sampling import SamplingParams
-from router.api.answers import ChunkedAnswer
+from router.api.answers import Answer, AnswerFacts, ChunkedAnswer
 from router.api.completions import CompletionAnswer
+from router.api.headers import RequestTerms
 from router.api.parameters import sampling_params
 from router.api.prompts import completion_prompts
+from router.api.request_run import RequestRun, merged
 from router.api.request_samples import make_samples
-from router.api.streaming import Call, EventStream, merged, unless_gone, whole_answer
+from router.api.streaming import EventStream, unless_gone, whole_answer
 from router.api.tracing import UNTRACED, RequestTrace
+from router.api.understanding import Understood
 from router.errors import ApiError, ClientGone
 from router.http.body import decoder
 from router.http.connection import CUT_OFF
@@ -211,6 +214,13 @@ class Ends(RequestTrace):
         self.reasons += [sample.finish_reason for sample in samples]
 
 
+class Call(NamedTuple):
+    """A request that can run, and its answer."""
+
+    run: RequestRun
+    answer: Answer
+
+
 def call_of(
     mesh: FakeMesh,
     model: TextModel,
@@ -220,17 +230,10 @@ def call_of(
 ) -> Call:
     request = decoder(CompletionRequest)(msgspec.json.encode({"prompt": "Hello", "max_tokens": 50} | fields))
     params = sampling_params(request, model, 20)
-    samples = make_samples("id", request, params, completion_prompts(request, model), model, None)
-    answer = CompletionAnswer(
-        request,
-        model.tokenizer,
-        id="id",
-        created=1,
-        model="tiny",
-        samples=samples,
-        tells_cached_tokens=False,
-    )
-    return Call(mesh, metrics or Metrics(mesh), samples, answer, time.perf_counter(), trace=trace)
+    understood = Understood(request, model, params, completion_prompts(request, model))
+    samples = make_samples(understood, RequestTerms(id="id"))
+    answer = CompletionAnswer(understood, AnswerFacts(id="id", created=1, model="tiny", samples=samples))
+    return Call(RequestRun(mesh, metrics or Metrics(mesh), samples, time.perf_counter(), trace=trace), answer)
 
 
 class Client:
@@ -263,7 +266,11 @@ class Client:
 
 
 async def stream(call: Call, client: Client) -> None:
-    await EventStream(call)({}, client.receive, client.send)
+    await EventStream(*call)({}, client.receive, client.send)
+
+
+async def whole(call: Call, client: Client) -> bytes:
+    return await whole_answer(call.run, call.answer.body, client.receive)
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
@@ -320,7 +327,7 @@ def test_what_tells_much_is_made_in_a_thread(text_model: TextModel, words: Scrip
                 await stream(call, client)
                 first = msgspec.json.decode(client.text.split("\n\n")[0].removeprefix("data: "))
             else:
-                first = msgspec.json.decode(await whole_answer(call, client.receive))
+                first = msgspec.json.decode(await whole(call, client))
             assert places == [apart, *[False] * (len(places) - 1)]
             told = first["choices"][0]["logprobs"]["top_logprobs"]
             assert told[0] is None
@@ -347,7 +354,7 @@ def test_a_client_that_does_not_read(text_model: TextModel, words: Script) -> No
     async def work() -> None:
         mesh, client = FakeMesh(None, words), Client(blocks_after=2)
         cut_off = asyncio.Event()
-        answer = EventStream(call_of(mesh, text_model), send_timeout=0.05)
+        answer = EventStream(*call_of(mesh, text_model), send_timeout=0.05)
         scope = {"extensions": {CUT_OFF: cut_off.set}}
         await asyncio.wait_for(answer(scope, client.receive, client.send), 5)
         assert (mesh.num_open, len(client.messages)) == (0, 2)
@@ -404,7 +411,7 @@ def test_a_cancelled_request_leaves_nothing(text_model: TextModel, streams: bool
     async def work() -> None:
         mesh, client = FakeMesh(None, lambda _: [Delta(1, [70])]), Client()
         call = call_of(mesh, text_model, n=2)
-        task = asyncio.ensure_future(stream(call, client) if streams else whole_answer(call, client.receive))
+        task = asyncio.ensure_future(stream(call, client) if streams else whole(call, client))
         await asyncio.wait((task,), timeout=0.02)
         assert len(mesh.generations) == 2
         task.cancel()
@@ -421,7 +428,7 @@ def test_a_whole_answer_is_given_up_when_the_client_leaves(text_model: TextModel
         call = call_of(mesh, text_model, n=2)
         asyncio.get_running_loop().call_later(0.02, client.left.set)
         with pytest.raises(ClientGone):
-            await whole_answer(call, client.receive)
+            await whole(call, client)
         assert mesh.num_open == 0
 
     run(work)
@@ -446,7 +453,7 @@ def test_a_generation_that_ends_too_early_is_an_error(text_model: TextModel) -> 
     async def work() -> None:
         for n in (1, 2):
             with pytest.raises(ApiError, match="without a last token"):
-                await whole_answer(call_of(SilentMesh(None, saying([])), text_model, n=n), Client().receive)
+                await whole(call_of(SilentMesh(None, saying([])), text_model, n=n), Client())
 
     run(work)
 
@@ -457,7 +464,7 @@ def test_a_stop_string_closes_its_generation_at_once(text_model: TextModel, toke
     async def work() -> None:
         ids = tokenizer.encode(" one two", add_special_tokens=False)
         mesh = FakeMesh(None, lambda _: [Delta(1, [id]) for id in ids])
-        body = await whole_answer(call_of(mesh, text_model, n=2, stop=[" tw"]), Client().receive)
+        body = await whole(call_of(mesh, text_model, n=2, stop=[" tw"]), Client())
         assert [choice["text"] for choice in msgspec.json.decode(body)["choices"]] == [" one", " one"]
 
     run(work)
@@ -473,7 +480,7 @@ def test_an_echo_alone_does_not_ask_the_mesh(text_model: TextModel, words: Scrip
                 await stream(call, client)
                 body = client.text.removeprefix("data: ").partition("\n")[0].encode()
             else:
-                body = await whole_answer(call, client.receive)
+                body = await whole(call, client)
             choice = msgspec.json.decode(body)["choices"][0]
             assert (choice["text"], choice["finish_reason"]) == ("Hello", "length")
             assert mesh.generations == []
@@ -506,7 +513,7 @@ def test_logprobs_of_the_fake_are_consistent() -> None:
 @pytest.mark.parametrize("stream_options", [None, {"include_usage": True}, {"continuous_usage_stats": True}])
 def test_framed_chunks_are_the_same(text_model: TextModel, text: str, stream_options: Any) -> None:
     call = call_of(FakeMesh(None, saying([])), text_model, n=2, stream=True, stream_options=stream_options)
-    for sample in call.samples:
+    for sample in call.run.samples:
         assert isinstance(call.answer, ChunkedAnswer)
         assert call.answer.framed(sample, text) == call.answer.text_chunk(sample, text)
         assert call.answer.framed(sample, text).startswith(b'data: {"object":"text_completion","id":"id",')
@@ -520,7 +527,7 @@ def test_a_silent_stream_says_that_it_is_alive(text_model: TextModel, words: Scr
         mesh, client = FakeMesh(None, words), Client()
         mesh.delay = 0.12
         call = call_of(mesh, text_model, stream=True)
-        await EventStream(call, keep_alive=0.05)({}, client.receive, client.send)
+        await EventStream(*call, keep_alive=0.05)({}, client.receive, client.send)
         assert client.text.startswith(": keep-alive\n\n"), "before the first token"
         assert [message["type"] for message in client.messages].count("http.response.start") == 1
         events = [each for each in client.text.split("\n\n") if each and each != ": keep-alive"]
@@ -536,7 +543,7 @@ def test_a_failure_after_a_comment_is_an_event(text_model: TextModel) -> None:
         mesh, client = FakeMesh(None, failing("out of luck", after=[])), Client()
         mesh.delay = 0.12
         call = call_of(mesh, text_model, stream=True)
-        await EventStream(call, keep_alive=0.05)({}, client.receive, client.send)
+        await EventStream(*call, keep_alive=0.05)({}, client.receive, client.send)
         assert client.messages[0]["status"] == 200
         assert "out of luck" in client.text
         assert client.is_complete

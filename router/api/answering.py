@@ -1,0 +1,162 @@
+"""Last stages of an understood request: its samples are made, run, and answered.
+
+Quotas, deadlines and spans are kept here. The request may come from any API; :data:`Shape` makes its answer.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from coordinator.process.process import REQUEST
+from coordinator.process.tracing import Attributes, Tracing
+from router.api.answers import Answer, AnswerFacts, json_response
+from router.api.capsules import capsule_of
+from router.api.headers import (
+    MOST_REMARKS,
+    key_of,
+    numerics_changed,
+    printable,
+    read_terms,
+    request_id,
+)
+from router.api.request_run import RequestRun
+from router.api.request_samples import UNPREDICTABLE, make_samples
+from router.api.streaming import EventStream, whole_answer
+from router.api.tracing import UNTRACED, RequestTrace
+from router.api.understanding import Understood
+from router.config import HttpConfig
+from router.http.body import read_body
+from router.http.quotas import Quotas
+from router.mesh import Mesh
+from router.metrics.metrics import Metrics
+from router.openai_api import StreamOptions
+from router.text.output_stream import OutputStream
+
+NOT_ENFORCED = "x-lockstep-not-enforced"
+"""Response header: JSON paths of the schemas given that answers need not follow."""
+
+Shape = Callable[[AnswerFacts], Answer]
+"""Makes the answer of an API, given what all answers have in common."""
+
+
+class Answering:
+    """Runs understood requests on the mesh, and answers them."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        config: HttpConfig,
+        metrics: Metrics,
+        quotas: Quotas,
+        tracing: Tracing | None = None,
+    ) -> None:
+        self._mesh = mesh
+        self._config = config
+        self._metrics = metrics
+        self._quotas = quotas
+        self._tracing = tracing
+        self._chance = UNPREDICTABLE if config.seed is None else random.Random(config.seed)
+
+    def __repr__(self) -> str:
+        return f"<Answering with {self._mesh!r}>"
+
+    async def receive_body(self, request: Request) -> bytes:
+        """The body of a request.
+
+        Raises:
+            ApiError, MeshError: it cannot be read, or could not be admitted now, as far as known.
+        """
+        body = await read_body(request, self._config)
+        self._mesh.check_room()
+        self._quotas.check(key_of(request))
+        return body
+
+    async def answer_request(
+        self, request: Request, understood: Understood, prefix: str, shape: Shape
+    ) -> Response:
+        """The answer to an understood request; ``prefix`` begins its id.
+
+        Raises:
+            ApiError, MeshError: it is refused, or failed before anything was sent.
+        """
+        wanted = understood.wanted
+        client_id = request.state.request_id = request_id(request, wanted)
+        REQUEST.set(client_id)
+        if self._config.enable_force_include_usage and wanted.stream:
+            wanted.stream_options = wanted.stream_options or StreamOptions()
+            wanted.stream_options.include_usage = wanted.stream_options.continuous_usage_stats = True
+        trace = self._trace(request, prefix + client_id, understood)
+        try:
+            run, answer = self._admit(request, prefix + client_id, understood, shape, trace)
+        except Exception as error:
+            trace.end_with(error)
+            raise
+        response: Response
+        if wanted.stream:
+            response = EventStream(run, answer, keep_alive=self._config.sse_keep_alive_interval)
+        else:
+            response = json_response(await whole_answer(run, answer.body, request.receive))
+            changes = (change for sample in run.samples for change in sample.numerics_changes)
+            response.headers.update(numerics_changed(changes))
+        if understood.not_enforced:
+            remarks = "; ".join(understood.not_enforced)
+            response.headers[NOT_ENFORCED] = printable(remarks, MOST_REMARKS)
+        return response
+
+    def admitted(
+        self,
+        request: Request,
+        samples: Sequence[OutputStream],
+        timeout: float | None = None,
+        trace: RequestTrace = UNTRACED,
+    ) -> RequestRun:
+        """The run of samples that are admitted under the quota of the client's key.
+
+        Raises:
+            ApiError: the quota is used up (429).
+        """
+        prompts = (sample.prompt.prompt_ids for sample in samples if sample.is_first_of_prompt)
+        lease = self._quotas.admit(key_of(request), sum(map(len, prompts)))
+        arrival = request.state.arrival
+        return RequestRun(self._mesh, self._metrics, samples, arrival, timeout, trace, lease)
+
+    def _admit(
+        self, request: Request, id: str, understood: Understood, shape: Shape, trace: RequestTrace
+    ) -> tuple[RequestRun, Answer]:
+        model, params = understood.model, understood.params
+        terms = read_terms(request, id, understood.wanted, trace.traceparent)
+        samples, created = make_samples(understood, terms, self._chance), int(time.time())
+
+        def capsule() -> bytes:
+            return capsule_of(id, created, model, self._mesh.numerics(), params, samples)
+
+        answer = shape(
+            AnswerFacts(
+                id=id,
+                created=created,
+                model=understood.wanted.model or model.name,
+                samples=samples,
+                shows_cached_tokens=self._config.enable_prompt_tokens_details,
+                capsule=capsule if terms.records else None,
+            )
+        )
+        return self.admitted(request, samples, terms.timeout, trace), answer
+
+    def _trace(self, request: Request, id: str, understood: Understood) -> RequestTrace:
+        """The span of a request, with attributes under the names that vLLM gives them."""
+        params = understood.params
+        facts: Attributes = {
+            "gen_ai.request.id": id,
+            "gen_ai.response.model": understood.model.name,
+            "gen_ai.request.n": params.n,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.request.max_tokens": params.max_tokens or 0,
+        }
+        given, path = request.headers.get("traceparent"), request.url.path
+        return RequestTrace.begin(self._tracing, path, given, request.state.arrival, facts)
