@@ -256,8 +256,11 @@ class BlockExchange:
         """
         self._copies[key] = names
         known = len(self._pool.find_prefix(names))
-        room = len(names) - known + AHEAD
+        lacking = len(names) - known
+        room = lacking + AHEAD
         is_possible = source and source not in self._shunned and self.is_open
+        if lacking > AHEAD:  # its request waits for them
+            is_possible = is_possible and self.price.pays(lacking * self._block_size, self._clock())
         blocks = self._take(room) if is_possible and len(self._copies) <= MOST_COPIES else None
         if blocks is None:
             self._end_copy(key)

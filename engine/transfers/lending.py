@@ -20,6 +20,8 @@ Key = tuple[Peer, int]
 MOST_LOANS = 32
 """Loans at once; further ones are refused, and the taker computes."""
 MOST_LOANS_OF_PEER = 4
+MOST_UNREAD = 64
+"""Takers that are asked whether they have read everything before their connections end."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ class Lender:
         self._identity = identity
         self._per_piece = blocks_per_piece
         self._loans: dict[Key, _Loan] = {}
+        self._unread: dict[Peer, int] = {}
+        """Newest loan of each taker that may not have read its last piece yet."""
 
     def __repr__(self) -> str:
         return f"<Lender of {len(self._loans)} loans>"
@@ -102,6 +106,8 @@ class Lender:
             case More(number, pieces):
                 return self._granted((peer, number), pieces)
             case Enough(number):
+                if self._unread.get(peer) == number:
+                    del self._unread[peer]
                 return self._over((peer, number))
 
     def found(self, key: Key, blocks: Sequence[int]) -> list[Action]:
@@ -139,8 +145,17 @@ class Lender:
             if loan.blocks is None or loan.pieces == 0
         ]
 
+    def farewell(self) -> list[Action]:
+        """Questions to takers that may not have read all that was sent.
+
+        What a taker has not read when the connection ends is lost to it. A taker answers in the order of what
+        it was sent, so its answer to the newest loan stands for the others.
+        """
+        return [Send(peer, Held(number)) for peer, number in self._unread.items()]
+
     def gone(self, peer: Peer) -> list[Action]:
         """The connection of a taker has ended, and all its loans with it."""
+        self._unread.pop(peer, None)
         return [action for key in list(self._loans) if key[0] == peer for action in self._over(key)]
 
     # ---- helpers
@@ -178,7 +193,14 @@ class Lender:
         if loan.next == len(loan.blocks):
             del self._loans[key]
             actions.append(Return(key))
+            self._note_unread(*key)
         return actions
+
+    def _note_unread(self, peer: Peer, number: int) -> None:
+        self._unread.pop(peer, None)
+        self._unread[peer] = number
+        while len(self._unread) > MOST_UNREAD:
+            del self._unread[next(iter(self._unread))]
 
     def _over(self, key: Key) -> list[Action]:
         loan = self._loans.get(key)

@@ -47,6 +47,8 @@ ASK_INTERVAL = 0.002
 """Seconds between two tries to ask a source that is being connected to."""
 HELD_INTERVAL = 0.25
 """Seconds between two questions whether takers that keep a loan waiting are there."""
+FAREWELL, FAREWELL_INTERVAL = 1.0, 0.01
+"""Most seconds that a closing mover waits for its takers, and between two questions."""
 MOST_SOURCES = 64
 """Connections to sources that are kept open, those used last."""
 PEER_TIMEOUT_MS = 10_000
@@ -156,7 +158,7 @@ class BlockMover:
         return self._ended.is_set()
 
     def close(self) -> None:
-        """End all transfers, without a word about each."""
+        """End all transfers without events, once takers have read what was sent to them."""
         loop, closing = self._loop, self._closing
         if loop is not None and closing is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -225,8 +227,14 @@ class BlockMover:
             listener.close()
 
     async def _until_closed(self) -> None:
+        """Wait for :meth:`close`, and then until takers have read what was sent to them."""
         assert self._closing is not None
+        assert self._loop is not None
         await self._closing.wait()
+        until = self._loop.time() + FAREWELL
+        while not self._is_lost and self._loop.time() < until and (questions := self._lender.farewell()):
+            self._lend(questions)
+            await asyncio.sleep(FAREWELL_INTERVAL)
 
     def _lose(self, error: CacheGone) -> None:
         """End all transfers without a word: the cache is out of reach.

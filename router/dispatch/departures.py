@@ -21,13 +21,13 @@ MOST_COPIES = 4
 MOST_ROUNDS = 6
 """Copies of one request, each of what came since the one before.
 
-Then it is handed over as it is.
+Then it is handed over, with what still lacks.
 """
 MOST_MISSING = 2
-"""Full blocks that the target may lack of a request that could stay."""
+"""Full blocks that the target may lack of a request that could stay, or whose copies bring nothing."""
 
 MOST_TRIES = 3
-"""Hand-overs of a request that could stay; it may outgrow the room for it meanwhile."""
+"""Hand-overs of a request; it may outgrow the room for it meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,8 @@ class Departures:
         if tokens > before and move.rounds < MOST_ROUNDS and _num_missing(move):
             move.rounds += 1
             return [self._copy(move)]
-        if _num_missing(move) > MOST_MISSING or not target.ready:
+        may_lack = tokens > before and not move.departure.may_stay  # what it lacks comes with the hand-over
+        if not target.ready or (_num_missing(move) > MOST_MISSING and not may_lack):
             return self._over(move)
         move.is_last, move.tries = True, move.tries + 1
         return [self._copy(move)]
@@ -143,14 +144,12 @@ class Departures:
         Returns None if nobody asks for that any more.
         """
         address = source.name, number
-        found = (
-            (copy, move) for copy, move in self._moves.items() if move.is_last and move.address == address
-        )
+        found = ((copy, move) for copy, move in self._moves.items() if move.tries and move.address == address)
         copy, move = next(found, (0, None))
         if move is None:
             return None
         del self._moves[copy]
-        return self._over(move, copy)
+        return self._over(move, copy if move.is_last else 0)  # else the target had given that hand-over up
 
     def gone(self, instance: Instance) -> list[Action]:
         """An instance is lost: what it copied is handed over to another one at once.
@@ -238,7 +237,7 @@ def _can_copy(source: Instance, target: Instance) -> bool:
 
 def _may_try_again(move: _Move) -> bool:
     """Whether a hand-over that came to nothing is tried once more."""
-    return move.departure.may_stay and move.tries < MOST_TRIES and move.target.ready
+    return move.tries < MOST_TRIES and move.target.ready
 
 
 def _num_missing(move: _Move) -> int:

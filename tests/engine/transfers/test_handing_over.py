@@ -139,6 +139,17 @@ def test_a_request_waits_for_its_blocks_and_goes_on_in_the_last_one(setup: Setup
     assert setup.pool.part(request.name_of_part(SIZE) or b"") is None, "no other request goes on in it"
 
 
+def test_a_request_waits_for_many_blocks_only_if_fetching_pays(setup: Setup) -> None:
+    names = running(setup, (AHEAD + 2) * SIZE + 4).prefix_hashes(SIZE)
+    setup.pool.unname(list(setup.pool.known))
+    setup.price.computed(1000, 0.001)
+    setup.price.fetched(1000, 10.0, setup.now)
+    for number, lacking in enumerate((AHEAD + 1, AHEAD)):
+        setup.exchange.take_over((b"router", number), names[:lacking], "s", HOLDER)
+    assert setup.exchange.take_copied() == [((b"router", 0), 0, False)]
+    assert [len(wanted.blocks) for wanted in setup.mover.fetches] == [2 * AHEAD]
+
+
 def test_parts_leave_the_cache_like_other_blocks_when_room_is_needed() -> None:
     pool = BlockPool(2)
     (block,) = pool.take(1) or ()

