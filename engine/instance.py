@@ -44,7 +44,7 @@ from engine.inheritance.names import MEMORY_VARIABLE, PREDECESSOR_VARIABLE
 from engine.model.checkpoint import ModelInfo
 from engine.model.host_digest import host_digest
 from engine.numerics import kind_problem, numerics_of
-from engine.server import Server
+from engine.serving.server import Server
 from engine.settings import adopt, ignored_when_joining, resolve
 from engine.stats_line import StatsLine, drain_line
 from engine.step import ModelFacts
@@ -540,7 +540,9 @@ class Instance:
             hung = self._watch.look(self._server.turn, self._server.num_steps, time.monotonic())
             if hung is not None:
                 self._end_hung(hung)
-        return msgspec.structs.replace(self._server.progress.load(), refused_peers=self._server.refused_peers)
+        return msgspec.structs.replace(
+            self._server.load_meter.load(), refused_peers=self._server.refused_peers
+        )
 
     # ---- the end
 

@@ -1,4 +1,4 @@
-"""Step loop of one instance without sockets: requests in, steps of the executor, tokens and reports out."""
+"""Engine core: takes requests in, runs steps, gives out tokens and reports (no sockets)."""
 
 from engine.core.engine_core import EngineCore
 from engine.core.model_place import ModelPlace

@@ -1,4 +1,4 @@
-"""Admission of requests: what is refused, what waits for its grammar or its blocks, what is queued."""
+"""Admission of requests: refused, waiting for a grammar or for blocks, or queued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engine core: the requests of all routers in one batch, its steps, and their tokens by router."""
+"""Engine core: one batch of all routers' requests, its steps, and their tokens."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether the scheduler has requests, a step is under way, or tokens are to be sent."""
+        """Whether requests are scheduled, a step is under way, or tokens are to be sent."""
         return self.scheduler.queues.has_work or bool(self._outgoing) or self._steps.has_work
 
     @property

@@ -1,4 +1,4 @@
-"""Reports on an instance for its routers: load, totals, capacity, and changes of the prefix cache."""
+"""Reports for routers: an instance's load, totals, capacity, and changes of its prefix cache."""
 
 from __future__ import annotations
 

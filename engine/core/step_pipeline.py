@@ -1,4 +1,4 @@
-"""Steps under way: agreed on with the group, begun at the executor, finished in order, or run again."""
+"""Steps under way: agreed with the group, begun, finished in order, or run again."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StepPipeline:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step leaves time for something else: others compute, and no instance is waited for."""
+        """Whether the step loop is free meanwhile: others compute, and no instance is waited for."""
         return self._executor.computes_apart and isinstance(self.stepping, Alone)
 
     def begin(self, meanwhile: Callable[[], None]) -> bool:

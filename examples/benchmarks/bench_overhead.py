@@ -63,7 +63,7 @@ def measure(sequences: int, answer: int, temperature: float) -> dict[str, float]
     from engine.config import SHIPPED_MODEL, EngineConfig, SchedulerConfig
     from engine.core import EngineCore
     from engine.model.checkpoint import MODELS_DIRECTORY, read_model_info
-    from engine.server import Server
+    from engine.serving.server import Server
 
     torch.set_num_threads(1)
     info = read_model_info(MODELS_DIRECTORY / SHIPPED_MODEL)

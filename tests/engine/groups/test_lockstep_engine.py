@@ -283,7 +283,7 @@ def _loop(
 def _steps(
     core: EngineCore, inbox: list[tuple[float, Submit]], outputs: dict[int, list[int]], done: threading.Event
 ) -> None:
-    """The step loop of :class:`engine.server.Server`, without its sockets."""
+    """The step loop of :class:`engine.serving.server.Server`, without its sockets."""
     began = time.monotonic()
     while not done.is_set():
         for due, submit in list(inbox):

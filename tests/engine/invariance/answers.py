@@ -165,7 +165,7 @@ def run(core: EngineCore, submits: Sequence[Submit], steps_between: int = 0) -> 
 
 
 def step(core: EngineCore, found: Answers, idle: Callable[[], None]) -> None:
-    """One turn of :class:`engine.server.Server`'s loop, without its sockets."""
+    """One turn of :class:`engine.serving.server.Server`'s loop, without its sockets."""
     assert core.take_compiled() == []
     if core.has_work:
         core.stepping.notice_work()

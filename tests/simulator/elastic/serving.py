@@ -1,6 +1,6 @@
 """A simulated process around a real :class:`engine.core.EngineCore`.
 
-Its step loop is :meth:`engine.server.Server.run`'s, its workers compute no model: steps are under way, as many
+Its step loop is :meth:`engine.serving.server.Server.run`'s, its workers compute no model: steps are under way, as many
 as a pipeline has, when a member dies, when all enter another group, and when a request gives way to others.
 """
 
@@ -184,7 +184,7 @@ class ServingInstance(Instance):
             self.loop()
 
     def _steps(self) -> None:
-        """In the fiber: steps, as :meth:`engine.server.Server._step` has them."""
+        """In the fiber: steps, as :meth:`engine.serving.server.Server._step` has them."""
         while True:
             try:
                 outgoing = self.core.step()

@@ -36,7 +36,7 @@ from engine.messages import (
 from engine.model.checkpoint import ModelInfo
 from engine.sampling import SamplingParams
 from engine.scheduling.outgoing_tokens import halves
-from engine.server import IDLE_WAIT, QUIET_LOOK, Server
+from engine.serving.server import IDLE_WAIT, QUIET_LOOK, Server
 from engine.step import Step, StepResult
 from parallel.links.errors import CollectiveError
 from parallel.links.keys import LinkKey
@@ -100,7 +100,7 @@ class Router:
         self.attached: list[Attached] = []
         self.prefetched: list[Prefetched] = []
         self.leaving = 0
-        listener = self.server._listener
+        listener = self.server._routers.listener
         send = listener.send
 
         def sent(peer: bytes, message: ToRouter) -> bool:
@@ -351,7 +351,7 @@ def test_a_router_that_an_answer_does_not_reach_is_forgotten_and_told_so(
     It would wait for this one for ever.
     """
     router = Router(Watched([], computes_apart=False), [])
-    server, listener = router.server, router.server._listener
+    server, listener = router.server, router.server._routers.listener
     send, lost = listener.send, list[object]()
 
     def lose(peer: bytes, message: ToRouter) -> bool:
@@ -384,7 +384,7 @@ def test_nothing_is_taken_from_a_router_that_cannot_be_told_that_it_is_new(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     router = Router(Watched([], computes_apart=False), [])
-    listener = router.server._listener
+    listener = router.server._routers.listener
     send, lost = listener.send, list[object]()
 
     def lose_first(peer: bytes, message: ToRouter) -> bool:
@@ -412,7 +412,7 @@ def test_whose_last_request_was_aborted_is_not_late(monkeypatch: pytest.MonkeyPa
     def between() -> None:
         nonlocal aborted, rests
         if len(events) > 4 and not aborted:
-            assert router.server.progress.load().running == 1
+            assert router.server.load_meter.load().running == 1
             router.say(Abort([1]))
             aborted = True
         rests += aborted and not router.core.has_work
@@ -423,7 +423,7 @@ def test_whose_last_request_was_aborted_is_not_late(monkeypatch: pytest.MonkeyPa
     router.close()
     later = time.monotonic() + 20.0
     monkeypatch.setattr(time, "monotonic", lambda: later)
-    load = router.server.progress.load()
+    load = router.server.load_meter.load()
     assert (load.running, load.waiting, load.stalled_for) == (0, 0, 0.0)
 
 
@@ -447,7 +447,7 @@ def test_who_leaves_waits_until_its_routers_have_read_all(
             router._socket.close()
 
     with monkeypatch.context() as patch:
-        patch.setattr("engine.server.time.sleep", sleep)
+        patch.setattr("engine.serving.router_connections.time.sleep", sleep)
         began = time.monotonic()
         router.server.await_readers(patience=30.0 if hangs_up else 0.2)
     assert looks >= 3  # of one that hangs up the end may be seen at once
@@ -475,7 +475,7 @@ def lending() -> Router:
 def test_who_has_no_time_left_has_its_requests_moved_if_they_are_in_time(
     moves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.server.MOVE_TIMEOUT", 20.0 if moves else 0.05)
+    monkeypatch.setattr("engine.serving.drain.MOVE_TIMEOUT", 20.0 if moves else 0.05)
     router, turns_after = lending(), 0
 
     def between() -> None:

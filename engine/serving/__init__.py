@@ -1,0 +1,1 @@
+"""One instance as its routers see it: the socket, the step loop, draining."""
