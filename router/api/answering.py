@@ -13,20 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coordinator.process.process import REQUEST
-from coordinator.process.tracing import Attributes, Tracing
-from router.api.answers import Answer, AnswerFacts, json_response
+from coordinator.process.tracing import Tracing
+from router.api.answers import Answer, AnswerFacts
 from router.api.capsules import capsule_of
-from router.api.headers import (
-    MOST_REMARKS,
-    key_of,
-    numerics_changed,
-    printable,
-    read_terms,
-    request_id,
-)
+from router.api.headers import MOST_REMARKS, key_of, printable, read_terms, request_id
 from router.api.request_run import RequestRun
 from router.api.request_samples import UNPREDICTABLE, make_samples
-from router.api.streaming import EventStream, whole_answer
+from router.api.streaming import EventStream, whole_response
 from router.api.tracing import UNTRACED, RequestTrace
 from router.api.understanding import Understood
 from router.config import HttpConfig
@@ -90,9 +83,13 @@ class Answering:
         if self._config.enable_force_include_usage and wanted.stream:
             wanted.stream_options = wanted.stream_options or StreamOptions()
             wanted.stream_options.include_usage = wanted.stream_options.continuous_usage_stats = True
-        trace = self._trace(request, prefix + client_id, understood)
+        id = prefix + client_id
+        trace = RequestTrace.begin(self._tracing, request, id, understood)
         try:
-            run, answer = self._admit(request, prefix + client_id, understood, shape, trace)
+            terms = read_terms(request, id, wanted, trace.traceparent)
+            samples = make_samples(understood, terms, self._chance)
+            answer = shape(self._facts(understood, id, samples, records=terms.records))
+            run = self.admitted(request, samples, terms.timeout, trace)
         except Exception as error:
             trace.end_with(error)
             raise
@@ -100,9 +97,7 @@ class Answering:
         if wanted.stream:
             response = EventStream(run, answer, keep_alive=self._config.sse_keep_alive_interval)
         else:
-            response = json_response(await whole_answer(run, answer.body, request.receive))
-            changes = (change for sample in run.samples for change in sample.numerics_changes)
-            response.headers.update(numerics_changed(changes))
+            response = await whole_response(run, answer, request.receive)
         if understood.not_enforced:
             remarks = "; ".join(understood.not_enforced)
             response.headers[NOT_ENFORCED] = printable(remarks, MOST_REMARKS)
@@ -125,38 +120,20 @@ class Answering:
         arrival = request.state.arrival
         return RequestRun(self._mesh, self._metrics, samples, arrival, timeout, trace, lease)
 
-    def _admit(
-        self, request: Request, id: str, understood: Understood, shape: Shape, trace: RequestTrace
-    ) -> tuple[RequestRun, Answer]:
-        model, params = understood.model, understood.params
-        terms = read_terms(request, id, understood.wanted, trace.traceparent)
-        samples, created = make_samples(understood, terms, self._chance), int(time.time())
+    def _facts(
+        self, understood: Understood, id: str, samples: Sequence[OutputStream], *, records: bool
+    ) -> AnswerFacts:
+        """``records``: there is to be a capsule."""
+        model, created = understood.model, int(time.time())
 
         def capsule() -> bytes:
-            return capsule_of(id, created, model, self._mesh.numerics(), params, samples)
+            return capsule_of(id, created, model, self._mesh.numerics(), understood.params, samples)
 
-        answer = shape(
-            AnswerFacts(
-                id=id,
-                created=created,
-                model=understood.wanted.model or model.name,
-                samples=samples,
-                shows_cached_tokens=self._config.enable_prompt_tokens_details,
-                capsule=capsule if terms.records else None,
-            )
+        return AnswerFacts(
+            id=id,
+            created=created,
+            model=understood.wanted.model or model.name,
+            samples=samples,
+            shows_cached_tokens=self._config.enable_prompt_tokens_details,
+            capsule=capsule if records else None,
         )
-        return self.admitted(request, samples, terms.timeout, trace), answer
-
-    def _trace(self, request: Request, id: str, understood: Understood) -> RequestTrace:
-        """The span of a request, with attributes under the names that vLLM gives them."""
-        params = understood.params
-        facts: Attributes = {
-            "gen_ai.request.id": id,
-            "gen_ai.response.model": understood.model.name,
-            "gen_ai.request.n": params.n,
-            "gen_ai.request.temperature": params.temperature,
-            "gen_ai.request.top_p": params.top_p,
-            "gen_ai.request.max_tokens": params.max_tokens or 0,
-        }
-        given, path = request.headers.get("traceparent"), request.url.path
-        return RequestTrace.begin(self._tracing, path, given, request.state.arrival, facts)

@@ -37,16 +37,15 @@ def capsule_of(
     ``classes`` are those of the mesh; ``params`` those of the request, stop strings included.
     """
     used = {sample.fingerprint for sample in samples}
-    return written(
-        Capsule(
-            format=FORMAT,
-            id=id,
-            created=created,
-            model=model_of(model),
-            numerics=tuple(each for each in classes if each.fingerprint in used),
-            prompts=tuple(_prompt(group, params) for group in _by_prompt(samples)),
-        )
+    capsule = Capsule(
+        format=FORMAT,
+        id=id,
+        created=created,
+        model=model_of(model),
+        numerics=tuple(each for each in classes if each.fingerprint in used),
+        prompts=tuple(_prompt(group, params) for group in _by_prompt(samples)),
     )
+    return written(capsule)
 
 
 def model_of(model: TextModel) -> CapsuleModel:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api import token_generation
-from router.api.answering import Answering
+from router.api.answering import Answering, Shape
 from router.api.answers import encode, json_response
 from router.api.anthropic_messages import request as messages_request
 from router.api.anthropic_messages.answer import MessageAnswer
@@ -77,12 +77,11 @@ class Generating:
     async def _answer(self, request: Request, read: Callable[[bytes], Wanted]) -> Response:
         body = await self._answering.receive_body(request)
         understood = await self._understanding.understand(lambda _: read(body), len(body))
+        prefix = "cmpl-"
+        shape: Shape = partial(CompletionAnswer, understood)
         if isinstance(understood.wanted, ChatRequest):
-            shape = partial(ChatAnswer, understood, self._config.response_role)
-            return await self._answering.answer_request(request, understood, "chatcmpl-", shape)
-        return await self._answering.answer_request(
-            request, understood, "cmpl-", partial(CompletionAnswer, understood)
-        )
+            prefix, shape = "chatcmpl-", partial(ChatAnswer, understood, self._config.response_role)
+        return await self._answering.answer_request(request, understood, prefix, shape)
 
     async def tokens(self, request: Request) -> Response:
         """``/inference/v1/generate``: token ids in and out."""

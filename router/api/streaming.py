@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from coordinator.process.process import shortage_of
-from router.api.answers import Answer
+from router.api.answers import Answer, json_response
 from router.api.headers import numerics_changed
 from router.api.request_run import Batch, RequestRun
 from router.api.shortcut import BodyOutlet, Outlet
@@ -51,6 +51,14 @@ The last one makes nginx and others pass events on at once.
 Result = TypeVar("Result")
 
 Write = Callable[[bytes], Coroutine[Any, Any, None]]
+
+
+async def whole_response(run: RequestRun, answer: Answer, receive: Receive) -> Response:
+    """An answer that is not streamed. Raises as :func:`whole_answer`."""
+    response = json_response(await whole_answer(run, answer.body, receive))
+    changes = (change for sample in run.samples for change in sample.numerics_changes)
+    response.headers.update(numerics_changed(changes))
+    return response
 
 
 async def whole_answer(

@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from starlette.requests import Request
+
 from coordinator.process.tracing import Attributes, Tracing, usable
 from engine.messages import FinishReason
+from router.api.understanding import Understood
 from router.text.output_stream import OutputStream
 
 if TYPE_CHECKING:
@@ -29,14 +32,14 @@ class RequestTrace:
 
     @classmethod
     def begin(
-        cls, tracing: Tracing | None, path: str, given: str | None, arrival: float, facts: Attributes
+        cls, tracing: Tracing | None, request: Request, id: str, understood: Understood
     ) -> RequestTrace:
-        """``given`` is the client's traceparent; ``arrival`` is on the clock of ``time.perf_counter``."""
-        traceparent = usable(given)
+        """The trace of a request that goes on from the client's; ``id`` is that of its answer."""
+        traceparent = usable(request.headers.get("traceparent"))
         if tracing is None:
             return cls(traceparent)
-        span = tracing.begin(f"POST {path}", traceparent, arrival)
-        span.set_attributes(facts)
+        span = tracing.begin(f"POST {request.url.path}", traceparent, request.state.arrival)
+        span.set_attributes(_attributes(id, understood))
         return cls(tracing.traceparent(span), tracing, span)
 
     def end(
@@ -61,6 +64,19 @@ class RequestTrace:
         """End the span of a request that is refused before anything of it runs."""
         if self._tracing is not None and self._span is not None:
             self._tracing.end(self._span, {}, str(error))
+
+
+def _attributes(id: str, understood: Understood) -> Attributes:
+    """Facts about a request, under the names that vLLM gives them."""
+    params = understood.params
+    return {
+        "gen_ai.request.id": id,
+        "gen_ai.response.model": understood.model.name,
+        "gen_ai.request.n": params.n,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.max_tokens": params.max_tokens or 0,
+    }
 
 
 UNTRACED = RequestTrace()

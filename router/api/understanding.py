@@ -5,7 +5,7 @@ A request is checked, its prompts are tokenised and its grammar is tried before 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -23,7 +23,6 @@ from router.text.text_model import TextModel
 from router.text.text_models import TextModels, check_name
 from router.turns.grammar_check import GrammarCheck
 from router.turns.harmony import is_written
-from router.turns.structured import ANSWER, form_of, text_of
 from router.turns.tool_parsers.base import Tools
 from router.turns.turn_format import TurnFormat
 
@@ -40,26 +39,10 @@ class Understood:
     model: TextModel
     params: SamplingParams
     prompts: Sequence[PromptText]
-    chat_format: TurnFormat | None = None
-    """How the text of a chat's answer becomes a turn; None for a completion."""
+    turn_format: TurnFormat
+    """How the text of an answer becomes a turn."""
     not_enforced: Sequence[str] = ()
     """Paths of the given schemas that the answer need not follow."""
-
-    @property
-    def turn_format(self) -> TurnFormat:
-        """The format of a chat's answer."""
-        assert self.chat_format is not None, "it is a chat"
-        return self.chat_format
-
-
-class _Grammar(msgspec.Struct, frozen=True):
-    """A grammar that is not tried yet."""
-
-    text: str
-    param: str
-    """The field that asked for it."""
-    places: Mapping[str, str]
-    """What the client calls each of its parts."""
 
 
 class Understanding:
@@ -83,18 +66,29 @@ class Understanding:
         """
         model = await self._models.get(None)
 
-        def prepare() -> tuple[Understood, _Grammar | None]:
-            wanted, sent = self._checked(read, model)
-            if isinstance(wanted, ChatRequest):
-                return self._chat(wanted, sent, model, budget_is_advice)
-            return self._completion(wanted, model)
-
-        understood, grammar = await run_sized(prepare, size)
+        understood, grammar = await run_sized(lambda: self._prepared(read, model, budget_is_advice), size)
         if grammar is None:
             return understood
-        checked = await self._grammars.check(grammar.text, grammar.param, grammar.places)
+        places = understood.turn_format.grammar_places
+        checked = await self._grammars.check(grammar, understood.turn_format.grammar_param, places)
         params = msgspec.structs.replace(understood.params, grammar=checked.text)
-        return replace(understood, params=params, not_enforced=checked.remarks(grammar.places))
+        return replace(understood, params=params, not_enforced=checked.remarks(places))
+
+    def _prepared(
+        self, read: Read, model: TextModel, budget_is_advice: bool
+    ) -> tuple[Understood, str | None]:
+        """A request but for its grammar, and the grammar that is not tried yet."""
+        config, tokenizer = self._config, model.tokenizer
+        wanted, sent = self._checked(read, model)
+        harmony = is_written(tokenizer, config.reasoning_parser, config.tool_call_parser)
+        turn_format = TurnFormat(wanted, config, harmony=harmony, sent=sent)
+        if turn_format.needs_special_tokens(tokenizer):
+            wanted.skip_special_tokens = False
+        params = sampling_params(wanted, model, config.max_logprobs)
+        prompts = prompts_of(wanted, model)
+        rules = turn_format.rules(prompts[0].text, tokenizer, budget_is_advice=budget_is_advice)
+        params = msgspec.structs.replace(params, thinking=rules.thinking)
+        return Understood(wanted, model, params, prompts, turn_format), rules.grammar
 
     async def prompts(self, read: Read, size: int) -> tuple[Wanted, list[PromptText]]:
         """A checked request and its prompts.
@@ -124,32 +118,6 @@ class Understanding:
         """A request as its prompt shows it, and all tools that were sent."""
         wanted = read(model.served)
         check(wanted)
+        sent = keep_offered_tools(wanted, self._config) if isinstance(wanted, ChatRequest) else ()
         check_name(wanted.model, model.served)
-        return wanted, keep_offered_tools(wanted, self._config) if isinstance(wanted, ChatRequest) else ()
-
-    def _completion(self, wanted: CompletionRequest, model: TextModel) -> tuple[Understood, _Grammar | None]:
-        form = form_of(wanted, self._config.structured_outputs)
-        params = sampling_params(wanted, model, self._config.max_logprobs)
-        understood = Understood(wanted, model, params, prompts_of(wanted, model))
-        if form is None:
-            return understood, None
-        return understood, _Grammar(text_of({ANSWER: form.body}), form.param, {ANSWER: form.param})
-
-    def _chat(
-        self, wanted: ChatRequest, sent: Tools, model: TextModel, budget_is_advice: bool
-    ) -> tuple[Understood, _Grammar | None]:
-        config = self._config
-        harmony = is_written(model.tokenizer, config.reasoning_parser, config.tool_call_parser)
-        turn_format = TurnFormat(wanted, config, harmony=harmony, sent=sent)
-        if turn_format.needs_special_tokens(model.tokenizer):
-            wanted.skip_special_tokens = False
-        params = sampling_params(wanted, model, config.max_logprobs)
-        (prompt,) = prompts = prompts_of(wanted, model)
-        if turn_format.reads_reasoning or not budget_is_advice:
-            thinking = turn_format.thinking(prompt.text, model.tokenizer)
-            params = msgspec.structs.replace(params, thinking=thinking)
-        understood = Understood(wanted, model, params, prompts, turn_format)
-        grammar = turn_format.grammar(prompt.text, model.tokenizer)
-        if grammar is None:
-            return understood, None
-        return understood, _Grammar(grammar, turn_format.grammar_param, turn_format.grammar_places)
+        return wanted, sent

@@ -17,16 +17,16 @@ from router.api.prompts import chat_prompt, completion_prompts
 from router.api.request_samples import make_samples
 from router.api.understanding import Understood
 from router.api.validation import check
+from router.config import HttpConfig
 from router.errors import ApiError, refuse
 from router.mesh import MeshError
 from router.offline.params import SamplingParams, request_of
 from router.openai_api import ChatRequest, CompletionRequest
-from router.structured_config import StructuredOutputsConfig
 from router.text.output_stream import OutputStream
 from router.text.prompt_text import PromptText
 from router.text.text_model import TextModel
 from router.turns.grammar_check import checked_grammar
-from router.turns.structured import ANSWER, form_of, text_of
+from router.turns.turn_format import TurnFormat
 
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
@@ -92,13 +92,14 @@ class JobMaker:
         request.max_tokens = room if request.max_tokens is None else min(request.max_tokens, room)
         request.min_tokens = min(request.min_tokens or 0, request.max_tokens)
         wanted = sampling_params(request, self._model, self._max_logprobs)
-        form = form_of(request, StructuredOutputsConfig())
-        if form is not None:
-            checked = checked_grammar(text_of({ANSWER: form.body}))
+        turn_format = TurnFormat(request, HttpConfig())
+        grammar = turn_format.rules(prompt.text, self._model.tokenizer).grammar
+        if grammar is not None:
+            checked = checked_grammar(grammar)
             if checked.problem:
-                refuse(f"{form.param}: {checked.problem}", form.param)
+                refuse(f"{turn_format.grammar_param}: {checked.problem}", turn_format.grammar_param)
             wanted = msgspec.structs.replace(wanted, grammar=checked.text)
-        understood = Understood(request, self._model, wanted, [prompt])
+        understood = Understood(request, self._model, wanted, [prompt], turn_format)
         samples = make_samples(understood, RequestTerms(id=request_id), self._chance, may_be_cut=True)
         return Job(request_id, params, text, samples)
 

@@ -5,6 +5,7 @@ A dialect knows the parsers of an answer, and what grammars have to say for an a
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -12,6 +13,15 @@ from router.turns import harmony
 from router.turns.harmony import HarmonyParser
 from router.turns.reasoning import ReasoningFormat, ReasoningParser, TurnParser
 from router.turns.tool_parsers.base import CallFormat, ToolParser, Tools
+
+
+class AnswerStart(enum.Enum):
+    """Where in a turn an answer begins: some prompts have begun the turn."""
+
+    TURN = enum.auto()
+    REASONING = enum.auto()
+    CONTENT = enum.auto()
+    """Behind reasoning and opening."""
 
 
 class Dialect(ABC):
@@ -42,9 +52,10 @@ class Dialect(ABC):
         """Whether all text is content."""
         return False
 
-    def is_in_answer(self, prompt: str) -> bool:
-        """Whether an answer to this prompt goes on with one, behind reasoning and opening."""
-        return False
+    def start_of_answer(self, prompt: str) -> AnswerStart:
+        """Where in its turn an answer to this prompt begins."""
+        is_inside = self.reasoning is not None and ReasoningParser(self.reasoning, prompt).inside
+        return AnswerStart.REASONING if is_inside else AnswerStart.TURN
 
 
 class Tags(Dialect):
@@ -95,6 +106,6 @@ class Harmony(Dialect):
     def parsers(self, prompt: str) -> tuple[TurnParser | None, ToolParser | None]:
         return HarmonyParser(prompt, self._names), None
 
-    def is_in_answer(self, prompt: str) -> bool:
+    def start_of_answer(self, prompt: str) -> AnswerStart:
         parser = HarmonyParser(prompt, self._names)
-        return not (parser.between or parser.inside)
+        return super().start_of_answer(prompt) if parser.between or parser.inside else AnswerStart.CONTENT

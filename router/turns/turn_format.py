@@ -4,24 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
 from engine.sampling import ThinkingBudget
 from router.config import HttpConfig
 from router.errors import refuse
-from router.openai_api import ChatRequest
+from router.openai_api import ChatRequest, CompletionRequest
 from router.text.tokens import Tokenizer
 from router.turns.assistant_turns import TurnReader
-from router.turns.dialects import Dialect, Harmony, Tags
-from router.turns.reasoning import REASONING_PARSERS, ReasoningParser
-from router.turns.structured import ANSWER, AnswerForm, form_of
+from router.turns.dialects import AnswerStart, Dialect, Harmony, Tags
+from router.turns.reasoning import REASONING_PARSERS
+from router.turns.structured import ANSWER, form_of
 from router.turns.tool_parsers import TOOL_PARSERS
 from router.turns.tool_parsers.base import Tools
 from router.turns.tool_parsers.marked_json import CallList
 from router.turns.turn_grammar import TurnGrammar
 
+NO_TOOLS = ChatRequest(messages=[])
+"""Stands for a completion, whose text is content alone."""
+
+
+class AnswerRules(msgspec.Struct, frozen=True):
+    """What instances enforce on the answers to a prompt."""
+
+    thinking: ThinkingBudget | None = None
+    grammar: str | None = None
+    """None for any text."""
+
 
 class TurnFormat:
     """How the model's text becomes reasoning, content and tool calls, for one request.
 
+    The text of a completion is content.
     Calls that ``tool_choice`` asks for are written in the model's own format where that is known and its
     arguments are JSON; they need no ``--tool-call-parser``. Models that write Harmony need no flag at all.
 
@@ -31,15 +45,21 @@ class TurnFormat:
     """
 
     def __init__(
-        self, request: ChatRequest, config: HttpConfig, *, harmony: bool = False, sent: Tools = ()
+        self,
+        request: ChatRequest | CompletionRequest,
+        config: HttpConfig,
+        *,
+        harmony: bool = False,
+        sent: Tools = (),
     ) -> None:
-        """``sent``: the tools as the client numbers them, if the request was reduced to some."""
+        """``harmony``: the model writes it. ``sent``: the tools as the client numbers them."""
+        chat = request if isinstance(request, ChatRequest) else NO_TOOLS
         self._config = config.structured_outputs
+        self._asked_for = _asked_for(chat)
         self._form = form_of(request, self._config)
-        self._asked_for = _asked_for(request)
-        self._tools = request.tools or ()
-        self._sent = sent or self._tools
-        offers_tools = bool(request.tools) and request.tool_choice != "none"
+        tools = chat.tools or ()
+        self._sent = sent or tools
+        offers_tools = bool(tools) and chat.tool_choice != "none"
         if offers_tools and not (self._asked_for or config.enable_auto_tool_choice or harmony):
             refuse(
                 '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set.',
@@ -48,20 +68,22 @@ class TurnFormat:
         if self._asked_for and self._form is not None and self._form.param != "response_format":
             refuse(f"{self._form.param} and tool_choice exclude each other.", "tool_choice")
         self._dialect: Dialect
-        if harmony:
-            self._dialect = Harmony(self._tools if offers_tools else ())
+        if chat is NO_TOOLS:
+            self._dialect = Tags(None, None, ())
+        elif harmony:
+            self._dialect = Harmony(tools if offers_tools else ())
         else:
             named = config.tool_call_parser if offers_tools else None
             calls = TOOL_PARSERS[named] if named else None
             if self._asked_for and (calls is None or calls.written is None):
                 calls = CallList
             reasoning = REASONING_PARSERS[config.reasoning_parser] if config.reasoning_parser else None
-            self._dialect = Tags(reasoning, calls, request.tools or ())
-        self._may_call: Tools = self._tools if offers_tools and not self._asked_for else ()
-        self._names_tool = isinstance(request.tool_choice, dict)
-        self._max_calls = 1 if request.parallel_tool_calls is False or self._names_tool else 0
-        self._hides_reasoning = request.include_reasoning is False
-        self._budget = request.thinking_token_budget
+            self._dialect = Tags(reasoning, calls, tools)
+        self._may_call: Tools = tools if offers_tools and not self._asked_for else ()
+        self._names_tool = isinstance(chat.tool_choice, dict)
+        self._max_calls = 1 if chat.parallel_tool_calls is False or self._names_tool else 0
+        self._hides_reasoning = chat.include_reasoning is False
+        self._budget = chat.thinking_token_budget
 
     def __repr__(self) -> str:
         return f"<TurnFormat {self._dialect!r} form={self._form}>"
@@ -72,10 +94,6 @@ class TurnFormat:
         return self._dialect.is_plain
 
     @property
-    def reads_reasoning(self) -> bool:
-        return self._dialect.reasoning is not None
-
-    @property
     def grammar_param(self) -> str:
         """The field to name when the grammar is wrong."""
         return "tools" if self._asked_for or self._form is None else self._form.param
@@ -84,38 +102,63 @@ class TurnFormat:
         """Whether what the parsers look for is lost when special tokens are skipped."""
         return any(map(tokenizer.is_special, self._dialect.markers))
 
-    def grammar(self, prompt: str, tokenizer: Tokenizer) -> str | None:
-        """What the answers to a prompt follow, None for any text."""
-        if not self._asked_for and self._form is None:
+    def rules(self, prompt: str, tokenizer: Tokenizer, *, budget_is_advice: bool = False) -> AnswerRules:
+        """What the answers to a prompt must follow.
+
+        ``budget_is_advice``: a reasoning budget is left out where no reasoning is known.
+
+        Raises:
+            ApiError: there is a budget, but no reasoning is known.
+        """
+        budget, form = self._budget, self._dialect.reasoning
+        if budget == -1 or (form is None and budget_is_advice):
+            budget = None
+        if budget is not None and form is None:
+            refuse("thinking_token_budget needs --reasoning-parser to be set.", "thinking_token_budget")
+        is_free = not self._asked_for and self._form is None
+        if budget is None and is_free:
+            return AnswerRules()
+        start = self._dialect.start_of_answer(prompt)
+        thinking = None if budget is None else self._thinking(budget, start, tokenizer)
+        return AnswerRules(thinking, None if is_free else self._grammar(start, tokenizer))
+
+    def _thinking(self, budget: int, start: AnswerStart, tokenizer: Tokenizer) -> ThinkingBudget | None:
+        """The reasoning budget of an answer; None if it begins behind the reasoning."""
+        form = self._dialect.reasoning
+        if form is None or start is AnswerStart.CONTENT:
             return None
-        turn, dialect = TurnGrammar(tokenizer, self._config), self._dialect
-        begins = not dialect.is_in_answer(prompt)
+
+        def ids(text: str) -> tuple[int, ...]:
+            return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+        is_inside = start is AnswerStart.REASONING
+        return ThinkingBudget(budget, () if is_inside else tuple(map(ids, form.begin)), ids(form.end[0]))
+
+    def _grammar(self, start: AnswerStart, tokenizer: Tokenizer) -> str:
+        """The grammar of the calls that are asked for, or of an answer in its form.
+
+        Where the model is free to call tools, it may do so in place of the answer.
+        """
+        turn, dialect, form = TurnGrammar(tokenizer, self._config), self._dialect, self._form
+        begins = start is not AnswerStart.CONTENT
+        opening, tools = (dialect.opening, self._may_call) if begins else ("", ())
+        most_one = dialect.most_one_call or self._max_calls == 1
         if begins and dialect.reasoning is not None:
-            turn.reasoning(dialect.reasoning, prompt)
+            turn.reasoning(dialect.reasoning, is_begun=start is AnswerStart.REASONING)
         if self._asked_for:
             assert dialect.written is not None
-            most_one = dialect.most_one_call or self._max_calls == 1
             turn.calls(self._asked_for, dialect.written, most_one=most_one)
-        elif self._form is not None:
-            self._answer_or_call(turn, self._form, begins=begins)
-        return turn.text()
-
-    def _answer_or_call(self, turn: TurnGrammar, form: AnswerForm, *, begins: bool) -> None:
-        """An answer in its form; or calls, where the model is free to make some."""
-        dialect = self._dialect
-        opening = dialect.opening if begins else ""
-        tools = self._may_call if begins else ()
-        if tools and dialect.written is not None:
-            most_one = dialect.most_one_call or self._max_calls == 1
+        elif form is not None and tools and dialect.written is not None:
             turn.calls_or_answer(tools, dialect.written, form, opening, most_one=most_one)
-        elif tools and dialect.calls is not None:
+        elif form is not None and tools and dialect.calls is not None:
             turn.own_calls_or_answer(dialect.calls, tools, form)
-        else:
+        elif form is not None:
             turn.answer(form, opening)
+        return turn.text()
 
     @property
     def grammar_places(self) -> Mapping[str, str]:
-        """What the client calls each grammar of :meth:`grammar`."""
+        """What the client calls each part of the grammar."""
         called = self._asked_for or self._may_call
         sent = {id(tool): index for index, tool in reversed([*enumerate(self._sent)])}
         places = {
@@ -123,28 +166,6 @@ class TurnFormat:
             for index, tool in enumerate(called)
         }
         return places if self._form is None else {**places, ANSWER: self._form.param}
-
-    def thinking(self, prompt: str, tokenizer: Tokenizer) -> ThinkingBudget | None:
-        """The reasoning budget of an answer to a prompt.
-
-        None without a limit, or if the answer begins behind the reasoning.
-
-        Raises:
-            ApiError: there is a limit, but no reasoning is known.
-        """
-        budget, form = self._budget, self._dialect.reasoning
-        if budget is None or budget == -1:
-            return None
-        if form is None:
-            refuse("thinking_token_budget needs --reasoning-parser to be set.", "thinking_token_budget")
-        if self._dialect.is_in_answer(prompt):
-            return None
-        is_inside = ReasoningParser(form, prompt).inside
-
-        def ids(text: str) -> tuple[int, ...]:
-            return tuple(tokenizer.encode(text, add_special_tokens=False))
-
-        return ThinkingBudget(budget, () if is_inside else tuple(map(ids, form.begin)), ids(form.end[0]))
 
     def reader(self, prompt: str) -> TurnReader:
         """For one answer to a prompt."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from router.structured_config import StructuredOutputsConfig
 from router.text.tokens import Tokenizer
-from router.turns.reasoning import ReasoningFormat, ReasoningParser
+from router.turns.reasoning import ReasoningFormat
 from router.turns.structured import (
     ANSWER,
     AnswerForm,
@@ -47,11 +47,8 @@ class TurnGrammar:
         lark = "\n".join([f"start: {' '.join(self._start)}", *self._rules])
         return text_of({TURN: {"lark_grammar": lark}, **self._bodies})
 
-    def reasoning(self, form: ReasoningFormat, prompt: str) -> None:
-        """The turn may begin with reasoning.
-
-        Where the prompt has begun it, it must end it.
-        """
+    def reasoning(self, form: ReasoningFormat, *, is_begun: bool) -> None:
+        """The turn may begin with reasoning; it must end reasoning that the prompt has begun."""
         if self._config.enable_in_reasoning:
             return
         special = [end for end in form.end if self._tokenizer.special_id(end) is not None]
@@ -65,8 +62,7 @@ class TurnGrammar:
         else:
             self._rules.append(GAP)
             thought = "thought gap?"
-        is_inside = ReasoningParser(form, prompt).inside
-        self._start.append(thought if is_inside else f"(({self._any_of(form.begin)}) {thought})?")
+        self._start.append(thought if is_begun else f"(({self._any_of(form.begin)}) {thought})?")
 
     def answer(self, form: AnswerForm, opening: str = "") -> None:
         """The answer has a form, behind its opening."""

@@ -27,10 +27,12 @@ from router.text.output_stream import OutputStream
 from router.text.prompt_text import PromptText
 from router.text.text_model import TextModel, load_text_model
 from router.text.tokens import TokenizerError
+from router.turns.turn_format import TurnFormat
 from tests.router import tiny_tokenizer
 from tests.router.conftest import MAX_MODEL_LEN, VOCAB_SIZE
 from tests.router.tiny_tokenizer import BOS
 
+WITH_TOOLS = HttpConfig(enable_auto_tool_choice=True, tool_call_parser="hermes")
 USER = [{"role": "user", "content": "Hello"}]
 
 read_completion = decoder(CompletionRequest)
@@ -44,7 +46,8 @@ def samples_of(
     prompts: list[PromptText],
     **settings: bool,
 ) -> list[OutputStream]:
-    return make_samples(Understood(request, model, params, prompts), RequestTerms(id="id"), **settings)
+    understood = Understood(request, model, params, prompts, TurnFormat(request, WITH_TOOLS))
+    return make_samples(understood, RequestTerms(id="id"), **settings)
 
 
 def completion(model: TextModel, max_logprobs: int = 20, **fields: Any) -> list[Prompt]:

@@ -24,6 +24,7 @@ from router.api.request_samples import make_samples
 from router.api.streaming import EventStream, unless_gone, whole_answer
 from router.api.tracing import UNTRACED, RequestTrace
 from router.api.understanding import Understood
+from router.config import HttpConfig
 from router.errors import ApiError, ClientGone
 from router.http.body import decoder
 from router.http.connection import CUT_OFF
@@ -34,6 +35,7 @@ from router.text.output_stream import OutputStream, Piece, join
 from router.text.stops import StopStrings
 from router.text.text_model import TextModel
 from router.text.tokens import Tokenizer
+from router.turns.turn_format import TurnFormat
 from tests.router.fake_mesh import FakeMesh, Script, failing, logprobs_of, saying
 from tests.router.tiny_tokenizer import EOS, IM_END
 
@@ -230,7 +232,8 @@ def call_of(
 ) -> Call:
     request = decoder(CompletionRequest)(msgspec.json.encode({"prompt": "Hello", "max_tokens": 50} | fields))
     params = sampling_params(request, model, 20)
-    understood = Understood(request, model, params, completion_prompts(request, model))
+    turn_format = TurnFormat(request, HttpConfig())
+    understood = Understood(request, model, params, completion_prompts(request, model), turn_format)
     samples = make_samples(understood, RequestTerms(id="id"))
     answer = CompletionAnswer(understood, AnswerFacts(id="id", created=1, model="tiny", samples=samples))
     return Call(RequestRun(mesh, metrics or Metrics(mesh), samples, time.perf_counter(), trace=trace), answer)

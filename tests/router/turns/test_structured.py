@@ -128,7 +128,7 @@ def test_calls_that_are_asked_for(
     config = HttpConfig(tool_call_parser=parser)
     counts = set()
     for seed in range(NUM_WALKS):
-        grammar = TurnFormat(request, config).grammar("", marked)
+        grammar = TurnFormat(request, config).rules("", marked).grammar
         assert grammar is not None
         text = walk(grammar, vocabulary, marked, seed)
         found = turn(request, config, text)
@@ -157,7 +157,7 @@ def test_the_form_begins_behind_reasoning(
 ) -> None:
     form = StructuredOutputs(json=POINT)
     config = HttpConfig(reasoning_parser=parser)
-    text = TurnFormat(chat(structured_outputs=form), config).grammar(prompt, marked)
+    text = TurnFormat(chat(structured_outputs=form), config).rules(prompt, marked).grammar
     assert text is not None
     end = "Here is my response:" if parser == "granite" else "</think>"
     thought = f'{begin}so {{"x": 1 }} it "is"{end}'
@@ -170,7 +170,7 @@ def test_the_form_begins_behind_reasoning(
     assert not follows(thought + "no", text, vocabulary, marked)
     assert follows('{"x":7,"on":true}', text, vocabulary, marked) == bool(begin)
     strict = HttpConfig(reasoning_parser=parser, structured_outputs_config='{"enable_in_reasoning": true}')
-    text = TurnFormat(chat(structured_outputs=form), strict).grammar(prompt, marked)
+    text = TurnFormat(chat(structured_outputs=form), strict).rules(prompt, marked).grammar
     assert text is not None
     assert follows('{"x":7,"on":true}', text, vocabulary, marked)
 
@@ -189,7 +189,7 @@ def test_harmony(vocabulary: Vocabulary, marked: Tokenizer) -> None:
     answer = '{"x":7,"on":true}'
     thought = '<|channel|>analysis<|message|>so {"x"}<|end|><|start|>assistant'
     calls = turn_format(tools=TOOLS, tool_choice="required")
-    grammar = calls.grammar(prompt, marked)
+    grammar = calls.rules(prompt, marked).grammar
     assert grammar is not None
     for before in ("", thought):
         whole = f"{before}<|channel|>commentary to=functions.draw <|constrain|>json<|message|>{answer}"
@@ -199,7 +199,7 @@ def test_harmony(vocabulary: Vocabulary, marked: Tokenizer) -> None:
         assert not follows(whole.replace("draw", "wait"), grammar, vocabulary, marked)
     assert not follows(f"<|channel|>final<|message|>{answer}", grammar, vocabulary, marked)
     form = turn_format(structured_outputs=StructuredOutputs(json=POINT))
-    grammar = form.grammar(prompt, marked)
+    grammar = form.rules(prompt, marked).grammar
     assert grammar is not None
     for before in ("", thought):
         whole = f"{before}<|channel|>final<|message|>{answer}"
@@ -209,11 +209,11 @@ def test_harmony(vocabulary: Vocabulary, marked: Tokenizer) -> None:
     assert not follows(answer, grammar, vocabulary, marked)
     assert not follows("<|channel|>final<|message|>no", grammar, vocabulary, marked)
     begun = prompt + "<|channel|>final<|message|>"
-    grammar = form.grammar(begun, marked)
+    grammar = form.rules(begun, marked).grammar
     assert grammar is not None
     assert follows(answer, grammar, vocabulary, marked)
     assert read(form, answer, begun).content == answer
-    thinks = form.grammar(prompt + "<|channel|>analysis<|message|>", marked)
+    thinks = form.rules(prompt + "<|channel|>analysis<|message|>", marked).grammar
     assert thinks is not None
     assert follows(
         f"so<|end|><|start|>assistant<|channel|>final<|message|>{answer}", thinks, vocabulary, marked
@@ -364,7 +364,7 @@ def test_one_form_may_be_asked_for_under_several_names() -> None:
 
 def test_text_needs_no_grammar() -> None:
     assert form_of(CompletionRequest(response_format={"type": "text"}), DEFAULT) is None
-    assert TurnFormat(chat(), HttpConfig()).grammar("", None) is None  # type: ignore[arg-type]
+    assert TurnFormat(chat(), HttpConfig()).rules("", None).grammar is None  # type: ignore[arg-type]
 
 
 def test_texts_as_patterns() -> None:
@@ -751,7 +751,7 @@ def test_calls_have_no_arguments_that_nobody_named(
     form = None if choice else {"type": "json_object"}
     config = HttpConfig(tool_call_parser="hermes", enable_auto_tool_choice=True)
     request = chat(tools=[tool("draw", parameters)], tool_choice=choice, response_format=form)
-    grammar = TurnFormat(request, config).grammar("", marked)
+    grammar = TurnFormat(request, config).rules("", marked).grammar
     assert grammar is not None
     for arguments, is_call in (
         ('{"at":{"x":1}}', True),
@@ -773,7 +773,7 @@ def test_a_call_or_an_answer_in_its_form(parser: str, vocabulary: Vocabulary, ma
         "json_schema": {"schema": {"type": "array", "items": {"type": "integer"}}},
     }
     request = chat(tools=TOOLS, response_format=wanted)
-    grammar = TurnFormat(request, config).grammar("", marked)
+    grammar = TurnFormat(request, config).rules("", marked).grammar
     assert grammar is not None
     assert problem_with(grammar) == ""
     assert follows("[1,2]", grammar, vocabulary, marked)
@@ -785,7 +785,7 @@ def test_a_call_or_an_answer_in_its_form(parser: str, vocabulary: Vocabulary, ma
     found = turn(request, config, call)
     assert (found.content, [each.name for each in found.calls]) == ("", ["draw"])
     none = chat(tools=TOOLS, response_format=wanted, tool_choice="none")
-    grammar = TurnFormat(none, config).grammar("", marked)
+    grammar = TurnFormat(none, config).rules("", marked).grammar
     assert grammar is not None
     assert not follows(call, grammar, vocabulary, marked)
 
@@ -832,7 +832,7 @@ CALLS = {
 def test_harmony_calls_or_answers_in_its_form(vocabulary: Vocabulary, marked: Tokenizer) -> None:
     prompt = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
     form = TurnFormat(chat(tools=TOOLS, guided_choice=["yes"]), HttpConfig(), harmony=True)
-    grammar = form.grammar(prompt, marked)
+    grammar = form.rules(prompt, marked).grammar
     assert grammar is not None
     for whole in (
         "<|channel|>final<|message|>yes",
