@@ -277,7 +277,7 @@ class TransferCounters(msgspec.Struct, frozen=True, array_like=True):
     fetch_seconds: float = 0.0
     """Sum over transfers, from the question to the last block."""
     outcomes: dict[str, int] = {}
-    """Transfers by :class:`engine.transfers.fetching.Outcome`."""
+    """Transfers by :class:`engine.transfers.fetching.TransferOutcome`."""
     lent_blocks: int = 0
     """Blocks that were held for other instances."""
     prompt_tokens: int = 0

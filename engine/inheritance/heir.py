@@ -1,7 +1,7 @@
 """Copies blocks of dead instances into a cache, in a thread of its own.
 
-The same contract as a fetch from a live one: a :class:`.Wanted` ends by an :class:`.Ended`, whatever happens.
-Nobody is asked, and nothing is mapped: what is released meanwhile is a short read, and is computed.
+The same contract as a fetch from a live one: a :class:`.Wanted` ends by a :class:`.TransferEnded`, whatever
+happens. Nobody is asked, and nothing is mapped: what is released meanwhile is a short read, and is computed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.inheritance.shared_cache import is_cache
 from engine.inheritance.table import ENTRY_BYTES, HEADER_BYTES, Header, Table, unpacked
 from engine.scheduling.blocks import BlockHash
 from engine.transfers.block_memory import CacheMemory
-from engine.transfers.fetching import DEAD, Ended, Outcome, Source, Wanted
+from engine.transfers.fetching import DEAD, Source, TransferEnded, TransferOutcome, Wanted
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Heir:
         self._identity = identity
         self._wake = wake
         self._asked: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
-        self._ended: deque[Ended] = deque()
+        self._ended: deque[TransferEnded] = deque()
         self._cancelled: set[int] = set()
         self._estate: _Estate | None = None
         self._living: Source | None = None
@@ -97,7 +97,7 @@ class Heir:
         """End a copy soon."""
         self._cancelled.add(number)
 
-    def take_events(self) -> list[Ended]:
+    def take_events(self) -> list[TransferEnded]:
         """Copies that ended since the last call."""
         found = []
         while self._ended:
@@ -114,7 +114,7 @@ class Heir:
     def _run(self) -> None:
         while (wanted := self._asked.get()) is not None and not self._closing:
             began = time.monotonic()
-            count, outcome = 0, Outcome.LOST
+            count, outcome = 0, TransferOutcome.LOST
             try:
                 count, outcome = self._copy(wanted, began + wanted.seconds)
             except OSError as error:
@@ -122,13 +122,15 @@ class Heir:
             except Exception:
                 logger.exception("blocks of a dead instance could not be copied")
             seconds, num_bytes = time.monotonic() - began, count * self._memory.block_bytes
-            self._ended.append(Ended(wanted.number, count, outcome, wanted.source, num_bytes, seconds))
+            self._ended.append(
+                TransferEnded(wanted.number, count, outcome, wanted.source, num_bytes, seconds)
+            )
             self._wake()
             if self._asked.empty():
                 self._leave()  # else the memory would be kept from the system
         self._leave()
 
-    def _copy(self, wanted: Wanted, until: float) -> tuple[int, Outcome]:
+    def _copy(self, wanted: Wanted, until: float) -> tuple[int, TransferOutcome]:
         """Copy the blocks of one request from a dead instance's memory.
 
         Returns how many of the first are there, and why there are no more.
@@ -144,16 +146,16 @@ class Heir:
         estate = self._estate
         for index, (name, to) in enumerate(zip(wanted.names, wanted.blocks, strict=True)):
             if wanted.number in self._cancelled or self._closing:
-                return index, Outcome.CANCELLED
+                return index, TransferOutcome.CANCELLED
             if time.monotonic() > until:
-                return index, Outcome.SLOW
+                return index, TransferOutcome.SLOW
             block = estate.blocks.get(name)
             if block is None:
-                return index, Outcome.WHOLE if index else Outcome.ABSENT
+                return index, TransferOutcome.WHOLE if index else TransferOutcome.ABSENT
             with self._memory.filling(to) as parts:
                 if not estate.copy(block, parts):
-                    return index, Outcome.LOST
-        return len(wanted.names), Outcome.WHOLE
+                    return index, TransferOutcome.LOST
+        return len(wanted.names), TransferOutcome.WHOLE
 
     def _leave(self) -> None:
         if self._estate is not None:

@@ -1,8 +1,8 @@
 """KV cache tier in files, with its reader threads and its writer thread.
 
 Reading and writing have threads of their own, so that a slow disk costs no step, and a write no read. The
-step loop holds the blocks that they use: those of a transfer until its :class:`.Ended`, those that are
-written until the writer has told, and those that a thread may fill beyond the end of its transfer. Which
+step loop holds the blocks that they use: those of a transfer until its :class:`.TransferEnded`, those that
+are written until the writer has told, and those that a thread may fill beyond the end of its transfer. Which
 blocks are written is decided by :mod:`engine.tiers.write_behind`, what is read by :mod:`engine.tiers.reads`.
 """
 
@@ -23,7 +23,7 @@ from engine.tiers.block_files import BlockFiles, WrongBlock
 from engine.tiers.reads import FileJob, Reads
 from engine.tiers.write_behind import WriteBehind, Writing
 from engine.transfers.block_memory import CacheMemory
-from engine.transfers.fetching import Ended, Outcome, Wanted
+from engine.transfers.fetching import TransferEnded, TransferOutcome, Wanted
 from engine.transfers.pages_ahead import MOST_AHEAD, blocks_at_once, wanted_blocks
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class FileTier:
         return found
 
     def fetch(self, wanted: Wanted) -> None:
-        """Begin to read blocks; it ends by one :class:`.Ended`, whatever happens."""
+        """Begin to read blocks; it ends by one :class:`.TransferEnded`, whatever happens."""
         with self._work:
             self._reads.ask(wanted, self._clock())
             self._work.notify(max(1, len(wanted.names) // FEWEST_EACH))
@@ -149,7 +149,7 @@ class FileTier:
         with self._work:
             self._reads.cancel(number, self._clock())
 
-    def take_events(self) -> list[Ended]:
+    def take_events(self) -> list[TransferEnded]:
         """Reads that ended since the last call."""
         with self._work:
             found = self._reads.take_ended()
@@ -255,7 +255,7 @@ class FileTier:
                 lacks = self._read_block(job)
             except Exception:
                 logger.exception("a block file could not be read")
-                lacks = Outcome.LOST
+                lacks = TransferOutcome.LOST
             with self._work:
                 if is_news := self._reads.done(job, lacks, self._clock()):
                     self._work.notify_all()  # nothing was begun while this one was overdue
@@ -271,7 +271,7 @@ class FileTier:
                 self._work.wait()
         return None
 
-    def _read_block(self, job: FileJob) -> Outcome | None:
+    def _read_block(self, job: FileJob) -> TransferOutcome | None:
         """Read one block; returns why it is not there."""
         name, index = job.name, job.index
         try:
@@ -279,17 +279,17 @@ class FileTier:
                 self._files.read(name, parts)
         except FileNotFoundError:
             self._kept.discard(name)
-            return Outcome.WHOLE if index else Outcome.ABSENT
+            return TransferOutcome.WHOLE if index else TransferOutcome.ABSENT
         except WrongBlock as error:
             logger.error("%s: it is deleted, and the block is computed", error)
             self._kept.discard(name)
             self._files.drop(name)
-            return Outcome.WRONG
+            return TransferOutcome.WRONG
         except OSError as error:
             self._kept.discard(name)
             self._add(read_failures=1)
             self._complain(f"a block file cannot be read: {error}")
-            return Outcome.LOST
+            return TransferOutcome.LOST
         return None
 
     def _complain(self, text: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.scheduling.blocks import BlockHash
-from engine.transfers.fetching import Ended, Outcome, Wanted
+from engine.transfers.fetching import TransferEnded, TransferOutcome, Wanted
 
 HANGS = 1.0
 """Seconds beyond the time of its read after which a system call counts as hanging."""
@@ -40,7 +40,7 @@ class _Read:
     """Index of the next block to begin."""
     busy: dict[int, FileJob] = field(default_factory=dict)
     """Blocks that threads fill now, by index."""
-    lacking: list[tuple[int, Outcome]] = field(default_factory=list)
+    lacking: list[tuple[int, TransferOutcome]] = field(default_factory=list)
     """Reason by index of each block that could not be read."""
 
     @property
@@ -60,7 +60,7 @@ class Reads:
         """What threads read now, and when the time of its read is over."""
         self._kept: set[FileJob] = set()
         """Those of reads that have ended."""
-        self._ended: list[Ended] = []
+        self._ended: list[TransferEnded] = []
         self._returned: list[int] = []
 
     def __repr__(self) -> str:
@@ -94,7 +94,7 @@ class Reads:
                 return job
         return None
 
-    def done(self, job: FileJob, lacks: Outcome | None, now: float) -> bool:
+    def done(self, job: FileJob, lacks: TransferOutcome | None, now: float) -> bool:
         """Record that a thread has finished a block.
 
         ``lacks``: why the block is not there, None if it is. Returns whether a read has ended, or a kept
@@ -110,7 +110,7 @@ class Reads:
         if lacks is not None:
             read.lacking.append((job.index, lacks))
         elif read.goes_on and now > read.until:
-            read.lacking.append((read.next, Outcome.SLOW))
+            read.lacking.append((read.next, TransferOutcome.SLOW))
         self._end_if_over(read, now)
         return job.number not in self._reads
 
@@ -118,7 +118,7 @@ class Reads:
         """Cancel a read; harmless if it has ended."""
         read = self._reads.get(number)
         if read is not None:
-            read.lacking.append((read.next, Outcome.CANCELLED))
+            read.lacking.append((read.next, TransferOutcome.CANCELLED))
             self._end_if_over(read, now)
 
     def look(self, now: float) -> list[int]:
@@ -131,7 +131,7 @@ class Reads:
         for read in [each for each in self._reads.values() if now > each.until]:
             held += [job.block for job in read.busy.values()]
             self._kept.update(read.busy.values())
-            outcome = Outcome.CANCELLED if read.began_at is None else Outcome.SLOW
+            outcome = TransferOutcome.CANCELLED if read.began_at is None else TransferOutcome.SLOW
             read.lacking.append((min(read.busy, default=read.next), outcome))
             read.busy.clear()
             self._end_if_over(read, now)
@@ -139,7 +139,7 @@ class Reads:
 
     # ---- what follows
 
-    def take_ended(self) -> list[Ended]:
+    def take_ended(self) -> list[TransferEnded]:
         """Reads that ended since the last call."""
         found, self._ended = self._ended, []
         return found
@@ -162,8 +162,8 @@ class Reads:
         wanted = read.wanted
         if read.busy or read.goes_on:
             return
-        count, outcome = min(read.lacking, default=(len(wanted.names), Outcome.WHOLE))
+        count, outcome = min(read.lacking, default=(len(wanted.names), TransferOutcome.WHOLE))
         del self._reads[wanted.number]
         seconds = 0.0 if read.began_at is None else now - read.began_at
         num_bytes = count * self._block_bytes
-        self._ended.append(Ended(wanted.number, count, outcome, wanted.source, num_bytes, seconds))
+        self._ended.append(TransferEnded(wanted.number, count, outcome, wanted.source, num_bytes, seconds))

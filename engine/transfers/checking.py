@@ -20,7 +20,7 @@ CHECK_INTERVAL = 32
 
 
 @dataclass(frozen=True)
-class Check:
+class BlockCheck:
     """A block that was fetched, and the same one as it is computed here."""
 
     request: Request
@@ -72,7 +72,7 @@ class BlockChecks:
         self._num_transfers = 0
         self._files_are_new = True
         """Whether no block of a file was checked yet."""
-        self._pending: list[Check] = []
+        self._pending: list[BlockCheck] = []
 
     def __repr__(self) -> str:
         return f"<BlockChecks: {len(self._pending)} pending>"
@@ -102,13 +102,13 @@ class BlockChecks:
         there = self._pool.find_prefix(names[-1:])
         if not there or request.num_computed < (most + 1) * self._block_size:
             return
-        check = Check(request, source, names, there[0], request.blocks[most])
+        check = BlockCheck(request, source, names, there[0], request.blocks[most])
         if check.fetched != check.own:
             self._pool.hold([check.fetched, check.own])
             self._pending.append(check)
             self._files_are_new &= source != FILES
 
-    def compare(self, same: Callable[[int, int], bool]) -> tuple[int, list[Check]]:
+    def compare(self, same: Callable[[int, int], bool]) -> tuple[int, list[BlockCheck]]:
         """Compare blocks computed by the step that just ended; returns how many, and wrong ones."""
         pending, self._pending = self._pending, []
         wrong = [check for check in pending if not same(check.fetched, check.own)]

@@ -1,10 +1,10 @@
 """The step loop's part in transfers: references, room for blocks, and requests that wait (pure).
 
 Only the step loop knows which blocks are free, named, or about to be filled. It holds blocks that are lent
-until the mover's :class:`.Return`, and those that are being written until its :class:`.Ended`; no clock ends
-either. A request waits here while its prefix is fetched, and is then queued like any other: it finds the
-blocks that came by their names. If none came it is computed. Blocks of a request that is about to move here
-are fetched the same way, while it still runs elsewhere (a *copy*).
+until the mover's :class:`.Return`, and those that are being written until its :class:`.TransferEnded`; no
+clock ends either. A request waits here while its prefix is fetched, and is then queued like any other: it
+finds the blocks that came by their names. If none came it is computed. Blocks of a request that is about to
+move here are fetched the same way, while it still runs elsewhere (a *copy*).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from engine.messages import TransferCounters
 from engine.scheduling.blocks import BlockHash, BlockPool
 from engine.scheduling.request import Request, RequestKey
 from engine.transfers.checking import BlockChecks, Origins
-from engine.transfers.fetching import DEAD, FILES, Ended, Outcome, Source, Wanted
+from engine.transfers.fetching import DEAD, FILES, Source, TransferEnded, TransferOutcome, Wanted
 from engine.transfers.handing_over import Find, HandOvers, Tail, nobody
-from engine.transfers.lending import Key, Look, Return
+from engine.transfers.lending import Key, Lookup, Return
 from engine.transfers.messages import MOST_BLOCKS, NO_BLOCK, Holder
 from engine.transfers.price import FetchPrice
 
@@ -54,7 +54,7 @@ class Mover(Protocol):
 
     @property
     def has_ended(self) -> bool: ...
-    def take_events(self) -> list[Look | Return | Ended]: ...
+    def take_events(self) -> list[Lookup | Return | TransferEnded]: ...
     def fetch(self, wanted: Wanted) -> None: ...
     def cancel(self, number: int) -> None: ...
     def found(self, loan: Key, blocks: Sequence[int]) -> None: ...
@@ -71,7 +71,7 @@ class Tier(Protocol):
     def count(self, names: Sequence[BlockHash]) -> int: ...
     def fetch(self, wanted: Wanted) -> None: ...
     def cancel(self, number: int) -> None: ...
-    def take_events(self) -> list[Ended]: ...
+    def take_events(self) -> list[TransferEnded]: ...
     def turn(self, being_filled: Callable[[], set[int]]) -> None: ...
     def forget(self, names: Sequence[BlockHash]) -> None: ...
     def drop_written(self) -> None: ...
@@ -83,7 +83,7 @@ class Heir(Protocol):
 
     def fetch(self, wanted: Wanted) -> None: ...
     def cancel(self, number: int) -> None: ...
-    def take_events(self) -> list[Ended]: ...
+    def take_events(self) -> list[TransferEnded]: ...
 
 
 @dataclass
@@ -344,14 +344,14 @@ class BlockExchange:
             events = [*events, *self._heir.take_events()]
         for event in events:
             match event:
-                case Look(loan, names, None):
+                case Lookup(loan, names, None):
                     self._lend(loan, names, being_filled())
-                case Look():
+                case Lookup():
                     self._hand_overs.add(event)
                 case Return(loan):
                     self._pool.release(self._lent.pop(loan))
                     self._num_kept -= self._kept.pop(loan)
-                case Ended():
+                case TransferEnded():
                     ready += self._ended(event)
         for loan, request, answer in self._hand_overs.due(find) if self._hand_overs else ():
             self._hand_over(loan, request, answer)
@@ -508,7 +508,7 @@ class BlockExchange:
             return self._tier_price
         return self._dead_price if _is_dead(source) else self.price
 
-    def _ended(self, end: Ended) -> list[Request]:
+    def _ended(self, end: TransferEnded) -> list[Request]:
         transfer = self._transfers.pop(end.number)
         wanted, now = transfer.wanted, self._clock()
         names = end.names if wanted.holder else wanted.names
@@ -530,12 +530,12 @@ class BlockExchange:
             fetched_bytes=self._counters.fetched_bytes + end.num_bytes,
             fetch_seconds=self._counters.fetch_seconds + end.seconds,
             outcomes={**outcomes, end.outcome.value: outcomes.get(end.outcome.value, 0) + 1},
-            wrong_blocks=self._counters.wrong_blocks + (end.outcome is Outcome.WRONG),
+            wrong_blocks=self._counters.wrong_blocks + (end.outcome is TransferOutcome.WRONG),
         )
-        if end.outcome in (Outcome.WHOLE, Outcome.SLOW) and wanted.holder is None:
+        if end.outcome in (TransferOutcome.WHOLE, TransferOutcome.SLOW) and wanted.holder is None:
             self._price_of(end.source).fetched(end.num_bytes, end.seconds, now)
         if end.for_good:
-            is_wrong = end.outcome is Outcome.WRONG
+            is_wrong = end.outcome is TransferOutcome.WRONG
             why = "what it sent is not what it named" if is_wrong else "its cache differs"
             self._shun(end.source, why, is_wrong=is_wrong)
         if _is_dead(end.source):

@@ -3,7 +3,7 @@
 Events in, actions out. Blocks arrive in order. Each is checked by its digest before it is written; what is
 late, torn or wrong is dropped, and ends the transfer: the blocks before it are right, the rest is computed.
 A transfer also ends when its source refuses, breaks its connection or sends nothing for a while. Its room in
-the cache belongs to it until :class:`Ended`, and to nobody here after that.
+the cache belongs to it until :class:`TransferEnded`, and to nobody here after that.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dataclasses import dataclass, replace
 from engine.scheduling.blocks import BlockHash
 from engine.transfers.messages import (
     DIGEST_BYTES,
-    Ask,
+    BlockPiece,
     Enough,
     Held,
     Holder,
     Lent,
-    More,
-    Piece,
-    Refused,
+    LoanRefused,
+    LoanRequest,
     ToTaker,
+    WindowGrant,
     digest_of,
     joined,
     split,
@@ -50,7 +50,7 @@ DEAD = "memory:"
 """What the address of a dead instance's memory begins with (:mod:`engine.inheritance`)."""
 
 
-class Outcome(enum.StrEnum):
+class TransferOutcome(enum.StrEnum):
     """How a transfer ended: the label of the metric."""
 
     WHOLE = "whole"
@@ -89,11 +89,11 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Tell:
+class SendToSource:
     """Send a message to a source; where there is no connection, nothing."""
 
     source: Source
-    message: Ask | More | Enough
+    message: LoanRequest | WindowGrant | Enough
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ class Write:
 
 
 @dataclass(frozen=True)
-class Ended:
+class TransferEnded:
     """A transfer is over; its first ``count`` blocks are right."""
 
     number: int
     count: int
-    outcome: Outcome
+    outcome: TransferOutcome
     source: Source
     num_bytes: int
     seconds: float
@@ -128,7 +128,7 @@ class Ended:
     """
 
 
-Action = Tell | Write | Ended
+Action = SendToSource | Write | TransferEnded
 
 
 @dataclass
@@ -182,12 +182,12 @@ class Fetcher:
         names = () if wanted.holder else wanted.names
         self._fetches[wanted.number] = _Fetch(wanted, now, now, names=names)
 
-    def ask(self, number: int) -> Ask:
+    def ask(self, number: int) -> LoanRequest:
         """The question to a source."""
         wanted = self._fetches[number].wanted
         room = len(wanted.blocks) if wanted.holder else 0
         window = COPY_WINDOW if wanted.in_background else WINDOW
-        return Ask(number, self._identity, joined(wanted.names), window, wanted.holder, room)
+        return LoanRequest(number, self._identity, joined(wanted.names), window, wanted.holder, room)
 
     def asked(self, number: int) -> None:
         """The question was sent."""
@@ -196,7 +196,7 @@ class Fetcher:
     def cancel(self, number: int, now: float) -> list[Action]:
         """Nobody waits for a transfer any more; harmless if it has ended."""
         fetch = self._fetches.get(number)
-        return [] if fetch is None else self._end(fetch, Outcome.CANCELLED, now)
+        return [] if fetch is None else self._end(fetch, TransferOutcome.CANCELLED, now)
 
     def received(self, source: Source, message: ToTaker, now: float) -> list[Action]:
         """Act on a message; one for a transfer that is over is dropped.
@@ -206,16 +206,16 @@ class Fetcher:
         """
         fetch = self._fetches.get(message.number)
         if fetch is None and isinstance(message, Held):
-            return [Tell(source, Enough(message.number))]
+            return [SendToSource(source, Enough(message.number))]
         if fetch is None or fetch.wanted.source != source or not fetch.is_asked:
             return []
         match message:
             case Lent():
                 return self._lent(fetch, message, now)
-            case Piece():
+            case BlockPiece():
                 return self._piece(fetch, message, now)
-            case Refused():
-                return self._end(fetch, Outcome.REFUSED, now, for_good=message.for_good)
+            case LoanRefused():
+                return self._end(fetch, TransferOutcome.REFUSED, now, for_good=message.for_good)
             case Held():
                 return []  # a sign of life, but nothing new: it is waited for no longer
 
@@ -225,7 +225,7 @@ class Fetcher:
             action
             for fetch in list(self._fetches.values())
             if fetch.wanted.source == source and fetch.is_asked
-            for action in self._end(fetch, Outcome.LOST, now)
+            for action in self._end(fetch, TransferOutcome.LOST, now)
         ]
 
     def look(self, now: float) -> list[Action]:
@@ -234,7 +234,9 @@ class Fetcher:
             action
             for fetch in list(self._fetches.values())
             if fetch.has_turn and now > min(fetch.heard_at + STALL, fetch.began_at + fetch.wanted.seconds)
-            for action in self._end(fetch, Outcome.SLOW if fetch.is_asked else Outcome.LOST, now)
+            for action in self._end(
+                fetch, TransferOutcome.SLOW if fetch.is_asked else TransferOutcome.LOST, now
+            )
         ]
 
     # ---- helpers
@@ -244,38 +246,43 @@ class Fetcher:
         if fetch.wanted.holder:
             names = split(lent.names)
         if fetch.lent is not None or count > min(len(names), len(fetch.wanted.blocks)):
-            return self._end(fetch, Outcome.WRONG, now, for_good=True)
+            return self._end(fetch, TransferOutcome.WRONG, now, for_good=True)
         fetch.lent, fetch.heard_at, fetch.names, fetch.has_part = count, now, names, lent.has_part
-        return [] if count else self._end(fetch, Outcome.ABSENT, now)
+        return [] if count else self._end(fetch, TransferOutcome.ABSENT, now)
 
-    def _piece(self, fetch: _Fetch, piece: Piece, now: float) -> list[Action]:
+    def _piece(self, fetch: _Fetch, piece: BlockPiece, now: float) -> list[Action]:
         digests, wanted = split(piece.digests, DIGEST_BYTES), fetch.wanted
         end = piece.first + len(digests)
         is_next = fetch.lent is not None and piece.first == fetch.count and end <= fetch.lent
         if not is_next or len(piece.data) != len(digests) * self._block_bytes:
-            return self._end(fetch, Outcome.WRONG, now, for_good=True)
+            return self._end(fetch, TransferOutcome.WRONG, now, for_good=True)
         actions: list[Action] = []
         data = memoryview(piece.data)
         for index, digest in enumerate(digests):
             block = data[index * self._block_bytes : (index + 1) * self._block_bytes]
             if digest_of(self._identity, fetch.names[fetch.count], block) != digest:
-                return [*actions, *self._end(fetch, Outcome.WRONG, now, for_good=True)]
+                return [*actions, *self._end(fetch, TransferOutcome.WRONG, now, for_good=True)]
             actions.append(Write(wanted.blocks[fetch.count], block))
             fetch.count += 1
         fetch.heard_at = now
         fetch.num_bytes += len(piece.data)
         if fetch.count == fetch.lent:
-            return [*actions, *self._end(fetch, Outcome.WHOLE, now)]
-        return [*actions, Tell(wanted.source, More(wanted.number, 1))]
+            return [*actions, *self._end(fetch, TransferOutcome.WHOLE, now)]
+        return [*actions, SendToSource(wanted.source, WindowGrant(wanted.number, 1))]
 
-    def _end(self, fetch: _Fetch, outcome: Outcome, now: float, *, for_good: bool = False) -> list[Action]:
+    def _end(
+        self, fetch: _Fetch, outcome: TransferOutcome, now: float, *, for_good: bool = False
+    ) -> list[Action]:
         wanted = fetch.wanted
         del self._fetches[wanted.number]
         seconds = now - fetch.began_at
-        ended = Ended(wanted.number, fetch.count, outcome, wanted.source, fetch.num_bytes, seconds, for_good)
+        ended = TransferEnded(
+            wanted.number, fetch.count, outcome, wanted.source, fetch.num_bytes, seconds, for_good
+        )
         if wanted.holder:
             whole = fetch.has_part and fetch.count == fetch.lent
             names = fetch.names[: fetch.count]
             ended = replace(ended, names=names, has_part=whole, was_lent=fetch.lent is not None)
-        is_open = fetch.is_asked and outcome not in (Outcome.WHOLE, Outcome.LOST, Outcome.REFUSED)
-        return [Tell(wanted.source, Enough(wanted.number)), ended] if is_open else [ended]
+        ended_there = (TransferOutcome.WHOLE, TransferOutcome.LOST, TransferOutcome.REFUSED)
+        is_open = fetch.is_asked and outcome not in ended_there
+        return [SendToSource(wanted.source, Enough(wanted.number)), ended] if is_open else [ended]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from engine.scheduling.blocks import BlockHash, BlockPool
 from engine.scheduling.request import Request, Status
-from engine.transfers.lending import Key, Look
+from engine.transfers.lending import Key, Lookup
 from engine.transfers.messages import NO_BLOCK, Holder
 
 Find = Callable[[Holder], Request | None]
@@ -58,7 +58,7 @@ class HandOvers:
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
         self._block_size = block_size
-        self._asked: list[Look] = []
+        self._asked: list[Lookup] = []
 
     def __repr__(self) -> str:
         return f"<HandOvers: {len(self._asked)} asked for>"
@@ -66,7 +66,7 @@ class HandOvers:
     def __len__(self) -> int:
         return len(self._asked)
 
-    def add(self, look: Look) -> None:
+    def add(self, look: Lookup) -> None:
         """Take note of a question."""
         self._asked.append(look)
 

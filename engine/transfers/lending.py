@@ -11,7 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.scheduling.blocks import BlockHash
-from engine.transfers.messages import Ask, Enough, Held, Holder, Lent, More, Refused, ToSource, joined, split
+from engine.transfers.messages import (
+    Enough,
+    Held,
+    Holder,
+    Lent,
+    LoanRefused,
+    LoanRequest,
+    ToSource,
+    WindowGrant,
+    joined,
+    split,
+)
 
 Peer = bytes
 Key = tuple[Peer, int]
@@ -25,21 +36,21 @@ MOST_UNREAD = 64
 
 
 @dataclass(frozen=True)
-class Send:
+class SendToTaker:
     """Send a message; where that fails, the taker is gone."""
 
     peer: Peer
-    message: Lent | Refused | Held
+    message: Lent | LoanRefused | Held
 
 
 @dataclass(frozen=True)
-class Look:
+class Lookup:
     """Have these blocks looked up and held by the step loop, which answers with :meth:`Lender.found`."""
 
     loan: Key
     names: list[BlockHash]
     holder: Holder | None = None
-    """A request to hand over: see :class:`engine.transfers.messages.Ask`.
+    """A request to hand over: see :class:`engine.transfers.messages.LoanRequest`.
 
     :meth:`Lender.handed_over` or :meth:`Lender.refused` is the answer.
     """
@@ -64,7 +75,7 @@ class Return:
     loan: Key
 
 
-Action = Send | Look | SendPiece | Return
+Action = SendToTaker | Lookup | SendPiece | Return
 
 
 @dataclass
@@ -101,9 +112,9 @@ class Lender:
     def received(self, peer: Peer, message: ToSource) -> list[Action]:
         """Act on a taker's message."""
         match message:
-            case Ask():
+            case LoanRequest():
                 return self._asked(peer, message)
-            case More(number, pieces):
+            case WindowGrant(number, pieces):
                 return self._granted((peer, number), pieces)
             case Enough(number):
                 if self._unread.get(peer) == number:
@@ -118,7 +129,7 @@ class Lender:
             return [Return(key)]
         peer, number = key
         loan.blocks = blocks
-        return [Send(peer, Lent(number, len(blocks), *loan.told)), *self._pieces(key, loan)]
+        return [SendToTaker(peer, Lent(number, len(blocks), *loan.told)), *self._pieces(key, loan)]
 
     def handed_over(
         self, key: Key, names: Sequence[BlockHash], blocks: Sequence[int], *, has_part: bool
@@ -135,12 +146,12 @@ class Lender:
         """Nothing is lent of a request that was to be handed over."""
         loan = self._loans.pop(key)
         peer, number = key
-        return [] if loan.is_over else [Send(peer, Refused(number, reason))]
+        return [] if loan.is_over else [SendToTaker(peer, LoanRefused(number, reason))]
 
     def waiting(self) -> list[Action]:
         """Questions whether the takers of loans that wait for them are still there."""
         return [
-            Send(key[0], Held(key[1]))
+            SendToTaker(key[0], Held(key[1]))
             for key, loan in self._loans.items()
             if loan.blocks is None or loan.pieces == 0
         ]
@@ -151,7 +162,7 @@ class Lender:
         What a taker has not read when the connection ends is lost to it. A taker answers in the order of what
         it was sent, so its answer to the newest loan stands for the others.
         """
-        return [Send(peer, Held(number)) for peer, number in self._unread.items()]
+        return [SendToTaker(peer, Held(number)) for peer, number in self._unread.items()]
 
     def gone(self, peer: Peer) -> list[Action]:
         """The connection of a taker has ended, and all its loans with it."""
@@ -160,17 +171,17 @@ class Lender:
 
     # ---- helpers
 
-    def _asked(self, peer: Peer, ask: Ask) -> list[Action]:
+    def _asked(self, peer: Peer, ask: LoanRequest) -> list[Action]:
         key = peer, ask.number
         if ask.identity != self._identity:
-            return [Send(peer, Refused(ask.number, "the caches differ", for_good=True))]
+            return [SendToTaker(peer, LoanRefused(ask.number, "the caches differ", for_good=True))]
         if key in self._loans:
-            return [Send(peer, Refused(ask.number, "a loan of this number is open"))]
+            return [SendToTaker(peer, LoanRefused(ask.number, "a loan of this number is open"))]
         if len(self._loans) >= MOST_LOANS or self._num_of(peer) >= MOST_LOANS_OF_PEER:
-            return [Send(peer, Refused(ask.number, "too many loans at once"))]
+            return [SendToTaker(peer, LoanRefused(ask.number, "too many loans at once"))]
         names = split(ask.names)
         self._loans[key] = _Loan(names, ask.pieces)
-        return [Look(key, names, ask.holder, ask.room)]
+        return [Lookup(key, names, ask.holder, ask.room)]
 
     def _num_of(self, peer: Peer) -> int:
         return sum(key[0] == peer for key in self._loans)

@@ -54,7 +54,7 @@ def digest_of_crc(identity: str, name: BlockHash, crc: int, length: int) -> byte
 
 
 def joined(names: Iterable[BlockHash]) -> bytes:
-    """Names as :class:`Ask` carries them."""
+    """Names as :class:`LoanRequest` carries them."""
     return b"".join(names)
 
 
@@ -66,7 +66,7 @@ def split(names: bytes, size: int = HASH_BYTES) -> list[bytes]:
 # ---- taker -> source
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
+class LoanRequest(msgspec.Struct, frozen=True, tag="ask"):
     """Lend these blocks, as many of the first ones as are there."""
 
     number: Number
@@ -89,7 +89,7 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
             raise ValueError("no whole names of blocks")
 
 
-class More(msgspec.Struct, frozen=True, tag="more"):
+class WindowGrant(msgspec.Struct, frozen=True, tag="more"):
     """The taker has room for so many pieces more."""
 
     number: Number
@@ -102,7 +102,7 @@ class Enough(msgspec.Struct, frozen=True, tag="enough"):
     number: Number
 
 
-ToSource = Ask | More | Enough
+ToSource = LoanRequest | WindowGrant | Enough
 
 # ---- source -> taker
 
@@ -118,7 +118,7 @@ class Lent(msgspec.Struct, frozen=True, tag="lent"):
     """Whether the last one is partly filled, and named by the tokens in it."""
 
 
-class Piece(msgspec.Struct, frozen=True, tag="piece"):
+class BlockPiece(msgspec.Struct, frozen=True, tag="piece"):
     """Some consecutive blocks."""
 
     number: Number
@@ -134,7 +134,7 @@ class Piece(msgspec.Struct, frozen=True, tag="piece"):
             raise ValueError("no whole digests")
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class LoanRefused(msgspec.Struct, frozen=True, tag="refused"):
     """Nothing is lent."""
 
     number: Number
@@ -149,4 +149,4 @@ class Held(msgspec.Struct, frozen=True, tag="held"):
     number: Number
 
 
-ToTaker = Lent | Piece | Refused | Held
+ToTaker = Lent | BlockPiece | LoanRefused | Held

@@ -29,9 +29,9 @@ from coordinator.rpc.rpc import MAX_MESSAGE_BYTES, AsyncConnection, AsyncListene
 from engine.scheduling.blocks import BlockHash
 from engine.transfers import fetching, lending
 from engine.transfers.block_memory import CacheGone, CacheMemory
-from engine.transfers.fetching import Ended, Fetcher, Source, Wanted
-from engine.transfers.lending import Key, Lender, Look, Return
-from engine.transfers.messages import Piece, ToSource, ToTaker, digest_of
+from engine.transfers.fetching import Fetcher, Source, TransferEnded, Wanted
+from engine.transfers.lending import Key, Lender, Lookup, Return
+from engine.transfers.messages import BlockPiece, ToSource, ToTaker, digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ MOST_SOURCES = 64
 PEER_TIMEOUT_MS = 10_000
 """Milliseconds without a sign of a taker after which its connection counts as broken."""
 
-Event = Look | Return | Ended
+Event = Lookup | Return | TransferEnded
 """What the step loop is to know."""
 
 
@@ -124,7 +124,7 @@ class BlockMover:
         return found
 
     def fetch(self, wanted: Wanted) -> None:
-        """Begin a transfer; it ends by one :class:`Ended`, whatever happens."""
+        """Begin a transfer; it ends by one :class:`TransferEnded`, whatever happens."""
         self._call(lambda: self._begin(wanted))
 
     def cancel(self, number: int) -> None:
@@ -132,13 +132,13 @@ class BlockMover:
         self._call(lambda: self._carry_out(self._fetcher.cancel(number, time.monotonic())))
 
     def found(self, loan: Key, blocks: Sequence[int]) -> None:
-        """The answer to a :class:`Look`; the blocks are held until its :class:`Return`."""
+        """The answer to a :class:`Lookup`; the blocks are held until its :class:`Return`."""
         self._call(lambda: self._lend(self._lender.found(loan, blocks)))
 
     def handed_over(
         self, loan: Key, names: Sequence[BlockHash], blocks: Sequence[int], *, has_part: bool
     ) -> None:
-        """An answer to a :class:`Look` for a request to hand over, as :meth:`found`."""
+        """An answer to a :class:`Lookup` for a request to hand over, as :meth:`found`."""
         self._call(lambda: self._lend(self._lender.handed_over(loan, names, blocks, has_part=has_part)))
 
     def refuse(self, loan: Key, reason: str) -> None:
@@ -247,7 +247,7 @@ class BlockMover:
         self._closing.set()
 
     def _tell(self, action: object) -> None:
-        if isinstance(action, Look | Return | Ended):
+        if isinstance(action, Lookup | Return | TransferEnded):
             self._events.append(action)
             self._wake()
 
@@ -264,7 +264,7 @@ class BlockMover:
         waiting = deque(() if self._is_lost else actions)
         while waiting:
             match action := waiting.popleft():
-                case lending.Send(peer, message):
+                case lending.SendToTaker(peer, message):
                     if not self._listener.send(peer, message):
                         waiting.extend(self._lender.gone(peer))
                 case lending.SendPiece():
@@ -278,13 +278,13 @@ class BlockMover:
                 case _:
                     self._tell(action)
 
-    def _piece(self, action: lending.SendPiece) -> Piece:
+    def _piece(self, action: lending.SendPiece) -> BlockPiece:
         data = self._memory.read(action.blocks)
         self.lent_blocks += len(action.blocks)
         digests = [
             digest_of(self.identity, name, row.data) for name, row in zip(action.names, data, strict=True)
         ]
-        return Piece(action.number, action.first, b"".join(digests), data.tobytes())
+        return BlockPiece(action.number, action.first, b"".join(digests), data.tobytes())
 
     async def _ask_if_held(self) -> None:
         while True:
@@ -363,12 +363,12 @@ class BlockMover:
                     except CacheGone as error:
                         self._lose(error)
                         return
-                case fetching.Tell(source, message):
+                case fetching.SendToSource(source, message):
                     if source in self._links:
                         self._links[source].send(message)
-                case Ended():
+                case TransferEnded():
                     self._tell(action)
-        if any(isinstance(action, Ended) for action in actions):
+        if any(isinstance(action, TransferEnded) for action in actions):
             self._ask()  # it is another one's turn
 
     async def _look_again(self) -> None:

@@ -24,7 +24,7 @@ MOST_ROUNDS = 6
 Then it is handed over, with what still lacks.
 """
 MOST_MISSING = 2
-"""Full blocks that the target may lack of a request that could stay, or whose copies bring nothing."""
+"""Full blocks that a target may lack of a request that could stay."""
 
 MOST_TRIES = 3
 """Hand-overs of a request; it may outgrow the room for it meanwhile."""

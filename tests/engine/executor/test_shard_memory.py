@@ -17,9 +17,9 @@ from engine.executor import shard_memory
 from engine.executor.messages import CacheAt
 from engine.executor.shard_memory import ShardMemory, WorkerCache
 from engine.transfers.block_memory import CacheGone
-from engine.transfers.fetching import Ended, Outcome, Wanted
+from engine.transfers.fetching import TransferEnded, TransferOutcome, Wanted
 from engine.transfers.identity import CacheFacts, identity_of
-from engine.transfers.lending import Look
+from engine.transfers.lending import Lookup
 from engine.transfers.mover import BlockMover
 from tests.waiting import until
 
@@ -198,18 +198,18 @@ def test_movers_copy_shards_and_a_worker_that_dies_costs_its_transfer_only(
             worker.kill()
             worker.wait()
         taker.fetch(Wanted(1, source.address, names, [8, 7, 6, 5], 5.0))
-        ends: list[Ended] = []
+        ends: list[TransferEnded] = []
 
         def is_over() -> bool:
             for event in source.take_events():
-                if isinstance(event, Look):
+                if isinstance(event, Lookup):
                     source.found(event.loan, [0, 1, 2, 3])
-            ends.extend(each for each in taker.take_events() if isinstance(each, Ended))
+            ends.extend(each for each in taker.take_events() if isinstance(each, TransferEnded))
             return bool(ends) or taker.has_ended
 
         until(is_over)
         if dies is None:
-            assert (ends[0].count, ends[0].outcome) == (4, Outcome.WHOLE)
+            assert (ends[0].count, ends[0].outcome) == (4, TransferOutcome.WHOLE)
             assert (caches[1].memory.read([8, 7, 6, 5]) == rows).all()
         elif dies == "source":
             assert ends[0].count == 0
@@ -240,17 +240,17 @@ def test_caches_of_one_worker_and_of_two_take_nothing_from_each_other(make: Make
             each.start()
         for taker, source in (movers, movers[::-1]):
             taker.fetch(Wanted(1, source.address, [bytes(16)], [0], 5.0))
-            ends: list[Ended] = []
+            ends: list[TransferEnded] = []
 
             def is_over(
-                taker: BlockMover = taker, source: BlockMover = source, ends: list[Ended] = ends
+                taker: BlockMover = taker, source: BlockMover = source, ends: list[TransferEnded] = ends
             ) -> bool:
                 assert not source.take_events(), "it is not even looked up"
-                ends.extend(each for each in taker.take_events() if isinstance(each, Ended))
+                ends.extend(each for each in taker.take_events() if isinstance(each, TransferEnded))
                 return bool(ends)
 
             until(is_over)
-            assert (ends[0].count, ends[0].outcome, ends[0].for_good) == (0, Outcome.REFUSED, True)
+            assert (ends[0].count, ends[0].outcome, ends[0].for_good) == (0, TransferOutcome.REFUSED, True)
     finally:
         for each in movers:
             each.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.transfers.exchange import MOST_SECONDS, BlockExchange
-from engine.transfers.fetching import DEAD, Outcome
+from engine.transfers.fetching import DEAD, TransferOutcome
 from tests.engine.transfers.test_exchange import SIZE, FakeMover, Setup
 
 SOURCE = f"{DEAD}/proc/1/fd/2#x"
@@ -40,7 +40,7 @@ def test_what_is_not_there_is_computed() -> None:
     setup = WithHeir()
     request = setup.request(source=SOURCE)
     assert setup.exchange.takes(request)
-    setup.heir.ends(setup.heir.fetches[0], 0, Outcome.LOST)
+    setup.heir.ends(setup.heir.fetches[0], 0, TransferOutcome.LOST)
     assert setup.turn() == [request]
     assert setup.pool.num_used == 0
 

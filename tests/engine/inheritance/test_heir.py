@@ -18,7 +18,7 @@ from engine.inheritance.heir import LIVING, Heir
 from engine.inheritance.names import FILE_NAME
 from engine.inheritance.shared_cache import SharedCache, release
 from engine.transfers.block_memory import BlockMemory
-from engine.transfers.fetching import DEAD, Ended, Outcome, Wanted
+from engine.transfers.fetching import DEAD, TransferEnded, TransferOutcome, Wanted
 
 BLOCKS, SIZE = 8, 48
 OWNER = f"""
@@ -45,7 +45,7 @@ class Taker:
         self.woken = threading.Event()
         self.heir = Heir(BlockMemory(self.parts), identity, self.woken.set)
 
-    def take(self, source: str, names: list[bytes], seconds: float = 10.0) -> Ended:
+    def take(self, source: str, names: list[bytes], seconds: float = 10.0) -> TransferEnded:
         self.woken.clear()
         self.heir.fetch(Wanted(1, source, names, list(range(len(names)))[::-1], seconds))
         assert self.woken.wait(10)
@@ -84,7 +84,7 @@ def test_blocks_of_a_killed_process_are_copied_and_those_of_a_living_one_are_not
 ) -> None:
     process, address = owner
     alive = taker.take(address, NAMES)
-    assert (alive.count, alive.outcome) == (0, Outcome.LOST)
+    assert (alive.count, alive.outcome) == (0, TransferOutcome.LOST)
     assert alive.seconds > LIVING
     assert taker.take(address, NAMES).seconds < LIVING / 2, "nobody waits again"
     process.send_signal(signal.SIGKILL)  # and nobody waits for it: the lock says when it is gone
@@ -92,25 +92,25 @@ def test_blocks_of_a_killed_process_are_copied_and_those_of_a_living_one_are_not
     assert fresh.take(address, NAMES[:1]).count == 1
     fresh.heir.close()
     end = taker.take(address, NAMES[:6])
-    assert (end.count, end.outcome, end.num_bytes) == (5, Outcome.WHOLE, 5 * 2 * SIZE)
+    assert (end.count, end.outcome, end.num_bytes) == (5, TransferOutcome.WHOLE, 5 * 2 * SIZE)
     for block in range(5):
         assert (taker.parts[0][5 - block] == block + 1).all()
         assert (taker.parts[1][5 - block] == block + 101).all()
-    assert taker.take(address, [NAMES[6]]).outcome is Outcome.ABSENT
-    assert taker.take(f"{DEAD}{path}#another", NAMES).outcome is Outcome.LOST
+    assert taker.take(address, [NAMES[6]]).outcome is TransferOutcome.ABSENT
+    assert taker.take(f"{DEAD}{path}#another", NAMES).outcome is TransferOutcome.LOST
     other = Taker("other identity")
-    assert other.take(address, NAMES).outcome is Outcome.LOST
+    assert other.take(address, NAMES).outcome is TransferOutcome.LOST
     other.heir.close()
     release(path)
     assert os.stat(path).st_size == 0
     end = taker.take(address, NAMES)
-    assert (end.count, end.outcome) == (0, Outcome.LOST)
+    assert (end.count, end.outcome) == (0, TransferOutcome.LOST)
 
 
 @pytest.mark.parametrize("source", ["/proc/1/fd/0#x", "/nothing/here#x", "", "/dev/zero#x"])
 def test_other_files_are_not_opened(taker: Taker, source: str) -> None:
     end = taker.take(DEAD + source, NAMES)
-    assert (end.count, end.outcome) == (0, Outcome.LOST)
+    assert (end.count, end.outcome) == (0, TransferOutcome.LOST)
 
 
 def test_two_owners_cannot_share_a_file(path: str) -> None:

@@ -10,7 +10,7 @@ from engine.scheduling.blocks import BlockHash
 from engine.scheduling.request import Request
 from engine.transfers import checking
 from engine.transfers.exchange import FILES_PART, MOST_SECONDS, BlockExchange
-from engine.transfers.fetching import FILES, Ended, Outcome, Wanted
+from engine.transfers.fetching import FILES, TransferEnded, TransferOutcome, Wanted
 from tests.engine.transfers.test_exchange import SIZE, Setup
 
 LONG = 8 * SIZE + 1
@@ -22,7 +22,7 @@ class FakeTier:
 
     def __init__(self) -> None:
         self.kept: set[BlockHash] = set()
-        self.events: list[Ended] = []
+        self.events: list[TransferEnded] = []
         self.fetches: list[Wanted] = []
         self.cancelled: list[int] = []
         self.forgotten: list[BlockHash] = []
@@ -38,7 +38,7 @@ class FakeTier:
     def cancel(self, number: int) -> None:
         self.cancelled.append(number)
 
-    def take_events(self) -> list[Ended]:
+    def take_events(self) -> list[TransferEnded]:
         found, self.events = self.events, []
         return found
 
@@ -54,8 +54,8 @@ class FakeTier:
     def abandon(self) -> None:
         self.is_abandoned = True
 
-    def ends(self, wanted: Wanted, count: int, outcome: Outcome = Outcome.WHOLE) -> None:
-        self.events.append(Ended(wanted.number, count, outcome, FILES, count * 1000, 0.01))
+    def ends(self, wanted: Wanted, count: int, outcome: TransferOutcome = TransferOutcome.WHOLE) -> None:
+        self.events.append(TransferEnded(wanted.number, count, outcome, FILES, count * 1000, 0.01))
 
 
 class WithFiles(Setup):
@@ -105,7 +105,7 @@ def test_a_wrong_file_is_counted_and_files_are_asked_again() -> None:
     request = setup.request(source="")
     setup.tier.kept.update(setup.names(request))
     setup.exchange.takes(request)
-    setup.tier.ends(setup.tier.fetches[0], 3, Outcome.WRONG)
+    setup.tier.ends(setup.tier.fetches[0], 3, TransferOutcome.WRONG)
     assert setup.turn() == [request]
     assert len(setup.pool.find_prefix(setup.names(request))) == 3
     assert setup.exchange.counters().wrong_blocks == 1
@@ -126,7 +126,7 @@ def test_a_read_that_hangs_keeps_its_room_but_no_request() -> None:
     assert request.key not in setup.exchange
     assert setup.tier.cancelled == [1]
     assert setup.pool.num_used == 10
-    setup.tier.ends(setup.tier.fetches[0], 0, Outcome.CANCELLED)
+    setup.tier.ends(setup.tier.fetches[0], 0, TransferOutcome.CANCELLED)
     assert setup.turn() == []
     assert setup.pool.num_used == 0
 
@@ -149,7 +149,7 @@ def test_slow_files_are_not_read_for_a_while_and_instances_are_not_blamed() -> N
     setup.tier.kept.update(setup.names(request))
     setup.exchange.computed(1000, 0.01)
     setup.exchange.takes(request)
-    setup.tier.events.append(Ended(1, 1, Outcome.SLOW, FILES, 1000, 9.0))
+    setup.tier.events.append(TransferEnded(1, 1, TransferOutcome.SLOW, FILES, 1000, 9.0))
     setup.turn()
     assert not setup.exchange.takes(setup.request(first=90, source=""))
     other = setup.request(first=700, source="")

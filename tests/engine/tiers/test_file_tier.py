@@ -16,7 +16,7 @@ from engine.tiers import file_tier
 from engine.tiers.block_files import BlockFiles
 from engine.tiers.file_tier import FileTier
 from engine.transfers.block_memory import BlockMemory
-from engine.transfers.fetching import FILES, Ended, Outcome, Wanted
+from engine.transfers.fetching import FILES, TransferEnded, TransferOutcome, Wanted
 from tests.waiting import PATIENCE
 
 NAMES = [bytes([number]) * 16 for number in range(1, 60)]
@@ -59,9 +59,11 @@ class Cache:
             self.turn()
             time.sleep(0.001)
 
-    def read(self, names: list[bytes], blocks: list[int], number: int = 1, seconds: float = 10.0) -> Ended:
+    def read(
+        self, names: list[bytes], blocks: list[int], number: int = 1, seconds: float = 10.0
+    ) -> TransferEnded:
         self.tier.fetch(Wanted(number, FILES, names, blocks, seconds))
-        found: list[Ended] = []
+        found: list[TransferEnded] = []
 
         def ended() -> bool:
             found.extend(self.tier.take_events())
@@ -104,7 +106,7 @@ def test_an_instance_that_starts_later_finds_what_was_computed(
     assert other.tier.count([*NAMES[:20], bytes(16)]) == 20
     target = list(range(40, 60))
     end = other.read(NAMES[:20], target)
-    assert (end.outcome, end.count, end.num_bytes) == (Outcome.WHOLE, 20, 20 * sum(WIDTHS))
+    assert (end.outcome, end.count, end.num_bytes) == (TransferOutcome.WHOLE, 20, 20 * sum(WIDTHS))
     assert same(other, target, cache, blocks)
     counters = other.tier.counters()
     assert (counters.found_blocks, counters.queried_blocks) == (20, 21)
@@ -155,7 +157,7 @@ def test_a_flipped_bit_costs_only_its_block(cache: Cache) -> None:
     path.write_bytes(data)
     target = list(range(40, 49))
     end = cache.read(NAMES[:9], target)
-    assert (end.outcome, end.count, end.for_good) == (Outcome.WRONG, 5, False)
+    assert (end.outcome, end.count, end.for_good) == (TransferOutcome.WRONG, 5, False)
     assert same(cache, target[:5], cache, blocks[:5])
     assert not path.exists()
     assert cache.tier.count(NAMES[:9]) == 5
@@ -163,7 +165,7 @@ def test_a_flipped_bit_costs_only_its_block(cache: Cache) -> None:
 
 def test_a_file_that_is_deleted_meanwhile_is_not_there(cache: Cache) -> None:
     cache.write(NAMES[:4])
-    for gone, count, outcome in ((NAMES[2], 2, Outcome.WHOLE), (NAMES[0], 0, Outcome.ABSENT)):
+    for gone, count, outcome in ((NAMES[2], 2, TransferOutcome.WHOLE), (NAMES[0], 0, TransferOutcome.ABSENT)):
         cache.files.drop(gone)
         end = cache.read(NAMES[:4], [50, 51, 52, 53])
         assert (end.outcome, end.count) == (outcome, count)
@@ -175,7 +177,7 @@ def test_a_file_that_cannot_be_read_is_counted(cache: Cache) -> None:
     path.unlink()
     path.mkdir()
     end = cache.read(NAMES[:2], [50, 51])
-    assert (end.outcome, end.count) in ((Outcome.LOST, 1), (Outcome.WRONG, 1))
+    assert (end.outcome, end.count) in ((TransferOutcome.LOST, 1), (TransferOutcome.WRONG, 1))
 
 
 def test_a_full_disk_is_counted_and_holds_nothing(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +213,7 @@ def test_a_read_can_be_cancelled_and_is_not_begun_after_its_time(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache.write(NAMES[:3])
-    assert cache.read(NAMES[:3], [50, 51, 52], seconds=-1.0).outcome is Outcome.CANCELLED
+    assert cache.read(NAMES[:3], [50, 51, 52], seconds=-1.0).outcome is TransferOutcome.CANCELLED
     began, goes_on, read = threading.Event(), threading.Event(), cache.files.read
 
     def slow(name: bytes, parts: list[memoryview]) -> None:
@@ -224,14 +226,14 @@ def test_a_read_can_be_cancelled_and_is_not_begun_after_its_time(
     assert began.wait(PATIENCE)
     cache.tier.cancel(7)
     goes_on.set()
-    ends: list[Ended] = []
+    ends: list[TransferEnded] = []
 
     def ended() -> bool:
         ends.extend(cache.tier.take_events())
         return bool(ends)
 
     cache.until(ended)
-    assert (ends[0].outcome, ends[0].count) == (Outcome.CANCELLED, 1)
+    assert (ends[0].outcome, ends[0].count) == (TransferOutcome.CANCELLED, 1)
 
 
 def test_a_directory_does_not_outgrow_its_bound(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from engine.tiers.reads import HANGS, FileJob, Reads
-from engine.transfers.fetching import FILES, Ended, Outcome, Wanted
+from engine.transfers.fetching import FILES, TransferEnded, TransferOutcome, Wanted
 
 NAMES = [bytes([number]) * 16 for number in range(40)]
 
@@ -20,7 +20,7 @@ def take(reads: Reads, now: float) -> FileJob:
     return job
 
 
-def ended(reads: Reads) -> list[tuple[int, int, Outcome]]:
+def ended(reads: Reads) -> list[tuple[int, int, TransferOutcome]]:
     return [(each.number, each.count, each.outcome) for each in reads.take_ended()]
 
 
@@ -36,7 +36,7 @@ def test_a_read_ends_once_its_last_block_is_there() -> None:
     assert not reads.done(third, None, 0.6)
     assert not reads.done(first, None, 0.7)
     assert reads.done(second, None, 1.5)
-    assert reads.take_ended() == [Ended(1, 3, Outcome.WHOLE, FILES, 300, 1.0)]
+    assert reads.take_ended() == [TransferEnded(1, 3, TransferOutcome.WHOLE, FILES, 300, 1.0)]
     assert len(reads) == 0
 
 
@@ -44,12 +44,12 @@ def test_the_first_block_that_lacks_ends_a_read_behind_those_under_way() -> None
     reads = Reads(100)
     reads.ask(wanted(1, 9), 0.0)
     jobs = [take(reads, 0.0) for _ in range(3)]
-    reads.done(jobs[2], Outcome.WRONG, 0.1)
+    reads.done(jobs[2], TransferOutcome.WRONG, 0.1)
     assert reads.take(0.1) is None
-    reads.done(jobs[1], Outcome.LOST, 0.1)
+    reads.done(jobs[1], TransferOutcome.LOST, 0.1)
     assert ended(reads) == []
     reads.done(jobs[0], None, 0.1)
-    assert ended(reads) == [(1, 1, Outcome.LOST)]
+    assert ended(reads) == [(1, 1, TransferOutcome.LOST)]
 
 
 def test_the_oldest_read_is_first_and_a_free_thread_goes_on_with_the_next() -> None:
@@ -66,10 +66,10 @@ def test_a_read_that_was_not_begun_gives_its_room_back_when_it_is_cancelled_or_l
     job = take(reads, 0.0)
     reads.cancel(2, 0.1)
     reads.cancel(7, 0.1)
-    assert ended(reads) == [(2, 0, Outcome.CANCELLED)]
+    assert ended(reads) == [(2, 0, TransferOutcome.CANCELLED)]
     assert reads.look(2.0) == []
     assert reads.look(2.1) == [job.block]
-    assert ended(reads) == [(1, 0, Outcome.SLOW), (3, 0, Outcome.CANCELLED)]
+    assert ended(reads) == [(1, 0, TransferOutcome.SLOW), (3, 0, TransferOutcome.CANCELLED)]
 
 
 def test_a_cancelled_read_waits_for_the_block_under_way() -> None:
@@ -80,7 +80,7 @@ def test_a_cancelled_read_waits_for_the_block_under_way() -> None:
     assert ended(reads) == []
     assert reads.take(0.1) is None
     assert reads.done(job, None, 0.2)
-    assert ended(reads) == [(1, 1, Outcome.CANCELLED)]
+    assert ended(reads) == [(1, 1, TransferOutcome.CANCELLED)]
 
 
 def test_a_read_beyond_its_time_is_slow_and_what_is_there_counts() -> None:
@@ -88,10 +88,10 @@ def test_a_read_beyond_its_time_is_slow_and_what_is_there_counts() -> None:
     reads.ask(wanted(1), 0.0)
     reads.done(take(reads, 0.0), None, 1.9)
     reads.done(take(reads, 1.9), None, 2.1)
-    assert ended(reads) == [(1, 2, Outcome.SLOW)]
+    assert ended(reads) == [(1, 2, TransferOutcome.SLOW)]
     reads.ask(wanted(2, 1), 3.0)
     reads.done(take(reads, 3.0), None, 9.0)
-    assert ended(reads) == [(2, 1, Outcome.WHOLE)]
+    assert ended(reads) == [(2, 1, TransferOutcome.WHOLE)]
 
 
 def test_a_call_that_hangs_keeps_its_block_alone_and_nothing_begins_until_it_returns() -> None:
@@ -103,7 +103,7 @@ def test_a_call_that_hangs_keeps_its_block_alone_and_nothing_begins_until_it_ret
     assert reads.is_overdue(2.1)
     assert reads.hangs_for(2.1) == 0.0
     assert reads.look(2.1) == [hung.block]
-    assert ended(reads) == [(1, 1, Outcome.SLOW)]
+    assert ended(reads) == [(1, 1, TransferOutcome.SLOW)]
     reads.ask(wanted(2), 2.2)
     assert reads.take(2.2) is None
     assert reads.hangs_for(2.0 + HANGS + 5.0) == HANGS + 5.0
@@ -140,7 +140,7 @@ def test_any_order_of_events_ends_each_read_once_and_frees_no_block_that_a_threa
                         assert not overdue
                         threads.append(job)
                 case _ if threads:
-                    lacks = draw.choice((None, None, None, Outcome.LOST, Outcome.ABSENT))
+                    lacks = draw.choice((None, None, None, TransferOutcome.LOST, TransferOutcome.ABSENT))
                     reads.done(threads.pop(draw.randrange(len(threads))), lacks, now)
             for block in reads.look(now):
                 assert references[block] == 1

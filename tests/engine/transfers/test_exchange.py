@@ -13,8 +13,8 @@ from engine.sampling import SamplingParams
 from engine.scheduling.blocks import BlockPool, hash_block
 from engine.scheduling.request import Request, from_submit
 from engine.transfers.exchange import LENT_PART, MOST_COPIES, BlockExchange
-from engine.transfers.fetching import Ended, Outcome, Wanted
-from engine.transfers.lending import Key, Look, Return
+from engine.transfers.fetching import TransferEnded, TransferOutcome, Wanted
+from engine.transfers.lending import Key, Lookup, Return
 from engine.transfers.price import FEWEST, UNKNOWN, WORTH, FetchPrice
 
 SIZE = 16
@@ -57,8 +57,12 @@ class FakeMover:
     def same(self, one: int, other: int) -> bool:
         raise AssertionError("nothing is checked here")
 
-    def ends(self, wanted: Wanted, count: int, outcome: Outcome = Outcome.WHOLE, **more: Any) -> None:
-        self.events.append(Ended(wanted.number, count, outcome, wanted.source, count * 1000, 0.01, **more))
+    def ends(
+        self, wanted: Wanted, count: int, outcome: TransferOutcome = TransferOutcome.WHOLE, **more: Any
+    ) -> None:
+        self.events.append(
+            TransferEnded(wanted.number, count, outcome, wanted.source, count * 1000, 0.01, **more)
+        )
 
 
 class Setup:
@@ -131,7 +135,7 @@ def test_what_is_here_is_not_fetched_again(setup: Setup) -> None:
 def test_blocks_that_did_not_come_have_no_names(setup: Setup) -> None:
     request = setup.request()
     setup.exchange.takes(request)
-    setup.mover.ends(setup.mover.fetches[0], 3, Outcome.LOST)
+    setup.mover.ends(setup.mover.fetches[0], 3, TransferOutcome.LOST)
     assert setup.turn() == [request]
     assert len(setup.pool.find_prefix(request.prefix_hashes(SIZE))) == 3
     assert setup.pool.num_used == 0
@@ -179,7 +183,7 @@ def test_room_of_a_cancelled_transfer_is_kept_until_it_has_ended(setup: Setup) -
     assert not setup.exchange.forget(request.key)
     assert setup.mover.cancelled == [1]
     assert setup.pool.num_used == 10
-    setup.mover.ends(setup.mover.fetches[0], 2, Outcome.CANCELLED)
+    setup.mover.ends(setup.mover.fetches[0], 2, TransferOutcome.CANCELLED)
     assert setup.turn() == []
     assert setup.pool.num_used == 0
 
@@ -188,7 +192,7 @@ def test_lent_blocks_are_held_until_they_return(setup: Setup) -> None:
     request = setup.request(6 * SIZE + 1)
     blocks = setup.computed(request)
     names = request.prefix_hashes(SIZE)
-    setup.mover.events.append(Look(LOAN, [*names, b"x" * 16]))
+    setup.mover.events.append(Lookup(LOAN, [*names, b"x" * 16]))
     setup.turn()
     assert setup.mover.answers == {LOAN: blocks}
     taken = setup.pool.take(34)
@@ -203,7 +207,7 @@ def test_lent_blocks_are_held_until_they_return(setup: Setup) -> None:
 def test_blocks_that_are_being_filled_are_not_lent(setup: Setup) -> None:
     request = setup.request(6 * SIZE + 1)
     blocks = setup.computed(request)
-    setup.mover.events.append(Look(LOAN, request.prefix_hashes(SIZE)))
+    setup.mover.events.append(Lookup(LOAN, request.prefix_hashes(SIZE)))
     setup.exchange.turn(lambda: {blocks[2]})
     assert setup.mover.answers == {LOAN: blocks[:2]}
 
@@ -212,10 +216,10 @@ def test_no_more_than_a_part_of_the_cache_is_kept_from_requests_by_loans() -> No
     setup = Setup(40)
     request = setup.request(20 * SIZE + 1)
     setup.computed(request)
-    setup.mover.events.append(Look(LOAN, request.prefix_hashes(SIZE)))
+    setup.mover.events.append(Lookup(LOAN, request.prefix_hashes(SIZE)))
     setup.turn()
     assert len(setup.mover.answers[LOAN]) == 40 // LENT_PART
-    setup.mover.events.append(Look((b"taker", 2), request.prefix_hashes(SIZE)))
+    setup.mover.events.append(Lookup((b"taker", 2), request.prefix_hashes(SIZE)))
     setup.turn()
     assert len(setup.mover.answers[b"taker", 2]) == 40 // LENT_PART  # they are held already
 
@@ -225,14 +229,14 @@ def test_blocks_of_running_requests_are_lent_without_limit() -> None:
     request = setup.request(20 * SIZE + 1)
     blocks = setup.computed(request)
     setup.pool.hold(blocks)
-    setup.mover.events.append(Look(LOAN, request.prefix_hashes(SIZE)))
+    setup.mover.events.append(Lookup(LOAN, request.prefix_hashes(SIZE)))
     setup.turn()
     assert setup.mover.answers[LOAN] == blocks
 
 
 def test_a_wrong_source_is_not_asked_again(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
     setup.exchange.takes(setup.request())
-    setup.mover.ends(setup.mover.fetches[0], 0, Outcome.WRONG, for_good=True)
+    setup.mover.ends(setup.mover.fetches[0], 0, TransferOutcome.WRONG, for_good=True)
     setup.turn()
     assert "KV blocks of s are not asked for any more: what it sent is not what it named" in caplog.text
     assert not setup.exchange.takes(setup.request(first=1000))
@@ -256,7 +260,7 @@ def test_free_blocks_that_a_step_still_touches_are_not_written(setup: Setup) -> 
 def test_without_the_mover_nothing_is_held(setup: Setup) -> None:
     request = setup.request(first=500)
     setup.computed(setup.request())
-    setup.mover.events.append(Look(LOAN, setup.request().prefix_hashes(SIZE)))
+    setup.mover.events.append(Lookup(LOAN, setup.request().prefix_hashes(SIZE)))
     setup.turn()
     setup.exchange.takes(request)
     assert setup.pool.num_used == 20
@@ -285,7 +289,7 @@ def test_every_reference_ends_in_any_order_of_events(seed: int) -> None:
             case 2 if open_transfers:
                 wanted = open_transfers.pop(chance.choice(list(open_transfers)))
                 setup.mover.ends(
-                    wanted, chance.randrange(len(wanted.names) + 1), chance.choice(list(Outcome))
+                    wanted, chance.randrange(len(wanted.names) + 1), chance.choice(list(TransferOutcome))
                 )
             case 3 if waiting:
                 key = chance.choice(list(waiting))
@@ -295,7 +299,7 @@ def test_every_reference_ends_in_any_order_of_events(seed: int) -> None:
                 loan = (b"t", number)
                 loans.add(loan)
                 setup.mover.events.append(
-                    Look(loan, setup.request(200, first=chance.randrange(3) * 1000).prefix_hashes(SIZE))
+                    Lookup(loan, setup.request(200, first=chance.randrange(3) * 1000).prefix_hashes(SIZE))
                 )
             case 5 if loans & set(setup.mover.answers):
                 loan = chance.choice(sorted(loans & set(setup.mover.answers)))
@@ -305,7 +309,7 @@ def test_every_reference_ends_in_any_order_of_events(seed: int) -> None:
             del waiting[request.key]
             ready.append(request)
     for wanted in open_transfers.values():
-        setup.mover.ends(wanted, 0, Outcome.LOST)
+        setup.mover.ends(wanted, 0, TransferOutcome.LOST)
     for request in setup.turn():
         del waiting[request.key]
     setup.mover.events += [Return(loan) for loan in loans]
@@ -353,7 +357,7 @@ def test_a_copy_ends_with_the_tokens_that_the_cache_has(setup: Setup) -> None:
     (wanted,) = setup.mover.fetches
     assert wanted.names == request.prefix_hashes(SIZE)[2:]
     assert setup.exchange.take_copied() == []
-    setup.mover.ends(wanted, 5, Outcome.LOST)
+    setup.mover.ends(wanted, 5, TransferOutcome.LOST)
     assert setup.turn() == []
     assert setup.exchange.take_copied() == [((b"router", 1), 7 * SIZE, False)]
     assert setup.exchange.is_idle
@@ -400,7 +404,7 @@ def test_copies_of_a_router_that_is_gone_are_cancelled_unless_a_request_waits(se
     assert setup.mover.cancelled == []
     setup.exchange.forget_copies(b"router")
     assert setup.mover.cancelled == [setup.mover.fetches[1].number]
-    setup.mover.ends(setup.mover.fetches[1], 0, Outcome.CANCELLED)
+    setup.mover.ends(setup.mover.fetches[1], 0, TransferOutcome.CANCELLED)
     setup.mover.ends(setup.mover.fetches[0], 10)
     assert setup.turn() == [request]
     assert setup.exchange.take_copied() == []

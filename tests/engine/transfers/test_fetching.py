@@ -11,14 +11,24 @@ from engine.transfers.fetching import (
     STALL,
     WINDOW,
     Action,
-    Ended,
     Fetcher,
-    Outcome,
-    Tell,
+    SendToSource,
+    TransferEnded,
+    TransferOutcome,
     Wanted,
     Write,
 )
-from engine.transfers.messages import Ask, Enough, Held, Lent, More, Piece, Refused, digest_of, joined
+from engine.transfers.messages import (
+    BlockPiece,
+    Enough,
+    Held,
+    Lent,
+    LoanRefused,
+    LoanRequest,
+    WindowGrant,
+    digest_of,
+    joined,
+)
 
 NAMES = [bytes([index]) * 16 for index in range(6)]
 BLOCKS = [11, 7, 3, 20, 21, 22]
@@ -29,10 +39,10 @@ def data_of(index: int) -> bytes:
     return bytes([index, 255 - index]) * (SIZE // 2)
 
 
-def piece(first: int, count: int, number: int = 1, *, names: list[bytes] | None = None) -> Piece:
+def piece(first: int, count: int, number: int = 1, *, names: list[bytes] | None = None) -> BlockPiece:
     rows = range(first, first + count)
     digests = [digest_of("same", (names or NAMES)[index], data_of(index)) for index in rows]
-    return Piece(number, first, b"".join(digests), b"".join(data_of(index) for index in rows))
+    return BlockPiece(number, first, b"".join(digests), b"".join(data_of(index) for index in rows))
 
 
 def wanted(number: int = 1, source: str = "s", seconds: float = 5.0) -> Wanted:
@@ -52,8 +62,10 @@ def begin(fetcher: Fetcher, number: int = 1, source: str = "s", now: float = 0.0
     fetcher.asked(number)
 
 
-def ended(outcome: Outcome, count: int, seconds: float, *, for_good: bool = False, number: int = 1) -> Ended:
-    return Ended(number, count, outcome, "s", count * SIZE, seconds, for_good)
+def ended(
+    outcome: TransferOutcome, count: int, seconds: float, *, for_good: bool = False, number: int = 1
+) -> TransferEnded:
+    return TransferEnded(number, count, outcome, "s", count * SIZE, seconds, for_good)
 
 
 def written(actions: list[Action]) -> dict[int, bytes]:
@@ -61,37 +73,39 @@ def written(actions: list[Action]) -> dict[int, bytes]:
 
 
 def test_blocks_are_written_where_they_go_and_room_is_granted(fetcher: Fetcher) -> None:
-    assert fetcher.ask(1) == Ask(1, "same", joined(NAMES), WINDOW)
+    assert fetcher.ask(1) == LoanRequest(1, "same", joined(NAMES), WINDOW)
     assert fetcher.received("s", Lent(1, 3), 0.1) == []
     first = fetcher.received("s", piece(0, 2), 0.2)
     assert written(first) == {11: data_of(0), 7: data_of(1)}
-    assert first[-1] == Tell("s", More(1, 1))
+    assert first[-1] == SendToSource("s", WindowGrant(1, 1))
     last = fetcher.received("s", piece(2, 1), 0.3)
     assert written(last) == {3: data_of(2)}
-    assert last[-1] == ended(Outcome.WHOLE, 3, 0.3)
+    assert last[-1] == ended(TransferOutcome.WHOLE, 3, 0.3)
     assert len(fetcher) == 0
 
 
 def test_a_source_that_has_none_or_refuses_ends_it(fetcher: Fetcher) -> None:
-    assert fetcher.received("s", Lent(1, 0), 0.5)[-1] == ended(Outcome.ABSENT, 0, 0.5)
+    assert fetcher.received("s", Lent(1, 0), 0.5)[-1] == ended(TransferOutcome.ABSENT, 0, 0.5)
     begin(fetcher, 2)
-    assert fetcher.received("s", Refused(2, "too many"), 0.5) == [ended(Outcome.REFUSED, 0, 0.5, number=2)]
+    assert fetcher.received("s", LoanRefused(2, "too many"), 0.5) == [
+        ended(TransferOutcome.REFUSED, 0, 0.5, number=2)
+    ]
     begin(fetcher, 3)
-    (end,) = fetcher.received("s", Refused(3, "the caches differ", for_good=True), 0.5)
-    assert end == ended(Outcome.REFUSED, 0, 0.5, for_good=True, number=3)
+    (end,) = fetcher.received("s", LoanRefused(3, "the caches differ", for_good=True), 0.5)
+    assert end == ended(TransferOutcome.REFUSED, 0, 0.5, for_good=True, number=3)
 
 
 def test_a_flipped_bit_is_not_written_and_ends_it(fetcher: Fetcher) -> None:
     fetcher.received("s", Lent(1, 6), 0.1)
     good = piece(0, 3)
-    bad = Piece(
+    bad = BlockPiece(
         1, 0, good.digests, good.data[: SIZE + 3] + bytes([good.data[SIZE + 3] ^ 1]) + good.data[SIZE + 4 :]
     )
     actions = fetcher.received("s", bad, 0.2)
     assert written(actions) == {11: data_of(0)}
     assert actions[-2:] == [
-        Tell("s", Enough(1)),
-        Ended(1, 1, Outcome.WRONG, "s", 0, 0.2, for_good=True),
+        SendToSource("s", Enough(1)),
+        TransferEnded(1, 1, TransferOutcome.WRONG, "s", 0, 0.2, for_good=True),
     ]
     assert fetcher.received("s", piece(1, 1), 0.3) == []  # late
 
@@ -101,24 +115,24 @@ def test_a_flipped_bit_is_not_written_and_ends_it(fetcher: Fetcher) -> None:
     [
         piece(1, 1),  # not the next one
         piece(0, 4),  # more than was lent
-        Piece(1, 0, b"d" * 16, b"short"),
+        BlockPiece(1, 0, b"d" * 16, b"short"),
         piece(0, 1, names=NAMES[::-1]),  # of another block
         Lent(1, 3),  # twice
     ],
     ids=["out of order", "too many", "torn", "another block", "lent twice"],
 )
-def test_what_does_not_belong_is_dropped(fetcher: Fetcher, message: Piece | Lent) -> None:
+def test_what_does_not_belong_is_dropped(fetcher: Fetcher, message: BlockPiece | Lent) -> None:
     fetcher.received("s", Lent(1, 3), 0.1)
     actions = fetcher.received("s", message, 0.2)
     assert not written(actions)
-    assert isinstance(actions[-1], Ended)
-    assert (actions[-1].outcome, actions[-1].count) == (Outcome.WRONG, 0)
+    assert isinstance(actions[-1], TransferEnded)
+    assert (actions[-1].outcome, actions[-1].count) == (TransferOutcome.WRONG, 0)
 
 
 def test_a_piece_before_the_answer_is_wrong(fetcher: Fetcher) -> None:
     actions = fetcher.received("s", piece(0, 1), 0.2)
     assert not written(actions)
-    assert isinstance(actions[-1], Ended)
+    assert isinstance(actions[-1], TransferEnded)
 
 
 def test_messages_of_other_transfers_and_sources_are_dropped(fetcher: Fetcher) -> None:
@@ -132,14 +146,14 @@ def test_a_broken_connection_keeps_what_has_come(fetcher: Fetcher) -> None:
     begin(fetcher, 2, "another")
     fetcher.received("s", Lent(1, 3), 0.1)
     fetcher.received("s", piece(0, 2), 0.2)
-    assert fetcher.broke("s", 0.4) == [ended(Outcome.LOST, 2, 0.4)]
+    assert fetcher.broke("s", 0.4) == [ended(TransferOutcome.LOST, 2, 0.4)]
     assert len(fetcher) == 1
 
 
 def test_a_transfer_that_was_not_asked_for_outlives_the_connection(fetcher: Fetcher) -> None:
     fetcher.begin(wanted(2), 0.0)
     assert fetcher.due(0.0) == [(2, "s")]
-    assert fetcher.broke("s", 0.4) == [ended(Outcome.LOST, 0, 0.4)]
+    assert fetcher.broke("s", 0.4) == [ended(TransferOutcome.LOST, 0, 0.4)]
     assert fetcher.due(0.5) == [(2, "s")], "it is asked over the next one"
 
 
@@ -151,7 +165,7 @@ def test_a_handed_over_request_without_its_end_has_no_partly_filled_block() -> N
     fetcher.received("s", Lent(1, 3, joined(NAMES[:3]), True), 0.1)
     fetcher.received("s", piece(0, 2), 0.2)
     (over,) = fetcher.broke("s", 0.4)
-    assert isinstance(over, Ended)
+    assert isinstance(over, TransferEnded)
     assert (over.count, list(over.names), over.has_part, over.was_lent) == (2, NAMES[:2], False, True)
 
 
@@ -159,7 +173,7 @@ def test_silence_ends_it_and_a_word_without_news_does_not_help(fetcher: Fetcher)
     fetcher.received("s", Lent(1, 3), 0.1)
     assert fetcher.received("s", Held(1), 0.9) == []
     assert fetcher.look(0.1 + STALL) == []
-    assert fetcher.look(0.11 + STALL)[-1] == ended(Outcome.SLOW, 0, 0.11 + STALL)
+    assert fetcher.look(0.11 + STALL)[-1] == ended(TransferOutcome.SLOW, 0, 0.11 + STALL)
 
 
 def test_a_trickle_ends_when_computing_would_have_been_faster(fetcher: Fetcher) -> None:
@@ -168,15 +182,15 @@ def test_a_trickle_ends_when_computing_would_have_been_faster(fetcher: Fetcher) 
         assert fetcher.look(0.9 * (index + 1)) == []
         fetcher.received("s", piece(index, 1), 0.9 * (index + 2))
     (_, end) = fetcher.look(5.1)
-    assert isinstance(end, Ended)
-    assert (end.outcome, end.count) == (Outcome.SLOW, 5)
+    assert isinstance(end, TransferEnded)
+    assert (end.outcome, end.count) == (TransferOutcome.SLOW, 5)
 
 
 def test_a_source_that_is_never_reached_is_lost() -> None:
     fetcher = Fetcher("same", SIZE)
     fetcher.begin(wanted(), 0.0)
     assert fetcher.due(0.0) == [(1, "s")]
-    assert fetcher.look(STALL + 0.1) == [ended(Outcome.LOST, 0, STALL + 0.1)]
+    assert fetcher.look(STALL + 0.1) == [ended(TransferOutcome.LOST, 0, STALL + 0.1)]
 
 
 def test_transfers_of_a_source_take_turns() -> None:
@@ -189,13 +203,13 @@ def test_transfers_of_a_source_take_turns() -> None:
         fetcher.asked(number)
     assert fetcher.received("s", Lent(0, 0), 9.0)
     assert [number for number, _ in fetcher.due(9.0)] == [MOST_ASKED, 99]
-    waits = [action.number for action in fetcher.look(9.1) if isinstance(action, Ended)]
+    waits = [action.number for action in fetcher.look(9.1) if isinstance(action, TransferEnded)]
     assert MOST_ASKED + 1 not in waits  # its time begins with its turn
 
 
 def test_nobody_waits_any_more(fetcher: Fetcher) -> None:
     fetcher.received("s", Lent(1, 3), 0.1)
-    assert fetcher.cancel(1, 0.2) == [Tell("s", Enough(1)), ended(Outcome.CANCELLED, 0, 0.2)]
+    assert fetcher.cancel(1, 0.2) == [SendToSource("s", Enough(1)), ended(TransferOutcome.CANCELLED, 0, 0.2)]
     assert fetcher.cancel(1, 0.3) == []
     assert fetcher.received("s", piece(0, 1), 0.4) == []
 
@@ -206,14 +220,14 @@ def test_each_transfer_ends_once_and_writes_only_what_is_right(seed: int) -> Non
     chance = random.Random(seed)
     fetcher = Fetcher("same", SIZE)
     begun: set[int] = set()
-    over: dict[int, Ended] = {}
+    over: dict[int, TransferEnded] = {}
     clock = 0.0
 
     def check(actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Write):
                 assert bytes(action.data) == data_of(BLOCKS.index(action.block))
-            elif isinstance(action, Ended):
+            elif isinstance(action, TransferEnded):
                 assert action.number in begun
                 assert action.number not in over
                 over[action.number] = action
@@ -236,7 +250,7 @@ def test_each_transfer_ends_once_and_writes_only_what_is_right(seed: int) -> Non
                 if chance.random() < 0.2:
                     flipped = bytearray(sent.data)
                     flipped[chance.randrange(len(flipped))] ^= 1 << chance.randrange(8)
-                    sent = Piece(number, sent.first, sent.digests, bytes(flipped))
+                    sent = BlockPiece(number, sent.first, sent.digests, bytes(flipped))
                 check(fetcher.received(source, sent, clock))
             case 5 if chance.random() < 0.3:
                 check(fetcher.broke(source, clock))
@@ -253,4 +267,4 @@ def test_each_transfer_ends_once_and_writes_only_what_is_right(seed: int) -> Non
 
 
 def test_a_source_that_holds_blocks_of_a_transfer_that_is_over_is_told() -> None:
-    assert Fetcher("x", 4).received("s", Held(7), 0.0) == [Tell("s", Enough(7))]
+    assert Fetcher("x", 4).received("s", Held(7), 0.0) == [SendToSource("s", Enough(7))]

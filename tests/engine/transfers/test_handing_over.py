@@ -9,9 +9,9 @@ import pytest
 from engine.scheduling.blocks import BlockPool
 from engine.scheduling.request import Request, Status
 from engine.transfers.exchange import AHEAD
-from engine.transfers.fetching import Ended, Outcome
+from engine.transfers.fetching import TransferEnded, TransferOutcome
 from engine.transfers.handing_over import HandOvers, tail_of
-from engine.transfers.lending import Look, Return
+from engine.transfers.lending import Lookup, Return
 from engine.transfers.messages import NO_BLOCK
 from tests.engine.transfers.test_exchange import LOAN, SIZE, Setup
 
@@ -71,7 +71,7 @@ def test_names_of_parts_differ_by_salt(setup: Setup, length: int) -> None:
 def test_a_request_goes_once_it_is_in_no_step_and_its_blocks_are_held(setup: Setup) -> None:
     request = running(setup)
     request.num_in_flight = 1
-    look = Look(LOAN, [request.hashes[4]], HOLDER, AHEAD)
+    look = Lookup(LOAN, [request.hashes[4]], HOLDER, AHEAD)
     setup.mover.events.append(look)
     assert setup.exchange.turn(set, lambda holder: request if holder == HOLDER else None) == []
     assert setup.exchange.take_handed_over() == []
@@ -91,11 +91,11 @@ def test_a_request_goes_once_it_is_in_no_step_and_its_blocks_are_held(setup: Set
 def test_what_is_refused(setup: Setup) -> None:
     request = running(setup)
     setup.mover.events += [
-        Look((b"t", 1), [request.hashes[4]], HOLDER, 0),
-        Look((b"t", 2), [b"x" * 16], HOLDER, 9),
+        Lookup((b"t", 1), [request.hashes[4]], HOLDER, 0),
+        Lookup((b"t", 2), [b"x" * 16], HOLDER, 9),
     ]
     setup.exchange.turn(set, lambda _: request)
-    setup.mover.events += [Look((b"t", 3), [request.hashes[4]], HOLDER, 9)]
+    setup.mover.events += [Lookup((b"t", 3), [request.hashes[4]], HOLDER, 9)]
     setup.turn()
     assert list(setup.mover.refused.values()) == [
         "the request has outgrown the room for it", "the block is none of the request", "the request is not here"
@@ -106,7 +106,7 @@ def test_what_is_refused(setup: Setup) -> None:
 def test_two_that_ask_for_the_same_request_do_not_both_get_it(setup: Setup) -> None:
     request, asked = running(setup), HandOvers(BlockPool(1), SIZE)
     for number in (1, 2):
-        asked.add(Look((b"t", number), [request.hashes[4]], HOLDER, AHEAD))
+        asked.add(Lookup((b"t", number), [request.hashes[4]], HOLDER, AHEAD))
     assert [found is request for _, found, _ in asked.due(lambda _: request)] == [True, False]
 
 
@@ -126,7 +126,7 @@ def test_a_request_waits_for_its_blocks_and_goes_on_in_the_last_one(setup: Setup
     request.copy = 3
     assert setup.exchange.takes(request)
     names = [*there.hashes_up_to(5, SIZE)[4:], there.name_of_part(SIZE)]
-    end = Ended(wanted.number, 2, Outcome.WHOLE, "s", 2000, 0.01)
+    end = TransferEnded(wanted.number, 2, TransferOutcome.WHOLE, "s", 2000, 0.01)
     setup.mover.events.append(replace(end, names=names, has_part=True, was_lent=True))
     assert setup.turn() == [request]
     assert setup.exchange.take_copied() == [((b"router", 3), 4 * SIZE, True)]

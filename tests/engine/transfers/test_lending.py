@@ -12,18 +12,18 @@ from engine.transfers.lending import (
     MOST_UNREAD,
     Action,
     Lender,
-    Look,
+    Lookup,
     Return,
-    Send,
     SendPiece,
+    SendToTaker,
 )
-from engine.transfers.messages import Ask, Enough, Held, Lent, More, Refused, joined
+from engine.transfers.messages import Enough, Held, Lent, LoanRefused, LoanRequest, WindowGrant, joined
 
 NAMES = [bytes([index]) * 16 for index in range(7)]
 
 
-def asking(number: int = 1, count: int = 7, pieces: int = 2, identity: str = "same") -> Ask:
-    return Ask(number, identity, joined(NAMES[:count]), pieces)
+def asking(number: int = 1, count: int = 7, pieces: int = 2, identity: str = "same") -> LoanRequest:
+    return LoanRequest(number, identity, joined(NAMES[:count]), pieces)
 
 
 @pytest.fixture
@@ -32,45 +32,47 @@ def lender() -> Lender:
 
 
 def test_a_loan_is_looked_up_then_read_as_room_is_granted(lender: Lender) -> None:
-    assert lender.received(b"t", asking()) == [Look((b"t", 1), NAMES)]
+    assert lender.received(b"t", asking()) == [Lookup((b"t", 1), NAMES)]
     assert lender.found((b"t", 1), [4, 2, 9, 7, 1]) == [
-        Send(b"t", Lent(1, 5)),
+        SendToTaker(b"t", Lent(1, 5)),
         SendPiece(b"t", 1, 0, NAMES[0:2], [4, 2]),
         SendPiece(b"t", 1, 2, NAMES[2:4], [9, 7]),
     ]
-    assert lender.received(b"t", More(1, 1)) == [
+    assert lender.received(b"t", WindowGrant(1, 1)) == [
         SendPiece(b"t", 1, 4, NAMES[4:5], [1]),
         Return((b"t", 1)),
     ]
     assert len(lender) == 0
-    assert lender.received(b"t", More(1, 1)) == []  # it was on the way
+    assert lender.received(b"t", WindowGrant(1, 1)) == []  # it was on the way
 
 
 def test_a_loan_of_nothing_ends_at_once(lender: Lender) -> None:
     lender.received(b"t", asking())
-    assert lender.found((b"t", 1), []) == [Send(b"t", Lent(1, 0)), Return((b"t", 1))]
+    assert lender.found((b"t", 1), []) == [SendToTaker(b"t", Lent(1, 0)), Return((b"t", 1))]
 
 
 def test_caches_that_differ_lend_nothing(lender: Lender) -> None:
     (send,) = lender.received(b"t", asking(identity="other"))
-    assert send == Send(b"t", Refused(1, "the caches differ", for_good=True))
+    assert send == SendToTaker(b"t", LoanRefused(1, "the caches differ", for_good=True))
     assert len(lender) == 0
 
 
 def test_loans_are_bounded_by_taker_and_in_all(lender: Lender) -> None:
     for number in range(MOST_LOANS_OF_PEER):
-        assert isinstance(lender.received(b"t", asking(number))[0], Look)
-    assert isinstance(lender.received(b"t", asking(99))[0], Send)
+        assert isinstance(lender.received(b"t", asking(number))[0], Lookup)
+    assert isinstance(lender.received(b"t", asking(99))[0], SendToTaker)
     for peer in range(1, MOST_LOANS // MOST_LOANS_OF_PEER):
         for number in range(MOST_LOANS_OF_PEER):
-            assert isinstance(lender.received(b"%d" % peer, asking(number))[0], Look)
+            assert isinstance(lender.received(b"%d" % peer, asking(number))[0], Lookup)
     assert len(lender) == MOST_LOANS
-    assert isinstance(lender.received(b"last", asking())[0], Send)
+    assert isinstance(lender.received(b"last", asking())[0], SendToTaker)
 
 
 def test_a_number_that_is_open_is_not_lent_twice(lender: Lender) -> None:
     lender.received(b"t", asking())
-    assert lender.received(b"t", asking()) == [Send(b"t", Refused(1, "a loan of this number is open"))]
+    assert lender.received(b"t", asking()) == [
+        SendToTaker(b"t", LoanRefused(1, "a loan of this number is open"))
+    ]
     assert len(lender) == 1
 
 
@@ -87,17 +89,17 @@ def test_it_ends_with_the_takers_word_or_its_connection(lender: Lender) -> None:
 def test_what_is_looked_up_for_a_taker_that_went_comes_back_once(lender: Lender) -> None:
     lender.received(b"t", asking())
     assert lender.gone(b"t") == []
-    assert lender.received(b"t", More(1, 1)) == []
+    assert lender.received(b"t", WindowGrant(1, 1)) == []
     assert lender.found((b"t", 1), [3]) == [Return((b"t", 1))]
     assert len(lender) == 0
 
 
 def test_takers_that_keep_a_loan_waiting_are_asked(lender: Lender) -> None:
     lender.received(b"t", asking(1, pieces=1))
-    assert lender.waiting() == [Send(b"t", Held(1))]
+    assert lender.waiting() == [SendToTaker(b"t", Held(1))]
     lender.found((b"t", 1), [0, 1, 2, 3])
-    assert lender.waiting() == [Send(b"t", Held(1))]
-    lender.received(b"t", More(1, 1))
+    assert lender.waiting() == [SendToTaker(b"t", Held(1))]
+    lender.received(b"t", WindowGrant(1, 1))
     assert lender.waiting() == []
 
 
@@ -108,11 +110,15 @@ def test_takers_that_may_not_have_read_all_are_asked_before_the_end(lender: Lend
     for number, peer in enumerate((b"u", b"v")):
         lender.received(peer, asking(number))
         lender.found((peer, number), [0, 1])
-    assert lender.farewell() == [Send(b"t", Held(2)), Send(b"u", Held(0)), Send(b"v", Held(1))]
+    assert lender.farewell() == [
+        SendToTaker(b"t", Held(2)),
+        SendToTaker(b"u", Held(0)),
+        SendToTaker(b"v", Held(1)),
+    ]
     lender.gone(b"u")
     lender.received(b"t", Enough(1))
     lender.received(b"v", Enough(1))
-    assert lender.farewell() == [Send(b"t", Held(2))]
+    assert lender.farewell() == [SendToTaker(b"t", Held(2))]
     lender.received(b"t", Enough(2))
     assert lender.farewell() == []
 
@@ -137,7 +143,7 @@ def test_nothing_is_read_outside_a_loan_and_all_are_returned(seed: int) -> None:
         nonlocal returned
         for action in actions:
             match action:
-                case Look(loan, _):
+                case Lookup(loan, _):
                     looked.append(loan)
                 case SendPiece(peer, number, _, names, blocks):
                     assert set(blocks) <= set(held[peer, number])
@@ -145,7 +151,7 @@ def test_nothing_is_read_outside_a_loan_and_all_are_returned(seed: int) -> None:
                 case Return(loan):
                     del held[loan]
                     returned += 1
-                case Send():
+                case SendToTaker():
                     pass
 
     peers, found = [b"a", b"b", b"c"], 0
@@ -160,7 +166,7 @@ def test_nothing_is_read_outside_a_loan_and_all_are_returned(seed: int) -> None:
                 found += 1
                 carry_out(lender.found(loan, held[loan]))
             case 3:
-                carry_out(lender.received(peer, More(number, chance.randrange(1, 4))))
+                carry_out(lender.received(peer, WindowGrant(number, chance.randrange(1, 4))))
             case 4:
                 carry_out(lender.received(peer, Enough(number)))
             case 5 if chance.random() < 0.3:

@@ -16,9 +16,9 @@ from coordinator.rpc.codec import Decoder, encode
 from coordinator.rpc.keys import MeshKeys
 from engine.transfers import mover as moving
 from engine.transfers.block_memory import BlockMemory
-from engine.transfers.fetching import Ended, Outcome, Wanted
-from engine.transfers.lending import Look, Return, SendPiece
-from engine.transfers.messages import Ask, Lent, Piece, ToTaker, joined
+from engine.transfers.fetching import TransferEnded, TransferOutcome, Wanted
+from engine.transfers.lending import Lookup, Return, SendPiece
+from engine.transfers.messages import BlockPiece, Lent, LoanRequest, ToTaker, joined
 from engine.transfers.mover import BlockMover, Event
 from tests.waiting import until
 
@@ -45,7 +45,7 @@ class End:
     def turn(self) -> list[Event]:
         for event in self.mover.take_events():
             self.events.append(event)
-            if isinstance(event, Look):
+            if isinstance(event, Lookup):
                 known = [self.lends[name] for name in event.names if name in self.lends]
                 self.mover.found(event.loan, known)
         return self.events
@@ -78,15 +78,15 @@ def fetch(taker: End, source: End, count: int = 20, number: int = 1, seconds: fl
     return wanted
 
 
-def end_of(taker: End, *sources: End) -> Ended:
+def end_of(taker: End, *sources: End) -> TransferEnded:
     def look() -> Sequence[Event]:
         for source in sources:
             source.turn()
-        return taker.of(Ended)
+        return taker.of(TransferEnded)
 
     until(look)
-    (end,) = taker.of(Ended)
-    assert isinstance(end, Ended)
+    (end,) = taker.of(TransferEnded)
+    assert isinstance(end, TransferEnded)
     taker.events.clear()
     return end
 
@@ -99,7 +99,7 @@ def test_blocks_arrive_whole_and_nothing_else_changes(make: Make, with_keys: boo
     before = [part.copy() for part in taker.parts]
     wanted = fetch(taker, source)
     end = end_of(taker, source)
-    assert (end.outcome, end.count, end.num_bytes) == (Outcome.WHOLE, 20, 20 * sum(WIDTHS))
+    assert (end.outcome, end.count, end.num_bytes) == (TransferOutcome.WHOLE, 20, 20 * sum(WIDTHS))
     for part, theirs, old in zip(taker.parts, source.parts, before, strict=True):
         for index, block in enumerate(wanted.blocks):
             assert (part[block] == theirs[3 * index % NUM_BLOCKS]).all()
@@ -113,21 +113,21 @@ def test_a_part_of_what_was_asked_comes(make: Make) -> None:
     source.lends = {name: index for index, name in enumerate(NAMES[:7])}
     fetch(taker, source)
     end = end_of(taker, source)
-    assert (end.outcome, end.count) == (Outcome.WHOLE, 7)
+    assert (end.outcome, end.count) == (TransferOutcome.WHOLE, 7)
 
 
 def test_another_cache_lends_nothing(make: Make) -> None:
     source, taker = make(1), make(2, "other")
     fetch(taker, source)
     end = end_of(taker, source)
-    assert (end.outcome, end.for_good) == (Outcome.REFUSED, True)
-    assert source.of(Look) == []
+    assert (end.outcome, end.for_good) == (TransferOutcome.REFUSED, True)
+    assert source.of(Lookup) == []
 
 
 def test_a_key_of_another_mesh_gets_nothing(make: Make) -> None:
     source, taker = make(1, mesh_keys=keys.generate()), make(2, mesh_keys=keys.generate())
     fetch(taker, source)
-    assert end_of(taker, source).outcome is Outcome.LOST
+    assert end_of(taker, source).outcome is TransferOutcome.LOST
     assert source.events == []
 
 
@@ -135,10 +135,10 @@ def test_a_source_that_ends_in_the_middle_costs_no_right_block(make: Make) -> No
     source, taker = make(1), make(2)
     source.lends = {name: index for index, name in enumerate(NAMES)}
     fetch(taker, source)
-    until(lambda: source.of(Look))  # it has been asked, and lends
+    until(lambda: source.of(Lookup))  # it has been asked, and lends
     source.mover.close()
     end = end_of(taker)
-    assert end.outcome in (Outcome.LOST, Outcome.WHOLE, Outcome.SLOW)
+    assert end.outcome in (TransferOutcome.LOST, TransferOutcome.WHOLE, TransferOutcome.SLOW)
     for index in range(end.count):
         assert (taker.parts[2][NUM_BLOCKS - 1 - index] == source.parts[2][index]).all()
 
@@ -163,7 +163,7 @@ def test_a_source_that_leaves_waits_until_its_last_pieces_were_read(
     closes.start()
     closes.join(0.3)  # without waiting for its taker, it would be closed by then
     goes_on.set()
-    assert (end_of(taker).outcome, taker.mover.has_ended) == (Outcome.WHOLE, False)
+    assert (end_of(taker).outcome, taker.mover.has_ended) == (TransferOutcome.WHOLE, False)
     closes.join()
 
 
@@ -185,7 +185,7 @@ def test_a_step_loop_that_does_not_answer_is_not_waited_for(make: Make) -> None:
     source, taker = make(1), make(2)
     fetch(taker, source, seconds=0.2)
     end = end_of(taker)
-    assert (end.outcome, end.count) == (Outcome.SLOW, 0)
+    assert (end.outcome, end.count) == (TransferOutcome.SLOW, 0)
     until(lambda: source.of(Return))  # it had asked its step loop, which holds blocks by now
 
 
@@ -197,7 +197,7 @@ def test_a_mover_rests_without_transfers_and_looks_at_the_next_one(make: Make) -
     for number in (1, 2):
         fetch(taker, source, number=number, seconds=0.5)
         until(lambda: not any("at rest" in repr(end.mover) for end in ends))
-        assert end_of(taker).outcome is Outcome.SLOW, "it was looked at"
+        assert end_of(taker).outcome is TransferOutcome.SLOW, "it was looked at"
         until(lambda: source.of(Return))
         source.events.clear()
         until(lambda: all("at rest" in repr(end.mover) for end in ends))
@@ -208,7 +208,7 @@ def test_a_flipped_bit_is_found(make: Make, monkeypatch: pytest.MonkeyPatch) -> 
     source.lends = {name: index for index, name in enumerate(NAMES)}
     made = source.mover._piece
 
-    def flipped(action: SendPiece) -> Piece:
+    def flipped(action: SendPiece) -> BlockPiece:
         piece = made(action)
         if action.first != 9:
             return piece
@@ -219,7 +219,7 @@ def test_a_flipped_bit_is_found(make: Make, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(source.mover, "_piece", flipped)
     fetch(taker, source)
     end = end_of(taker, source)
-    assert (end.outcome, end.for_good, end.count) == (Outcome.WRONG, True, 9)
+    assert (end.outcome, end.for_good, end.count) == (TransferOutcome.WRONG, True, 9)
 
 
 class RawTaker:
@@ -233,7 +233,7 @@ class RawTaker:
         self._decoder: Decoder[ToTaker] = Decoder(ToTaker)
 
     def ask(self, pieces: int) -> None:
-        self._socket.send(encode(Ask(1, "same", joined(NAMES[:20]), pieces)))
+        self._socket.send(encode(LoanRequest(1, "same", joined(NAMES[:20]), pieces)))
 
     def receive(self) -> ToTaker:
         assert self._socket.poll(5000)
@@ -249,7 +249,7 @@ def test_blocks_are_held_while_a_taker_reads_slowly_and_no_longer_than_it_lives(
     source.lends = {name: index for index, name in enumerate(NAMES)}
     taker = RawTaker(source)
     taker.ask(pieces=1)
-    until(lambda: source.of(Look))
+    until(lambda: source.of(Lookup))
     assert taker.receive() == Lent(1, 20)
     began, questions = time.monotonic(), 0
     while questions < 2:  # it is asked whether it lives, and held all the while
@@ -267,9 +267,9 @@ def test_garbage_is_dropped(make: Make) -> None:
     raw = RawTaker(source)
     raw._socket.send(b"")
     raw._socket.send(b"\x08garbage")
-    raw._socket.send(encode(Ask(1, "same", joined(NAMES[:1]), 1))[:-1])
+    raw._socket.send(encode(LoanRequest(1, "same", joined(NAMES[:1]), 1))[:-1])
     fetch(taker, source)
-    assert end_of(taker, source).outcome is Outcome.WHOLE
+    assert end_of(taker, source).outcome is TransferOutcome.WHOLE
     raw.close()
 
 
@@ -281,10 +281,12 @@ def test_many_transfers_at_once_take_turns(make: Make) -> None:
 
     def look() -> bool:
         source.turn()
-        return len(taker.of(Ended)) == 12
+        return len(taker.of(TransferEnded)) == 12
 
     until(look)
-    assert {event.outcome for event in taker.events if isinstance(event, Ended)} == {Outcome.WHOLE}
+    assert {event.outcome for event in taker.events if isinstance(event, TransferEnded)} == {
+        TransferOutcome.WHOLE
+    }
 
 
 def test_a_port_that_is_taken_is_an_error() -> None:

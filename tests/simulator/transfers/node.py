@@ -18,9 +18,9 @@ from engine.scheduling.blocks import BlockHash, BlockPool, hash_block
 from engine.scheduling.request import Request, RequestKey, Status, from_submit
 from engine.transfers import fetching, lending
 from engine.transfers.exchange import BlockExchange
-from engine.transfers.fetching import DEAD, Ended, Fetcher, Outcome, Wanted
-from engine.transfers.lending import Key, Lender, Look, Return
-from engine.transfers.messages import Holder, Piece, ToTaker, digest_of
+from engine.transfers.fetching import DEAD, Fetcher, TransferEnded, TransferOutcome, Wanted
+from engine.transfers.lending import Key, Lender, Lookup, Return
+from engine.transfers.messages import BlockPiece, Holder, ToTaker, digest_of
 from engine.transfers.price import FetchPrice
 
 SIZE = 16
@@ -57,7 +57,7 @@ class SimulatedHeir:
     def __init__(self, node: Node, world: Any) -> None:
         self._node, self._world = node, world
         self._cancelled: set[int] = set()
-        self._ended: list[Ended] = []
+        self._ended: list[TransferEnded] = []
 
     def fetch(self, wanted: Wanted) -> None:
         self._node.calls.append(partial(self._copy, wanted, 0))
@@ -65,7 +65,7 @@ class SimulatedHeir:
     def cancel(self, number: int) -> None:
         self._cancelled.add(number)
 
-    def take_events(self) -> list[Ended]:
+    def take_events(self) -> list[TransferEnded]:
         found, self._ended = self._ended, []
         return found
 
@@ -76,21 +76,21 @@ class SimulatedHeir:
     def _copy(self, wanted: Wanted, index: int) -> None:
         owner = wanted.source.removeprefix(DEAD)
         if wanted.number in self._cancelled:
-            return self._end(wanted, index, Outcome.CANCELLED)
+            return self._end(wanted, index, TransferOutcome.CANCELLED)
         if owner not in self._world.dead or owner in self._world.released:
-            return self._end(wanted, index, Outcome.LOST)
+            return self._end(wanted, index, TransferOutcome.LOST)
         dead = self._world.nodes[owner]
         if index == len(wanted.names):
-            return self._end(wanted, index, Outcome.WHOLE)
+            return self._end(wanted, index, TransferOutcome.WHOLE)
         block = Table(memoryview(dead.table), owner).read().get(wanted.names[index])
         if block is None:
-            return self._end(wanted, index, Outcome.WHOLE if index else Outcome.ABSENT)
+            return self._end(wanted, index, TransferOutcome.WHOLE if index else TransferOutcome.ABSENT)
         self._node.memory[wanted.blocks[index]] = dead.memory[block]
         self._world.seen["inherited"] += 1
         self._node.calls.append(partial(self._copy, wanted, index + 1))
 
-    def _end(self, wanted: Wanted, count: int, outcome: Outcome) -> None:
-        self._ended.append(Ended(wanted.number, count, outcome, wanted.source, count * SIZE, 0.0))
+    def _end(self, wanted: Wanted, count: int, outcome: TransferOutcome) -> None:
+        self._ended.append(TransferEnded(wanted.number, count, outcome, wanted.source, count * SIZE, 0.0))
 
 
 class Node:
@@ -183,29 +183,29 @@ class Node:
             match action:
                 case fetching.Write(block, data):
                     self.memory[block] = bytes(data)
-                case fetching.Tell(source, message):
+                case fetching.SendToSource(source, message):
                     self._world.to_source(self, source, message)
-                case Ended():
+                case TransferEnded():
                     self.events.append(action)
-        if any(isinstance(action, Ended) for action in actions):
+        if any(isinstance(action, TransferEnded) for action in actions):
             self.ask()
 
     def lend(self, actions: Sequence[lending.Action]) -> None:
         for action in actions:
             match action:
-                case lending.Send(peer, message):
+                case lending.SendToTaker(peer, message):
                     self._world.to_taker(self, peer, message)
                 case lending.SendPiece():
                     self._world.to_taker(self, action.peer, self._piece(action))
-                case Look() | Return():
+                case Lookup() | Return():
                     self.events.append(action)
 
-    def _piece(self, action: lending.SendPiece) -> Piece:
+    def _piece(self, action: lending.SendPiece) -> BlockPiece:
         data = [self.memory[block] for block in action.blocks]
         digests = [
             digest_of(IDENTITY, name, bytes(each)) for name, each in zip(action.names, data, strict=True)
         ]
-        return Piece(action.number, action.first, b"".join(digests), b"".join(data))
+        return BlockPiece(action.number, action.first, b"".join(digests), b"".join(data))
 
     def look(self) -> None:
         """End fetches that take too long, and begin others."""

@@ -14,7 +14,7 @@ from engine.scheduling.blocks import BlockHash
 from engine.scheduling.request import Request, RequestKey
 from engine.transfers import fetching
 from engine.transfers.exchange import BlockExchange
-from engine.transfers.fetching import Ended, Fetcher
+from engine.transfers.fetching import Fetcher, TransferEnded
 from engine.transfers.handing_over import Tail
 from engine.transfers.lending import Action, Key, Lender
 from router.dispatch.ledger import Entry
@@ -52,7 +52,7 @@ class LetsGoOfItsRoom(BlockExchange):
         if transfer.is_cancelled and not was_cancelled:
             self._pool.release(transfer.wanted.blocks)
 
-    def _ended(self, end: Ended) -> list[Request]:
+    def _ended(self, end: TransferEnded) -> list[Request]:
         transfer = self._transfers[end.number]
         if transfer.is_cancelled:
             self._pool.hold(transfer.wanted.blocks)

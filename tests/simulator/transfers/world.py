@@ -13,7 +13,7 @@ from engine.messages import Abort, Capacity, Leaving
 from engine.sampling import SamplingParams
 from engine.scheduling.blocks import hash_block
 from engine.transfers.fetching import DEAD
-from engine.transfers.messages import Piece
+from engine.transfers.messages import BlockPiece
 from router.dispatch.chooser import Chooser
 from router.dispatch.ledger import Entry, Ledger
 from router.dispatch.mover import RequestMover
@@ -120,7 +120,7 @@ class World:
         taker, name, _ = peer.decode().split("/")
         if peer != self._peer(taker, name) or taker in self.dead:
             return  # the connection is gone; another event tells the source
-        if isinstance(message, Piece) and self.chance.random() < 0.04:
+        if isinstance(message, BlockPiece) and self.chance.random() < 0.04:
             data = bytearray(message.data)
             data[self.chance.randrange(len(data))] ^= 1
             message = msgspec.structs.replace(message, data=bytes(data))
