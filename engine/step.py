@@ -33,6 +33,24 @@ class Admit(msgspec.Struct, frozen=True):
     """Tokens that may not be sampled before ``params.min_tokens`` output tokens."""
 
 
+class RowPieces(msgspec.Struct, frozen=True):
+    """Slots of boundary pieces that a row reads and fills.
+
+    One of each kind belongs to a position.
+    """
+
+    begins: tuple[int, list[int]] | None = None
+    """Position and slots from which the row goes on, at least after an admission.
+
+    Position 0 has no slots: the context begins empty. None: from what the request's rows filled last.
+    """
+    fills: dict[int, list[int]] = {}
+    """Slots by position, behind the row's start and up to its end.
+
+    The request goes on from the last of them.
+    """
+
+
 class Masks(msgspec.Struct, frozen=True):
     """Grammar masks: which tokens some rows may sample.
 
@@ -81,6 +99,8 @@ class Step(msgspec.Struct, frozen=True):
 
     They count as far as they equal those that are sampled.
     """
+    pieces: dict[int, RowPieces] = {}
+    """By row, of models that have pieces beside keys and values (:mod:`engine.pieces.kinds`)."""
 
     @property
     def num_tokens(self) -> int:

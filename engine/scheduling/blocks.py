@@ -1,22 +1,26 @@
-"""Blocks of the paged KV cache: reference counts and the prefix index (pure).
+"""Slots of a cache's pieces: reference counts and the index of names (pure).
 
 A block holds the keys and values of ``block_size`` tokens. A full block is named by a hash over its
 tokens, the hash of the block before it and the request's cache salt, so equal hashes mean equal
-contexts from the first token on (the scheme of vLLM's automatic prefix caching). Freed blocks keep
-their content until they are needed again, oldest first.
+contexts from the first token on (the scheme of vLLM's automatic prefix caching). Pieces of other kinds
+(:mod:`engine.pieces.kinds`) lie in slots behind the blocks, and are held, named and evicted alike. Freed
+slots keep their content until they are needed again, oldest first.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from engine.pieces.kinds import HASH_BYTES as HASH_BYTES
+from engine.pieces.kinds import BoundarySlots, PieceKinds
+
 BlockHash = bytes
 
-HASH_BYTES = 16
 NAME_BYTES = 8
 """Bytes of a block hash that routers get.
 
@@ -53,25 +57,36 @@ def prefix_names(tokens: Sequence[int], block_size: int, salt: str = "") -> list
 
 
 class Observer(Protocol):
-    """Receives every block that the prefix index gains or loses."""
+    """Receives the name of every piece, of any kind, that the index gains or loses."""
 
     def stored(self, block_hash: BlockHash) -> None: ...
     def dropped(self, block_hash: BlockHash) -> None: ...
 
 
 class BlockPool:
-    """Fixed number of blocks with reference counts, a least-recently-used free list and a prefix index."""
+    """Slots of each kind with reference counts, least-recently-used free lists and one index of names."""
 
     def __init__(
-        self, num_blocks: int, *, enable_prefix_caching: bool = True, observer: Observer | None = None
+        self,
+        num_blocks: int,
+        *,
+        enable_prefix_caching: bool = True,
+        observer: Observer | None = None,
+        boundaries: Sequence[BoundarySlots] = (),
+        block_size: int = 1,
     ) -> None:
+        """``boundaries``: kinds beside keys and values, with their slots; ``block_size`` matters to them."""
         if num_blocks < 1:
             raise ValueError(f"a KV cache needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
+        self.kinds = PieceKinds(num_blocks, boundaries, block_size)
         self._caching = enable_prefix_caching
         self._observers = () if observer is None else (observer,)
-        self._references = [0] * num_blocks
+        self._references = [0] * self.kinds.num_slots
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._free_boundaries = [
+            OrderedDict.fromkeys(self.kinds.slots_of(number + 1)) for number in range(len(boundaries))
+        ]
         self._hash_of: dict[int, BlockHash] = {}
         self._block_of: dict[BlockHash, int] = {}
         self._part_of: dict[int, BlockHash] = {}
@@ -91,7 +106,13 @@ class BlockPool:
         return len(self._free)
 
     @property
+    def num_free_boundaries(self) -> int:
+        """Positions whose boundary pieces find slots."""
+        return min(map(len, self._free_boundaries), default=0)
+
+    @property
     def num_used(self) -> int:
+        """Blocks that are held."""
         return self.num_blocks - len(self._free)
 
     @property
@@ -100,14 +121,32 @@ class BlockPool:
 
     @property
     def known(self) -> Iterable[BlockHash]:
-        """Hashes of all blocks in the prefix index."""
+        """Names of all pieces in the index."""
         return self._block_of
 
     def knows(self, block_hash: BlockHash) -> bool:
         return block_hash in self._block_of
 
+    def slot_of(self, name: BlockHash) -> int | None:
+        """The slot of a piece of any kind; None if it is not known."""
+        return self._block_of.get(name)
+
     def find_prefix(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The blocks of the longest known prefix. :meth:`hold` takes references to them."""
+        """The blocks of the longest prefix that a context can go on behind.
+
+        :meth:`hold` takes references to them, and to those of :meth:`find_boundary`.
+        """
+        found = self.find_blocks(hashes)
+        if self.kinds.step:
+            del found[self.kinds.usable_of(hashes, len(found), self._block_of.get) :]
+        return found
+
+    def find_boundary(self, prefix: Sequence[BlockHash]) -> list[int]:
+        """Slots of the boundary pieces behind a prefix that :meth:`find_prefix` has found."""
+        return [self._block_of[name] for name in self.kinds.boundary_names(prefix[-1])] if prefix else []
+
+    def find_blocks(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The blocks of the longest known prefix, with boundary pieces behind it or without."""
         found: list[int] = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -117,18 +156,18 @@ class BlockPool:
         return found
 
     def num_free_beside(self, blocks: Sequence[int]) -> int:
-        """Free blocks that remain after these are held."""
+        """Free blocks that remain after these blocks are held."""
         return len(self._free) - sum(self._references[block] == 0 for block in blocks)
 
     def num_holders(self, block: int) -> int:
-        """Requests that hold a block; 0: it is free."""
+        """Requests that hold a slot; 0: it is free."""
         return self._references[block]
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Take a reference to each (known) block."""
+        """Take a reference to each (known) slot."""
         for block in blocks:
             if self._references[block] == 0:
-                del self._free[block]
+                del self._free_list_of(block)[block]
             self._references[block] += 1
 
     def take(self, count: int) -> list[int] | None:
@@ -144,10 +183,20 @@ class BlockPool:
         self.num_touched = max(self.num_touched, max(taken, default=-1) + 1)
         return taken
 
-    def name(self, block: int, block_hash: BlockHash) -> None:
-        """Put a held, full block into the prefix index.
+    def take_boundary(self) -> list[int] | None:
+        """A slot without content for each boundary piece of one position; None if one lacks."""
+        if not all(self._free_boundaries):
+            return None
+        taken = [free.popitem(last=False)[0] for free in self._free_boundaries]
+        for slot in taken:
+            self._forget(slot)
+            self._references[slot] = 1
+        return taken
 
-        If another block has the same content, the index keeps that one.
+    def name(self, block: int, block_hash: BlockHash) -> None:
+        """Put a held piece of any kind, a full block for one, into the index.
+
+        If another slot has the same content, the index keeps that one.
         """
         if self._caching and block_hash not in self._block_of:
             self._block_of[block_hash] = block
@@ -178,7 +227,7 @@ class BlockPool:
         self.hold([block])
 
     def unname(self, hashes: Iterable[BlockHash]) -> None:
-        """Take blocks whose content may be wrong out of the prefix index.
+        """Take pieces whose content may be wrong out of the index.
 
         Requests that hold them keep them.
         """
@@ -187,20 +236,26 @@ class BlockPool:
             if block is not None:
                 self._forget(block)
                 if self._references[block] == 0:
-                    self._free.move_to_end(block, last=False)
+                    self._free_list_of(block).move_to_end(block, last=False)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop a reference to each block of a request, given in order.
+        """Drop a reference to each slot of a request, given in order.
 
         The tail of a context is reused before its head, which other prompts are more likely to share.
         """
         for block in reversed(blocks):
             self._references[block] -= 1
-            assert self._references[block] >= 0, f"block {block} released twice"
+            assert self._references[block] >= 0, f"slot {block} released twice"
             if self._references[block] == 0:
-                self._free[block] = None
+                free = self._free_list_of(block)
+                free[block] = None
                 if block not in self._hash_of and block not in self._part_of:
-                    self._free.move_to_end(block, last=False)
+                    free.move_to_end(block, last=False)
+
+    def _free_list_of(self, slot: int) -> OrderedDict[int, None]:
+        if slot < self.num_blocks:
+            return self._free
+        return self._free_boundaries[bisect_right(self.kinds.ends, slot) - 1]
 
     def _forget(self, block: int) -> None:
         if (part := self._part_of.pop(block, None)) is not None:

@@ -59,7 +59,8 @@ class Drafting:
         for request in self._queues.running:
             if request.drafter is not None and len(request.token_ids) - request.num_computed == 1:
                 keys.append(request.key)
-                texts.append((request.drafter, request.token_ids, _most_drafted(request)))
+                most = min(_most_drafted(request), self._queues.boundaries.most_drafted(request))
+                texts.append((request.drafter, request.token_ids, most))
                 if len(keys) == most_rows:
                     break
         drafts = self._speculation.draft(texts, min(running, most_rows), room)
@@ -79,6 +80,7 @@ class Drafting:
         assert new_blocks is not None
         request.blocks += new_blocks
         rows.add(request, count, new_blocks, draft)
+        self._queues.boundaries.cross(request, rows, 1)
         request.num_in_flight += 1
         self._prefixes.advance(request, 1)  # whether drafted tokens count is not known yet
         self._totals.on_draft(len(draft))

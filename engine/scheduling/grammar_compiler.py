@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coordinator.own_memory import private_memory
+from engine.host.deep_thread import DeepThread
 from engine.host.memory import return_freed_memory
 from engine.model.checkpoint import ModelInfo
-from engine.scheduling.deep_thread import DeepThread
 from engine.scheduling.grammar import Grammar, GrammarError, Vocabulary, compile_grammar, load_vocabulary
 from engine.scheduling.request import Request, RequestKey
 

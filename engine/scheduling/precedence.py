@@ -47,7 +47,7 @@ class Room:
 
     def reserve(self, request: Request) -> None:
         """Set aside what a waiting request needs."""
-        known = self._pool.find_prefix(request.prefix_hashes(self._size))[: request.most_cached]
+        known = self._pool.find_prefix(request.prefix_hashes(self._size)[: request.most_cached])
         fresh = set(known) - self._held
         self._blocks -= sum(self._pool.num_holders(block) == self._released[block] for block in fresh)
         self._blocks -= -(-len(request.token_ids) // self._size) - len(known)

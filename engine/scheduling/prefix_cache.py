@@ -60,9 +60,7 @@ class PrefixCache:
 
         Sets how many tokens of the request are computed. It holds until blocks are taken or released.
         """
-        known = self._pool.find_prefix(request.prefix_hashes(self._block_size))
-        if request.most_cached is not None:
-            known = known[: request.most_cached]
+        known = self._pool.find_prefix(request.prefix_hashes(self._block_size)[: request.most_cached])
         request.num_computed = len(known) * self._block_size
         return known, self._part_behind(request)
 
@@ -72,7 +70,7 @@ class PrefixCache:
         It has all that the request's cached blocks lack, but its newest token.
         """
         size, before = self._block_size, len(request.token_ids) - 1
-        if not request.copy or request.num_computed != before // size * size:
+        if not request.copy or request.num_computed != before // size * size or self._pool.kinds.step:
             return None
         name = request.name_of_part(size)
         part = None if name is None else self._pool.part(name)

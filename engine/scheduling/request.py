@@ -80,6 +80,12 @@ class Request:
     """Blocks that other requests count on, until they are computed."""
     num_in_flight: int = 0
     """Steps in flight that compute some of it."""
+    boundary: list[int] = field(default_factory=list)
+    """Slots of the boundary pieces that it goes on from; none at the position 0."""
+    boundary_at: int = 0
+    """Position of these."""
+    kept_positions: list[int] = field(default_factory=list)
+    """Positions of its prompt whose boundary pieces are kept for others."""
     num_named: int = 0
     """Blocks of this request that the pool knows by hash."""
     num_cached: int = 0

@@ -11,6 +11,7 @@ from collections.abc import Collection
 
 from engine.messages import FinishReason
 from engine.scheduling.blocks import BlockPool
+from engine.scheduling.boundaries import Boundaries
 from engine.scheduling.prefix_cache import ExpectedPrefixBlocks
 from engine.scheduling.request import Request, RequestKey, Status
 from engine.scheduling.rules import SchedulerRules
@@ -33,6 +34,7 @@ class RequestQueues:
         self.free_slots = list(range(rules.max_num_seqs))[::-1]
         self._num_grammars = 0
         self.expected_blocks = ExpectedPrefixBlocks(pool, rules.block_size)
+        self.boundaries = Boundaries(pool, rules.block_size)
 
     def __repr__(self) -> str:
         return f"<RequestQueues {len(self.running)} running, {len(self.waiting)} waiting>"
@@ -130,24 +132,25 @@ class RequestQueues:
         self._by_slot[request.slot] = request
         request.blocks = blocks
 
-    def preempt(self, request: Request) -> None:
+    def preempt(self, request: Request, *, is_wrong: bool = False) -> None:
         """Preempt a request: back to the queue, to be computed again.
 
-        A known prefix may spare part of it.
+        A known prefix may spare part of it. ``is_wrong``: what it has computed is not to be found by others.
         """
         self._totals.preemptions += 1
-        self._vacate(request)
+        self._vacate(request, is_wrong=is_wrong)
         if request.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         self.enqueue(request)
 
-    def _vacate(self, request: Request) -> None:
-        """Give back the slot and the blocks of a running request."""
+    def _vacate(self, request: Request, *, is_wrong: bool = False) -> None:
+        """Give back the slot and the pieces of a running request."""
         assert request.slot is not None
         self.running.remove(request)
         del self._by_slot[request.slot]
         self.free_slots.append(request.slot)
         self._pool.release(request.blocks)
+        self.boundaries.vacate(request, is_wrong=is_wrong)
         self.expected_blocks.settle(request)
         request.slot, request.blocks = None, []
         request.num_computed = request.num_named = 0

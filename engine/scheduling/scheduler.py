@@ -23,7 +23,7 @@ from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.rules import SchedulerRules
 from engine.scheduling.speculation import Speculation
 from engine.scheduling.step_budget import StepBudget
-from engine.scheduling.step_making import StepRows, UnderWay, admit_of, made_anew
+from engine.scheduling.step_making import StepRows, UnderWay, admit_of, made_anew, slots_filled
 from engine.scheduling.totals import Totals
 from engine.step import Admit, Step, StepResult
 
@@ -53,6 +53,7 @@ class Scheduler:
         # the queues' own, which change in place
         self._waiting, self._running = self.queues.waiting, self.queues.running
         self._free_slots = self.queues.free_slots
+        self._boundaries = self.queues.boundaries
 
     def __repr__(self) -> str:
         return f"<Scheduler {len(self._running)} running, {len(self._waiting)} waiting, {self._pool!r}>"
@@ -94,7 +95,7 @@ class Scheduler:
         It is in no step but the one that is updated next, whose token for it is dropped.
         """
         if request.status is Status.RUNNING:
-            self.queues.preempt(request)
+            self.queues.preempt(request, is_wrong=True)
             request.was_admitted, request.num_fetched = False, 0
 
     # ---- one step
@@ -110,8 +111,10 @@ class Scheduler:
         Other steps may be in flight. A request is not in the next step before its token is there, but a
         prompt's next chunk may follow the one before.
         """
+        self._boundaries.settle()
         if self._running and self._waiting.goes_before(self._running[-1]):
             self._make_way()
+        has_boundaries = self._boundaries.step > 0
         block_size = self._rules.block_size
         most_rows = self.budget.rows_per_step()
         needs_more = [len(request.token_ids) - request.num_computed > 1 for request in self._running]
@@ -134,8 +137,10 @@ class Scheduler:
             if draft is not None and self._drafting.fill(rows, request, draft):
                 continue
             new_blocks: list[int] | None = []
-            if request.num_computed + count > len(request.blocks) * block_size:
-                new_blocks, victims = self._grow(request, request.num_computed + count, rows)
+            end = request.num_computed + count
+            lacks = has_boundaries and self._boundaries.lacks(request, end)
+            if lacks or end > len(request.blocks) * block_size:
+                new_blocks, victims = self._grow(request, end, rows)
                 if victims or new_blocks is None:
                     lacking = min(lacking, request.priority)
             if new_blocks is None:
@@ -147,25 +152,30 @@ class Scheduler:
         step = rows.step(admits, tells_tokens=self._rules.tells_tokens)
         self.totals.on_step(step.num_tokens)
         requests = rows.requests
-        self._in_flight.append(UnderWay(step, requests, [request.blocks for request in requests]))
+        tables = [request.blocks for request in requests]
+        self._in_flight.append(UnderWay(step, requests, tables, rows.begins))
+        self._boundaries.begun()
         return step
 
     def blocks_being_filled(self) -> set[int]:
-        """Blocks whose tokens are computed by steps under way.
+        """Slots of pieces, blocks and others, that steps under way compute.
 
         They may have names already.
         """
         size = self._rules.block_size
-        return {
+        filled = {
             block
             for each in self._in_flight
             for start, end, table in zip(each.step.starts, each.step.ends, each.tables, strict=True)
             for block in table[start // size : -(-end // size)]
         }
+        return filled.union(*(slots_filled(each.step) for each in self._in_flight))
 
     def blocks_in_flight(self) -> set[int]:
-        """All blocks that steps under way read or write, also for aborted requests."""
-        return {block for each in self._in_flight for table in each.tables for block in table}
+        """Slots of all pieces that steps under way read or write, also for aborted requests."""
+        blocks = {block for each in self._in_flight for table in each.tables for block in table}
+        read = (slots for each in self._in_flight for _, slots in each.begins)
+        return blocks.union(*read, *(slots_filled(each.step) for each in self._in_flight))
 
     def restart(self) -> list[Step]:
         """Steps in flight, oldest first, to be run again by the workers.
@@ -186,6 +196,7 @@ class Scheduler:
             return []
         oldest = self._in_flight.popleft()
         assert oldest.step.slots is step.slots, "steps are answered in order"
+        self._boundaries.answered()
         return self._outputs.process(oldest, result)
 
     def timed(self, step: Step, seconds: float) -> None:
@@ -202,12 +213,14 @@ class Scheduler:
     def _grow(self, request: Request, num_tokens: int, rows: StepRows) -> tuple[list[int] | None, int]:
         """Blocks that a running request lacks for ``num_tokens``, and how many were preempted.
 
+        So it is where slots of boundary pieces lack.
+
         If need be, requests that would go after it and are in no step give theirs back. None if the request
         must wait; it may be preempted itself.
         """
         needed = self._rules.blocks_for(num_tokens) - len(request.blocks)
         victims = 0
-        while (new_blocks := self._pool.take(needed)) is None:
+        while self._boundaries.lacks(request, num_tokens) or (new_blocks := self._pool.take(needed)) is None:
             later = takewhile(lambda other: other is not request, reversed(self._running))
             victim = next((other for other in later if not other.num_in_flight), request)
             if victim is request and (self._in_flight or (request.num_uncomputed > 1 and rows)):
@@ -221,6 +234,8 @@ class Scheduler:
 
     def _fill(self, rows: StepRows, request: Request, count: int, new_blocks: list[int]) -> None:
         rows.add(request, count, new_blocks)
+        if self._boundaries.step:
+            self._boundaries.cross(request, rows, count)
         request.num_in_flight += 1
         self.prefixes.advance(request, count)
 
@@ -266,10 +281,12 @@ class Scheduler:
             here = known if part is None else [*known, part]
             count = self.budget.chunk(request, rows)
             in_all = self._rules.blocks_for(len(request.token_ids))
-            if count == 0 or self._pool.num_free_beside(here) < in_all - len(here) + blocks_kept:
+            lacks = self._boundaries.lacks_beside(request, count)
+            if count == 0 or lacks or self._pool.num_free_beside(here) < in_all - len(here) + blocks_kept:
                 request.num_computed = 0
                 break
             self._pool.hold(known)
+            self._boundaries.admit(request, len(known))
             if part is not None:
                 self._pool.go_on_in(part)
             taken = self._pool.take(self._rules.blocks_for(request.num_computed + count) - len(here))

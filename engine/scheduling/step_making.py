@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.scheduling.request import Request
-from engine.step import Admit, Step
+from engine.step import Admit, RowPieces, Step
 
 
 class UnderWay(msgspec.Struct, frozen=True):
@@ -15,6 +15,8 @@ class UnderWay(msgspec.Struct, frozen=True):
     requests: list[Request]
     tables: list[list[int]]
     """Block tables of the requests, also of those that are aborted meanwhile."""
+    begins: list[tuple[int, list[int]]] = []
+    """Position and slots of the boundary pieces of each row, where the model has such."""
 
 
 class StepRows:
@@ -32,6 +34,9 @@ class StepRows:
         self._new_blocks: dict[int, list[int]] = {}
         self._partial: list[int] = []
         self._drafts: dict[int, list[int]] = {}
+        self._pieces: dict[int, RowPieces] = {}
+        self.begins: list[tuple[int, list[int]]] = []
+        """Boundary pieces that each row goes on from, where the model has such."""
         self._in_order = True
         self._last_kind = 0
 
@@ -73,6 +78,12 @@ class StepRows:
         self._starts.append(start)
         self._counts.append(count)
 
+    def add_pieces(self, begins: tuple[int, list[int]], pieces: RowPieces | None) -> None:
+        """Boundary pieces of the row that was added last."""
+        self.begins.append(begins)
+        if pieces is not None:
+            self._pieces[len(self.requests) - 1] = pieces
+
     def step(self, admits: list[Admit], *, tells_tokens: bool) -> Step:
         """The finished step: decode rows first, then rows with drafts, then prefill chunks."""
         if not self._in_order:
@@ -92,6 +103,7 @@ class StepRows:
             firsts,
             None,
             self._drafts,
+            self._pieces,
         )
 
     def _sort(self) -> None:
@@ -106,6 +118,9 @@ class StepRows:
         self._new_blocks = {new_index[index]: blocks for index, blocks in self._new_blocks.items()}
         self._partial = sorted(new_index[index] for index in self._partial)
         self._drafts = {new_index[index]: draft for index, draft in self._drafts.items()}
+        if self.begins:
+            self.begins = [self.begins[index] for index in order]
+            self._pieces = {new_index[index]: pieces for index, pieces in self._pieces.items()}
 
 
 def admit_of(request: Request, slot: int) -> Admit:
@@ -131,5 +146,14 @@ def made_anew(under_way: UnderWay) -> UnderWay:
         admits=[admit_of(request, slot) for slot, request in zip(old.slots, under_way.requests, strict=True)],
         new_blocks={index: table[:] for index, table in enumerate(under_way.tables)},
         masks=None,
+        pieces={
+            index: RowPieces(begins, old.pieces[index].fills if index in old.pieces else {})
+            for index, begins in enumerate(under_way.begins)
+        },
     )
     return msgspec.structs.replace(under_way, step=step)
+
+
+def slots_filled(step: Step) -> set[int]:
+    """Slots of boundary pieces that a step fills."""
+    return {slot for row in step.pieces.values() for slots in row.fills.values() for slot in slots}

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from engine.scheduling.deep_thread import DeepThread
+from engine.host.deep_thread import DeepThread
 from engine.scheduling.grammar import first_line
 from router.errors import MAX_LOGGED, ApiError, bad_request, one_line
 from router.turns.schema_support import Trial, supported, where_wrong

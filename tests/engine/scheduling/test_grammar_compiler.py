@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from coordinator.own_memory import private_memory
+from engine.host import deep_thread
 from engine.host.memory import return_freed_memory
 from engine.model.checkpoint import ModelInfo, find_model, read_model_info
 from engine.sampling import SamplingParams
-from engine.scheduling import deep_thread, grammar_compiler
+from engine.scheduling import grammar_compiler
 from engine.scheduling.grammar import Grammar
 from engine.scheduling.grammar_compiler import GrammarCompiler
 from engine.scheduling.request import Request

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from coordinator.own_memory import private_memory
-from engine.scheduling import deep_thread
-from engine.scheduling.deep_thread import DeepThread
+from engine.host import deep_thread
+from engine.host.deep_thread import DeepThread
 from tests.waiting import until
 
 

@@ -1,0 +1,1 @@
+"""Named pieces of requests' state: their kinds, names and slots."""
