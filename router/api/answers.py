@@ -11,7 +11,7 @@ from starlette.responses import Response
 from router.api.capsules import event_with_capsule, with_capsule
 from router.errors import ApiError, error_body
 from router.openai_api import NumericsChange, PromptTokensDetails, StreamOptions, Usage
-from router.text.output_stream import OutputStream, Piece
+from router.text.output_stream import OutputStream, TextPiece
 
 DONE = b"data: [DONE]\n\n"
 
@@ -63,7 +63,7 @@ class Answer(ABC):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} with {len(self.samples)} samples>"
 
-    def body(self, outputs: Sequence[Sequence[Piece]]) -> bytes:
+    def body(self, outputs: Sequence[Sequence[TextPiece]]) -> bytes:
         """:meth:`whole`, with the capsule if there is to be one."""
         whole = self.whole(outputs)
         return whole if self._capsule is None else with_capsule(whole, self._capsule())
@@ -73,11 +73,11 @@ class Answer(ABC):
         return self.closing() if self._capsule is None else self.closing_with(self._capsule())
 
     @abstractmethod
-    def whole(self, outputs: Sequence[Sequence[Piece]]) -> bytes:
+    def whole(self, outputs: Sequence[Sequence[TextPiece]]) -> bytes:
         """Body of an answer that is not streamed, from the pieces of each sample."""
 
     @abstractmethod
-    def chunk(self, sample: OutputStream, piece: Piece, *, first: bool) -> bytes:
+    def chunk(self, sample: OutputStream, piece: TextPiece, *, first: bool) -> bytes:
         """Events for one more piece of a sample; empty if the client would see nothing."""
 
     @abstractmethod

@@ -22,7 +22,7 @@ from router.openai_api import (
     CompletionTokensDetails,
     Usage,
 )
-from router.text.output_stream import OutputStream, Piece, join
+from router.text.output_stream import OutputStream, TextPiece, join
 from router.turns.assistant_turns import TurnReader, turn_of
 
 
@@ -49,7 +49,7 @@ class ChatAnswer(ChunkedAnswer):
             self._readers = [turn_format.reader(sample.prompt_text) for sample in self.samples]
         self._writers = [DeltaWriter(reader) for reader in self._readers]
 
-    def whole(self, outputs: Sequence[Sequence[Piece]]) -> bytes:
+    def whole(self, outputs: Sequence[Sequence[TextPiece]]) -> bytes:
         choices = []
         for sample, pieces in zip(self.samples, outputs, strict=True):
             piece = join(pieces)
@@ -73,7 +73,7 @@ class ChatAnswer(ChunkedAnswer):
             answer.prompt_token_ids = first.prompt.prompt_ids
         return encode(answer)
 
-    def chunk(self, sample: OutputStream, piece: Piece, *, first: bool) -> bytes:
+    def chunk(self, sample: OutputStream, piece: TextPiece, *, first: bool) -> bytes:
         is_plain = piece.finish_reason is None and not (self._returns_ids or piece.logprobs)
         if is_plain and not (first or self._writers):
             return self.framed(sample, piece.text) if piece.text else b""
@@ -117,7 +117,9 @@ class ChatAnswer(ChunkedAnswer):
         chunk.prompt_token_ids = sample.prompt.prompt_ids if self._returns_ids else None
         return event(chunk)
 
-    def _message(self, sample: OutputStream, pieces: Sequence[Piece], piece: Piece) -> AssistantMessage:
+    def _message(
+        self, sample: OutputStream, pieces: Sequence[TextPiece], piece: TextPiece
+    ) -> AssistantMessage:
         if not self._readers:
             return AssistantMessage(self._role, self._echoed + piece.text)
         parts = [part for each in pieces for part in each.parts]
@@ -125,7 +127,7 @@ class ChatAnswer(ChunkedAnswer):
         turn.content = self._echoed + turn.content
         return message_of(turn, self._role)
 
-    def _delta(self, sample: OutputStream, piece: Piece, *, echoed: str) -> ChatDelta:
+    def _delta(self, sample: OutputStream, piece: TextPiece, *, echoed: str) -> ChatDelta:
         if not self._writers:
             return ChatDelta(echoed + piece.text)
         ended = piece.finish_reason is not None
@@ -142,10 +144,10 @@ class ChatAnswer(ChunkedAnswer):
         fingerprint = sample.fingerprint or UNSET
         return ChatChunk(self.id, self.created, self.model, choices, usage, fingerprint)
 
-    def _finish_reason(self, sample: OutputStream, piece: Piece) -> str | None:
+    def _finish_reason(self, sample: OutputStream, piece: TextPiece) -> str | None:
         return finish_reason(piece, self._readers[sample.index]) if self._readers else piece.finish_reason
 
-    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+    def _logprobs(self, piece: TextPiece) -> ChatLogprobs | None:
         return self._shapes.chat(piece.logprobs) if self._wants_logprobs else None
 
 

@@ -8,7 +8,7 @@ from msgspec import UNSET
 
 from engine.messages import FinishReason
 from router.openai_api import AssistantMessage, ChatDelta, FunctionCall, ToolCall, ToolCallDelta
-from router.text.output_stream import Piece
+from router.text.output_stream import TextPiece
 from router.turns.assistant_turns import Turn, TurnReader
 from router.turns.turn_events import CallArguments, CallBegin, Content, Reasoning
 
@@ -26,7 +26,7 @@ def message_of(turn: Turn, role: str) -> AssistantMessage:
     return message
 
 
-def finish_reason(piece: Piece, reader: TurnReader) -> str | None:
+def finish_reason(piece: TextPiece, reader: TurnReader) -> str | None:
     """``tool_calls`` for a turn that ended by itself and calls tools.
 
     ``stop``, as OpenAI has it, where the client had no other choice.

@@ -10,7 +10,7 @@ from router.api.answers import AnswerFacts, ChunkedAnswer, changes_of, encode, e
 from router.api.logprobs import LogprobShapes, offsets_of
 from router.api.understanding import Understood
 from router.openai_api import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
-from router.text.output_stream import OutputStream, Piece, join
+from router.text.output_stream import OutputStream, TextPiece, join
 
 
 class CompletionAnswer(ChunkedAnswer):
@@ -29,7 +29,7 @@ class CompletionAnswer(ChunkedAnswer):
             self._tokenizer, request.logprobs or 0, as_token_ids=request.return_tokens_as_token_ids is True
         )
 
-    def whole(self, outputs: Sequence[Sequence[Piece]]) -> bytes:
+    def whole(self, outputs: Sequence[Sequence[TextPiece]]) -> bytes:
         choices = []
         for sample, pieces in zip(self.samples, outputs, strict=True):
             choice = self._choice(sample, join(pieces), first=True)
@@ -44,7 +44,7 @@ class CompletionAnswer(ChunkedAnswer):
         answer.service_tier = answer.kv_transfer_params = None
         return encode(answer)
 
-    def chunk(self, sample: OutputStream, piece: Piece, *, first: bool) -> bytes:
+    def chunk(self, sample: OutputStream, piece: TextPiece, *, first: bool) -> bytes:
         is_plain = piece.finish_reason is None and not (self._returns_ids or piece.logprobs)
         if is_plain and not (first and self._echo):
             return self.framed(sample, piece.text) if piece.text else b""
@@ -54,7 +54,7 @@ class CompletionAnswer(ChunkedAnswer):
         return None if self._returns_ids or self._num_logprobs is not None else super().frame(sample)
 
     def text_chunk(self, sample: OutputStream, text: str) -> bytes:
-        return self._chunk(sample, self._choice(sample, Piece(text), first=False))
+        return self._chunk(sample, self._choice(sample, TextPiece(text), first=False))
 
     def last_chunk(self, usage: Usage | UnsetType) -> bytes:
         return event(Completion(self.id, self.created, self.model, [], usage, self.fingerprint or UNSET))
@@ -66,7 +66,7 @@ class CompletionAnswer(ChunkedAnswer):
             chunk.numerics_changes = changes_of([sample])
         return event(chunk)
 
-    def _choice(self, sample: OutputStream, piece: Piece, *, first: bool) -> CompletionChoice:
+    def _choice(self, sample: OutputStream, piece: TextPiece, *, first: bool) -> CompletionChoice:
         echoes = first and self._echo
         return CompletionChoice(
             index=sample.index,
@@ -78,7 +78,7 @@ class CompletionAnswer(ChunkedAnswer):
             token_ids=piece.token_ids if self._returns_ids else None,
         )
 
-    def _logprobs(self, sample: OutputStream, piece: Piece, *, echoes: bool) -> CompletionLogprobs:
+    def _logprobs(self, sample: OutputStream, piece: TextPiece, *, echoes: bool) -> CompletionLogprobs:
         start = len(sample.prompt_text) if self._echo else 0
         token_ids = piece.token_ids
         offsets = [start + offset for offset in piece.offsets]

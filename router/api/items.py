@@ -38,7 +38,7 @@ class Opened(msgspec.Struct, frozen=True):
     item: Item
 
 
-class More(msgspec.Struct, frozen=True):
+class TextAdded(msgspec.Struct, frozen=True):
     item: Item
     text: str
 
@@ -47,7 +47,7 @@ class Closed(msgspec.Struct, frozen=True):
     item: Item
 
 
-ItemEvent = Opened | More | Closed
+ItemEvent = Opened | TextAdded | Closed
 
 
 class ItemSequence:
@@ -96,7 +96,7 @@ class ItemSequence:
             self._open(kind, events)
         item = self.items[-1]
         item.text += text
-        events.append(More(item, text))
+        events.append(TextAdded(item, text))
 
     def _open(self, kind: ItemKind, events: list[ItemEvent], name: str = "", call_id: str = "") -> None:
         self._close(events)

@@ -18,9 +18,9 @@ from router.http.quotas import Lease
 from router.mesh import Generation, Mesh, MeshError
 from router.metrics.meter import Meter
 from router.metrics.metrics import Metrics
-from router.text.output_stream import OutputStream, Piece
+from router.text.output_stream import OutputStream, TextPiece
 
-Batch = list[tuple[OutputStream, Piece]]
+Batch = list[tuple[OutputStream, TextPiece]]
 """Pieces that came together, each with its sample."""
 
 
@@ -135,7 +135,9 @@ class RequestRun:
             meter.close(ended, len(generations))
             self._trace.end(self.samples, self._arrival, meter.first_at, ended)
 
-    def _take(self, meter: Meter, position: int, generation: Generation, delta: Delta, now: float) -> Piece:
+    def _take(
+        self, meter: Meter, position: int, generation: Generation, delta: Delta, now: float
+    ) -> TextPiece:
         """The piece that a delta gives; a sample that has its last one is closed."""
         sample = self.samples[position]
         if not sample.num_tokens:
@@ -158,9 +160,9 @@ class RequestRun:
         self._trace.end(self.samples, self._arrival, None, ended)
         return pieces
 
-    async def outputs(self) -> list[list[Piece]]:
+    async def outputs(self) -> list[list[TextPiece]]:
         """All pieces of each sample, in the order of the samples. Raises as :meth:`pieces`."""
-        outputs: list[list[Piece]] = [[] for _ in self.samples]
+        outputs: list[list[TextPiece]] = [[] for _ in self.samples]
         async with contextlib.aclosing(self.pieces(ListOutlet(outputs[0]))) as batches:
             async for batch in batches:
                 for sample, piece in batch:

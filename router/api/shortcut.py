@@ -14,7 +14,7 @@ from router.api.answers import Answer, encode
 from router.http.connection import BodyWriter
 from router.mesh import Generation, TokenSink
 from router.metrics.meter import Meter
-from router.text.output_stream import OutputStream, Piece
+from router.text.output_stream import OutputStream, TextPiece
 
 
 class Outlet(Protocol):
@@ -49,7 +49,7 @@ class BodyOutlet:
 class ListOutlet:
     """Outlet into a list, for an answer that is sent as a whole."""
 
-    def __init__(self, pieces: list[Piece]) -> None:
+    def __init__(self, pieces: list[TextPiece]) -> None:
         self._pieces = pieces
 
     def __repr__(self) -> str:
@@ -130,7 +130,7 @@ class PieceSink:
     """A :class:`router.mesh.TokenSink` that keeps pieces."""
 
     def __init__(
-        self, pieces: list[Piece], sample: OutputStream, generation: Generation, meter: Meter
+        self, pieces: list[TextPiece], sample: OutputStream, generation: Generation, meter: Meter
     ) -> None:
         self._pieces = pieces
         self._sample = sample
@@ -154,6 +154,6 @@ class PieceSink:
         token_ids = [token_id]
         if self._sample.is_text_alone:
             self._gaps.tick(now)
-            self._pieces.append(Piece(self._sample.read(token_ids), token_ids))
+            self._pieces.append(TextPiece(self._sample.read(token_ids), token_ids))
             return True
         return self.take(Delta(0, token_ids))

@@ -25,7 +25,7 @@ from router.api.shortcut import BodyOutlet, Outlet
 from router.errors import ApiError, ClientGone, from_mesh, short_of, unexpected
 from router.http.connection import TimedWriter, cut_off, writer_of
 from router.mesh import MeshError
-from router.text.output_stream import OutputStream, Piece
+from router.text.output_stream import OutputStream, TextPiece
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ async def whole_response(run: RequestRun, answer: Answer, receive: Receive) -> R
 
 
 async def whole_answer(
-    run: RequestRun, body_of: Callable[[Sequence[Sequence[Piece]]], bytes], receive: Receive
+    run: RequestRun, body_of: Callable[[Sequence[Sequence[TextPiece]]], bytes], receive: Receive
 ) -> bytes:
     """The body of a request's answer, once the request has run to its end.
 

@@ -16,7 +16,7 @@ from router.api.answers import AnswerFacts, ChunkedAnswer, encode, event
 from router.api.understanding import Understood
 from router.errors import refuse
 from router.openai_api import CompletionRequest, Int, StreamOptions, Usage
-from router.text.output_stream import OutputStream, Piece, join
+from router.text.output_stream import OutputStream, TextPiece, join
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
@@ -153,7 +153,7 @@ class TokensAnswer(ChunkedAnswer):
         wanted = understood.wanted
         self._num_logprobs, self._num_prompt_logprobs = wanted.logprobs, wanted.prompt_logprobs
 
-    def whole(self, outputs: Sequence[Sequence[Piece]]) -> bytes:
+    def whole(self, outputs: Sequence[Sequence[TextPiece]]) -> bytes:
         choices = [
             self._choice(sample, join(pieces)) for sample, pieces in zip(self.samples, outputs, strict=True)
         ]
@@ -166,7 +166,7 @@ class TokensAnswer(ChunkedAnswer):
             answer.prompt_logprobs = [None if each is None else _by_id(each, most) for each in of_prompt]
         return encode(answer)
 
-    def chunk(self, sample: OutputStream, piece: Piece, *, first: bool) -> bytes:
+    def chunk(self, sample: OutputStream, piece: TextPiece, *, first: bool) -> bytes:
         if not (piece.token_ids or piece.text or piece.finish_reason):
             return b""
         answer = self._made([self._choice(sample, piece)], with_prompt=first and self._returns_prompt)
@@ -177,7 +177,7 @@ class TokensAnswer(ChunkedAnswer):
         return None
 
     def text_chunk(self, sample: OutputStream, text: str) -> bytes:
-        return event(self._made([self._choice(sample, Piece(text))]))
+        return event(self._made([self._choice(sample, TextPiece(text))]))
 
     def last_chunk(self, usage: Usage | UnsetType) -> bytes:
         answer = self._made([])
@@ -190,7 +190,7 @@ class TokensAnswer(ChunkedAnswer):
             answer.prompt_token_ids = list(self.samples[0].prompt.prompt_ids)
         return answer
 
-    def _choice(self, sample: OutputStream, piece: Piece) -> GenerateChoice:
+    def _choice(self, sample: OutputStream, piece: TextPiece) -> GenerateChoice:
         most, logprobs = self._num_logprobs, None
         if most is not None:
             logprobs = GenerateLogprobs([_place(each, most) for each in piece.logprobs])

@@ -34,7 +34,10 @@ class RequestTrace:
     def begin(
         cls, tracing: Tracing | None, request: Request, id: str, understood: Understood
     ) -> RequestTrace:
-        """The trace of a request that goes on from the client's; ``id`` is that of its answer."""
+        """The trace of a request, which goes on from the client's.
+
+        ``id`` is that of the answer.
+        """
         traceparent = usable(request.headers.get("traceparent"))
         if tracing is None:
             return cls(traceparent)

@@ -10,7 +10,7 @@ from router.mesh import NumericsChange
 from router.offline.inputs import Job
 from router.openai_api import PromptLogprob as Logprob
 from router.openai_api import PromptLogprobs
-from router.text.output_stream import Piece
+from router.text.output_stream import TextPiece
 from router.text.tokens import Tokenizer
 
 __all__ = ["CompletionOutput", "Logprob", "RequestOutput", "output_of"]
@@ -59,7 +59,7 @@ class RequestOutput:
     """Always None, as vLLM's is by default; our metrics are those of ``serve``."""
 
 
-def output_of(job: Job, pieces: Sequence[Piece], tokenizer: Tokenizer) -> RequestOutput:
+def output_of(job: Job, pieces: Sequence[TextPiece], tokenizer: Tokenizer) -> RequestOutput:
     """Output of a job, from the joined piece of each sample."""
     params, first = job.params, job.samples[0]
     num_prompt = params.prompt_logprobs

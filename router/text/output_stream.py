@@ -17,7 +17,7 @@ from router.text.stops import StopStrings
 from router.text.tokens import Tokenizer
 
 
-class Piece(msgspec.Struct, gc=False):
+class TextPiece(msgspec.Struct, gc=False):
     """What one delta adds to a sample, or all of them together."""
 
     text: str = ""
@@ -136,7 +136,7 @@ class OutputStream:
             return self.detokenizer.step(token_ids[0])
         return "".join(map(self.detokenizer.step, token_ids))
 
-    def take(self, delta: Delta) -> Piece:
+    def take(self, delta: Delta) -> TextPiece:
         """Take the next delta of the mesh.
 
         After a piece with a ``finish_reason``, no more deltas may come.
@@ -151,7 +151,7 @@ class OutputStream:
             and (self.num_tokens or not delta.num_cached_tokens)
             and len(delta.token_ids) == 1
         ):  # nearly every one
-            return Piece(self.read(delta.token_ids), delta.token_ids)
+            return TextPiece(self.read(delta.token_ids), delta.token_ids)
         if delta.finish_reason is FinishReason.ERROR:
             self.finish_reason = FinishReason.ERROR
             raise from_failure(delta)
@@ -160,7 +160,7 @@ class OutputStream:
         if not self.num_tokens:  # where a request goes on, its prompt may have come along
             self.num_cached_tokens = delta.num_cached_tokens
         if self._drops_output:
-            return self._finish(Piece(), FinishReason.LENGTH)
+            return self._finish(TextPiece(), FinishReason.LENGTH)
         piece = self._read(delta)
         if delta.finish_reason is not None and self.finish_reason is None:
             piece.text += self._flush()
@@ -169,9 +169,9 @@ class OutputStream:
                 self._finish(piece, delta.finish_reason, stop_reason)
         return piece
 
-    def _read(self, delta: Delta) -> Piece:
+    def _read(self, delta: Delta) -> TextPiece:
         """Tokens to text, up to a stop string."""
-        piece = Piece(
+        piece = TextPiece(
             token_ids=delta.token_ids, logprobs=delta.logprobs or [] if self._wants_logprobs else []
         )
         last = len(delta.token_ids) - 1
@@ -208,21 +208,21 @@ class OutputStream:
         text = self._certain(self.detokenizer.flush())
         return text + self._search.flush() if self._search is not None else text
 
-    def _finish_if_matched(self, piece: Piece) -> bool:
+    def _finish_if_matched(self, piece: TextPiece) -> bool:
         if self._search is None or self._search.matched is None:
             return False
         self._finish(piece, FinishReason.STOP, self._search.matched)
         return True
 
-    def _finish(self, piece: Piece, reason: str, stop_reason: int | str | None = None) -> Piece:
+    def _finish(self, piece: TextPiece, reason: str, stop_reason: int | str | None = None) -> TextPiece:
         self.finish_reason = piece.finish_reason = str(reason)
         self._stop_reason = piece.stop_reason = stop_reason
         return piece
 
 
-def join(pieces: Sequence[Piece]) -> Piece:
+def join(pieces: Sequence[TextPiece]) -> TextPiece:
     """All pieces of a sample as one."""
-    whole = Piece("".join([piece.text for piece in pieces]))
+    whole = TextPiece("".join([piece.text for piece in pieces]))
     for piece in pieces:
         whole.token_ids += piece.token_ids
         whole.logprobs += piece.logprobs

@@ -135,7 +135,7 @@ class TurnFormat:
         return ThinkingBudget(budget, () if is_inside else tuple(map(ids, form.begin)), ids(form.end[0]))
 
     def _grammar(self, start: AnswerStart, tokenizer: Tokenizer) -> str:
-        """The grammar of the calls that are asked for, or of an answer in its form.
+        """Grammar of the calls that are asked for, or of an answer's form.
 
         Where the model is free to call tools, it may do so in place of the answer.
         """

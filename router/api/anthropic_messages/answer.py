@@ -11,11 +11,11 @@ from engine.messages import FinishReason
 from router.api.answers import Answer, AnswerFacts, encode, named_event
 from router.api.anthropic_messages import wire
 from router.api.anthropic_messages.errors import error_body
-from router.api.items import Closed, Item, ItemEvent, ItemKind, ItemSequence, More, Opened
+from router.api.items import Closed, Item, ItemEvent, ItemKind, ItemSequence, Opened, TextAdded
 from router.api.understanding import Understood
 from router.errors import ApiError
 from router.text.chat_template import INVALID_JSON
-from router.text.output_stream import OutputStream, Piece
+from router.text.output_stream import OutputStream, TextPiece
 
 
 class MessageAnswer(Answer):
@@ -28,12 +28,12 @@ class MessageAnswer(Answer):
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
 
-    def whole(self, outputs: Sequence[Sequence[Piece]]) -> bytes:
+    def whole(self, outputs: Sequence[Sequence[TextPiece]]) -> bytes:
         for piece in outputs[0]:
             self._read(piece)
         return encode(self._message([_block(item, item.text) for item in self._sequence.items]))
 
-    def chunk(self, sample: OutputStream, piece: Piece, *, first: bool) -> bytes:
+    def chunk(self, sample: OutputStream, piece: TextPiece, *, first: bool) -> bytes:
         opening = [wire.MessageStart(self._message([])), wire.Ping()] if first else []
         events = [each for event in self._read(piece) for each in _events_of(event)]
         return b"".join(map(named_event, [*opening, *events]))
@@ -46,14 +46,14 @@ class MessageAnswer(Answer):
     def failure(self, error: ApiError) -> bytes:
         return b"event: error\ndata: " + error_body(error) + b"\n\n"
 
-    def _read(self, piece: Piece) -> list[ItemEvent]:
+    def _read(self, piece: TextPiece) -> list[ItemEvent]:
         ended = piece.finish_reason is not None
         events = self._sequence.read(piece.parts, ended=ended)
         if ended:
             self._stop_reason, self._stop_sequence = self._why_stopped(piece)
         return events
 
-    def _why_stopped(self, piece: Piece) -> tuple[str, str | None]:
+    def _why_stopped(self, piece: TextPiece) -> tuple[str, str | None]:
         if piece.finish_reason == FinishReason.LENGTH:
             return "max_tokens", None
         if isinstance(piece.stop_reason, str):
@@ -103,7 +103,7 @@ def _events_of(event: ItemEvent) -> list[wire.MessageEvent]:
     match event:
         case Opened(item):
             return [wire.BlockStart(item.index, _block(item, ""))]
-        case More(item, text):
+        case TextAdded(item, text):
             return [wire.BlockDelta(item.index, _delta(item, text))]
         case Closed(item):
             signed = [wire.BlockDelta(item.index, wire.SignatureDelta(""))]

@@ -40,7 +40,7 @@ UNFINISHED = ("in_progress", "incomplete")
 
 
 @dataclass
-class History:
+class ReadInput:
     """Messages of an input, and the types of items that are not among them."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -50,13 +50,13 @@ class History:
     """Whether the answer continues the last message."""
 
 
-def history(instructions: str | None, given: str | list[dict[str, Any]]) -> History:
+def history(instructions: str | None, given: str | list[dict[str, Any]]) -> ReadInput:
     """The messages of an input.
 
     Raises:
         ApiError: an item is malformed, or of an unknown type.
     """
-    found = History()
+    found = ReadInput()
     if instructions:
         found.messages.append({"role": "system", "content": instructions})
     if isinstance(given, str):
@@ -68,7 +68,7 @@ def history(instructions: str | None, given: str | list[dict[str, Any]]) -> Hist
     return found
 
 
-def _add(found: History, where: str, item: Mapping[str, Any]) -> None:
+def _add(found: ReadInput, where: str, item: Mapping[str, Any]) -> None:
     """Add an item; adjacent reasoning, text and calls form one message of the assistant."""
     messages = found.messages
     match item.get("type", "message"):

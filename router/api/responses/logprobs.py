@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from engine.messages import TokenLogprobs
-from router.api.items import Closed, ItemEvent, ItemKind, More
-from router.text.output_stream import Piece
+from router.api.items import Closed, ItemEvent, ItemKind, TextAdded
+from router.text.output_stream import TextPiece
 
 
-def by_token(piece: Piece) -> Iterator[tuple[tuple[str, int], list[TokenLogprobs]]]:
+def by_token(piece: TextPiece) -> Iterator[tuple[tuple[str, int], list[TokenLogprobs]]]:
     """Texts of a piece with their numbers of tokens (``piece.parts``) and log-probabilities."""
     parts = piece.parts
     if len(parts) == 1:
@@ -45,7 +45,7 @@ class TextLogprobs:
 
     def _taken(self, event: ItemEvent) -> list[TokenLogprobs]:
         match event:
-            case More(item, text) if item.kind is ItemKind.TEXT:
+            case TextAdded(item, text) if item.kind is ItemKind.TEXT:
                 return self._last(len(text))
             case Closed(item) if item.kind is ItemKind.TEXT:
                 return self._last(0)  # of the token that ended it, which has no text

@@ -191,7 +191,7 @@ class Completed(ResponseEvent, tag="response.completed"): ...
 class Incomplete(ResponseEvent, tag="response.incomplete"): ...
 
 
-class Failed(ResponseEvent, tag="response.failed"): ...
+class ResponseFailed(ResponseEvent, tag="response.failed"): ...
 
 
 class ItemAdded(WireEvent, tag="response.output_item.added", kw_only=True):
@@ -218,7 +218,7 @@ class PartDone(PartEvent, tag="response.content_part.done", kw_only=True):
     part: Part
 
 
-class TextDelta(PartEvent, tag="response.output_text.delta", kw_only=True):
+class OutputTextDelta(PartEvent, tag="response.output_text.delta", kw_only=True):
     delta: str
     logprobs: list[TokenLogprob] = []
 
@@ -249,7 +249,7 @@ class ArgumentsDone(WireEvent, tag="response.function_call_arguments.done", kw_o
     arguments: str
 
 
-class InputDelta(WireEvent, tag="response.custom_tool_call_input.delta", kw_only=True):
+class CustomInputDelta(WireEvent, tag="response.custom_tool_call_input.delta", kw_only=True):
     item_id: str
     output_index: int
     delta: str

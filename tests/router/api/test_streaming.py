@@ -31,7 +31,7 @@ from router.http.connection import CUT_OFF
 from router.mesh import MeshError, Prompt, TokenSink
 from router.metrics.metrics import Metrics
 from router.openai_api import CompletionRequest
-from router.text.output_stream import OutputStream, Piece, join
+from router.text.output_stream import OutputStream, TextPiece, join
 from router.text.stops import StopStrings
 from router.text.text_model import TextModel
 from router.text.tokens import Tokenizer
@@ -48,7 +48,7 @@ def sample_of(tokenizer: Tokenizer, **params: Any) -> OutputStream:
     return OutputStream(0, Prompt("id", [5], settings, 1), settings, tokenizer, stops=stops)
 
 
-def say(sample: OutputStream, deltas: Sequence[Delta]) -> Piece:
+def say(sample: OutputStream, deltas: Sequence[Delta]) -> TextPiece:
     pieces = []
     for delta in deltas:
         pieces.append(sample.take(delta))
