@@ -116,6 +116,15 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
 
     def check(self, *, vocab_size: int, max_logprobs: int = 20, max_n: int = 128) -> None:
         """Raise :class:`BadParameter` for the first value out of its range."""
+        self._check_distribution()
+        self._check_lengths(max_n)
+        self._check_stops(vocab_size)
+        self._check_logprobs(max_logprobs)
+        self._check_tokens(vocab_size)
+        if self.grammar is not None and len(self.grammar) > MAX_GRAMMAR_BYTES:
+            raise BadParameter("structured_outputs", f"a grammar may have {MAX_GRAMMAR_BYTES} characters.")
+
+    def _check_distribution(self) -> None:
         in_range = [
             ("presence_penalty", self.presence_penalty, -2.0, 2.0),
             ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
@@ -136,6 +145,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
             )
         if self.top_k < -1:
             raise BadParameter("top_k", f"top_k must be 0 or -1 (off) or at least 1, got {self.top_k}.")
+
+    def _check_lengths(self, max_n: int) -> None:
         if not 1 <= self.n <= max_n:
             raise BadParameter("n", f"n must be between 1 and {max_n}, got {self.n}.")
         if self.n > 1 and self.greedy:
@@ -151,11 +162,14 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
             )
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise BadParameter("seed", "seed must fit in 64 bits.")
-        self._check_stops(vocab_size)
+
+    def _check_logprobs(self, max_logprobs: int) -> None:
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None and not 0 <= count <= max_logprobs:
                 bound = "at least 0" if max_logprobs >= UNBOUNDED else f"between 0 and {max_logprobs}"
                 raise BadParameter(name, f"{name} must be {bound}, got {count}.")
+
+    def _check_tokens(self, vocab_size: int) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise BadParameter("logit_bias", f"logit_bias may name at most {MAX_LOGIT_BIAS} tokens.")
         for token, bias in self.logit_bias.items():
@@ -184,8 +198,6 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
                 raise BadParameter("bad_words", "bad_words must not be empty.")
             for token in word:
                 _check_token("bad_words", token, vocab_size)
-        if self.grammar is not None and len(self.grammar) > MAX_GRAMMAR_BYTES:
-            raise BadParameter("structured_outputs", f"a grammar may have {MAX_GRAMMAR_BYTES} characters.")
 
     def _check_stops(self, vocab_size: int) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:

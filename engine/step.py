@@ -112,7 +112,7 @@ class Step(msgspec.Struct, frozen=True):
         return [start + count for start, count in zip(self.starts, self.counts, strict=True)]
 
 
-class Further(msgspec.Struct, frozen=True):
+class ExtraTokens(msgspec.Struct, frozen=True):
     """Tokens of a row beyond the first: one for each accepted draft token."""
 
     tokens: list[int]
@@ -130,7 +130,7 @@ class StepResult(msgspec.Struct, frozen=True):
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     """By row, of requests with ``params.prompt_logprobs``: the entries of prompt positions
     start + 1 ... min(end, num_prompt - 1), that is, of the tokens predicted by this row."""
-    further: dict[int, Further] = {}
+    further: dict[int, ExtraTokens] = {}
     """Tokens behind the first, by row with a draft that was accepted in part."""
 
 

@@ -26,7 +26,7 @@ from engine.kernels.choosing.logits import NO_DRAWS, Draws, draw_of, draws
 from engine.messages import TokenLogprobs
 from engine.model.weights import LoadedModel
 from engine.scheduling.speculation import num_taken
-from engine.step import Admit, Further, Span, Step, StepResult
+from engine.step import Admit, ExtraTokens, Span, Step, StepResult
 from parallel.communicators.base import carries
 from parallel.tensor_parallel import TensorRank
 
@@ -474,7 +474,7 @@ class ModelRunner:
                 row_logprobs[index] = logprobs[begin]
             if end > begin + 1:
                 behind = range(begin + 1, end)
-                further[index] = Further(
+                further[index] = ExtraTokens(
                     tokens[begin + 1 : end], [logprobs[each] for each in behind if each in logprobs]
                 )
             begin += len(draft) + 1

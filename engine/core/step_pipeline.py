@@ -13,7 +13,7 @@ from engine.executor_contract import Executor
 from engine.groups.step_profile import StepProfile
 from engine.groups.stepping import Agreement, Alone, Stepping
 from engine.messages import LockstepCounters
-from engine.scheduling.output_processor import Outcome
+from engine.scheduling.output_processor import RowOutput
 from engine.scheduling.scheduler import Scheduler
 from engine.step import Masks, Step
 
@@ -77,7 +77,7 @@ class StepPipeline:
             self._under_way.append((step, agreement))
         return False
 
-    def finish_oldest(self) -> list[Outcome]:
+    def finish_oldest(self) -> list[RowOutput]:
         """Wait for the oldest step under way, and take in its results."""
         result = self._executor.finish()
         began, self._finished_at = self._finished_at, time.perf_counter()

@@ -34,7 +34,7 @@ from engine.groups.recovery import (
     Turn,
     names,
 )
-from engine.groups.recovery_times import Change, RecoveryTimes
+from engine.groups.recovery_times import GroupChange, RecoveryTimes
 from engine.groups.stepping import Agreement, InLockstep, NoGroup
 from engine.host.background import Chores
 from parallel.communicators.base import CollectiveError
@@ -55,7 +55,7 @@ WATCH_INTERVAL = 1.0
 """Seconds after which the watch of the others' processes looks whether it is still wanted."""
 
 
-class Mesh(Protocol):
+class GroupReporter(Protocol):
     """Interface for reporting group events to the coordinator."""
 
     def report(self, lost: Lost) -> None: ...
@@ -86,7 +86,7 @@ class Elastic:
         self,
         instance: str,
         executor: SpreadExecutor,
-        mesh: Mesh,
+        mesh: GroupReporter,
         *,
         connect: Callable[[GroupPlan, Callable[[], bool]], Communicator],
         free_bytes: Callable[[], int],
@@ -255,7 +255,7 @@ class Elastic:
         self._links.entered([peer.rank for peer in form.peers])
         self._group = group
         self.times.entered(
-            Change(
+            GroupChange(
                 form.epoch,
                 self._form_at.get(form.epoch, 0.0),
                 num_read=preparation.num_read,

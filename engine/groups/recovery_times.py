@@ -19,7 +19,7 @@ The events are the plan received, experts read, the group formed and the first s
 """
 
 
-class Change(msgspec.Struct):
+class GroupChange(msgspec.Struct):
     """Times of one group change in progress.
 
     Times are those of one monotonic clock, 0 until they come.
@@ -119,14 +119,14 @@ class RecoveryTimes:
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self._noticed_at = 0.0
         self._noticed_by = ""
-        self._entered: Change | None = None
+        self._entered: GroupChange | None = None
 
     def noticed(self, by: str, now: float) -> None:
         """The group is broken; ``by``: how that was found out. Only the first counts."""
         if not self._noticed_at:
             self._noticed_at, self._noticed_by = now, by
 
-    def entered(self, change: Change) -> None:
+    def entered(self, change: GroupChange) -> None:
         """The group has been replaced; :meth:`stepped` ends the change."""
         change.noticed_at, change.noticed_by = self._noticed_at, self._noticed_by
         self._noticed_at, self._noticed_by = 0.0, ""

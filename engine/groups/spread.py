@@ -38,7 +38,7 @@ def first_share(rank: int, settings: Settings) -> tuple[int, int]:
 
 
 class Spread:
-    """See :class:`engine.groups.elastic.Mesh`. Reports its load, then follows the coordinator."""
+    """See :class:`engine.groups.elastic.GroupReporter`. Reports its load, then follows the coordinator."""
 
     def __init__(
         self,
@@ -118,11 +118,11 @@ class Spread:
     # ---- what the stepping says
 
     def report(self, lost: Lost) -> None:
-        """See :class:`engine.groups.elastic.Mesh`."""
+        """See :class:`engine.groups.elastic.GroupReporter`."""
         self._membership.report(lost)
 
     def entered(self, form: GroupPlan) -> None:
-        """See :class:`engine.groups.elastic.Mesh`."""
+        """See :class:`engine.groups.elastic.GroupReporter`."""
         if form.peers[0].instance == self._name:
             self._meeting.renew()
         if not self._was_ready:
@@ -141,20 +141,20 @@ class Spread:
         )
 
     def changed(self) -> None:
-        """See :class:`engine.groups.elastic.Mesh`."""
+        """See :class:`engine.groups.elastic.GroupReporter`."""
         self._membership.update(ready_epoch=self.stepping.ready_epoch, max_experts=self._max_experts())
 
     def waits(self) -> None:
-        """See :class:`engine.groups.elastic.Mesh`."""
+        """See :class:`engine.groups.elastic.GroupReporter`."""
         if self._was_ready:
             self._membership.update(phase="recovering")
 
     def drained(self) -> None:
-        """See :class:`engine.groups.elastic.Mesh`."""
+        """See :class:`engine.groups.elastic.GroupReporter`."""
         self._membership.update(state=State.DRAINED, phase="drained")
 
     def counted(self, loads: ExpertLoads) -> None:
-        """See :class:`engine.groups.elastic.Mesh`."""
+        """See :class:`engine.groups.elastic.GroupReporter`."""
         size = self._executor.expert_bytes
         self._membership.update(loads=loads, expert_layers=len(loads.rows), expert_bytes=size)
 

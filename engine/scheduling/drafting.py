@@ -9,7 +9,7 @@ from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.rules import SchedulerRules
 from engine.scheduling.speculation import Speculation
 from engine.scheduling.step_making import StepRows
-from engine.scheduling.totals import Totals
+from engine.scheduling.totals import SchedulerTotals
 
 DRAFTS_BESIDE_PROMPTS = 4
 """Divisor of the budget left for drafts while prompts are to be computed."""
@@ -27,7 +27,7 @@ class Drafting:
         queues: RequestQueues,
         prefixes: PrefixCache,
         speculation: Speculation | None,
-        totals: Totals,
+        totals: SchedulerTotals,
     ) -> None:
         self._rules = rules
         self._pool = pool

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from coordinator.process.tracing import Tracing
 from engine.messages import Delta
 from engine.scheduling.outgoing_tokens import OutgoingTokens
-from engine.scheduling.output_processor import Outcome
+from engine.scheduling.output_processor import RowOutput
 from engine.scheduling.request import Request
 
 
 def outgoing_tokens_of(
-    outcomes: Iterable[Outcome], tracing: Tracing | None = None
+    outcomes: Iterable[RowOutput], tracing: Tracing | None = None
 ) -> dict[bytes, OutgoingTokens]:
     """Outgoing tokens by router. Requests that have ended are traced."""
     outgoing: dict[bytes, OutgoingTokens] = defaultdict(OutgoingTokens)
@@ -36,7 +36,7 @@ def outgoing_tokens_of(
     return outgoing
 
 
-def _delta(outcome: Outcome) -> Delta:
+def _delta(outcome: RowOutput) -> Delta:
     request = outcome.request
     prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
     return Delta(

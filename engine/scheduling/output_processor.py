@@ -10,13 +10,13 @@ from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request, Status
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.step_making import UnderWay
-from engine.scheduling.totals import Totals
-from engine.step import Further, StepResult
+from engine.scheduling.totals import SchedulerTotals
+from engine.step import ExtraTokens, StepResult
 
-NOTHING_TAKEN = Further([])
+NOTHING_TAKEN = ExtraTokens([])
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class RowOutput(msgspec.Struct, frozen=True):
     """Result of a step for one request. ``request.finish_reason`` tells whether it has ended."""
 
     request: Request
@@ -30,7 +30,7 @@ class OutputProcessor:
     """Appends sampled tokens to their requests, and ends those that are complete."""
 
     def __init__(
-        self, queues: RequestQueues, prefixes: PrefixCache, drafting: Drafting, totals: Totals
+        self, queues: RequestQueues, prefixes: PrefixCache, drafting: Drafting, totals: SchedulerTotals
     ) -> None:
         self._queues = queues
         self._prefixes = prefixes
@@ -40,10 +40,10 @@ class OutputProcessor:
     def __repr__(self) -> str:
         return f"<OutputProcessor of {self._queues!r}>"
 
-    def process(self, oldest: UnderWay, result: StepResult) -> list[Outcome]:
+    def process(self, oldest: UnderWay, result: StepResult) -> list[RowOutput]:
         """Take in the result of a step; returns the requests that got a token."""
         step = oldest.step
-        outcomes: list[Outcome] = []
+        outcomes: list[RowOutput] = []
         if result.prompt_logprobs:
             self._note_prompt_logprobs(oldest, result.prompt_logprobs)
         logprobs, drafts = result.logprobs, step.drafts
@@ -66,18 +66,18 @@ class OutputProcessor:
             if request.slot == under_way.step.slots[index] and request.prompt_logprobs is not None:
                 request.prompt_logprobs.extend(found)
 
-    def _append(self, request: Request, token_id: int, logprobs: list[TokenLogprobs]) -> Outcome:
+    def _append(self, request: Request, token_id: int, logprobs: list[TokenLogprobs]) -> RowOutput:
         grammar = request.grammar
         if grammar is not None and (problem := grammar.take(token_id)) is not None:
             request.error = problem
             self._queues.finish(request, FinishReason.ERROR)
-            return Outcome(request, [], [])
+            return RowOutput(request, [], [])
         if len(request.token_ids) == request.num_prompt:
             self._totals.on_first_token(request)
         self._add_token(request, token_id)
-        return Outcome(request, [token_id], logprobs)
+        return RowOutput(request, [token_id], logprobs)
 
-    def _take_draft(self, outcome: Outcome, draft: list[int], further: Further) -> None:
+    def _take_draft(self, outcome: RowOutput, draft: list[int], further: ExtraTokens) -> None:
         """Append the taken tokens of a draft, behind the first one that its row gave."""
         request = outcome.request
         for index, token_id in enumerate(further.tokens):

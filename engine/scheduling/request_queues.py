@@ -15,14 +15,14 @@ from engine.scheduling.boundaries import Boundaries
 from engine.scheduling.prefix_cache import ExpectedPrefixBlocks
 from engine.scheduling.request import Request, RequestKey, Status
 from engine.scheduling.rules import SchedulerRules
-from engine.scheduling.totals import Totals
+from engine.scheduling.totals import SchedulerTotals
 from engine.scheduling.waiting_queue import WaitingQueue
 
 
 class RequestQueues:
     """Waiting and running requests of an instance, with their slots."""
 
-    def __init__(self, rules: SchedulerRules, pool: BlockPool, totals: Totals) -> None:
+    def __init__(self, rules: SchedulerRules, pool: BlockPool, totals: SchedulerTotals) -> None:
         self._rules = rules
         self._pool = pool
         self._totals = totals

@@ -15,7 +15,7 @@ from itertools import takewhile
 from engine.messages import Counters, FinishReason
 from engine.scheduling.blocks import BlockPool
 from engine.scheduling.drafting import Drafting
-from engine.scheduling.output_processor import Outcome, OutputProcessor
+from engine.scheduling.output_processor import OutputProcessor, RowOutput
 from engine.scheduling.precedence import Room, giving_way
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request, RequestKey, Status
@@ -24,7 +24,7 @@ from engine.scheduling.rules import SchedulerRules
 from engine.scheduling.speculation import Speculation
 from engine.scheduling.step_budget import StepBudget
 from engine.scheduling.step_making import StepRows, UnderWay, admit_of, made_anew, slots_filled
-from engine.scheduling.totals import Totals
+from engine.scheduling.totals import SchedulerTotals
 from engine.step import Admit, Step, StepResult
 
 LAST_OF_ALL = 1 << 64
@@ -44,7 +44,7 @@ class Scheduler:
         self._speculation = speculation
         self._pool = pool
         self._in_flight: deque[UnderWay] = deque()
-        self.totals = Totals()
+        self.totals = SchedulerTotals()
         self.queues = RequestQueues(rules, pool, self.totals)
         self.prefixes = PrefixCache(pool, rules.block_size)
         self.budget = StepBudget(rules, pool, self.queues)
@@ -187,7 +187,7 @@ class Scheduler:
         self._in_flight = deque(made_anew(each) for each in self._in_flight)
         return [each.step for each in self._in_flight]
 
-    def update(self, step: Step, result: StepResult) -> list[Outcome]:
+    def update(self, step: Step, result: StepResult) -> list[RowOutput]:
         """Take in what the oldest step under way sampled.
 
         Returns the requests that got a token.

@@ -8,7 +8,7 @@ from engine.messages import ITERATION_BOUNDS, Counters
 from engine.scheduling.request import Request
 
 
-class Totals:
+class SchedulerTotals:
     """Counts that only rise."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from engine.config.scheduler import most_tokens
 from engine.messages import TokenLogprobs
-from engine.step import Further, Step, StepResult
+from engine.step import ExtraTokens, Step, StepResult
 
 VOCAB = 50
 
@@ -107,7 +107,7 @@ class SimulatedExecutor:
                 first, *behind = self._sample_draft(slot, start, draft)
                 tokens.append(first)
                 if behind:
-                    further[index] = Further(behind)
+                    further[index] = ExtraTokens(behind)
                 continue
             tokens.append(self._sample(slot, start, count, index not in step.partial))
             if self._wants_prompt_logprobs[slot]:
