@@ -23,7 +23,13 @@ MOST_LINES = 6000
 """Most lines of Python and C++ in one room, rooms inside of it left out."""
 
 COMPUTES = {
+    "parallel.communicators.host_rounds",
+    "parallel.communicators.rounds_communicator",
     "parallel.rounds.arithmetic",
+    "parallel.rounds.contract",
+    "parallel.rounds.host_chain",
+    "parallel.rounds.native_calls",
+    "parallel.rounds.views",
     "parallel.communicators.gloo",
     "parallel.communicators.mixed",
     "parallel.communicators.nccl",

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from parallel.communicators.base import CollectiveError, Communicator
+from parallel.links.forming_group import FormingGroup
 from parallel.links.keys import LinkKey
 from parallel.links.meeting_contract import Meeting, Prefixed
+
+if TYPE_CHECKING:
+    from parallel.communicators.network import NetworkCommunicator
 
 __all__ = ["Backend", "CollectiveError", "Communicator", "make_communicator"]
 
@@ -57,46 +61,47 @@ def make_communicator(
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} is not in a group of {size}")
-    own_meeting = Prefixed(meeting, name)
+    forming = FormingGroup(
+        Prefixed(meeting, name), rank, size, timeout=timeout, forming_timeout=forming_timeout,
+        should_stop=should_stop,
+    )  # fmt: skip
     if kind == "gloo":
         from parallel.communicators.gloo import GlooCommunicator
 
-        return GlooCommunicator(
-            own_meeting, rank, size, timeout=timeout, host=host, should_stop=should_stop,
-            forming_timeout=forming_timeout,
-        )  # fmt: skip
+        return GlooCommunicator(forming, host=host)
     if kind == "shared_memory":
         from parallel.communicators.shared_memory import SharedMemoryCommunicator
 
-        return SharedMemoryCommunicator(
-            own_meeting, rank, size, timeout=timeout, should_stop=should_stop, forming_timeout=forming_timeout
-        )
-    if kind in ("tcp", "ucx", "mixed"):
-        from parallel.communicators.network import NetworkCommunicator
-        from parallel.links.connecting import connect
-        from parallel.links.ucx_links import meet
+        return SharedMemoryCommunicator(forming)
+    if kind not in ("tcp", "ucx", "mixed"):
+        raise ValueError(f"no communicator is called {kind!r}: choose gloo, shared_memory, tcp, ucx or mixed")
+    network = _connected(forming, "ucx" if kind == "ucx" else transport, host=host, name=name, key=key)
+    if kind != "mixed":
+        return network
+    from parallel.communicators.mixed import MixedCommunicator
 
-        links = meet(
-            own_meeting, rank, size, "ucx" if kind == "ucx" else transport, host=host,
-            timeout=timeout if forming_timeout is None else forming_timeout, should_stop=should_stop,
-        )  # fmt: skip
-        with ExitStack() as undo:
-            if links is not None:
-                undo.callback(links.close)
-            sockets = connect(
-                own_meeting, rank, size, host=host, name=name, key=key, timeout=timeout,
-                should_stop=should_stop, streams=1 if links is None else 0, forming_timeout=forming_timeout,
-            )  # fmt: skip
-            undo.pop_all()
-        network = NetworkCommunicator(
-            sockets, rank, size, timeout=timeout, should_stop=should_stop, links=links
-        )
-        if kind != "mixed":
-            return network
-        from parallel.communicators.mixed import MixedCommunicator
+    return MixedCommunicator(forming, network, host_name=host_name)
 
-        return MixedCommunicator(
-            own_meeting, rank, size, timeout=timeout, network=network, host_name=host_name,
-            should_stop=should_stop, forming_timeout=forming_timeout,
+
+def _connected(
+    forming: FormingGroup, transport: Transport, *, host: str, name: str, key: LinkKey | None
+) -> NetworkCommunicator:
+    """This member's end of a group over links, whose transport the members agree on."""
+    from parallel.communicators.network import NetworkCommunicator
+    from parallel.links.connecting import connect
+    from parallel.links.ucx_links import meet
+
+    rank, size = forming.rank, forming.size
+    with ExitStack() as undo:
+        links = meet(forming, transport, host=host)
+        if links is not None:
+            undo.callback(links.close)
+        sockets = connect(
+            forming.meeting, rank, size, host=host, name=name, key=key, timeout=forming.timeout,
+            should_stop=forming.should_stop, streams=1 if links is None else 0,
+            forming_timeout=forming.forming_timeout,
         )  # fmt: skip
-    raise ValueError(f"no communicator is called {kind!r}: choose gloo, shared_memory, tcp, ucx or mixed")
+        undo.pop_all()
+    return NetworkCommunicator(
+        sockets, rank, size, timeout=forming.timeout, should_stop=forming.should_stop, links=links
+    )

@@ -30,8 +30,8 @@ from parallel.communicators.process_group import (
     first_line,
     local_processes,
 )
+from parallel.links.forming_group import FormingGroup
 from parallel.links.meeting_contract import Meeting
-from parallel.links.rendezvous import exchange
 from parallel.rounds.segments import ProcessWatch, this_host
 
 _DATA, _FAREWELL, _NOTHING = 0, 1, 2
@@ -186,33 +186,20 @@ class _Connections:
 
 
 class GlooCommunicator(ProcessGroupCommunicator):
-    """One member; see :class:`parallel.communicators.base.Communicator`.
+    """One member over gloo; see :class:`parallel.communicators.base.Communicator`."""
 
-    The meeting is the group's own; ``host`` is this member's address for the others.
-    """
-
-    def __init__(
-        self,
-        meeting: Meeting,
-        rank: int,
-        size: int,
-        *,
-        timeout: float,
-        host: str = "127.0.0.1",
-        should_stop: Callable[[], bool] | None = None,
-        forming_timeout: float | None = None,
-    ) -> None:
-        super().__init__(rank, size, timeout)
+    def __init__(self, forming: FormingGroup, *, host: str = "127.0.0.1") -> None:
+        """``host`` is this member's address for the others."""
+        rank, size = forming.rank, forming.size
+        super().__init__(rank, size, forming.timeout)
         if size == 1:
             return
-        mine = msgspec.json.encode((this_host(), os.getpid()))
-        patience = timeout if forming_timeout is None else forming_timeout
-        said = exchange(meeting, rank, size, mine, timeout=patience, should_stop=should_stop)
+        said = forming.exchange(msgspec.json.encode((this_host(), os.getpid())))
         self.processes = local_processes([msgspec.json.decode(each, type=tuple[str, int]) for each in said])
         self.processes.pop(rank, None)
         try:
             self.wire = connections = _Connections(
-                meeting, rank, size, host, min(timeout, _CONNECT_SECONDS), self.processes
+                forming.meeting, rank, size, host, min(forming.timeout, _CONNECT_SECONDS), self.processes
             )
         except RuntimeError as error:
             raise CollectiveError(f"connecting rank {rank} of {size}: {first_line(error)}") from error

@@ -14,6 +14,7 @@ import torch
 
 from parallel.communicators.base import CollectiveError, Evidence
 from parallel.rounds.arithmetic import (
+    TWO_STEP_BYTES,
     check_own,
     check_rows,
     check_sizes,
@@ -22,8 +23,6 @@ from parallel.rounds.arithmetic import (
     sum_in_rank_order,
 )
 from parallel.rounds.segments import this_host
-
-_TWO_STEP_BYTES = 64 << 10  # tensors of more bytes are reduced in parts, if there are more than two members
 
 Messages = Iterable[tuple[int, torch.Tensor]]
 """Tensors with the members that they go to, or come from."""
@@ -135,7 +134,7 @@ class ProcessGroupCommunicator:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         flat = self._plain(tensor).reshape(-1)
-        if self.size > 2 and flat.nbytes > _TWO_STEP_BYTES:
+        if self.size > 2 and flat.nbytes > TWO_STEP_BYTES:
             sizes = even_sizes(flat.numel(), self.size)
             total = self.all_gather(self.reduce_scatter(flat, sizes), sizes)
         else:

@@ -17,7 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from parallel.links.native_links import STRIPE_BYTES, BrokenLink
+from parallel.links.native_links import STRIPE_BYTES, BrokenLink, NativeLinks, load, make_tcp_links
 
 _AHEAD_BYTES = 16 << 10  # received beyond what is asked for, so that small messages share a call
 _MOST_PARTS = 64  # of one call into the system
@@ -281,3 +281,14 @@ class PythonLinks:
             if count < room:
                 return False
         return True
+
+
+def links_over(
+    data: Mapping[int, Sequence[socket.socket]], rank: int, size: int, *, native: bool = True
+) -> NativeLinks | PythonLinks:
+    """Links over connected sockets: native, if that is asked for and can be compiled.
+
+    Arguments and errors are those of :func:`parallel.links.native_links.make_tcp_links`.
+    """
+    library = load() if native else None
+    return PythonLinks(rank, size, data) if library is None else make_tcp_links(library, rank, size, data)

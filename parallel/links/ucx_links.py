@@ -14,7 +14,7 @@ import logging
 import os
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, Literal
@@ -22,10 +22,9 @@ from typing import Any, Literal
 import psutil
 
 from parallel.compiler import INCLUDE, reason
+from parallel.links.forming_group import FormingGroup
 from parallel.links.infiniband import active_devices, device_of_interface
-from parallel.links.meeting_contract import Meeting, Prefixed
 from parallel.links.native_links import OFF, LinksTable, NativeLinks
-from parallel.links.rendezvous import exchange
 from parallel.links.ucx_installation import Installation, find_ucx
 from parallel.native_source import NativeLibrary, NativeSource
 
@@ -235,34 +234,22 @@ def describe(devices: str | None = None) -> list[tuple[str, str]]:
     return list(dict.fromkeys((transport, device) for transport, _, device in pairs))
 
 
-def meet(
-    meeting: Meeting,
-    rank: int,
-    size: int,
-    asked: Asked,
-    *,
-    host: str,
-    timeout: float,
-    should_stop: Callable[[], bool] | None = None,
-) -> UcxLinks | None:
+def meet(forming: FormingGroup, asked: Asked, *, host: str) -> UcxLinks | None:
     """This member's links to all others, which they meet through an exchange of addresses.
 
     None where the group keeps to TCP: with ``auto``, unless every member has an RDMA device that is up, and
     all have the same version of UCX. All members of a group ask for the same.
 
     Args:
-        meeting: the group's own part of a meeting place.
-        rank: of this member, of ``size``.
-        size: members of the group.
+        forming: the group, and how long to wait for its members.
         asked: the flag ``--mesh-transport``.
         host: address of the interface to use.
-        timeout: seconds to wait for the others.
-        should_stop: asked while they have not come.
 
     Raises:
         CollectiveError: somebody does not come.
         ValueError: UCX is asked for, and a member cannot use it.
     """
+    rank, size = forming.rank, forming.size
     if asked == "tcp" or size == 1:
         return None
     with ExitStack() as undo:
@@ -276,7 +263,7 @@ def meet(
             except OSError as error:
                 logger.warning("no links over UCX: %s", error)
                 mine = f"! {error}".encode()
-        said = exchange(Prefixed(meeting, "ucx"), rank, size, mine, timeout=timeout, should_stop=should_stop)
+        said = forming.at("ucx").exchange(mine)
         addresses = _agreed([each.partition(b" ") for each in said], asked)
         if links is None or addresses is None:
             return None

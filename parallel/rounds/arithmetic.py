@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+TWO_STEP_BYTES = 64 << 10
+"""Tensors of more bytes are reduced in parts, if there are more than two members."""
+
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
@@ -76,3 +79,9 @@ def check_own(what: str, sent: int, received: int) -> None:
     """Check that a member sends to itself as much as it receives from itself."""
     if sent != received:
         raise ValueError(f"{what}: {sent} rows for this member itself, {received} from it")
+
+
+def check_peer(rank: int, peer: int, size: int) -> None:
+    """Check that a member sends to another one, or receives from it."""
+    if peer == rank or not 0 <= peer < size:
+        raise ValueError(f"rank {rank} of {size} has no link to rank {peer}")

@@ -27,6 +27,11 @@ class GroupHealth(ABC):
         self.rank = rank
         self.reason: str | None = None
         """Why the group is broken."""
+        self.on_broken: Callable[[CollectiveError], None] | None = None
+        """Called once when a break is noticed between calls.
+
+        Not every group watches its members then.
+        """
         self.timeout = timeout
         """Seconds that a call may take."""
         self.grace = 0.0

@@ -18,12 +18,11 @@ from functools import partial
 from typing import NoReturn, Protocol
 
 from parallel.links.errors import Evidence
-from parallel.rounds.waiting import CHECK_SECONDS
+from parallel.rounds.notes import call_of
+from parallel.rounds.waiting import CHECK_SECONDS, SpinWait
 
 HEADER_BYTES = 16
 _Header = ctypes.c_int64 * 2
-_ALONE_SECONDS = 20e-6  # looking again at once, before the core is offered to others
-_SHORTEST_BUDGET, _LONGEST_BUDGET = 50e-6, 2e-3  # of looking, before sleep
 
 
 class MessageLinks(Protocol):
@@ -39,12 +38,27 @@ class MessageLinks(Protocol):
 
 
 class LinkHealth(Protocol):
-    """What is used of the health of a group."""
+    """What a call over links asks while it waits, and how it fails."""
 
-    def check(self, rank: int, has_arrived: Callable[[], bool]) -> None: ...
-    def fail(self, reason: str, rank: int | None, evidence: Evidence) -> NoReturn: ...
-    def fail_on_bytes(self, rank: int, sent: int, expected: int) -> NoReturn: ...
-    def fail_on_links(self, peer: int | None, error: int) -> NoReturn: ...
+    def check(self, rank: int, has_arrived: Callable[[], bool]) -> None:
+        """Check a wait for member ``rank``; called every few milliseconds.
+
+        Raises:
+            CollectiveError: the wait makes no sense any more.
+        """
+        ...
+
+    def fail(self, reason: str, rank: int | None, evidence: Evidence) -> NoReturn:
+        """The call has failed, because of member ``rank``, if it is known."""
+        ...
+
+    def fail_on_bytes(self, rank: int, sent: int, expected: int) -> NoReturn:
+        """Member ``rank`` sends another number of bytes than is expected here."""
+        ...
+
+    def fail_on_links(self, peer: int | None, error: int) -> NoReturn:
+        """A link is broken, or all were aborted: see :class:`parallel.links.native_links.BrokenLink`."""
+        ...
 
 
 class Incoming:
@@ -63,16 +77,10 @@ Outgoing = tuple[int, int, int]
 class Messages:
     """One member's messages to and from the others. Calls come from one thread."""
 
-    def __init__(
-        self, links: MessageLinks, health: LinkHealth, what_is: Callable[[int], str], *, crowded: bool
-    ) -> None:
-        """``what_is`` puts the note of another call into words.
-
-        ``crowded``: there are more members than cores, so a peer may need this very core to go on.
-        """
-        self._links, self._health, self._what_is = links, health, what_is
-        self._alone = 0.0 if crowded else _ALONE_SECONDS
-        self._budget = _LONGEST_BUDGET
+    def __init__(self, links: MessageLinks, health: LinkHealth, *, crowded: bool) -> None:
+        """``crowded``: there are more members than cores."""
+        self._links, self._health = links, health
+        self._spin = SpinWait(crowded)
         self._posted: list[tuple[int, ctypes.Array[ctypes.c_int64]]] = []
         """Peers that something is queued for, with headers, which stay until they are sent."""
 
@@ -124,7 +132,7 @@ class Messages:
             each.has_header = True
             found, num_bytes = each.header
             if found != note:
-                self._health.fail(f"rank {each.peer} calls {self._what_is(found)}", each.peer, "closed")
+                self._health.fail(f"rank {each.peer} calls {call_of(found)}", each.peer, "closed")
             if num_bytes != each.num_bytes:
                 self._health.fail_on_bytes(each.peer, num_bytes, each.num_bytes)
         each.is_there = not each.num_bytes or self._take(each.peer, each.address, each.num_bytes)
@@ -168,12 +176,9 @@ class Messages:
                 awaited = missing
                 if not awaited:
                     break
-            elif waited >= self._budget:
+            elif waited >= self._spin.budget:
                 if self._links.sleep(max(0.0, next_check - waited)) < 0:
                     self._fail()
-            elif waited >= self._alone:
+            elif waited >= self._spin.alone:
                 os.sched_yield()
-        if waited <= _LONGEST_BUDGET:
-            self._budget = min(_LONGEST_BUDGET, max(self._budget, 2 * waited))
-        else:
-            self._budget = max(_SHORTEST_BUDGET, self._budget / 2)
+        self._spin.learn(waited)

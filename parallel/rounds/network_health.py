@@ -51,7 +51,6 @@ class NetworkHealth(GroupHealth):
             OSError: there are no file descriptors left.
         """
         super().__init__(rank, timeout, should_stop)
-        self.on_broken: Callable[[CollectiveError], None] | None = None
         self._abort_links = abort_links
         ends = {peer: addresses_of(connection) for peer, connection in control.items()}
         self._words = LastWords(size, {peer: words for peer, words in ends.items() if words})

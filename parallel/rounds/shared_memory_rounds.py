@@ -1,6 +1,7 @@
-"""Rounds of :mod:`parallel.communicators.shared_memory` in Python: all reads and writes.
+"""Rounds in shared memory, in Python: all reads and writes of a member.
 
 ``native/collectives.cpp`` does the same in one call each; this remains where it cannot be compiled.
+:mod:`parallel.communicators.shared_memory` says why two slots suffice.
 
 Memory order: data is written before the counter and read after it, with plain stores and loads from Python.
 That is enough on x86-64, whose stores become visible in their order and whose loads are made in theirs (total
@@ -13,77 +14,44 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
-from parallel.rounds.arithmetic import even_sizes, sum_in_rank_order
+from parallel.rounds.arithmetic import TWO_STEP_BYTES, even_sizes, sum_in_rank_order
+from parallel.rounds.contract import CallForm, Sizes, bound_method
+from parallel.rounds.notes import call_of, note_of
 from parallel.rounds.shared_memory_health import SharedMemoryHealth
-from parallel.rounds.slots import VIEWS, SegmentLayout, Slots, span_of, spans_of
+from parallel.rounds.slots import VIEWS, GroupMemory, span_of, spans_of
 from parallel.rounds.waiting import SpinWait
 
-TWO_STEP_BYTES = 64 << 10
-"""Tensors of more bytes are reduced in parts, if there are more than two members."""
-CALLS = (
-    "all_gather_ints", "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast",
-    "all_gather_view", "all_to_all_views", "send",
-)  # fmt: skip
-"""Names in the order of their numbers; messages over links have these numbers, too."""
 
-
-class Rounds:
-    """One member's part.
-
-    Tensors are contiguous and on the CPU; results go to tensors that are given.
-    """
+class SharedMemoryRounds:
+    """One member's exchanges through shared memory; see :mod:`parallel.rounds.contract`."""
 
     is_native = False
 
-    def __init__(
-        self,
-        rank: int,
-        layout: SegmentLayout,
-        members: Sequence[Slots],
-        health: SharedMemoryHealth,
-        *,
-        crowded: bool,
-    ) -> None:
-        self.rank, self.size = rank, layout.size
-        self._slot_bytes = layout.slot_bytes
-        self._region_bytes = layout.region_bytes
-        self._layout = layout
+    def __init__(self, memory: GroupMemory, health: SharedMemoryHealth, *, crowded: bool) -> None:
+        """``crowded``: there are more members than cores."""
+        self.rank, self._layout, self._members = memory
+        self.size = self._layout.size
+        self._slot_bytes = self._layout.slot_bytes
+        self._region_bytes = self._layout.region_bytes
         self._num_views = 0
-        self._members = members
         self._health = health
-        self._peers = [peer for peer in range(self.size) if peer != rank]
-        self._patience = SpinWait(crowded)
+        self._peers = [peer for peer in range(self.size) if peer != self.rank]
+        self._spin = SpinWait(crowded)
         self._letters = 0
         self._letter_users: list[tuple[int, int] | None] = [None, None]
 
-    def prepare(
-        self,
-        call: str,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        sizes: Sequence[int],
-        receive_sizes: Sequence[int] = (),
-    ) -> Callable[..., Any]:
-        """The method of this name, bound to a shape, a type and sizes.
-
-        Only the tensors themselves remain to be given.
-        """
-        method = getattr(self, call)
-        if call == "all_reduce":
-            return partial(method)
-        if receive_sizes:
-            return partial(method, send_sizes=sizes, receive_sizes=receive_sizes)
-        return partial(method, sizes=sizes)
+    def prepare(self, form: CallForm) -> Callable[..., Any]:
+        """The call bound to sizes; those for views return a buffer: (given) -> buffer."""
+        return bound_method(self, form)
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
         """Every member's row of 64-bit integers, by rank."""
         packing = struct.Struct(f"={len(row)}q")
-        note = _note("all_gather_ints", packing.size)
+        note = note_of("all_gather_ints", packing.size)
         slot = self._take_slot()
         own = self._members[self.rank]
         packing.pack_into(own.memory, own.slot_offsets[slot], *row)
@@ -96,7 +64,7 @@ class Rounds:
 
     def all_gather(self, part: torch.Tensor, whole: torch.Tensor, sizes: Sequence[int]) -> None:
         """Gather parts of ``sizes[rank]`` rows into the whole."""
-        note = _note("all_gather", whole.nbytes)
+        note = note_of("all_gather", whole.nbytes)
         spans, mine = spans_of(whole, sizes), span_of(part)
         mine.copy_to(spans[self.rank].address)
         step = self._slot_bytes
@@ -110,7 +78,7 @@ class Rounds:
 
     def reduce_scatter(self, whole: torch.Tensor, total: torch.Tensor, sizes: Sequence[int]) -> None:
         """Sum all wholes into this member's total."""
-        note = _note("reduce_scatter", whole.nbytes)
+        note = note_of("reduce_scatter", whole.nbytes)
         spans = spans_of(whole, sizes)
         mine = whole.split(list(sizes))[self.rank]
         step = self._region_bytes
@@ -124,14 +92,10 @@ class Rounds:
             self._sum(slot, self.rank * step, mine, total, low, step)
 
     def all_to_all(
-        self,
-        outgoing: torch.Tensor,
-        incoming: torch.Tensor,
-        send_sizes: Sequence[int],
-        receive_sizes: Sequence[int],
+        self, outgoing: torch.Tensor, incoming: torch.Tensor, send_sizes: Sizes, receive_sizes: Sizes
     ) -> None:
         """Exchange rows with all members, in rank order."""
-        note = _note("all_to_all", 0)
+        note = note_of("all_to_all", 0)
         sent, received = spans_of(outgoing, send_sizes), spans_of(incoming, receive_sizes)
         sent[self.rank].copy_to(received[self.rank].address)
         step = self._region_bytes
@@ -163,7 +127,7 @@ class Rounds:
         Returns the buffer.
         """
         row_bytes = math.prod(part.shape[1:]) * part.itemsize
-        note = _note("all_gather_view", sum(sizes) * row_bytes)
+        note = note_of("all_gather_view", sum(sizes) * row_bytes)
         slot, buffer = self._take_slot(), self._take_view()
         target = self._members[0].address + self._layout.view_at(buffer)
         span_of(part).copy_to(target + sum(sizes[: self.rank]) * row_bytes)
@@ -180,7 +144,7 @@ class Rounds:
         Its own part is written, too, if that is small. Returns the buffer, or :data:`VIEWS` if the data of
         some member does not fit.
         """
-        note = _note("all_to_all_views", 0)
+        note = note_of("all_to_all_views", 0)
         row_bytes = math.prod(outgoing.shape[1:]) * outgoing.itemsize
         sent = spans_of(outgoing, send_sizes)
         slot, buffer = self._take_slot(), self._take_view()
@@ -210,7 +174,7 @@ class Rounds:
             self.reduce_scatter(given.view(-1), mine, sizes)
             self.all_gather(mine, flat, sizes)
             return
-        note = _note("all_reduce", given.nbytes)
+        note = note_of("all_reduce", given.nbytes)
         span, step = span_of(given), self._slot_bytes
         for low in range(0, span.length, step):
             slot = self._take_slot()
@@ -222,7 +186,7 @@ class Rounds:
 
     def broadcast(self, data: torch.Tensor, source: int) -> None:
         """Send the source's tensor to all others."""
-        note = _note("broadcast", data.nbytes)
+        note = note_of("broadcast", data.nbytes)
         span, step = span_of(data), self._slot_bytes
         for low in range(0, span.length, step):
             slot = self._take_slot()
@@ -318,23 +282,15 @@ class Rounds:
 
     def _await(self, rank: int, word: memoryview, target: int) -> None:
         if word[0] < target:
-            self._patience.wait(
-                word, target, lambda: self._health.check(rank, lambda: bool(word[0] >= target))
-            )
+            self._spin.wait(word, target, lambda: self._health.check(rank, lambda: bool(word[0] >= target)))
 
     def _check_bytes(self, rank: int, sent: int, expected: int) -> None:
         if sent != expected:
             self._health.fail_on_bytes(rank, sent, expected)
 
     def _fail_on_note(self, rank: int, note: int) -> None:
-        num_bytes, call = divmod(note, len(CALLS))
         name = self._health.name(rank)
-        self._health.fail(f"rank {name} calls {CALLS[call]} of {num_bytes} bytes", name, "closed")
-
-
-def _note(call: str, num_bytes: int) -> int:
-    """Words that all members must have beside the slots of a round."""
-    return CALLS.index(call) + num_bytes * len(CALLS)
+        self._health.fail(f"rank {name} calls {call_of(note)}", name, "closed")
 
 
 def _elements(tensor: torch.Tensor, first: int, stop: int) -> torch.Tensor:

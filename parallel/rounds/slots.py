@@ -28,6 +28,32 @@ VIEWS = 3
 """Buffers for results that are read where they were written: see ``shared_memory``."""
 
 
+SLOT_BYTES = 1 << 20
+"""Size of each of a member's two slots and two letters.
+
+Memory is used as far as tensors fill them.
+"""
+VIEW_BYTES = 64 << 20
+"""Size of each buffer for views; memory is used as far as they are filled."""
+ARENA_BYTES = 1 << 30
+"""Size of a member's further memory for native code.
+
+Memory is used as far as it is written.
+"""
+
+
+class SegmentSizes(NamedTuple):
+    """Sizes of the parts of a member's segment."""
+
+    slot_bytes: int = SLOT_BYTES
+    view_bytes: int = VIEW_BYTES
+    arena_bytes: int = ARENA_BYTES
+
+
+USUAL_SIZES = SegmentSizes()
+"""Sizes of the segments of all groups; tests have smaller ones."""
+
+
 class SegmentLayout(NamedTuple):
     """Where things are in a segment, in bytes from its beginning."""
 
@@ -54,7 +80,9 @@ class SegmentLayout(NamedTuple):
     num_bytes: int
 
     @classmethod
-    def of(cls, size: int, slot_bytes: int, view_bytes: int, arena_bytes: int = 0) -> SegmentLayout:
+    def of(cls, size: int, sizes: SegmentSizes) -> SegmentLayout:
+        """Layout of the segments of a group of ``size`` members."""
+        slot_bytes, view_bytes, arena_bytes = sizes
         if view_bytes < slot_bytes:
             raise ValueError("a buffer for views cannot be smaller than a slot")
         announced = 2 * LINE_BYTES
@@ -142,6 +170,16 @@ class Slots:
         if dtype not in self._typed:
             self._typed[dtype] = [slot.view(dtype) for slot in self._slots]
         return self._typed[dtype][number]
+
+
+class GroupMemory(NamedTuple):
+    """Segments of a group on one host, as one member has mapped them."""
+
+    rank: int
+    """Rank of this member."""
+    layout: SegmentLayout
+    members: Sequence[Slots]
+    """Segments by rank."""
 
 
 class MemorySpan(NamedTuple):

@@ -26,21 +26,24 @@ import torch
 from parallel.communicators import CollectiveError, Communicator, mixed
 from parallel.communicators.mixed import MixedCommunicator
 from parallel.communicators.network import NetworkCommunicator, Speed
-from parallel.communicators.shared_memory import SLOT_BYTES, VIEW_BYTES, SharedMemoryCommunicator
+from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.groups import form
 from parallel.links.connecting import connect
+from parallel.links.forming_group import FormingGroup
 from parallel.links.keys import LinkKey
 from parallel.links.meeting import MeetingClient
 from parallel.links.meeting_contract import Prefixed
 from parallel.links.ucx_links import why_not
 from parallel.rounds.host_routes import HostRoutes
 from parallel.rounds.native_shared_memory_rounds import load
+from parallel.rounds.slots import SegmentSizes
 from tests.parallel.devices.nccl_over_gloo import nccl_over_gloo
 from tests.parallel.link_pairs import UCX_WAYS
 
 KEY = LinkKey(bytes(range(32)))
 PATIENCE = 20.0  # seconds for everything that should work
 SMALL_SLOT = 4096
+SMALL_SIZES = SegmentSizes(slot_bytes=SMALL_SLOT, view_bytes=4 * SMALL_SLOT)
 TYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
@@ -63,12 +66,8 @@ class Member:
         if self.backend in ("small_slots", "python", "mixed"):
             native = self.backend == "small_slots" or (self.backend == "mixed" and self.rank % 2 == 0)
             group = SharedMemoryCommunicator(
-                Prefixed(self.meeting, f"{self._test} {name}"),
-                self.rank,
-                size,
-                timeout=timeout,
-                slot_bytes=SLOT_BYTES if self.backend == "python" else SMALL_SLOT,
-                view_bytes=VIEW_BYTES if self.backend == "python" else 4 * SMALL_SLOT,
+                self._forming(name, size, timeout),
+                sizes=SegmentSizes() if self.backend == "python" else SMALL_SIZES,
                 native=native,
             )
             assert group.is_native == (native and load() is not None)
@@ -83,6 +82,9 @@ class Member:
             os.environ["UCX_TLS"] = UCX_WAYS["UCX over shared memory"][1]
         backend = "ucx" if self.backend == "ucx_shared_memory" else self.backend
         return form(self.meeting, self._test, self.rank, size, backend, timeout, group=name)
+
+    def _forming(self, name: str, size: int, timeout: float) -> FormingGroup:
+        return FormingGroup(Prefixed(self.meeting, f"{self._test} {name}"), self.rank, size, timeout=timeout)
 
     def connect(self, name: str, size: int, timeout: float) -> NetworkCommunicator:
         """A group over sockets, some or all of whose members keep to Python."""
@@ -115,8 +117,8 @@ class Member:
         )  # fmt: skip
         network = NetworkCommunicator(sockets, self.rank, size, timeout=timeout, native=native)
         return MixedCommunicator(
-            meeting, self.rank, size, timeout=timeout, network=network, host_name=f"host {host}",
-            slot_bytes=SMALL_SLOT, view_bytes=4 * SMALL_SLOT, native=native,
+            self._forming(name, size, timeout), network, host_name=f"host {host}", sizes=SMALL_SIZES,
+            native=native,
         )  # fmt: skip
 
     def report(self, **facts: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 from parallel import expert_parallel
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.expert_parallel import Dispatch, ExpertParallel
+from parallel.links.forming_group import FormingGroup
 from parallel.links.meeting import MeetingHost
 from parallel.placement import Placement, assign_experts
 from parallel.rounds.arithmetic import plain
@@ -91,7 +92,7 @@ def test_members_have_the_bits_of_one(dispatch: Dispatch, dtype: torch.dtype) ->
     meeting = MeetingHost("127.0.0.1")
 
     def member(rank: int) -> list[torch.Tensor]:
-        group = SharedMemoryCommunicator(meeting, rank, MEMBERS, timeout=PATIENCE)
+        group = SharedMemoryCommunicator(FormingGroup(meeting, rank, MEMBERS, timeout=PATIENCE))
         mine = experts(MEMBERS, rank, dispatch)
         mine.join(group, mine.placement)
         found = serve(mine, rank, dtype)
@@ -111,7 +112,7 @@ def test_tensors_of_another_device_travel_through_host_memory(dispatch: Dispatch
     meeting, dtype = MeetingHost("127.0.0.1"), torch.bfloat16
 
     def member(rank: int) -> list[torch.Tensor]:
-        group = SharedMemoryCommunicator(meeting, rank, MEMBERS, timeout=PATIENCE)
+        group = SharedMemoryCommunicator(FormingGroup(meeting, rank, MEMBERS, timeout=PATIENCE))
         with OtherDevice():
             mine = experts_elsewhere(MEMBERS, rank, dispatch)
             mine.join(group, mine.placement)

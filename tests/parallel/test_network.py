@@ -26,7 +26,7 @@ import torch
 from parallel.communicators import CollectiveError
 from parallel.communicators.network import NetworkCommunicator, Speed, two_step_limit
 from parallel.links.sockets import GroupSockets
-from parallel.rounds.network_rounds import note_of
+from parallel.rounds.notes import note_of
 from tests.parallel.link_pairs import connected
 
 pytestmark = pytest.mark.mesh

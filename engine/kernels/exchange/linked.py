@@ -32,7 +32,7 @@ from parallel.links.native_links import LinksTable
 from parallel.placement import Placement
 from parallel.replicas import replicas_at
 from parallel.rounds.messages import LinkHealth
-from parallel.rounds.shared_memory_rounds import CALLS
+from parallel.rounds.notes import call_of
 
 ARENA_BYTES = 1 << 30
 """Size of a member's arena with its mirrors.
@@ -187,8 +187,7 @@ class Linkage:
         note, num_bytes = int(self.record["problem_note"]), int(self.record["problem_bytes"])
         what = _MESSAGES.get(note >> 56)
         if what is None:
-            length, call = divmod(note, len(CALLS))
-            what = f"calls {CALLS[call]} of {length} bytes"
+            what = f"calls {call_of(note)}"
         else:
             what = f"sends {what} of {num_bytes} bytes (number {note >> 24 & 0xFFFFFFFF}), which do not fit"
         self._health.fail(f"rank {rank} {what}", rank, "closed")

@@ -18,6 +18,7 @@ from engine.messages import Submit
 from engine.model.checkpoint import read_model_info
 from parallel.communicators.base import Communicator
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
+from parallel.links.forming_group import FormingGroup
 from parallel.links.meeting import MeetingHost
 from parallel.placement import assign_experts
 from tests.engine.groups.test_lockstep_engine import ThreadStepping
@@ -40,7 +41,7 @@ def in_shared_memory(size: int) -> list[SharedMemoryCommunicator]:
     meeting = MeetingHost("127.0.0.1")
 
     def member(rank: int) -> SharedMemoryCommunicator:
-        return SharedMemoryCommunicator(meeting, rank, size, timeout=PATIENCE, forming_timeout=PATIENCE)
+        return SharedMemoryCommunicator(FormingGroup(meeting, rank, size, timeout=PATIENCE))
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(member, range(size)))

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NoReturn
@@ -17,6 +17,7 @@ import torch
 from parallel.communicators.base import CollectiveError
 from parallel.links.native_links import NativeLinks
 from parallel.rounds.arithmetic import even_sizes, sum_in_rank_order
+from parallel.rounds.contract import CallForm
 from parallel.rounds.native_network_rounds import NativeNetworkRounds, NetworkLibrary, load
 from parallel.rounds.shared_memory_health import SharedMemoryHealth
 from tests.parallel.link_pairs import linked
@@ -44,6 +45,10 @@ class Member:
         self.links = links
         self.health = Health(links.rank, links.size, timeout)
         self.rounds = NativeNetworkRounds(library, links, self.health, crowded=True)
+
+    def call(self, name: str, given: torch.Tensor, result: torch.Tensor, *sizes: Sequence[int]) -> None:
+        """A call as communicators make it."""
+        self.rounds.prepare(CallForm(name, given.shape, given.dtype, *sizes))(given, result)
 
 
 class Threads:
@@ -117,13 +122,13 @@ def test_sums_have_the_bits_of_rank_order(threads: Threads, dtype: torch.dtype) 
         def reduce(member: Member, shape: tuple[int, ...] = shape) -> torch.Tensor:
             given = numbers(member.rounds.rank, shape, dtype)
             total = torch.empty_like(given)
-            member.rounds.all_reduce(given, total)
+            member.call("all_reduce", given, total)
             return total
 
         def scatter(member: Member, shape: tuple[int, ...] = shape) -> torch.Tensor:
             given, sizes = numbers(member.rounds.rank, shape, dtype), even_sizes(shape[0], size)
             total = given.new_empty((sizes[member.rounds.rank], *shape[1:]))
-            member.rounds.reduce_scatter(given, total, sizes)
+            member.call("reduce_scatter", given, total, sizes)
             return total
 
         expected = total_of(size, shape, dtype)
@@ -150,8 +155,8 @@ def test_sums_that_native_code_does_not_know_go_by_the_same_messages(
         def reduce(member: Member, shape: tuple[int, ...] = shape) -> torch.Tensor:
             given, sizes = numbers(member.rounds.rank, shape, dtype), even_sizes(shape[0], size)
             total, part = torch.empty_like(given), given.new_empty((sizes[member.rounds.rank], *shape[1:]))
-            member.rounds.all_reduce(given, total)
-            member.rounds.reduce_scatter(given, part, sizes)
+            member.call("all_reduce", given, total)
+            member.call("reduce_scatter", given, part, sizes)
             return torch.cat((total, part))
 
         expected = total_of(size, shape, dtype)
@@ -169,7 +174,7 @@ def test_gathered_and_exchanged_rows(threads: Threads, scale: int) -> None:
     def gather(member: Member) -> torch.Tensor:
         rank = member.rounds.rank
         whole = torch.full((sum(sizes), 2), -1.0)
-        member.rounds.all_gather(numbers(rank, (sizes[rank], 2), torch.float32), whole, sizes)
+        member.call("all_gather", numbers(rank, (sizes[rank], 2), torch.float32), whole, sizes)
         return whole
 
     def exchange(member: Member) -> torch.Tensor:
@@ -177,7 +182,7 @@ def test_gathered_and_exchanged_rows(threads: Threads, scale: int) -> None:
         received = [row[rank] for row in moved]
         incoming = torch.full((sum(received), 3), -1.0)
         outgoing = numbers(rank, (sum(moved[rank]), 3), torch.float32)
-        member.rounds.all_to_all(outgoing, incoming, moved[rank], received)
+        member.call("all_to_all", outgoing, incoming, moved[rank], received)
         return incoming
 
     whole = torch.cat([numbers(rank, (sizes[rank], 2), torch.float32) for rank in range(size)])
@@ -231,7 +236,7 @@ def test_many_calls_of_all_kinds_in_a_row(threads: Threads) -> None:
     def run(member: Member) -> list[float]:
         rounds, sums = member.rounds, []
         given, total = torch.ones(16), torch.empty(16)
-        reduce = rounds.prepare("all_reduce", given.shape, given.dtype, ())
+        reduce = rounds.prepare(CallForm("all_reduce", given.shape, given.dtype))
         for number in range(300):
             if number % 50 == rounds.rank:
                 time.sleep(0.003)

@@ -9,6 +9,7 @@ from typing import Any
 
 from parallel.communicators.mixed import MixedCommunicator
 from parallel.communicators.network import NetworkCommunicator
+from parallel.links.forming_group import FormingGroup
 from parallel.links.meeting import MeetingHost
 from tests.parallel.link_pairs import connected
 
@@ -41,9 +42,8 @@ def linked_group(
         group = NetworkCommunicator(sockets[rank], rank, size, timeout=timeout, native=native)
         if hosts is None:
             return group
-        return MixedCommunicator(
-            meeting, rank, size, timeout=timeout, network=group, host_name=f"host {hosts[rank]}"
-        )  # fmt: skip
+        forming = FormingGroup(meeting, rank, size, timeout=timeout)
+        return MixedCommunicator(forming, group, host_name=f"host {hosts[rank]}")
 
     try:
         return of_all(size, member)

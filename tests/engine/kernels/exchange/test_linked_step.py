@@ -23,7 +23,7 @@ from engine.kernels.exchange.linked import LinkedExchange, LinkedSums, OverlapPo
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.network import NetworkCommunicator
 from parallel.links.native_links import NativeLinks
-from parallel.rounds.shared_memory_rounds import CALLS
+from parallel.rounds.notes import CALLS
 from tests.engine.kernels.exchange.linked_group import LinkedMember, linked_group, of_all
 from tests.engine.kernels.exchange.test_native_exchange import Member, run
 from tests.engine.kernels.exchange.test_native_shards import FAMILIES, LAYERS, Rank

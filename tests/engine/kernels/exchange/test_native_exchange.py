@@ -27,6 +27,7 @@ from engine.model.expert_weights import ExpertShare
 from engine.model.weights import LoadedModel, load_model
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
+from parallel.links.forming_group import FormingGroup
 from parallel.links.meeting import MeetingHost
 from parallel.placement import assign_experts
 from tests.engine.kernels.test_kernels import SCENARIO, everything, packed_rows
@@ -105,7 +106,9 @@ def together(
     meeting = MeetingHost("127.0.0.1")
 
     def member(rank: int) -> None:
-        group = SharedMemoryCommunicator(meeting, rank, size, timeout=timeout, forming_timeout=PATIENCE)
+        group = SharedMemoryCommunicator(
+            FormingGroup(meeting, rank, size, timeout=timeout, forming_timeout=PATIENCE)
+        )
         try:
             body(rank, group)
         finally:

@@ -37,7 +37,9 @@ from engine.model.weights import LoadedModel, load_model
 from engine.sampling import SamplingParams
 from parallel.communicators.base import CollectiveError, Communicator
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
+from parallel.links.forming_group import FormingGroup
 from parallel.links.meeting import MeetingHost
+from parallel.rounds.slots import USUAL_SIZES, SegmentSizes
 from parallel.tensor_parallel import TensorRank
 from tests.engine.kernels.test_kernels import SCENARIO, everything, packed_rows
 from tests.engine.model.test_sharding import (
@@ -280,10 +282,16 @@ def of_all(
         return [future.result(PATIENCE) for future in futures]
 
 
-def shared(size: int, **settings: Any) -> Callable[[int], Communicator]:
+def shared(
+    size: int, timeout: float = PATIENCE, sizes: SegmentSizes = USUAL_SIZES
+) -> Callable[[int], Communicator]:
     meeting = MeetingHost("127.0.0.1")
-    patience = {"timeout": PATIENCE, "forming_timeout": PATIENCE} | settings
-    return lambda rank: SharedMemoryCommunicator(meeting, rank, size, **patience)
+
+    def member(rank: int) -> Communicator:
+        forming = FormingGroup(meeting, rank, size, timeout=timeout, forming_timeout=PATIENCE)
+        return SharedMemoryCommunicator(forming, sizes=sizes)
+
+    return member
 
 
 def shared_group(size: int) -> list[Communicator]:
@@ -426,7 +434,7 @@ def test_a_step_larger_than_the_arena_is_added_up_by_the_communicator(directory:
         assert one.program._common_sums.rows < 60
         return found
 
-    small = of_all(2, shared(2, arena_bytes=48 << 10), body)
+    small = of_all(2, shared(2, sizes=SegmentSizes(arena_bytes=48 << 10)), body)
     large = of_all(2, shared(2), lambda rank, group: Rank(directory, rank, group, torch.float32).run())
     for found, expected in zip(small, large, strict=True):
         assert all(map(torch.equal, found, expected))
