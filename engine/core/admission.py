@@ -50,7 +50,8 @@ class Admission:
     @property
     def is_empty(self) -> bool:
         """Whether no request waits beside the scheduler."""
-        return not self.grammars and not self._sharing.exchange
+        exchange = self._sharing.exchange
+        return not self.grammars and (exchange is None or not exchange.waiting)
 
     def submit(self, peer: bytes, submit: Submit) -> RequestRefused | None:
         """Queue a request of a router, or return its refusal."""
@@ -93,7 +94,7 @@ class Admission:
         """Numbers of all requests of a router, in the scheduler and beside it."""
         here = [*self._scheduler.queues.requests, *self.grammars.requests]
         if self._sharing.exchange is not None:
-            here += self._sharing.exchange.requests
+            here += self._sharing.exchange.waiting.requests
         return [request.key[1] for request in here if request.key[0] == peer]
 
     def can_compute(self, wish: Prefetch) -> bool:
@@ -103,7 +104,7 @@ class Admission:
 
     def _knows(self, key: RequestKey) -> bool:
         exchange = self._sharing.exchange
-        is_fetching = exchange is not None and key in exchange
+        is_fetching = exchange is not None and key in exchange.waiting
         return is_fetching or self._scheduler.queues.knows(key) or key in self.grammars
 
     def _queue(self, request: Request) -> None:

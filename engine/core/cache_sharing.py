@@ -11,9 +11,10 @@ from engine.scheduling.blocks import BlockHash, BlockPool, hash_block
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.tiers.file_tier import FileTier
-from engine.transfers.exchange import BlockExchange, Heir, Mover
+from engine.transfers.exchange import BlockExchange
 from engine.transfers.messages import Holder
 from engine.transfers.price import FetchPrice
+from engine.transfers.sources import LocalCarrier, Mover, Sources
 
 
 class CacheSharing:
@@ -62,7 +63,7 @@ class CacheSharing:
         token_bytes: float,
         checks: bool = False,
         tier: FileTier | None = None,
-        heir: Heir | None = None,
+        heir: LocalCarrier | None = None,
     ) -> None:
         """Fetch KV blocks from other instances from now on, and lend them blocks.
 
@@ -70,11 +71,13 @@ class CacheSharing:
         bits do not depend on the batch, so some fetched blocks are computed as well, and compared. ``tier``:
         blocks in files. ``heir``: those of dead instances.
         """
-        checks = checks and self._in_flight == 1
         self.exchange = BlockExchange(
-            self._pool, mover, FetchPrice(token_bytes), self._block_size, checks=checks, tier=tier, heir=heir,
+            self._pool,
+            Sources(mover, FetchPrice(token_bytes), tier=tier, heir=heir),
+            self._block_size,
+            checks=checks and self._in_flight == 1,
             in_flight=self._scheduler.blocks_in_flight,
-        )  # fmt: skip
+        )
         self.tier = tier
         self.blocks_at, self.cache_identity = address, identity
 

@@ -48,10 +48,11 @@ class Reporting:
         queues, totals = self._scheduler.queues, self._scheduler.totals
         waiting_tokens, uncached_tokens = queues.num_tokens_ahead
         waiting = len(queues.waiting) + len(self._admission.grammars)
-        if exchange := self._sharing.exchange:
-            waiting += len(exchange)
-            waiting_tokens += exchange.num_tokens
-            uncached_tokens += exchange.num_uncached
+        exchange = self._sharing.exchange
+        if exchange is not None and (fetching := exchange.waiting):
+            waiting += len(fetching)
+            waiting_tokens += fetching.num_tokens
+            uncached_tokens += fetching.num_uncached
         return LoadSnapshot(
             running=len(queues.running),
             waiting=waiting,
@@ -78,7 +79,7 @@ class Reporting:
             lockstep=self._steps.lockstep_counters(),
             uncached_tokens=snapshot.uncached_tokens,
             queued=snapshot.queued,
-            fetch_price=1.0 if exchange is None else round(exchange.price_now(), 2),
+            fetch_price=1.0 if exchange is None else round(exchange.sources.price_now(), 2),
             transfers=None if exchange is None else exchange.counters(fetched),
             files=None if tier is None else tier.counters(),
         )

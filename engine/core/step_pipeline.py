@@ -86,7 +86,7 @@ class StepPipeline:
         exchange = self._sharing.exchange
         if exchange is not None:
             if len(step.slots) < step.num_tokens:
-                exchange.computed(step.num_tokens, self._finished_at - began)
+                exchange.sources.computed(step.num_tokens, self._finished_at - began)
             for request in exchange.wrong_requests(self._scheduler.queues.running):
                 self._scheduler.set_back(request)
         times = self._executor.expert_times()

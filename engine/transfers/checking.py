@@ -69,6 +69,9 @@ class BlockChecks:
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
         self._block_size = block_size
+        self.origins = Origins()
+        """Where fetched blocks came from."""
+        pool.observe(self.origins)
         self._num_transfers = 0
         self._files_are_new = True
         """Whether no block of a file was checked yet."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from engine.transfers.exchange import MOST_SECONDS, BlockExchange
+from engine.transfers.exchange import BlockExchange
 from engine.transfers.fetching import DEAD, TransferOutcome
+from engine.transfers.sources import MOST_SECONDS, Sources
 from tests.engine.transfers.test_exchange import SIZE, FakeMover, Setup
 
 SOURCE = f"{DEAD}/proc/1/fd/2#x"
@@ -14,7 +15,7 @@ class WithHeir(Setup):
         super().__init__()
         self.heir = FakeMover()
         self.exchange = BlockExchange(
-            self.pool, self.mover, self.price, SIZE, lambda: self.now, heir=self.heir
+            self.pool, Sources(self.mover, self.price, lambda: self.now, heir=self.heir), SIZE
         )
 
 

@@ -9,8 +9,10 @@ import pytest
 from engine.scheduling.blocks import BlockHash
 from engine.scheduling.request import Request
 from engine.transfers import checking
-from engine.transfers.exchange import FILES_PART, MOST_SECONDS, BlockExchange
+from engine.transfers.exchange import BlockExchange
 from engine.transfers.fetching import FILES, TransferEnded, TransferOutcome, Wanted
+from engine.transfers.incoming import FILES_PART
+from engine.transfers.sources import MOST_SECONDS, Sources
 from tests.engine.transfers.test_exchange import SIZE, Setup
 
 LONG = 8 * SIZE + 1
@@ -63,7 +65,7 @@ class WithFiles(Setup):
         super().__init__()
         self.tier = FakeTier()
         self.exchange = BlockExchange(
-            self.pool, self.mover, self.price, SIZE, lambda: self.now, tier=self.tier, checks=checks
+            self.pool, Sources(self.mover, self.price, lambda: self.now, tier=self.tier), SIZE, checks=checks
         )
 
     def names(self, request: Request) -> list[BlockHash]:
@@ -123,7 +125,7 @@ def test_a_read_that_hangs_keeps_its_room_but_no_request() -> None:
     assert setup.turn() == []
     setup.now += 0.2
     assert setup.turn() == [request, same]
-    assert request.key not in setup.exchange
+    assert request.key not in setup.exchange.waiting
     assert setup.tier.cancelled == [1]
     assert setup.pool.num_used == 10
     setup.tier.ends(setup.tier.fetches[0], 0, TransferOutcome.CANCELLED)
@@ -147,7 +149,7 @@ def test_slow_files_are_not_read_for_a_while_and_instances_are_not_blamed() -> N
     setup = WithFiles()
     request = setup.request(source="")
     setup.tier.kept.update(setup.names(request))
-    setup.exchange.computed(1000, 0.01)
+    setup.exchange.sources.computed(1000, 0.01)
     setup.exchange.takes(request)
     setup.tier.events.append(TransferEnded(1, 1, TransferOutcome.SLOW, FILES, 1000, 9.0))
     setup.turn()
@@ -290,7 +292,9 @@ def test_a_wrong_block_of_an_instance_drops_what_was_written_since(monkeypatch: 
 def test_origins_are_those_of_blocks_that_are_there() -> None:
     setup = Checked()
     request = setup.fetched(setup.request(length=LONG))
-    assert len(setup.exchange._origins) == 8
+    assert setup.exchange._checks is not None
+    origins = setup.exchange._checks.origins
+    assert len(origins) == 8
     setup.pool.take(setup.pool.num_free)
-    assert len(setup.exchange._origins) == 0
+    assert len(origins) == 0
     assert not setup.pool.find_prefix(setup.names(request))

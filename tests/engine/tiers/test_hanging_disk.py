@@ -21,7 +21,7 @@ from engine.scheduling.blocks import BlockHash, hash_block
 from engine.tiers import file_tier
 from engine.tiers.block_files import BlockFiles
 from engine.tiers.file_tier import READERS, FileTier
-from engine.transfers import exchange
+from engine.transfers import sources
 from engine.transfers.block_memory import BlockMemory
 from engine.transfers.price import FetchPrice
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, expected_output
@@ -99,9 +99,9 @@ class Serving:
 
 @pytest.fixture
 def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
-    monkeypatch.setattr(exchange, "LEAST_SECONDS", 0.05)
-    monkeypatch.setattr(exchange, "MOST_SECONDS", 0.05)
-    monkeypatch.setattr(exchange, "FetchPrice", Cheap)
+    monkeypatch.setattr(sources, "LEAST_SECONDS", 0.05)
+    monkeypatch.setattr(sources, "MOST_SECONDS", 0.05)
+    monkeypatch.setattr(sources, "FetchPrice", Cheap)
     assert VOCAB > 40
     made = Serving(tmp_path)
     yield made

@@ -12,10 +12,13 @@ from engine.messages import Submit
 from engine.sampling import SamplingParams
 from engine.scheduling.blocks import BlockPool, hash_block
 from engine.scheduling.request import Request, from_submit
-from engine.transfers.exchange import LENT_PART, MOST_COPIES, BlockExchange
+from engine.transfers.copies import MOST_COPIES
+from engine.transfers.exchange import BlockExchange
 from engine.transfers.fetching import TransferEnded, TransferOutcome, Wanted
 from engine.transfers.lending import Key, Lookup, Return
+from engine.transfers.loans import LENT_PART
 from engine.transfers.price import FEWEST, UNKNOWN, WORTH, FetchPrice
+from engine.transfers.sources import Sources
 
 SIZE = 16
 LOAN: Key = (b"taker", 1)
@@ -73,7 +76,10 @@ class Setup:
         self.now = 100.0
         self.in_flight: set[int] = set()
         self.exchange = BlockExchange(
-            self.pool, self.mover, self.price, SIZE, lambda: self.now, in_flight=lambda: self.in_flight
+            self.pool,
+            Sources(self.mover, self.price, lambda: self.now),
+            SIZE,
+            in_flight=lambda: self.in_flight,
         )
         self.arrivals = 0
 
@@ -114,7 +120,7 @@ def test_a_request_waits_for_its_blocks_and_finds_them(setup: Setup) -> None:
     (wanted,) = setup.mover.fetches
     assert wanted.names == request.prefix_hashes(SIZE)
     assert setup.pool.num_used == 10
-    assert request.key in setup.exchange
+    assert request.key in setup.exchange.waiting
     assert setup.turn() == []
     setup.mover.ends(wanted, 10)
     assert setup.turn() == [request]
@@ -168,7 +174,7 @@ def test_requests_with_the_same_prefix_wait_for_one_transfer(setup: Setup) -> No
     assert setup.exchange.takes(first)
     assert setup.exchange.takes(second)
     assert len(setup.mover.fetches) == 1
-    assert len(setup.exchange) == 2
+    assert len(setup.exchange.waiting) == 2
     setup.exchange.forget(first.key)
     assert setup.mover.cancelled == []
     setup.mover.ends(setup.mover.fetches[0], 10)
@@ -317,7 +323,7 @@ def test_every_reference_ends_in_any_order_of_events(seed: int) -> None:
     assert setup.exchange.is_idle
     assert setup.pool.num_used == 0
     assert not waiting
-    assert len(setup.exchange) == 0
+    assert len(setup.exchange.waiting) == 0
 
 
 def test_the_price_follows_both_speeds_and_a_bad_one_fades() -> None:

@@ -22,6 +22,7 @@ from engine.transfers.fetching import DEAD, Fetcher, TransferEnded, TransferOutc
 from engine.transfers.lending import Key, Lender, Lookup, Return
 from engine.transfers.messages import BlockPiece, Holder, ToTaker, digest_of
 from engine.transfers.price import FetchPrice
+from engine.transfers.sources import Sources
 
 SIZE = 16
 """Tokens of a block, and its bytes here."""
@@ -96,7 +97,6 @@ class SimulatedHeir:
 class Node:
     """An instance; what its two threads do next is chosen by the world."""
 
-    exchange_class: type[BlockExchange] = BlockExchange
     lender_class: type[Lender] = Lender
     fetcher_class: type[Fetcher] = Fetcher
     publisher_class: type[Publisher] = Publisher
@@ -112,10 +112,8 @@ class Node:
         self.is_piped = draws.random() < 0.5
         """Requests come and go while a step is under way, as in a pipeline."""
         self.heir = SimulatedHeir(self, world) if inherits else None
-        self.exchange = self.exchange_class(
-            self.pool, self, FetchPrice(1.0), SIZE, lambda: self.now, heir=self.heir,
-            in_flight=lambda: self.in_flight,
-        )  # fmt: skip
+        sources = Sources(self, FetchPrice(1.0), lambda: self.now, heir=self.heir)
+        self.exchange = BlockExchange(self.pool, sources, SIZE, in_flight=lambda: self.in_flight)
         self.table = bytearray(num_blocks * ENTRY_BYTES)
         """Outlives the instance, as its memory does."""
         self.publisher: Publisher | None = None

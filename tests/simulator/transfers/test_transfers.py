@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from engine.inheritance.table import Publisher
 from engine.scheduling.blocks import BlockHash
 from engine.scheduling.request import Request, RequestKey
-from engine.transfers import fetching
-from engine.transfers.exchange import BlockExchange
+from engine.transfers import exchange, fetching
 from engine.transfers.fetching import Fetcher, TransferEnded
 from engine.transfers.handing_over import Tail
+from engine.transfers.incoming import IncomingTransfer, IncomingTransfers
 from engine.transfers.lending import Action, Key, Lender
+from engine.transfers.loans import Loans
 from router.dispatch.ledger import Entry
 from router.dispatch.mover import RequestMover
 from tests.nightly import NIGHTLY
@@ -43,20 +43,20 @@ def test_no_schedule_breaks_a_rule(part: int, inherits: bool) -> None:
         assert seen[kind], f"nothing was {kind}: {seen}"
 
 
-class LetsGoOfItsRoom(BlockExchange):
+class LetsGoOfItsRoom(IncomingTransfers):
     """Room of a cancelled transfer is given to other requests, while late pieces still come."""
 
-    def _cancel_unwanted(self, transfer: Any) -> None:
+    def cancel_unwanted(self, transfer: IncomingTransfer) -> None:
         was_cancelled = transfer.is_cancelled
-        super()._cancel_unwanted(transfer)
+        super().cancel_unwanted(transfer)
         if transfer.is_cancelled and not was_cancelled:
             self._pool.release(transfer.wanted.blocks)
 
-    def _ended(self, end: TransferEnded) -> list[Request]:
+    def ended(self, end: TransferEnded) -> IncomingTransfer:
         transfer = self._transfers[end.number]
         if transfer.is_cancelled:
             self._pool.hold(transfer.wanted.blocks)
-        return super()._ended(end)
+        return super().ended(end)
 
 
 class KeepsLoansOfTheLost(Lender):
@@ -73,31 +73,31 @@ class LeavesItRunning(RequestMover):
         return
 
 
-class LetsGoOfWhatIsRead(BlockExchange):
+class LetsGoOfWhatIsRead(Loans):
     """A block that is lent may be written anew while it is read."""
 
-    def _lend(self, loan: Key, names: Sequence[BlockHash], being_filled: set[int]) -> None:
-        super()._lend(loan, names, being_filled)
+    def lend(self, loan: Key, names: Sequence[BlockHash], being_filled: set[int]) -> None:
+        super().lend(loan, names, being_filled)
         self._pool.release(self._lent[loan])
         self._num_kept -= self._kept[loan]
         self._lent[loan], self._kept[loan] = [], 0
 
 
-class LendsWhatIsBeingFilled(BlockExchange):
+class LendsWhatIsBeingFilled(Loans):
     """A block is lent that has its name, but not its content yet."""
 
-    def _lend(self, loan: Key, names: Sequence[BlockHash], being_filled: set[int]) -> None:
-        super()._lend(loan, names, set())
+    def lend(self, loan: Key, names: Sequence[BlockHash], being_filled: set[int]) -> None:
+        super().lend(loan, names, set())
 
 
-class FetchesIntoStepsUnderWay(BlockExchange):
+class FetchesIntoStepsUnderWay(IncomingTransfers):
     """What comes is written into blocks that a step still fills."""
 
     def _take(self, count: int) -> list[int] | None:
         return self._pool.take(count)
 
 
-class LendsThePartOfAnotherPosition(BlockExchange):
+class LendsThePartOfAnotherPosition(Loans):
     """The partly filled block of a hand-over is the one before it."""
 
     def _hand_over(self, loan: Key, request: Request | None, answer: Tail | str) -> None:
@@ -170,8 +170,11 @@ def test_a_planted_bug_is_found(bug: type, rule: Rule, seeds: range, monkeypatch
         monkeypatch.setattr(fetching, "WINDOW", 1)
         monkeypatch.setattr(fetching, "COPY_WINDOW", 1)
 
+    for part in (IncomingTransfers, Loans):
+        if issubclass(bug, part):
+            monkeypatch.setattr(exchange, part.__name__, bug)
+
     class PlantedNode(bug if issubclass(bug, Node) else Node):  # type: ignore[misc]
-        exchange_class = bug if issubclass(bug, BlockExchange) else BlockExchange
         lender_class = bug if issubclass(bug, Lender) else Lender
         fetcher_class = bug if issubclass(bug, Fetcher) else Fetcher
         publisher_class = bug if issubclass(bug, Publisher) else Publisher

@@ -323,7 +323,7 @@ class World:
                 for delta in getattr(message, "deltas", ())
                 if delta.finish_reason is not None
             }
-            for request in [*node.running, *node.queue, *node.exchange.requests]:
+            for request in [*node.running, *node.queue, *node.exchange.waiting.requests]:
                 number = request.key[1]
                 if self.ledger.find(name, number) is None and number not in ends | told:
                     raise Broken(Rule.ONCE, f"{name} runs {request!r}, which is not its any more")

@@ -1,0 +1,34 @@
+"""Totals of an instance's transfers of KV blocks, counted as they end (pure)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.messages import TransferCounters
+from engine.transfers.fetching import TransferOutcome
+
+
+class TransferTotals:
+    """Counts of blocks, bytes, seconds and outcomes since the start."""
+
+    def __init__(self) -> None:
+        self._counters = TransferCounters()
+
+    def __repr__(self) -> str:
+        return f"<TransferTotals {self._counters!r}>"
+
+    def add(self, **amounts: float) -> None:
+        """Add to counters, by their names in :class:`engine.messages.TransferCounters`."""
+        counters = self._counters
+        sums = {name: getattr(counters, name) + amount for name, amount in amounts.items()}
+        self._counters = msgspec.structs.replace(counters, **sums)
+
+    def ended(self, outcome: TransferOutcome) -> None:
+        """Count a transfer by its outcome."""
+        outcomes = self._counters.outcomes
+        outcomes = {**outcomes, outcome.value: outcomes.get(outcome.value, 0) + 1}
+        self._counters = msgspec.structs.replace(self._counters, outcomes=outcomes)
+
+    def counters(self, prompt_tokens: int) -> TransferCounters:
+        """All totals; ``prompt_tokens`` are those that the scheduler has counted."""
+        return msgspec.structs.replace(self._counters, prompt_tokens=prompt_tokens)
