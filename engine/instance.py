@@ -49,7 +49,7 @@ from engine.settings import adopt, ignored_when_joining, resolve
 from engine.stats_line import StatsLine, drain_line
 from engine.step import ModelFacts
 from engine.step_watch import StepWatch, place_of
-from engine.tiers.block_files import BlockFiles, folder_of
+from engine.tiers.block_files import BlockFiles, file_bytes, folder_of
 from engine.tiers.file_tier import FileTier
 from engine.tiers.own_folders import NotOwn
 from engine.transfers import checksums
@@ -325,7 +325,7 @@ class Instance:
             return None
         core.sharing.publish_blocks(*published)
         logger.info("the KV cache outlives this instance")
-        return Heir(memory, identity, self._server.wake)
+        return Heir(memory, identity, self._server.wake, core.pool.kinds)
 
     def _turn(self, facts: ModelFacts) -> AbstractContextManager[None]:
         """Keeps others from measuring memory while this instance does, and takes its own."""
@@ -407,8 +407,8 @@ class Instance:
         root = Path(cache.kv_cache_dir)
         folder = folder_of(Path(settings.model).name, numerics.fingerprint, identity)
         key = file_key(self._keys) if self._keys is not None and is_lasting(self._mesh) else None
-        files = BlockFiles(root, folder, identity, memory.block_bytes, key)
-        if files.file_bytes > cache.kv_cache_dir_size:
+        files = BlockFiles(root, folder, identity, key)
+        if file_bytes(memory.block_bytes) > cache.kv_cache_dir_size:
             raise Ended(process.EXIT_USAGE, "--kv-cache-dir-size is less than one KV block: give more")
         tier = FileTier(core.pool, memory, files, cache.kv_cache_dir_size, wake)
         try:

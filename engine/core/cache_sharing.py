@@ -85,7 +85,7 @@ class CacheSharing:
         """List whole blocks in memory that outlives this process, found at ``address``."""
         self.inherited_at = address
         self._publisher = Publisher(self._pool, table)
-        self._pool.observe(self._publisher)
+        self._pool.observe(self._publisher, every_kind=True)
 
     def record_events(self) -> EventRecorder:
         """Record changes of the prefix cache from now on, before any request has come."""

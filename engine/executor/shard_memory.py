@@ -159,6 +159,10 @@ class ShardMemory:
     def block_bytes(self) -> int:
         return sum(shard.num_bytes for shard in self._shards)
 
+    def bytes_of(self, slot: int) -> int:
+        """See :class:`.CacheMemory`."""
+        return self.block_bytes
+
     def read(self, blocks: Sequence[int]) -> Bytes:
         """See :class:`.CacheMemory`."""
         self._settle()

@@ -1,4 +1,4 @@
-"""Copies blocks of dead instances into a cache, in a thread of its own.
+"""Copies pieces of dead instances' caches into this one, in a thread of its own.
 
 The same contract as a fetch from a live one: a :class:`.Wanted` ends by a :class:`.TransferEnded`, whatever
 happens. Nobody is asked, and nothing is mapped: what is released meanwhile is a short read, and is computed.
@@ -13,10 +13,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from engine.inheritance.shared_cache import is_cache
-from engine.inheritance.table import ENTRY_BYTES, HEADER_BYTES, Header, Table, unpacked
+from engine.inheritance.table import ENTRY_BYTES, HEADER_BYTES, CacheHeader, Table, unpacked
+from engine.pieces.kinds import BLOCKS_ONLY, PieceKinds
 from engine.scheduling.blocks import BlockHash
 from engine.transfers.block_memory import CacheMemory
 from engine.transfers.fetching import DEAD, Source, TransferEnded, TransferOutcome, Wanted
@@ -53,17 +55,18 @@ class _Estate:
                 raise FileNotFoundError(f"{path} is another instance's, or empty")
             if header.identity != identity:
                 raise FileNotFoundError(f"{path} is of another cache")
-            table = bytearray(os.pread(self.file, header.num_blocks * ENTRY_BYTES, HEADER_BYTES))
+            table = bytearray(os.pread(self.file, header.num_slots * ENTRY_BYTES, HEADER_BYTES))
         except BaseException:
             os.close(self.file)
             raise
-        self.header: Header = header
-        self.blocks: dict[BlockHash, int] = Table(memoryview(table), owner).read()
+        self._header: CacheHeader = header
+        self.slots: dict[BlockHash, int] = Table(memoryview(table), owner).read()
+        """Where each whole piece is, by name."""
 
-    def copy(self, block: int, parts: list[memoryview]) -> bool:
-        """Copy one block; False if it is not there any more."""
-        for (begin, size), part in zip(self.header.parts, parts, strict=True):
-            if os.preadv(self.file, [part], begin + block * size) != size:
+    def copy(self, slot: int, parts: list[memoryview]) -> bool:
+        """Copy one piece; False if it is not there any more."""
+        for (begin, size), part in zip(self._header.parts_of(slot), parts, strict=True):
+            if os.preadv(self.file, [part], begin) != size:
                 return False
         return True
 
@@ -71,8 +74,15 @@ class _Estate:
 class Heir:
     """Reads blocks of dead instances into one cache until it is closed."""
 
-    def __init__(self, memory: CacheMemory, identity: str, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        memory: CacheMemory,
+        identity: str,
+        wake: Callable[[], None],
+        kinds: PieceKinds = BLOCKS_ONLY,
+    ) -> None:
         """``wake``: called by the thread when there are events to take."""
+        self._kinds = kinds
         self._memory = memory
         self._identity = identity
         self._wake = wake
@@ -115,26 +125,25 @@ class Heir:
         while (wanted := self._asked.get()) is not None and not self._closing:
             began = time.monotonic()
             count, outcome = 0, TransferOutcome.LOST
+            names: Sequence[BlockHash] = ()
+            slots: Sequence[int] = ()
             try:
-                count, outcome = self._copy(wanted, began + wanted.seconds)
+                names, slots = self._open(wanted)
+                count, outcome = self._copy(wanted, names, slots, began + wanted.seconds)
             except OSError as error:
                 logger.info("nothing is inherited: %s", error)
             except Exception:
-                logger.exception("blocks of a dead instance could not be copied")
-            seconds, num_bytes = time.monotonic() - began, count * self._memory.block_bytes
-            self._ended.append(
-                TransferEnded(wanted.number, count, outcome, wanted.source, num_bytes, seconds)
-            )
+                logger.exception("KV blocks of a dead instance could not be copied")
+            seconds, num_bytes = time.monotonic() - began, sum(map(self._memory.bytes_of, slots[:count]))
+            end = TransferEnded(wanted.number, count, outcome, wanted.source, num_bytes, seconds)
+            self._ended.append(replace(end, names=names, slots=slots) if wanted.boundary else end)
             self._wake()
             if self._asked.empty():
                 self._leave()  # else the memory would be kept from the system
         self._leave()
 
-    def _copy(self, wanted: Wanted, until: float) -> tuple[int, TransferOutcome]:
-        """Copy the blocks of one request from a dead instance's memory.
-
-        Returns how many of the first are there, and why there are no more.
-        """
+    def _open(self, wanted: Wanted) -> tuple[list[BlockHash], list[int]]:
+        """Open the memory of a dead instance; returns the pieces to copy, and where they go."""
         if self._estate is None or self._estate.source != wanted.source:
             self._leave()
             patience = 0.0 if wanted.source == self._living else LIVING
@@ -143,19 +152,27 @@ class Heir:
             except OwnerLives:
                 self._living = wanted.source
                 raise
+        usable = self._kinds.usable(wanted.names, self._estate.slots.__contains__)
+        return self._kinds.placed(wanted.names[:usable], wanted.blocks, wanted.boundary)
+
+    def _copy(
+        self, wanted: Wanted, names: Sequence[BlockHash], slots: Sequence[int], until: float
+    ) -> tuple[int, TransferOutcome]:
+        """Copy the pieces of one request from a dead instance's memory.
+
+        Returns how many of the first are there, and why there are no more.
+        """
         estate = self._estate
-        for index, (name, to) in enumerate(zip(wanted.names, wanted.blocks, strict=True)):
+        assert estate is not None
+        for index, (name, to) in enumerate(zip(names, slots, strict=True)):
             if wanted.number in self._cancelled or self._closing:
                 return index, TransferOutcome.CANCELLED
             if time.monotonic() > until:
                 return index, TransferOutcome.SLOW
-            block = estate.blocks.get(name)
-            if block is None:
-                return index, TransferOutcome.WHOLE if index else TransferOutcome.ABSENT
             with self._memory.filling(to) as parts:
-                if not estate.copy(block, parts):
+                if not estate.copy(estate.slots[name], parts):
                     return index, TransferOutcome.LOST
-        return len(wanted.names), TransferOutcome.WHOLE
+        return len(names), TransferOutcome.WHOLE if names else TransferOutcome.ABSENT
 
     def _leave(self) -> None:
         if self._estate is not None:

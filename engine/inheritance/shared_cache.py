@@ -16,7 +16,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 from engine.inheritance.names import FILE_NAME
-from engine.inheritance.table import ENTRY_BYTES, HEADER_BYTES, Header, Table, packed
+from engine.inheritance.table import ENTRY_BYTES, HEADER_BYTES, CacheHeader, Table, packed
 from engine.kernels.core.pages import HUGE, VARIABLE
 from engine.transfers.fetching import DEAD
 
@@ -43,7 +43,8 @@ class SharedCache:
         """Offset in the file of each tensor, by its address."""
         self._maps: list[mmap.mmap] = []
         """Kept: closing any descriptor of the file would end the lock."""
-        self._num_blocks = 0
+        self._counts: tuple[int, ...] = ()
+        """Slots of each kind of piece, blocks first."""
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def __repr__(self) -> str:
@@ -54,10 +55,13 @@ class SharedCache:
         """Address at which others find the cache after this process has died."""
         return f"{DEAD}{self._path}#{self._owner}"
 
-    def reserve(self, num_blocks: int) -> None:
-        """Leave room for the table; called once, before there are tensors."""
-        self._num_blocks = num_blocks
-        self._map(0, HEADER_BYTES + num_blocks * ENTRY_BYTES)
+    def reserve(self, num_blocks: int, *further: int) -> None:
+        """Leave room for the table; called once, before there are tensors.
+
+        ``further``: slots of each boundary kind.
+        """
+        self._counts = num_blocks, *further
+        self._map(0, HEADER_BYTES + sum(self._counts) * ENTRY_BYTES)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of zeros, which takes no memory until it is written."""
@@ -72,17 +76,22 @@ class SharedCache:
         self._regions[tensor.data_ptr()] = begin
         return tensor.view(dtype).view(shape)
 
-    def table(self, identity: str, stored: Sequence[torch.Tensor]) -> Table:
+    def table(self, identity: str, stored: Sequence[torch.Tensor], *further: Sequence[torch.Tensor]) -> Table:
         """An empty table of a cache whose tensors are these.
+
+        ``further``: those of each boundary kind.
 
         Raises:
             ValueError: there is no room for their header.
         """
-        parts = [(self._regions[each.data_ptr()], each.nbytes // self._num_blocks) for each in stored]
+        (num_blocks, parts), *others = [
+            (count, [(self._regions[each.data_ptr()], each.nbytes // count) for each in tensors])
+            for count, tensors in zip(self._counts, [stored, *further], strict=True)
+        ]
         memory = memoryview(self._maps[0])
-        header = packed(Header(self._owner, identity, self._num_blocks, parts))
+        header = packed(CacheHeader(self._owner, identity, num_blocks, parts, others))
         memory[: len(header)] = header
-        return Table(memory[HEADER_BYTES : HEADER_BYTES + self._num_blocks * ENTRY_BYTES], self._owner)
+        return Table(memory[HEADER_BYTES : HEADER_BYTES + sum(self._counts) * ENTRY_BYTES], self._owner)
 
     def _map(self, begin: int, num_bytes: int) -> mmap.mmap:
         os.ftruncate(self._file, begin + num_bytes)

@@ -1,15 +1,15 @@
-"""Names of the blocks of a cache, to be read after its owner's death (pure).
+"""Names of the pieces of a cache, to be read after its owner's death (pure).
 
-The table lies beside the blocks, in memory that outlives its owner. An entry is made once a block is full and
-computed, and is void before the block may be written again. Owners are killed between any two instructions,
-and what they stored before that is there. So it holds at each of these points:
+The table lies beside the pieces, in memory that outlives its owner. An entry is made once a piece, such as a
+full block, is computed, and is void before its slot may be written again. Owners are killed between any two
+instructions, and what they stored before that is there. So it holds at each of these points:
 
-- An entry has a checksum over the name, the block and a number that only this owner has. It is cleared before
+- An entry has a checksum over the name, the slot and a number that only this owner has. It is cleared before
   anything else of the entry changes, and is stored last. So an entry that is not whole counts for nothing.
-- The step loop stores it after the threads that filled the block have told it so. So an entry that counts
-  has a block that is whole.
-- The prefix index tells that it drops a name before it gives the block out (:class:`Publisher`). So no entry
-  counts whose block was begun anew.
+- The step loop stores it after the step that filled the slot has ended. So an entry that counts has a piece
+  that is whole.
+- The index of names drops a name before it gives the slot out (:class:`Publisher`). So no entry counts whose
+  slot was filled anew.
 
 Nobody reads the table while its owner lives (:mod:`engine.inheritance.heir`): then nothing changes any more.
 """
@@ -17,7 +17,7 @@ Nobody reads the table while its owner lives (:mod:`engine.inheritance.heir`): t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
@@ -33,7 +33,7 @@ HEADER_BYTES = 1 << 16
 NOTHING = bytes(CHECK_BYTES)
 
 
-class Header(msgspec.Struct, frozen=True):
+class CacheHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """Header of a cache's memory: layout, identity and owner."""
 
     owner: str
@@ -43,9 +43,25 @@ class Header(msgspec.Struct, frozen=True):
     num_blocks: int
     parts: list[tuple[int, int]]
     """Where each tensor begins, and the bytes of a block in it."""
+    further: list[tuple[int, list[tuple[int, int]]]] = []
+    """The same of each boundary kind: its number of slots, and its tensors."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all kinds, each of which has an entry in the table."""
+        return self.num_blocks + sum(count for count, _ in self.further)
+
+    def parts_of(self, slot: int) -> list[tuple[int, int]]:
+        """Offset in the file and bytes of each part of the piece in a slot."""
+        index = slot
+        for count, parts in [(self.num_blocks, self.parts), *self.further]:
+            if index < count:
+                return [(begin + index * size, size) for begin, size in parts]
+            index -= count
+        raise IndexError(f"slot {slot} of {self.num_slots}")
 
 
-def packed(header: Header) -> bytes:
+def packed(header: CacheHeader) -> bytes:
     """The first bytes of the memory.
 
     Raises:
@@ -58,7 +74,7 @@ def packed(header: Header) -> bytes:
     return found
 
 
-def unpacked(data: bytes) -> Header | None:
+def unpacked(data: bytes) -> CacheHeader | None:
     """The header that these bytes begin with; None if they hold none that is whole."""
     if data[:8] != MAGIC:
         return None
@@ -66,35 +82,35 @@ def unpacked(data: bytes) -> Header | None:
     if _digest(text, DIGEST_BYTES) != data[12:28]:
         return None
     try:
-        return msgspec.json.decode(text, type=Header)
+        return msgspec.json.decode(text, type=CacheHeader)
     except msgspec.DecodeError:
         return None
 
 
 class Table:
-    """Entries of all blocks, written where they are."""
+    """Entries of all slots of a cache, written where they are."""
 
     def __init__(self, memory: memoryview, owner: str) -> None:
-        """``memory``: ``ENTRY_BYTES`` of each block."""
+        """``memory``: ``ENTRY_BYTES`` of each slot."""
         self._memory = memory
         self._owner = owner.encode()
 
     def __repr__(self) -> str:
-        return f"<Table of {len(self._memory) // ENTRY_BYTES} blocks>"
+        return f"<Table of {len(self._memory) // ENTRY_BYTES} slots>"
 
     def set(self, block: int, name: BlockHash) -> None:
-        """Enter a block as complete under its name."""
+        """Enter a slot's piece as complete under its name."""
         begin = block * ENTRY_BYTES
         self.clear(block)
         self._memory[begin + CHECK_BYTES : begin + CHECK_BYTES + HASH_BYTES] = name
         self._memory[begin : begin + CHECK_BYTES] = _check(self._owner, block, name)
 
     def clear(self, block: int) -> None:
-        """Remove a block's entry before it is written again."""
+        """Remove a slot's entry before it is filled again."""
         self._memory[block * ENTRY_BYTES : block * ENTRY_BYTES + CHECK_BYTES] = NOTHING
 
     def read(self) -> dict[BlockHash, int]:
-        """Complete blocks of the table: block index by name."""
+        """Complete pieces of the table: slot by name."""
         found: dict[BlockHash, int] = {}
         for block in range(len(self._memory) // ENTRY_BYTES):
             entry = bytes(self._memory[block * ENTRY_BYTES : (block + 1) * ENTRY_BYTES])
@@ -114,31 +130,31 @@ class Publisher:
         self._entries: dict[BlockHash, int] = {}
 
     def __repr__(self) -> str:
-        return f"<Publisher of {len(self._entries)} blocks, {len(self._pending)} pending>"
+        return f"<Publisher of {len(self._entries)} pieces, {len(self._pending)} pending>"
 
     def stored(self, block_hash: BlockHash) -> None:
-        """Note a new block in the cache, perhaps not yet computed."""
+        """Note a new piece in the cache, perhaps not yet computed."""
         self._pending[block_hash] = None
 
     def dropped(self, block_hash: BlockHash) -> None:
-        """Note that a block is evicted, or may hold wrong content."""
+        """Note that a piece is evicted, or may hold wrong content."""
         self._pending.pop(block_hash, None)
         block = self._entries.pop(block_hash, None)
         if block is not None:
             self._table.clear(block)
 
     def turn(self, being_filled: Callable[[], set[int]]) -> None:
-        """Make entries of blocks that are computed by now."""
+        """Make entries of pieces that are computed by now."""
         if not self._pending:
             return
         filled = being_filled()
         waiting: dict[BlockHash, None] = {}
         for name in self._pending:
-            found: Sequence[int] = self._pool.find_prefix([name])
-            if found and found[0] not in filled:
-                self._table.set(found[0], name)
-                self._entries[name] = found[0]
-            elif found:
+            slot = self._pool.slot_of(name)
+            if slot is not None and slot not in filled:
+                self._table.set(slot, name)
+                self._entries[name] = slot
+            elif slot is not None:
                 waiting[name] = None
         self._pending = waiting
 

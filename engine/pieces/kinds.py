@@ -105,9 +105,23 @@ class PieceKinds:
                 return count
         return 0
 
+    def placed(
+        self, chain: Sequence[Name], blocks: Sequence[int], boundary: Sequence[int]
+    ) -> tuple[list[Name], list[int]]:
+        """Names and slots of a usable context's pieces, where there is room for at least as many.
+
+        ``boundary``: slots for the pieces behind the last block, whichever that is.
+        """
+        slots = list(blocks[: len(chain)])
+        return self.names_behind(chain), [*slots, *boundary] if chain else slots
+
     def names_behind(self, chain: Sequence[Name]) -> list[Name]:
         """Names of a usable context's pieces: blocks, then the boundary pieces behind them."""
         return [*chain, *self.boundary_names(chain[-1])] if chain and self.boundaries else list(chain)
+
+
+BLOCKS_ONLY = PieceKinds(1, (), 1)
+"""Kinds of a cache of keys and values alone, where its size does not matter."""
 
 
 def kept_positions(num_tokens: int, step: int, parted_at: int = 0) -> list[int]:

@@ -57,7 +57,7 @@ def prefix_names(tokens: Sequence[int], block_size: int, salt: str = "") -> list
 
 
 class Observer(Protocol):
-    """Receives the name of every piece, of any kind, that the index gains or loses."""
+    """Receives the name of every block that the index gains or loses, or of every piece."""
 
     def stored(self, block_hash: BlockHash) -> None: ...
     def dropped(self, block_hash: BlockHash) -> None: ...
@@ -82,6 +82,8 @@ class BlockPool:
         self.kinds = PieceKinds(num_blocks, boundaries, block_size)
         self._caching = enable_prefix_caching
         self._observers = () if observer is None else (observer,)
+        self._every_kind_observers: tuple[Observer, ...] = ()
+        """Those of the observers that hear of pieces of every kind, not of blocks only."""
         self._references = [0] * self.kinds.num_slots
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._free_boundaries = [
@@ -97,9 +99,11 @@ class BlockPool:
     def __repr__(self) -> str:
         return f"<BlockPool {self.num_used} of {self.num_blocks} used, {len(self._block_of)} known>"
 
-    def observe(self, observer: Observer) -> None:
-        """Tell one more observer of changes from now on."""
+    def observe(self, observer: Observer, *, every_kind: bool = False) -> None:
+        """Tell one more observer of changes from now on: of blocks, or of pieces of every kind."""
         self._observers = (*self._observers, observer)
+        if every_kind:
+            self._every_kind_observers = (*self._every_kind_observers, observer)
 
     @property
     def num_free(self) -> int:
@@ -201,7 +205,7 @@ class BlockPool:
         if self._caching and block_hash not in self._block_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
-            for observer in self._observers:
+            for observer in self._observers_of(block):
                 observer.stored(block_hash)
 
     def name_part(self, block: int, name: BlockHash) -> None:
@@ -252,6 +256,9 @@ class BlockPool:
                 if block not in self._hash_of and block not in self._part_of:
                     free.move_to_end(block, last=False)
 
+    def _observers_of(self, slot: int) -> tuple[Observer, ...]:
+        return self._observers if slot < self.num_blocks else self._every_kind_observers
+
     def _free_list_of(self, slot: int) -> OrderedDict[int, None]:
         if slot < self.num_blocks:
             return self._free
@@ -265,5 +272,5 @@ class BlockPool:
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]
-            for observer in self._observers:
+            for observer in self._observers_of(block):
                 observer.dropped(block_hash)

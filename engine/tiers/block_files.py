@@ -80,6 +80,11 @@ def files_to_drop(files: Sequence[BlockFile], most_bytes: int) -> list[BlockFile
     return dropped
 
 
+def file_bytes(piece_bytes: int) -> int:
+    """Bytes of the file of a piece."""
+    return HEADER.size + piece_bytes
+
+
 def folder_of(model: str, numerics: str, identity: str) -> str:
     """Folder of all caches with one identity, below the directory."""
     return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', model).strip('.-') or 'model'}/{numerics}-{identity}"
@@ -88,15 +93,12 @@ def folder_of(model: str, numerics: str, identity: str) -> str:
 class BlockFiles:
     """The files of one cache, and the directory that they share with those of others."""
 
-    def __init__(
-        self, root: Path, folder: str, identity: str, block_bytes: int, key: LinkKey | None = None
-    ) -> None:
+    def __init__(self, root: Path, folder: str, identity: str, key: LinkKey | None = None) -> None:
         """``key``: a secret of the mesh, for digests; None: anyone can make them."""
         self._root = root
         model, cache = folder.split("/")
         self._folder = model, cache if key is None else f"{cache}-{key.proof(b'folder')[:4].hex()}"
         self._identity = identity
-        self._block_bytes = block_bytes
         self._key = key
         self._mark = os.urandom(MARK_BYTES).hex()
         """Part of the names of this instance's unfinished files."""
@@ -115,11 +117,6 @@ class BlockFiles:
     def folder(self) -> Path:
         """The folder of this cache."""
         return self._root.joinpath(*self._folder)
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of one file."""
-        return HEADER.size + self._block_bytes
 
     def prepare(self) -> None:
         """Make the folder, with its mark.
@@ -150,24 +147,24 @@ class BlockFiles:
 
         Raises:
             FileNotFoundError: there is none.
-            WrongBlock: it is another size, or its bytes are not those that were written.
+            WrongBlock: it has another size, or its bytes are not those that were written.
             NotOwn: others can have changed it, or it is no regular file.
             OSError: it cannot be read.
         """
-        path = self.path(name)
+        path, size = self.path(name), sum(part.nbytes for part in parts)
         with self._part_of(name) as folder:
             descriptor = open_file(folder, path.name, path)
         try:
-            if os.fstat(descriptor).st_size != self.file_bytes:
+            if os.fstat(descriptor).st_size != file_bytes(size):
                 raise WrongBlock(f"{path} has another size")
             header = os.pread(descriptor, HEADER.size, 0)
             if len(header) != HEADER.size:
                 raise WrongBlock(f"{path} became shorter while it was read")
             magic, num_bytes, digest = HEADER.unpack(header)
-            if (magic, num_bytes) != (MAGIC, self._block_bytes):
+            if (magic, num_bytes) != (MAGIC, size):
                 raise WrongBlock(f"{path} is no file of a block")
             num_read, crc = read_checked(descriptor, HEADER.size, parts)
-            if num_read != self._block_bytes:
+            if num_read != size:
                 raise WrongBlock(f"{path} became shorter while it was read")
             if not hmac.compare_digest(self._digest(name, crc, parts), digest):
                 raise WrongBlock(f"{path} has another digest than its bytes")
@@ -183,7 +180,7 @@ class BlockFiles:
             OSError: it cannot be written; nothing is left of it.
         """
         crc = crc32(parts) if self._key is None else 0
-        header = HEADER.pack(MAGIC, self._block_bytes, self._digest(name, crc, parts))
+        header = HEADER.pack(MAGIC, sum(part.nbytes for part in parts), self._digest(name, crc, parts))
         whole = [memoryview(header), *parts]
         try:
             self._write(name, whole)
@@ -247,10 +244,11 @@ class BlockFiles:
 
         With a key it is an HMAC of all bytes, else it hangs on their CRC.
         """
+        size = sum(part.nbytes for part in parts)
         if self._key is None:
-            return digest_of_crc(self._identity, name, crc, self._block_bytes)
+            return digest_of_crc(self._identity, name, crc, size)
         digest = hmac.new(self._key.secret, self._identity.encode() + name, "sha256")
-        digest.update(CRC.pack(0, self._block_bytes))
+        digest.update(CRC.pack(0, size))
         for part in parts:
             digest.update(part)
         return digest.digest()[:DIGEST_BYTES]

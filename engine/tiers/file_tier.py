@@ -16,10 +16,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from engine.messages import FileCounters
 from engine.scheduling.blocks import BlockHash, BlockPool
-from engine.tiers.block_files import BlockFiles, WrongBlock
+from engine.tiers.block_files import BlockFiles, WrongBlock, file_bytes
 from engine.tiers.reads import FileJob, Reads
 from engine.tiers.write_behind import WriteBehind, Writing
 from engine.transfers.block_memory import CacheMemory
@@ -77,7 +78,7 @@ class FileTier:
         self._kept: set[BlockHash] = set()
         window = max(1, min(WINDOW, pool.num_blocks // WINDOW_PART))
         self.policy = WriteBehind(self._kept, window)
-        self._reads = Reads(memory.block_bytes)
+        self._reads = Reads(memory.bytes_of)
         self._work = threading.Condition()
         """Guards the reads, and wakes threads that wait for a block to read."""
         self._hung_for = 0.0
@@ -124,22 +125,24 @@ class FileTier:
         elif self._problem is not None:
             self.close()
             raise self._problem
-        self._pool.observe(self.policy)
+        self._pool.observe(self.policy, every_kind=True)
 
     # ---- the step loop's side
 
     def count(self, names: Sequence[BlockHash]) -> int:
-        """Number of leading blocks of a prompt that have files."""
+        """Number of leading blocks of a prompt that can be read, with the boundary pieces behind them."""
         found = 0
         with self._work:
             is_open = len(self._reads) < MOST_READS and not self._reads.is_overdue(self._clock())
         if is_open and not self._hung_for and self._cleared.is_set() and not self._is_abandoned:
-            found = next((at for at, name in enumerate(names) if name not in self._kept), len(names))
+            found = self._pool.kinds.usable(names, self._kept.__contains__)
         self._add(queried_blocks=len(names), found_blocks=found)
         return found
 
     def fetch(self, wanted: Wanted) -> None:
         """Begin to read blocks; it ends by one :class:`.TransferEnded`, whatever happens."""
+        names, slots = self._pool.kinds.placed(wanted.names, wanted.blocks, wanted.boundary)
+        wanted = replace(wanted, names=names, blocks=slots)
         with self._work:
             self._reads.ask(wanted, self._clock())
             self._work.notify(max(1, len(wanted.names) // FEWEST_EACH))
@@ -177,8 +180,8 @@ class FileTier:
             def computed(name: BlockHash) -> int | None:
                 nonlocal filled
                 filled = being_filled() if filled is None else filled
-                block = self._pool.find_prefix([name])
-                return block[0] if block and block[0] not in filled else None
+                slot = self._pool.slot_of(name)
+                return slot if slot not in filled else None
 
             for each in self.policy.due(now, computed):
                 self._pool.hold([each.block])
@@ -356,7 +359,7 @@ class FileTier:
         if self._cleared.is_set():
             self._kept.add(job.name)
         self._mine.add(job.name)
-        num_bytes = self._files.file_bytes
+        num_bytes = file_bytes(self._memory.bytes_of(job.block))
         self._add(write_seconds=time.monotonic() - began, written_bytes=num_bytes, directory_bytes=num_bytes)
         if self._totals["directory_bytes"] > self._most_bytes:
             self._look(trims=True)

@@ -8,6 +8,7 @@ at once. While a call is overdue the disk hangs: nothing is begun. The caller ha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.scheduling.blocks import BlockHash
@@ -52,8 +53,9 @@ class _Read:
 class Reads:
     """All reads of one cache from its files."""
 
-    def __init__(self, block_bytes: int) -> None:
-        self._block_bytes = block_bytes
+    def __init__(self, bytes_of: Callable[[int], int]) -> None:
+        """``bytes_of``: bytes of the piece in a slot."""
+        self._bytes_of = bytes_of
         self._reads: dict[int, _Read] = {}
         """Those that have not ended, oldest first."""
         self._calls: dict[FileJob, float] = {}
@@ -165,5 +167,5 @@ class Reads:
         count, outcome = min(read.lacking, default=(len(wanted.names), TransferOutcome.WHOLE))
         del self._reads[wanted.number]
         seconds = 0.0 if read.began_at is None else now - read.began_at
-        num_bytes = count * self._block_bytes
+        num_bytes = sum(map(self._bytes_of, wanted.blocks[:count]))
         self._ended.append(TransferEnded(wanted.number, count, outcome, wanted.source, num_bytes, seconds))

@@ -49,6 +49,10 @@ class CacheMemory(Protocol):
     @property
     def block_bytes(self) -> int: ...
 
+    def bytes_of(self, slot: int) -> int:
+        """Bytes of the piece in a slot, which is a block's but for :class:`.PieceMemory`."""
+        ...
+
     def read(self, blocks: Sequence[int]) -> Bytes:
         """A copy of some blocks: [blocks, bytes]."""
         ...
@@ -96,6 +100,10 @@ class BlockMemory:
     @property
     def block_bytes(self) -> int:
         return sum(self.layout)
+
+    def bytes_of(self, slot: int) -> int:
+        """Bytes of a block, whichever it is."""
+        return self.block_bytes
 
     def read(self, blocks: Sequence[int]) -> Bytes:
         """A copy of some blocks: [blocks, bytes]."""

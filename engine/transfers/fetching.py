@@ -86,6 +86,8 @@ class Wanted:
     """
     in_background: bool = False
     """Whether nobody waits for it: it leaves the way free for others."""
+    boundary: Sequence[int] = ()
+    """Where the boundary pieces go that stand behind the last block, whichever that is."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,8 @@ class TransferEnded:
     """Names of the blocks that came, where the source had to tell them."""
     has_part: bool = False
     """Whether the last of these is partly filled."""
+    slots: Sequence[int] = ()
+    """Where the ``names`` are, if some are of boundary pieces; else they are in the blocks in order."""
     was_lent: bool = False
     """Whether the source answered that it lends.
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.inheritance.table import ENTRY_BYTES, Header, Publisher, Table, packed, unpacked
+from engine.inheritance.table import ENTRY_BYTES, CacheHeader, Publisher, Table, packed, unpacked
 from engine.scheduling.blocks import BlockHash, BlockPool
 
 BLOCKS = 6
@@ -104,7 +104,7 @@ def test_a_changed_entry_counts_for_nothing(at: int) -> None:
 
 
 def test_a_header_is_whole_or_none() -> None:
-    header = Header("me", "identity", 5, [(4096, 128), (8192, 64)])
+    header = CacheHeader("me", "identity", 5, [(4096, 128), (8192, 64)])
     data = packed(header)
     assert unpacked(data + bytes(100)) == header
     assert unpacked(b"") is None

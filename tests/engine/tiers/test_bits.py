@@ -36,7 +36,7 @@ class Serving:
         self.core: EngineCore = instance.core(How(cache=16384))
         memory = instance.executor.block_memory()
         assert memory is not None
-        files = BlockFiles(root, "llama/tested", "tested", memory.block_bytes)
+        files = BlockFiles(root, "llama/tested", "tested")
         self.tier = FileTier(self.core.pool, memory, files, 1 << 30, lambda: None)
         self.tier.start()
         self.mover = BlockMover(memory, "tested", "tcp://127.0.0.1:0", None, lambda: None)

@@ -14,6 +14,7 @@ from engine.tiers.block_files import (
     BlockFile,
     BlockFiles,
     WrongBlock,
+    file_bytes,
     files_to_drop,
     folder_of,
 )
@@ -25,7 +26,7 @@ SIZES = 100, 30, 7
 
 
 def make(root: Path, folder: str = FOLDER, identity: str = "def") -> BlockFiles:
-    files = BlockFiles(root, folder, identity, sum(SIZES))
+    files = BlockFiles(root, folder, identity)
     files.prepare()
     return files
 
@@ -48,7 +49,7 @@ def test_a_block_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_block_of_more_parts_than_one_call_takes(tmp_path: Path) -> None:
-    files = BlockFiles(tmp_path, FOLDER, "def", 3 * 1500)
+    files = BlockFiles(tmp_path, FOLDER, "def")
     files.write(NAMES[0], [memoryview(bytearray([number % 251] * 3)) for number in range(1500)])
     found = [memoryview(bytearray(3)) for _ in range(1500)]
     files.read(NAMES[0], found)
@@ -68,7 +69,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 def test_files_fit_each_way_of_checking(
     way: None, writer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = BlockFiles(tmp_path, FOLDER, "def", 48 * 5000)
+    files = BlockFiles(tmp_path, FOLDER, "def")
     content = [memoryview(os.urandom(5000)) for _ in range(48)]
     with monkeypatch.context() as written:
         written.setattr(checksums, "_loaded", None if writer == "zlib" else checksums.load())
@@ -90,7 +91,7 @@ def test_every_flipped_bit_is_found(way: None, tmp_path: Path) -> None:
     files.write(NAMES[0], parts(9))
     path = files.path(NAMES[0])
     whole = path.read_bytes()
-    assert len(whole) == HEADER.size + sum(SIZES) == files.file_bytes
+    assert len(whole) == HEADER.size + sum(SIZES) == file_bytes(sum(SIZES))
     for position in range(len(whole)):
         changed = bytearray(whole)
         changed[position] ^= 1 << position % 8
@@ -169,8 +170,8 @@ def test_a_directory_is_trimmed_over_all_caches_and_nothing_else_is_touched(tmp_
         os.utime(files.path(NAMES[number]), (number, number))
     for path in (tmp_path / "notes.txt", files.path(NAMES[0]).with_name("README.md")):
         path.write_bytes(bytes(1000))
-    dropped, left = files.trim(6 * files.file_bytes)
-    assert (dropped, left) == (3, 5 * files.file_bytes)
+    dropped, left = files.trim(6 * file_bytes(sum(SIZES)))
+    assert (dropped, left) == (3, 5 * file_bytes(sum(SIZES)))
     assert files.names() == {NAMES[3]}
     assert other.names() == set(NAMES[:4])
     assert files.clear() == 1

@@ -13,7 +13,7 @@ import pytest
 
 from engine.scheduling.blocks import BlockPool
 from engine.tiers import file_tier
-from engine.tiers.block_files import BlockFiles
+from engine.tiers.block_files import BlockFiles, file_bytes
 from engine.tiers.file_tier import FileTier
 from engine.transfers.block_memory import BlockMemory
 from engine.transfers.fetching import FILES, TransferEnded, TransferOutcome, Wanted
@@ -31,7 +31,7 @@ class Cache:
         draw = np.random.default_rng(seed)
         self.parts = [draw.integers(0, 255, (NUM_BLOCKS, width), dtype=np.uint8) for width in WIDTHS]
         self.pool = BlockPool(NUM_BLOCKS)
-        self.files = BlockFiles(root, "model/class", "same", sum(WIDTHS))
+        self.files = BlockFiles(root, "model/class", "same")
         self.tier = FileTier(self.pool, BlockMemory(self.parts), self.files, most_bytes, lambda: None)
         self.tier.start()
 
@@ -111,7 +111,7 @@ def test_an_instance_that_starts_later_finds_what_was_computed(
     counters = other.tier.counters()
     assert (counters.found_blocks, counters.queried_blocks) == (20, 21)
     assert counters.read_bytes == end.num_bytes
-    assert cache.tier.counters().written_bytes == 20 * cache.files.file_bytes
+    assert cache.tier.counters().written_bytes == 20 * file_bytes(sum(WIDTHS))
 
 
 def test_a_directory_that_others_can_change_ends_the_start(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_deletions_are_logged_with_their_number_and_folder(
     cache.pool.unname(NAMES[:9])
     cache.write(NAMES[:6])
     cache.tier.close()
-    Cache(tmp_path, most_bytes=4 * cache.files.file_bytes).tier.close()
+    Cache(tmp_path, most_bytes=4 * file_bytes(sum(WIDTHS))).tier.close()
     folder = cache.files.folder
     assert f"2 wrong files of KV blocks are deleted in {folder}" in caplog.messages
     assert f"7 files of KV blocks are deleted in {folder}" in caplog.messages
@@ -245,7 +245,7 @@ def test_a_directory_does_not_outgrow_its_bound(tmp_path: Path) -> None:
         assert 5 <= len(list(tmp_path.rglob("*.kv"))) <= 10
         counters = cache.tier.counters()
         assert counters.dropped_files >= 38
-        assert counters.directory_bytes <= 10 * cache.files.file_bytes
+        assert counters.directory_bytes <= 10 * file_bytes(sum(WIDTHS))
     finally:
         cache.tier.close()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.rpc import keys
-from engine.tiers.block_files import MARK, BlockFiles, WrongBlock
+from engine.tiers.block_files import MARK, BlockFiles, WrongBlock, file_bytes
 from parallel.links.keys import LinkKey
 from tests.engine.tiers.test_block_files import FOLDER, NAMES, SIZES, make, parts
 
@@ -190,7 +190,7 @@ def test_foreign_files_do_not_count_as_the_caches_own(root: Path) -> None:
     files = make(root / "kv")
     files.write(NAMES[1], parts(5))
     foreign(root, files)
-    assert files.trim(1 << 30) == (0, files.file_bytes)
+    assert files.trim(1 << 30) == (0, file_bytes(sum(SIZES)))
     assert [path.path for path in files.all_files()] == [f"{FOLDER}/01/{NAMES[1].hex()}.kv"]
 
 
@@ -202,7 +202,7 @@ def test_a_folder_with_foreign_files_is_neither_marked_nor_used(root: Path) -> N
     theirs.write_bytes(bytes(1000))
     with pytest.raises(PermissionError, match=f"has files but no {MARK}"):
         make(root)
-    files = BlockFiles(root, FOLDER, "def", sum(SIZES))
+    files = BlockFiles(root, FOLDER, "def")
     assert files.trim(0) == (0, 0)
     assert files.clear() == 0
     assert theirs.exists()
@@ -214,7 +214,7 @@ def test_what_a_killed_instance_left_unfinished_is_deleted(root: Path) -> None:
     left = files.path(NAMES[1]).with_name(f".{NAMES[1].hex()}-{'a' * 12}.tmp")
     left.write_bytes(bytes(1000))
     os.utime(left, (1.0, 1.0))
-    assert files.trim(1000) == (1, files.file_bytes)
+    assert files.trim(1000) == (1, file_bytes(sum(SIZES)))
     assert not left.exists()
     assert files.names() == {NAMES[1]}
 
@@ -234,7 +234,7 @@ def test_a_small_disk_that_is_full_leaves_nothing_behind(tmp_path: Path) -> None
     if libc.mount(b"tmpfs", bytes(tmp_path / "kv"), b"tmpfs", 0, b"size=64k,mode=700"):
         pytest.skip(f"nothing can be mounted here: {os.strerror(ctypes.get_errno())}")
     try:
-        files = BlockFiles(tmp_path / "kv", FOLDER, "def", 10_000)
+        files = BlockFiles(tmp_path / "kv", FOLDER, "def")
         files.prepare()
         block = [memoryview(bytes(10_000))]
         written = 0
@@ -255,7 +255,7 @@ def test_a_small_disk_that_is_full_leaves_nothing_behind(tmp_path: Path) -> None
 
 
 def of_mesh(root: Path, key: LinkKey | None) -> BlockFiles:
-    files = BlockFiles(root, FOLDER, "def", sum(SIZES), key)
+    files = BlockFiles(root, FOLDER, "def", key)
     files.prepare()
     return files
 

@@ -55,7 +55,7 @@ class Serving:
         info = msgspec.structs.replace(INFO, context_length=2048)
         self.core = EngineCore(config, info, executor, num_blocks=NUM_BLOCKS, max_model_len=2048)
         self.memory = BlockMemory([np.zeros((NUM_BLOCKS, WIDTH), dtype=np.uint8)])
-        self.files = BlockFiles(root, "model/class", "same", WIDTH)
+        self.files = BlockFiles(root, "model/class", "same")
         self.files.prepare()
         for prompt in KNOWN:
             for name in names_of(prompt):

@@ -25,7 +25,7 @@ def ended(reads: Reads) -> list[tuple[int, int, TransferOutcome]]:
 
 
 def test_a_read_ends_once_its_last_block_is_there() -> None:
-    reads = Reads(100)
+    reads = Reads(lambda _: 100)
     reads.ask(wanted(1), 0.0)
     first, second, third = (take(reads, 0.5) for _ in range(3))
     assert [(each.index, each.name, each.block) for each in (first, third)] == [
@@ -41,7 +41,7 @@ def test_a_read_ends_once_its_last_block_is_there() -> None:
 
 
 def test_the_first_block_that_lacks_ends_a_read_behind_those_under_way() -> None:
-    reads = Reads(100)
+    reads = Reads(lambda _: 100)
     reads.ask(wanted(1, 9), 0.0)
     jobs = [take(reads, 0.0) for _ in range(3)]
     reads.done(jobs[2], TransferOutcome.WRONG, 0.1)
@@ -53,14 +53,14 @@ def test_the_first_block_that_lacks_ends_a_read_behind_those_under_way() -> None
 
 
 def test_the_oldest_read_is_first_and_a_free_thread_goes_on_with_the_next() -> None:
-    reads = Reads(100)
+    reads = Reads(lambda _: 100)
     for number in (4, 2):
         reads.ask(wanted(number, 1), 0.0)
     assert [take(reads, 0.0).number, take(reads, 0.0).number] == [4, 2]
 
 
 def test_a_read_that_was_not_begun_gives_its_room_back_when_it_is_cancelled_or_late() -> None:
-    reads = Reads(100)
+    reads = Reads(lambda _: 100)
     for number in (1, 2, 3):
         reads.ask(wanted(number), 0.0)
     job = take(reads, 0.0)
@@ -73,7 +73,7 @@ def test_a_read_that_was_not_begun_gives_its_room_back_when_it_is_cancelled_or_l
 
 
 def test_a_cancelled_read_waits_for_the_block_under_way() -> None:
-    reads = Reads(100)
+    reads = Reads(lambda _: 100)
     reads.ask(wanted(1), 0.0)
     job = take(reads, 0.0)
     reads.cancel(1, 0.1)
@@ -84,7 +84,7 @@ def test_a_cancelled_read_waits_for_the_block_under_way() -> None:
 
 
 def test_a_read_beyond_its_time_is_slow_and_what_is_there_counts() -> None:
-    reads = Reads(100)
+    reads = Reads(lambda _: 100)
     reads.ask(wanted(1), 0.0)
     reads.done(take(reads, 0.0), None, 1.9)
     reads.done(take(reads, 1.9), None, 2.1)
@@ -95,7 +95,7 @@ def test_a_read_beyond_its_time_is_slow_and_what_is_there_counts() -> None:
 
 
 def test_a_call_that_hangs_keeps_its_block_alone_and_nothing_begins_until_it_returns() -> None:
-    reads = Reads(100)
+    reads = Reads(lambda _: 100)
     reads.ask(wanted(1, 9), 0.0)
     first, hung = take(reads, 0.0), take(reads, 0.0)
     reads.done(first, None, 0.1)
@@ -118,7 +118,7 @@ def test_a_call_that_hangs_keeps_its_block_alone_and_nothing_begins_until_it_ret
 
 def test_any_order_of_events_ends_each_read_once_and_frees_no_block_that_a_thread_fills() -> None:
     for seed in range(300):
-        draw, reads, now, numbers = random.Random(seed), Reads(1), 0.0, 0
+        draw, reads, now, numbers = random.Random(seed), Reads(lambda _: 1), 0.0, 0
         references: dict[int, int] = {}
         threads: list[FileJob] = []
         open_reads: dict[int, Wanted] = {}
