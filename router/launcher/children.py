@@ -1,4 +1,4 @@
-"""Local processes of one launcher: running, about to start again, or ended, and their place in the mesh."""
+"""Registry of one launcher's child processes: running, about to start, or ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from router.launcher.launch import ProcessSpec
 from router.launcher.scaling import free_number
 
 REMEMBERED_PROCESSES = 256
-"""Started and ended processes whose names and pids are kept, since the mesh's view may still show them."""
+"""Processes whose names and pids are kept after their end.
+
+The mesh's view may still show them.
+"""
 
 
 class Children:
@@ -74,7 +77,7 @@ class Children:
         return [child for child in self.running.values() if child.spec.role == role]
 
     def new_name(self) -> str:
-        """Name under which the next process registers with the mesh, so that it is known as local."""
+        """Name under which the next process registers with the mesh."""
         self._names.append(uuid.uuid4().hex[:12])
         return self._names[-1]
 
@@ -89,7 +92,10 @@ class Children:
         self._ended_names.append(child.name)
 
     def learn(self, view: View) -> list[ChildProcess]:
-        """Take ranks and names of local instances from a view; returns those that have just become ready."""
+        """Take ranks and names of local instances from a view.
+
+        Returns those that have just become ready.
+        """
         self._view = view
         self.has_view.set()
         here = socket.gethostname()
@@ -116,7 +122,7 @@ class Children:
         return free_number(staying, [child.spec.number for child in running if not child.stays], room)
 
     def others_serve(self) -> bool:
-        """Whether the newest view has a ready instance that is not an ended one of this launcher."""
+        """Whether an instance of another launcher is ready, as far as is known."""
         here = socket.gethostname()
         members = self._view.members if self._view else []
         return any(

@@ -1,4 +1,4 @@
-"""End of a launcher's processes: role by role, each with the time that flags give to its requests."""
+"""End of a launcher's processes: role by role, with time for their requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from router.launcher.child_process import ChildProcess
 from router.launcher.children import Children
 
 STOP_TIMEOUT = 10.0
-"""Seconds for a process to end after SIGTERM, beyond those for its requests, before SIGTERM is repeated."""
+"""Seconds for a process to end after SIGTERM before SIGTERM is repeated.
+
+The time that flags give to its requests comes on top.
+"""
 KILL_TIMEOUT = 3.0
 """Seconds between the repeated SIGTERM and SIGKILL."""
 
@@ -30,7 +33,7 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True):
     """Listening sockets that restarted routers inherit."""
 
     def log_line(self, roles: Collection[str], *, is_ready: bool) -> str:
-        """Log line of an end that was asked for, with the time that is left to requests."""
+        """Log line of an end on request, with the time left to requests."""
         if not is_ready:
             return "ends before the mesh is ready"
         if "router" in roles:

@@ -1,4 +1,4 @@
-"""Start of one child process: by the fork server where that is possible, else as a new program."""
+"""Start of one child process, forked where that is possible, else a new program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessStarter:
-    """Starts processes with what they inherit: name, memory of the KV cache, file of the last error."""
+    """Starts processes with a name, memory of their KV cache, and file for errors."""
 
     def __init__(self, fork_server: ForkServer | None = None, caches: CacheFiles | None = None) -> None:
         """``fork_server``: forks instances, and is closed with this object; None: all are started normally.

@@ -27,7 +27,10 @@ from router.launcher.starter import ProcessStarter
 logger = logging.getLogger(__name__)
 
 COORDINATOR_FIRST = 10.0
-"""Most seconds that forked instances wait for the local coordinator; after that they start without it."""
+"""Most seconds that forked instances wait for the local coordinator.
+
+After that they start without it.
+"""
 
 
 class Supervisor:
@@ -65,7 +68,7 @@ class Supervisor:
         self.faults = Faults()
         self.losses = Losses()
         self.on_lost: Callable[[str, str], None] = lambda instance, how: None
-        """Called with the name of an instance in the mesh whose process died, and how it died."""
+        """Called when an instance died, with its name in the mesh and how it died."""
         self.ready = False
         """Whether the mesh serves."""
         self.stopping = False
@@ -133,7 +136,10 @@ class Supervisor:
         await self._start(self._num_keys, spec)
 
     async def grow(self, ranks: Sequence[int], room: int = 0) -> None:
-        """Start instances of these ranks; ``room``: how many local ones can have devices of their own."""
+        """Start instances of these ranks.
+
+        ``room``: how many local ones can have devices of their own.
+        """
         assert self._engine_spec is not None
         for rank in ranks:
             logger.info("starting instance %d", rank)
@@ -151,7 +157,7 @@ class Supervisor:
                 child.send_signal(signal.SIGTERM)
 
     def learn(self, view: View) -> None:
-        """Take in a view of the mesh: ranks of local instances, and which have become ready."""
+        """Take ranks and readiness of local instances from a view of the mesh."""
         for child in self.children.learn(view):
             self._starter.serves(child.key)
 
@@ -227,7 +233,10 @@ class Supervisor:
             self._end_without_instances(status)
 
     async def _restart(self, child: ChildProcess, status: int) -> None:
-        """Start a process again after the pause that is due; under any rank if its own was refused."""
+        """Start a process again after the pause that is due.
+
+        An instance whose rank was refused may get any.
+        """
         coming = self.children.coming
         served_for = 0.0 if child.began is None else time.monotonic() - child.began
         why = self._last_end

@@ -71,13 +71,13 @@ class Meter:
             series.observe(now - last)
             return
         engine = self._engines[position] = _engine(generation) or self._engines[position]
-        self._itl[position] = self._metrics.itl.of(engine)
-        self._metrics.ttft.of(engine).observe(now - self._arrival)
+        self._itl[position] = self._metrics.requests.itl.of(engine)
+        self._metrics.requests.ttft.of(engine).observe(now - self._arrival)
         self._first[position] = now
         if times is not None:
             waited, self._prefill[position] = times
-            self._metrics.queue.of(engine).observe(waited)
-            self._metrics.prefill.of(engine).observe(times[1])
+            self._metrics.requests.queue.of(engine).observe(waited)
+            self._metrics.requests.prefill.of(engine).observe(times[1])
 
     def gaps(self, position: int) -> Gaps:
         """A cheaper :meth:`delta` for the tokens of a sample after its first delta."""
@@ -97,8 +97,8 @@ class Meter:
             metrics.success[key] = metrics.success.get(key, 0) + 1
             if reason in (FinishReason.ABORT, FinishReason.ERROR):
                 continue
-            metrics.e2e.of(engine).observe(now - self._arrival)
-            metrics.generation_tokens.of(engine).observe(sample.num_tokens)
+            metrics.requests.e2e.of(engine).observe(now - self._arrival)
+            metrics.requests.generation_tokens.of(engine).observe(sample.num_tokens)
             self._observe_decode(position, sample, engine)
             if sample.is_first_of_prompt:
                 self._observe_prompt(sample, engine)
@@ -108,22 +108,22 @@ class Meter:
         if last is None:
             return
         decode = last - self._first[position]
-        self._metrics.decode.of(engine).observe(decode)
+        self._metrics.requests.decode.of(engine).observe(decode)
         if prefill is not None:
-            self._metrics.inference.of(engine).observe(prefill + decode)
+            self._metrics.requests.inference.of(engine).observe(prefill + decode)
         if sample.num_tokens > 1:
-            self._metrics.tpot.of(engine).observe(decode / (sample.num_tokens - 1))
+            self._metrics.requests.tpot.of(engine).observe(decode / (sample.num_tokens - 1))
 
     def _observe_prompt(self, sample: OutputStream, engine: str) -> None:
-        self._metrics.prompt_tokens.of(engine).observe(len(sample.prompt.prompt_ids))
+        self._metrics.requests.prompt_tokens.of(engine).observe(len(sample.prompt.prompt_ids))
         num_spared = sample.num_cached_tokens if sample.needs_mesh else len(sample.prompt.prompt_ids)
-        self._metrics.computed.of(engine).observe(len(sample.prompt.prompt_ids) - num_spared)
+        self._metrics.requests.computed.of(engine).observe(len(sample.prompt.prompt_ids) - num_spared)
         longest = max(
             other.num_tokens for other in self._samples if other.prompt.prompt_ids is sample.prompt.prompt_ids
         )
-        self._metrics.most_tokens.of(engine).observe(longest)
-        self._metrics.params_n.of(engine).observe(sample.num_samples)
-        self._metrics.params_max_tokens.of(engine).observe(sample.prompt.params.max_tokens or 0)
+        self._metrics.requests.most_tokens.of(engine).observe(longest)
+        self._metrics.requests.params_n.of(engine).observe(sample.num_samples)
+        self._metrics.requests.params_max_tokens.of(engine).observe(sample.prompt.params.max_tokens or 0)
 
 
 def _engine(generation: Generation) -> str:

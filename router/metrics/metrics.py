@@ -20,25 +20,11 @@ from engine.messages import FinishReason, InstanceReport
 from router.faults import KINDS, Faults
 from router.mesh import MeshFacts, ShadowResult
 from router.metrics.balance_metrics import LastChange, balance_metrics
-from router.metrics.histograms import Histogram
 from router.metrics.http_counts import HttpCounts
 from router.metrics.label_counts import OUTCOMES, LabelCounts
 from router.metrics.report_metrics import LABELS, of_reports
+from router.metrics.request_histograms import RequestHistograms
 from router.metrics.shared_counts import SharedCounts, Snapshot, is_alive
-
-TTFT_BUCKETS = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
-    1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
-)  # fmt: skip
-ITL_BUCKETS = (
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
-)  # fmt: skip
-LATENCY_BUCKETS = (
-    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
-)  # fmt: skip
-LENGTH_BUCKETS = tuple(step * 10**power for power in range(7) for step in (1, 2, 5))
-COUNT_BUCKETS = (1, 2, 5, 10, 20)
-
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -72,78 +58,15 @@ class Metrics:
         """
         self._mesh = mesh
         self._shared = shared
-        self._choices = LabelCounts(
-            mesh.choices, "lockstep:choices", "How choices of instances came out.", "outcome", OUTCOMES
-        )
-        self._numerics_changes = LabelCounts(
-            mesh.numerics_changes,
-            "lockstep:numerics_changes",
-            "Requests that went on in another numerics class, by whether their answers were promised equal.",
-            "promised",
-            ("true", "false"),
-        )
-        self._shadow_checks = LabelCounts(
-            mesh.shadow_checks,
-            "lockstep:shadow_checks",
-            "Requests that another instance computed again, by what came of it.",
-            "result",
-            tuple(ShadowResult),
-        )
-        self._shadow_differences = LabelCounts(
-            mesh.shadow_differences,
-            "lockstep:shadow_differences",
-            "Shadow checks in which an instance computed otherwise than two others.",
-            "rank",
-        )
+        self._label_counts = _label_counts(mesh)
         self.faults = Faults() if faults is None else faults
         self.http = HttpCounts()
         self._last_change = LastChange()
         self.in_flight = 0
-        self.ttft = Histogram(
-            "vllm:time_to_first_token_seconds", "From the request to its first token.", TTFT_BUCKETS
-        )
-        self.itl = Histogram("vllm:inter_token_latency_seconds", "From token to token.", ITL_BUCKETS)
-        self.e2e = Histogram(
-            "vllm:e2e_request_latency_seconds", "From the request to its last token.", LATENCY_BUCKETS
-        )
-        self.queue = Histogram("vllm:request_queue_time_seconds", "Waiting at an instance.", LATENCY_BUCKETS)
-        self.prefill = Histogram(
-            "vllm:request_prefill_time_seconds",
-            "From the first step with a request to its first token.",
-            LATENCY_BUCKETS,
-        )
-        self.decode = Histogram(
-            "vllm:request_decode_time_seconds", "From the first token to the last.", LATENCY_BUCKETS
-        )
-        self.inference = Histogram(
-            "vllm:request_inference_time_seconds", "Prefill and decode.", LATENCY_BUCKETS
-        )
-        self.tpot = Histogram(
-            "vllm:request_time_per_output_token_seconds",
-            "Mean time per token of a request, the first one left out.",
-            ITL_BUCKETS,
-        )
-        self.computed = Histogram(
-            "vllm:request_prefill_kv_computed_tokens",
-            "Prompt tokens that the instance of the first token computed.",
-            LENGTH_BUCKETS,
-        )
-        self.most_tokens = Histogram(
-            "vllm:request_max_num_generation_tokens", "Tokens of a request's longest sample.", LENGTH_BUCKETS
-        )
-        self.prompt_tokens = Histogram("vllm:request_prompt_tokens", "Tokens of prompts.", LENGTH_BUCKETS)
-        self.generation_tokens = Histogram(
-            "vllm:request_generation_tokens",
-            "Tokens of a sample up to its end, that of a stop string included.",
-            LENGTH_BUCKETS,
-        )
-        self.params_n = Histogram("vllm:request_params_n", "Samples asked for.", COUNT_BUCKETS)
-        self.params_max_tokens = Histogram(
-            "vllm:request_params_max_tokens", "Tokens asked for at most.", LENGTH_BUCKETS
-        )
+        self.requests = RequestHistograms()
         self.success: dict[tuple[str, str], int] = {}
         """Finished requests by engine and finish reason."""
-        self._histograms = [each for each in vars(self).values() if isinstance(each, Histogram)]
+        self._histograms = self.requests.all()
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         if alone:
@@ -203,11 +126,8 @@ class Metrics:
             histograms={histogram.name: histogram.totals() for histogram in self._histograms},
             success=success,
             faults=self.faults,
-            choices=self._choices.total(),
-            numerics_changes=self._numerics_changes.total(),
-            shadow_checks=self._shadow_checks.total(),
-            shadow_differences=self._shadow_differences.total(),
             http=self.http.totals(),
+            **{name: counts.total() for name, counts in self._label_counts.items()},
         )
 
     def faults_of_all(self) -> Faults:
@@ -228,10 +148,8 @@ class Metrics:
             for engine, reasons in left.success.items()
             for reason, count in reasons.items()
         }
-        self._choices.go_on_from(left.choices)
-        self._numerics_changes.go_on_from(left.numerics_changes)
-        self._shadow_checks.go_on_from(left.shadow_checks)
-        self._shadow_differences.go_on_from(left.shadow_differences)
+        for name, counts in self._label_counts.items():
+            counts.go_on_from(getattr(left, name))
         self.http.add(left.http)
         self.faults.counts, self.faults.recent = left.faults.counts, left.faults.recent
 
@@ -258,10 +176,8 @@ class Metrics:
             for kind, count in sorted((dict.fromkeys(KINDS[event], 0) | kinds).items()):
                 faults.add_metric((event.value, kind), count)
         yield faults
-        yield self._choices.family([other.choices for other in others])
-        yield self._numerics_changes.family([other.numerics_changes for other in others])
-        yield self._shadow_checks.family([other.shadow_checks for other in others])
-        yield self._shadow_differences.family([other.shadow_differences for other in others])
+        for name, counted in self._label_counts.items():
+            yield counted.family([getattr(other, name) for other in others])
         if (epoch := self._mesh.epoch()) is not None:
             yield GaugeMetricFamily("lockstep:epoch", "The number of the world.", epoch)
         instances = GaugeMetricFamily("lockstep:instances", "Instances by state.", labels=("state",))
@@ -294,6 +210,35 @@ class Metrics:
         if (balance := self._mesh.balance()) is not None:
             since = self._last_change.look(balance.changes, time.monotonic())
             yield from balance_metrics(balance, since)
+
+
+def _label_counts(mesh: MeshFacts) -> dict[str, LabelCounts]:
+    """Counters with one label that the mesh keeps, by their field of :class:`Snapshot`."""
+    return {
+        "choices": LabelCounts(
+            mesh.choices, "lockstep:choices", "How choices of instances came out.", "outcome", OUTCOMES
+        ),
+        "numerics_changes": LabelCounts(
+            mesh.numerics_changes,
+            "lockstep:numerics_changes",
+            "Requests that went on in another numerics class, by whether their answers were promised equal.",
+            "promised",
+            ("true", "false"),
+        ),
+        "shadow_checks": LabelCounts(
+            mesh.shadow_checks,
+            "lockstep:shadow_checks",
+            "Requests that another instance computed again, by what came of it.",
+            "result",
+            tuple(ShadowResult),
+        ),
+        "shadow_differences": LabelCounts(
+            mesh.shadow_differences,
+            "lockstep:shadow_differences",
+            "Shadow checks in which an instance computed otherwise than two others.",
+            "rank",
+        ),
+    }
 
 
 def _in_flight(others: Sequence[Snapshot]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client.metrics_core import (
@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.utils import floatToGoString
 
-from engine.messages import ITERATION_BOUNDS, STEP_BOUNDS, InstanceReport, TransferCounters
+from engine.messages import ITERATION_BOUNDS, STEP_BOUNDS, InstanceReport, LockstepCounters, TransferCounters
 from router.metrics.file_metrics import of_files
 
 LABELS = ("model_name", "engine")
@@ -181,36 +181,51 @@ def _of_transfers(model: str, reports: Mapping[int, InstanceReport]) -> Iterable
     return [outcomes, num_bytes, seconds, inherited, lent, checked, wrong, price]
 
 
-def _of_lockstep(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[Metric]:
-    """Metrics of the steps that instances take together."""
-    totals = {
-        "steps": "Steps taken in lockstep.",
-        "empty_steps": "Of those, steps without tokens of this instance.",
-        "sleeps": "Times that all instances agreed to sleep.",
-        "busiest_tokens": "Sum over steps of the busiest instance's tokens; over mean_tokens: the imbalance.",
-        "mean_tokens": "Sum over steps of the instances' mean tokens.",
-        "attention_calls": "Layers of steps in which this instance computed attention.",
-        "changes": "Groups that followed another by agreement: an instance came or left.",
-        "recoveries": "Groups that followed another after a loss.",
-    }
-    parts = ("wait", "attention", "dispatch", "experts", "combine", "rest")
-    families = {
-        name: CounterMetricFamily(f"lockstep:{name}", help, labels=LABELS) for name, help in totals.items()
-    }
-    seconds = CounterMetricFamily(
-        "lockstep:step_seconds",
+STEP_PARTS = ("wait", "attention", "dispatch", "experts", "combine", "rest")
+"""Parts of a step that are timed: fields of :class:`LockstepCounters` before ``_seconds``."""
+OF_STEPS = {
+    "steps": "Steps taken in lockstep.",
+    "empty_steps": "Of those, steps without tokens of this instance.",
+    "sleeps": "Times that all instances agreed to sleep.",
+    "busiest_tokens": "Sum over steps of the busiest instance's tokens; over mean_tokens: the imbalance.",
+    "mean_tokens": "Sum over steps of the instances' mean tokens.",
+    "attention_calls": "Layers of steps in which this instance computed attention.",
+    "changes": "Groups that followed another by agreement: an instance came or left.",
+    "recoveries": "Groups that followed another after a loss.",
+}
+"""Counters behind ``lockstep:``, each a field of :class:`LockstepCounters`, and their help."""
+OF_STEPS_BY_LABEL = {
+    "step_seconds": (
         "Time of steps by part: wait (for headers), attention, dispatch, experts, combine, rest.",
-        labels=(*LABELS, "part"),
-    )
-    recovery = CounterMetricFamily(
-        "lockstep:recovery_seconds",
+        ("part",),
+    ),
+    "recovery_seconds": (
         "Time from a loss noticed to the first step after it by part: form (the coordinator's plan), experts "
         "(reading the lost ones), group (forming it), step (the first one).",
-        labels=(*LABELS, "part"),
-    )
-    of_expert = CounterMetricFamily(
-        "lockstep:expert_tokens", "Tokens computed by an expert, over all layers.", labels=(*LABELS, "expert")
-    )
+        ("part",),
+    ),
+    "expert_tokens": ("Tokens computed by an expert, over all layers.", ("expert",)),
+    "link_bytes": (
+        "Bytes over links to another instance (peer, by its rank), sent or received (direction).",
+        ("peer", "direction"),
+    ),
+    "link_wait_seconds": (
+        "Time for which collectives and steps have waited for another instance (peer) over links.",
+        ("peer",),
+    ),
+}
+"""Counters behind ``lockstep:`` with labels of their own: help and labels."""
+
+
+def _of_lockstep(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[Metric]:
+    """Metrics of the steps that instances take together."""
+    counters = {
+        name: CounterMetricFamily(f"lockstep:{name}", help, labels=LABELS) for name, help in OF_STEPS.items()
+    }
+    by_label = {
+        name: CounterMetricFamily(f"lockstep:{name}", help, labels=(*LABELS, *labels))
+        for name, (help, labels) in OF_STEPS_BY_LABEL.items()
+    }
     durations = HistogramMetricFamily(
         "lockstep:step_duration_seconds",
         "Of steps and sleeps, from giving the header to having the result.",
@@ -222,44 +237,30 @@ def _of_lockstep(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[
     epoch = GaugeMetricFamily(
         "lockstep:instance_epoch", "Of the group that the instance stepped in last.", labels=LABELS
     )
-    link_bytes = CounterMetricFamily(
-        "lockstep:link_bytes",
-        "Bytes over links to another instance (peer, by its rank), sent or received (direction).",
-        labels=(*LABELS, "peer", "direction"),
-    )
-    link_waits = CounterMetricFamily(
-        "lockstep:link_wait_seconds",
-        "Time for which collectives and steps have waited for another instance (peer) over links.",
-        labels=(*LABELS, "peer"),
-    )
     for rank, report in sorted(reports.items()):
-        counters = report.lockstep
-        if counters is None:
+        if (totals := report.lockstep) is None:
             continue
         labels = (model, str(rank))
-        for name, family in families.items():
-            family.add_metric(labels, getattr(counters, name))
-        for part, spent in counters.recovery_seconds.items():
-            recovery.add_metric((*labels, part), spent)
-        for part in parts:
-            seconds.add_metric((*labels, part), getattr(counters, f"{part}_seconds"))
-        for expert, tokens in counters.tokens_per_expert.items():
-            of_expert.add_metric((*labels, str(expert)), tokens)
-        for peer, count in sorted(counters.links.items()):
-            link_bytes.add_metric((*labels, str(peer), "sent"), count.bytes_sent)
-            link_bytes.add_metric((*labels, str(peer), "received"), count.bytes_received)
-            link_waits.add_metric((*labels, str(peer)), count.seconds_waited)
-        durations.add_metric(labels, buckets(STEP_BOUNDS, counters.step_counts), counters.all_steps_seconds)
-        longest.add_metric(labels, counters.longest_step_seconds)
-        epoch.add_metric(labels, counters.epoch)
-    return [
-        *families.values(),
-        seconds,
-        recovery,
-        of_expert,
-        durations,
-        longest,
-        epoch,
-        link_bytes,
-        link_waits,
-    ]
+        for name, family in counters.items():
+            family.add_metric(labels, getattr(totals, name))
+        for name, own, value in _labelled(totals):
+            by_label[name].add_metric((*labels, *own), value)
+        durations.add_metric(labels, buckets(STEP_BOUNDS, totals.step_counts), totals.all_steps_seconds)
+        longest.add_metric(labels, totals.longest_step_seconds)
+        epoch.add_metric(labels, totals.epoch)
+    of_links = [by_label.pop(name) for name in ("link_bytes", "link_wait_seconds")]
+    return [*counters.values(), *by_label.values(), durations, longest, epoch, *of_links]
+
+
+def _labelled(totals: LockstepCounters) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """Metric of ``OF_STEPS_BY_LABEL``, labels and value of each count of an instance."""
+    for part in STEP_PARTS:
+        yield "step_seconds", (part,), getattr(totals, f"{part}_seconds")
+    for part, spent in totals.recovery_seconds.items():
+        yield "recovery_seconds", (part,), spent
+    for expert, tokens in totals.tokens_per_expert.items():
+        yield "expert_tokens", (str(expert),), tokens
+    for peer, count in sorted(totals.links.items()):
+        yield "link_bytes", (str(peer), "sent"), count.bytes_sent
+        yield "link_bytes", (str(peer), "received"), count.bytes_received
+        yield "link_wait_seconds", (str(peer),), count.seconds_waited

@@ -274,7 +274,10 @@ def test_a_stream_is_the_same_either_way(
             metrics = Metrics(mesh)
             call = call_of(mesh, text_model, metrics, stream=True, **fields)
             await EventStream(*call)(scope, each.receive, each.send)
-            counts = [sum(metrics.itl.of("0").counts), sum(metrics.generation_tokens.of("0").counts)]
+            counts = [
+                sum(metrics.requests.itl.of("0").counts),
+                sum(metrics.requests.generation_tokens.of("0").counts),
+            ]
             outcomes.append((each.text, each.is_complete, metrics.success, counts, mesh.num_open))
         assert outcomes[0] == outcomes[1]
         return client.num_written

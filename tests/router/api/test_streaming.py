@@ -488,7 +488,7 @@ def test_an_echo_alone_does_not_ask_the_mesh(text_model: TextModel, words: Scrip
             assert (choice["text"], choice["finish_reason"]) == ("Hello", "length")
             assert mesh.generations == []
             assert (metrics.success, metrics.in_flight) == ({("", "length"): 1}, 0)
-            assert metrics.computed.of("").total == 0
+            assert metrics.requests.computed.of("").total == 0
             assert trace.reasons == ["length"]
 
     run(work)

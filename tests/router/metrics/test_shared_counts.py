@@ -44,7 +44,7 @@ def test_each_front_end_tells_the_sum_of_all(tmp_path: Path) -> None:
         metrics.in_flight = count
         metrics.success["0", "stop"] = count
         for _ in range(count):
-            metrics.ttft.of("0").observe(0.03)
+            metrics.requests.ttft.of("0").observe(0.03)
         metrics.faults.record(FaultEvent.RESUME, "connection_lost", "4 requests", 1.0, 4)
         metrics.http.observe("POST", "/v1/completions", 200, 0.3)
     write(tmp_path, 0, one)
@@ -73,7 +73,7 @@ def test_each_front_end_tells_the_sum_of_all(tmp_path: Path) -> None:
 def test_counters_outlive_the_process_that_counted(tmp_path: Path) -> None:
     one = front_end(tmp_path, 0)
     one.success["0", "stop"] = 7
-    one.ttft.of("0").observe(0.1)
+    one.requests.ttft.of("0").observe(0.1)
     one.in_flight = 3
     one.faults.record(FaultEvent.DETECTION, "connection_lost", "x", 1.0)
     write(tmp_path, 0, one)
