@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.attention.base import AttentionUse, Int64s, LayerShape, PackedRows
@@ -23,27 +22,22 @@ from engine.kernels.core.operations import OperationKind, StepArguments
 from engine.kernels.decode_continuation import DecodeContinuation
 from engine.kernels.decoder import Decoder
 from engine.kernels.embedding.per_layer import INPUTS
-from engine.kernels.exchange.exchange import ExpertExchange, LocalExchange, SharedMemoryExchange
-from engine.kernels.exchange.linked import LinkedExchange, LinkedSums, has_links, linked
-from engine.kernels.exchange.sums import OwnSums, SharedSums, Sums
-from engine.kernels.experts.packed_experts import NativeExperts, combine
+from engine.kernels.exchange.rank_sums import RankSums
+from engine.kernels.exchange.sums import Sums
 from engine.kernels.experts.packed_mixture import ExchangedLayer
+from engine.kernels.experts.step_exchange import StepExchange
 from engine.kernels.lowering.buffers import BufferRoom, Buffers
-from engine.kernels.lowering.parts import Packing, PositionTable
+from engine.kernels.lowering.parts import Packing
 from engine.kernels.lowering.writer import PartialSums, StepList, Writer, WriterFacts
+from engine.kernels.position_tables import PositionTables
 from engine.kernels.products.packing import Packer
 from engine.kernels.registry import LAYOUTS
 from engine.kernels.step_list import PackedDecoder
 from parallel.communicators.base import Communicator
-from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.expert_parallel import ExpertParallel
 from parallel.parts import is_order_fixed
 from parallel.placement import Placement
 from parallel.tensor_parallel import TensorRank
-
-MIN_POSITIONS = 1024
-
-Seconds = npt.NDArray[np.float64]
 
 
 class Program:
@@ -66,11 +60,12 @@ class Program:
         operations.check(library, LAYOUTS)
         self._library = library
         self._decoder = decoder
-        self._experts = experts
-        self._products = NativeExperts(library)
-        self._is_rank, self._size = ranks is not None, 1 if ranks is None else ranks.size
+        self._size = 1 if ranks is None else ranks.size
+        self.exchange = StepExchange(
+            library, decoder.exchanged, len(decoder.sparse), experts, may_join=ranks is None
+        )
         packer = Packer(library)
-        spread = None if experts is None else self._products
+        spread = None if experts is None else self.exchange.products
         self._packed = PackedDecoder(decoder, Packing(packer, decoder.dtype, self._size, spread))
         self._needs = decoder.needs
         self.weight_bytes, self.saved_bytes = packer.num_bytes, packer.saved_bytes
@@ -79,32 +74,12 @@ class Program:
         Without spread experts.
         """
         self.quantized_bytes, self.half_bytes = packer.quantized_bytes, packer.half_bytes
-        """Bytes of the weights that are kept as codes, and as float16."""
-        self._angles: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Cosines and sines [positions, half] of each rotary embedding."""
-        self._angle_table = np.zeros(0, dtype=np.int64)
-        """Their addresses and widths, as a step reads them."""
-        self._tables: dict[PositionTable, torch.Tensor] = {}
-        """Tables by position."""
-        self._num_positions = 0
-        """Positions that there are angles and tables for."""
+        """Bytes of the packed weights, and of those that are kept as float16."""
+        self._positions = PositionTables(decoder)
+        self.sums = RankSums(library, ranks if decoder.num_sums else None, decoder.sums_width)
         self._cache: NativeCache | None = None
         self._room = BufferRoom()
-        self._num_sparse, self._shape = len(decoder.sparse), decoder.exchanged
-        self._joined: SharedMemoryExchange | LinkedExchange | None = None
         self._buffers: Buffers | None = None
-        self._exchange: ExpertExchange | None = None
-        """Exchange for the buffers' room; None without expert layers."""
-        self._ranks = ranks if decoder.num_sums else None
-        self._common_sums: SharedSums | LinkedSums | None = None
-        """Sums inside the list of operations."""
-        self._sums_are_agreed = True
-        if self._ranks is not None and isinstance(self._ranks.group, SharedMemoryCommunicator):
-            self._common_sums = SharedSums(self._ranks.group, decoder.sums_width)
-        elif self._ranks is not None and has_links(self._ranks.group):
-            self._sums_are_agreed = False
-        self._own_sums: OwnSums | None = None
-        """Sums through the communicator, for the buffers' room."""
         self.continuation: DecodeContinuation | None = None
         """Rows of the last step, if :meth:`continue_rows` may compute the next one."""
         self._lists: dict[tuple[bool, bool], StepList] = {}
@@ -146,7 +121,7 @@ class Program:
         output = self._decoder.output
         if self._decoder.embedding is None or output is None:
             return False
-        return not output.is_partial or (self._is_common(tokens) and can_contest(draws))
+        return not output.is_partial or (self.sums.are_common(tokens) and can_contest(draws))
 
     @property
     def cache(self) -> NativeCache:
@@ -163,8 +138,7 @@ class Program:
 
         Other instances hold experts, too.
         """
-        assert self._experts is not None
-        self._experts.use_products(self._products)
+        self.exchange.use_products()
 
     def prepare_experts(
         self, module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter], rows: Sequence[int]
@@ -173,29 +147,16 @@ class Program:
 
         ``rows``: where the module has each of these experts now, or -1.
         """
-        self._products.prepare(module, parameters, rows)
+        self.exchange.products.prepare(module, parameters, rows)
 
     def join(self, group: Communicator, placement: Placement) -> None:
         """Spread the experts over this group from the next step on.
 
         The modules hold this member's.
         """
-        before, self._joined = self._joined, None
         self._lists.clear()
-        if self._shape is None or self._is_rank:
-            return
-        assert self._experts is not None
-        facts = placement, self._shape, self._num_sparse
-        if isinstance(group, SharedMemoryCommunicator):
-            self._joined = SharedMemoryExchange(self._library, group, *facts, self._experts.tokens_per_expert)
-        elif links := linked(group):
-            self._joined = LinkedExchange(self._library, links, *facts, self._experts)
-        if self._joined is None or self._exchange is None:
-            # No buffers yet, or those of a group that is left.
-            self._room = self._room if before is None else self._room._replace(own=0)
-        else:  # to make buffers anew takes page faults in the next step
-            self._joined.take_room(self._exchange)
-            self._exchange = self._joined
+        if self.exchange.join(group, placement):
+            self._room = self._room._replace(own=0)
 
     def serve(self) -> bool:
         """Take part in a step of the group without rows; False without a native exchange.
@@ -203,9 +164,9 @@ class Program:
         Raises:
             parallel.communicators.base.CollectiveError: a peer is lost.
         """
-        if not self._exchanges():
+        if not self.exchange.is_native:
             return False
-        self._make_room(BufferRoom(0, 0, self._total(0)))
+        self._make_room(BufferRoom(0, 0, self.exchange.total(0)))
         self._run(StepArguments(seconds=self.seconds), 0)
         return True
 
@@ -253,11 +214,11 @@ class Program:
         must be packed again: not all of them got a chosen token, or room is lacking.
         """
         last, self.continuation = self.continuation, None
-        if last is None or not last.fits(self._num_positions):
+        if last is None or not last.fits(self._positions.num_positions):
             return None
         last.advance(new_blocks)
         size = last.size
-        self._make_room(BufferRoom(size, size, self._total(size)))
+        self._make_room(BufferRoom(size, size, self.exchange.total(size)))
         self._run(last.arguments, size)
         assert self._buffers is not None
         self.continuation = last  # not if the step came to no end: it runs again, from where it stood
@@ -279,8 +240,9 @@ class Program:
         wanted = np.ascontiguousarray(wanted)
         plan = self._cache.plan(packed, wanted)
         tokens = len(input_ids)
-        self._make_room(BufferRoom(tokens, len(wanted), self._total(tokens)))
-        self._make_angles(int(packed.positions.max()) + 1)
+        self._make_room(BufferRoom(tokens, len(wanted), self.exchange.total(tokens)))
+        if self._positions.grow(int(packed.positions.max()) + 1):
+            self._lists.clear()  # which point to the tables of before
         if hidden is not None:
             assert self._buffers is not None
             self._buffers.stream[:tokens, : self._decoder.hidden] = hidden[0]
@@ -291,110 +253,56 @@ class Program:
         self._run(arguments, tokens)
         return arguments, plan
 
-    def _exchanges(self) -> bool:
-        """Whether the exchange of this step is part of the list."""
-        if self._experts is None:
-            return self._shape is not None
-        return self._joined is not None and self._joined.can(self._experts.sizes)
-
-    def _total(self, tokens: int) -> int:
-        """Rows of this step over all members."""
-        return tokens if self._experts is None or not self._exchanges() else sum(self._experts.sizes)
-
     def _run(self, step: StepArguments, tokens: int) -> None:
-        self._agree_on_sums()
-        native, sums = self._exchanges(), self._sums(tokens)
-        how = native, sums is self._common_sums
+        self.sums.agree()
+        native, sums = self.exchange.is_native, self.sums.of_step(tokens, self._room.own)
+        how = native, sums is self.sums.common
         written = self._lists.get(how)
         if written is None:
-            assert self._cache is not None
-            assert self._buffers is not None
-            decoder = self._decoder
-            facts = WriterFacts(decoder.hidden, decoder.dtype, self._size, decoder.num_sums, self._tables)
-            exchange = self._exchange if native else None
-            room = self._packed.most_operations
-            writer = Writer(room, facts, self._cache, self._buffers, exchange, sums)
-            written = self._lists[how] = self._packed.write(writer, exchanges=native)
+            written = self._lists[how] = self._write(sums, exchanges=native)
         if native:
-            assert self._exchange is not None
-            self._exchange.begin(() if self._experts is None else self._experts.sizes)
+            assert self.exchange.current is not None
+            self.exchange.current.begin(self.exchange.sizes)
         if sums is not None:
             sums.begin()
-        before = self.seconds.copy() if native and self._experts is not None else None
+        before = self.seconds.copy() if native and self.exchange.is_spread else None
         begin = 0
         for end, then in written.cuts:
             if not written.operations.run(self._library, step, self._decoder.dtype, begin, end):
                 raise self._failure()
             if isinstance(then, ExchangedLayer):
-                self._exchange_through_python(then, tokens)
+                assert self._buffers is not None
+                self.exchange.exchange_outside(then, tokens, self._buffers, self._decoder.hidden)
             elif isinstance(then, PartialSums):
-                assert self._own_sums is not None
+                assert self.sums.own is not None
                 rows = int(step.array["selected"]) if then.are_selected else tokens
-                self._own_sums.add_others(then.area, rows * then.width)
+                self.sums.own.add_others(then.area, rows * then.width)
             begin = end
         if before is not None:
-            self._note(self.seconds - before)
+            self.exchange.note(self.seconds - before)
         if tokens:
             self.attention.calls += len(self._packed.layers)
             self.attention.seconds = float(
                 self.seconds[OperationKind.QKV] + self.seconds[OperationKind.ATTEND]
             )
 
-    def _sums(self, tokens: int) -> Sums | None:
-        """How a step's partial sums are added up, the same at all ranks."""
-        if self._is_common(tokens):
-            return self._common_sums
-        if self._ranks is not None and self._own_sums is None:
-            self._own_sums = OwnSums(self._ranks, self._room.own, self._decoder.sums_width)
-        return self._own_sums
-
-    def _is_common(self, tokens: int) -> bool:
-        """Whether ranks add up inside the list.
-
-        They do in memory that they share, or over their links.
-        """
-        return self._common_sums is not None and tokens <= self._common_sums.rows
-
-    def _agree_on_sums(self) -> None:
-        """Find out, at the first step, whether the links of all ranks are native."""
-        if self._sums_are_agreed:
-            return
-        assert self._ranks is not None
-        assert self._ranks.group is not None
-        links = linked(self._ranks.group)
-        sums = None if links is None else LinkedSums(self._library, links, self._decoder.sums_width)
-        answers = self._ranks.group.all_gather_ints([-1 if sums is None else sums.given])
-        self._sums_are_agreed = True
-        if sums is not None and all(given >= 0 for (given,) in answers):
-            sums.start_at(max(given for (given,) in answers))
-            self._common_sums = sums
+    def _write(self, sums: Sums | None, *, exchanges: bool) -> StepList:
+        """Write the list of a step; ``exchanges``: with the exchange of experts."""
+        assert self._cache is not None
+        assert self._buffers is not None
+        decoder, tables = self._decoder, self._positions.tables
+        facts = WriterFacts(decoder.hidden, decoder.dtype, self._size, decoder.num_sums, tables)
+        exchange = self.exchange.current if exchanges else None
+        writer = Writer(self._packed.most_operations, facts, self._cache, self._buffers, exchange, sums)
+        return self._packed.write(writer, exchanges=exchanges)
 
     def _failure(self) -> BaseException:
         """Why a step was given up."""
-        for each in (self._joined, self._common_sums):
+        for each in (self.exchange.joined, self.sums.common):
             error = each.error if each is not None else None
             if error is not None:
                 return error
         raise AssertionError("only waits for other members give up")
-
-    def _note(self, spent: Seconds) -> None:
-        """Note the times of a step's expert layers by part, as other transports do."""
-        assert self._experts is not None
-        times = self._experts.times
-        times.dispatch += float(
-            spent[
-                [
-                    OperationKind.ROUTE,
-                    OperationKind.OFFER,
-                    OperationKind.LOOK,
-                    OperationKind.MEET,
-                    OperationKind.SORT,
-                    OperationKind.GATHER,
-                ]
-            ].sum()
-        )
-        times.experts += float(spent[[OperationKind.EXPERTS_UP, OperationKind.EXPERTS_DOWN]].sum())
-        times.combine += float(spent[[OperationKind.RETURN, OperationKind.HOME, OperationKind.COMBINE]].sum())
 
     def _arguments(
         self,
@@ -415,7 +323,7 @@ class Program:
             slots=plan.slots,
             chosen=wanted,
             positions=packed.positions,
-            angles=self._angle_table,
+            angles=self._positions.angles,
             starts=packed.starts,
             counts=packed.counts,
             offsets=plan.offsets,
@@ -428,46 +336,11 @@ class Program:
             draws=draws if draws is not None and len(draws) else None,
         )
 
-    def _make_angles(self, length: int) -> None:
-        """Compute the angles of at least ``length`` positions, by the model's own rotary embeddings."""
-        if length > self._num_positions:
-            self._num_positions = max(MIN_POSITIONS, 1 << (length - 1).bit_length())
-            ids = torch.arange(self._num_positions)
-            self._angles = [rotary.halves(ids) for rotary in self._decoder.rotaries]
-            kinds = {each for layer in self._decoder.layers for each in layer.mixer.tables()}
-            if kinds:
-                self._lists.clear()  # which point to those of before
-            self._tables = {kind: kind.table(ids) for kind in kinds}
-            self._angle_table = np.array(
-                [
-                    (cosines.data_ptr(), sines.data_ptr(), cosines.shape[-1])
-                    for cosines, sines in self._angles
-                ],
-                dtype=np.int64,
-            )
-
-    def _exchange_through_python(self, layer: ExchangedLayer, tokens: int) -> None:
-        """Compute the experts of a layer, wherever they are."""
-        assert self._experts is not None
-        assert self._buffers is not None
-        hidden = self._decoder.hidden
-        with torch.inference_mode():
-            rows = self._buffers.normed[:tokens, :hidden].contiguous()
-            ids, scores = layer.ids[:tokens], layer.scores[:tokens]
-            given = self._experts.forward(layer.moe.experts, rows, ids, scores, combine)
-            given = given if layer.factor == 1.0 else given * layer.factor
-            if layer.adds:
-                layer.out[:tokens, :hidden] += given
-            else:
-                layer.out[:tokens, :hidden] = given
-
     def _make_room(self, wanted: BufferRoom) -> None:
         """Make buffers for so many tokens; written lists of others are dropped."""
         if self._room.holds(wanted):
             return
         self._room = self._room.grown(wanted)
         self._lists.clear()
-        self._buffers = self._own_sums = None  # gone before the new ones come
-        if self._shape is not None:
-            self._exchange = self._joined or LocalExchange(self._shape, self._room.own)
-        self._buffers = Buffers(self._needs, self._room, self._exchange)
+        self._buffers = self.sums.own = None  # gone before the new ones come
+        self._buffers = Buffers(self._needs, self._room, self.exchange.make_current(self._room.own))

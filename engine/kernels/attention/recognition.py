@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -26,6 +27,7 @@ from engine.kernels.products.packing import LANES
 from engine.kernels.products.projections import (
     QUERIES_ALONE,
     VALUES_OF_KEYS,
+    Linear,
     attention_projections,
     is_joined,
     joined_bias,
@@ -41,61 +43,87 @@ def attention_of(module: Any, shape: LayerShape, base: BaseModel) -> Attention:
     Raises:
         NotRecognised: it has other parts, or does something else with them.
     """
-    dim, value_dim, kv_heads = shape.key_dim, shape.value_dim, shape.kv_heads
+    dim, value_dim = shape.key_dim, shape.value_dim
     if dim % LANES or value_dim % LANES:
         raise NotRecognised(f"heads of {dim} and {value_dim}")
     if is_latent(module):
         return _latent_attention(module, shape, base)
     inward, out_name = attention_projections(module)
-    projections, source = [whole(each) for each in inward.values()], _source(module, base)
+    source = _source(module, base)
     if (source is not None) != (tuple(inward) == QUERIES_ALONE):
         raise NotRecognised("attention that has no keys of its own, nor another layer's")
+    projections = [whole(each) for each in inward.values()]
     if len(projections) == len(VALUES_OF_KEYS):
         projections.append(projections[1])
-    of_keys = 0 if source is not None else kv_heads * (dim + value_dim)
+    heads, weights = _weights_by_kind(projections, shape, is_joined(inward), has_keys=source is None)
+    rotary = rotary_of(base.module, module)
+    seen = noted(module, rotary, shape, heads, _telling(module.config))
+    number, places = _rotary_number(seen, rotary, base.rotaries, dim)
+    norms, qkv_bias = seen.turning.norms, joined_bias(projections)
+    if places is not None:
+        everywhere = _everywhere(places, heads + (shape.kv_heads if source is None else 0), dim)
+        if norms is not None:
+            norms = Norm(norms.weights[everywhere], norms.eps, norms.is_centred)
+        if seen.turning.wide_norms is not None:
+            raise NotRecognised("a norm over all heads whose numbers are turned in neighbouring pairs")
+        if qkv_bias is not None:
+            qkv_bias[: len(everywhere)] = qkv_bias[everywhere]
+    return replace(
+        _plain_attention(module, shape, seen, out_name, weights),
+        qkv_bias=qkv_bias,
+        head_norms=norms,
+        wide_norms=seen.turning.wide_norms,
+        is_norm_last=seen.turning.is_norm_last,
+        rotary=number,
+        places=places,
+        heads=heads,
+        source=source,
+    )
+
+
+def _weights_by_kind(
+    projections: list[Linear], shape: LayerShape, are_joined: bool, *, has_keys: bool
+) -> tuple[int, tuple[torch.Tensor, ...]]:
+    """Number of query heads, and weights of queries, keys and values; of queries alone without keys."""
+    dim, value_dim, kv_heads = shape.key_dim, shape.value_dim, shape.kv_heads
+    of_keys = kv_heads * (dim + value_dim) if has_keys else 0
     heads = (sum(each.outputs for each in projections) - of_keys) // dim
-    sizes = (heads * dim, kv_heads * dim, kv_heads * value_dim)[: 1 if source is not None else 3]
+    sizes = (heads * dim, kv_heads * dim, kv_heads * value_dim)[: 3 if has_keys else 1]
     weights = [each.weight for each in projections]
-    if is_joined(inward):
+    if are_joined:
         ends = list(accumulate(sizes, initial=0))
         weights = [rows_of(weights[0], slice(begin, end)) for begin, end in pairwise(ends)]
     if tuple(map(len, weights)) != sizes:
         raise NotRecognised("projections of another size than its heads")
-    rotary = rotary_of(base.module, module)
-    seen = noted(module, rotary, shape, heads, _telling(module.config))
-    turning, out = seen.turning, linear_of(getattr(module, out_name))
-    number, places = _rotary_number(seen, rotary, base.rotaries, dim)
-    norms, qkv_bias = turning.norms, joined_bias(projections)
-    if places is not None:
-        everywhere = _everywhere(places, heads + (kv_heads if source is None else 0), dim)
-        if norms is not None:
-            norms = Norm(norms.weights[everywhere], norms.eps, norms.is_centred)
-        if turning.wide_norms is not None:
-            raise NotRecognised("a norm over all heads whose numbers are turned in neighbouring pairs")
-        if qkv_bias is not None:
-            qkv_bias[: len(everywhere)] = qkv_bias[everywhere]
+    return heads, tuple(weights)
+
+
+def _plain_attention(
+    module: Any, shape: LayerShape, seen: Noted, out_name: str, weights: tuple[torch.Tensor, ...]
+) -> Attention:
+    """Attention as seen, with as many query heads as key heads, without norms and rotation of queries."""
+    out = linear_of(getattr(module, out_name))
     return Attention(
-        qkv=tuple(weights),
-        qkv_bias=qkv_bias,
+        qkv=weights,
+        qkv_bias=None,
         out=out.weight,
         out_bias=out.own_bias,
         is_partial=out.is_partial,
-        head_norms=norms,
-        wide_norms=turning.wide_norms,
-        is_norm_last=turning.is_norm_last,
-        rotary=number,
-        places=places,
-        heads=heads,
-        kv_heads=kv_heads,
-        dim=dim,
+        head_norms=None,
+        wide_norms=None,
+        is_norm_last=False,
+        rotary=None,
+        places=None,
+        heads=shape.kv_heads,
+        kv_heads=shape.kv_heads,
+        dim=shape.key_dim,
         scale=seen.scale * _constant(seen.factors),
         window=shape.window or 0,
-        value_dim=value_dim,
+        value_dim=shape.value_dim,
         cap=seen.cap,
         sinks=_copy(seen.sinks),
         factors=_factors(module.config, seen.factors),
         value_norm=seen.value_norm,
-        source=source,
     )
 
 
@@ -110,7 +138,7 @@ def _source(module: Any, base: BaseModel) -> int | None:
 
 
 def _latent_attention(module: Any, shape: LayerShape, base: BaseModel) -> Attention:
-    heads, dim, value_dim = shape.kv_heads, shape.key_dim, shape.value_dim
+    dim, value_dim = shape.key_dim, shape.value_dim
     parts = latent_parts(module, shape)
     rotary = rotary_of(base.module, module)
     seen = noted_latent(module, parts, rotary, shape, _telling(module.config))
@@ -119,27 +147,10 @@ def _latent_attention(module: Any, shape: LayerShape, base: BaseModel) -> Attent
     if places is None:
         places = torch.arange(shared)
     latents = parts.latents.with_shared_in(places)
-    out = linear_of(getattr(module, parts.out))
-    return Attention(
-        qkv=(parts.heads.weight,),
-        qkv_bias=None,
-        out=out.weight,
-        out_bias=out.own_bias,
-        is_partial=out.is_partial,
-        head_norms=None,
-        wide_norms=None,
-        is_norm_last=False,
+    return replace(
+        _plain_attention(module, shape, seen, parts.out, (parts.heads.weight,)),
         rotary=number,
         places=torch.cat([dim - shared + places, torch.arange(dim - shared)]),
-        heads=heads,
-        kv_heads=heads,
-        dim=dim,
-        scale=seen.scale * _constant(seen.factors),
-        window=shape.window or 0,
-        value_dim=value_dim,
-        cap=seen.cap,
-        sinks=_copy(seen.sinks),
-        factors=_factors(module.config, seen.factors),
         latents=latents,
         keeps_latents=_can_keep(latents, dim, value_dim),
     )

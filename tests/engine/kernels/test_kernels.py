@@ -19,8 +19,7 @@ from engine.attention.base import PLAN_KEYWORD, LayerShape, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.compute.runner import ModelRunner
 from engine.config import ModelConfig
-from engine.kernels import make
-from engine.kernels import program as program_module
+from engine.kernels import make, position_tables
 from engine.kernels.cache import native_cache as cache_module
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
@@ -453,7 +452,7 @@ def test_steps_that_go_on_equal_those_that_are_packed(
     A step that runs twice; no room left in the tables or among the angles.
     """
     monkeypatch.setattr(cache_module, "SPARE_BLOCKS", 1)
-    monkeypatch.setattr(program_module, "MIN_POSITIONS", 16)
+    monkeypatch.setattr(position_tables, "MIN_POSITIONS", 16)
     monkeypatch.setattr(DecodeContinuation, "MOST", 7)
     programs = [program_of(model, Counted) for _ in range(3)]
     programs[1].refuses = True

@@ -64,7 +64,7 @@ def close(group: Sequence[LinkedMember]) -> None:
 
 
 def exchange_of(member: Member) -> LinkedExchange:
-    exchange = member.program._joined
+    exchange = member.program.exchange.joined
     assert isinstance(exchange, LinkedExchange)
     return exchange
 
@@ -305,7 +305,7 @@ def ranks(
         program = Rank(cut, rank, group[rank], dtype)
         logits, chosen = program.run(times=2), []
         one = program.program
-        assert isinstance(one._common_sums, LinkedSums if group[rank].links_address else type(None))
+        assert isinstance(one.sums.common, LinkedSums if group[rank].links_address else type(None))
         with torch.inference_mode():
             for rows in SCENARIO:
                 packed, ids = packed_rows(rows)

@@ -314,7 +314,7 @@ def test_sums_in_shared_memory_have_the_bits_of_an_all_reduce(
 
     def body(rank: int, group: Communicator) -> list[torch.Tensor]:
         one = Rank(directory, rank, group, dtype)
-        assert one.program._common_sums is not None
+        assert one.program.sums.common is not None
         assert one.program._decoder.num_sums == 2 * LAYERS + 1
         return one.run(times=3)
 
@@ -429,9 +429,9 @@ def test_a_step_larger_than_the_arena_is_added_up_by_the_communicator(directory:
     def body(rank: int, group: Communicator) -> list[torch.Tensor]:
         one = Rank(directory, rank, group, torch.float32)
         found = one.run()
-        assert isinstance(one.program._own_sums, OwnSums)
-        assert one.program._common_sums is not None
-        assert one.program._common_sums.rows < 60
+        assert isinstance(one.program.sums.own, OwnSums)
+        assert one.program.sums.common is not None
+        assert one.program.sums.common.rows < 60
         return found
 
     small = of_all(2, shared(2, sizes=SegmentSizes(arena_bytes=48 << 10)), body)

@@ -112,7 +112,7 @@ def test_greedy_tokens_of_spread_experts_are_those_of_generate(
     members = Members(directory, 2, in_shared_memory, num_blocks=NUM_BLOCKS, dtype="float32")
     found = members.answers(submits)
     counters = [core.scheduler.counters() for core in members.cores]
-    exchanges = [each._program._joined for each in members.executors]
+    exchanges = [each._program.exchange.joined for each in members.executors]
     members.close()
     assert all(exchange is not None for exchange in exchanges), "Python exchanges the rows"
     assert [found[index].token_ids for index in range(NUM_REQUESTS)] == generated
@@ -145,7 +145,9 @@ def check_spread(alone: Alone, **settings: Any) -> None:
     members = Members(alone.directory, 2, in_shared_memory, **settings)
     try:
         assert members.answers(alone.submits) == alone.answers
-        assert all(each._program._joined is not None for each in members.executors), "Python exchanges rows"
+        assert all(each._program.exchange.joined is not None for each in members.executors), (
+            "Python exchanges rows"
+        )
         counters = [core.scheduler.counters() for core in members.cores]
     finally:
         members.close()

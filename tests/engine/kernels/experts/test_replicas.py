@@ -167,7 +167,7 @@ def test_codes_go_with_the_experts(directory: Path, quantization: OnlineName) ->
         moving.move(moving.draw(chance))
         over_shared_memory(moving)
         kinds = {
-            type(moving.members[0].program._products.packed(layer).up)
+            type(moving.members[0].program.exchange.products.packed(layer).up)
             for layer in moving.members[0].model.expert_layers
         }
         assert kinds == {EightBitPanels if quantization == "int8" else QuantizedPanels}
@@ -190,15 +190,17 @@ def test_the_weights_that_a_member_gets_are_laid_out_before_it_changes(directory
     moving.move(first)
     over_shared_memory(moving)
     member, held = moving.members[0], moving.held[0]
-    packed = {id(layer): member.program._products.packed(layer) for layer in member.model.expert_layers}
+    packed = {
+        id(layer): member.program.exchange.products.packed(layer) for layer in member.model.expert_layers
+    }
     other = tuple((expert // 4,) for expert in range(moving.num_experts))
     then = Placement((), 2, (first.replicas[0], *[other] * (moving.num_layers - 1)))
     (experts,) = held_by_rank(then, 1, 0)
     held.prepare(experts, PLENTY)
-    ready = {key: entry[1] for key, entry in member.program._products._ready.items()}
+    ready = {key: entry[1] for key, entry in member.program.exchange.products._ready.items()}
     held.install(experts, lambda: 0)
     kept, *changed = member.model.expert_layers
-    assert member.program._products.packed(kept) is packed[id(kept)]
+    assert member.program.exchange.products.packed(kept) is packed[id(kept)]
     assert changed
-    found = [member.program._products.packed(layer) for layer in changed]
+    found = [member.program.exchange.products.packed(layer) for layer in changed]
     assert all(any(packed is known for known in ready.values()) for packed in found)
