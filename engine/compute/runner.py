@@ -446,23 +446,28 @@ class ModelRunner:
         """
         by_row: list[int | None] = [None] * len(step.slots)
         if step.drafts:
-            return self._result_with_drafts(step, wanted, tokens, logprobs, prompt_logprobs, by_row)
+            row_logprobs, further = self._take_drafts(step, wanted, tokens, logprobs, by_row)
+            return StepResult(by_row, row_logprobs, prompt_logprobs, further)
         for index, end, token in zip(wanted.sampled, wanted.ends, tokens, strict=True):
             by_row[index] = token
             self._slots[step.slots[index]].put_one(end, token)
         row_logprobs = {wanted.sampled[index]: each for index, each in logprobs.items()}
         return StepResult(by_row, row_logprobs, prompt_logprobs)
 
-    def _result_with_drafts(
+    def _take_drafts(
         self,
         step: Step,
         wanted: _Wanted,
         tokens: list[int],
         logprobs: dict[int, TokenLogprobs],
-        prompt_logprobs: dict[int, list[TokenLogprobs]],
         by_row: list[int | None],
-    ) -> StepResult:
-        row_logprobs, further = {}, {}
+    ) -> tuple[dict[int, TokenLogprobs], dict[int, Further]]:
+        """Put each row's first token into ``by_row``, and all that its draft allows into its slot.
+
+        Returned are log-probabilities of the first tokens by row, and the tokens behind them.
+        """
+        row_logprobs: dict[int, TokenLogprobs] = {}
+        further: dict[int, Further] = {}
         begin = 0
         while begin < len(tokens):
             index = wanted.sampled[begin]
@@ -478,7 +483,7 @@ class ModelRunner:
                     tokens[begin + 1 : end], [logprobs[each] for each in behind if each in logprobs]
                 )
             begin += len(draft) + 1
-        return StepResult(by_row, row_logprobs, prompt_logprobs, further)
+        return row_logprobs, further
 
 
 def _done(result: StepResult) -> Pending:

@@ -26,7 +26,7 @@ from engine.model.choice import choose_backend
 from engine.model.expert_change import HeldExperts
 from engine.model.expert_weights import ExpertShare
 from engine.model.host_digest import HostDigest, host_digest
-from engine.model.shard import Shard
+from engine.model.sharding.shard import Shard
 from engine.model.weights import LoadedModel, load_model
 from engine.numerics import check_kind, native_kind
 from engine.step import KVSpec, ModelFacts

@@ -40,8 +40,9 @@ from engine.kernels.core import library
 from engine.kernels.lowering.buffers import BufferRoom
 from engine.kernels.make import bytes_for_program, make_program
 from engine.model.checkpoint import CheckpointError, ModelInfo
-from engine.model.shard import WHOLE, Shard
-from engine.model.weights import LoadedModel, sum_experts_in_order
+from engine.model.experts_function import sum_experts_in_order
+from engine.model.sharding.shard import WHOLE, Shard
+from engine.model.weights import LoadedModel
 from engine.numerics import native_kind
 from engine.step import Span, Step, StepResult
 from engine.transfers.block_memory import BlockMemory

@@ -57,7 +57,7 @@ from parallel.links.keys import LinkKey
 if TYPE_CHECKING:
     from engine.executor.uni import UniExecutor
     from engine.executor.worker_groups import WorkerGroups
-    from engine.model.shard import Shard
+    from engine.model.sharding.shard import Shard
     from parallel.communicators.base import Communicator
     from parallel.links.meeting import MeetingHost
     from parallel.links.meeting_contract import Meeting
@@ -144,7 +144,7 @@ class Worker:
 
     def _meet(self, begin: Begin) -> Shard:
         """Form this worker's two groups: ranks of its stage, stages of its rank."""
-        from engine.model.shard import Shard
+        from engine.model.sharding.shard import Shard
         from parallel import groups
         from parallel.links.meeting import MeetingClient, MeetingHost
 

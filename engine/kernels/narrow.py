@@ -26,7 +26,7 @@ from engine.kernels.products.made_up import MadeUpWeights, random_numbers
 from engine.kernels.registry import NARROW_MIXERS, NARROW_PARTS
 from engine.model.expert_weights import expert_modules
 from engine.model.experts_function import EXPERTS_IMPLEMENTATION
-from engine.model.shard import PassThrough, StageInput
+from engine.model.sharding.shard import PassThrough, StageInput
 from engine.model.weights import LoadedModel
 from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
 from parallel.tensor_parallel import ParallelRMSNorm, TensorRank, VocabularyParallel

@@ -1,4 +1,4 @@
-"""Choice of the function that computes the experts held here, by device."""
+"""Functions that compute expert layers: the choice by device, and experts spread over instances."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ from typing import Any
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from engine.attention.base import IMPLEMENTATION
 from engine.gpu import grouped_experts, product_choice
 from engine.gpu.coded_parameter import coded_of
 from engine.model.coded_layers import widen_again
-from engine.model.expert_weights import expert_modules
+from engine.model.expert_weights import ExpertShare, expert_modules
+from engine.model.sharding.shard import Shard
+from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
+from parallel.expert_parallel import LAYER_ATTRIBUTE, Dispatch, ExpertParallel, expert_forward
+from parallel.placement import assign_experts
+from parallel.sliced_experts import SlicedExpertParallel
+from parallel.tensor_parallel import TensorRank
 
 logger = logging.getLogger(__name__)
 
@@ -58,3 +65,45 @@ def _name(layers: Sequence[Any], coded: Sequence[Any], device: torch.device, dty
         widen_again(coded)
         product = product_choice.product_here(device, dtype)
     return EXPERTS_IMPLEMENTATION if product == "grouped_mm" else grouped_experts.FEW_NAME
+
+
+def spread_experts(
+    module: Any, share: ExpertShare, dispatch: Dispatch, shard: Shard
+) -> tuple[ExpertParallel, tuple[Any, ...]]:
+    """Let the expert layers go through one :class:`ExpertParallel`.
+
+    Each tensor-parallel rank of the shard dispatches its slice of the tokens.
+    """
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, expert_forward)
+    local_experts = ALL_EXPERTS_FUNCTIONS[choose_experts_function(module)]
+    layers = tuple(expert_modules(module).values())
+    facts = share.placement, share.rank, dispatch, local_experts
+    if shard.size > 1:
+        ranks = TensorRank(shard.rank, shard.size, shard.ranks)
+        experts: ExpertParallel = SlicedExpertParallel(*facts, ranks, max(1, len(layers)))
+    else:
+        experts = ExpertParallel(*facts, max(1, len(layers)))
+    for number, layer in enumerate(layers):
+        setattr(layer, EXPERTS_ATTRIBUTE, experts)
+        setattr(layer, LAYER_ATTRIBUTE, number)
+    module.set_experts_implementation(IMPLEMENTATION)
+    return experts, layers
+
+
+def sum_experts_in_order(module: Any) -> None:
+    """Let experts that are all held here go through an :class:`ExpertParallel`, too.
+
+    It computes one product for each expert, and sums a token's in the order of their choice.
+    """
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, expert_forward)
+    layers = [each for each in expert_modules(module).values() if not hasattr(each, EXPERTS_ATTRIBUTE)]
+    alone: dict[int, ExpertParallel] = {}
+    for layer in layers:
+        count = int(layer.num_experts)
+        if count not in alone:
+            placement = assign_experts(count, 1, "linear")
+            local_experts = ALL_EXPERTS_FUNCTIONS[choose_experts_function(module)]
+            alone[count] = ExpertParallel(placement, 0, "allgather_reducescatter", local_experts)
+        setattr(layer, EXPERTS_ATTRIBUTE, alone[count])
+    if layers:
+        module.set_experts_implementation(IMPLEMENTATION)

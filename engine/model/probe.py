@@ -32,7 +32,7 @@ from engine.attention.base import (
     PackedRows,
 )
 from engine.model.checkpoint import CheckpointError
-from engine.model.shard import PassThrough, Stage
+from engine.model.sharding.shard import PassThrough, Stage
 from parallel.communicators.base import CollectiveError
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

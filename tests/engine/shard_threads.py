@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.executor.uni import UniExecutor
 from engine.executor_contract import Progress
 from engine.model.checkpoint import ModelInfo
-from engine.model.shard import Shard
+from engine.model.sharding.shard import Shard
 from engine.step import ModelFacts, Step, StepResult
 from parallel.communicators.base import CollectiveError, Communicator
 from parallel.placement import Placement

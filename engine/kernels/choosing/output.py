@@ -17,7 +17,7 @@ from engine.kernels.core.stand_ins import Gives, NotRecognised, distance, made_u
 from engine.kernels.lowering.parts import Packing
 from engine.kernels.lowering.writer import Writer, factor_field
 from engine.kernels.norms.norm import Norm, norm_of
-from engine.model.shard import PassThrough
+from engine.model.sharding.shard import PassThrough
 
 CLOSE = 1e-5
 TOKENS = 3

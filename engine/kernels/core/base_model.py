@@ -9,7 +9,7 @@ import torch
 
 from engine.attention.base import LAYER_ATTRIBUTE
 from engine.kernels.core.stand_ins import NotRecognised
-from engine.model.shard import PassThrough
+from engine.model.sharding.shard import PassThrough
 
 TABLE, PROJECTION, TABLE_NORM = (
     "embed_tokens_per_layer",

@@ -14,7 +14,7 @@ from engine.kernels.embedding.factor import embedding_factor
 from engine.kernels.embedding.per_layer import INPUTS, LayerInputs, inputs_of, without_inputs
 from engine.kernels.lowering.parts import Packing
 from engine.kernels.lowering.writer import Writer, factor_field
-from engine.model.shard import PassThrough
+from engine.model.sharding.shard import PassThrough
 from parallel.tensor_parallel import VocabularyParallel
 
 

@@ -12,7 +12,7 @@ import torch
 
 from engine.attention.base import PLAN_KEYWORD
 from engine.kernels.core.stand_ins import Gives, NotRecognised, distance, made_up, with_parts
-from engine.model.shard import StageOutput
+from engine.model.sharding.shard import StageOutput
 
 CLOSE = 1e-5
 TOKENS = 3

@@ -21,7 +21,7 @@ from engine.core import EngineCore
 from engine.executor.uni import UniExecutor, launches_ahead
 from engine.messages import Submit
 from engine.model.checkpoint import read_model_info
-from engine.model.shard import WHOLE, Shard
+from engine.model.sharding.shard import WHOLE, Shard
 from engine.sampling import SamplingParams
 from tests.engine.invariance.answers import PEER, Answer, Answers, How, Instance
 from tests.engine.tiny_models import VOCAB, make_tiny_model

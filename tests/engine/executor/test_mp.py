@@ -37,7 +37,7 @@ from parallel.links.errors import CollectiveError
 from parallel.links.keys import LinkKey
 from parallel.links.meeting import MeetingClient
 from tests.engine.compute.test_exactness import greedy
-from tests.engine.model.test_sharding import run
+from tests.engine.model.sharding.test_sharding import run
 from tests.engine.model.test_weights import change_tensors
 from tests.engine.tiny_models import make_tiny_model
 from tests.mesh.harness import fork_server

@@ -21,7 +21,7 @@ from engine.host import memory
 from engine.host.cache_size import size_cache
 from engine.instance import Instance
 from engine.model.checkpoint import CheckpointError, read_model_info
-from engine.model.shard import Shard
+from engine.model.sharding.shard import Shard
 from engine.sampling import SamplingParams
 from engine.step import Admit, Step
 from tests.engine.tiny_models import VOCAB, make_tiny_model

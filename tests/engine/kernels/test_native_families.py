@@ -35,7 +35,7 @@ from tests.engine.invariance.mixed import longest_of, requests
 from tests.engine.invariance.spread import in_shared_memory
 from tests.engine.kernels.test_kernels import SCENARIO, everything, packed_rows, program_of
 from tests.engine.kernels.test_native_trial import load
-from tests.engine.model.test_sharding import LAYOUTS, NUM_IN_TABLE, greedy, run, settings, shards
+from tests.engine.model.sharding.test_sharding import LAYOUTS, NUM_IN_TABLE, greedy, run, settings, shards
 from tests.engine.native_families import CONTEXT, MIXTURES, NATIVE, ORIGINAL, WIDTH_OF_TWO, make_family
 from tests.engine.shard_threads import ThreadedShards
 from tests.engine.tiny_models import VOCAB, make_tiny_model

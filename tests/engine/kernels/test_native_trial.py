@@ -22,7 +22,7 @@ from engine.model.expert_weights import ExpertShare
 from engine.model.weights import LoadedModel, load_model
 from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
 from parallel.placement import assign_experts
-from tests.engine.model.test_sharding import LAYOUTS, shards
+from tests.engine.model.sharding.test_sharding import LAYOUTS, shards
 from tests.engine.model.test_weights import make_larger
 from tests.engine.native_families import ALIKE, CONTEXT, NATIVE, ORIGINAL, TRIED, make_family
 

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, core_model_loading
 from engine.attention.base import LayerShape
 from engine.config import ModelConfig
 from engine.instance import Ended
-from engine.model import weights
 from engine.model.checkpoint import CheckpointError, ModelInfo, read_model_info
+from engine.model.model_class import class_of
+from engine.model.module_reading import ModuleReader
 from engine.model.probe import OTHER, _check_all_layers_attend, _window
 from engine.model.weights import LoadedModel, load_model
 from engine.sampling import SamplingParams
@@ -638,9 +639,7 @@ def test_weights_go_to_another_device_one_by_one(
 
     monkeypatch.setattr(core_model_loading, "_materialize_copy", note)
     settings = ModelConfig(model=str(directory))
-    config = weights._read_config(info, settings)
-    kind = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    module = weights._read_weights(info, settings, kind, config, torch.float32, meta, False, None)
+    module = ModuleReader(info, settings, *class_of(info, settings), torch.float32).read(meta, None)
     assert len(asked) >= len(load_file(directory / "model.safetensors"))
     assert set(asked) == {meta}
     assert {parameter.device for parameter in module.parameters()} == {meta}

@@ -34,7 +34,7 @@ from engine.step import StepResult
 from parallel.communicators.base import CollectiveError
 from router.structured_config import StructuredOutputsConfig
 from router.turns.structured import ANSWER, json_body, text_of
-from tests.engine.model.test_sharding import LAYERS, LAYOUTS, settings
+from tests.engine.model.sharding.test_sharding import LAYERS, LAYOUTS, settings
 from tests.engine.shard_threads import ThreadedShards
 from tests.engine.tiny_models import make_tiny_model
 from tests.router.tiny_tokenizer import byte_level

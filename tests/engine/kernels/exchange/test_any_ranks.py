@@ -29,7 +29,7 @@ from tests.coordinator.test_numerics import facts
 from tests.engine.compute.test_exactness import PEER, prompts
 from tests.engine.groups.test_lockstep_engine import ThreadStepping
 from tests.engine.kernels.exchange.test_native_shards import Rank, of_all, programs, shared, shared_group
-from tests.engine.model.test_sharding import mixed
+from tests.engine.model.sharding.test_sharding import mixed
 from tests.engine.shard_threads import ThreadedShards
 from tests.engine.tiny_models import make_tiny_model
 from tests.parallel.thread_group import thread_group

@@ -32,7 +32,7 @@ from engine.kernels.decoder import Decoder, recognise
 from engine.kernels.exchange.sums import OwnSums, Sums
 from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info
-from engine.model.shard import Shard
+from engine.model.sharding.shard import Shard
 from engine.model.weights import LoadedModel, load_model
 from engine.sampling import SamplingParams
 from parallel.communicators.base import CollectiveError, Communicator
@@ -42,7 +42,7 @@ from parallel.links.meeting import MeetingHost
 from parallel.rounds.slots import USUAL_SIZES, SegmentSizes
 from parallel.tensor_parallel import TensorRank
 from tests.engine.kernels.test_kernels import SCENARIO, everything, packed_rows
-from tests.engine.model.test_sharding import (
+from tests.engine.model.sharding.test_sharding import (
     LAYERS,
     LAYOUTS,
     NUM_IN_TABLE,

@@ -25,8 +25,8 @@ from tests.engine.greedy import greedy_outputs
 from tests.engine.invariance.answers import ALONE, Answers, Instance, settings
 from tests.engine.invariance.mixed import longest_of, requests
 from tests.engine.invariance.spread import Members, in_shared_memory
-from tests.engine.model.test_sharding import LAYOUTS, greedy, run, shards
-from tests.engine.model.test_sharding import settings as in_float32
+from tests.engine.model.sharding.test_sharding import LAYOUTS, greedy, run, shards
+from tests.engine.model.sharding.test_sharding import settings as in_float32
 from tests.engine.native_families import MIXTURES, SOME_MIXTURES, make_family
 from tests.engine.shard_threads import ThreadedShards
 from tests.engine.tiny_models import VOCAB

@@ -26,7 +26,7 @@ from tests.engine.invariance.mixed import requests
 from tests.engine.kernels.products.test_rounded_products import weight_of
 from tests.engine.kernels.test_native_trial import load
 from tests.engine.model.quantization.writers import write_quantized
-from tests.engine.model.test_sharding import LAYOUTS, NUM_IN_TABLE, greedy, run, settings, shards
+from tests.engine.model.sharding.test_sharding import LAYOUTS, NUM_IN_TABLE, greedy, run, settings, shards
 from tests.engine.native_families import EXPERTS, GROUPED, LATENT, WIDER
 from tests.engine.tiny_models import VOCAB, save, widen
 from tests.nightly import NIGHTLY

@@ -36,8 +36,8 @@ from engine.model.checkpoint import (
 from engine.model.expert_weights import ExpertShare, only_experts_of
 from engine.model.gguf import conversion, directory
 from engine.model.gguf.reading import TYPES, read_header
-from engine.model.shard import Shard, sharded_class
-from engine.model.shard_weights import read_shard
+from engine.model.sharding.shard import Shard, sharded_class
+from engine.model.sharding.shard_weights import read_shard
 from engine.model.weight_files import open_weights
 from engine.model.weights import load_model
 from engine.settings import resolve

@@ -14,7 +14,7 @@ from engine.model.checkpoint import read_model_info
 from tests.engine.groups.test_lockstep_engine import Layout as Instances
 from tests.engine.groups.test_lockstep_engine import run_instances
 from tests.engine.model.quantization.writers import KINDS, MXFP4, write_quantized
-from tests.engine.model.test_sharding import LAYOUTS, NUM_IN_TABLE, greedy, run, settings, shards
+from tests.engine.model.sharding.test_sharding import LAYOUTS, NUM_IN_TABLE, greedy, run, settings, shards
 from tests.engine.shard_threads import ThreadedShards
 from tests.engine.tiny_models import make_tiny_model
 

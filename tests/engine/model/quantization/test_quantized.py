@@ -14,8 +14,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.model.checkpoint import CheckpointError, check_servable
 from engine.model.expert_weights import ExpertShare, only_experts_of
-from engine.model.shard import Shard, sharded_class
-from engine.model.shard_weights import read_shard
+from engine.model.sharding.shard import Shard, sharded_class
+from engine.model.sharding.shard_weights import read_shard
 from engine.model.weight_files import open_weights
 from parallel.placement import assign_experts
 from tests.engine.model.quantization.writers import KINDS, LINEAR, write_quantized

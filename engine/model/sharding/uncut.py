@@ -1,7 +1,8 @@
 """A few uncut layers of a cut model, computed one at a time for comparison.
 
 The worker of a cut model that answers reads them (:func:`uncut_run`). Each is in a model of its class of
-which nothing else is left, with a few tokens of the vocabulary. :mod:`engine.model.cut_check` compares.
+which nothing else is left, with a few tokens of the vocabulary. :mod:`engine.model.sharding.cut_check`
+compares.
 
 All is computed in float32, whatever the model's data type: what is left is rounding, far below any mistake.
 """
@@ -17,7 +18,7 @@ import torch
 
 from engine.model.checkpoint import CheckpointError
 from engine.model.expert_weights import expert_modules
-from engine.model.shard import WHOLE, PassThrough, ShardedClass, Stage, class_leaving
+from engine.model.sharding.shard import WHOLE, PassThrough, ShardedClass, Stage, class_leaving
 from parallel.tensor_parallel import TensorRank, empty_parameter
 from parallel.tensor_plan import Cut, CutModel
 

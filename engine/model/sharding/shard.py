@@ -2,7 +2,7 @@
 
 The transformers class is made whole on the meta device and then cut: layers of other stages become
 pass-throughs, the rest goes through :mod:`parallel.tensor_plan`. transformers loads such a model like any
-other, from the tensors that :mod:`engine.model.shard_weights` reads for it.
+other, from the tensors that :mod:`engine.model.sharding.shard_weights` reads for it.
 """
 
 from __future__ import annotations

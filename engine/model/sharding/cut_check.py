@@ -2,7 +2,7 @@
 
 A cut model agrees with itself whatever was cut wrong: :func:`engine.model.probe.verify` cannot find a
 sum made twice or a norm left out. So all workers compute the layers that one of them has computed whole
-(:mod:`engine.model.uncut`) with what they hold, each from the same input, and compare.
+(:mod:`engine.model.sharding.uncut`) with what they hold, each from the same input, and compare.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from engine.attention.base import IMPLEMENTATION
 from engine.model.checkpoint import CheckpointError
 from engine.model.expert_weights import expert_modules
-from engine.model.shard import PassThrough, Shard, ShardedClass, Stage
-from engine.model.uncut import (
+from engine.model.sharding.shard import PassThrough, Shard, ShardedClass, Stage
+from engine.model.sharding.uncut import (
     NoExperts,
     UncutRun,
     checked_layers,

@@ -16,8 +16,10 @@ import torch
 import transformers
 
 from engine.config import EngineConfig, ModelConfig
-from engine.model import cut_check, shard, uncut, weights
+from engine.model import weights
 from engine.model.checkpoint import CheckpointError, read_model_info
+from engine.model.module_reading import ModuleReader
+from engine.model.sharding import cut_check, shard, uncut
 from engine.sampling import SamplingParams
 from parallel import tensor_plan
 from parallel.tensor_parallel import (
@@ -26,7 +28,7 @@ from parallel.tensor_parallel import (
     VocabularyParallel,
 )
 from tests.engine.compute.test_exactness import prompts
-from tests.engine.model.test_sharding import LAYOUTS, run, shards
+from tests.engine.model.sharding.test_sharding import LAYOUTS, run, shards
 from tests.engine.shard_threads import ThreadedShards
 from tests.engine.tiny_models import COMMON, make_tiny_model, widen
 
@@ -158,7 +160,7 @@ def test_a_norm_that_is_missed_inside_of_a_layer_is_found(
         setattr(model.base_model.get_submodule(parent), name, shard.PassThrough())
 
     monkeypatch.setattr(shard, "_cut", cut)
-    monkeypatch.setattr(weights, "_check_report", lambda *_: None)  # its weight is left over
+    monkeypatch.setattr(ModuleReader, "_check_report", lambda *_: None)  # its weight is left over
     assert "layer 2 differs by" in refusal(directory, "tp2")
 
 

@@ -19,7 +19,7 @@ from transformers.core_model_loading import WeightConverter, rename_source_key
 
 from engine.model.checkpoint import CheckpointError
 from engine.model.expert_weights import ExpertReader, expert_modules
-from engine.model.shard import ShardedClass
+from engine.model.sharding.shard import ShardedClass
 
 CPU = torch.device("cpu")
 LAYOUT_KEEPING = {"MergeModulelist", "Concatenate"}
