@@ -237,6 +237,7 @@ class _Launch:
         self.scale, self.softcap, self.sinks = scoring
         self.block_k = _padded(self.shape.key_dim)
         self.block_v = _padded(self.shape.value_dim)
+        self.block_n = self._keys_at_once()
 
     def store(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
         """Keys and values [kv_heads, tokens, dim] to the cache."""
@@ -267,9 +268,6 @@ class _Launch:
         parts = (splits, num_tiles, self.heads) if splits > 1 else (1,)
         sums = attended.new_empty(*parts, shape.value_dim, dtype=torch.float32)
         peaks, totals = attended.new_empty(2, *parts, dtype=torch.float32)
-        sinks = attended if self.sinks is None else self.sinks
-        window = 0 if shape.window is None else shape.window
-        block_n = self._keys_at_once()
         kernels.attend[(num_tiles, shape.kv_heads, splits)](
             query,
             self.keys,
@@ -278,7 +276,7 @@ class _Launch:
             sums,
             peaks,
             totals,
-            sinks,
+            attended if self.sinks is None else self.sinks,
             tables,
             tiles.rows,
             tiles.tokens,
@@ -286,7 +284,7 @@ class _Launch:
             tiles.positions,
             self.scale,
             1.0 if self.softcap is None else self.softcap,
-            window,
+            shape.window or 0,
             splits,
             query.stride(0),
             query.stride(1),
@@ -297,7 +295,7 @@ class _Launch:
             VALUE_DIM=shape.value_dim,
             BLOCK_SIZE=self.cache.block_size,
             BLOCK_M=_padded(queries * self.heads // shape.kv_heads),
-            BLOCK_N=block_n,
+            BLOCK_N=self.block_n,
             BLOCK_K=self.block_k,
             BLOCK_V=self.block_v,
             SPLIT=splits > 1,
@@ -307,23 +305,28 @@ class _Launch:
             WIDEN=query.dtype == torch.bfloat16 and query.device.type == "cpu",
         )
         if splits > 1:
-            kernels.merge[(num_tiles, self.heads)](
-                sums,
-                peaks,
-                totals,
-                sinks,
-                attended,
-                tiles.tokens,
-                tiles.positions,
-                window,
-                splits,
-                HEADS=self.heads,
-                VALUE_DIM=shape.value_dim,
-                BLOCK_N=block_n,
-                BLOCK_V=self.block_v,
-                WINDOWED=shape.window is not None,
-                SINKS=self.sinks is not None,
-            )
+            self._merge((sums, peaks, totals), attended, tiles, splits)
+
+    def _merge(
+        self, parts: tuple[torch.Tensor, ...], attended: torch.Tensor, tiles: Tiles, splits: int
+    ) -> None:
+        """Add up the splits of each tile; ``parts``: sums of values, highest scores, sums of weights."""
+        shape = self.shape
+        kernels.merge[(len(tiles), self.heads)](
+            *parts,
+            attended if self.sinks is None else self.sinks,
+            attended,
+            tiles.tokens,
+            tiles.positions,
+            shape.window or 0,
+            splits,
+            HEADS=self.heads,
+            VALUE_DIM=shape.value_dim,
+            BLOCK_N=self.block_n,
+            BLOCK_V=self.block_v,
+            WINDOWED=shape.window is not None,
+            SINKS=self.sinks is not None,
+        )
 
     def _keys_at_once(self) -> int:
         bytes_per_key = max(self.block_k, self.block_v) * int(self.cache.dtype.itemsize)

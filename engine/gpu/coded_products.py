@@ -200,10 +200,7 @@ class DeviceCodes:
             self.scales if self.zeros is None else self.zeros,
             self.scales if bias is None else bias,
             sums,
-            self.codes if pairs is None else pairs.ends,
-            self.codes if pairs is None else pairs.order,
-            len(rows),
-            1 if pairs is None else pairs.top_k,
+            *self._sorted_by_expert(rows, pairs),
             rows.stride(0),
             IN=self.inputs,
             BYTES=self.codes.shape[2],
@@ -242,10 +239,7 @@ class DeviceCodes:
             scales if self.sums is None else self.sums,
             self.scales if bias is None else bias,
             outputs,
-            self.codes if pairs is None else pairs.ends,
-            self.codes if pairs is None else pairs.order,
-            len(rows),
-            1 if pairs is None else pairs.top_k,
+            *self._sorted_by_expert(rows, pairs),
             PART=part,
             PARTS=self.parts,
             BLOCK_K=min(TILE_INPUTS, max(WORD, _power(part))),
@@ -255,6 +249,14 @@ class DeviceCodes:
             enable_fp_fusion=False,
             **tiles,
         )
+
+    def _sorted_by_expert(
+        self, rows: torch.Tensor, pairs: Pairs | None
+    ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """Arguments ``ends``, ``order``, ``count`` and ``top_k`` of a product."""
+        if pairs is None:
+            return self.codes, self.codes, len(rows), 1
+        return pairs.ends, pairs.order, len(rows), pairs.top_k
 
     def _tiles(self, outputs: torch.Tensor, pairs: Pairs | None) -> tuple[tuple[int, int], dict[str, int]]:
         """The grid, and what the programs' sizes are."""
