@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.rpc.keys import link_key
 from engine.executor_contract import STARTUP_TIMEOUT
+from engine.host.cores import Share
 from parallel.links.keys import LinkKey
 
 if TYPE_CHECKING:
@@ -48,19 +49,20 @@ def make_executor(
         engine.executor_contract.CannotStart: Ray is asked for and missing.
     """
     if config.device.uses_processes:
+        share = Share(threads, tuple(cores))
         if place is not None:
             from engine.executor.ends import LocalCrew
             from engine.executor.spread_mp import SpreadMpExecutor
 
             spread_crew = LocalCrew(worker_names(config, rank), threads, SpreadMpExecutor.num_channels)
             key = link_key(keys) if keys is not None else None
-            return SpreadMpExecutor(config, info, spread_crew, threads, cores, place, startup_timeout, key)
+            return SpreadMpExecutor(config, info, spread_crew, share, place, startup_timeout, key)
         from engine.executor.mp import MpExecutor
 
         crew = _make_crew(config, threads, rank, settings, startup_timeout, keys)
         # Its groups are its own: a key of theirs, so that the mesh's goes to no other host, nor through Ray.
         key = LinkKey.generate() if keys is not None else None
-        return MpExecutor(config, info, crew, threads, cores, startup_timeout, key)
+        return MpExecutor(config, info, crew, share, startup_timeout, key)
     from engine.executor.uni import UniExecutor
 
     return UniExecutor(config, info, threads, place)

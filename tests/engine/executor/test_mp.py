@@ -21,13 +21,13 @@ from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
 from engine.executor import make_executor
 from engine.executor.channel import Channel
 from engine.executor.ends import LocalWorker, RelayedWorker, WorkerEnd
-from engine.executor.group_control import GroupControl
 from engine.executor.messages import Allocated, Computed, Hosting, Loaded, Meet, Read, ToWorker
 from engine.executor.mp import MpExecutor
-from engine.executor.spread_mp import SpreadMpExecutor
+from engine.executor.spread_mp import SpreadMpExecutor, StepGroups
 from engine.executor.uni import UniExecutor
 from engine.executor_contract import Progress, WorkerLost
 from engine.host import forked, memory
+from engine.host.cores import Share
 from engine.kernels.core import library
 from engine.messages import TokenLogprobs
 from engine.model.checkpoint import CheckpointError, ModelInfo, read_model_info
@@ -231,7 +231,7 @@ def test_a_worker_that_answers_and_hangs_is_not_waited_for(
         tensor_parallel_size=ranks,
         execute_model_timeout=0.1,
     )
-    executor = MpExecutor(config, read_model_info(directory), crew, 1)
+    executor = MpExecutor(config, read_model_info(directory), crew, Share(1))
     executor._start(lambda _phase: None)
     for wait in (executor.finish, executor.spans):
         executor.begin(Step([], []))
@@ -248,9 +248,9 @@ def test_nor_where_experts_are_spread(directory: Path) -> None:
     """The worker's second thread, which answers for it, may be well."""
     config = settings(directory, tensor_parallel_size=2, execute_model_timeout=0.1, collective_timeout=0.1)
     crew: Any = SilentCrew(2)
-    executor = SpreadMpExecutor(config, read_model_info(directory), crew, 1, (), (0, 1))
+    executor = SpreadMpExecutor(config, read_model_info(directory), crew, Share(1), (0, 1))
     executor._start(lambda _phase: None)
-    executor._control = GroupControl([])
+    executor._step_groups = StepGroups(executor._channels, [])
     executor.begin(Step([], []))
     with pytest.raises(WorkerLost, match=r"Worker_0 \(elsewhere\) does not answer: it is stopped, or hangs"):
         executor.finish()
@@ -261,7 +261,7 @@ def test_layers_with_experts_are_known_before_any_row_is_counted(directory: Path
     """Without them the coordinator would place no copies in the first group."""
     crew: Any = SilentCrew(2)
     info = msgspec.structs.replace(read_model_info(directory), num_experts=4)
-    executor = SpreadMpExecutor(settings(directory, tensor_parallel_size=2), info, crew, 1, (), (0, 2))
+    executor = SpreadMpExecutor(settings(directory, tensor_parallel_size=2), info, crew, Share(1), (0, 2))
     facts = ModelFacts("Tiny", 1, 1, 1, "float32", "cpu", KVSpec(3, 100))
     for worker, messages in zip(crew.workers, ([Hosting(1)], []), strict=True):
         for each in (*messages, Read(), Loaded(facts, (0, 3), 8, 3)):
@@ -276,9 +276,9 @@ def test_the_caches_of_all_workers_are_taken_from_memory_once(
 ) -> None:
     crew: Any = SilentCrew(2)
     config = settings(directory, tensor_parallel_size=2)
-    executor = SpreadMpExecutor(config, read_model_info(directory), crew, 1, (), (0, 1))
+    executor = SpreadMpExecutor(config, read_model_info(directory), crew, Share(1), (0, 1))
     executor._start(lambda _phase: None)
-    executor._control = GroupControl([])
+    executor._step_groups = StepGroups(executor._channels, [])
     executor._kv = [KVSpec(2, 100), KVSpec(2, 50)]
     for worker in crew.workers:
         worker.relay.send(msgspec.msgpack.encode(Allocated()))
@@ -311,7 +311,7 @@ def test_large_steps_and_large_results_do_not_wait_for_each_other(directory: Pat
     """
     crew = SilentCrew(2)
     config = settings(directory, pipeline_parallel_size=2)
-    executor = MpExecutor(config, read_model_info(directory), crew, 1)
+    executor = MpExecutor(config, read_model_info(directory), crew, Share(1))
     executor._start(lambda _phase: None)
     told = TokenLogprobs(1, -0.5, 1, [*range(20)], [-0.5] * 20)
     result = StepResult([7], prompt_logprobs={0: [told] * 10_000})
@@ -331,7 +331,7 @@ def test_large_steps_and_large_results_do_not_wait_for_each_other(directory: Pat
 
 def test_a_worker_that_takes_no_step_hangs_as_soon_as_one_that_answers_none(directory: Path) -> None:
     config = settings(directory, pipeline_parallel_size=2, execute_model_timeout=0.1)
-    executor = MpExecutor(config, read_model_info(directory), SilentCrew(2), 1)
+    executor = MpExecutor(config, read_model_info(directory), SilentCrew(2), Share(1))
     executor._start(lambda _phase: None)
     began = time.monotonic()
     with pytest.raises(WorkerLost, match=r"Worker_0 .* does not answer"):
@@ -445,14 +445,14 @@ def test_one_worker_may_come_much_later_than_another(
     config = settings(directory, tensor_parallel_size=2, collective_timeout=1.0)
     executor = make_executor(config, read_model_info(directory), 1)
     assert isinstance(executor, MpExecutor)
-    send = executor._send
+    send = executor._channels.send
 
     def late(worker: WorkerEnd, message: ToWorker) -> None:
         if isinstance(message, Meet) and message.port:
             time.sleep(2.5)
         send(worker, message)
 
-    monkeypatch.setattr(executor, "_send", late)
+    monkeypatch.setattr(executor._channels, "send", late)
     executor.load(lambda _phase: None)
     executor.close()
 
