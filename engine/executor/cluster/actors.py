@@ -21,9 +21,9 @@ import ray
 from coordinator.process import process
 from engine.executor.channel import Channel, ChannelClosed
 from engine.executor.cluster.messages import InstanceProgress, Place, PlaceQuery, StartInstance
-from engine.executor.messages import Begin, ToWorker
+from engine.executor.local_model import begin_of, find_copy, with_own
 from engine.host.versions import versions
-from engine.model.checkpoint import CheckpointError, ModelInfo, find_model, fingerprint, read_model_info
+from engine.model.checkpoint import CheckpointError, ModelInfo, read_model_info
 from parallel.rounds.segments import this_host
 
 LISTEN_SECONDS = 1.0
@@ -40,10 +40,8 @@ def look(ask: bytes) -> bytes:
     directory = found = problem = ""
     if wanted is not None:
         try:
-            weights = wanted.reads_weights
-            path = find_model(wanted.model, wanted.revision, weights=weights)
-            info = read_model_info(path, weights=weights)
-            directory, found = info.directory, fingerprint(info, weights=weights)
+            info, found = find_copy(wanted)
+            directory = info.directory
         except CheckpointError as error:
             problem = str(error)
     place = Place(
@@ -87,13 +85,12 @@ class WorkerActor:
     @ray.method(concurrency_group="tell")  # type: ignore[untyped-decorator]
     def begin(self, payload: bytes) -> None:
         """Send the worker its first message, with this node's own facts put in."""
-        begin = msgspec.msgpack.decode(payload, type=ToWorker)
-        assert isinstance(begin, Begin)
+        begin = begin_of(payload)
         assert self._info is not None
         for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ[variable] = str(begin.threads)  # before torch is loaded
         self._channel.send_timeout = begin.config.device.step_timeout
-        self._channel.send(msgspec.msgpack.encode(msgspec.structs.replace(begin, info=self._info)))
+        self._channel.send(with_own(begin, self._info))
         threading.Thread(target=self._work, name="worker", daemon=True).start()
 
     @ray.method(concurrency_group="tell")  # type: ignore[untyped-decorator]

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +27,8 @@ from engine.executor.cluster import placement
 from engine.executor.cluster.actors import worker_actor
 from engine.executor.cluster.messages import Place, PlaceQuery
 from engine.executor.ends import LOOPBACK, RelayedWorker, WorkerEnd
+from engine.executor.local_model import differs
+from engine.executor.relay import Relay
 from engine.executor_contract import CannotStart, Progress
 from engine.host.versions import other_versions
 
@@ -35,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 GROUP_VARIABLE = "LOCKSTEP_PLACEMENT_GROUP"
 """Name of the placement group that the launcher made for this instance's workers."""
-END_TIMEOUT = 5.0
-"""Seconds that the thread of the crew may take to end."""
 
 
 class RayCrew:
@@ -54,10 +53,7 @@ class RayCrew:
         self._group: PlacementGroup | None = None
         self._owns_group = False
         self._actors: list[Any] = []
-        self._workers: list[RelayedWorker] = []
-        self._loop = asyncio.new_event_loop()
-        self._listening: list[asyncio.Task[None]] = []
-        self._thread = threading.Thread(target=self._run, name="ray-relay", daemon=True)
+        self._relay = Relay("ray-relay", self._serve, self._fail)
 
     def __repr__(self) -> str:
         return f"<RayCrew of {len(self._actors)} actors>"
@@ -82,7 +78,7 @@ class RayCrew:
         for name, host, place in zip(self._names, hosts, places, strict=True):
             address = place.address if len(set(hosts)) > 1 else LOOPBACK
             where = f"actor, pid {place.pid} on {place.host}"
-            self._workers.append(RelayedWorker(name, where, host, address, 0))
+            self._relay.workers.append(RelayedWorker(name, where, host, address, 0))
         logger.info(
             "actors on %d node%s: %s",
             len(set(hosts)), "s" * (len(set(hosts)) > 1),
@@ -91,8 +87,8 @@ class RayCrew:
                 for name, place, host in zip(self._names, places, hosts, strict=True)
             ),
         )  # fmt: skip
-        workers += self._workers
-        self._thread.start()
+        workers += self._relay.workers
+        self._relay.start()
 
     def threads_of(self, worker: WorkerEnd) -> int | None:
         """See ``Crew``. As many as the CPUs that were asked for."""
@@ -100,18 +96,12 @@ class RayCrew:
 
     def close(self, problem: str) -> None:
         """See ``Crew``."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(END_TIMEOUT)
+        self._relay.close()
         for actor in self._actors:
             with contextlib.suppress(RayError):
                 ray.kill(actor)
         if self._group is not None and self._owns_group:
             placement.release(self._group)
-        if not self._thread.is_alive():
-            for worker in self._workers:
-                worker.forget()
-            self._workers.clear()
 
     def _reserve(self, progress: Progress) -> PlacementGroup:
         name = os.environ.get(GROUP_VARIABLE)
@@ -158,27 +148,29 @@ class RayCrew:
             return "; ".join(versions) + " (the engine)"
         if place.problem:
             return place.problem
-        if place.fingerprint != self._settings.fingerprint:
-            return (
-                f"{place.directory} (fingerprint {place.fingerprint}) is not the model of the engine "
-                f"({self._settings.model}, fingerprint {self._settings.fingerprint})"
-            )
-        return ""
+        settings = self._settings
+        return differs(place.directory, place.fingerprint, settings.model, settings.fingerprint)
 
     # ---- the thread that relays
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        for actor, worker in zip(self._actors, self._workers, strict=True):
-            self._listening.append(self._loop.create_task(self._listen(actor, worker)))
-            worker.forward(self._loop, _teller(actor))
+    async def _serve(self, closed: asyncio.Event) -> None:
+        loop = asyncio.get_running_loop()
+        listening = []
+        for actor, worker in zip(self._actors, self._relay.workers, strict=True):
+            listening.append(loop.create_task(self._listen(actor, worker)))
+            worker.forward(loop, _teller(actor))
         try:
-            self._loop.run_forever()
+            await closed.wait()
         finally:
-            for task in self._listening:
+            for task in listening:
                 task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*self._listening, return_exceptions=True))
-            self._loop.close()
+            await asyncio.gather(*listening, return_exceptions=True)
+
+    def _fail(self, error: Exception) -> None:
+        """Called when the relay has failed: no worker can be reached any more."""
+        logger.error("the relay to actors failed", exc_info=error)
+        for worker in self._relay.workers:
+            worker.gone("is out of reach: the relay to actors failed")
 
     async def _listen(self, actor: Any, worker: RelayedWorker) -> None:
         """Relay a worker's messages until its actor dies, or the executor hangs up."""

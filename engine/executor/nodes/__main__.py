@@ -30,7 +30,7 @@ from coordinator.settings.flags import parse
 from engine.config import InstanceConfig
 from engine.executor.channel import ChannelClosed
 from engine.executor.ends import END_TIMEOUT, LocalWorker
-from engine.executor.messages import Begin, ToWorker
+from engine.executor.local_model import begin_of, differs, find_copy, with_own
 from engine.executor.nodes.messages import (
     ALIVE_INTERVAL,
     SILENCE,
@@ -50,7 +50,7 @@ from engine.executor.nodes.messages import (
 )
 from engine.host.cores import Share, share_of_cores
 from engine.host.versions import versions
-from engine.model.checkpoint import CheckpointError, ModelInfo, find_model, fingerprint, read_model_info
+from engine.model.checkpoint import CheckpointError, ModelInfo
 from engine.settings import resolve
 from parallel.topology import cores_of_worker
 
@@ -224,16 +224,17 @@ class Node:
 
     def _find_model(self, hire: Hire) -> ModelInfo:
         """This host's copy of what the engine serves."""
-        asked, weights = self._config.model.model or hire.model.model, hire.model.reads_weights
-        directory = find_model(asked, self._config.model.revision or hire.model.revision, weights=weights)
-        info = read_model_info(directory, weights=weights)
-        found = fingerprint(info, weights=weights)
-        if found != hire.fingerprint:
-            raise Over(
-                process.EXIT_REFUSED,
-                f"{info.directory} (fingerprint {found}) is not the model of the engine ({hire.model.model}, "
-                f"fingerprint {hire.fingerprint}): give MODEL",
+        own = self._config.model
+        info, found = find_copy(
+            msgspec.structs.replace(
+                hire.model,
+                model=own.model or hire.model.model,
+                revision=own.revision or hire.model.revision,
             )
+        )
+        problem = differs(info.directory, found, hire.model.model, hire.fingerprint)
+        if problem:
+            raise Over(process.EXIT_REFUSED, f"{problem}: give MODEL")
         return info
 
     def _share(self) -> Share:
@@ -250,18 +251,14 @@ class Node:
             return
         if number not in self._begun:
             self._begun.add(number)
-            begin = msgspec.msgpack.decode(payload, type=ToWorker)
-            assert isinstance(begin, Begin)
             assert self._info is not None
             share = self._share()
-            payload = msgspec.msgpack.encode(
-                msgspec.structs.replace(
-                    begin,
-                    info=self._info,
-                    threads=share.threads,
-                    cores=cores_of_worker(share.cores, worker.number, len(self._workers), share.threads),
-                    log_level=logging.getLevelName(self._log_level.upper()),
-                )
+            payload = with_own(
+                begin_of(payload),
+                self._info,
+                threads=share.threads,
+                cores=cores_of_worker(share.cores, worker.number, len(self._workers), share.threads),
+                log_level=logging.getLevelName(self._log_level.upper()),
             )
         try:
             if worker.channel.offer(payload):

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import uvloop
 import zmq.asyncio
 
 from coordinator.addresses import AddressError, is_loopback, own
@@ -46,6 +45,7 @@ from engine.executor.nodes.messages import (
     ToEngine,
     ToNode,
 )
+from engine.executor.relay import Relay
 from engine.executor_contract import CannotStart, Progress
 from engine.host.versions import other_versions
 from parallel.topology import workers_of_node
@@ -56,8 +56,6 @@ SAY_INTERVAL = 5.0
 """Seconds between two log lines about missing hosts."""
 LEAVE_SECONDS = 0.5
 """Seconds for the other hosts to confirm the end."""
-END_TIMEOUT = 5.0
-"""Seconds for the thread of connections to start listening, and again for its end."""
 
 
 class _Node:
@@ -99,18 +97,13 @@ class NodeCrew:
         self._keys = keys
         self._timeout = timeout
         self._nodes: dict[int, _Node] = {}
-        self._numbers: dict[RelayedWorker, int] = {}
         self._changed = threading.Event()
         """Set when a host joined or started its workers, or the thread failed."""
         self._failure: Exception | None = None
         self._hired = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._closing = asyncio.Event()
         self._leaving = asyncio.Event()
         """Set when a host has left."""
-        self._listens = threading.Event()
-        """Set when the thread listens, or has failed."""
-        self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
+        self._relay = Relay("nodes", self._serve, self._fail)
 
     def __repr__(self) -> str:
         return f"<NodeCrew {', '.join(map(str, self._nodes.values()))}>"
@@ -126,7 +119,7 @@ class NodeCrew:
         except AddressError as error:
             raise CannotStart(f"{error}; the command with --node-rank 0 runs on that host") from error
         self._address = address
-        self._thread.start()
+        self._relay.start()
         deadline = time.monotonic() + self._timeout
         self._await(lambda: not self._missing(), deadline, progress)
         progress("starting workers")
@@ -134,7 +127,7 @@ class NodeCrew:
         for node in range(nodes.nnodes):
             for number, worker in enumerate(workers_of_node(total, node, nodes.nnodes)):
                 workers.append(self._worker(node, worker, number))
-        self._call(self._hire)
+        self._relay.call(self._hire)
         self._await(lambda: all(node.pids is not None for node in self._nodes.values()), deadline, progress)
         logger.info(
             "workers on %d hosts: %s",
@@ -152,14 +145,7 @@ class NodeCrew:
 
     def close(self, problem: str) -> None:
         """See ``Crew``. The other hosts are sent the end."""
-        if self._thread.is_alive() and self._listens.wait(END_TIMEOUT) and self._loop is not None:
-            self._call(lambda: self._close(problem))
-        if self._thread.ident is not None:
-            self._thread.join(END_TIMEOUT)
-        if not self._thread.is_alive():
-            for worker in self._numbers:
-                worker.forget()
-            self._numbers.clear()
+        self._relay.close(lambda: self._send_end(problem))
 
     def _worker(self, node: int, worker: int, number: int) -> WorkerEnd:
         name = self._names[worker]
@@ -168,7 +154,7 @@ class NodeCrew:
         join = self._nodes[node].join
         relayed = RelayedWorker(name, f"on {join.host}, node rank {node}", str(node), join.address, number)
         self._nodes[node].workers[worker] = relayed
-        self._numbers[relayed] = worker
+        self._relay.workers.append(relayed)
         return relayed
 
     def _missing(self) -> list[int]:
@@ -204,40 +190,32 @@ class NodeCrew:
             if not done():
                 self._changed.wait(min(SAY_INTERVAL, max(0.01, deadline - now)))
 
-    def _call(self, what: Callable[[], None]) -> None:
-        assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(what)
-
     # ---- the thread with the socket
 
-    def _run(self) -> None:
-        try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(self._serve())
-        except PortInUse as error:
-            self._failure = PortInUse(f"--master-addr, --master-port: {error}")
-        except Exception as error:  # the engine's thread must not wait for one that is gone
-            logger.exception("the thread for other hosts fails")
-            self._failure = error
-        finally:
-            for node in list(self._nodes.values()):
-                self._lose(node, "the engine does not listen any more")
-            self._listens.set()
-            self._changed.set()
+    def _fail(self, error: Exception) -> None:
+        """Called when the thread has failed, at whatever."""
+        if isinstance(error, PortInUse):
+            error = PortInUse(f"--master-addr, --master-port: {error}")
+        else:
+            logger.error("the thread for other hosts failed", exc_info=error)
+        self._failure = error
+        self._lose_all()
 
-    async def _serve(self) -> None:
+    def _lose_all(self) -> None:
+        for node in list(self._nodes.values()):
+            self._lose(node, "the engine does not listen any more")
+        self._changed.set()
+
+    async def _serve(self, closed: asyncio.Event) -> None:
         context = zmq.asyncio.Context()
         where = endpoint(self._address, self._config.nodes.master_port)
         self._listener: AsyncListener[ToEngine, ToNode] = AsyncListener(
             context, where, ToEngine, name="nodes", keys=self._keys
         )
-        self._loop = asyncio.get_running_loop()
-        self._listens.set()
         if not is_loopback(self._address):
             logger.info("listens for the other hosts at %s", where)
         tasks = [asyncio.create_task(each) for each in (self._receive(), self._keep_alive())]
-        closing = asyncio.ensure_future(self._closing.wait())
+        closing = asyncio.ensure_future(closed.wait())
         try:
             await asyncio.wait([*tasks, closing], return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
@@ -252,6 +230,7 @@ class NodeCrew:
             await asyncio.gather(*tasks, closing, return_exceptions=True)
             self._listener.close()
             context.term()
+        self._lose_all()
 
     async def _all_left(self) -> None:
         while any(not node.left for node in self._nodes.values()):
@@ -366,9 +345,8 @@ class NodeCrew:
             self._failure = self._failure or CannotStart(f"workers of {node} do not start: one {how}")
         self._changed.set()
 
-    def _close(self, problem: str) -> None:
-        """Send all hosts the end, then stop."""
+    def _send_end(self, problem: str) -> None:
+        """Send all hosts the end."""
         for node in self._nodes.values():
             status = EXIT_WORKER_LOST if problem else 0
             self._listener.send(node.peer, NodeEnd(status, problem or "it was asked to"))
-        self._closing.set()
