@@ -310,7 +310,10 @@ class _Launch:
     def _merge(
         self, parts: tuple[torch.Tensor, ...], attended: torch.Tensor, tiles: Tiles, splits: int
     ) -> None:
-        """Add up the splits of each tile; ``parts``: sums of values, highest scores, sums of weights."""
+        """Add up the splits of each tile.
+
+        ``parts``: sums of values, highest scores, sums of weights.
+        """
         shape = self.shape
         kernels.merge[(len(tiles), self.heads)](
             *parts,

@@ -462,7 +462,7 @@ class ModelRunner:
         logprobs: dict[int, TokenLogprobs],
         by_row: list[int | None],
     ) -> tuple[dict[int, TokenLogprobs], dict[int, Further]]:
-        """Put each row's first token into ``by_row``, and all that its draft allows into its slot.
+        """Put each row's first token into ``by_row``, and the accepted ones into its slot.
 
         Returned are log-probabilities of the first tokens by row, and the tokens behind them.
         """

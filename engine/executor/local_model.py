@@ -1,4 +1,4 @@
-"""A host's own copy of the model that an engine on another host serves (no torch).
+"""This host's copy of a model that an engine elsewhere serves (no torch).
 
 Each host reads its own files. Its worker's first message, which comes from the engine, gets their paths.
 """
@@ -26,7 +26,7 @@ def find_copy(model: ModelConfig) -> tuple[ModelInfo, str]:
 
 
 def differs(directory: str, found: str, model: str | None, expected: str) -> str:
-    """Error text if fingerprints of a host's copy and of the engine's model differ; empty if they do not."""
+    """Error text if a host's copy is not the engine's model by fingerprint, else empty."""
     if found == expected:
         return ""
     return (
@@ -42,5 +42,5 @@ def begin_of(payload: bytes) -> Begin:
 
 
 def with_own(begin: Begin, info: ModelInfo, **own: Any) -> bytes:
-    """A worker's first message with this host's copy of the model, and other things of its own."""
+    """A worker's first message with this host's copy of the model put in."""
     return msgspec.msgpack.encode(msgspec.structs.replace(begin, info=info, **own))

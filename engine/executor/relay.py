@@ -1,4 +1,4 @@
-"""Relay of messages to workers on other hosts: a thread with an event loop (no torch).
+"""Relay of messages to workers on other hosts, in a thread (no torch).
 
 Both crews of several hosts have one: :mod:`engine.executor.nodes.driver` over ZeroMQ, and
 :mod:`engine.executor.cluster.crew` over calls of Ray actors. What the loop does is theirs; its start, its end
@@ -60,7 +60,7 @@ class Relay:
                 self._loop.call_soon_threadsafe(what)
 
     def close(self, last: Callable[[], None] = lambda: None) -> None:
-        """End the thread after a ``last`` call in its loop, and give up the ends of its workers."""
+        """End the thread after a ``last`` call in its loop; free its workers' ends."""
 
         def close() -> None:
             last()

@@ -1,4 +1,4 @@
-"""Refusal of a model that cannot be served, and the short form of an error's text."""
+"""Refusal of a model that cannot be served, and errors in one line."""
 
 from __future__ import annotations
 

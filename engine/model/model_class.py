@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 
 
 def class_of(info: ModelInfo, settings: ModelConfig) -> tuple[Any, Any, bool]:
-    """The class to load, its config without quantisation, and whether it is a larger model's language part.
+    """The class to load, its config, and whether it is a larger model's language part.
+
+    The config asks for no quantisation: codes are widened while they are read.
 
     Raises:
         CheckpointError: the model cannot be served.

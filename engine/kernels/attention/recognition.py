@@ -84,7 +84,10 @@ def attention_of(module: Any, shape: LayerShape, base: BaseModel) -> Attention:
 def _weights_by_kind(
     projections: list[Linear], shape: LayerShape, are_joined: bool, *, has_keys: bool
 ) -> tuple[int, tuple[torch.Tensor, ...]]:
-    """Number of query heads, and weights of queries, keys and values; of queries alone without keys."""
+    """Number of query heads, and weights of queries, keys and values.
+
+    Without keys, weights of queries alone.
+    """
     dim, value_dim, kv_heads = shape.key_dim, shape.value_dim, shape.kv_heads
     of_keys = kv_heads * (dim + value_dim) if has_keys else 0
     heads = (sum(each.outputs for each in projections) - of_keys) // dim
@@ -101,7 +104,10 @@ def _weights_by_kind(
 def _plain_attention(
     module: Any, shape: LayerShape, seen: Noted, out_name: str, weights: tuple[torch.Tensor, ...]
 ) -> Attention:
-    """Attention as seen, with as many query heads as key heads, without norms and rotation of queries."""
+    """Attention as seen, without norms, rotation and biases of queries and keys.
+
+    It has as many query heads as key heads.
+    """
     out = linear_of(getattr(module, out_name))
     return Attention(
         qkv=weights,

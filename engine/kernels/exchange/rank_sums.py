@@ -52,7 +52,10 @@ class RankSums:
         return self.common is not None and tokens <= self.common.rows
 
     def of_step(self, tokens: int, rows: int) -> Sums | None:
-        """Sums for a step; None without ranks. ``rows``: that the buffers of steps have room for."""
+        """Sums for a step; None without ranks.
+
+        ``rows``: that the buffers of steps have room for.
+        """
         if self.are_common(tokens):
             return self.common
         if self._ranks is not None and self.own is None:

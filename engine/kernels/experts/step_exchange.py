@@ -1,4 +1,4 @@
-"""Expert layers in a program's steps: exchanged inside the list of operations, or between its pieces.
+"""Exchange of expert rows in a step: inside the list of operations, or between pieces.
 
 Which of both is known once the headers of a step are here, and the same at all members of the group.
 """

@@ -1,1 +1,1 @@
-"""Cut of a model into shards of stages and ranks, and the check of the cut model against the uncut one."""
+"""Cut of a model into shards, and its check against the uncut model."""
