@@ -29,8 +29,10 @@ PAGE = Path("docs/use/families.md")
 REFUSED_PAGE = Path("docs/use/families-refused.md")
 MARK = "<!-- made by python -m tests.families -->"
 """Line of both pages after which this writes."""
-SHARED_BY = 3
+SHARED_BY = 2
 """Families that share a remark, from which on it stands once, in a numbered list."""
+OF_LAYER = re.compile(r"^[\w.]+\.\d+\.[\w.]+ ")
+"""What a remark on one layer begins with."""
 LAYOUT = re.compile(r"(?:(?:dp|ep|tp|pp): )?")
 """What a remark on one layout begins with."""
 
@@ -62,15 +64,15 @@ def _row_of(family: str, seconds: float) -> Row:
 
 def table(rows: Iterable[Row]) -> str:
     """The rows that are served in Markdown, with totals over all and shared remarks."""
-    rows = list(rows)
-    served = sorted(
-        (row for row in rows if row.dp != REFUSED), key=lambda row: (row.dp == "", row.family.lower())
-    )
+    rows = sorted(rows, key=lambda row: row.family.lower())
+    served = [row for row in rows if row.dp not in ("", REFUSED)]
+    without = ", ".join(f"{row.family}" for row in rows if not row.dp)
     shared = _shared(served)
     lines = [
         f"Made with transformers {version('transformers')} and torch {version('torch')}.",
         "",
         _totals(rows),
+        *([f"No verdict: {without}."] if without else []),
         "",
         *(f"{number}. {remark}" for remark, number in shared.items()),
         *([""] if shared else []),
@@ -78,28 +80,30 @@ def table(rows: Iterable[Row]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in served:
-        lines.append(
-            _line(
-                row.family,
-                row.model_class,
-                row.dp,
-                row.ep,
-                row.tp,
-                row.pp,
-                row.kernels,
-                _remarks(row, shared),
-            )
-        )
+        verdicts = row.dp, row.ep, row.tp, row.pp, row.kernels
+        lines.append(_line(row.family, row.model_class, *verdicts, _remarks(row, shared)))
     return "\n".join(lines) + "\n"
 
 
 def refused_table(rows: Iterable[Row]) -> str:
-    """The rows that are refused in every layout, with the reasons."""
-    lines = ["| family | class | reason |", "|---|---|---|"]
+    """The reasons for which families are refused in every layout, and these families."""
+    by_reason: dict[str, list[str]] = {}
     for row in sorted(rows, key=lambda row: row.family.lower()):
         if row.dp == REFUSED:
-            lines.append(_line(row.family, row.model_class, _remarks(row)))
+            by_reason.setdefault(_reason(row), []).append(f"{row.family} ({row.model_class})")
+    often = sorted(by_reason, key=lambda reason: (-len(by_reason[reason]), reason))
+    lines = ["| reason | families and their classes |", "|---|---|"]
+    lines += [_line(reason, ", ".join(by_reason[reason])) for reason in often]
     return "\n".join(lines) + "\n"
+
+
+def _reason(row: Row) -> str:
+    """The notes of a refused row without names of its layers."""
+    found = []
+    for layout, remark in _remarks_of(row):
+        text = OF_LAYER.sub("a layer ", remark.removeprefix(f"{row.model_class}: "))
+        found.append(text if layout == "dp: " else f"{layout}{text}")
+    return "; ".join(found)
 
 
 def _line(*cells: str) -> str:
@@ -127,7 +131,7 @@ def _remarks_of(row: Row) -> Iterator[tuple[str, str]]:
         text = note.replace(f"{row.model_class} ", "") if row.model_class else note
         layout = LAYOUT.match(text)
         end = layout.end() if layout else 0
-        yield text[:end], text[end:]
+        yield text[:end], text[end:].replace(f" of {row.family} ", " ")
 
 
 def write_below_mark(page: Path, text: str) -> None:

@@ -52,6 +52,7 @@ def test_the_table() -> None:
         Row("bad", "BadForCausalLM", EXACT, NONE, "3 of 24 differ", "fails", "torch", ["pp: a | b"]),
         Row("good", "GoodForCausalLM", *SPARSE, "native"),
         Row("no", "NoForCausalLM", *(REFUSED,) * 4, "", ["config.json: NoForCausalLM is not served"]),
+        Row("unknown", notes=["no tiny model"]),
     ]
     assert wrong(rows) == ["bad, tp: 3 of 24 differ"]
     lines = table(rows).splitlines()
@@ -60,10 +61,18 @@ def test_the_table() -> None:
         "| good | GoodForCausalLM | exact | exact | exact | exact | native |  |",
     ]
     assert (
-        f"3 of {len(families())} families: exact are 2 with dp, 1 with ep, 1 with tp, 1 with pp; 1 run"
+        f"4 of {len(families())} families: exact are 2 with dp, 1 with ep, 1 with tp, 1 with pp; 1 run"
         in lines[2]
     )
-    assert refused_table(rows).splitlines()[2:] == ["| no | NoForCausalLM | config.json: is not served |"]
+    assert lines[3] == "No verdict: unknown."
+    rows.append(
+        Row("later", "LaterForCausalLM", *(REFUSED,) * 4, "", ["dp: LaterForCausalLM: m.0.att has no"])
+    )
+    rows.append(Row("other", "Other", *(REFUSED,) * 4, "", ["dp: Other: layers.1.att has no"]))
+    assert refused_table(rows).splitlines()[2:] == [
+        "| a layer has no | later (LaterForCausalLM), other (Other) |",
+        "| config.json: is not served | no (NoForCausalLM) |",
+    ]
 
 
 def test_remarks_of_many_families_stand_once_before_the_table() -> None:
@@ -76,9 +85,9 @@ def test_remarks_of_many_families_stand_once_before_the_table() -> None:
         )
     ]
     lines = table(rows).splitlines()
-    assert lines[4:6] == ["1. has no plan", ""]
+    assert lines[4:7] == ["1. has no plan", "2. has no layers", ""]
     assert [line.split(" | ")[-1] for line in lines[-3:]] == [
-        "tp: (1); pp: has no layers |",
+        "tp: (1); pp: (2) |",
         "tp: (1) |",
-        "tp: (1); pp: has no layers |",
+        "tp: (1); pp: (2) |",
     ]

@@ -1,6 +1,6 @@
 """Why prompts do not go to ``torch.nn.attention.varlen``: what it lacks, as this torch has it.
 
-Where one of these fails, the reason in docs/design/gpu.md has gone.
+Where one of these fails, the reason in docs/design/gpu-tests.md has gone.
 """
 
 from __future__ import annotations

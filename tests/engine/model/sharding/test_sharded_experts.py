@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from engine.config import EngineConfig, ModelConfig
-from engine.model import weights
+from engine.model import module_reading
 from engine.model.checkpoint import read_model_info
 from engine.model.expert_weights import expert_modules, expert_parameters
 from parallel.placement import assign_experts
@@ -27,7 +27,7 @@ def test_each_worker_holds_and_reads_its_own_experts_only(
 ) -> None:
     """The second of two instances, of two stages and two ranks."""
     directory = make_tiny_model(tmp_path, family, layers=LAYERS)
-    taken = counting(monkeypatch, weights)
+    taken = counting(monkeypatch, module_reading)
     info = read_model_info(directory)
     config = EngineConfig(model=ModelConfig(model=str(directory), dtype="float32"))
     shards = ThreadedShards(config, info, tp=2, pp=2, place=(1, 2))
