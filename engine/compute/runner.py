@@ -461,13 +461,13 @@ class ModelRunner:
         tokens: list[int],
         logprobs: dict[int, TokenLogprobs],
         by_row: list[int | None],
-    ) -> tuple[dict[int, TokenLogprobs], dict[int, Further]]:
+    ) -> tuple[dict[int, TokenLogprobs], dict[int, ExtraTokens]]:
         """Put each row's first token into ``by_row``, and the accepted ones into its slot.
 
         Returned are log-probabilities of the first tokens by row, and the tokens behind them.
         """
         row_logprobs: dict[int, TokenLogprobs] = {}
-        further: dict[int, Further] = {}
+        further: dict[int, ExtraTokens] = {}
         begin = 0
         while begin < len(tokens):
             index = wanted.sampled[begin]
