@@ -450,18 +450,17 @@ class Instance:
     def _spread_experts(
         self, membership: MemberConnection, executor: Executor, server: Server, sharers: int | None
     ) -> Spread:
-        from engine.groups.spread import Spread  # loads torch.distributed
+        from engine.groups.rendezvous import Rendezvous  # loads torch.distributed
+        from engine.groups.spread import Spread
 
+        device = self._config.device
         return Spread(
-            self._name,
             membership,
             cast("SpreadExecutor", executor),
-            endpoint=server.endpoint,
-            wake_loop=server.wake,
-            host=self._listen_address(),
-            device=self._config.device,
+            Rendezvous(self._name, self._listen_address(), device, self._keys),
+            server,
+            device.eplb,
             startup_timeout=self._mesh.startup_timeout,
-            keys=self._keys,
             sharers=sharers,
         )
 

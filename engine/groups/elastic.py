@@ -8,7 +8,6 @@ thread that finds the group broken aborts it, so that the step loop comes out of
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -19,8 +18,9 @@ from typing import TYPE_CHECKING, Protocol
 from coordinator.messages import Evidence, ExpertLoads, GroupPlan, Lost
 from coordinator.rpc.keys import MeshKeys
 from engine.groups.expert_loads import LoadWindows
+from engine.groups.group_watch import GroupWatch
 from engine.groups.link_totals import LinkTotals
-from engine.groups.preparation import Preparation
+from engine.groups.preparation import Preparation, Preparations
 from engine.groups.recovery import (
     Abandon,
     AbortGroup,
@@ -32,7 +32,6 @@ from engine.groups.recovery import (
     Recovery,
     ReportLost,
     Turn,
-    names,
 )
 from engine.groups.recovery_times import GroupChange, RecoveryTimes
 from engine.groups.stepping import Agreement, InLockstep, NoGroup
@@ -41,7 +40,6 @@ from parallel.communicators.base import CollectiveError
 from parallel.communicators.renewable import RenewableCommunicator
 from parallel.links.counts import LinkCount, added, link_counts
 from parallel.lockstep import Wake
-from parallel.rounds.segments import ProcessWatch
 
 if TYPE_CHECKING:
     from engine.executor_contract import SpreadExecutor
@@ -51,8 +49,6 @@ logger = logging.getLogger(__name__)
 
 PENDING_PAUSE = 0.003
 """Seconds between two steps without tokens, while not all are ready for a change."""
-WATCH_INTERVAL = 1.0
-"""Seconds after which the watch of the others' processes looks whether it is still wanted."""
 
 
 class GroupReporter(Protocol):
@@ -87,31 +83,26 @@ class Elastic:
         instance: str,
         executor: SpreadExecutor,
         mesh: GroupReporter,
+        preparations: Preparations[Communicator],
         *,
-        connect: Callable[[GroupPlan, Callable[[], bool]], Communicator],
-        free_bytes: Callable[[], int],
         wake_loop: Callable[[], None],
         keys: MeshKeys | None = None,
         windows: LoadWindows | None = None,
     ) -> None:
         """
         Args:
-            connect: forms the group of a plan.
-            free_bytes: memory that more experts may use now.
             wake_loop: ends the step loop's sleep; called from any thread.
             windows: for the loads of experts, if they are balanced.
         """
         self._instance = instance
         self._executor = executor
         self._mesh = mesh
-        self._connect = connect
-        self._free_bytes = free_bytes
+        self._preparations = preparations
         self._wake_loop = wake_loop
         self._keys = keys
         self._windows = windows
         self._lock = threading.RLock()
         self._recovery = Recovery(instance)
-        self._preparations: dict[int, Preparation[Communicator]] = {}
         self._form_at: dict[int, float] = {}
         self._current: Preparation[Communicator] | None = None
         self._stepping: InLockstep | None = None
@@ -164,7 +155,7 @@ class Elastic:
         with self._lock:
             turn = self._recovery.turn(time.monotonic())
             if isinstance(turn, Enter):
-                self._current = self._preparations.pop(turn.form.epoch)
+                self._current = self._preparations.take(turn.form.epoch)
         match turn:
             case Enter(form):
                 self._enter(form)
@@ -227,9 +218,7 @@ class Elastic:
 
     def close(self) -> None:
         with self._lock:
-            for preparation in self._preparations.values():
-                preparation.abandon()
-            self._preparations.clear()
+            self._preparations.close()
             self._current = None
         self._chores.close()
         if self._stepping is not None:
@@ -263,7 +252,7 @@ class Elastic:
                 formed_at=preparation.formed_at,
             )
         )
-        watch = threading.Thread(target=self._watch, args=(preparation, group), name="watch", daemon=True)
+        watch = GroupWatch(group, partial(self._lost, preparation), lambda: self._current is preparation)
         for chore in (partial(self._entered, form, group), watch.start, self._stepping.start):
             self._chores.put(chore)
         self._retire(before)
@@ -285,27 +274,6 @@ class Elastic:
             self._chores.put(threading.Thread(target=stepping.close, name="closing", daemon=True).start)
 
     # ---- losses
-
-    def _watch(self, preparation: Preparation[Communicator], group: Communicator) -> None:
-        """Watch the group's processes until it is replaced.
-
-        The end of one is noticed at once, also while all sleep.
-        """
-        group.on_broken = lambda error: self._lost(
-            preparation, [error.rank], error.evidence, "a connection", str(error)
-        )
-        watch = ProcessWatch()
-        try:
-            for rank, pid in group.processes.items():
-                with contextlib.suppress(OSError):  # it has ended: the next collective will tell
-                    watch.add(rank, pid)
-            while self._current is preparation:
-                dead = watch.dead(WATCH_INTERVAL)
-                if dead:
-                    self._lost(preparation, dead, "exited", "its process", f"rank {dead[0]} has died")
-                    return
-        finally:
-            watch.close()
 
     def _lost(
         self,
@@ -343,19 +311,10 @@ class Elastic:
         for instruction in instructions:
             match instruction:
                 case Prepare(form):
-                    preparation = Preparation(
-                        form,
-                        self._read_experts,
-                        self._connect,
-                        self._on_prepared,
-                        is_urgent=self._recovery.epoch == 0,
-                    )
-                    self._preparations[form.epoch] = preparation
-                    preparation.start()
+                    is_urgent = self._recovery.epoch == 0
+                    self._preparations.start(form, self._on_prepared, is_urgent=is_urgent)
                 case Abandon(epoch):
-                    abandoned = self._preparations.pop(epoch, None)
-                    if abandoned is not None:
-                        abandoned.abandon()
+                    self._preparations.abandon(epoch)
                 case AbortGroup(epoch):
                     current = self._current
                     if current is not None and current.form.epoch == epoch and current.group is not None:
@@ -366,10 +325,6 @@ class Elastic:
                     self._fenced = True
 
     # ---- in the background
-
-    def _read_experts(self, form: GroupPlan, should_stop: Callable[[], bool]) -> int:
-        place = names(form).index(self._instance)
-        return self._executor.prepare(form, place, self._free_bytes(), should_stop)
 
     def _on_prepared(self, preparation: Preparation[Communicator]) -> None:
         epoch, error = preparation.form.epoch, preparation.error

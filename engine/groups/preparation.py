@@ -7,13 +7,17 @@ import resource
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from safetensors import SafetensorError
 
 from coordinator.messages import GroupPlan
+from engine.groups.recovery import names
 from engine.host.background import beside_steps
 from engine.model.checkpoint import ReadingStopped
+
+if TYPE_CHECKING:
+    from engine.executor_contract import SpreadExecutor
 
 
 class Closable(Protocol):
@@ -136,3 +140,51 @@ class Preparation(Generic[Group]):
                 after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
                 after.ru_majflt - before.ru_majflt, after.ru_nivcsw - before.ru_nivcsw,
             )  # fmt: skip
+
+
+class Preparations(Generic[Group]):
+    """Epochs that one instance prepares, at most one of each number."""
+
+    def __init__(
+        self,
+        instance: str,
+        executor: SpreadExecutor,
+        connect: Connect[Group],
+        free_bytes: Callable[[], int],
+    ) -> None:
+        """``connect`` forms the group of a plan; ``free_bytes``: memory that more experts may use now."""
+        self._instance = instance
+        self._executor = executor
+        self.connect = connect
+        self._free_bytes = free_bytes
+        self._by_epoch: dict[int, Preparation[Group]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Preparations {list(self._by_epoch.values())}>"
+
+    def start(
+        self, form: GroupPlan, on_end: Callable[[Preparation[Group]], None], *, is_urgent: bool
+    ) -> None:
+        """Begin to prepare the epoch of a plan; arguments as for :class:`Preparation`."""
+        preparation = Preparation(form, self._read_experts, self.connect, on_end, is_urgent=is_urgent)
+        self._by_epoch[form.epoch] = preparation
+        preparation.start()
+
+    def take(self, epoch: int) -> Preparation[Group]:
+        """The finished preparation of an epoch that begins now."""
+        return self._by_epoch.pop(epoch)
+
+    def abandon(self, epoch: int) -> None:
+        """Cancel the preparation of an epoch, if there is one."""
+        preparation = self._by_epoch.pop(epoch, None)
+        if preparation is not None:
+            preparation.abandon()
+
+    def close(self) -> None:
+        """Cancel all preparations."""
+        for epoch in list(self._by_epoch):
+            self.abandon(epoch)
+
+    def _read_experts(self, form: GroupPlan, should_stop: Callable[[], bool]) -> int:
+        place = names(form).index(self._instance)
+        return self._executor.prepare(form, place, self._free_bytes(), should_stop)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from coordinator.messages import GroupPlan
+from coordinator.rpc.keys import MeshKeys, link_key
 from engine.config import DeviceConfig
 from engine.groups.recovery import names
 from parallel import groups
@@ -18,10 +19,13 @@ from parallel.links.meeting_contract import Meeting
 class Rendezvous:
     """This instance's meeting place, and the way into groups."""
 
-    def __init__(self, host: str, device: DeviceConfig, key: LinkKey | None) -> None:
+    def __init__(self, instance: str, host: str, device: DeviceConfig, keys: MeshKeys | None) -> None:
+        """``host``: where the other instances reach this one."""
+        self.instance = instance
+        self.keys = keys
         self._host = host
         self._device = device
-        self._key = key
+        self._key: LinkKey | None = None if keys is None else link_key(keys)
         self._meetings: deque[MeetingHost] = deque(maxlen=2)
         self.renew()
 
@@ -39,14 +43,17 @@ class Rendezvous:
             self._meetings.popleft().close()
         self._meetings.append(MeetingHost(self._host, key=self._key))
 
-    def connect(self, form: GroupPlan, instance: str, should_stop: Callable[[], bool]) -> Communicator:
+    def __repr__(self) -> str:
+        return f"<Rendezvous of {self.instance} at {self.address}>"
+
+    def connect(self, form: GroupPlan, should_stop: Callable[[], bool]) -> Communicator:
         """Form the group with all its members; waits for them.
 
         Raises:
             CollectiveError: a member did not come, or ``should_stop`` returned True.
             ValueError: the group is not possible; the message says why.
         """
-        index, device = names(form).index(instance), self._device
+        index, device = names(form).index(self.instance), self._device
         meeting = self._meeting(form, index)
         hosts = [peer.host for peer in form.peers]
         backend = groups.choose_backend(device.all2all_backend, hosts, device.mesh_transport)

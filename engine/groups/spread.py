@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from coordinator.member_connection import COMPLAINT_INTERVAL, MemberConnection
 from coordinator.messages import ExpertLoads, GroupPlan, Lost, Settings, State
-from coordinator.rpc.keys import MeshKeys, link_key
-from engine.config import DeviceConfig
+from engine.config.expert_balancing import EplbConfig
 from engine.executor_contract import SpreadExecutor
 from engine.groups.elastic import Elastic
 from engine.groups.expert_loads import LoadWindows
+from engine.groups.preparation import Preparations
 from engine.groups.rendezvous import Rendezvous
 from engine.groups.stepping import NoGroup
 from parallel.communicators.base import Communicator
@@ -37,54 +38,62 @@ def first_share(rank: int, settings: Settings) -> tuple[int, int]:
     return rank % most, min(rank + 1, most)
 
 
+class StepLoop(Protocol):
+    """The part of :class:`engine.serving.server.Server` that is used here."""
+
+    @property
+    def endpoint(self) -> str:
+        """Where routers reach the instance."""
+        ...
+
+    def wake(self) -> None:
+        """End the loop's sleep; from any thread."""
+        ...
+
+
 class Spread:
     """See :class:`engine.groups.elastic.GroupReporter`. Reports its load, then follows the coordinator."""
 
     def __init__(
         self,
-        name: str,
         membership: MemberConnection,
         executor: SpreadExecutor,
+        meeting: Rendezvous,
+        loop: StepLoop,
+        balancing: EplbConfig | None,
         *,
-        endpoint: str,
-        wake_loop: Callable[[], None],
-        host: str,
-        device: DeviceConfig,
         startup_timeout: float,
-        keys: MeshKeys | None = None,
         sharers: int | None = None,
     ) -> None:
-        """``endpoint``, ``host``: where routers and the other instances reach this one.
+        """``meeting``: where groups form. ``balancing``: None if experts keep their places.
 
         ``sharers``: instances that compute on its device; None: on the CPU, as all of its host do.
         """
-        self._name = name
         self._sharers = sharers
         self._membership = membership
         self._executor = executor
-        self._endpoint = endpoint
+        self._endpoint = loop.endpoint
         self._startup_timeout = startup_timeout
         self._began = self._complained_at = time.monotonic()
         self._was_ready = False
         self.drains = False
         """Whether it drains; it is then no longer reported as ready."""
-        self._balances = device.eplb is not None
-        self._meeting = Rendezvous(host, device, link_key(keys) if keys is not None else None)
+        self._balances = balancing is not None
+        self._meeting = meeting
         self.stepping = Elastic(
-            name,
+            meeting.instance,
             executor,
             self,
-            connect=self._connect,
-            free_bytes=self._free_bytes,
-            wake_loop=wake_loop,
-            keys=keys,
-            windows=LoadWindows(device.eplb.window_size) if device.eplb is not None else None,
+            Preparations(meeting.instance, executor, self._connect, self._free_bytes),
+            wake_loop=loop.wake,
+            keys=meeting.keys,
+            windows=None if balancing is None else LoadWindows(balancing.window_size),
         )
         membership.follow(self.stepping.on_form, self.stepping.on_fenced)
         membership.update(
             state=State.LOADED,
             phase="waits for the other instances",
-            address=endpoint,
+            address=loop.endpoint,
             store=self._meeting.address,
             experts=executor.experts_held(),
             expert_layers=len(executor.expert_loads()) if self._balances else 0,
@@ -93,7 +102,7 @@ class Spread:
 
     def _connect(self, form: GroupPlan, should_stop: Callable[[], bool]) -> Communicator:
         """Form the group of the instances, then the other groups of the workers."""
-        group = self._meeting.connect(form, self._name, should_stop)
+        group = self._meeting.connect(form, should_stop)
         return self._executor.connect(form, group, should_stop)
 
     def look(self) -> None:
@@ -123,7 +132,7 @@ class Spread:
 
     def entered(self, form: GroupPlan) -> None:
         """See :class:`engine.groups.elastic.GroupReporter`."""
-        if form.peers[0].instance == self._name:
+        if form.peers[0].instance == self._meeting.instance:
             self._meeting.renew()
         if not self._was_ready:
             self._was_ready = True

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.model.tokenizer_files import TOKENIZER, TokenizerFilesError, tokenizer_directory
+from engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 Bits = npt.NDArray[np.uint8]
 """One bit per token, the lowest bit of a byte first."""
 
+UNCHANGED = SamplingParams()
+"""Parameters that leave a grammar's masks as they are."""
 MAX_LEXER_STATES = 20_000
 """Lexer states of one grammar: 1 to 3 kB each, held while its request runs."""
 
@@ -122,16 +125,15 @@ class Grammar:
         self,
         matcher: LLMatcher,
         vocabulary: Vocabulary,
+        params: SamplingParams = UNCHANGED,
         *,
         stop_ids: Iterable[int] = (),
-        min_tokens: int = 0,
-        ignore_eos: bool = False,
-        allowed_token_ids: Sequence[int] | None = None,
         output_ids: Sequence[int] = (),
         on_error: Callable[[], None] = lambda: None,
     ) -> None:
         """``matcher`` is this request's own, at the beginning of the grammar.
 
+        ``stop_ids``: tokens that end the answer, which ``params.min_tokens`` keeps from coming too early.
         ``output_ids``: tokens that are there already. ``on_error``: called when the library fails, not when
         an answer merely does not follow.
 
@@ -141,10 +143,10 @@ class Grammar:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._on_error = on_error
-        self._min_tokens = min_tokens
-        self._ends = vocabulary.bits_of(vocabulary.eos_ids) if ignore_eos else None
-        self._stops = vocabulary.bits_of(stop_ids) if min_tokens else None
-        self._within = None if allowed_token_ids is None else vocabulary.bits_of(allowed_token_ids)
+        self._min_tokens, allowed = params.min_tokens, params.allowed_token_ids
+        self._ends = vocabulary.bits_of(vocabulary.eos_ids) if params.ignore_eos else None
+        self._stops = vocabulary.bits_of(stop_ids) if params.min_tokens else None
+        self._within = None if allowed is None else vocabulary.bits_of(allowed)
         self._problem: str | None = None
         self.ended = False
         """Whether its last token was the end of the sequence."""

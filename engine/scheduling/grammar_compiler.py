@@ -143,10 +143,8 @@ class GrammarCompiler:
         grammar = Grammar(
             compiled.template.deep_copy(),
             vocabulary,
+            params,
             stop_ids=request.stop_ids,
-            min_tokens=params.min_tokens,
-            ignore_eos=params.ignore_eos,
-            allowed_token_ids=params.allowed_token_ids,
             output_ids=output_ids,
             on_error=compiled.fail,
         )

@@ -13,6 +13,7 @@ import pytest
 
 from coordinator.messages import Evidence, GroupPlan, Lost, Peer
 from engine.groups.elastic import Elastic
+from engine.groups.preparation import Preparations
 from engine.groups.recovery import AwaitGroup, LeaveMesh
 from engine.groups.stepping import NoGroup
 from engine.model.checkpoint import ReadingStopped
@@ -106,12 +107,17 @@ class Instance:
         self.pauses = threading.Event()
         self._wake = threading.Event()
         self._stop = threading.Event()
+        self.preparations: Preparations[Communicator] = Preparations(
+            name,
+            self.weights,  # type: ignore[arg-type]
+            lambda form, should_stop: meeting.connect(name, form, should_stop),
+            lambda: 0,
+        )
         self.elastic = Elastic(
             name,
             self.weights,  # type: ignore[arg-type]
             self,
-            connect=lambda form, should_stop: meeting.connect(name, form, should_stop),
-            free_bytes=lambda: 0,
+            self.preparations,
             wake_loop=self._wake.set,
         )
         self._thread = threading.Thread(target=self._run)
@@ -297,7 +303,7 @@ def test_a_newcomer_that_can_be_in_no_group_ends(three: list[Instance]) -> None:
     def connect(form: GroupPlan, should_stop: Callable[[], bool]) -> Communicator:
         raise ValueError("shared memory needs all instances on one host")
 
-    a.elastic._connect = connect
+    a.preparations.connect = connect
     a.elastic.on_form(form(1, "a"))
     until(lambda: a.error is not None)
     assert "the group of epoch 1 cannot form: shared memory needs" in str(a.error)
@@ -307,16 +313,16 @@ def test_a_group_that_does_not_form_is_reported(three: list[Instance]) -> None:
     a, b, _ = three
     tell([a, b], form(1, "a", "b"))
     in_epoch(1, a, b)
-    connect = a.elastic._connect
+    connect = a.preparations.connect
 
     def fail(form: GroupPlan, should_stop: Callable[[], bool]) -> Communicator:
         raise CollectiveError("rank 2 has died", 2, "exited")
 
-    a.elastic._connect = fail
+    a.preparations.connect = fail
     tell(three, form(2, "a", "b", "c"))
     until(lambda: a.reports)
     assert (a.reports[0].epoch, a.reports[0].suspects) == (2, ("c",))
-    a.elastic._connect = connect
+    a.preparations.connect = connect
     work(a, b)
     until(lambda: a.steps > 10)  # the group before goes on
     tell([a, b], form(3, "a", "b"))

@@ -342,8 +342,21 @@ def test_the_cache_is_bounded(vocabulary: Vocabulary) -> None:
 # ---- one grammar
 
 
-def grammar_of(text: str, vocabulary: Vocabulary, **options: Any) -> Grammar:
-    return Grammar(compile_grammar(text, vocabulary), vocabulary, **options)
+def grammar_of(
+    text: str,
+    vocabulary: Vocabulary,
+    *,
+    stop_ids: Sequence[int] = (),
+    output_ids: Sequence[int] = (),
+    **params: Any,
+) -> Grammar:
+    return Grammar(
+        compile_grammar(text, vocabulary),
+        vocabulary,
+        SamplingParams(**params),
+        stop_ids=stop_ids,
+        output_ids=output_ids,
+    )
 
 
 def tokens_of(mask: bytes | None) -> list[int]:
@@ -373,7 +386,8 @@ def test_looking_changes_nothing(vocabulary: Vocabulary, tokenizer: Tokenizer) -
 
 def test_ends_that_are_not_wanted(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
     stop = tokenizer.token_to_id("b")
-    for options in ({"min_tokens": 3, "stop_ids": [EOS, stop]}, {"ignore_eos": True}):
+    wishes: list[dict[str, Any]] = [{"min_tokens": 3, "stop_ids": [EOS, stop]}, {"ignore_eos": True}]
+    for options in wishes:
         grammar = grammar_of(LETTERS, vocabulary, **options)
         assert grammar.take(tokenizer.token_to_id("a")) is None
         found = tokens_of(grammar.mask(1))
