@@ -1,4 +1,4 @@
-"""Transfers of KV blocks to one cache, and the room that they take in it (pure).
+"""Transfers of KV blocks to one cache, with the room they take there (pure).
 
 Room for blocks that come belongs to their transfer until its :class:`.TransferEnded`; no clock ends that.
 What came is named, and found by any request.
@@ -94,7 +94,7 @@ class IncomingTransfers:
     def begin(
         self, names: Sequence[BlockHash], source: Source, *, at_any_price: bool = False
     ) -> IncomingTransfer | None:
-        """Fetch the first of these blocks, as many as there is room for; None: nothing is fetched."""
+        """Fetch the first of these blocks, as many as fit; None: nothing is fetched."""
         names = names[: self._room_for(source)]
         tokens = len(names) * self._block_size
         if not names or not self._sources.trusts(source):
@@ -117,9 +117,10 @@ class IncomingTransfers:
     def take_over(
         self, last: BlockHash, room: int, source: Source, holder: Holder
     ) -> IncomingTransfer | None:
-        """Have a source hand a request over, with its blocks after the ``last`` one that is here.
+        """Have a source hand a request over, with its blocks after the ``last`` one.
 
-        None: there is no room for so many blocks, or the source is not trusted.
+        That one is here, or there is none. Returns None if there is no room for so many blocks, or if the
+        source is not trusted.
         """
         blocks = self._take(room) if self._sources.trusts(source) else None
         if blocks is None:
@@ -128,7 +129,7 @@ class IncomingTransfers:
         return self._start(Wanted(self._numbers, source, [last], blocks, MOST_SECONDS, holder))
 
     def ended(self, end: TransferEnded) -> IncomingTransfer:
-        """Name the blocks that came, and give up the room of a transfer that is over."""
+        """Name the blocks that came, and give up the room of an ended transfer."""
         transfer = self._transfers.pop(end.number)
         wanted = transfer.wanted
         num_full = end.count - end.has_part
@@ -156,7 +157,10 @@ class IncomingTransfers:
                 del self._by_name[name]
 
     def take_overdue(self) -> list[IncomingTransfer]:
-        """Transfers that requests wait for no longer, each once: a read may hang, and keeps its room."""
+        """Transfers that have become overdue: no request waits for them from now on.
+
+        A read may hang, and keeps its room.
+        """
         found = [each for each in self._transfers.values() if self._sources.is_past(each.due_at)]
         for transfer in found:
             transfer.due_at = math.inf
@@ -176,7 +180,7 @@ class IncomingTransfers:
             self.cancel_unwanted(transfer)
 
     def abandon(self) -> list[IncomingTransfer]:
-        """Give up the room of transfers that the mover had begun: it has ended, and writes no more."""
+        """Give up the room of all transfers of the mover, which has ended."""
         found = [each for each in self._transfers.values() if not is_here(each.wanted.source)]
         for transfer in found:
             self._pool.release(transfer.wanted.blocks)

@@ -117,9 +117,9 @@ class Sources:
         return "" if is_dead(source) and self._heir is None else source
 
     def best(self, names: list[BlockHash], source: Source) -> tuple[list[BlockHash], Source] | None:
-        """Where to fetch blocks: from files that have all of them, or if no instance has some.
+        """The best source of some blocks, with those that it may have; None without any.
 
-        Returns the blocks that the source may have. None: there is no source.
+        Files are the best one if they have all blocks, or if no instance has some.
         """
         count = 0 if self._tier is None or not self.trusts(FILES) else self._tier.count(names)
         if count and (count == len(names) or not source):
@@ -129,7 +129,7 @@ class Sources:
     # ---- prices
 
     def price_now(self) -> float:
-        """What a token fetched from an instance costs, in tokens to compute; 1 where none is fetched."""
+        """Price of a token fetched from an instance, in computed ones; 1: nothing is fetched."""
         return 1.0 if self.mover.has_ended else min(1.0, self.price.at(self._clock()))
 
     def computed(self, tokens: int, seconds: float) -> None:
@@ -142,7 +142,7 @@ class Sources:
         self._price_of(source).fetched(num_bytes, seconds, self._clock())
 
     def pays(self, source: Source, tokens: int) -> bool:
-        """Whether so many tokens are fetched rather than computed; a copy on this host costs less."""
+        """Whether to fetch so many tokens; memory of this host is always worth it."""
         return is_dead(source) or self._price_of(source).pays(tokens, self._clock())
 
     def seconds_for(self, source: Source, tokens: int) -> float:
@@ -151,7 +151,10 @@ class Sources:
         return MOST_SECONDS if computing is None else min(MOST_SECONDS, max(LEAST_SECONDS, computing))
 
     def due_at(self, source: Source, seconds: float) -> float:
-        """When requests stop waiting for a transfer; never for the mover's, which ends it in time itself."""
+        """When requests stop waiting for a transfer.
+
+        Never for one of the mover, which ends it in time itself.
+        """
         return self._clock() + seconds if is_here(source) else float("inf")
 
     def is_past(self, due_at: float) -> bool:
@@ -178,7 +181,7 @@ class Sources:
             del self._distrusted[next(iter(self._distrusted))]
 
     def drop_files(self, wrong: Iterable[BlockCheck]) -> None:
-        """Delete files that are wrong, and those that may have been written on top of wrong blocks."""
+        """Delete files that are wrong, or may be written on top of wrong blocks."""
         if self._tier is None:
             return
         for check in wrong:
@@ -197,5 +200,5 @@ def is_dead(source: Source) -> bool:
 
 
 def is_here(source: Source) -> bool:
-    """Whether a thread of its own reads a source of this host; such a read may hang."""
+    """Whether a source is read on this host, by a thread that may hang."""
     return source == FILES or is_dead(source)

@@ -46,7 +46,7 @@ class WaitingRequests:
         self._transfers[request.key] = transfer
 
     def remove(self, key: RequestKey) -> IncomingTransfer | None:
-        """Take out a request; returns what it waited for, None if it does not wait here."""
+        """Take out a request; returns its transfer, None if it does not wait."""
         transfer = self._transfers.pop(key, None)
         if transfer is not None:
             del transfer.requests[key]

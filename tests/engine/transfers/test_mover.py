@@ -14,7 +14,7 @@ import zmq
 from coordinator.rpc import keys
 from coordinator.rpc.codec import Decoder, encode
 from coordinator.rpc.keys import MeshKeys
-from engine.transfers import mover as moving
+from engine.transfers import lending_port
 from engine.transfers.block_memory import BlockMemory
 from engine.transfers.fetching import TransferEnded, TransferOutcome, Wanted
 from engine.transfers.lending import Lookup, Return, SendPiece
@@ -60,7 +60,7 @@ Make = Callable[..., End]
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made: list[End] = []
-    monkeypatch.setattr(moving, "PIECE_BYTES", 3 * sum(WIDTHS))
+    monkeypatch.setattr(lending_port, "PIECE_BYTES", 3 * sum(WIDTHS))
 
     def end(*args: object, **fields: object) -> End:
         made.append(End(*args, **fields))  # type: ignore[arg-type]
@@ -147,7 +147,7 @@ def test_a_source_that_leaves_waits_until_its_last_pieces_were_read(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a taker has not read when the connection ends is lost to it."""
-    monkeypatch.setattr(moving, "FAREWELL", 20.0)
+    monkeypatch.setattr(lending_port, "FAREWELL", 20.0)
     source, taker = make(1), make(2)
     source.lends = {name: index for index, name in enumerate(NAMES)}
     goes_on, write = threading.Event(), taker.memory.write
@@ -170,7 +170,7 @@ def test_a_source_that_leaves_waits_until_its_last_pieces_were_read(
 def test_a_source_waits_only_so_long_for_a_taker_that_does_not_read(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moving, "FAREWELL", 0.05)
+    monkeypatch.setattr(lending_port, "FAREWELL", 0.05)
     source = make(1)
     source.lends = {name: index for index, name in enumerate(NAMES)}
     taker = RawTaker(source)
@@ -206,7 +206,7 @@ def test_a_mover_rests_without_transfers_and_looks_at_the_next_one(make: Make) -
 def test_a_flipped_bit_is_found(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     source, taker = make(1), make(2)
     source.lends = {name: index for index, name in enumerate(NAMES)}
-    made = source.mover._piece
+    made = source.mover._lending._piece
 
     def flipped(action: SendPiece) -> BlockPiece:
         piece = made(action)
@@ -216,7 +216,7 @@ def test_a_flipped_bit_is_found(make: Make, monkeypatch: pytest.MonkeyPatch) -> 
         data[17] ^= 4
         return msgspec.structs.replace(piece, data=bytes(data))
 
-    monkeypatch.setattr(source.mover, "_piece", flipped)
+    monkeypatch.setattr(source.mover._lending, "_piece", flipped)
     fetch(taker, source)
     end = end_of(taker, source)
     assert (end.outcome, end.for_good, end.count) == (TransferOutcome.WRONG, True, 9)
@@ -258,7 +258,7 @@ def test_blocks_are_held_while_a_taker_reads_slowly_and_no_longer_than_it_lives(
     assert source.of(Return) == []
     taker.close()
     until(lambda: len(source.of(Return)) == 1)
-    assert len(source.mover._lender) == 0
+    assert len(source.mover._lending.lender) == 0
 
 
 def test_garbage_is_dropped(make: Make) -> None:
