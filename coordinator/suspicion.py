@@ -4,7 +4,7 @@ A closed connection does not distinguish a dead member from a live one that gave
 survivor does. So each suspect gets a :class:`coordinator.messages.Probe`, which an instance answers at once,
 whatever its step thread is doing. Silence is death; so is a process that has ended, without a probe. A member
 that answers lives. It is removed only if its steps stand still. That is so if several others waited for it in
-vain (or one, twice in a row), and it was not waiting itself, which it would have reported.
+vain (or one, in two groups in a row), and it was not waiting itself, which it would have reported.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class Suspicions:
         self._explained = False
         """Somebody is dead: that the others' ends are closed, too, is what comes of it."""
         self._excused: set[str] = set()
-        """Instances that one other waited for in vain, and that live."""
+        """Live instances that one other waited for in vain, in this group."""
+        self._excused_before: set[str] = set()
+        """The same in the groups before this one, since one began."""
         self._answered_at: dict[str, float] = {}
         """When a suspect of this group was last found alive."""
 
@@ -115,10 +117,13 @@ class Suspicions:
         self._waiting.clear()
         self._answered_at.clear()
         self._explained = False
+        self._excused_before |= self._excused
+        self._excused.clear()
 
     def all_is_well(self) -> None:
         """A group has begun: the steps of all its members move."""
         self._excused.clear()
+        self._excused_before.clear()
 
     def settle(self, now: float) -> list[tuple[str, str]]:
         """Close decided suspicions; returns the dead instances, and why they are dead."""
@@ -165,7 +170,7 @@ class Suspicions:
             return ""
         if now < suspicion.since + self._rules.probe_grace:
             return None
-        if num_waited > 1 or instance in self._excused:
+        if num_waited > 1 or instance in self._excused_before:
             others = f"{num_waited} other{'s' * (num_waited > 1)}"
             return f"it answers, but its steps stand still, say {others}"
         self._excused.add(instance)

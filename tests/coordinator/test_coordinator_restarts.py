@@ -52,6 +52,30 @@ def test_a_restarted_coordinator_hears_of_a_death_in_its_absence(mesh: Mesh) -> 
     assert {(members(form), form.epoch, form.broken) for _, form in mesh.new_forms()} == {("ab", 2, 1)}
 
 
+def test_one_report_repeated_to_a_restarted_coordinator_takes_nobody_out(mesh: Mesh) -> None:
+    """Schedule 304312 of the elastic simulator.
+
+    c sends a wake that reaches a and not b, and is stopped. So a waits in vain for b, which sleeps. The report
+    is repeated until another group is formed, and that has to wait for c.
+    """
+    mesh.restart_coordinator()
+    for name in "ab":
+        mesh.register(name, epoch=1, group=mesh.forms[name])
+        mesh.says(name)
+    for _ in range(6):
+        mesh.lost("a", 1, "b", Evidence.DEADLINE)
+        mesh.answer("b")
+        mesh.wait(0.75, alive="ab")
+        assert mesh.ranks() == [0, 1]
+    mesh.wait(0.75, alive="ab")
+    assert {(members(form), form.epoch, form.broken) for _, form in mesh.new_forms()} == {("ab", 2, 1)}
+    mesh.enters("a")
+    mesh.lost("a", 2, "b", Evidence.DEADLINE)
+    mesh.answer("b")
+    mesh.wait(0.5, alive="ab")
+    assert mesh.ranks() == [0], "b stands still in the second group, too"
+
+
 def test_a_restarted_coordinator_may_hear_of_an_older_group_first(mesh: Mesh) -> None:
     older = mesh.forms["a"]
     newer = msgspec.structs.replace(older, epoch=2, peers=older.peers[1:])
