@@ -26,7 +26,7 @@ from engine.groups.recovery import Recovery, names
 from parallel.lockstep import Lockstep, RunStep, StepHeader, Switch, Wake
 from parallel.placement import held_by_rank
 from tests.simulator.elastic.group import End, Group
-from tests.simulator.elastic.settings import ASK_INTERVAL, RULES, TICKS_PER_SECOND
+from tests.simulator.elastic.settings import ASK_INTERVAL, PASS_ON_AFTER, RULES, TICKS_PER_SECOND
 
 if TYPE_CHECKING:
     from tests.simulator.elastic.world import Request, World
@@ -332,17 +332,34 @@ class Instance:
     def _send_wake(self, lockstep: Lockstep, wake: Wake) -> None:
         if self.lockstep is not lockstep or lockstep.outstanding_wake != wake or self.group is None:
             return
+        self._wake_others(wake)
+        self.world.after(self, 2 + self.world.settings.delay, self._send_wake, lockstep, wake)
+
+    def _wake_others(self, wake: Wake) -> None:
+        assert self.group is not None
         for name in names(self.group.form):
             other = self.world.instances[name]
             if other is not self and self.world.passes(self.name, name) and self.world.chance(0.8):
                 self.world.after(other, self.world.up_to(self.world.settings.delay), other.on_wake, wake)
-        self.world.after(self, 2 + self.world.settings.delay, self._send_wake, lockstep, wake)
 
     def on_wake(self, wake: Wake) -> None:
-        """A peer wants a step."""
-        if self.lockstep is not None:
-            self.lockstep.on_wake(wake)
+        """A peer wants a step; unless it begins soon, this instance wakes the others, too."""
+        lockstep = self.lockstep
+        if lockstep is not None:
+            slept = not lockstep.awake
+            lockstep.on_wake(wake)
+            if slept and lockstep.awake:
+                patience = self.world.timer(self, PASS_ON_AFTER)
+                self.world.after(self, patience, self._pass_on, lockstep, wake)
             self._poke()
+
+    def _pass_on(self, lockstep: Lockstep, wake: Wake) -> None:
+        """Repeat the wake of a peer until its step begins, as :class:`engine.groups.stepping.Waker`."""
+        at = (lockstep.epoch, lockstep.step)
+        if self.lockstep is lockstep and self.recovery.epoch == wake.epoch and at == (wake.epoch, wake.step):
+            self.world.checker.counts["wakes passed on"] += 1
+            self._wake_others(wake)
+            self.world.after(self, 2 + self.world.settings.delay, self._pass_on, lockstep, wake)
 
     def call_done(self, group: Group, rows: list[StepHeader | None]) -> None:
         """The collective that the step thread was in has ended well."""

@@ -14,6 +14,11 @@ TICKS_PER_SECOND = 100
 COORDINATOR_TICK = 10
 ASK_INTERVAL = 30
 """Ticks between two tries to register."""
+PASS_ON_AFTER = 50
+"""Ticks after which a woken instance wakes the others, too, unless the step began.
+
+Less than the shortest deadline of a collective, as in life.
+"""
 
 RULES = Rules(
     heartbeat_interval=0.5,
