@@ -307,7 +307,7 @@ class BlamesTheWayToWhoIsLate(Registry):
 
 FOUND_ONCE: dict[type[Any], tuple[str, Rule, int]] = {
     NeverReconsiders: ("coordinator.registry.Reachability", Rule.SERVES, 27418),
-    BlamesTheWayToWhoIsLate: ("World.registry_class", Rule.REACHED, 59281),
+    BlamesTheWayToWhoIsLate: ("World.registry_class", Rule.REACHED, 84306),
 }
 """Bugs that one of ten thousand schedules finds: where, the rule, and such a schedule."""
 
