@@ -53,29 +53,29 @@ class ThinkingBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Token ids that end the reasoning."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Parameters of one request.
+class SamplingFields(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Sampling parameters that programs and instances give in the same form, with one default.
 
-    Stop strings, ``n`` and everything about text (``skip_special_tokens`` ...) are honoured by the router,
-    which turns ids into text; an instance works on token ids only and sees one sample at a time.
+    :class:`SamplingParams` has what instances get beyond them, :class:`router.offline.params.SamplingParams`
+    what users of the class ``LLM`` may give.
     """
 
     n: int = 1
+    """Samples per prompt."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     temperature: float = 1.0
+    """0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
     """0 or -1 keeps all tokens."""
     min_p: float = 0.0
     seed: int | None = None
-    """None: the router draws one.
+    """None (offline also -1): the router or the ``LLM`` draws one.
 
     The stream must not change when another instance continues it.
     """
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     max_tokens: int | None = 16
     """None means up to the model's context."""
@@ -83,6 +83,22 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     logprobs: int | None = None
     """Alternatives per sampled token, 0 for the sampled one alone, None for no log-probabilities."""
     prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+
+
+class SamplingParams(  # type: ignore[misc]  # frozen, unlike what programs may change
+    SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """Parameters of one request, as instances get them.
+
+    Stop strings, ``n`` and everything about text (``skip_special_tokens`` ...) are honoured by the router,
+    which turns ids into text; an instance works on token ids only and sees one sample at a time.
+    """
+
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -90,9 +106,6 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     thinking: ThinkingBudget | None = None
     grammar: str | None = None
     """What the output must look like: a grammar of the llguidance library, as JSON."""
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
 
     @property
     def greedy(self) -> bool:

@@ -5,21 +5,18 @@ Importing this loads nothing; the first use of a name does.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from router.offline.llm import (
-        LLM,
-        CompletionOutput,
-        EngineDeadError,
-        GenerationError,
-        Logprob,
-        RequestOutput,
-        SamplingParams,
-        StructuredOutputsParams,
-    )
+    from router.offline.llm import LLM
+    from router.offline.mesh import EngineDeadError
+    from router.offline.outputs import CompletionOutput, Logprob, RequestOutput
+    from router.offline.params import SamplingParams
+    from router.offline.run import GenerationError
+    from router.openai_api import StructuredOutputs as StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -32,6 +29,17 @@ __all__ = [
     "StructuredOutputsParams",
 ]
 
+_HOMES = {
+    "CompletionOutput": "router.offline.outputs:CompletionOutput",
+    "EngineDeadError": "router.offline.mesh:EngineDeadError",
+    "GenerationError": "router.offline.run:GenerationError",
+    "LLM": "router.offline.llm:LLM",
+    "Logprob": "router.offline.outputs:Logprob",
+    "RequestOutput": "router.offline.outputs:RequestOutput",
+    "SamplingParams": "router.offline.params:SamplingParams",
+    "StructuredOutputsParams": "router.openai_api:StructuredOutputs",
+}
+"""Module and attribute behind each name of this package."""
 PACKAGES = ("parallel", "coordinator", "engine", "router")
 
 
@@ -39,9 +47,8 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     _check_packages()
-    from router.offline import llm
-
-    return getattr(llm, name)
+    module, _, attribute = _HOMES[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def __dir__() -> list[str]:

@@ -27,32 +27,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engine.settings import resolve
+from router.config import ServeConfig
 from router.errors import ApiError
 from router.mesh import ServedModel
 from router.offline.config import llm_config
 from router.offline.inputs import Job, JobMaker, as_conversations, as_prompts, in_users_terms, one_per_prompt
-from router.offline.mesh import EngineDeadError, PrivateMesh
-from router.offline.outputs import CompletionOutput, Logprob, RequestOutput
+from router.offline.mesh import PrivateMesh
+from router.offline.outputs import RequestOutput
 from router.offline.params import SamplingParams
 from router.offline.progress import progress_bar
-from router.offline.run import GenerationError, run_jobs
-from router.openai_api import StructuredOutputs as StructuredOutputsParams
+from router.offline.run import run_jobs
 from router.text.chat_template import ChatTemplateError, load_chat_templates
 from router.text.text_model import TextModel, load_text_model
 
 if TYPE_CHECKING:
     from coordinator.messages import Settings
-
-__all__ = [
-    "LLM",
-    "CompletionOutput",
-    "EngineDeadError",
-    "GenerationError",
-    "Logprob",
-    "RequestOutput",
-    "SamplingParams",
-    "StructuredOutputsParams",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -123,11 +112,7 @@ class LLM:
             }
         )
         began = time.monotonic()
-        settings: Settings | None = None
-        text_model: TextModel | None = None
-        if config.engine.model.model is not None or not config.mesh.headless:
-            info, settings = resolve(config.engine, config.mesh.known_size)
-            text_model = load_text_model(_served(settings, info.directory), config.http)
+        settings, text_model = _local_model(config)
         named = {"data_parallel_address", "data_parallel_rpc_port"} & flags.keys()
         self._mesh = PrivateMesh(config, settings, port_is_free_choice=not named)
         self._finalizer = weakref.finalize(self, self._mesh.close, waits_for_others=False)
@@ -310,6 +295,17 @@ def _check_adapters(given: object) -> None:
     """Refuse adapters: vLLM takes one for all prompts, or a list."""
     if given is not None and not (isinstance(given, Sequence) and all(each is None for each in given)):
         raise ValueError("lora_request is not supported: merge the adapter into the model's weights.")
+
+
+def _local_model(config: ServeConfig) -> tuple[Settings | None, TextModel | None]:
+    """Settings and tokenizer of the model.
+
+    None where a headless program learns the model from the mesh.
+    """
+    if config.engine.model.model is None and config.mesh.headless:
+        return None, None
+    info, settings = resolve(config.engine, config.mesh.known_size)
+    return settings, load_text_model(_served(settings, info.directory), config.http)
 
 
 def _served(settings: Settings, directory: str) -> ServedModel:

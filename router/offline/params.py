@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from engine import sampling
-from engine.sampling import ALL_LOGPROBS, BadParameter
+from engine.sampling import ALL_LOGPROBS, BadParameter, SamplingFields
 from router.openai_api import CompletionRequest
 
 WHOLE_OUTPUTS = (None, 0, 2)
@@ -19,40 +19,17 @@ OFFLINE_ONLY = ("detokenize", "extra_args", "output_kind")
 FIELD_OF_ERROR = re.compile(r"^(.*) - at `\$\.(\w+)(.*)`$")
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """How to generate: names, ranges and defaults of vLLM's ``SamplingParams``.
+class SamplingParams(SamplingFields, kw_only=True):
+    """Sampling parameters of the class ``LLM``: names, ranges and defaults of vLLM's.
 
     Raises:
         ValueError: a value of the wrong type or out of range.
     """
 
-    n: int = 1
-    """Samples per prompt."""
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 or -1 keeps all tokens."""
-    min_p: float = 0.0
-    seed: int | None = None
-    """None (or -1): drawn from the seed of the ``LLM``."""
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    """None: up to the model's context, which ends any generation."""
-    min_tokens: int = 0
-    logprobs: int | None = None
-    """Most likely tokens to return per generated token, 0 for the generated one alone."""
-    prompt_logprobs: int | None = None
     detokenize: bool = True
     """False leaves ``text`` empty."""
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     truncate_prompt_tokens: int | None = None
@@ -73,23 +50,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 raise ValueError(f"{name} must not be None; leave it out for {default!r}")
         request = request_of(self)
         stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        shared = {name: getattr(self, name) for name in SamplingFields.__struct_fields__}
+        for name in ("logprobs", "prompt_logprobs"):
+            shared[name] = None if shared[name] == ALL_LOGPROBS else shared[name]
         try:
             sampling.SamplingParams(
-                n=self.n,
-                presence_penalty=self.presence_penalty,
-                frequency_penalty=self.frequency_penalty,
-                repetition_penalty=self.repetition_penalty,
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                min_p=self.min_p,
-                seed=self.seed,
+                **shared,
                 stop=tuple(stops),
                 stop_token_ids=tuple(self.stop_token_ids or ()),
-                max_tokens=self.max_tokens,
-                min_tokens=self.min_tokens,
-                logprobs=None if self.logprobs == ALL_LOGPROBS else self.logprobs,
-                prompt_logprobs=None if self.prompt_logprobs == ALL_LOGPROBS else self.prompt_logprobs,
                 logit_bias=self.logit_bias or {},
                 allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             ).check(vocab_size=sampling.UNBOUNDED, max_logprobs=sampling.UNBOUNDED)

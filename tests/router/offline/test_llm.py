@@ -23,7 +23,10 @@ from router.metrics.metrics import Metrics
 from router.offline import llm as llm_module
 from router.offline.config import llm_config
 from router.offline.inputs import JobMaker
-from router.offline.llm import LLM, EngineDeadError, RequestOutput, SamplingParams
+from router.offline.llm import LLM
+from router.offline.mesh import EngineDeadError
+from router.offline.outputs import RequestOutput
+from router.offline.params import SamplingParams
 from router.offline.run import run_jobs
 from router.text.text_model import TextModel
 from tests.router.conftest import MAX_MODEL_LEN
@@ -578,8 +581,10 @@ def test_who_stands_in_the_way_of_our_packages_is_named(name: str, tmp_path: Pat
 
 
 def test_lockstep_has_what_it_says() -> None:
-    assert set(lockstep.__all__) == set(dir(lockstep)) == set(llm_module.__all__)
+    assert set(lockstep.__all__) == set(dir(lockstep)) == set(lockstep._HOMES)
+    in_requests = {"Logprob": "PromptLogprob", "StructuredOutputsParams": "StructuredOutputs"}
     for name in lockstep.__all__:
-        assert getattr(lockstep, name) is getattr(llm_module, name)
+        assert getattr(lockstep, name).__name__ == in_requests.get(name, name)
+    assert lockstep.LLM is LLM
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = lockstep.nothing
