@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import msgspec
@@ -35,6 +36,7 @@ class StructuredOutputsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
         return f"--structured-outputs-config.backend {self.backend} ignored: llguidance is the one there is"
 
 
+@functools.lru_cache(maxsize=8)
 def read_config(text: str) -> StructuredOutputsConfig:
     """
     Raises:

@@ -16,7 +16,14 @@ from coordinator.process.process import REQUEST
 from coordinator.process.tracing import Tracing
 from router.api.answers import Answer, AnswerFacts
 from router.api.capsules import capsule_of
-from router.api.headers import MOST_REMARKS, key_of, printable, read_terms, request_id
+from router.api.headers import (
+    MOST_REMARKS,
+    RequestTerms,
+    key_of,
+    printable,
+    read_terms,
+    request_id,
+)
 from router.api.request_run import RequestRun
 from router.api.request_samples import UNPREDICTABLE, make_samples
 from router.api.streaming import EventStream, whole_response
@@ -89,7 +96,8 @@ class Answering:
             terms = read_terms(request, id, wanted, trace.traceparent)
             samples = make_samples(understood, terms, self._chance)
             answer = shape(self._facts(understood, id, samples, records=terms.records))
-            run = self.admitted(request, samples, terms.timeout, trace)
+            prompt_tokens = sum(len(prompt.ids) for prompt in understood.prompts)
+            run = self.admitted(request, samples, prompt_tokens, terms, trace)
         except Exception as error:
             trace.end_with(error)
             raise
@@ -107,7 +115,8 @@ class Answering:
         self,
         request: Request,
         samples: Sequence[OutputStream],
-        timeout: float | None = None,
+        prompt_tokens: int,
+        terms: RequestTerms,
         trace: RequestTrace = UNTRACED,
     ) -> RequestRun:
         """The run of samples that are admitted under the quota of the client's key.
@@ -115,10 +124,9 @@ class Answering:
         Raises:
             ApiError: the quota is used up (429).
         """
-        prompts = (sample.prompt.prompt_ids for sample in samples if sample.is_first_of_prompt)
-        lease = self._quotas.admit(key_of(request), sum(map(len, prompts)))
+        lease = self._quotas.admit(terms.key, prompt_tokens)
         arrival = request.state.arrival
-        return RequestRun(self._mesh, self._metrics, samples, arrival, timeout, trace, lease)
+        return RequestRun(self._mesh, self._metrics, samples, arrival, terms.timeout, trace, lease)
 
     def _facts(
         self, understood: Understood, id: str, samples: Sequence[OutputStream], *, records: bool

@@ -32,9 +32,9 @@ class ChatAnswer(ChunkedAnswer):
     def __init__(self, understood: Understood, response_role: str, facts: AnswerFacts) -> None:
         request, turn_format = understood.wanted, understood.turn_format
         assert isinstance(request, ChatRequest)
-        super().__init__(request.stream_options, facts)
         self._role = _role_of_answer(request, response_role)
         self._echoed = _echoed(request, self._role)
+        super().__init__(request.stream_options, facts)
         self._wants_logprobs = request.logprobs is True
         self._num_prompt_logprobs = request.prompt_logprobs
         self._returns_ids = request.return_token_ids is True

@@ -29,6 +29,8 @@ class RequestTerms(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     """Id of its answer."""
+    key: int = 0
+    """Number of the client's API key."""
     rank: int | None = None
     """The instance that the client named."""
     preferred: int | None = None
@@ -49,6 +51,7 @@ def read_terms(request: Request, id: str, wanted: GenerationRequest, traceparent
     """
     return RequestTerms(
         id=id,
+        key=key_of(request),
         records=_wants_capsule(request),
         rank=pinned_rank(request, wanted),
         session=session(request, wanted),

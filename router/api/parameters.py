@@ -35,7 +35,7 @@ MAX_STOP_CHARACTERS = 8000
 def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: int) -> SamplingParams:
     """All parameters, checked.
 
-    :func:`router.api.prompts.room_for` settles ``max_tokens`` for each prompt.
+    :mod:`router.api.request_samples` settles ``max_tokens`` for each prompt.
     """
     given = model.defaults
     is_chat = isinstance(request, ChatRequest)
@@ -71,11 +71,11 @@ def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: 
         skip_special_tokens=request.skip_special_tokens is not False,
         spaces_between_special_tokens=request.spaces_between_special_tokens is not False,
     )
-    renamed = {"logprobs": "top_logprobs", "max_tokens": request.max_tokens_field} if is_chat else {}
-    with in_terms_of(renamed):
-        try:
-            params.check(vocab_size=vocab_size, max_logprobs=max_logprobs)
-        except BadParameter as error:
+    try:
+        params.check(vocab_size=vocab_size, max_logprobs=max_logprobs)
+    except BadParameter as error:
+        names = {"logprobs": "top_logprobs", "max_tokens": request.max_tokens_field} if is_chat else {}
+        with in_terms_of(names):
             raise bad_request(str(error), error.param) from error
     if sum(map(len, stop)) > MAX_STOP_CHARACTERS:
         refuse(f"stop strings may have at most {MAX_STOP_CHARACTERS} characters together.", "stop")
@@ -89,6 +89,8 @@ def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, .
 
     Inside a text it may begin with another token. Source: vLLM's ``SamplingParams.update_from_tokenizer``.
     """
+    if not words:
+        return ()
     if len(words) > MAX_BAD_WORDS // 2 or sum(map(len, words)) > MAX_STOP_CHARACTERS:
         refuse(
             f"bad_words may be {MAX_BAD_WORDS // 2} words of {MAX_STOP_CHARACTERS} characters together.",

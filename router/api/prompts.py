@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from engine.sampling import SamplingParams
 from router.api.validation import check_messages, check_template_fields
 from router.errors import ApiError, bad_request, refuse
 from router.mesh import ServedModel
@@ -13,8 +12,6 @@ from router.text.text_model import TextModel
 
 MAX_PROMPTS = 1024
 """Prompts of one request."""
-COMPLETION_MAX_TOKENS = 16
-"""The default of /v1/completions; chat goes on up to the context length."""
 
 
 def prompts_of(request: ChatRequest | CompletionRequest, model: TextModel) -> list[PromptText]:
@@ -57,9 +54,7 @@ def _from_text(request: CompletionRequest, text: str, model: TextModel) -> Promp
     if not text:
         refuse("The prompt is empty.", "prompt")
     tokenizer, adds = model.tokenizer, request.add_special_tokens is not False
-    limit = _limit(tokenizer.fewest_tokens(text), request, model, at_least="at least ")
-    ids = _encode(text, limit, request, model, add_special_tokens=adds)
-    kept = _fit(ids, limit, request, model)
+    ids, kept = _tokenise(text, request, model, add_special_tokens=adds)
     if len(kept) < len(ids):
         return PromptText(kept, tokenizer.decode(kept))
     if request.echo and request.logprobs is not None:
@@ -77,10 +72,8 @@ def chat_prompt(request: ChatRequest, model: TextModel) -> PromptText:
     if len(request.messages) > model.served.max_model_len:
         refuse("There are more messages than the model's context can hold.", "messages")
     text = render_chat(request, model)
-    limit = _limit(model.tokenizer.fewest_tokens(text), request, model, at_least="at least ")
     adds = request.add_special_tokens is True  # a template writes special tokens itself
-    ids = _encode(text, limit, request, model, add_special_tokens=adds)
-    return PromptText(_fit(ids, limit, request, model), text)
+    return PromptText(_tokenise(text, request, model, add_special_tokens=adds)[1], text)
 
 
 def num_prompt_tokens(request: ChatRequest, model: TextModel) -> int:
@@ -118,20 +111,6 @@ def render_chat(request: ChatRequest | TokenizeRequest, model: TextModel) -> str
         raise ApiError(400, str(error), param="messages", logged=error.logged) from error
 
 
-def room_for(prompt: PromptText, request: GenerationRequest, params: SamplingParams, model: TextModel) -> int:
-    """Number of tokens to generate: as requested, or what default and context allow."""
-    room = model.served.max_model_len - len(prompt.ids)
-    if params.max_tokens is not None and params.max_tokens > room:
-        raise too_long(len(prompt.ids), params.max_tokens, request, model)
-    most = room if model.most_tokens is None else min(room, model.most_tokens)
-    default = model.defaults.get("max_tokens") if isinstance(request, ChatRequest) else COMPLETION_MAX_TOKENS
-    wanted = params.max_tokens if params.max_tokens is not None else default
-    count = most if wanted is None else min(most, int(wanted))
-    if params.min_tokens > count:
-        refuse(f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({count}).", "min_tokens")
-    return count
-
-
 def text_to_tokenize(request: TokenizeRequest, model: TextModel) -> tuple[str, bool]:
     """The text of a /tokenize request, and whether to add special tokens."""
     if (request.prompt is None) == (request.messages is None):
@@ -165,6 +144,17 @@ def _limit(
             "truncate_prompt_tokens",
         )
     return context - wanted if limit == -1 else limit
+
+
+def _tokenise(
+    text: str, request: GenerationRequest, model: TextModel, *, add_special_tokens: bool
+) -> tuple[list[int], list[int]]:
+    """Token ids of a text, and those of them that its prompt keeps."""
+    may_be_long = len(text) >= model.served.max_model_len  # a token has at least one character
+    fewest = model.tokenizer.fewest_tokens(text) if may_be_long else 0
+    limit = _limit(fewest, request, model, at_least="at least ")
+    ids = _encode(text, limit, request, model, add_special_tokens=add_special_tokens)
+    return ids, _fit(ids, limit, request, model)
 
 
 def _encode(

@@ -18,6 +18,7 @@ from engine.sampling import BadParameter, SamplingParams, ThinkingBudget
 from router.api.answering import Answering
 from router.api.answers import encode, json_response
 from router.api.capsules import model_of
+from router.api.headers import RequestTerms, key_of
 from router.api.parameters import MAX_STOP_CHARACTERS, MIN_TEMPERATURE
 from router.api.prompts import check_vocabulary
 from router.api.request_samples import for_instances
@@ -68,7 +69,8 @@ class Replaying:
         if wanted.params.grammar is not None:
             await self._grammars.check_unchanged(wanted.params.grammar, "params.grammar")
         rank = ranks[next(self._turn) % len(ranks)]
-        sample = sample_of(wanted, model, rank, f"replay-{request.state.request_id}")
+        terms = RequestTerms(id=f"replay-{request.state.request_id}", key=key_of(request), rank=rank)
+        sample = sample_of(wanted, model, terms)
 
         def body_of(_: object) -> bytes:
             return encode(
@@ -81,7 +83,7 @@ class Replaying:
                 )
             )
 
-        run = self._answering.admitted(request, [sample])
+        run = self._answering.admitted(request, [sample], len(wanted.prompt_ids), terms)
         return json_response(await whole_answer(run, body_of, request.receive))
 
 
@@ -192,20 +194,20 @@ def _size_of(budget: ThinkingBudget) -> int:
     return len(budget.begin) + sum(map(len, budget.begin)) + len(budget.end)
 
 
-def sample_of(wanted: ReplayRequest, model: TextModel, rank: int, request_id: str) -> OutputStream:
+def sample_of(wanted: ReplayRequest, model: TextModel, terms: RequestTerms) -> OutputStream:
     """The sample to run at an instance.
 
     Its salt is new, so that nothing is taken from the prefix cache: all of it is computed again.
     """
     params, max_tokens = wanted.params, wanted.params.max_tokens or 0
     prompt = Prompt(
-        request_id=request_id,
+        request_id=terms.id,
         prompt_ids=wanted.prompt_ids,
         params=for_instances(params, max_tokens, None),
         seed=int(wanted.seed),
         asked=max_tokens,
         sample_index=wanted.sample_index,
-        rank=rank,
+        rank=terms.rank,
         cache_salt=uuid.uuid4().hex,
         repeatable=True,
     )

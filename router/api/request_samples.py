@@ -8,13 +8,14 @@ import msgspec
 
 from engine.sampling import SamplingParams
 from router.api.headers import RequestTerms
-from router.api.prompts import room_for
+from router.api.prompts import too_long
 from router.api.understanding import Understood
 from router.errors import refuse
 from router.mesh import Prompt
-from router.openai_api import CompletionRequest
+from router.openai_api import ChatRequest, CompletionRequest
 from router.recorded import Recorder, with_logprobs
 from router.text.output_stream import OutputStream
+from router.text.prompt_text import PromptText
 from router.text.stops import StopStrings
 
 UNPREDICTABLE = random.SystemRandom()
@@ -26,6 +27,10 @@ MAX_PROMPT_LOGPROBS = 1 << 22
 
 They take most of a gigabyte while the answer is made.
 """
+
+
+COMPLETION_MAX_TOKENS = 16
+"""The default of /v1/completions; chat goes on up to the context length."""
 
 
 def make_samples(
@@ -50,7 +55,7 @@ def make_samples(
     samples: list[OutputStream] = []
     for prompt in understood.prompts:
         seed = chance.getrandbits(63) if params.seed is None else params.seed
-        max_tokens = room_for(prompt, understood.wanted, params, understood.model)
+        max_tokens = _room_for(prompt, understood)
         single = Prompt(
             request_id=terms.id,
             prompt_ids=prompt.ids,
@@ -74,6 +79,21 @@ def make_samples(
                 OutputStream(index, wanted, params, tokenizer, shown=prompt, stops=stops, recorder=recorder)
             )
     return samples
+
+
+def _room_for(prompt: PromptText, understood: Understood) -> int:
+    """Number of tokens to generate: as requested, or what default and context allow."""
+    request, params, model = understood.wanted, understood.params, understood.model
+    room = model.served.max_model_len - len(prompt.ids)
+    if params.max_tokens is not None and params.max_tokens > room:
+        raise too_long(len(prompt.ids), params.max_tokens, request, model)
+    most = room if model.most_tokens is None else min(room, model.most_tokens)
+    default = model.defaults.get("max_tokens") if isinstance(request, ChatRequest) else COMPLETION_MAX_TOKENS
+    wanted = params.max_tokens if params.max_tokens is not None else default
+    count = most if wanted is None else min(most, int(wanted))
+    if params.min_tokens > count:
+        refuse(f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({count}).", "min_tokens")
+    return count
 
 
 def for_instances(params: SamplingParams, max_tokens: int, prompt_logprobs: int | None) -> SamplingParams:

@@ -20,11 +20,10 @@ from router.mesh import ServedModel
 from router.openai_api import ChatRequest, CompletionRequest
 from router.text.prompt_text import PromptText
 from router.text.text_model import TextModel
-from router.text.text_models import TextModels, check_name
+from router.text.text_models import TextModels, no_such_model
 from router.turns.grammar_check import GrammarCheck
-from router.turns.harmony import is_written
 from router.turns.tool_parsers.base import Tools
-from router.turns.turn_format import TurnFormat
+from router.turns.turn_format import TurnFormat, writes_harmony
 
 Wanted = ChatRequest | CompletionRequest
 Read = Callable[[ServedModel], Wanted]
@@ -80,7 +79,7 @@ class Understanding:
         """A request but for its grammar, and the grammar that is not tried yet."""
         config, tokenizer = self._config, model.tokenizer
         wanted, sent = self._checked(read, model)
-        harmony = is_written(tokenizer, config.reasoning_parser, config.tool_call_parser)
+        harmony = writes_harmony(tokenizer, config.reasoning_parser, config.tool_call_parser)
         turn_format = TurnFormat(wanted, config, harmony=harmony, sent=sent)
         if turn_format.needs_special_tokens(tokenizer):
             wanted.skip_special_tokens = False
@@ -119,5 +118,6 @@ class Understanding:
         wanted = read(model.served)
         check(wanted)
         sent = keep_offered_tools(wanted, self._config) if isinstance(wanted, ChatRequest) else ()
-        check_name(wanted.model, model.served)
+        if wanted.model and wanted.model not in model.served.names:
+            raise no_such_model(wanted.model)
         return wanted, sent

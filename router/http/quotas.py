@@ -128,6 +128,8 @@ class Quotas:
             OSError: there is no space for the file.
         """
         self._limits = limits
+        self._is_limited = [each.limits_anything for each in limits]
+        """By key."""
         self._front_end = front_end
         self._front_ends = front_ends
         self._width = _width(front_ends)
@@ -153,9 +155,9 @@ class Quotas:
         Raises:
             ApiError: it has used up its quota (429).
         """
-        limits = self._limits[key]
-        if not limits.limits_anything:
+        if not self._is_limited[key]:
             return None
+        limits = self._limits[key]
         now = time.monotonic() if now is None else now
         with self._locked():
             account = self._read(key)
@@ -188,9 +190,9 @@ class Quotas:
         Raises:
             ApiError: the key has used up its quota (429).
         """
-        limits = self._limits[key]
-        if not limits.limits_anything:
+        if not self._is_limited[key]:
             return
+        limits = self._limits[key]
         with self._locked():
             account, running = self._read(key), self.num_running(key)
         refusal = admit(limits, account, 0, running, time.monotonic())

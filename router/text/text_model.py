@@ -31,6 +31,7 @@ class TextModel:
         most_tokens: int | None = None,
     ) -> None:
         self.served = served
+        self.name = served.names[0]
         self.tokenizer = tokenizer
         self.templates = templates
         self.defaults = defaults
@@ -51,10 +52,6 @@ class TextModel:
         return short_digest(
             msgspec.json.encode((self.templates.sources, self.template_kwargs), order="sorted")
         )
-
-    @property
-    def name(self) -> str:
-        return self.served.names[0]
 
 
 def load_text_model(served: ServedModel, config: HttpConfig) -> TextModel:

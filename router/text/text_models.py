@@ -37,7 +37,8 @@ class TextModels:
         served = self._mesh.model
         if served is None:
             raise ApiError(503, "No instance has joined the mesh yet.", headers={"retry-after": "1"})
-        check_name(name, served)
+        if name and name not in served.names:
+            raise no_such_model(name)
         return served
 
     async def get(self, name: str | None) -> TextModel:
@@ -67,12 +68,6 @@ class TextModels:
                 "the router's log says why.",
                 headers={"x-should-retry": "false"},
             ) from error
-
-
-def check_name(name: str | None, served: ServedModel) -> None:
-    """Refuse a request for another model than the one that is served (404)."""
-    if name and name not in served.names:
-        raise no_such_model(name)
 
 
 def no_such_model(name: str) -> ApiError:

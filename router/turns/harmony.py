@@ -10,8 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from router.parser_names import HARMONY_CALLS, HARMONY_REASONING
-from router.text.tokens import Tokenizer
 from router.turns.reasoning import ReasoningFormat, TurnParser
 from router.turns.tool_parsers.base import CallFormat, held
 from router.turns.turn_events import CallArguments, CallBegin, Content, Parsed, Reasoning, merged
@@ -39,17 +37,6 @@ _ENDS = (END, RETURN, CALL, START)
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([\w.\-]+)")
 _FUNCTIONS = "functions."
-
-
-def is_written(tokenizer: Tokenizer, reasoning_parser: str | None, tool_call_parser: str | None) -> bool:
-    """Whether a model writes Harmony.
-
-    Its parsers decide. Without any, its special tokens do, which no other format has.
-    """
-    named = {reasoning_parser, tool_call_parser} - {None}
-    if named:
-        return not named.isdisjoint({HARMONY_REASONING, HARMONY_CALLS})
-    return all(map(tokenizer.is_special, (START, CHANNEL, MESSAGE)))
 
 
 class HarmonyParser(TurnParser):

@@ -10,7 +10,9 @@ from engine.sampling import ThinkingBudget
 from router.config import HttpConfig
 from router.errors import refuse
 from router.openai_api import ChatRequest, CompletionRequest
+from router.parser_names import HARMONY_CALLS, HARMONY_REASONING
 from router.text.tokens import Tokenizer
+from router.turns import harmony
 from router.turns.assistant_turns import TurnReader
 from router.turns.dialects import AnswerStart, Dialect, Harmony, Tags
 from router.turns.reasoning import REASONING_PARSERS
@@ -30,6 +32,17 @@ class AnswerRules(msgspec.Struct, frozen=True):
     thinking: ThinkingBudget | None = None
     grammar: str | None = None
     """None for any text."""
+
+
+def writes_harmony(tokenizer: Tokenizer, reasoning_parser: str | None, tool_call_parser: str | None) -> bool:
+    """Whether a model writes Harmony.
+
+    Its parsers decide. Without any, its special tokens do, which no other format has.
+    """
+    named = {reasoning_parser, tool_call_parser} - {None}
+    if named:
+        return not named.isdisjoint({HARMONY_REASONING, HARMONY_CALLS})
+    return all(map(tokenizer.is_special, (harmony.START, harmony.CHANNEL, harmony.MESSAGE)))
 
 
 class TurnFormat:
@@ -54,8 +67,8 @@ class TurnFormat:
     ) -> None:
         """``harmony``: the model writes it. ``sent``: the tools as the client numbers them."""
         chat = request if isinstance(request, ChatRequest) else NO_TOOLS
-        self._config = config.structured_outputs
         self._asked_for = _asked_for(chat)
+        self._config = config.structured_outputs
         self._form = form_of(request, self._config)
         tools = chat.tools or ()
         self._sent = sent or tools
@@ -79,6 +92,9 @@ class TurnFormat:
                 calls = CallList
             reasoning = REASONING_PARSERS[config.reasoning_parser] if config.reasoning_parser else None
             self._dialect = Tags(reasoning, calls, tools)
+        self.is_plain = self._dialect.is_plain
+        """Whether all text is content."""
+        self._markers = self._dialect.markers
         self._may_call: Tools = tools if offers_tools and not self._asked_for else ()
         self._names_tool = isinstance(chat.tool_choice, dict)
         self._max_calls = 1 if chat.parallel_tool_calls is False or self._names_tool else 0
@@ -89,18 +105,13 @@ class TurnFormat:
         return f"<TurnFormat {self._dialect!r} form={self._form}>"
 
     @property
-    def is_plain(self) -> bool:
-        """Whether all text is content."""
-        return self._dialect.is_plain
-
-    @property
     def grammar_param(self) -> str:
         """The field to name when the grammar is wrong."""
         return "tools" if self._asked_for or self._form is None else self._form.param
 
     def needs_special_tokens(self, tokenizer: Tokenizer) -> bool:
         """Whether what the parsers look for is lost when special tokens are skipped."""
-        return any(map(tokenizer.is_special, self._dialect.markers))
+        return any(map(tokenizer.is_special, self._markers))
 
     def rules(self, prompt: str, tokenizer: Tokenizer, *, budget_is_advice: bool = False) -> AnswerRules:
         """What the answers to a prompt must follow.
