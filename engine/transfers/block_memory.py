@@ -24,7 +24,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class CacheGone(OSError):
-    """Raised when blocks cannot be reached any more: who holds them has ended, or hangs."""
+    """Error: blocks of a cache are out of reach; its process has ended or hangs."""
 
 
 class CacheMemory(Protocol):
@@ -126,7 +126,7 @@ class BlockMemory:
 
     @contextlib.contextmanager
     def filling(self, block: int) -> Iterator[list[memoryview]]:
-        """See :class:`CacheMemory`. What is written there is in the cache at once."""
+        """Room for the bytes of a block, in the cache itself."""
         yield self.parts_of(block)
 
     @property
@@ -164,5 +164,5 @@ class BlockMemory:
 
 
 def _whole(address: int) -> int:
-    """The begin of the page that an address is in."""
+    """Start of the page that an address is in."""
     return address // mmap.PAGESIZE * mmap.PAGESIZE

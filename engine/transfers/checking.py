@@ -1,4 +1,4 @@
-"""Fetched blocks that are computed as well, and compared (pure).
+"""Self-check: some fetched blocks are computed as well, and compared (pure).
 
 A digest shows what a transfer did to a block, not what its source had computed. So a request of every so many
 transfers takes one block less from the cache than it could, and computes that one. A block has one right
@@ -21,7 +21,7 @@ CHECK_INTERVAL = 32
 
 @dataclass(frozen=True)
 class BlockCheck:
-    """A block that was fetched, and the same one as it is computed here."""
+    """A fetched block, and the same one as it is computed here."""
 
     request: Request
     source: Source
@@ -32,7 +32,7 @@ class BlockCheck:
 
 
 class Origins:
-    """Where blocks of the cache came from; an :class:`engine.scheduling.blocks.Observer` of it.
+    """Source of each fetched block: an :class:`engine.scheduling.blocks.Observer` of a cache.
 
     Blocks that were computed here have no origin.
     """
@@ -47,18 +47,18 @@ class Origins:
         return len(self._source_of)
 
     def came(self, name: BlockHash, source: Source) -> None:
-        """A block of this name, which the cache has by now, came from there."""
+        """Record that a block, which the cache has by now, came from a source."""
         self._source_of[name] = source
 
     def stored(self, block_hash: BlockHash) -> None:
-        """The cache has a block more."""
+        """Ignore a new block: it has no source before :meth:`came`."""
 
     def dropped(self, block_hash: BlockHash) -> None:
-        """The cache has a block less."""
+        """Forget the source of a block that the cache has dropped."""
         self._source_of.pop(block_hash, None)
 
     def names(self, sources: Iterable[Source]) -> set[BlockHash]:
-        """Blocks of the cache that came from these."""
+        """Names of the cache's blocks that came from some sources."""
         wanted = set(sources)
         return {name for name, source in self._source_of.items() if source in wanted}
 
@@ -84,7 +84,7 @@ class BlockChecks:
         return len(self._pending)
 
     def fetched(self, request: Request, source: Source, names: Sequence[BlockHash]) -> None:
-        """Take note of a transfer for a request, which is about to be queued."""
+        """Note a transfer for a request, which is about to be queued."""
         self._num_transfers += 1
         is_due = self._num_transfers % CHECK_INTERVAL == 0 or (source == FILES and self._files_are_new)
         if not is_due or names[-1] not in request.hashes:

@@ -35,7 +35,7 @@ Spans = npt.NDArray[np.int64]
 
 
 class Parts(list[memoryview]):
-    """Buffers one after the other, with their spans, which take long to find."""
+    """Buffers one after the other, with their spans: finding these takes long."""
 
     def __init__(self, parts: Iterable[memoryview], spans: Spans) -> None:
         super().__init__(parts)
@@ -43,7 +43,7 @@ class Parts(list[memoryview]):
 
 
 class ChecksumLibrary:
-    """The compiled checksums."""
+    """CRC-32 functions of the compiled library."""
 
     def __init__(self, opened: NativeLibrary, kind: int | None = None) -> None:
         """``kind``: the best one of this CPU, if it is not given."""
@@ -75,13 +75,13 @@ _loaded: ChecksumLibrary | None = None
 
 
 def begin_build() -> None:
-    """Compile or load in the background."""
+    """Compile or load the checksum library in the background."""
     threading.Thread(target=load, name="checksums", daemon=True).start()
 
 
 @cache
 def load() -> ChecksumLibrary | None:
-    """The library, compiled first if need be; None for a reason that is logged."""
+    """Checksum library, compiled first if need be; None for a reason that is logged."""
     global _loaded
     if (library := SOURCE.load(ChecksumLibrary)) is not None:
         _loaded = library
@@ -89,7 +89,7 @@ def load() -> ChecksumLibrary | None:
 
 
 def spans_of(parts: Sequence[Buffer]) -> Spans:
-    """Where the bytes of buffers are; they must outlive what is done with the result."""
+    """Addresses and sizes of buffers, which must outlive what is done with these."""
     if isinstance(parts, Parts):
         return parts.spans
     found = [
@@ -100,7 +100,7 @@ def spans_of(parts: Sequence[Buffer]) -> Spans:
 
 
 def crc32(parts: Sequence[Buffer]) -> int:
-    """The CRC of buffers one after the other."""
+    """CRC-32 of buffers one after the other."""
     if (library := _loaded) is not None:
         return library.crc32(spans_of(parts))
     crc = 0

@@ -70,7 +70,7 @@ class TransferOutcome(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Wanted:
-    """A transfer to begin."""
+    """Order for a transfer: which blocks come, where from, and where they go."""
 
     number: int
     source: Source
@@ -154,7 +154,7 @@ class _Fetch:
 
 
 class Fetcher:
-    """All transfers to one cache."""
+    """State of all transfers to one cache: turns, windows, digests, time limits."""
 
     def __init__(self, identity: str, block_bytes: int) -> None:
         self._identity = identity
@@ -187,18 +187,18 @@ class Fetcher:
         self._fetches[wanted.number] = _Fetch(wanted, now, now, names=names)
 
     def ask(self, number: int) -> LoanRequest:
-        """The question to a source."""
+        """Request for a loan, as it is sent to a source."""
         wanted = self._fetches[number].wanted
         room = len(wanted.blocks) if wanted.holder else 0
         window = COPY_WINDOW if wanted.in_background else WINDOW
         return LoanRequest(number, self._identity, joined(wanted.names), window, wanted.holder, room)
 
     def asked(self, number: int) -> None:
-        """The question was sent."""
+        """Record that the request for a loan was sent."""
         self._fetches[number].is_asked = True
 
     def cancel(self, number: int, now: float) -> list[Action]:
-        """Nobody waits for a transfer any more; harmless if it has ended."""
+        """Cancel a transfer that nothing waits for; harmless if it has ended."""
         fetch = self._fetches.get(number)
         return [] if fetch is None else self._end(fetch, TransferOutcome.CANCELLED, now)
 
@@ -224,7 +224,7 @@ class Fetcher:
                 return []  # a sign of life, but nothing new: it is waited for no longer
 
     def broke(self, source: Source, now: float) -> list[Action]:
-        """The connection to a source has ended, and what was asked over it."""
+        """End the transfers that were asked for over a connection that broke."""
         return [
             action
             for fetch in list(self._fetches.values())
@@ -233,7 +233,7 @@ class Fetcher:
         ]
 
     def look(self, now: float) -> list[Action]:
-        """End what takes too long."""
+        """End transfers that take too long, or bring nothing for a while."""
         return [
             action
             for fetch in list(self._fetches.values())

@@ -215,7 +215,9 @@ class _Link:
         except OtherProtocol:  # its cache differs, too
             self._failed()
         except Exception:
-            logger.exception("a transfer of KV blocks failed")
+            logger.exception(
+                "the connection to a source of KV blocks failed; the next transfer opens it again"
+            )
             self._failed()
 
     async def _watch(self) -> None:

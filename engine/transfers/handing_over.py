@@ -20,13 +20,13 @@ Find = Callable[[Holder], Request | None]
 
 
 def nobody(_: Holder) -> None:
-    """No request is handed over."""
+    """Finds no request: none is handed over."""
     return
 
 
 @dataclass(frozen=True)
 class Tail:
-    """What a taker lacks of a request, in order."""
+    """Blocks of a request that its taker lacks, in order."""
 
     names: Sequence[BlockHash]
     blocks: Sequence[int]
@@ -53,7 +53,7 @@ def tail_of(request: Request, block_size: int, last: BlockHash) -> Tail | None:
 
 
 class HandOvers:
-    """Questions for requests, each until its request is in no step."""
+    """Requests that takers have asked for, each until it is in no step."""
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
@@ -67,15 +67,15 @@ class HandOvers:
         return len(self._asked)
 
     def add(self, look: Lookup) -> None:
-        """Take note of a question."""
+        """Note that a taker asks for a request."""
         self._asked.append(look)
 
     def clear(self) -> None:
-        """Forget all questions: nobody hears an answer any more."""
+        """Forget what was asked for: no answer arrives any more."""
         self._asked.clear()
 
     def due(self, find: Find) -> list[tuple[Key, Request | None, Tail | str]]:
-        """Answers: each request that goes, with what is lent of it; or why none goes."""
+        """Answers to takers: requests that go, with their last blocks, or why none goes."""
         asked, self._asked = self._asked, []
         found: list[tuple[Key, Request | None, Tail | str]] = []
         gone: set[int] = set()

@@ -12,7 +12,7 @@ FORMAT = 3
 
 
 class CacheFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """All that decides the bytes of a block with given tokens."""
+    """Facts that decide the bytes of a block with given tokens."""
 
     numerics: str
     """Fingerprint of the numerics class: model, data type, kernels, versions."""
@@ -31,6 +31,6 @@ class CacheFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def identity_of(facts: CacheFacts) -> str:
-    """Name of all caches with these facts."""
+    """Digest of a cache's facts: caches with the same one can exchange blocks."""
     text = msgspec.json.encode((FORMAT, facts), order="sorted")
     return hashlib.blake2b(text, digest_size=12).hexdigest()

@@ -45,7 +45,7 @@ class SendToTaker:
 
 @dataclass(frozen=True)
 class Lookup:
-    """Have these blocks looked up and held by the step loop, which answers with :meth:`Lender.found`."""
+    """Have the step loop look up and hold blocks; it answers by :meth:`Lender.found`."""
 
     loan: Key
     names: list[BlockHash]
@@ -70,7 +70,7 @@ class SendPiece:
 
 @dataclass(frozen=True)
 class Return:
-    """The blocks of a loan are read no more; the step loop lets them go."""
+    """Have the step loop let go of the blocks of a loan that has ended."""
 
     loan: Key
 
@@ -94,7 +94,7 @@ class _Loan:
 
 
 class Lender:
-    """All loans of one cache."""
+    """State of all loans of one cache: windows, limits, and when each ends."""
 
     def __init__(self, identity: str, blocks_per_piece: int) -> None:
         self._identity = identity
@@ -122,7 +122,7 @@ class Lender:
                 return self._over((peer, number))
 
     def found(self, key: Key, blocks: Sequence[int]) -> list[Action]:
-        """The blocks of a loan, maybe none, are held from now on."""
+        """Begin to read a loan, whose blocks (maybe none) are held from now on."""
         loan = self._loans[key]
         if loan.is_over:
             del self._loans[key]
@@ -134,16 +134,16 @@ class Lender:
     def handed_over(
         self, key: Key, names: Sequence[BlockHash], blocks: Sequence[int], *, has_part: bool
     ) -> list[Action]:
-        """A request goes no further here.
+        """Begin to read the last blocks of a request that is handed over.
 
-        Its last blocks have these names, and are held from now on.
+        They have these names, and are held from now on.
         """
         loan = self._loans[key]
         loan.names, loan.told = list(names), (joined(names), has_part)
         return self.found(key, blocks)
 
     def refused(self, key: Key, reason: str) -> list[Action]:
-        """Nothing is lent of a request that was to be handed over."""
+        """Refuse to hand a request over."""
         loan = self._loans.pop(key)
         peer, number = key
         return [] if loan.is_over else [SendToTaker(peer, LoanRefused(number, reason))]
@@ -165,7 +165,7 @@ class Lender:
         return [SendToTaker(peer, Held(number)) for peer, number in self._unread.items()]
 
     def gone(self, peer: Peer) -> list[Action]:
-        """The connection of a taker has ended, and all its loans with it."""
+        """End all loans of a taker whose connection has ended."""
         self._unread.pop(peer, None)
         return [action for key in list(self._loans) if key[0] == peer for action in self._over(key)]
 

@@ -54,12 +54,12 @@ def digest_of_crc(identity: str, name: BlockHash, crc: int, length: int) -> byte
 
 
 def joined(names: Iterable[BlockHash]) -> bytes:
-    """Names as :class:`LoanRequest` carries them."""
+    """Names of blocks in one string of bytes, as messages carry them."""
     return b"".join(names)
 
 
 def split(names: bytes, size: int = HASH_BYTES) -> list[bytes]:
-    """The single names or digests of a message."""
+    """Names or digests of a message, one by one."""
     return [names[start : start + size] for start in range(0, len(names), size)]
 
 
@@ -67,7 +67,7 @@ def split(names: bytes, size: int = HASH_BYTES) -> list[bytes]:
 
 
 class LoanRequest(msgspec.Struct, frozen=True, tag="ask"):
-    """Lend these blocks, as many of the first ones as are there."""
+    """Request of a taker for blocks: as many of the first ones as are there."""
 
     number: Number
     identity: str
@@ -86,18 +86,20 @@ class LoanRequest(msgspec.Struct, frozen=True, tag="ask"):
 
     def __post_init__(self) -> None:
         if not self.names or len(self.names) % HASH_BYTES:
-            raise ValueError("no whole names of blocks")
+            raise ValueError(
+                f"names of blocks have {HASH_BYTES} bytes each; these have {len(self.names)} in all"
+            )
 
 
 class WindowGrant(msgspec.Struct, frozen=True, tag="more"):
-    """The taker has room for so many pieces more."""
+    """Room of a taker for some more pieces."""
 
     number: Number
     pieces: Annotated[int, Meta(ge=1, le=MOST_PIECES)]
 
 
 class Enough(msgspec.Struct, frozen=True, tag="enough"):
-    """The taker wants no more of this transfer."""
+    """End of a transfer at its taker, which wants no more of it."""
 
     number: Number
 
@@ -108,7 +110,7 @@ ToSource = LoanRequest | WindowGrant | Enough
 
 
 class Lent(msgspec.Struct, frozen=True, tag="lent"):
-    """So many of the first blocks are held and come; 0: none are here."""
+    """Number of the first blocks that are held and come; 0: none are here."""
 
     number: Number
     count: Annotated[int, Meta(ge=0, le=MOST_BLOCKS)]
@@ -119,7 +121,7 @@ class Lent(msgspec.Struct, frozen=True, tag="lent"):
 
 
 class BlockPiece(msgspec.Struct, frozen=True, tag="piece"):
-    """Some consecutive blocks."""
+    """Consecutive blocks of a loan, with their digests."""
 
     number: Number
     first: Annotated[int, Meta(ge=0, le=MOST_BLOCKS)]
@@ -131,11 +133,11 @@ class BlockPiece(msgspec.Struct, frozen=True, tag="piece"):
 
     def __post_init__(self) -> None:
         if not self.digests or len(self.digests) % DIGEST_BYTES:
-            raise ValueError("no whole digests")
+            raise ValueError(f"digests have {DIGEST_BYTES} bytes each; these have {len(self.digests)} in all")
 
 
 class LoanRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """Nothing is lent."""
+    """Refusal of a loan."""
 
     number: Number
     reason: str
@@ -144,7 +146,7 @@ class LoanRefused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Held(msgspec.Struct, frozen=True, tag="held"):
-    """The source still holds blocks of this transfer, and waits for the taker."""
+    """Question of a source that holds blocks: does the taker still want them?"""
 
     number: Number
 

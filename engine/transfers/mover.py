@@ -71,7 +71,7 @@ class BlockMover:
     # ---- the step loop's side
 
     def start(self) -> None:
-        """Listen.
+        """Start the thread, which listens.
 
         Raises:
             OSError: the address cannot be bound.
@@ -82,7 +82,7 @@ class BlockMover:
             raise self._problem
 
     def take_events(self) -> list[Event]:
-        """What happened since the last call."""
+        """Events for the step loop since the last call."""
         found = []
         while self._events:
             found.append(self._events.popleft())
@@ -97,17 +97,17 @@ class BlockMover:
         self._call(lambda: self._fetching.cancel(number))
 
     def found(self, loan: Key, blocks: Sequence[int]) -> None:
-        """The answer to a :class:`Lookup`; the blocks are held until its :class:`Return`."""
+        """Answer a :class:`Lookup`; the blocks are held until its :class:`Return`."""
         self._call(lambda: self._lending.found(loan, blocks))
 
     def handed_over(
         self, loan: Key, names: Sequence[BlockHash], blocks: Sequence[int], *, has_part: bool
     ) -> None:
-        """An answer to a :class:`Lookup` for a request to hand over, as :meth:`found`."""
+        """Answer a :class:`Lookup` of a request that is handed over, as :meth:`found`."""
         self._call(lambda: self._lending.handed_over(loan, names, blocks, has_part=has_part))
 
     def refuse(self, loan: Key, reason: str) -> None:
-        """The other answer to it."""
+        """Answer a :class:`Lookup` of a request that is not handed over."""
         self._call(lambda: self._lending.refuse(loan, reason))
 
     def same(self, one: int, other: int) -> bool:
@@ -119,7 +119,7 @@ class BlockMover:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing is read or written any more, nor will be."""
+        """Whether the thread has ended: nothing is read or written any more."""
         return self._ended.is_set()
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class BlockMover:
         except Exception as error:
             self._problem = error
             if self._listening.is_set():
-                logger.exception("no KV blocks are moved any more")
+                logger.exception("the thread that moves KV blocks failed: none are fetched or lent any more")
         finally:
             self._ended.set()
             self._listening.set()
@@ -193,7 +193,7 @@ class BlockMover:
         That ends the instance soon, too.
         """
         assert self._closing is not None
-        logger.info("no KV blocks are moved any more: %s", error)
+        logger.info("no KV blocks are fetched or lent any more: %s", error)
         self._lending.is_lost = self._fetching.is_lost = True
         self._closing.set()
 

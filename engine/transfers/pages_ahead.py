@@ -50,7 +50,7 @@ class PagesAhead:
         return self._num_ready
 
     def used(self, num_blocks: int) -> None:
-        """Have pages for more than the first ``num_blocks``, which were given out by now."""
+        """Make pages ready behind the first ``num_blocks``, which were given out by now."""
         self._num_used = max(self._num_used, num_blocks)
         for keeper in self._keepers:
             if self.wanted(keeper.ahead) > self._num_ready:

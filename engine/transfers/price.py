@@ -1,4 +1,4 @@
-"""What a fetched token costs, in tokens to compute (pure).
+"""Price of a fetched token, in tokens to compute (pure).
 
 Both speeds are learnt from what happens: how long steps with prompts take, and how long transfers take, from
 the question to the last byte. What has not been tried for a while is taken for better than it was: else a
@@ -22,7 +22,7 @@ GAIN = 0.3
 
 
 class FetchPrice:
-    """Estimates of one instance."""
+    """Price by the measured speeds of computing and of one kind of source."""
 
     def __init__(self, token_bytes: float) -> None:
         """``token_bytes``: of one token in the cache."""
@@ -37,7 +37,7 @@ class FetchPrice:
         return f"<FetchPrice: computes {speed:.0f} tokens/s, fetches {rate:.0f} MB/s>"
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """Take in a step with prompt tokens."""
+        """Take in how long a step with prompt tokens took."""
         if tokens >= FEWEST:
             self._token_seconds = _towards(self._token_seconds, seconds / tokens)
 

@@ -24,7 +24,7 @@ class WaitingRequests:
 
     @property
     def requests(self) -> list[Request]:
-        """All of them."""
+        """All waiting requests."""
         return [transfer.requests[key] for key, transfer in self._transfers.items()]
 
     @property
