@@ -129,7 +129,7 @@ class PagedAttention(Protocol):
 
     @property
     def stored(self) -> list[torch.Tensor]:
-        """All that is kept of tokens, in tensors that begin with the first block."""
+        """Tensors of keys, values and scales, each beginning with the first block."""
         ...
 
     def plan(self, rows: PackedRows) -> AttentionPlan:
@@ -148,7 +148,7 @@ class DecodeBuffers(Protocol):
         ...
 
     def plan(self, size: int) -> AttentionPlan:
-        """A plan of the first ``size`` rows, whatever they are when it is used.
+        """Plan of the first ``size`` rows, filled in before each use.
 
         It does nothing that depends on numbers on the device, so it can be captured.
         """

@@ -39,7 +39,7 @@ class _Part:
     """Blocks of queries that are computed in one call."""
 
     tokens: torch.Tensor
-    """[blocks, tokens per block] indices in the step.
+    """Indices [blocks, tokens per block] of the queries in the step.
 
     A block that is not full repeats a token.
     """
@@ -191,7 +191,7 @@ class _Parts:
         return self._part(at + offset, places, begin + places + offset, slots, 1, seen[None], at)
 
     def _first_key(self, positions: Int64s) -> Int64s:
-        """Where the first tile begins of which queries at these positions see anything."""
+        """First key of the first tile that queries at these positions can see."""
         if self._window is None:
             return np.zeros_like(positions)
         return np.maximum(positions - self._window + 1, 0) // KEY_TILE * KEY_TILE

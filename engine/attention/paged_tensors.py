@@ -40,7 +40,7 @@ class PagedTensors:
 
     @property
     def stored(self) -> list[torch.Tensor]:
-        """All that is kept of tokens, in tensors that begin with the first block."""
+        """Tensors of keys, values and scales, each beginning with the first block."""
         return [*self.keys, *self.values]
 
 

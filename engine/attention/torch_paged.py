@@ -40,10 +40,10 @@ class _Singles:
     """Some of the one-token rows, of similar length, as one padded batch."""
 
     rows: torch.Tensor | None
-    """[batch] their indices in the step; None: the first ``batch`` rows."""
+    """Indices [batch] of the rows in the step; None: the first ``batch`` rows."""
     batch: int
     blocks: torch.Tensor
-    """[batch * blocks per row] what to gather."""
+    """Blocks [batch * blocks per row] to gather."""
     mask: torch.Tensor
     """[batch, 1, 1, gathered tokens per row], 0 or -inf."""
 
@@ -62,7 +62,7 @@ class _Tile:
 class _LongRow:
     tokens: slice
     blocks: torch.Tensor | None
-    """What to gather; None: the context is the row itself."""
+    """Blocks to gather; None: the context is the row itself."""
     tiles: list[_Tile]
 
 
@@ -80,7 +80,7 @@ class TorchPagedAttention(PagedTensors):
 
     _: KW_ONLY
     codes: KVCodes | None = None
-    """What keys and values are kept as; None: as numbers."""
+    """Kind of codes of keys and values; None: plain numbers."""
 
     def __post_init__(self) -> None:
         self.windows = sorted({layer.window for layer in self.layers}, key=lambda window: window or 0)
@@ -125,7 +125,7 @@ class TorchPagedAttention(PagedTensors):
     def store(
         self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep keys and values [tokens, kv_heads, dim]; returns what will be found there."""
+        """Store keys and values [tokens, kv_heads, dim]; returns what the cache then has."""
         stored = self.keys[layer], self.values[layer]
         if self.codes is None:
             for kept, given in zip(stored, (keys, values), strict=True):
@@ -287,7 +287,7 @@ class _ViewBuilder:
         return tiles
 
     def tile_mask(self, num_queries: int, num_keys: int, offset: int, window: int | None) -> torch.Tensor:
-        """Query i stands at position offset + i of the keys."""
+        """Mask of a tile whose query i stands at key ``offset + i``."""
         shape = (num_queries, num_keys, offset, window)
         if shape not in self.masks:
             queries = np.arange(offset, offset + num_queries)[:, None]
@@ -299,7 +299,7 @@ class _ViewBuilder:
         return self.masks[shape]
 
     def _additive(self, visible: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> torch.Tensor:
-        """Additive, in the model's type: a boolean mask would be converted again in every layer."""
+        """Additive mask in the model's type, which no layer has to convert."""
         mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(upload(~visible, self.device), float("-inf"))
 
@@ -367,7 +367,7 @@ class _Attention:
     def singles(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """[batch, heads, dim], of the same shape; keys and values are [batch, length, kv_heads, dim]."""
+        """Attention of one-token rows [batch, heads, dim] over [batch, length, kv_heads, dim]."""
         batch, heads, dim = queries.shape
         grouped = queries.reshape(batch, self.kv_heads, self.group, dim)
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
@@ -381,7 +381,7 @@ class _Attention:
     def tile(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """[queries, heads, dim] of [heads, queries, dim]; keys and values are [length, kv_heads, dim]."""
+        """Attention of one tile [heads, queries, dim] over [length, kv_heads, dim]."""
         heads, num_queries, dim = queries.shape
         grouped = queries.reshape(self.kv_heads, self.group, num_queries, dim)
         keys, values = keys.transpose(0, 1)[:, None], values.transpose(0, 1)[:, None]
@@ -423,7 +423,7 @@ class _Attention:
         mask: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """What no fused kernel does: soft-capped scores, sinks. Leading dims of the tensors broadcast."""
+        """Attention without a fused kernel, for soft-capped scores and sinks."""
         scores = torch.matmul(queries, keys.transpose(-1, -2)).float() * self.scale
         if self.softcap is not None:
             scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)

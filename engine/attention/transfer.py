@@ -1,4 +1,4 @@
-"""Copies between host and device, without waiting where there is nothing to wait for.
+"""Copies between host and device that wait for the device only where they must.
 
 A plain copy to a CUDA device waits until all that was launched before is done. From page-locked memory it
 need not, and torch's allocator of such memory hands it out again only when the copy is over. So a step waits
@@ -24,7 +24,7 @@ def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def begin_fetch(tensor: torch.Tensor) -> Callable[[], npt.NDArray[Any]]:
-    """Begin to copy a tensor to the host; the function returned waits for its numbers.
+    """Begin to copy a tensor to the host; returns a function that waits.
 
     A host that has something to do while the device computes does it in between.
     """

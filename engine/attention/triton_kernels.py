@@ -103,10 +103,12 @@ def attend(
     SINKS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Program (tile, kv_head, split). Without ``SPLIT`` results go to attended [tokens, heads, value_dim];
-    with it (tiles of one query), sums, peaks and totals over a part of the context go to the parts
-    [splits, tiles, heads(, value_dim)], which :func:`merge` puts together. Of parts without keys nothing is
-    written: shorter contexts than the longest have some.
+    """Program (tile, kv_head, split): attention of a tile over one part of its context.
+
+    Without ``SPLIT`` results go to attended [tokens, heads, value_dim]. With it (tiles of one query) sums,
+    peaks and totals over a part of the context go to the parts [splits, tiles, heads(, value_dim)], which
+    :func:`merge` puts together. Of parts without keys nothing is written: shorter contexts than the longest
+    have some.
 
     query: [heads, tokens, key_dim], strides given, last one 1. tables: [rows, table_width] of blocks.
     tile_*: [tiles] row, first packed token, queries, and position of the first."""

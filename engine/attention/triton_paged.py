@@ -31,7 +31,7 @@ MOST_KEYS = 64
 QUERY_LINES = 64
 """Queries times heads of a tile of a longer row."""
 WIDE_LINES = 16
-"""The same in float32: more would not fit the registers, and compile slowly."""
+"""Queries times heads of a tile in float32: more would not fit the registers."""
 PROGRAMS_PER_PROCESSOR = 2
 
 
@@ -87,7 +87,7 @@ class TritonPagedAttention(PagedTensors):
         return blocks.astype(np.int64) * self.block_size + positions % self.block_size
 
     def tiles(self, rows: Int64s, tokens: Int64s, counts: Int64s, positions: Int64s) -> Tiles:
-        """Arrays [tiles] on the host, as tiles."""
+        """Tiles from arrays [tiles] on the host, uploaded."""
         longest = int((positions + counts).max())
         arrays = upload(np.stack([rows, tokens, counts, positions]).astype(np.int32), self.device)
         return Tiles(arrays[0], arrays[1], arrays[2], arrays[3], longest)
@@ -112,7 +112,7 @@ class TritonAttentionPlan:
     """One step over a :class:`TritonPagedAttention`. Implements ``base.AttentionPlan``."""
 
     turns_late = True
-    """Takes queries and keys that are still to be turned; see :mod:`engine.gpu.late_rotary`."""
+    """Whether queries and keys come unturned; see :mod:`engine.gpu.late_rotary`."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class _Launch:
         self.block_n = self._keys_at_once()
 
     def store(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-        """Keys and values [kv_heads, tokens, dim] to the cache."""
+        """Write keys and values [kv_heads, tokens, dim] to the cache."""
         shape = self.shape
         kernels.store[(key.shape[1], shape.kv_heads)](
             key,
@@ -262,7 +262,7 @@ class _Launch:
     def attend(
         self, query: torch.Tensor, attended: torch.Tensor, tables: torch.Tensor, tiles: Tiles, queries: int
     ) -> None:
-        """Tiles of at most so many queries each."""
+        """Launch attention for tiles of at most so many queries each."""
         shape, num_tiles = self.shape, len(tiles)
         splits = self.cache.splits(num_tiles, shape, tiles.longest) if queries == 1 else 1
         parts = (splits, num_tiles, self.heads) if splits > 1 else (1,)
@@ -348,5 +348,5 @@ def _padded(size: int) -> int:
 
 
 def _rows_of_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """The same, each line in one piece of memory."""
+    """The same tensor, with contiguous lines."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -74,7 +74,7 @@ ELEMENTWISE = frozenset((
 
 
 class UnknownOperator(Exception):
-    """An operator of which it is not known whether it computes each row by itself."""
+    """Error: an operator that may compute a row differently beside other rows."""
 
 
 class FixedBlocks(TorchDispatchMode):  # type: ignore[misc]
@@ -170,7 +170,7 @@ def _linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 
 def _block(flat: torch.Tensor, begin: int) -> torch.Tensor:
-    """A block of rows from one on, filled up with zeros."""
+    """A block of rows from ``begin`` on, filled up with zeros."""
     block = flat[begin : begin + BLOCK_ROWS]
     if len(block) < BLOCK_ROWS:
         whole = flat.new_zeros(BLOCK_ROWS, flat.shape[1])
@@ -219,7 +219,7 @@ _PRODUCTS: dict[str, Callable[..., Any]] = {
 
 
 def _elementwise(func: Any, numbers: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A function of each number, in tiles of whole vectors."""
+    """Elementwise function, computed in tiles of whole vectors."""
     if not isinstance(numbers, torch.Tensor) or not numbers.is_floating_point():
         return func(numbers, *args, **kwargs)
     flat = numbers.contiguous().view(-1)

@@ -64,7 +64,7 @@ class SampleRow:
 
     @property
     def races(self) -> bool:
-        """Whether chance decides, and parts of the row can be looked at one by one."""
+        """Whether a race decides, which ranks can run on parts of the row."""
         return not (self.params.greedy or self.needs_whole_row)
 
 
@@ -77,7 +77,7 @@ class LogitsBackend(Protocol):
     def mask(
         self, shaped: torch.Tensor, indices: Sequence[int], rows: Sequence[SampleRow], first: int
     ) -> None:
-        """Set what the masks of the rows at ``indices`` leave out to -infinity, in place.
+        """Set tokens that the masks of these rows forbid to -infinity, in place.
 
         ``shaped`` is contiguous float32, here and in :meth:`penalise`; ``rows`` are all its rows.
         """

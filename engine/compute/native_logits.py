@@ -1,4 +1,4 @@
-"""Rows of logits by the native kernels, on the CPU: :mod:`engine.kernels.choosing.logits`."""
+"""Native implementation of :class:`.LogitsBackend` on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs steps on one device: keeps the state of running requests, packs, computes, samples.
+"""Runner of steps on one device: packs rows of running requests, computes, samples.
 
 Knows nothing of scheduling: the rows of a step and their blocks were decided before. State is set by
 position, never appended blindly, so that a step which was cut short can run again.
@@ -85,7 +85,7 @@ class _BlockTables:
         self.blocks = np.zeros((1, MIN_TABLE_WIDTH), dtype=np.int32)
         self._block_size = block_size
         self._admitted: set[int] = set()
-        """Slots whose next row brings the whole table."""
+        """Slots whose next row brings its whole block table."""
 
     def clear(self, slot: int) -> None:
         while slot >= len(self.blocks):
@@ -118,12 +118,12 @@ class _Wanted:
     Those that sample come first, then those of prompt tokens.
     """
     sampled: Sequence[int]
-    """By sampled token: its row.
+    """Row of each sampled token.
 
     A row with a draft has one more than the draft has tokens.
     """
     ends: Sequence[int]
-    """By sampled token: its position."""
+    """Position of each sampled token."""
     prompt_rows: list[tuple[int, int, int]]
     """(row, first prompt position predicted, how many) for prompt log-probabilities."""
 

@@ -1,4 +1,4 @@
-"""Chooses the next tokens of a step from the logits, all rows at once.
+"""Sampler: chooses the next tokens of a step from logits, all rows at once.
 
 The order is vLLM's: log-probabilities come from the unmodified logits; then allowed tokens, bad words, logit
 bias, minimum length, penalties, temperature, min-p, top-k, top-p, and the choice. Work that no row asks for
@@ -165,7 +165,7 @@ class Sampler:
         return self.backend.logprob_table(whole, targets, num_top)
 
     def rehearse(self, logits: torch.Tensor) -> None:
-        """Do what takes the most memory with logits [rows, tokens of this rank].
+        """Rehearse the sampling that takes most memory, on given logits.
 
         That is masks, penalties, top-p over the whole vocabulary, log-probabilities. Nothing of it is kept.
         """
@@ -196,7 +196,7 @@ def backend_on(device: torch.device, *, row_by_row: bool = False) -> LogitsBacke
 
 
 def _forced(rows: Sequence[SampleRow]) -> dict[int, int]:
-    """By row: the only token that may come, where a reasoning budget is used up.
+    """Forced tokens by row, where a reasoning budget is used up.
 
     A grammar that does not let it come yet (in the middle of a character) is followed first.
     """

@@ -1,4 +1,4 @@
-"""Rows of logits by torch, on any device: masks, penalties, the choice of tokens, log-probabilities.
+"""Torch implementation of :class:`.LogitsBackend`, for any device.
 
 Chance is a pure function of (seed, position, token): each token that may be chosen runs an exponential
 race, its clock set by a hash of the three, at a speed of its probability, and the first one home is
@@ -208,7 +208,7 @@ def _penalise(logits: torch.Tensor, rows: Sequence[SampleRow], first: int) -> to
 def _history(
     device: torch.device, histories: Sequence[Int64s], first: int, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and columns of the tokens of each row that have a column here."""
+    """Row and column of each token of the rows' histories that is here."""
     rows = np.repeat(np.arange(len(histories)), [len(tokens) for tokens in histories])
     columns = np.concatenate(histories) - first
     here = (columns >= 0) & (columns < width)
@@ -234,7 +234,7 @@ def race_by_kernel(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Ten
 
 
 def race_of_nucleus(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """What :func:`_draw_truncated` draws, by two kernels, and nothing is sorted."""
+    """Draw as :func:`_draw_truncated` does, by two Triton kernels without sorting."""
     width = logits.shape[1]
     top_k = [min(row.params.top_k, width) if row.params.top_k > 0 else width for row in rows]
     # Nothing is cut by a top-p of 1, which all tokens together reach: but not by sums in float32.

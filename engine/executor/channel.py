@@ -14,7 +14,7 @@ import struct
 import time
 
 HEADER = struct.Struct("<I")
-"""Bytes of the message that follows."""
+"""Length of the message that follows, in bytes."""
 MAX_BYTES = 1 << 28
 """Bytes of one message; a channel that announces more counts as closed."""
 CHUNK = 1 << 20
@@ -89,7 +89,7 @@ class Channel:
         return len(self._unsent)
 
     def take(self) -> bytes | None:
-        """The next message if it is here.
+        """Take the next message if it has arrived; None otherwise.
 
         Raises:
             ChannelClosed: the other side is gone and all that it sent was taken.

@@ -51,7 +51,7 @@ class WorkerEnd(ABC):
         self.inbox: deque[FromWorker] = deque()
         """Messages received and not taken yet."""
         self.spoke_at = time.monotonic()
-        """Time of its last message, or of its start."""
+        """Time of the worker's last message, or of its start."""
 
     @property
     @abstractmethod
@@ -64,11 +64,11 @@ class WorkerEnd(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """End it at once."""
+        """End the worker at once."""
 
     @abstractmethod
     def end(self, deadline: float) -> None:
-        """Its channel is closed, so it ends by itself; it gets until then (monotonic clock)."""
+        """Wait for the end of a worker whose channel is closed, until a deadline (monotonic)."""
 
 
 class Crew(Protocol):
@@ -87,7 +87,7 @@ class Crew(Protocol):
         ...
 
     def close(self, problem: str) -> None:
-        """After the workers: let go of what was needed to reach them.
+        """Release what was needed to reach the workers, which have been ended.
 
         ``problem``: why the instance ends; empty where it was asked to end.
         """
@@ -95,7 +95,7 @@ class Crew(Protocol):
 
 
 class LocalWorker(WorkerEnd):
-    """A child process, at one channel or more.
+    """Worker that is a child process of the engine.
 
     The kernel kills it when this one dies.
     """
@@ -170,7 +170,7 @@ def _start(descriptors: Sequence[int], environment: Mapping[str, str]) -> subpro
 
 
 class RelayedWorker(WorkerEnd):
-    """A worker elsewhere.
+    """Worker on another host or in an actor, reached through a relay.
 
     Its relay uses :meth:`forward`, :meth:`deliver` and :meth:`gone`, from another thread.
     """
@@ -240,7 +240,7 @@ class RelayedWorker(WorkerEnd):
 
 
 class LocalCrew:
-    """All workers are processes of this host."""
+    """Crew whose workers are processes of this host."""
 
     def __init__(self, names: list[str], threads: int, num_channels: int = 1) -> None:
         """``num_channels``: to each worker."""

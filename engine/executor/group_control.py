@@ -77,7 +77,7 @@ class GroupControl:
         return f"<GroupControl of {len(self._channels)} workers, epochs {sorted(self._answers)}>"
 
     def tell(self, message: ToGroups) -> None:
-        """To all workers. One that is gone is noticed elsewhere."""
+        """Send a message to all workers; a lost one is noticed elsewhere."""
         payload = self._encoder.encode(message)
         with self._sending:
             for channel in self._channels:
@@ -89,7 +89,7 @@ class GroupControl:
     def collect(
         self, epoch: int, kind: type[Answer], timeout: float, should_stop: Callable[[], bool]
     ) -> list[Answer]:
-        """This answer of every worker.
+        """Wait for one kind of answer from every worker.
 
         If one worker fails to answer, all are sent the order to abandon the epoch.
 
@@ -116,7 +116,7 @@ class GroupControl:
         self.tell(TellCounts())
 
     def close(self) -> None:
-        """Workers hear nothing more."""
+        """Close the channels to all workers."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -205,7 +205,7 @@ Kind = TypeVar("Kind", ExpertsRead, GroupsFormed, NotPrepared)
 
 
 def _of_kind(answers: dict[int, list[FromGroups]], kind: type[Kind]) -> dict[int, Kind]:
-    """By worker."""
+    """Answers of one kind, by worker."""
     return {
         worker: each for worker, of_worker in answers.items() for each in of_worker if isinstance(each, kind)
     }

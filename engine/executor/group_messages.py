@@ -57,7 +57,7 @@ class GroupsFormed(msgspec.Struct, frozen=True, tag="groups_formed"):
 
 
 class NotPrepared(msgspec.Struct, frozen=True, tag="not_prepared"):
-    """Experts could not be read, or groups not formed."""
+    """Report that experts could not be read, or groups not formed."""
 
     epoch: int
     kind: str
@@ -70,7 +70,7 @@ class NotPrepared(msgspec.Struct, frozen=True, tag="not_prepared"):
 
 class Counts(msgspec.Struct, frozen=True, tag="counts"):
     tokens_per_expert: dict[int, int]
-    """Computed so far by the experts that this worker holds."""
+    """Tokens computed so far by each expert that this worker holds."""
     spare_bytes: int
     """Bytes of its device for more experts."""
     epoch: int = 0

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoadedShard:
-    """The weights that are computed here, and what is known of them."""
+    """One worker's shard of the model, and the facts about it."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class LoadedShard:
         self._digest: HostDigest | None = None
         """Digest of the weights; None where they are random."""
         self._cached: tuple[LayerShape, ...] = ()
-        """What the layers cache of a token."""
+        """Shapes of what the layers cache of a token."""
         self._on_torch = config.device.on_torch
         library.choose(native_kind(config.device))
         self._backend: Backend = "TORCH_SDPA"
@@ -168,7 +168,7 @@ class LoadedShard:
         return ExpertShare(placement, rank), dispatch
 
     def _device(self) -> torch.device:
-        """Where this worker computes.
+        """Device on which this worker computes.
 
         A CUDA device becomes the current one of the calling thread, the one that steps: Triton launches
         kernels there, wherever their tensors are.

@@ -19,17 +19,17 @@ from engine.step import ModelFacts, Span, Step, StepResult
 
 
 class GroupKey(msgspec.Struct, frozen=True):
-    """What the members of a worker's groups prove to each other."""
+    """Secret by which members of a worker's groups know each other."""
 
     secret: bytes
 
     def __repr__(self) -> str:
-        """Never the secret: messages end up in logs."""
+        """Text without the secret: messages end up in logs."""
         return "<GroupKey>"
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """First message: who the worker is, and what it computes with."""
+    """First message to a worker: its name and place, the model, and settings."""
 
     name: str
     """For its process title and its log, as ``Worker_0_PP1_TP0``."""
@@ -39,10 +39,10 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     info: ModelInfo
     stage: int
     rank: int
-    """Among the tensor-parallel ranks of its stage."""
+    """Index among the tensor-parallel ranks of its stage."""
     threads: int
     cores: tuple[int, ...]
-    """The only ones it may use; empty: any."""
+    """Cores that it may use; empty: any."""
     address: str = "127.0.0.1"
     """Address of its host, where the other workers reach it."""
     hosts: tuple[str, ...] = ()
@@ -51,15 +51,15 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     Equal names can share memory.
     """
     number: int = 0
-    """Among the workers of its host."""
+    """Index among the workers of its host."""
     place: tuple[int, int] | None = None
     """(index, count) among the instances over which experts are spread at first, if any."""
     key: GroupKey | None = None
-    """None: the mesh has no key (``--insecure-mesh``)."""
+    """Secret of its groups; None: the mesh has no key (``--insecure-mesh``)."""
 
 
 class Meet(msgspec.Struct, frozen=True, tag="meet"):
-    """Form the groups at the meeting place at this address and port.
+    """Order to form the workers' groups at a meeting place.
 
     Port 0: host it.
     """
@@ -69,7 +69,7 @@ class Meet(msgspec.Struct, frozen=True, tag="meet"):
 
 
 class FirstRun(msgspec.Struct, frozen=True, tag="first_run"):
-    """All workers have their weights: run the model once, together."""
+    """Order to run the model once, all workers together."""
 
 
 class FreeMemory(msgspec.Struct, frozen=True, tag="free_memory"):
@@ -77,13 +77,13 @@ class FreeMemory(msgspec.Struct, frozen=True, tag="free_memory"):
 
 
 class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
-    """Make the KV cache."""
+    """Order to allocate the KV cache."""
 
     num_blocks: int
 
 
 class Execute(msgspec.Struct, frozen=True, tag="execute"):
-    """Compute a step. All workers get all steps, in the same order."""
+    """Order to compute a step; all workers get all steps, in the same order."""
 
     step: Step
     sizes: tuple[int, ...] = ()
@@ -93,13 +93,13 @@ class Execute(msgspec.Struct, frozen=True, tag="execute"):
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """The steps that follow go through the groups of this epoch (:mod:`engine.executor.group_messages`)."""
+    """Order to use the groups of an epoch in the steps that follow."""
 
     epoch: int
 
 
 class SetThreads(msgspec.Struct, frozen=True, tag="set_threads"):
-    """Compute with so many threads, on these cores only (empty: any)."""
+    """Order to compute with so many threads, on these cores only (empty: any)."""
 
     threads: int
     cores: tuple[int, ...]
@@ -115,7 +115,7 @@ ToWorker = Begin | Meet | FirstRun | FreeMemory | Allocate | Execute | Join | Se
 
 
 class Hosting(msgspec.Struct, frozen=True, tag="hosting"):
-    """The meeting place is at this port."""
+    """Report of the port of the workers' meeting place."""
 
     port: int
 
@@ -127,11 +127,11 @@ class Phase(msgspec.Struct, frozen=True, tag="phase"):
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):
-    """The weights are in memory."""
+    """Report that the weights are in memory."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
-    """The shard is ready for its KV cache."""
+    """Report that the shard is loaded, with its facts."""
 
     facts: ModelFacts
     layers: tuple[int, int]
@@ -158,14 +158,14 @@ class CacheAt(msgspec.Struct, frozen=True):
 
 
 class Allocated(msgspec.Struct, frozen=True, tag="allocated"):
-    """The KV cache is there."""
+    """Report that the KV cache is allocated."""
 
     expert_bytes: int = 0
     """As in :class:`Loaded`, of as many copies as are held from now on."""
     arithmetic: Arithmetic | None = None
-    """What the worker computes with."""
+    """Kernels and libraries that the worker computes with."""
     cache: CacheAt | None = None
-    """None: it is on a device."""
+    """Place of the KV cache in memory; None: it is on a device."""
 
 
 class Computed(msgspec.Struct, frozen=True, tag="computed"):
@@ -180,7 +180,7 @@ class Computed(msgspec.Struct, frozen=True, tag="computed"):
 
 
 class GroupBroken(msgspec.Struct, frozen=True, tag="broken"):
-    """A step was cut short, since a group of its epoch is broken.
+    """Report that a step was cut short, since a group of its epoch is broken.
 
     No other step of that epoch is computed here.
     """
@@ -193,19 +193,19 @@ class GroupBroken(msgspec.Struct, frozen=True, tag="broken"):
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
-    """Later messages of this worker belong to this epoch."""
+    """Report that a worker uses an epoch's groups; its later messages belong there."""
 
     epoch: int
 
 
 class Spans(msgspec.Struct, frozen=True, tag="spans"):
-    """When the worker computed, on the host's monotonic clock."""
+    """Spans in which the worker computed, on the host's monotonic clock."""
 
     spans: list[Span]
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The worker has failed and ends."""
+    """Report that a worker has failed and ends."""
 
     kind: str
     """Name of the exception's class."""

@@ -37,18 +37,18 @@ SETTLE_TIMEOUT = 10.0
 
 @dataclass(frozen=True)
 class WorkerCache:
-    """Where the shards of one worker are."""
+    """Place of one worker's KV cache: its process, and addresses in it."""
 
     name: str
     pid: int
-    """The child of this process that the worker is."""
+    """Process id of the worker, a child of this process."""
     ended: int
     """A descriptor that is readable once it has ended."""
     cache: CacheAt
 
 
 class _Shard:
-    """Reads and writes the memory of one worker."""
+    """Reader and writer of the KV cache in one worker's memory."""
 
     def __init__(self, worker: WorkerCache) -> None:
         self._worker = worker

@@ -109,7 +109,7 @@ class StepGroups:
             self._channels.hangs(self._channels.workers[self.control.silent])
 
     def abort(self, epoch: int) -> None:
-        """Let the step thread and the workers come out of this epoch's groups."""
+        """Abort the groups of an epoch, in the step thread and in workers."""
         if epoch == self.epoch:
             self._broken = CollectiveError("the group was given up", None, "aborted")
             self._channels.interrupt()
@@ -129,7 +129,7 @@ class SpreadMpExecutor(MpExecutor):
     """Implements :class:`engine.executor_contract.SpreadExecutor` with processes of this host."""
 
     num_channels = 2
-    """To each worker: for steps, and for the groups of an epoch."""
+    """Channels to each worker: one for steps, one for the groups of an epoch."""
 
     def __init__(
         self,

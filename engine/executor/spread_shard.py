@@ -43,11 +43,11 @@ class SpreadShard(LoadedShard):
     _prepared: GroupPlan | None = None
     """Plan whose experts were prepared last."""
     _joined: GroupPlan | None = None
-    """Plan of the group that it steps in."""
+    """Plan of the group that steps use."""
     _program: Program | None = None
     """Native kernels, if they compute the model."""
     _untouched: memory.Untouched
-    """What of the KV cache no step has written yet."""
+    """Part of the KV cache that no step has written yet."""
     _attention: AttentionUse
     """Time in attention so far."""
     _attention_before: AttentionUse
@@ -209,7 +209,7 @@ class SpreadShard(LoadedShard):
         return smaller
 
     def _bytes_for_copies(self, others: int = 0) -> int:
-        """What copies of experts will take that are not here yet.
+        """Bytes of copies of experts that are still to come.
 
         ``others``: bytes of what is still to come beside them.
 

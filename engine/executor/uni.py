@@ -128,7 +128,7 @@ class UniExecutor(SpreadShard):
         return self._leave_room(share, left)
 
     def _gather_bytes(self) -> int:
-        """What TORCH_SDPA will keep for gathered contexts, of which the largest step has none."""
+        """Bytes for contexts that TORCH_SDPA gathers, which the largest step has none of."""
         model = self._model
         assert model is not None
         return 0 if self._backend != "TORCH_SDPA" else gather_bytes(model.layers, model.dtype, self._longest)
@@ -173,7 +173,7 @@ class UniExecutor(SpreadShard):
         torch.cuda.synchronize(model.device)
 
     def _bytes_for_program(self) -> int:
-        """What the native kernels will take, unless they have it already, or are not used.
+        """Bytes that the native kernels will take, 0 where they have them already.
 
         In lockstep one member at most takes a step beyond the usual budget.
         """
@@ -260,7 +260,7 @@ class UniExecutor(SpreadShard):
         return BlockMemory([each.view(torch.uint8).reshape(shape).numpy() for each in self._stored])
 
     def published(self, identity: str) -> tuple[str, Table] | None:
-        """Where the KV cache is found after this process died, and its table of blocks.
+        """Place of the KV cache that outlives this process, and its table of blocks.
 
         None where it dies with it.
         """
@@ -350,7 +350,7 @@ class UniExecutor(SpreadShard):
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Groups of devices watch the step.
+        """Context of a step that the communicators of devices watch.
 
         A peer that is lost would only show as a device that waits.
 
@@ -371,7 +371,7 @@ class UniExecutor(SpreadShard):
         return self._pending.popleft()()
 
     def check(self) -> None:
-        """There are no workers that could end."""
+        """Check for lost workers: does nothing, since there are none."""
 
     def set_threads(self, threads: int, cores: Sequence[int] = ()) -> None:
         """See :class:`.Executor`."""

@@ -80,7 +80,7 @@ class Worker:
         self._groups: list[Communicator] = []
         self._hosted: MeetingHost | None = None
         self._num_done = ctypes.c_int64(0)
-        """Steps that are done with; the engine reads it where it is (:mod:`engine.executor.shard_memory`)."""
+        """Number of finished steps, which the engine reads from this process's memory."""
 
     def run(self) -> None:
         """Serve until the engine is gone.
@@ -136,7 +136,7 @@ class Worker:
         return executor
 
     def _place(self, begin: Begin) -> tuple[int, int] | None:
-        """Among the workers of a stage, over all instances."""
+        """Index and count of this worker among those of its stage, over all instances."""
         if begin.place is None:
             return None
         (place, size), ranks = begin.place, begin.config.device.tensor_parallel_size
@@ -193,7 +193,7 @@ class Worker:
         )
 
     def _renew(self, begin: Begin, control: Channel, formed: dict[str, Communicator | None]) -> None:
-        """The groups change with every epoch, and the layers keep what they get now."""
+        """Wrap the groups, which change with every epoch, for layers that keep them."""
         from engine.executor.worker_groups import Axis, WorkerGroups
         from parallel import groups
         from parallel.communicators.renewable import RenewableCommunicator
@@ -211,7 +211,7 @@ class Worker:
         )
 
     def _wait_for_others(self) -> None:
-        """Reading takes one worker longer than another; only what follows is under the groups' deadlines."""
+        """Wait until all workers have read their weights, without a deadline."""
         self._send(Read())
         message = self._receive()
         assert isinstance(message, FirstRun)

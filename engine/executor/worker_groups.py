@@ -59,7 +59,7 @@ class EpochGroups:
     def __init__(self, form: GroupPlan | None, place: int) -> None:
         self.form = form
         self.place = place
-        """Index of this instance in the plan."""
+        """Index of this instance in the plan of the epoch."""
         self.experts: Communicator | None = None
         """The workers of all instances in this pipeline stage."""
         self.inside: dict[Axis, Communicator] = {}
@@ -227,7 +227,7 @@ class WorkerGroups:
         return num_read
 
     def _form(self, form: GroupPlan, place: int, should_stop: Callable[[], bool]) -> EpochGroups:
-        """One after the other, in the same order everywhere."""
+        """Form the groups of an epoch in the same order at all workers."""
         begin, device = self._begin, self._begin.config.device
         key = None if begin.key is None else LinkKey(begin.key.secret)
         meeting = join_meeting(form.store, key)

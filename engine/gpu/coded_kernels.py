@@ -1,4 +1,4 @@
-"""Triton kernels that multiply by quantised weights: codes become numbers inside the product.
+"""Triton kernels of packed weights: codes are widened inside the product.
 
 Weights are read as they are stored, so a decode step reads a half or a quarter of the bytes of bfloat16.
 Codes of 4 bits stand in words of 32 inputs: byte j has the input j in its low half and the input j + 16 in

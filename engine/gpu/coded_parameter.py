@@ -1,4 +1,4 @@
-"""Attachment of quantised weight codes to a parameter (loads no triton)."""
+"""Attachment of packed weights to a parameter (loads no triton)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ATTRIBUTE = "lockstep_device_codes"
 
 
 class CodedWeight(Protocol):
-    """What :class:`engine.gpu.coded_products.DeviceCodes` is to those that do not load triton."""
+    """Interface of :class:`engine.gpu.coded_products.DeviceCodes` for modules that load no triton."""
 
     @property
     def codes(self) -> torch.Tensor: ...

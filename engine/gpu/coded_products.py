@@ -1,4 +1,4 @@
-"""Quantised weights on a GPU, and the kernels that multiply by them (loads triton)."""
+"""Packed weights on a GPU, and launches of their products (loads triton)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 WORD = 32
 """Inputs of codes of 4 bits that are packed together."""
 GROUP_STEP = 16
-"""What the inputs of a group are a multiple of."""
+"""Number that divides the inputs of each group."""
 TILE_INPUTS = 128
 """Most inputs that a program multiplies at once."""
 SMALL_TILE, LARGE_TILE = 16, 64
@@ -46,7 +46,7 @@ ADDED_BLOCK = 1024
 WIDE_BLOCK = 1024
 """Bytes of a program that widens weights."""
 FLOAT8_FACTOR = 256.0
-"""What floats of 8 bits are smaller by after their bits were shifted."""
+"""Factor by which shifted bits of 8-bit floats are too small."""
 TWICE_FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the numbers of floats of 4 bits (e2m1), by their bits."""
 
@@ -70,7 +70,7 @@ class InputRounding(Protocol):
 
 @dataclass(frozen=True)
 class DeviceCodes:
-    """Weights of a linear layer, or of a layer's experts, for the kernels."""
+    """Packed weights of a linear layer, or of a layer's experts, on a device."""
 
     codes: torch.Tensor
     """uint8 [matrices, outputs, bytes]."""
@@ -95,7 +95,7 @@ class DeviceCodes:
 
     @property
     def numel(self) -> int:
-        """Numbers of all matrices."""
+        """Number of weights in all matrices."""
         return len(self.codes) * self.outputs * self.inputs
 
     @property
@@ -116,7 +116,7 @@ class DeviceCodes:
         return torch.empty_like(weights).index_copy_(1, self.order, weights)
 
     def expected(self, number: int, rows: torch.Tensor) -> torch.Tensor:
-        """What one matrix gives for rows [n, inputs], by torch's operators: float32 [n, outputs]."""
+        """Product of one matrix and rows [n, inputs] by torch: float32 [n, outputs]."""
         if self.rounding is None:
             return rows.float() @ self.widened(number, rows.dtype).float().T
         codes = self.codes[number].view(torch.int8)
@@ -154,12 +154,12 @@ class DeviceCodes:
         return outputs.view(*rows.shape[:-1], -1) if pairs is None else outputs
 
     def _is_widened_for(self, rows: torch.Tensor, pairs: Pairs | None) -> bool:
-        """Whether the matrix is widened first."""
+        """Whether the matrix is widened as a whole before the product."""
         size = self.outputs * self.inputs * rows.element_size()
         return self.rounding is None and pairs is None and len(rows) >= WIDENED_ROWS and size <= WIDENED_BYTES
 
     def _wide(self, dtype: torch.dtype) -> torch.Tensor:
-        """Weights [outputs, inputs] of the one matrix, inputs as they stand."""
+        """Widened weights [outputs, inputs] of one matrix, in the order of its codes."""
         weights = torch.empty(self.outputs, self.inputs, dtype=dtype, device=self.codes.device)
         width = self.codes.shape[2]
         kernels.widen[(self.outputs, -(-width // WIDE_BLOCK))](
@@ -259,7 +259,7 @@ class DeviceCodes:
         return pairs.ends, pairs.order, len(rows), pairs.top_k
 
     def _tiles(self, outputs: torch.Tensor, pairs: Pairs | None) -> tuple[tuple[int, int], dict[str, int]]:
-        """The grid, and what the programs' sizes are."""
+        """Grid of a product, and tile sizes of its programs."""
         count, width = outputs.shape
         matrices = 1 if pairs is None else len(self.codes)
         block_m = LARGE_TILE if count >= MANY_ROWS * matrices else SMALL_TILE

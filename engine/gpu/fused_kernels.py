@@ -231,7 +231,7 @@ def scaled_logits(line, token, width, highest, heat, least):
 
 @triton.jit
 def reach_of(steps, REACHES: tl.constexpr):
-    """Distances from the best by which tokens are counted: 1, 2, 3, and so on.
+    """Distances from the best token of reaches by number: 1, 2, 3, and so on.
 
     The last one is infinite.
     """
@@ -268,7 +268,7 @@ def crowd(
 
 @triton.jit
 def bracket_of(mass, count, most, share, is_cut, NEAR: tl.constexpr, REACHES: tl.constexpr):
-    """Between which reaches all lies that is to be looked at closely.
+    """Reaches between which top-k and top-p are decided.
 
     Numbers of both, or ``REACHES`` twice, and how many tokens lie between, at most ``NEAR``. With top-k these
     are the tokens that it leaves, else those among which the last one of top-p is. The lower number is -1
@@ -288,7 +288,7 @@ def bracket_of(mass, count, most, share, is_cut, NEAR: tl.constexpr, REACHES: tl
 
 @triton.jit
 def in_all(source, row, parts, PARTS: tl.constexpr, REACHES: tl.constexpr):
-    """What each part of a row holds: [PARTS, REACHES] of masses or counts."""
+    """Masses or counts [PARTS, REACHES] of each part of a row."""
     part, steps = tl.arange(0, PARTS), tl.arange(0, REACHES)
     place = (row * parts + part)[:, None] * REACHES + steps[None, :]
     return tl.load(source + place, mask=(part < parts)[:, None] & (steps < REACHES)[None, :], other=0)

@@ -24,7 +24,7 @@ NEAR_TOKENS = 1 << 15
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, *, plus_one: bool) -> torch.Tensor:
-    """hidden [..., width], in any pieces -> the same, in one."""
+    """Normalised hidden [..., width], contiguous."""
     width = hidden.shape[-1]
     if hidden.stride(-1) != 1:
         hidden = hidden.contiguous()
@@ -55,7 +55,7 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, *, plus
 def rotate(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[1, heads, tokens, dim] of queries and keys, turned by angles [1, tokens, dim]."""
+    """Queries and keys [1, heads, tokens, dim], turned by angles [1, tokens, dim]."""
     heads, tokens, dim = query.shape[1:]
     kv_heads = key.shape[1]
     turned_query, turned_key = query.new_empty(tokens, heads, dim), key.new_empty(tokens, kv_heads, dim)

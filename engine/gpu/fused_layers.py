@@ -37,7 +37,7 @@ Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def fuse_layers(model: Any, already: Sequence[MergedLinear] = ()) -> dict[str, int]:
-    """Fuse what can be fused in a loaded model; how many of each kind.
+    """Fuse layers of a loaded model; returns how many of each kind.
 
     ``already``: products that were merged before.
     """
@@ -64,7 +64,7 @@ def fuse_layers(model: Any, already: Sequence[MergedLinear] = ()) -> dict[str, i
 
 
 def _fuse_norm(module: Any, dtype: torch.dtype, seen: dict[tuple[type, int], bool | None]) -> bool:
-    """Give a norm our kernel, if it computes the same; whether it did.
+    """Replace a norm by our kernel if that computes the same; returns whether.
 
     ``dtype`` is the model's, and its inputs'. ``seen``: by kind, whether its weight is one less than the
     factor; None: the kernel does not fit.
@@ -97,7 +97,7 @@ class _Norm:
 
 
 def _norms_alike(module: Any, dtype: torch.dtype, plus_one: bool) -> bool:
-    """Whether the kernel computes what a norm does.
+    """Whether our kernel computes the same as a norm.
 
     Rows become smaller and smaller, so that its epsilon counts.
     """
@@ -161,7 +161,7 @@ class MergedLinear:
             layer.forward = self.part(index)
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """All outputs beside each other."""
+        """Outputs of all merged layers, beside each other."""
         return self.product(inputs)
 
     def part(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -186,7 +186,7 @@ class MergedLinear:
 
 
 def _fuse_gates(model: Any, merged: dict[int, MergedLinear]) -> int:
-    """Let one kernel compute each gate of experts and of merged products; how many.
+    """Replace gates of experts and merged products by a kernel; returns how many.
 
     ``merged``: by the id of the first layer of each.
     """
@@ -210,7 +210,7 @@ def _fuse_gates(model: Any, merged: dict[int, MergedLinear]) -> int:
 
 
 def _gate_of(is_alike: Callable[[bool], bool]) -> bool | None:
-    """Whether a gate is GELU's; None if it is another one than that and SiLU's."""
+    """Whether a gate is GELU; None if it is neither GELU nor SiLU."""
     return next((tanh for tanh in (False, True) if is_alike(tanh)), None)
 
 
@@ -279,7 +279,7 @@ def _attention_layers(model: Any) -> dict[str, set[type]]:
 
 
 def _fuse_rotary(family: Any, layers: set[type]) -> int:
-    """Replace the function of a family, if ours computes the same."""
+    """Replace a family's rotary function, if our kernel computes the same."""
     before = getattr(family, ROTARY)
     late = all(hands_over(layer, ROTARY) for layer in layers)
     if isinstance(before, FusedRotary):
@@ -319,7 +319,7 @@ class FusedRotary:
         return fused_launches.rotate(query, key, cos, sin)
 
     def agrees(self) -> bool:
-        """Whether ours gives what the family's does."""
+        """Whether our kernel agrees with the family's function."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         generator = torch.Generator().manual_seed(2)
         query, key = (torch.randn(1, heads, 3, 8, generator=generator).to(device) for heads in (4, 2))

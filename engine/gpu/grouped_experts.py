@@ -35,7 +35,7 @@ ExpertsFunction = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torc
 
 
 def register(registry: Any) -> None:
-    """Make both functions known to transformers' experts registry."""
+    """Register both expert functions with transformers."""
     registry.register(NAME, grouped_forward)
     few = _Few(registry["batched_mm"], registry["grouped_mm"])
     registry.register(FEW_NAME, few.forward)
@@ -108,7 +108,7 @@ def _linear_of(module: Any, name: str, expert: int, rows: torch.Tensor) -> torch
 
 
 def check_experts(modules: Sequence[Any]) -> str | None:
-    """What keeps :func:`grouped_forward` from serving these layers; None if nothing does.
+    """Reason why :func:`grouped_forward` cannot serve these layers; None if it can.
 
     Each kind of layer is computed for a few random steps, and by a plain product for each expert.
     """

@@ -39,13 +39,13 @@ class LateTurns(threading.local):
     def put(
         self, query: torch.Tensor, key: torch.Tensor, turn: LateRotation
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same queries and keys, which :meth:`take` must see next."""
+        """Keep queries and keys, which :meth:`take` must see next, and their rotation."""
         self.check()
         self._given = query, key, turn
         return query, key
 
     def take(self, query: torch.Tensor, key: torch.Tensor) -> LateRotation | None:
-        """By which angles these are still to be turned; None if they are turned.
+        """Rotation that these queries and keys still need; None if they are turned.
 
         Raises:
             RuntimeError: they are others than :meth:`put` was given.

@@ -39,7 +39,7 @@ def product_for(
 
 
 def product_here(device: torch.device, dtype: torch.dtype) -> Product:
-    """:func:`product_for` this device."""
+    """The operator for experts of one type on this device."""
     return product_for(
         device.type,
         torch.cuda.get_device_capability(device) if device.type == "cuda" else None,

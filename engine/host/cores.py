@@ -21,7 +21,7 @@ class Share(NamedTuple):
     """Cores and threads of an instance on one host."""
 
     threads: int = 0
-    """Threads of each of its workers."""
+    """Threads of each worker."""
     cores: tuple[int, ...] = ()
     """Cores reserved for this instance; empty if cores are shared."""
 

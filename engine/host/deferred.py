@@ -121,7 +121,7 @@ def run_deferred() -> bool:
 
 
 class _Changed(Loader):
-    """Loads transformers' module of what there is to import, and changes it."""
+    """Loader of ``transformers.utils.import_utils`` that changes some of its functions."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -147,7 +147,7 @@ def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
 
 
 class _Found(msgspec.Struct, frozen=True):
-    """Names to import from a directory.
+    """Names that transformers exports from a directory of its sources.
 
     transformers has dictionaries with keys of two kinds.
     """

@@ -92,7 +92,7 @@ def _lock_files(devices: Sequence[str]) -> list[Path]:
 
 
 def _locks(file: BinaryIO) -> bool:
-    """Whether this process has the lock, or the file system has no locks."""
+    """Whether this process got the lock, or the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -127,7 +127,7 @@ class Untouched:
 
 
 def spare_memory(cache: Untouched) -> int:
-    """Bytes that more experts may take.
+    """Bytes of memory that further experts may take.
 
     What a KV cache will still take counts as taken.
     """

@@ -97,7 +97,7 @@ class DecodeContinuation:
 
     @property
     def is_full(self) -> bool:
-        """Whether :meth:`take` is due."""
+        """Whether so many tokens are kept that :meth:`take` is due."""
         return len(self._kept) == self.MOST
 
     def take(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:

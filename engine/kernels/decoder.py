@@ -40,7 +40,7 @@ from engine.model.quantization.attached import reader_of
 
 @dataclass(frozen=True)
 class Layer:
-    """Two parts, each of which adds to the stream."""
+    """One layer: a mixer and a feed-forward part, each added to the stream."""
 
     norm: Norm | None
     """Before the mixer."""
@@ -59,7 +59,7 @@ class Layer:
     stream_factor: float = 1.0
     """Factor on the stream behind all parts."""
     input: LayerInput | None = None
-    """What is done, behind the feed-forward part, with an input beside the stream."""
+    """Use of an input beside the stream, behind the feed-forward part."""
 
     @property
     def places(self) -> tuple[PartPlace, PartPlace]:
@@ -96,7 +96,7 @@ class Decoder:
 
     @property
     def cached(self) -> tuple[LayerShape, ...]:
-        """What the layers cache."""
+        """Shapes of what the layers cache of a token."""
         return tuple(layer.mixer.cached for layer in self.layers)
 
     @property
@@ -106,7 +106,7 @@ class Decoder:
 
     @property
     def exchanged(self) -> ExpertShape | None:
-        """What the expert layers have in common; None without any."""
+        """Sizes that all expert layers share; None without any."""
         first = next(iter(self.sparse), None)
         return None if first is None else ExpertShape(self.hidden, first.top_k, first.num_experts, self.dtype)
 
@@ -153,7 +153,7 @@ class Decoder:
 
 
 def recognise(module: Any, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Decoder:
-    """The parts of a model.
+    """Recognise a model, and return its parts as a decoder.
 
     ``shapes``: of its layers; of a stage, those that are computed there.
 

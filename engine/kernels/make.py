@@ -80,7 +80,7 @@ def bytes_for_program(model: LoadedModel, block_size: int, largest: buffers.Buff
 
 
 def cached_layers(model: LoadedModel, block_size: int) -> tuple[LayerShape, ...]:
-    """What the layers cache, as the kernels compute them, or torch.
+    """Shapes of the layers' caches: for the kernels where they compute, else for torch.
 
     The kernels may keep less than torch. Then they are tried now: a cache with room for that is too small for
     torch, so :func:`make_program` must not fail later for a reason that can be known.

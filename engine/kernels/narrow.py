@@ -68,7 +68,7 @@ class NarrowCopy:
             NARROW_MIXERS[type(layer.mixer)].shape(layer.mixer, shape)
             for shape, layer in zip(model.layers, decoder.layers, strict=True)
         )
-        """What the copy's layers cache."""
+        """Shapes of what the copy's layers cache."""
         self._mixers = [layer.mixer for layer in decoder.layers]
         self.decoder = self._recognise(torch.float32)
         """The copy's parts, with whole sums, whatever the model's sums are."""
@@ -84,7 +84,7 @@ class NarrowCopy:
         return _parts(self.module)
 
     def quieten(self) -> None:
-        """Make no number loud any more."""
+        """Replace loud weights by others of the usual size."""
         self.weights.quieten()
         self.decoder = self._recognise(self.decoder.dtype)
 

@@ -74,7 +74,7 @@ class Program:
         Without spread experts.
         """
         self.quantized_bytes, self.half_bytes = packer.quantized_bytes, packer.half_bytes
-        """Bytes of the packed weights, and of those that are kept as float16."""
+        """Bytes of packed weights of 4 and 8 bits, and of weights in float16."""
         self._positions = PositionTables(decoder)
         self.sums = RankSums(library, ranks if decoder.num_sums else None, decoder.sums_width)
         self._cache: NativeCache | None = None
@@ -106,7 +106,7 @@ class Program:
 
     @property
     def cached(self) -> tuple[LayerShape, ...]:
-        """What the layers cache of a token."""
+        """Shapes of what the layers cache of a token."""
         return self._decoder.cached
 
     def __repr__(self) -> str:

@@ -19,7 +19,7 @@ OTHER_OPERATIONS = 10
 
 
 class PackedLayer:
-    """The weights of one layer."""
+    """One layer whose weights are laid out."""
 
     def __init__(self, layer: Layer, packing: Packing) -> None:
         self.layer = layer
@@ -64,7 +64,7 @@ class PackedDecoder:
         return writer.finish()
 
     def _write_layer(self, writer: Writer, number: int, *, selects: bool) -> None:
-        """Write a layer.
+        """Write the operations of one layer.
 
         If it ``selects``, it goes on from its mixer with those rows alone whose logits are wanted.
         """

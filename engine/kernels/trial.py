@@ -1,4 +1,4 @@
-"""Whether the kernels compute what a model's own layers compute.
+"""Trial of the kernels against a model's own layers, before they are used.
 
 :mod:`engine.kernels.decoder` finds a model's weights by the names of its parts. It does not see what else a
 forward pass does: a factor on queries that grows with the position, a layer without rotary positions, a
@@ -74,7 +74,7 @@ class TrialResult(NamedTuple):
 
 
 def judge(kernels: KernelLibrary, model: LoadedModel, decoder: Decoder) -> TrialResult:
-    """Compare both. ``decoder``: the parts of the model.
+    """Compare the kernels with the model's own code; ``decoder``: its parts.
 
     Raises:
         Exception: either cannot compute; it may be of any kind.
@@ -200,7 +200,7 @@ def _fields(part: Any) -> Iterator[Any]:
 
 
 def _identity(value: Any) -> Any:
-    """What equal things have in common, and others not: of a tensor, its memory."""
+    """Key that is the same for equal parts: of a tensor, its memory."""
     return (value.data_ptr(), value.shape) if isinstance(value, torch.Tensor) else id(value)
 
 

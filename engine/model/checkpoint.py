@@ -75,7 +75,7 @@ OF_REPOSITORY = re.compile(r"([^/:\s]+/[^/:\s]+)(?:/([^:\s]+\.gguf)|:([\w.-]+))"
 
 
 class ReadingStopped(Exception):
-    """Reading was stopped, since its result is not wanted any more."""
+    """Stop of a reading whose result is not wanted any more."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -90,7 +90,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """float32, bfloat16 or float16: what ``--dtype auto`` means for this model."""
     eos_token_ids: tuple[int, ...]
     num_experts: int
-    """0 for a dense model."""
+    """Routed experts of a layer; 0 for a dense model."""
     num_layers: int = 0
     num_heads: int = 0
     """Query heads; 0 where config.json does not name them."""
@@ -165,7 +165,7 @@ def _find_local(name: str | None) -> Path | None:
 
 
 def _made(name: str) -> Path:
-    """The shipped model in fewer bits."""
+    """Directory of the shipped model in fewer bits, made at first use."""
     from engine.model.quantization import making  # numpy, which few need here
 
     digest = hashlib.sha256(f"{name} {installed_version()}".encode() + Path(making.__file__).read_bytes())
@@ -183,7 +183,7 @@ def _made(name: str) -> Path:
 
 
 def _of_gguf(path: Path) -> Path:
-    """The directory made from a GGUF file."""
+    """Directory that is made from a GGUF file."""
     try:
         return gguf_directory(path)
     except GgufError as error:
@@ -403,7 +403,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _what_else(directory: Path) -> str:
-    """A sentence about weights that are there and not read."""
+    """Sentence about weights in formats that are not read, for an error."""
     if pickled := sorted(path.name for path in directory.glob("*.bin")):
         return f" It has {pickled[0]}, a pickle format, which is never loaded."
     if beside := sorted(path.name for path in directory.glob("*.safetensors")):
@@ -540,7 +540,7 @@ def default_sampling(directory: Path) -> dict[str, Any]:
 
 
 def _instead(directory: Path) -> str:
-    """What to give instead of a directory without a configuration."""
+    """Hint for a directory without config.json: what to give instead."""
     found = sorted(directory.glob(f"*{SUFFIX}"))
     if not found:
         return f"is it a model directory? (A GGUF file of a repository: owner/name/FILE{SUFFIX})"

@@ -46,7 +46,7 @@ PROMPT, OTHER_PROMPT = 3 * SPLIT_KEYS + 32, 7
 They are enough for several tiles, and for a context that is cut into three.
 """
 PROGRAMS = 1 << 16
-"""Number of programs that the kernels suppose in the check.
+"""Number of GPU programs that the kernels assume in the check.
 
 So contexts are cut in the check wherever they might be on this device.
 """
@@ -83,7 +83,7 @@ def choose_backend(
 
 
 def _compare(model: LoadedModel, block_size: int) -> str | None:
-    """What keeps the Triton kernels from serving this model, None if nothing does."""
+    """Reason why the Triton kernels cannot serve this model; None if they can."""
     context = getattr(model.module.config.get_text_config(), "max_position_embeddings", None) or PROMPT
     longest = min(PROMPT, int(context))
     pages = -(-longest // block_size), -(-OTHER_PROMPT // block_size)
@@ -129,7 +129,7 @@ def greatest_difference(found: torch.Tensor, expected: torch.Tensor) -> torch.Te
 
 
 class _Both:
-    """Two caches, written alike; results are the first one's. Implements ``base.PagedAttention``."""
+    """Two attention backends in one, compared at each step; the first one's results count."""
 
     def __init__(self, model: LoadedModel, num_blocks: int, block_size: int) -> None:
         self._failure: str | None = None
@@ -176,7 +176,7 @@ class _Both:
         self._differences.append(difference)
 
     def verdict(self, tolerance: float) -> str | None:
-        """What is wrong with the second backend, None if nothing is."""
+        """Reason why the second backend is refused; None if it agrees."""
         if self._failure is not None:
             return f"its kernels fail: {self._failure}"
         worst = float(torch.stack(self._differences).max())
@@ -186,7 +186,7 @@ class _Both:
 
 
 class _BothPlans:
-    """A step of both backends. Implements ``base.AttentionPlan``."""
+    """Attention plan of two backends in one, which compares their results."""
 
     def __init__(self, both: _Both, first: AttentionPlan, second: AttentionPlan | None) -> None:
         self.use = both.use

@@ -1,4 +1,4 @@
-"""Quantised weights stay codes on a GPU: layers multiply by them where they lie.
+"""Packed weights on a GPU: layers multiply by the checkpoint's codes, never widened.
 
 A checkpoint is read on the host, where transformers sees widened weights. Each weight that has codes then
 gives way to these, which go to the device, and the rest of the model follows: the device never holds the
@@ -37,16 +37,16 @@ EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 @dataclass
 class CodedLayers:
-    """What of a model is codes."""
+    """Result of keeping weights packed: merged products, and counts of matrices."""
 
     merged: list[MergedLinear] = field(default_factory=list)
     """Products of several layers with one input."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Matrices by what became of them."""
+    """Number of matrices by outcome: packed, or widened and why."""
 
 
 def keep_weights_packed(model: Any, device: torch.device, *, experts: bool) -> CodedLayers:
-    """Let the quantised weights of a model be codes on a device.
+    """Keep the quantised weights of a model packed on a device.
 
     It was read on the host. ``experts``: theirs as well. The caller brings the rest of the model to the
     device.
@@ -74,7 +74,7 @@ def _is_linear(module: Any) -> bool:
 
 
 class _Kept:
-    """Codes on one device."""
+    """Packs the quantised weights of a model on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.found = CodedLayers()
@@ -82,7 +82,7 @@ class _Kept:
         self._agreed: dict[tuple[Any, ...], bool] = {}
 
     def merge(self, layers: Sequence[torch.nn.Linear]) -> MergedLinear | None:
-        """Layers with one input as one product, if all are codes of one kind."""
+        """Merge layers with one input into one product, if their codes are alike."""
         readers = [reader_of(layer.weight) for layer in layers]
         known = [reader for reader in readers if reader is not None]
         if len(known) < len(layers) or len({reader.rounds for reader in known}) > 1:
@@ -102,7 +102,7 @@ class _Kept:
         return MergedLinear(layers, _Product(codes, bias))
 
     def keep_linear(self, layer: Any, parts: int) -> None:
-        """Let a linear layer, or a part of one, multiply by its codes."""
+        """Let a linear layer multiply by its packed weights."""
         reader = reader_of(layer.weight)
         if reader is None:
             return
@@ -116,7 +116,7 @@ class _Kept:
         self.found.counts["products of codes"] += 1
 
     def keep_experts(self, module: Any) -> None:
-        """Let the experts of a layer be codes, if all their matrices can be."""
+        """Keep the experts of a layer packed, if all their matrices can be."""
         names = [
             name for name in EXPERT_WEIGHTS if isinstance(getattr(module, name, None), torch.nn.Parameter)
         ]
@@ -141,7 +141,7 @@ class _Kept:
     def _codes(
         self, reader: CodesReader, weight: torch.Tensor, *, must_round: bool, parts: int = 1
     ) -> DeviceCodes | None:
-        """Codes on the device, if what they give is right.
+        """Packed weights on the device; None if their product is not right.
 
         ``weight``: [..., outputs, inputs], on the host.
         """
@@ -159,7 +159,7 @@ class _Kept:
 
 
 class _Product:
-    """Outputs of codes, with a bias that is on the device."""
+    """Product with packed weights, and a bias."""
 
     def __init__(self, codes: DeviceCodes, bias: torch.Tensor | None) -> None:
         self._codes, self._bias = codes, bias
@@ -186,7 +186,7 @@ class _Forward:
 
 
 def widen_again(modules: Iterable[Any]) -> None:
-    """Give experts their widened weights back: the kernels around the products cannot serve."""
+    """Give experts their widened weights back, since the kernels cannot serve."""
     for module in modules:
         for name in EXPERT_WEIGHTS:
             parameter = getattr(module, name, None)
@@ -199,7 +199,7 @@ def widen_again(modules: Iterable[Any]) -> None:
 
 
 def held_by(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
-    """Numbers that parameters stand for, and bytes that they have."""
+    """Number of weights that parameters stand for, and bytes that they take."""
     numbers = held = 0
     for each in parameters:
         codes = coded_of(each)
@@ -209,7 +209,7 @@ def held_by(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
 
 
 def _empty(module: Any, name: str) -> None:
-    """Free a parameter; what remains tells its type and device."""
+    """Free a parameter's memory; its type and device stay known."""
     before = getattr(module, name)
     forget_codes(before)
     setattr(module, name, torch.nn.Parameter(before.new_empty(0), requires_grad=False))

@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 Held = tuple[tuple[int, ...], ...]
 """Experts by layer, each ascending."""
 Expert = tuple[int, int]
-"""Number of its layer among those with experts, and its own there."""
+"""An expert: its layer among those with experts, and its number there."""
 OnBuilt = Callable[[Any, dict[str, torch.nn.Parameter], Sequence[int]], None]
 """Called with a module, its next tensors, and each expert's row now, or -1."""
 
 
 def pairs_of(experts: Sequence[Sequence[int]]) -> set[Expert]:
-    """Experts by layer, in one set."""
+    """Set of (layer, expert) of experts that are listed by layer."""
     return {(layer, expert) for layer, some in enumerate(experts) for expert in some}
 
 
@@ -74,7 +74,7 @@ class HeldExperts:
         self.bytes_per_expert: int = sum(self._bytes)
         """Bytes of an expert over all layers."""
         self.on_built: OnBuilt | None = None
-        """Called while this prepares."""
+        """Called with each laid-out module while a change is prepared."""
         self.copies = 1
         """Copies of each expert in memory; native kernels keep one of their own.
 
@@ -85,7 +85,7 @@ class HeldExperts:
         self._next: _Change | None = None
         self._preparing = threading.Lock()
         self._swapping = threading.Lock()
-        """Held while tensors are made from those that are held, or take their place."""
+        """Lock while tensors are made from the held ones, or take their place."""
 
     def __repr__(self) -> str:
         return f"<HeldExperts {self.most} of each of {len(self._layers)} layers>"
@@ -225,7 +225,7 @@ class HeldExperts:
 
     @property
     def can_be_given(self) -> bool:
-        """Whether experts may come from others: codes come from the checkpoint."""
+        """Whether other members may give experts; packed ones are read from the checkpoint."""
         known = [each for module in self._layers.values() for _, each in expert_parameters(module)]
         are_plain = all(each.is_cpu and reader_of(each) is None for each in known)
         return are_plain and self._online is None and self.num_experts > 0
@@ -259,7 +259,7 @@ class HeldExperts:
         return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in parts])
 
     def complete(self, given: Mapping[Expert, torch.Tensor], should_stop: Callable[[], bool]) -> None:
-        """End a preparation with what was given; the rest is read.
+        """Finish a preparation: experts that were not given are read.
 
         ``given``: bytes of experts, as :meth:`data_of` has them. Raises as :meth:`prepare` does.
         """
@@ -281,7 +281,7 @@ class HeldExperts:
         return sum(len(of_layer) * each for of_layer, each in zip(experts, self._bytes, strict=True))
 
     def is_prepared(self, experts: Sequence[Sequence[int]]) -> bool:
-        """Whether these can be installed: they are held, or were prepared from what is held."""
+        """Whether these experts are held, or prepared to be installed."""
         wanted = self._of_layers(experts)
         change = self._next
         return wanted == self.experts or (
@@ -291,7 +291,7 @@ class HeldExperts:
         )
 
     def install(self, experts: Sequence[Sequence[int]], free_bytes: Callable[[], int]) -> None:
-        """Hold these experts from now on; between two steps.
+        """Swap in the prepared experts, between two steps.
 
         Experts that were not prepared, or were prepared from others than are held now, are read first.
 
@@ -324,7 +324,7 @@ class _Change:
         self.before, self.after = before, after
         self.wanted = wanted
         self.fits_beside = False
-        """Whether there is memory to lay it out beside what is held."""
+        """Whether memory suffices to lay the change out beside what is held."""
         self._missing = missing
         self._rows: dict[str, dict[int, torch.Tensor]] = {}
         """Rows of the missing ones, by parameter and expert."""

@@ -1,4 +1,4 @@
-"""Experts that members of other hosts give, over the transport of a new group.
+"""Transfer of experts between hosts, over the links of a new group.
 
 No step uses that group yet, so its calls are free for this. All members make the same ones: first all tell
 what they hold and want, then bytes go in rounds of bounded size until the last one is there. See
@@ -30,7 +30,7 @@ CHECK_BYTES = 8
 def exchange(
     group: Communicator, held: HeldExperts, hosts: Sequence[str], should_stop: Callable[[], bool]
 ) -> int:
-    """Give and take the experts of a new group; returns how many came here.
+    """Exchange the experts of a new group; returns how many came here.
 
     ``hosts``: of each member. What does not come is read from the checkpoint.
 
@@ -100,14 +100,14 @@ def _sent(held: HeldExperts, planned: Sequence[Gift], mine: int, to: int) -> Ite
 
 
 class _Stream:
-    """Bytes that are handed out in pieces of any size."""
+    """Stream of bytes from several buffers, in pieces of any size."""
 
     def __init__(self, parts: Iterator[torch.Tensor]) -> None:
         self._parts = parts
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def take(self, count: int) -> torch.Tensor:
-        """The next ones, as many as that."""
+        """Take the next bytes, as many as asked for."""
         found = []
         while count:
             if not len(self._rest):
@@ -119,7 +119,7 @@ class _Stream:
 
 
 class _Parcel:
-    """An expert that comes piece by piece."""
+    """Receiver of one expert's bytes, which arrive in pieces."""
 
     def __init__(self, size: int) -> None:
         """``size``: with its check."""

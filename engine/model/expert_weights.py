@@ -33,7 +33,7 @@ ONE_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
 
 class ExpertShare(msgspec.Struct, frozen=True):
-    """Experts of one rank."""
+    """A rank's share of the experts: placement and rank."""
 
     placement: Placement
     rank: int
@@ -138,7 +138,7 @@ def only_experts_of(
 
 
 def _smaller(original: Any, share: ExpertShare) -> Any:
-    """An initialiser that leaves a module with the share's experts."""
+    """Initialiser of experts modules that makes room for the share's experts only."""
 
     def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -156,7 +156,7 @@ class _Shapes:
         self._wanted = wanted
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """Shape and nothing else, as :meth:`torch.nn.Module.get_parameter` would give it."""
+        """Parameter without memory, in the shape that the share's module has."""
         rows, *rest = self._known[name].shape
         return torch.empty(len(self._wanted[name]) if name in self._wanted else rows, *rest, device="meta")
 
@@ -203,7 +203,7 @@ class ExpertReader:
         should_stop: Callable[[], bool],
         online: OnlineName | None,
     ) -> dict[str, torch.Tensor]:
-        """The experts alone, converted: parameter -> [experts, ...]."""
+        """Read experts alone, converted: parameter -> [experts, ...]."""
         tensors: dict[str, torch.Tensor] = {}
         with open_weights(directory, dtype, online) as files:
             for opened in files:

@@ -55,7 +55,7 @@ class HostDigest:
     """The digest of one checkpoint's weights, while a thread makes it."""
 
     def __init__(self, directory: Path) -> None:
-        """Begins at once.
+        """Starts to make the digest, in a thread.
 
         Raises:
             CheckpointError, OSError: files of weights are missing.
@@ -159,7 +159,7 @@ def host_digest(directory: Path) -> HostDigest:
 
 
 def states_of(files: Sequence[Path]) -> tuple[FileState, ...]:
-    """What shows that files are as they were."""
+    """Size, inode and times of files, equal while they are unchanged."""
     stats = [path.stat() for path in files]
     return tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats)
 

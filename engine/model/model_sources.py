@@ -97,7 +97,7 @@ def why_not_served(config: Mapping[str, Any], *, trust_remote_code: bool = False
 
 
 def why_unknown(model_type: str) -> str:
-    """Words for a model type that transformers does not have."""
+    """Error text for a model type that transformers does not have."""
     return (
         f"is not served: this version of transformers has no model type {model_type!r}. Upgrade "
         "transformers, or pass --trust-remote-code if the checkpoint brings its own code"
@@ -111,7 +111,7 @@ def has_language_model(text_type: str) -> bool:
 
 
 def why_no_language_model(text_type: str) -> str:
-    """Words for a type without a causal language model."""
+    """Error text for a model type without a causal language model."""
     return (
         f"is not served: transformers has no causal language model for model type {text_type!r}, and only "
         "models that AutoModelForCausalLM can load are served"
@@ -119,7 +119,7 @@ def why_no_language_model(text_type: str) -> str:
 
 
 def why_another_head(architecture: str, language_model: str) -> str:
-    """Words for a checkpoint without the output layer of its language model.
+    """Error text for a checkpoint without the output layer of its language model.
 
     Empty for all others; the family must be known.
     """
@@ -133,7 +133,7 @@ def why_another_head(architecture: str, language_model: str) -> str:
 
 
 def why_layers_unsupported(types: Collection[str], is_stateful: bool) -> str:
-    """Words for layers that are not built; empty if all are.
+    """Error text for layers that are not supported; empty if all are.
 
     ``types`` are the types of the layers, as far as they are known; ``is_stateful``: the family may have
     layers with a recurrent state.

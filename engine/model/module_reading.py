@@ -54,7 +54,7 @@ class ModuleReader:
         return self.settings.online is not None or format_of_weights(Path(self.info.directory)) is not None
 
     def make_dummy(self, device: torch.device) -> Any:
-        """Draw random weights on the device where they are to be.
+        """Make a module of random weights on a device.
 
         A host would take minutes for those of a large model, and hold them all.
         """
@@ -68,7 +68,7 @@ class ModuleReader:
             return self.model_class._from_config(self.config, **options)
 
     def read(self, device: torch.device, share: ExpertShare | None) -> Any:
-        """The whole model on a device; with ``share`` without experts that others hold."""
+        """Read the whole model to a device; with ``share`` without others' experts."""
         options, info = self._options(self.model_class, device), self.info
         directory = Path(info.directory)
         finds_files = is_laid_out_as_usual(directory) or self.model_class is AutoModelForCausalLM
@@ -91,7 +91,7 @@ class ModuleReader:
         return module
 
     def read_shard(self, sharded: ShardedClass, device: torch.device) -> Any:
-        """One shard on a device."""
+        """Read one shard of the model to a device."""
         options = self._options(sharded.model_class, device)
         if self.is_dummy:
             with _straight_to(device):

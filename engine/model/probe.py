@@ -102,7 +102,7 @@ def _check_none_counts(probe: _Probe, run_again: Callable[[], _Probe]) -> None:
 
 
 def _run_probe(module: Any, name: str, context_length: int, stage: Stage) -> tuple[_Probe, torch.Tensor]:
-    """The notes of one run, and what the stage gave."""
+    """Observations of one run of a stage, and its output."""
     probe = _Probe(module, name, far=2 * max(context_length, 1 << 14))
     implementation = f"{PROBE_IMPLEMENTATION}-{threading.get_ident()}"  # workers may be threads
     AttentionInterface.register(implementation, probe.attention)

@@ -1,4 +1,4 @@
-"""A larger model's language part: names in a checkpoint, and its own model.
+"""Language part of a larger model: its tensors' names, and its class.
 
 transformers makes most language parts as causal language models of other families. For some language parts it
 has only the stack of layers. What the larger model puts on top of that for text is one product, so only that

@@ -1,4 +1,4 @@
-"""The opened files of a checkpoint, whatever its weights are quantised by."""
+"""Opened files of a checkpoint, plain, quantised or GGUF."""
 
 from __future__ import annotations
 

@@ -74,11 +74,11 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     experts: ExpertParallel | None = None
-    """The expert layers' common part, when they are spread over instances."""
+    """Common part of the expert layers, when experts are spread over instances."""
     expert_layers: tuple[Any, ...] = ()
     """Modules of the expert layers, in the order in which a step passes them."""
     stage: Stage = WHOLE_STAGE
-    """Which part of the model this is."""
+    """Stage and rank that this model is of the whole one."""
     context_length: int = 1 << 14
     """Positions of the longest request that is served."""
 
@@ -133,7 +133,7 @@ def load_model(
 
 
 def _twice(load: Callable[[], Loaded]) -> Loaded:
-    """Load, and load again if that fails.
+    """Load a model, once more if deferred modules were missing.
 
     The first time, a deferred part of the libraries may have been missing.
     """
@@ -271,7 +271,7 @@ def _run_uncut(reader: ModuleReader, sharded: ShardedClass, device: torch.device
 def _run_first(
     read: _ReadModel, info: ModelInfo, settings: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> LoadedModel:
-    """Find out what the layers cache, and check that they compute what they should."""
+    """Probe what the layers cache, and compare their results with transformers'."""
     module, stage, name = read.module, read.stage, info.architecture
     with torch.inference_mode():
         width, layers = probe_layers(module, name, info.context_length, stage)

@@ -31,9 +31,9 @@ from parallel.links.meeting import MeetingClient, MeetingHost
 from parallel.links.meeting_contract import Meeting
 
 LOOK_SECONDS = 0.2
-"""Seconds between two looks whether another host has failed."""
+"""Seconds between two checks whether another host has failed."""
 LAST_SECONDS = 2.0
-"""Seconds for the others to hear of a failure."""
+"""Seconds in which other hosts learn of a failure."""
 _FAILED = "failed"
 
 
@@ -101,7 +101,7 @@ def _find_out(
 
 
 def _leave(meeting: MeetingHost | MeetingClient, ask: ProbeRequest, seconds: float) -> None:
-    """Say that this host has all that it needs; rank 0 leaves last."""
+    """Report that this host has all results; rank 0 leaves last."""
     meeting.set(f"done/{ask.rank}", b"")
     if isinstance(meeting, MeetingHost):
         names, deadline = [f"done/{rank}" for rank in range(ask.size)], time.monotonic() + seconds
@@ -181,13 +181,13 @@ def _facts(rank: int, address: str, torch_version: str) -> HostFacts:
 
 
 def _all_say(meeting: MeetingHost | MeetingClient, what: str, ask: ProbeRequest, mine: bytes) -> list[bytes]:
-    """What each host says, by rank; who does not come in time is named."""
+    """Values of all hosts by rank; a host that is late is named."""
     meeting.set(f"{what}/{ask.rank}", mine)
     return [_get(meeting, f"{what}/{rank}", ask) for rank in range(ask.size)]
 
 
 def _get(meeting: MeetingHost | MeetingClient, key: str, ask: ProbeRequest) -> bytes:
-    """A value of another host.
+    """A value of another host, waited for.
 
     Raises:
         CollectiveError: it does not come; or a host has failed, and why.
@@ -213,7 +213,7 @@ def _get(meeting: MeetingHost | MeetingClient, key: str, ask: ProbeRequest) -> b
 
 
 class _OtherFailed(CollectiveError):
-    """What another host says went wrong."""
+    """Failure that another host reports."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""``python -m engine.probe.torch_build``: which torch this is and what it can use, as JSON."""
+"""``python -m engine.probe.torch_build``: facts about torch and its devices, as JSON."""
 
 from __future__ import annotations
 

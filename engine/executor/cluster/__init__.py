@@ -1,8 +1,8 @@
-"""Ray: workers as actors (``--distributed-executor-backend ray``), and instances anywhere in a cluster
-(``--data-parallel-backend ray``).
+"""Ray backends: workers as actors, and instances anywhere in a cluster.
 
-The only modules that load Ray, and only when it is asked for. Ray places processes and notices their deaths;
-what passes through calls of its actors is msgpack of Lockstep's own messages, as bytes.
+These are ``--distributed-executor-backend ray`` and ``--data-parallel-backend ray``. The only modules that
+load Ray, and only when it is asked for. Ray places processes and notices their deaths; what passes through
+calls of its actors is msgpack of Lockstep's own messages, as bytes.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Shadow:
         return [{kind: amount * workers for kind, amount in each.items()}]
 
     def _argv(self) -> list[str]:
-        """With as many threads as CPUs were asked for."""
+        """Command line of the instance, with as many threads as CPUs were reserved."""
         engine = self._config.engine
         threads = max(engine.device.cpu_threads, engine.device.num_workers)
         device = msgspec.structs.replace(engine.device, cpu_threads=threads)
@@ -156,7 +156,7 @@ class Shadow:
 
 
 def _with_whole_paths(config: InstanceConfig) -> InstanceConfig:
-    """Actors are in a directory of Ray's.
+    """The configuration with absolute paths, since actors run in a directory of Ray's.
 
     The model is served under the name that it was given.
     """

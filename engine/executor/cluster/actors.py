@@ -58,7 +58,7 @@ def look(ask: bytes) -> bytes:
 
 
 class WorkerActor:
-    """One worker.
+    """Ray actor that computes as one worker.
 
     ``tell`` and ``listen`` have a thread each, so calls of either keep their order.
     """
@@ -125,7 +125,7 @@ class WorkerActor:
 
 
 class InstanceActor:
-    """One instance of the mesh, ``python -m engine`` with its scheduler, on this node."""
+    """Ray actor that runs one instance, ``python -m engine``, as its child."""
 
     def __init__(self) -> None:
         self._output: deque[bytes] = deque(maxlen=MOST_LINES)

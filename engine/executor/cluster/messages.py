@@ -14,7 +14,7 @@ class PlaceQuery(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an actor is."""
+    """Place of an actor: its host, its versions, and the model found there."""
 
     host: str
     address: str
@@ -30,12 +30,12 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartInstance(msgspec.Struct, frozen=True, kw_only=True):
-    """Start an instance."""
+    """Order to start an instance."""
 
     argv: list[str]
-    """Behind ``python -m engine``."""
+    """Arguments of ``python -m engine``."""
     environment: dict[str, str]
-    """Beside what the node has."""
+    """Environment variables that are added to the node's."""
 
 
 class InstanceProgress(msgspec.Struct, frozen=True, kw_only=True):

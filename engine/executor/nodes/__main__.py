@@ -61,11 +61,11 @@ ASK_INTERVAL = 0.3
 SAY_INTERVAL = 5.0
 """Seconds between two log lines about what the host waits for."""
 LAST_WORDS = 0.2
-"""Seconds to read what an engine said before its connection ended."""
+"""Seconds to read messages that an engine sent before its connection ended."""
 
 
 class Over(Exception):
-    """Raised when the host's part is over; carries the exit status."""
+    """End of this host's part of an instance, with the exit status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -143,7 +143,7 @@ class Node:
         return toward(nodes.master_addr, nodes.master_port)
 
     async def _join(self, settings: Settings | None) -> None:
-        """Ask until the engine has heard; then give signs of life."""
+        """Repeat the request to join until workers run, then send signs of life."""
         nodes, patience = self._config.nodes, self._mesh.startup_timeout
         join = NodeJoin(
             node_rank=nodes.node_rank,
@@ -242,7 +242,7 @@ class Node:
         return share_of_cores(workers, self._config.device.cpu_threads, self._mesh.local_size)
 
     def _tell(self, number: int, payload: bytes) -> None:
-        """Pass on what is for a worker.
+        """Pass a message of the engine on to a worker.
 
         In what comes first, some things are for this host to say.
         """
@@ -268,7 +268,7 @@ class Node:
             self._ended(number)
 
     def _go_on_telling(self, number: int) -> None:
-        """A worker has room for more.
+        """Pass on more of a message, since the worker has room for it.
 
         To wait for it would keep back signs of life, and what others say.
         """
@@ -291,7 +291,7 @@ class Node:
             asyncio.get_running_loop().remove_reader(worker.channel.fileno())
 
     def _ended(self, number: int) -> None:
-        """Send the engine a message at once.
+        """Report the end of a worker to the engine at once.
 
         It then ends the instance, and with it this host's part.
         """

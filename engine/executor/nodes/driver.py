@@ -59,7 +59,7 @@ LEAVE_SECONDS = 0.5
 
 
 class _Node:
-    """A host that was taken."""
+    """A host that has joined, and its workers."""
 
     def __init__(self, join: NodeJoin, peer: Peer) -> None:
         self.join = join
@@ -193,7 +193,7 @@ class NodeCrew:
     # ---- the thread with the socket
 
     def _fail(self, error: Exception) -> None:
-        """Called when the thread has failed, at whatever."""
+        """Note why the thread has failed, and count all hosts as lost."""
         if isinstance(error, PortInUse):
             error = PortInUse(f"--master-addr, --master-port: {error}")
         else:
@@ -311,7 +311,7 @@ class NodeCrew:
         return None
 
     def _hire(self) -> None:
-        """All hosts are here, and their workers have ends."""
+        """Order all hosts, which have joined, to start their workers."""
         self._hired = True
         for node in self._nodes.values():
             names = {number: worker.name for number, worker in node.workers.items()}
@@ -334,7 +334,7 @@ class NodeCrew:
         return False
 
     def _lose(self, node: _Node, how: str, *, hears: bool = False) -> None:
-        """``hears``: the host still gets messages, and may confirm the end."""
+        """Count a host and its workers as lost; ``hears``: it still gets messages."""
         node.left = node.left or not hears
         self._leaving.set()
         for worker in node.workers.values():

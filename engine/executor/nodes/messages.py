@@ -30,35 +30,35 @@ class NodeJoin(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
     host: str
     """Host name for messages."""
     address: str
-    """Where its workers reach and are reached by those of other hosts."""
+    """Address at which workers of other hosts reach those of this host."""
     versions: dict[str, str]
     settings: Settings | None
     """Settings of the model; None: those of the engine."""
 
 
 class Hired(msgspec.Struct, frozen=True, tag="hired"):
-    """The workers run; process ids by worker number."""
+    """Report that a host's workers run; process ids by worker number."""
 
     pids: dict[int, int]
 
 
 class MessageFromWorker(msgspec.Struct, frozen=True, tag="said"):
-    """Message of a worker."""
+    """Message of a worker, passed on to the engine."""
 
     worker: int
     payload: bytes
 
 
 class NodeEnded(msgspec.Struct, frozen=True, tag="ended"):
-    """A worker's process has ended."""
+    """Report that a worker's process has ended."""
 
     worker: int
     status: int
-    """As subprocess has it: negative for a signal."""
+    """Exit status as subprocess has it: negative for a signal."""
 
 
 class NodeLeaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """The host leaves, and its workers with it."""
+    """Report that a host leaves, and its workers with it."""
 
     reason: str
 
@@ -73,28 +73,28 @@ ToEngine = NodeJoin | Hired | MessageFromWorker | NodeEnded | NodeLeaving | Aliv
 
 
 class NodeWait(msgspec.Struct, frozen=True, tag="wait"):
-    """The host is accepted; others are missing."""
+    """Answer to a host that has joined while others are missing."""
 
     missing: str
 
 
 class NodeRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The host is refused, and why."""
+    """Answer to a host that cannot join, with the reason."""
 
     reason: str
 
 
 class Hire(msgspec.Struct, frozen=True, tag="hire"):
-    """All hosts have joined: start these workers. Names by worker number."""
+    """Order to start a host's workers; names by worker number."""
 
     names: dict[int, str]
     model: ModelConfig
-    """What to serve; each host finds its own copy."""
+    """Model to serve; each host finds its own copy."""
     fingerprint: str
 
 
 class MessageToWorker(msgspec.Struct, frozen=True, tag="tell"):
-    """Pass this on to a worker.
+    """Message to a worker, passed on by its host.
 
     What comes first is a ``Begin``; the host puts in what is its own.
     """
@@ -104,7 +104,7 @@ class MessageToWorker(msgspec.Struct, frozen=True, tag="tell"):
 
 
 class NodeEnd(msgspec.Struct, frozen=True, tag="end"):
-    """The instance ends: end its workers."""
+    """Order to end a host's workers, since the instance ends."""
 
     status: int
     """Exit status for the host's process."""

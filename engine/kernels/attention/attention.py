@@ -14,9 +14,9 @@ from engine.kernels.lowering.scratch import Scratch
 from engine.kernels.norms.norm import Norm
 
 PROJECTED, ATTENDED = "projected", "attended"
-"""Queries, keys and values, and latents before a norm; and what heads give."""
+"""Names of scratch rows: projections before attention, and results of heads."""
 LATENT, APART = "latent", "apart"
-"""What heads are made from, behind a norm.
+"""Names of scratch rows: latents behind their norm, and sums of latents.
 
 The second: queries before they meet latents, and sums of latents once they are values.
 """
@@ -24,7 +24,7 @@ The second: queries before they meet latents, and sums of latents once they are 
 
 @dataclass(frozen=True)
 class Attention:
-    """The weights of an attention layer."""
+    """Weights and properties of one attention layer, as recognised."""
 
     qkv: tuple[torch.Tensor, ...]
     """Weights of queries [heads * dim, hidden], keys and values [kv_heads * dim, hidden].
@@ -61,7 +61,7 @@ class Attention:
     sinks: torch.Tensor | None = None
     """[heads] float32: a logit of each query head that joins the sum of its softmax."""
     factors: PositionTable | None = None
-    """What the queries of a position are multiplied by."""
+    """Factors on queries by position."""
     value_norm: Norm | None = None
     """Norm of the values of each head: weights [value_dim]."""
     source: int | None = None
@@ -70,7 +70,7 @@ class Attention:
     It has queries alone then. None: it has its own.
     """
     latents: Latents | None = None
-    """What the heads are made from; None: from the hidden numbers.
+    """Latents that heads are made from; None: from the hidden numbers.
 
     They lie between queries and keys. Last come the numbers that all keys of a token begin with.
     """
@@ -82,7 +82,7 @@ class Attention:
 
     @property
     def shared(self) -> int:
-        """Numbers that all keys of a token begin with."""
+        """Numbers that the keys of all heads of a token share, at their beginning."""
         return 0 if self.latents is None else self.latents.num_shared
 
     @property
@@ -115,7 +115,7 @@ class Attention:
 
     @property
     def width(self) -> int:
-        """Numbers that attention gives for a token."""
+        """Width of attention's result for a token, over all heads."""
         return self.heads * self.value_dim
 
     def matrices(self) -> list[torch.Tensor]:

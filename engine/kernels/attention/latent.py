@@ -27,7 +27,7 @@ LATENT = "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"
 
 @dataclass(frozen=True)
 class Latent:
-    """Numbers of a token behind a norm."""
+    """A latent of a token: its projection to few numbers, and the norm behind it."""
 
     weight: torch.Tensor
     """[numbers, hidden]; other outputs may come behind them."""
@@ -38,12 +38,12 @@ class Latent:
 
 @dataclass(frozen=True)
 class Latents:
-    """What the heads of an attention layer are made from."""
+    """Latents that the heads of an attention layer are made from."""
 
     queries: Latent | None
     """None: queries are made from the hidden numbers."""
     keys: Latent
-    """What keys and values are made from.
+    """Latent that keys and values are made from.
 
     Behind it, its weight makes what all keys of a token share.
     """
@@ -55,7 +55,7 @@ class Latents:
 
     @property
     def normed(self) -> list[Latent]:
-        """All that a norm is behind, in order."""
+        """Latents in the order of computation, each with its norm."""
         return [self.keys] if self.queries is None else [self.queries, self.keys]
 
     @property
@@ -64,7 +64,7 @@ class Latents:
         return sum(each.size for each in self.normed) + self.num_shared
 
     def with_shared_in(self, places: torch.Tensor) -> Latents:
-        """The same with biases of what is shared in another order."""
+        """The same latents, with biases of the shared key numbers in another order."""
         if self.bias is None:
             return self
         begin = self.width - self.num_shared
@@ -76,7 +76,7 @@ class LatentParts:
     """The parts of a module of latent attention."""
 
     heads: Linear
-    """Makes queries."""
+    """Projection that makes queries."""
     latents: Latents
     out: str
     """Name of the projection behind attention."""
@@ -133,7 +133,7 @@ def latent_parts(module: Any, shape: LayerShape) -> LatentParts:
 def noted_latent(
     module: Any, parts: LatentParts, rotary: Rotary | None, shape: LayerShape, positions: torch.Tensor
 ) -> Noted:
-    """What a module of latent attention does for tokens at these positions [TOKENS]."""
+    """Observed behaviour of a latent attention module, for tokens at these positions [TOKENS]."""
     heads, dim, shared = shape.kv_heads, shape.key_dim, parts.latents.num_shared
     of_queries, (down, norm, up), out = latent_modules(module)
     sizes = heads * dim, parts.latents.keys.size + shared, heads * (dim - shared + shape.value_dim)

@@ -82,7 +82,7 @@ def make_up(weights: MadeUpWeights, attention: Attention, module: Any) -> None:
 def _make_up_latents(
     weights: MadeUpWeights, attention: Attention, module: Any, loud_value: list[int], loud_out: list[int]
 ) -> None:
-    """Latents keep their size."""
+    """Make weights up for latent attention, whose latents keep their size."""
     latents, (heads, _) = attention.latents, narrow_heads(attention)
     dim, value_dim = attention.dim, attention.value_dim
     assert latents is not None

@@ -1,4 +1,4 @@
-"""The weights of attention, and its operations."""
+"""Attention in a step: its weights laid out, and the operations that it writes."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Fewer would go through its keys no faster.
 
 
 class _Projection(Protocol):
-    """The weights that make queries, keys and values, and what heads give behind them."""
+    """Contract of an attention layer's projections, before and behind its heads."""
 
     def project(self, writer: Writer, into: Rows) -> None:
         """Write queries, keys and values, or what is cached instead."""
 
     def values(self, writer: Writer, attended: torch.Tensor) -> torch.Tensor:
-        """Write what makes values of sums over the cache; returns where they are."""
+        """Write operations that turn sums over the cache into values; returns their rows."""
 
 
 class PackedAttention:
-    """The weights of attention, and its operations."""
+    """Attention in a step: its weights laid out, and the operations that it writes."""
 
     def __init__(self, attention: Attention, packing: Packing) -> None:
         self.attention = attention
@@ -108,7 +108,7 @@ class PackedAttention:
 
 
 class PackedHeads:
-    """The weights that make queries, keys and values of the hidden numbers."""
+    """Projections from the hidden numbers to queries, keys and values."""
 
     def __init__(self, attention: Attention, packing: Packing) -> None:
         self._attention = attention
@@ -130,7 +130,7 @@ class PackedHeads:
             self._normalise_all_heads(writer, attention.wide_norms)
 
     def values(self, writer: Writer, attended: torch.Tensor) -> torch.Tensor:
-        """They are what is summed."""
+        """The sums over the cache, which are values already."""
         return attended
 
     def _normalise_all_heads(self, writer: Writer, norms: tuple[Norm, Norm]) -> None:
@@ -167,7 +167,7 @@ class PackedHeads:
 
 
 class PackedLatents:
-    """The weights of latent attention that make latents, then heads."""
+    """Projections to latents, then from latents to heads."""
 
     def __init__(self, attention: Attention, latents: Latents, packing: Packing) -> None:
         packer = packing.packer
@@ -175,14 +175,14 @@ class PackedLatents:
         queries, (kept, shared) = _ordered(attention.qkv[0], attention), _kept_and_shared(attention, latents)
         before = queries
         self.queries: PackedWeights | None = None
-        """Makes queries from their latent; None where they are made with the latents."""
+        """Weights from latents to queries; None where queries are made with the latents."""
         if latents.queries is not None:
             before = latents.queries.weight
             self.queries = packer.panels(queries, multiple=32)
         self.inward = packer.panels(in_a_row([before, kept, shared]), multiple=32)
-        """Makes queries, if they come from no latent, and all latents."""
+        """Weights from the hidden numbers to latents, and to queries without one."""
         self.expand = packer.panels(in_a_row(_keys_and_values(attention, latents)), multiple=32)
-        """Makes keys and values from their latent."""
+        """Weights from a latent to keys and values."""
 
     def project(self, writer: Writer, into: Rows) -> None:
         """Write latents, then the heads that are made from them.
@@ -227,12 +227,12 @@ class PackedLatents:
             at += latent.size
 
     def values(self, writer: Writer, attended: torch.Tensor) -> torch.Tensor:
-        """They are what is summed."""
+        """The sums over the cache, which are values already."""
         return attended
 
 
 class PackedKept:
-    """The weights of latent attention whose latents are cached."""
+    """Projections of latent attention that caches latents instead of keys and values."""
 
     def __init__(self, attention: Attention, latents: Latents, packing: Packing) -> None:
         packer = packing.packer
@@ -240,22 +240,22 @@ class PackedKept:
         (query,), (kept, shared) = attention.qkv, _kept_and_shared(attention, latents)
         before = [] if latents.queries is None else [latents.queries.weight]
         self.inward = packer.panels(in_a_row([*before, shared, kept]), multiple=32)
-        """Makes the latent of queries, what all keys share, and the latent of keys."""
+        """Weights to the latents of queries and keys, and to shared key numbers."""
         assert attention.places is not None
         first, last = attention.places.split([attention.shared, attention.dim - attention.shared])
         self.shared = packer.panels(_of_each_head(query, attention.dim, first), multiple=32)
-        """Makes each query's numbers that meet those that all keys share."""
+        """Weights of each query's numbers that meet the shared key numbers."""
         self.own = packer.panels(_of_each_head(query, attention.dim, last), multiple=32)
-        """Makes each query's numbers that meet a key's own ones."""
+        """Weights of each query's numbers that meet a key's own numbers."""
         keys, values = _keys_and_values(attention, latents)
         by_head = keys.unflatten(0, (attention.heads, -1))
         self.to_latent = packer.panels(by_head.mT.flatten(0, 1), multiple=32)
-        """[heads * latent, own]: multiplies what meets a key's own numbers, to meet its latent.
+        """Weights [heads * latent, own] that make queries of keys into queries of latents.
 
         Its inputs are outputs of the model's matrix, whose codes have other groups: it has none.
         """
         self.from_latent = packer.panels(values, multiple=32)
-        """[heads * value_dim, latent]: makes values of a sum of latents."""
+        """Weights [heads * value_dim, latent] from a sum of latents to values."""
 
     def project(self, writer: Writer, into: Rows) -> None:
         """Write queries that meet latents, what all keys share, and the latent of keys.
@@ -312,7 +312,7 @@ class PackedKept:
         writer.normalise(latents.keys.norm, kept, kept, cached.value_dim, n=wide, width=wide)
 
     def values(self, writer: Writer, attended: torch.Tensor) -> torch.Tensor:
-        """Write what makes values of sums of latents; returns where they are."""
+        """Write operations that turn sums of latents into values; returns their rows."""
         attention, latent, apart = self._attention, self._attention.cached.value_dim, writer.buffers[APART]
         writer.add(
             OperationKind.LINEAR,
@@ -344,7 +344,7 @@ def _groups(attention: Attention) -> int:
 
 
 def _behind_zeros(bias: torch.Tensor | None, count: int) -> torch.Tensor | None:
-    """A bias of the last outputs of a product, of which these many come before."""
+    """A bias behind ``count`` zeros, for outputs that have none."""
     return None if bias is None else torch.cat([torch.zeros(count), bias])
 
 
@@ -388,5 +388,5 @@ def _ordered(weight: torch.Tensor, attention: Attention) -> torch.Tensor:
 
 
 def _of_each_head(weight: torch.Tensor, dim: int, places: torch.Tensor) -> torch.Tensor:
-    """Some of the ``dim`` outputs of each head, in this order."""
+    """Chosen outputs of each head of ``dim`` outputs, in the given order."""
     return rows_of(weight, (torch.arange(0, len(weight), dim)[:, None] + places).flatten())

@@ -176,7 +176,7 @@ def _can_keep(latents: Latents, dim: int, value_dim: int) -> bool:
 
 
 SAME = 1e-4
-"""Difference of factors that are the same."""
+"""Largest difference of factors that count as equal."""
 
 
 def _telling(config: Any) -> torch.Tensor:
@@ -199,7 +199,7 @@ def _constant(seen: torch.Tensor) -> float:
 
 
 def _factors(config: Any, seen: torch.Tensor) -> QueryFactors | None:
-    """What queries are multiplied by, from what was seen at some positions; None for nothing."""
+    """Factors on queries that fit those seen at some positions; None for none."""
     if float(seen.max() - seen.min()) < SAME:
         return None
     rope = _rope(config)
@@ -226,7 +226,7 @@ def _rotary_number(
 
 
 def _everywhere(places: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
-    """The same order in each head, one behind the other."""
+    """Indices that put the numbers of every head into the same order."""
     return (torch.arange(heads)[:, None] * dim + places).flatten()
 
 

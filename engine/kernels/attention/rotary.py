@@ -47,7 +47,7 @@ class Rotary:
         return cosines.float(), sines.float()
 
     def given(self, ids: torch.Tensor) -> Any:
-        """What attention is given for positions [1, tokens]."""
+        """Position embeddings as attention modules take them, for positions [1, tokens]."""
         return self.module(torch.zeros(1), ids, *self.kind)
 
     def halves(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +57,7 @@ class Rotary:
 
 
 def halved(angles: torch.Tensor) -> torch.Tensor:
-    """One of each two equal numbers [..., half].
+    """Angles [..., half], each once, of numbers that may come in equal pairs.
 
     Equal ones lie side by side, or half of all apart. Where none are equal, each is for a pair already.
     """
@@ -69,7 +69,7 @@ def halved(angles: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Turning:
-    """What is done with the heads of queries and keys."""
+    """Norms and rotation of the heads of queries and keys."""
 
     norms: Norm | None = None
     """Norm of each head: weights [query heads + KV heads, dim], and no bias."""
@@ -96,7 +96,7 @@ class QueryFactors:
 
 @dataclass(frozen=True)
 class Noted:
-    """What an attention module gives its attention function."""
+    """Observed inputs of a module's attention function: turned heads, scale, cap, sinks."""
 
     turning: Turning
     value_norm: Norm | None
@@ -109,7 +109,7 @@ class Noted:
 
 
 class Notes:
-    """A plan of attention that only takes notes."""
+    """Attention plan that records its inputs and computes nothing."""
 
     def __init__(self, value_dim: int) -> None:
         self.use = AttentionUse()
@@ -136,7 +136,7 @@ def rotary_of(base: Any, attention: Any) -> Rotary | None:
 def noted(
     module: Any, rotary: Rotary | None, shape: LayerShape, heads: int, positions: torch.Tensor
 ) -> Noted:
-    """What a module does for tokens at these positions [TOKENS]."""
+    """Observed behaviour of an attention module, for tokens at these positions [TOKENS]."""
     dim, kv_heads = shape.key_dim, shape.kv_heads
     names, out = attention_projections(module)
     raw = [
@@ -180,7 +180,7 @@ def _others_of(module: Any, raw: list[torch.Tensor], kv_heads: int) -> dict[str,
 
 
 def _value_norm(module: Any, raw: torch.Tensor, found: torch.Tensor) -> Norm | None:
-    """What is done with values [tokens, heads, dim]."""
+    """Norm of values [tokens, heads, dim], found by comparison; None without one."""
     norm = getattr(module, VALUE_NORM, None)
     if norm is None or distance(found, raw) < distance(found, norm(raw)):
         return None
@@ -204,7 +204,7 @@ def _ways(
     kv_heads: int,
     angles: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> Iterator[Turning]:
-    """All that might be done."""
+    """Combinations of norms and rotation that the kernels can compute for a module."""
     pairs = [None] if angles is None else ["halves", "neighbours", None]
     if norms is None:
         yield from (Turning(angles=pair) for pair in pairs)
@@ -223,7 +223,7 @@ def _ways(
 
 
 def _of_heads(module: Any, norms: tuple[Any, Any], dim: int, heads: int, kv_heads: int) -> Norm:
-    """The norms of all heads as one.
+    """Norms of query heads and key heads, joined into one.
 
     Weights are repeated for each head, unless each has its own.
     """
@@ -266,7 +266,7 @@ def _turned(
     norms: tuple[Any, Any] | None,
     angles: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """[tokens, heads, dim] of queries (0) or keys (1), done the given way."""
+    """Queries (0) or keys (1) [tokens, heads, dim] after given norms and rotation."""
 
     def normed(given: torch.Tensor) -> torch.Tensor:
         if norms is None:
@@ -296,6 +296,6 @@ def rotated(rows: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], pairs
 
 
 def order_of_pairs(width: int, pairs: str | None) -> torch.Tensor:
-    """Where the first numbers of all pairs are, then the second ones."""
+    """Indices of the first numbers of all pairs, then of the second ones."""
     places = torch.arange(width)
     return torch.cat([places[::2], places[1::2]]) if pairs == "neighbours" else places

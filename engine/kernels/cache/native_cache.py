@@ -20,7 +20,7 @@ from engine.kernels.core.pages import Allocator, Arena
 from engine.kernels.products.packing import LANES
 
 CODES: dict[KVCodes | None, int] = {None: 0, "int8": 1, "fp8": 2}
-"""Numbers by which ``kv_codes.hpp`` knows what is kept."""
+"""Numbers of the kinds of cache codes in ``kv_codes.hpp``."""
 QUERIES_PER_TASK = 96, 48, 24, 12
 """Sizes of the tasks of attention, in tokens of a prompt.
 
@@ -91,7 +91,7 @@ class NativeCache:
 
     @property
     def stored(self) -> list[torch.Tensor]:
-        """All that is kept of tokens: tensors of ``num_blocks`` equal parts, a block each."""
+        """Tensors of the cache, each of ``num_blocks`` equal parts, a block each."""
         return [*self.keys, *self.values, *(each for each in self.scales if each is not None)]
 
     @staticmethod
@@ -146,7 +146,7 @@ def _queries_per_task(queries: int, threads: int) -> int:
 
 
 def _tasks_of_rows(counts: Int64s, offsets: Int64s, most: int) -> Int32s:
-    """As :func:`_tasks` of all tokens, from the rows alone: there are fewer."""
+    """Attention tasks of whole rows, made without arrays by token."""
     pieces = -(-counts // most)
     row = np.repeat(np.arange(len(counts)), pieces)
     first = (np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most

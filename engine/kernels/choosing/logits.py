@@ -53,7 +53,7 @@ GREEDY = draw_of(SamplingParams(temperature=0.0), 0)
 
 
 def draws(rows: Sequence[bytes]) -> Draws:
-    """The joined parameters of these rows."""
+    """Sampling parameters of several rows in one array."""
     return np.frombuffer(b"".join(rows), dtype=DRAW)
 
 
@@ -141,7 +141,7 @@ def leave_out(
     masks: Sequence[npt.NDArray[np.uint8]],
     first: int,
 ) -> None:
-    """Set to -infinity what a row's mask leaves out.
+    """Set logits that a row's mask forbids to -infinity.
 
     Masks have a bit for each token of the vocabulary, the lowest of a byte first.
     """

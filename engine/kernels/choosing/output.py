@@ -60,7 +60,7 @@ def output_of(module: Any, norm: Any, hidden: int) -> Output | None:
 
 
 class _Outputs(MoeModelOutputWithPast):  # type: ignore[misc]
-    """What a base model gives: whatever else is asked for is not there."""
+    """Stand-in for a base model's outputs: hidden states, and nothing else."""
 
     def __getattr__(self, _name: str) -> None:
         return None
@@ -102,7 +102,7 @@ class PackedOutput:
         self.head = packing.packer.panels(output.head, multiple=32)
 
     def write(self, writer: Writer) -> None:
-        """Write the logits of the selected rows, and the tokens that have the greatest."""
+        """Write operations for the selected rows' logits and their most likely tokens."""
         buffers, output = writer.buffers, self.output
         if not writer.rows:
             writer.select()

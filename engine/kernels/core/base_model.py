@@ -46,7 +46,7 @@ class BaseModel:
 
     @property
     def all_layers(self) -> list[Any]:
-        """Its layers, those of other stages among them."""
+        """All layers of the model, including those of other stages."""
         return [*getattr(self.module, self.names["layers"])]
 
     @property

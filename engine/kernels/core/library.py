@@ -143,7 +143,7 @@ def load() -> KernelLibrary | None:
 
 
 def loaded() -> KernelLibrary | None:
-    """The kernels, if they were loaded before; never takes long."""
+    """The kernels if they are loaded already; never compiles."""
     return _loaded
 
 

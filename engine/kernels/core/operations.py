@@ -85,7 +85,7 @@ class RecordedWeights:
 
 
 class StepArguments:
-    """Fields that change from step to step; keeps what they point to alive."""
+    """Arguments of one step; keeps the arrays that they point to alive."""
 
     def __init__(self, **fields: Any) -> None:
         self._kept = fields

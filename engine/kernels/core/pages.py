@@ -26,7 +26,7 @@ VARIABLE = "LOCKSTEP_HUGE_PAGES"
 
 
 def mapped(num_bytes: int) -> torch.Tensor:
-    """Bytes of memory of their own, all 0.
+    """Zeroed bytes in pages of their own, huge ones where Linux gives them.
 
     They cost neither time nor memory until they are written.
     """

@@ -15,7 +15,7 @@ class NotRecognised(Exception):
 
 
 class Gives(torch.nn.Module):  # type: ignore[misc]
-    """A part that records its inputs and gives a chosen result."""
+    """Stand-in module that records its inputs and returns a chosen result."""
 
     def __init__(self, gives: Any) -> None:
         """``gives``: the result, or a function of the input that makes it."""
@@ -37,10 +37,10 @@ def with_parts(module: Any, parts: Mapping[str, Any]) -> Any:
 
 
 def made_up(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Normal numbers."""
+    """Made-up inputs: normally distributed numbers from a seed."""
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape)).to(dtype)
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative to what is expected."""
+    """Distance from the expected tensor, relative to that tensor's norm."""
     return float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))

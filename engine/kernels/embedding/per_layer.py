@@ -31,7 +31,7 @@ WIDTH = "hidden_size_per_layer_input"
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What a layer does with its input.
+    """A layer's own input beside the stream, and the weights that use it.
 
     It adds ``norm((act(stream x gate) * input) x out)`` to the stream.
     """
@@ -89,7 +89,7 @@ def input_of(layer: Any, hidden: int, place: int, layers: int) -> LayerInput | N
 
 
 def without_input(layer: Any) -> Any:
-    """A layer that leaves its input out."""
+    """A copy of a layer that ignores its input beside the stream."""
     if not hasattr(layer, GATE):
         return layer
     made = with_parts(layer, {})

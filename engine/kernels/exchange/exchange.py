@@ -35,7 +35,7 @@ _ALIGNMENT = 64
 
 
 class ExpertShape(NamedTuple):
-    """What the expert layers of a model have in common."""
+    """Sizes and type that all expert layers of a model share."""
 
     hidden: int
     top_k: int
@@ -77,7 +77,7 @@ class ArenaLayout(NamedTuple):
 
 
 class ExpertExchange:
-    """The expert layers of one instance, or what groups have in common."""
+    """Exchange of expert rows through arenas: the common part of its kinds."""
 
     def __init__(self, shape: ExpertShape, rows: int, replicas: Replicas) -> None:
         """``rows``: of all members, at most, in a step."""
@@ -85,7 +85,7 @@ class ExpertExchange:
         self.layout = ArenaLayout.of(shape, rows)
         self._replicas = replicas
         self.record = np.zeros((), dtype=EXCHANGE)
-        """Addresses that the kernels get; all that they point to is kept here."""
+        """Record of addresses for the kernels; the arrays behind them are kept here."""
         self._layers: dict[int, np.ndarray[Any, Any]] = {}
         self._kept: dict[str, Any] = {}
         most = max(map(len, replicas.mine))
@@ -117,7 +117,7 @@ class ExpertExchange:
         return record
 
     def keep(self, name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Let the field point to this array."""
+        """Let a field of the record point to an array, which is kept alive."""
         assert array.flags.c_contiguous
         self._kept[name] = array
         self.record[name] = array.ctypes.data
@@ -165,7 +165,7 @@ class ExpertExchange:
 
 
 class LocalExchange(ExpertExchange):
-    """Exchange of one instance that has all experts."""
+    """Exchange of an instance that has all experts, with itself."""
 
     def __init__(self, shape: ExpertShape, rows: int) -> None:
         super().__init__(shape, rows, Replicas(assign_experts(shape.num_experts, 1), 0))
@@ -175,7 +175,7 @@ class LocalExchange(ExpertExchange):
 
 
 class SharedMemoryExchange(ExpertExchange):
-    """One member of a group over shared memory."""
+    """Exchange of one member with a group in shared memory."""
 
     def __init__(
         self,
@@ -233,6 +233,6 @@ class SharedMemoryExchange(ExpertExchange):
 
 
 def signature_of(*facts: object) -> int:
-    """A number, never 0, that members with the same facts have in common."""
+    """Digest of facts as a number, never 0: equal where facts are equal."""
     digest = hashlib.sha256(repr(facts).encode()).digest()
     return int.from_bytes(digest[:7], "little") + 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 TAKES, POSTS, REMOTE = 1, 2, 4
-"""What a member is for another one: bits, as ``linked.hpp`` has them.
+"""Roles of a member for another one, as bits of ``linked.hpp``.
 
 Its offers are taken from the link here; this member's offers are posted to it; it is on another host.
 """
@@ -54,7 +54,7 @@ class Hosts:
         return max(len(self.received_by(rank)) for rank in range(len(self.numbers)))
 
     def mirror_of(self, source: int) -> tuple[int, int]:
-        """Place of the offers of a member on another host.
+        """Rank that keeps the mirror of a remote member, and the mirror's number.
 
         It is the rank that receives them, and the number among its mirrors.
         """
@@ -62,7 +62,7 @@ class Hosts:
         return keeper, self.received_by(keeper).index(source)
 
     def roles(self) -> list[int]:
-        """What each member is for this one."""
+        """Roles of each member for this one, as bits."""
         return [self._role(rank) if rank not in self.local else 0 for rank in range(len(self.numbers))]
 
     def _role(self, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""Layouts of what an exchange shares with ``linked.hpp``."""
+"""Struct layouts that an exchange shares with ``linked.hpp``."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class LinkedGroup(ExchangingGroup, Protocol):
 
 
 class OverlapPolicy(IntEnum):
-    """When a member computes its own rows before those of others have come.
+    """Overlap policy: whether local rows are computed before remote rows arrive.
 
     As the times of the last layers suggest; always; never.
     """
@@ -133,7 +133,7 @@ class Memory:
 
 
 class Linkage:
-    """What the kernels know of a group's links and messages."""
+    """Record of a group's links and messages for the kernels."""
 
     def __init__(
         self, library: KernelLibrary, group: LinkedGroup, what: str, exchange: np.ndarray[Any, Any]
@@ -202,7 +202,7 @@ class Linkage:
 
 
 class LinkedExchange(ExpertExchange):
-    """One member of a group whose members are on several hosts."""
+    """Exchange of one member with a group on several hosts."""
 
     def __init__(
         self,
@@ -287,7 +287,7 @@ class LinkedSums(Sums):
 
     @property
     def given(self) -> int:
-        """Sums that this rank's arena has seen."""
+        """Number of sums that this rank's arena has counted so far."""
         return int(self._rounds[0])
 
     def start_at(self, given: int) -> None:

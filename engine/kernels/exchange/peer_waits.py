@@ -1,4 +1,4 @@
-"""The kernels' waits for other members, which end as those of the communicator do."""
+"""Waits of kernels for other members, which end by the communicator's rules."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Area(NamedTuple):
 
 
 class Sums:
-    """Areas in arenas, one for each rank that is added up."""
+    """Partial sums in areas of the ranks' arenas, added up in rank order."""
 
     def __init__(
         self, rank: int, arenas: list[int], num_bytes: int, width: int, num_areas: int = NUM_AREAS
@@ -70,7 +70,7 @@ class Sums:
         given = ctypes.c_int64.from_address(arenas[rank] + 8 * _OFFERED).value
         self._rounds = np.array([given], dtype=np.int64)
         self.record = np.zeros((), dtype=EXCHANGE)
-        """Addresses that the kernels get; they point into this."""
+        """Record of addresses for the kernels, which point into this object's arrays."""
         self.record["rank"], self.record["size"] = rank, len(arenas)
         self.record["arenas"], self.record["rounds"] = self._arenas.ctypes.data, self._rounds.ctypes.data
         self.record["returned"] = self.record["arenas"]
@@ -156,7 +156,7 @@ class OwnSums(Sums):
 
 
 def _sum_of_neighbours(terms: list[torch.Tensor]) -> torch.Tensor:
-    """As ``numbers.hpp`` adds them up."""
+    """Sum of terms by neighbours, in the order of ``numbers.hpp``."""
     if len(terms) == 1:
         return terms[0]
     half = 1 << ((len(terms) - 1).bit_length() - 1)

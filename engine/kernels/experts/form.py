@@ -61,7 +61,7 @@ class ExpertForm:
         return gate, up, outputs_of(module.down_proj, down, slice(None))
 
     def biases(self, module: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Those of gate, then up [experts, 2, width] in float32, and of down [experts, hidden]."""
+        """Biases of gate and up [experts, 2, width], and of down [experts, hidden]."""
         if not self.has_bias:
             return None
         inward = torch.stack(self.halves(module.gate_up_proj_bias.data), dim=1)
@@ -102,7 +102,7 @@ def _gate_of(module: Any, width: int) -> tuple[Activation, bool]:
 
 
 def _ways(module: Any, gate: torch.Tensor, up: torch.Tensor) -> Iterator[tuple[Activation, torch.Tensor]]:
-    """What gates might do."""
+    """Known kinds of gates, each with its result for a gate and ``up``."""
     for kind, known in KNOWN.items():
         yield Activation(kind), known(gate) * up
     slope, limit = getattr(module, "alpha", None), getattr(module, "limit", None)

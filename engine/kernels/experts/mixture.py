@@ -30,9 +30,9 @@ SHARED = {"shared_expert", "shared_experts", "shared_mlp"}
 SHARED_GATE = "shared_expert_gate"
 
 SCORES, IDS, ROUTER_LOGITS, SHARED_LOGITS = "scores", "ids", "router_logits", "shared_logits"
-"""Weights and numbers of a token's experts; logits of routers and of gates."""
+"""Names of scratch rows: scores and ids of a token's experts; logits."""
 WIDENED, MIXED, EXPERT_MIDDLE = "widened", "mixed", "expert_middle"
-"""Rows in float32; what experts give; and what lies between their products."""
+"""Names of scratch rows: float32 rows, experts' results, and their middle."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class MoeNorms:
     """
 
     router: Norm
-    """Before the router."""
+    """Norm before the router."""
     experts: Norm
-    """Before the experts."""
+    """Norm before the experts."""
     shared_last: Norm
-    """Behind the MLP."""
+    """Norm behind the MLP."""
     experts_last: Norm
-    """Behind the experts."""
+    """Norm behind the experts."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Moe:
 
 
 def mixture_of(block: Any, beside: Any, hidden: int, dtype: torch.dtype) -> Moe:
-    """A block with a router and experts; one of all tokens may be beside it."""
+    """The mixture of a block: router, experts, and perhaps a shared expert."""
     children = {name for name, part in block.named_children() if part is not norm_in(block)}
     children -= {"experts", "gate", "router", "act_fn"}
     shared = shared_of(block)

@@ -1,4 +1,4 @@
-"""Expert layers of a spread model: rows from any member through the experts here."""
+"""Native products of the experts held here, for rows from any member."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PackedExperts:
 
     @classmethod
     def of(cls, module: Any, form: ExpertForm, packer: Packer, ranks: int = 1) -> PackedExperts:
-        """From the weights of a module of experts; ``ranks`` have a part of each."""
+        """Pack the weights of an experts module; ``ranks`` have a part of each."""
         if form.is_interleaved or form.is_transposed:
             gate, up, down = form.weights(module)
             inward = packer.gate_and_up(gate, up)

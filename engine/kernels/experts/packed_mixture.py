@@ -1,4 +1,4 @@
-"""The weights of a mixture, and its operations."""
+"""Mixtures in a step: their weights laid out, and the operations that they write."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from engine.kernels.mlp.mlp import PackedMlp
 
 
 class _To(NamedTuple):
-    """Where what a mixture gives is written."""
+    """Destination of a mixture's result: rows, flags and factor."""
 
     out: torch.Tensor
     flags: int
@@ -58,7 +58,7 @@ class ExchangedLayer:
 
 
 class PackedMoe:
-    """The weights of a mixture, and its operations."""
+    """Mixtures in a step: their weights laid out, and the operations that they write."""
 
     exchanges = True
 

@@ -37,7 +37,7 @@ EXACT = "num_group", "router_scaling_factor"
 
 @dataclass(frozen=True)
 class Routing:
-    """How a router chooses."""
+    """Properties of a router's choice of experts."""
 
     top_k: int
     is_sigmoid: bool = False

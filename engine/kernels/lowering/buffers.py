@@ -36,7 +36,7 @@ class BufferRoom(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What a decoder's steps need buffers for."""
+    """Sizes of a decoder that decide its buffers."""
 
     hidden: int
     vocab: int
@@ -49,7 +49,7 @@ class Needs(NamedTuple):
     """Whether some weights want rows in 8 bits."""
 
     def rows_of(self, scratch: Scratch, room: BufferRoom) -> int:
-        """How many rows there are of one kind."""
+        """Rows of one kind of scratch, for steps of a size."""
         tokens = room.own if scratch.per == "token" else room.total
         return tokens * scratch.times + scratch.slack if scratch.width else 0
 
@@ -92,7 +92,7 @@ class Buffers:
         """[tokens, hidden]: what each part of a layer adds to."""
         self.normed = rows(room.own, needs.hidden)
         self.branch = rows(room.own, needs.hidden)
-        """What a part of a layer gives, where a norm comes before it is added."""
+        """Result of a layer's part, if a norm comes before it is added."""
         self.last = rows(room.selected, needs.hidden)
         """The selected rows of the stream."""
         self.logits = arena.zeros((room.selected, needs.vocab), torch.float32)

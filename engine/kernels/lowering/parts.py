@@ -49,7 +49,7 @@ class Mixer(LayerPart, Protocol):
 
     @property
     def cached(self) -> LayerShape:
-        """What is cached of a token."""
+        """Shape of what is cached of a token."""
 
     @property
     def source(self) -> int | None:
@@ -59,13 +59,13 @@ class Mixer(LayerPart, Protocol):
         """Tables by position that its operations read."""
 
     def with_tables(self, made: Callable[[PositionTable], PositionTable]) -> Any:
-        """The same with what is made of each of its tables."""
+        """The same mixer, each of its tables replaced by a function's result."""
 
     def reading(self, source: int) -> Any:
-        """The same with the cache of another layer, which it reads."""
+        """The same mixer, reading the cache of another layer."""
 
     def chosen_as(self, other: Any) -> Any:
-        """The same with what depends on sizes as in another one."""
+        """The same mixer, with another one's choices that depend on sizes."""
 
 
 class FeedForward(LayerPart, Protocol):
@@ -77,7 +77,7 @@ class FeedForward(LayerPart, Protocol):
 
 
 class Packing(NamedTuple):
-    """Where and for whom weights are laid out."""
+    """Facts for laying out weights: packer, type, ranks, spread experts."""
 
     packer: Packer
     dtype: torch.dtype
@@ -103,10 +103,10 @@ class PackedMixer(Protocol):
     """A mixer whose weights are laid out."""
 
     def project(self, writer: Writer, into: Rows) -> None:
-        """Write what all tokens need, whether or not their logits are wanted."""
+        """Write operations for all tokens, whether their logits are wanted or not."""
 
     def mix(self, writer: Writer, number: int) -> Product:
-        """Write the rest up to the last product. ``number``: of the layer."""
+        """Write the other operations, up to the last product; ``number``: of the layer."""
 
 
 class PackedFeedForward(Protocol):

@@ -29,7 +29,7 @@ class Scratch:
 
 
 class UsesScratch(Protocol):
-    """What hands rows on between its operations."""
+    """Contract of layer parts that hand rows on between their operations."""
 
     def scratch(self) -> list[Scratch]:
         """Rows that its operations hand on."""

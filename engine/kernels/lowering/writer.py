@@ -57,7 +57,7 @@ class StepList:
 
 
 class WriterFacts(NamedTuple):
-    """What the written list is for."""
+    """Facts of the model that a written list depends on."""
 
     hidden: int
     dtype: torch.dtype
@@ -102,7 +102,7 @@ class Writer:
         self.stream: torch.Tensor = buffers.stream
         """What the layers add to."""
         self.rows = 0
-        """The flag that tells which rows it has."""
+        """Flag of operations: whether the stream has all rows or the selected ones."""
 
     def add(self, kind: OperationKind, **fields: Any) -> None:
         """Append an operation (:meth:`engine.kernels.core.operations.OperationList.add`)."""
@@ -144,7 +144,7 @@ class Writer:
         )
 
     def norm(self, norm: Norm | None, out: Rows) -> Rows:
-        """Where the rows are that a part reads: ``out``, behind a norm, or the stream."""
+        """Rows that a part reads: the stream, or ``out`` behind a norm."""
         if norm is None:
             return self.stream
         self.normalise(norm, self.stream, out, self.hidden)
@@ -207,7 +207,7 @@ class Writer:
         number: float = 0.0,
         factors: torch.Tensor | None = None,
     ) -> None:
-        """Write or add what all ranks have given."""
+        """Write the sum over all ranks, or add it to the stream."""
         record = self.meet_for(area, self.hidden)
         self.add(
             OperationKind.SUM,

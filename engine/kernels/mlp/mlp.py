@@ -1,4 +1,4 @@
-"""MLPs, gated or not."""
+"""MLPs, gated or not: recognition, weights and operations."""
 
 from __future__ import annotations
 

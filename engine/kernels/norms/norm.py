@@ -31,7 +31,7 @@ class Norm:
     is_centred: bool
     """Whether it is by the deviation from the mean, and not by the numbers themselves."""
     over: OverRanks | None = None
-    """None: all of its numbers are here."""
+    """Numbers that other ranks have; None: all of them are here."""
 
 
 def norm_of(module: Any, width: int) -> Norm:
@@ -45,7 +45,7 @@ def norm_of(module: Any, width: int) -> Norm:
 
 
 def alone(norm: Any) -> Any:
-    """A norm that asks no other rank: that of this rank's part by itself."""
+    """A norm of this rank's part alone, without the other ranks' squares."""
     if not isinstance(norm, ParallelRMSNorm):
         return norm
     made = with_parts(norm, {})
@@ -98,7 +98,7 @@ def _parts(module: Any, width: int) -> tuple[torch.Tensor, torch.Tensor, float]:
 
 
 def _measured(module: Any, width: int) -> float:
-    """What a norm without weights adds to the mean square."""
+    """Epsilon of a norm without weights, measured from its results."""
     given = made_up(1, width, seed=1, dtype=torch.float32) * 1e-3
     given -= given.mean()
     added = float((given.norm() / module(given).norm()).square() - given.square().mean())

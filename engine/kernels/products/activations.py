@@ -1,4 +1,4 @@
-"""Activations of MLPs, by what they give."""
+"""Recognition of activations by their results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.kernels.core.stand_ins import NotRecognised, distance
 
 
 class ActivationKind(enum.IntEnum):
-    """Kinds, numbered as in ``activations.hpp``."""
+    """Kinds of activations, numbered as in ``activations.hpp``."""
 
     SILU = 1
     GELU_TANH = 2
@@ -31,7 +31,7 @@ class ActivationKind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation."""
+    """An activation function as the kernels compute it."""
 
     kind: ActivationKind
     numbers: torch.Tensor | None = None

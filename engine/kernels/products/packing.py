@@ -50,7 +50,7 @@ class Packer:
         self.saved_bytes = 0
         """Bytes that compression saves of them."""
         self.quantized_bytes = 0
-        """Bytes of weights that are kept as codes."""
+        """Bytes of packed weights of 4 and 8 bits."""
         self.half_bytes = 0
         """Bytes of weights that are kept as float16, and computed in float32."""
 

@@ -1,4 +1,4 @@
-"""Weights as codes or as float16, in panels, as ``quantized.hpp`` reads them.
+"""Packed weights of 4, 8 and 16 bits in panels, as ``quantized.hpp`` reads them.
 
 A product has the bits that it would have with the widened weights, so nothing depends on which weights of a
 model are kept as codes.
@@ -58,7 +58,7 @@ class QuantizedPanels(RecordedWeights):
         self.record = np.array(
             [*places[:3], bits, scales.shape[1], is_float, places[3], panels_each], dtype=np.int64
         )
-        """What the kernels get."""
+        """Record of addresses and sizes for the kernels."""
 
     def __repr__(self) -> str:
         return f"<QuantizedPanels {len(self._kept[0])} panels, {self.num_bytes} bytes>"
@@ -79,7 +79,7 @@ class EightBitPanels(RecordedWeights):
         self.num_bytes = sum(each.nbytes for each in self._kept)
         """Bytes that a product reads."""
         self.record = np.array([*(each.data_ptr() for each in self._kept), self.parts], dtype=np.int64)
-        """What the kernels get."""
+        """Record of addresses and sizes for the kernels."""
         self.rounding = np.zeros((), dtype=ROUNDING)
         """How inputs are to be rounded, as the kernels read it."""
         self.rounding["scale"], self.rounding["zero"] = rounding.scale, rounding.zero
@@ -188,7 +188,7 @@ def _are_halves(numbers: torch.Tensor) -> bool:
 
 
 def _beside(parts: Sequence[Codes]) -> Codes:
-    """Outputs in a row."""
+    """Tensors joined along their outputs."""
     if len(parts) == 1:
         return parts[0]
     zeros = None

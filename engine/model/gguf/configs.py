@@ -1,4 +1,4 @@
-"""From the metadata of a GGUF file to a config.json of transformers (pure).
+"""A transformers config.json made from the metadata of a GGUF file (pure).
 
 Keys are those of llama.cpp. What a file does not say is what llama.cpp supposes for the architecture.
 """
@@ -21,7 +21,7 @@ GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 
 
 class _Metadata:
-    """Values of one architecture."""
+    """Metadata values of one architecture in a GGUF file."""
 
     def __init__(self, header: GgufHeader) -> None:
         self.header, self._prefix = header, header.architecture
@@ -111,7 +111,7 @@ def _common(values: _Metadata) -> dict[str, Any]:
 
 
 def _dtype(header: GgufHeader) -> str:
-    """What ``--dtype auto`` means: the type of the matrices, bfloat16 where they are quantised."""
+    """Data type of ``--dtype auto``: that of the matrices, bfloat16 for quantised ones."""
     kinds = {tensor.type.name for tensor in header.tensors.values() if len(tensor.shape) > 1}
     if not kinds <= set(UNQUANTISED) or "BF16" in kinds:
         return "bfloat16"
@@ -119,7 +119,7 @@ def _dtype(header: GgufHeader) -> str:
 
 
 def _scaling(values: _Metadata) -> dict[str, Any]:
-    """How rotary embeddings are scaled."""
+    """Scaling of rotary embeddings, as config.json has it."""
     kind = str(values.get("rope.scaling.type", "none"))
     if kind not in SCALINGS:
         raise GgufError(f"rotary embeddings scaled by {kind} are not read from GGUF files")

@@ -62,7 +62,7 @@ def _digest(path: Path) -> str:
 
 
 def _check(path: Path) -> None:
-    """Refuse what is not read, before anything is made."""
+    """Refuse unsupported files, before anything is made."""
     header = read_header(path)
     try:
         config_of(header)
@@ -79,7 +79,7 @@ def _make(path: Path, target: Path) -> None:
 
 
 def _convert(path: Path, target: Path) -> None:
-    """Write what transformers reads, in another process."""
+    """Write config.json and tokenizer files in another process."""
     command = [sys.executable, "-P", "-m", "engine.model.gguf.conversion", str(path), str(target)]
     try:
         done = subprocess.run(

@@ -187,7 +187,7 @@ class _Vector:
 
 
 def _stack(name: str, recipe: Recipe, sources: list[_Source], dtype: torch.dtype) -> ExpertStack:
-    """Matrices of all experts, as GPT-OSS has them."""
+    """Stack of all experts' matrices, as GPT-OSS has them."""
     _check_shapes(name, sources)
     experts: list[Matrix] = []
     for number in range(sources[0].entry.shape[0]):

@@ -1,4 +1,4 @@
-"""How transformers' tensors are made of those of a GGUF file (pure).
+"""Names: how transformers' tensors are made from those of a GGUF file (pure).
 
 llama.cpp stores the experts of a layer as one stack, turns Llama's heads so that neighbours are a pair, adds
 1 to Gemma's norms, and takes GPT-OSS's matrices of experts apart. All of that is undone.
@@ -16,12 +16,12 @@ from engine.model.gguf.reading import GgufError, GgufHeader, Shape
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one tensor is made."""
+    """Recipe for one tensor: source tensors of a GGUF file, and rearrangement."""
 
     tensors: tuple[str, ...]
-    """Those of the file; the outputs of two alternate."""
+    """Tensors of the file; the outputs of two alternate."""
     expert: int | None = None
-    """Which of a stack."""
+    """Number of the expert in a stack; None: no stack."""
     heads: int = 0
     """Heads whose outputs are turned back; 0: they are as they should be."""
     minus: float = 0.0
@@ -86,7 +86,7 @@ def recipes_of(header: GgufHeader) -> dict[str, Recipe]:
 
 
 def _recipes(header: GgufHeader, tensor: str, shape: Shape) -> Iterator[tuple[str, Recipe]]:
-    """What is made of a tensor; of one that another one begins, nothing."""
+    """Recipes that begin with one tensor of a GGUF file."""
     architecture = header.architecture
     minus = 1.0 if architecture.startswith("gemma") and tensor.endswith("norm.weight") else 0.0
     if tensor in OUTER:

@@ -81,7 +81,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a file says before its numbers."""
+    """Header of a GGUF file: metadata, and the place of each tensor."""
 
     metadata: dict[str, Any]
     """Values by key. Arrays of text are left out where they were not asked for."""
@@ -110,7 +110,7 @@ def read_header(path: Path, *, texts: bool = False) -> GgufHeader:
 
 
 class _Reading:
-    """Walks through a header."""
+    """Cursor over the bytes of a header."""
 
     def __init__(self, path: Path, content: mmap.mmap, texts: bool) -> None:
         self._path, self._content, self._texts = path, content, texts

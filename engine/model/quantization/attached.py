@@ -1,4 +1,4 @@
-"""Codes of a loaded model's weights, for kernels that compute with them.
+"""Packed weights of a loaded model's parameters, for kernels that multiply by them.
 
 transformers turns the tensors of a checkpoint into parameters: it renames them, and stacks experts. What it
 was given was widened. Here each parameter learns of which parts of which quantised matrices it was made.
@@ -105,7 +105,7 @@ def outputs_of(weight: torch.Tensor, chosen: torch.Tensor, rows: slice) -> torch
 
 
 def in_a_row(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Outputs of several weights, which know their codes if all do."""
+    """Outputs of several weights joined; they know their codes if all do."""
     joined = torch.cat([weight.data for weight in weights])
     readers = [reader for weight in weights if (reader := reader_of(weight)) is not None]
     if len(readers) == len(weights):
@@ -189,7 +189,7 @@ def readers_of(
 
 
 def _parts(matrix: Matrix) -> list[Codes | None]:
-    """What was read of a matrix, in that order."""
+    """Parts of a matrix that were read, in that order."""
     return [matrix.read_codes(rows, columns) for rows, columns in matrix.taken]
 
 
@@ -208,7 +208,7 @@ def _stacked(codes: Codes | None) -> Codes | None:
 
 
 def _joined(parts: Sequence[Codes | None], dim: int) -> Codes | None:
-    """Codes in a row; None where they are not of one kind."""
+    """Codes joined along their outputs; None where kinds differ."""
     known = [each for each in parts if each is not None]
     if len(known) < len(parts) or not known:
         return None

@@ -1,4 +1,4 @@
-"""Small whole numbers out of 32-bit words, as the formats pack them."""
+"""Unpacking of 4-bit and 8-bit numbers from 32-bit words."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def device_codes(known: Codes, device: torch.device, parts: int = 1) -> DeviceCo
 
 
 def there(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on a device."""
+    """Copy of a host tensor on a device."""
     return tensor.to(device)
 
 
@@ -76,7 +76,7 @@ def _kind_of(known: Codes) -> tuple[int, float]:
 
 
 def _packed(known: Codes) -> torch.Tensor:
-    """uint8 [matrices, outputs, bytes]."""
+    """Codes packed as uint8 [matrices, outputs, bytes]."""
     if known.bits == 8:
         return known.codes.contiguous().view(torch.uint8)
     numbers = known.codes

@@ -22,7 +22,7 @@ MXFP4 = "mxfp4"
 """GPT-OSS's own, for experts only."""
 
 Layout = Literal["scaled", "packed", "gptq", "awq", "mxfp4", "online"]
-"""How a matrix is stored.
+"""Kind of storage of a matrix: packed words, scaled numbers and so on.
 
 ``scaled``: a tensor of int8 or float8 numbers beside its scales. ``packed``: compressed-tensors' int32 words.
 ``mxfp4``: blocks of 32 floats of 4 bits, of all experts of a layer. ``online``: plain.
@@ -48,7 +48,7 @@ class UnsupportedFormat(ValueError):
 
 
 class Activations(msgspec.Struct, frozen=True):
-    """What becomes of the inputs of some matrices before they are multiplied."""
+    """Treatment of the inputs of some matrices: rounded to 8 bits, or not."""
 
     targets: tuple[str, ...]
     """Names of modules; patterns behind ``re:``; or the name of a class of modules."""
@@ -59,7 +59,7 @@ class Activations(msgspec.Struct, frozen=True):
     is_symmetric: bool = True
 
     def are_of(self, module: str, *, by_class: bool) -> bool:
-        """Whether they are the inputs of a module, by its name or by its class.
+        """Whether this treatment applies to a module, by its name or class.
 
         All quantised matrices are of the class ``Linear``.
         """
@@ -75,7 +75,7 @@ class Format(msgspec.Struct, frozen=True):
     method: str
     """``quant_method`` of config.json."""
     layouts: tuple[Layout, ...]
-    """Those that may occur, one per matrix."""
+    """Kinds of storage that may occur, one per matrix."""
     bits: int = 0
     """Bits of a number (GPTQ, AWQ); 0: the files say it."""
     block: tuple[int, int] | None = None
@@ -120,7 +120,7 @@ def method_of(config: Mapping[str, Any]) -> str | None:
 
 
 def why_refused(config: Mapping[str, Any]) -> str:
-    """Words for weights quantised in a way that is not read; else empty."""
+    """Error text for weights in a format that is not read; else empty."""
     try:
         format_of(config)
     except UnsupportedFormat as refused:

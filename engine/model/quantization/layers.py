@@ -73,7 +73,7 @@ def _ranks_of(layer: Any) -> int:
 
 
 def _known(weight: torch.Tensor) -> Codes | None:
-    """The codes of a weight, read once.
+    """The codes of a weight, read once and kept.
 
     None for a made-up one, of a copy of the model.
     """
@@ -82,7 +82,7 @@ def _known(weight: torch.Tensor) -> Codes | None:
 
 
 def _forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """What a linear layer gives, its inputs rounded."""
+    """Forward of a linear layer whose inputs are rounded."""
     known = _known(self.weight)
     if known is None or known.rounding is None:
         given: torch.Tensor = type(self).forward(self, inputs)

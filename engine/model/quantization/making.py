@@ -61,7 +61,7 @@ def quantize_checkpoint(source: Path, target: Path, kind: Kind) -> None:
 
 
 def _described(kind: Kind) -> dict[str, Any]:
-    """The quantization_config."""
+    """The ``quantization_config`` for a copy's config.json."""
     common = {"type": "int", "symmetric": True, "observer": "mse"}
     activations = None
     if kind == "int8":

@@ -73,7 +73,7 @@ def _as_float(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _same(found: torch.Tensor, weights: torch.Tensor) -> bool:
-    """Whether numbers are equal.
+    """Whether two tensors have equal numbers.
 
     They are compared as words where they can be, in a seventh of the time.
     """
@@ -117,7 +117,7 @@ class Codes:
 
     @property
     def kind(self) -> tuple[int, ...]:
-        """What codes have in common that lie beside each other."""
+        """Properties that codes must share to be joined."""
         shape = self.scales.shape[-1], self.codes.shape[-1], self.codes.dim()
         return self.bits, self.is_float, self.order is None, *shape
 
@@ -133,7 +133,7 @@ class Codes:
         return replace(self, codes=self.codes[number], scales=self.scales[number], zeros=zeros, order=order)
 
     def to(self, device: torch.device) -> Codes:
-        """The same on another device."""
+        """The same codes on another device."""
         zeros, order = (None if each is None else each.to(device) for each in (self.zeros, self.order))
         codes, scales = self.codes.to(device), self.scales.to(device)
         return replace(self, codes=codes, scales=scales, zeros=zeros, order=order)
@@ -144,12 +144,12 @@ class Codes:
         return self.rounding.product(x, self.codes, self.scales[:, 0], parts)
 
     def rows(self, rows: slice) -> Codes:
-        """Some outputs."""
+        """Codes of some outputs."""
         zeros = None if self.zeros is None else self.zeros[..., rows, :]
         return replace(self, codes=self.codes[..., rows, :], scales=self.scales[..., rows, :], zeros=zeros)
 
     def widened(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weights."""
+        """Weights that the codes stand for."""
         if self.order is not None and self.codes.dim() > 2:
             return torch.stack([self.of(number).widened(dtype) for number in range(len(self.codes))])
         codes = self.codes.view(FLOAT8) if self.is_float and self.bits == 8 else self.codes
@@ -159,7 +159,7 @@ class Codes:
         return widened(codes.flatten(0, -2), scales, zeros, dtype, self.order).view(codes.shape)
 
     def gives(self, weights: torch.Tensor) -> bool:
-        """Whether these are the weights, to the bit."""
+        """Whether these weights are what the codes stand for, to the bit."""
         if self.codes.shape != weights.shape:
             return False
         if weights.dim() > 2:
@@ -282,7 +282,7 @@ class QuantizedMatrix(ABC):
         """Inputs of a group; 0 where groups are not of neighbours."""
 
     def _middle(self, bits: int) -> int:
-        """What is taken from codes that are never negative."""
+        """Number subtracted from codes that are stored without a sign."""
         return 0
 
     @abstractmethod
@@ -403,7 +403,7 @@ class _WithGrid(QuantizedMatrix):
 
 
 class ScaledMatrix(_WithGrid):
-    """Numbers of int8 or float8 beside their scales."""
+    """Matrix of int8 or float8 numbers with scales."""
 
     LAYOUT: Layout = "scaled"
     CODES = "weight"
@@ -448,7 +448,7 @@ class ScaledMatrix(_WithGrid):
         return Rounding(scale, int(zero))
 
     def _of_activations(self, part: str) -> float | None:
-        """A number of the activations of this matrix, which all of them share."""
+        """A number that all activations of this matrix share, such as a scale."""
         if part not in self._parts:
             return None
         values = self._parts[part][...].float().flatten()
@@ -458,7 +458,7 @@ class ScaledMatrix(_WithGrid):
 
 
 class PackedMatrix(_WithGrid):
-    """Words of compressed-tensors' ``pack-quantized``: numbers side by side along the inputs."""
+    """Matrix of compressed-tensors' ``pack-quantized``: words along the inputs."""
 
     LAYOUT: Layout = "packed"
     CODES = "weight_packed"
@@ -530,7 +530,7 @@ class PackedMatrix(_WithGrid):
 
 
 class _Transposed(QuantizedMatrix):
-    """Stored with inputs first: scales [groups, outputs], zero points in words along the outputs."""
+    """Matrix stored with inputs first: scales [groups, outputs], zero points in words."""
 
     CODES = "qweight"
     SCALES = "scales"
@@ -598,7 +598,7 @@ class _Transposed(QuantizedMatrix):
 
 
 class GptqMatrix(_Transposed):
-    """GPTQ's words, along the inputs."""
+    """Matrix of GPTQ: words along the inputs."""
 
     LAYOUT: Layout = "gptq"
 
@@ -612,7 +612,7 @@ class GptqMatrix(_Transposed):
 
 
 class AwqMatrix(_Transposed):
-    """AWQ's words, along the outputs, in its own order."""
+    """Matrix of AWQ: words along the outputs, in AWQ's order."""
 
     LAYOUT: Layout = "awq"
     ORDER = AWQ_ORDER
@@ -627,7 +627,7 @@ class AwqMatrix(_Transposed):
 
 
 class InverseScaledMatrix(ScaledMatrix):
-    """DeepSeek's fp8, whose scales have another name: what weights are multiplied by."""
+    """Matrix of DeepSeek's fp8, whose scales are called ``weight_scale_inv``."""
 
     SCALES = "weight_scale_inv"
 

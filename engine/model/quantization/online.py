@@ -1,4 +1,4 @@
-"""A checkpoint of plain weights, quantised while it is read (``--quantization``).
+"""Quantisation of a plain checkpoint while it is read (``--quantization``).
 
 The scale of an output, or of a group of inputs, brings the greatest weight to the end of the range. Only
 what a worker reads is looked at: its rows, in their full width where one scale is for a whole row.
@@ -129,7 +129,7 @@ class _OnlineMatrix(QuantizedMatrix):
         return self._rounded(numbers.div(scales.where(scales != 0, torch.inf)))
 
     def _rounded(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Numbers that a code can hold, in place of these."""
+        """Weights rounded to numbers that codes can hold."""
         return numbers.round_().clamp_(*self._range()).add_(0)  # no zero below 0, which no code is
 
     def _range(self) -> tuple[int, int]:
@@ -160,7 +160,7 @@ class _Int8(_OnlineMatrix):
 
 
 class _Int8Rounded(_Int8):
-    """The same, and activations are rounded, too: each row by its own scale."""
+    """8 bits, one scale for an output; activations are rounded by row, too."""
 
     @property
     def rounding(self) -> Rounding | None:

@@ -30,9 +30,9 @@ class Rounding:
     """How activations are rounded."""
 
     scale: float = 0.0
-    """Scale of all; 0: each row has its own."""
+    """Scale of all rows; 0: each row has its own."""
     zero: int = 0
-    """Number that 0 becomes, if there is a scale of all."""
+    """Zero point, if there is a scale of all rows."""
     is_symmetric: bool = True
     """Whether 0 becomes 0 where rows have their own scale."""
 

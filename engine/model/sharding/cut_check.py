@@ -36,7 +36,7 @@ from parallel.tensor_parallel import TensorRank
 TOLERANCE = 2e-3
 """Difference that a quarter of the tokens may exceed, relative to what a layer adds."""
 ROUNDING = 1e-5
-"""The same relative to a layer's output.
+"""Difference that a quarter of the tokens may exceed, relative to a layer's output.
 
 Sums of other order differ by a few units in the last place.
 """

@@ -84,7 +84,7 @@ class Shard:
     stages: Communicator | None = None
     """The workers of this rank in all stages; None if there is one stage."""
     device: int = 0
-    """Number of its CUDA device among those of its host."""
+    """Number of the worker's CUDA device on its host."""
     neighbours: int = 1
     """Workers of this instance on this host, this one included."""
 
@@ -308,9 +308,9 @@ def _without_experts(plan: dict[str, str], whole: Any) -> dict[str, str]:
 STACKS = "layers", "h"
 """Names of a base model's list of layers."""
 EMBEDDINGS = "embed_tokens", "wte", "wpe"
-"""Names of its embeddings of tokens, and of positions."""
+"""Names of a base model's embeddings of tokens and of positions."""
 LAST_NORMS = "norm", "ln_f", "final_layernorm"
-"""Names of the norm behind its layers."""
+"""Names of the norm behind a base model's layers."""
 
 
 def stack_of(base: Any) -> Any:

@@ -32,7 +32,7 @@ COLUMNS_PER_RANK = 8
 
 @dataclass(frozen=True)
 class UncutRun:
-    """What a model of a few uncut layers computed.
+    """Results of a model of a few uncut layers.
 
     All tensors in float32 on the CPU.
     """
@@ -89,7 +89,7 @@ def checked_layers(whole: Any) -> list[int]:
 
 
 def _kind(whole: Any, index: int, layer: Any) -> tuple[Any, ...]:
-    """Kind of a layer, equal for layers that are cut alike.
+    """Key of a layer's kind, equal for layers that are cut alike.
 
     Those have the same modules with equal parameter shapes.
     """
