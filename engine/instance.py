@@ -380,7 +380,9 @@ class Instance:
         identity = identity_of(facts)
         checksums.begin_build()
         tier = self._tier = self._file_tier(core, memory, identity, server.wake)
-        mover = BlockMover(memory, identity, endpoint(self._listen_address(), 0), self._keys, server.wake)
+        mover = BlockMover(
+            memory, identity, endpoint(self._listen_address(), 0), self._keys, server.wake, core.pool.kinds
+        )
         mover.start()
         self._inherits = self._heir(core, executor, memory, identity)
         core.sharing.exchange_blocks(

@@ -143,7 +143,7 @@ class Heir:
         self._leave()
 
     def _open(self, wanted: Wanted) -> tuple[list[BlockHash], list[int]]:
-        """Open the memory of a dead instance; returns the pieces to copy, and where they go."""
+        """Open the memory of a dead instance; returns names and slots of pieces to copy."""
         if self._estate is None or self._estate.source != wanted.source:
             self._leave()
             patience = 0.0 if wanted.source == self._living else LIVING

@@ -108,12 +108,17 @@ class PieceKinds:
     def placed(
         self, chain: Sequence[Name], blocks: Sequence[int], boundary: Sequence[int]
     ) -> tuple[list[Name], list[int]]:
-        """Names and slots of a usable context's pieces, where there is room for at least as many.
+        """Names of a usable context's pieces, and the slots that they go to.
 
-        ``boundary``: slots for the pieces behind the last block, whichever that is.
+        ``blocks``: room for its blocks, or for more. ``boundary``: slots for the pieces behind the last
+        block, whichever that is.
         """
         slots = list(blocks[: len(chain)])
         return self.names_behind(chain), [*slots, *boundary] if chain else slots
+
+    def names_of(self, chain: Sequence[Name], num_pieces: int) -> list[Name]:
+        """Names of so many pieces that make a usable context of the first blocks."""
+        return self.names_behind(chain[: max(0, num_pieces - len(self.boundaries))])
 
     def names_behind(self, chain: Sequence[Name]) -> list[Name]:
         """Names of a usable context's pieces: blocks, then the boundary pieces behind them."""

@@ -57,7 +57,7 @@ def prefix_names(tokens: Sequence[int], block_size: int, salt: str = "") -> list
 
 
 class Observer(Protocol):
-    """Receives the name of every block that the index gains or loses, or of every piece."""
+    """Receives the names of blocks, or of all pieces, that the index gains or loses."""
 
     def stored(self, block_hash: BlockHash) -> None: ...
     def dropped(self, block_hash: BlockHash) -> None: ...
@@ -100,7 +100,7 @@ class BlockPool:
         return f"<BlockPool {self.num_used} of {self.num_blocks} used, {len(self._block_of)} known>"
 
     def observe(self, observer: Observer, *, every_kind: bool = False) -> None:
-        """Tell one more observer of changes from now on: of blocks, or of pieces of every kind."""
+        """Tell one more observer of changes to blocks, or to pieces of every kind."""
         self._observers = (*self._observers, observer)
         if every_kind:
             self._every_kind_observers = (*self._every_kind_observers, observer)

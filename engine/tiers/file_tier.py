@@ -130,14 +130,21 @@ class FileTier:
     # ---- the step loop's side
 
     def count(self, names: Sequence[BlockHash]) -> int:
-        """Number of leading blocks of a prompt that can be read, with the boundary pieces behind them."""
+        """Number of leading blocks of a prompt that a request can go on behind.
+
+        They have files, and so have the boundary pieces behind them.
+        """
         found = 0
         with self._work:
             is_open = len(self._reads) < MOST_READS and not self._reads.is_overdue(self._clock())
         if is_open and not self._hung_for and self._cleared.is_set() and not self._is_abandoned:
-            found = self._pool.kinds.usable(names, self._kept.__contains__)
+            found = self.usable(names)
         self._add(queried_blocks=len(names), found_blocks=found)
         return found
+
+    def usable(self, names: Sequence[BlockHash]) -> int:
+        """Number of leading blocks as :meth:`count` has it, whether reads are possible or not."""
+        return self._pool.kinds.usable(names, self._kept.__contains__)
 
     def fetch(self, wanted: Wanted) -> None:
         """Begin to read blocks; it ends by one :class:`.TransferEnded`, whatever happens."""

@@ -102,10 +102,10 @@ class BlockChecks:
         if most is None or checked is None:
             return
         source, names = checked
-        there = self._pool.find_prefix(names[-1:])
-        if not there or request.num_computed < (most + 1) * self._block_size:
+        there = self._pool.slot_of(names[-1])
+        if there is None or request.num_computed < (most + 1) * self._block_size:
             return
-        check = BlockCheck(request, source, names, there[0], request.blocks[most])
+        check = BlockCheck(request, source, names, there, request.blocks[most])
         if check.fetched != check.own:
             self._pool.hold([check.fetched, check.own])
             self._pending.append(check)

@@ -236,10 +236,10 @@ class BlockExchange:
             self.sources.distrust(end.source, why, is_wrong=is_wrong)
         found = self.waiting.take(transfer)
         for request in found:
-            request.num_fetched = (end.count - end.has_part) * self._block_size
+            request.num_fetched = transfer.num_came * self._block_size
         is_whole = not is_hand_over and not transfer.is_void
-        if found and end.count and is_whole and self._checks is not None:
-            self._checks.fetched(found[0], end.source, transfer.wanted.names[: end.count])
+        if found and transfer.num_came and is_whole and self._checks is not None:
+            self._checks.fetched(found[0], end.source, transfer.wanted.names[: transfer.num_came])
         for key in transfer.copies:
             self._copies.end(key, is_taken=end.was_lent and is_hand_over)
         return found

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from engine.pieces.kinds import BLOCKS_ONLY, PieceKinds
 from engine.scheduling.blocks import BlockHash
 from engine.transfers.messages import (
     DIGEST_BYTES,
@@ -124,7 +125,10 @@ class TransferEnded:
     has_part: bool = False
     """Whether the last of these is partly filled."""
     slots: Sequence[int] = ()
-    """Where the ``names`` are, if some are of boundary pieces; else they are in the blocks in order."""
+    """Slots of the ``names``, where the transfer has room for boundary pieces.
+
+    Else they are in its blocks, in order.
+    """
     was_lent: bool = False
     """Whether the source answered that it lends.
 
@@ -149,16 +153,22 @@ class _Fetch:
     """Blocks that have come."""
     num_bytes: int = 0
     names: Sequence[BlockHash] = ()
-    """Names of the blocks that come."""
+    """Names of the pieces that come."""
+    slots: Sequence[int] = ()
+    """Where they go."""
     has_part: bool = False
 
 
 class Fetcher:
     """State of all transfers to one cache: turns, windows, digests, time limits."""
 
-    def __init__(self, identity: str, block_bytes: int) -> None:
+    def __init__(
+        self, identity: str, bytes_of: Callable[[int], int], kinds: PieceKinds = BLOCKS_ONLY
+    ) -> None:
+        """``bytes_of``: bytes of the piece in a slot."""
         self._identity = identity
-        self._block_bytes = block_bytes
+        self._bytes_of = bytes_of
+        self._kinds = kinds
         self._fetches: dict[int, _Fetch] = {}
 
     def __repr__(self) -> str:
@@ -189,7 +199,7 @@ class Fetcher:
     def ask(self, number: int) -> LoanRequest:
         """Request for a loan, as it is sent to a source."""
         wanted = self._fetches[number].wanted
-        room = len(wanted.blocks) if wanted.holder else 0
+        room = len(wanted.blocks) + len(wanted.boundary) if wanted.holder else 0
         window = COPY_WINDOW if wanted.in_background else WINDOW
         return LoanRequest(number, self._identity, joined(wanted.names), window, wanted.holder, room)
 
@@ -246,11 +256,12 @@ class Fetcher:
     # ---- helpers
 
     def _lent(self, fetch: _Fetch, lent: Lent, now: float) -> list[Action]:
-        count, names = lent.count, fetch.names
-        if fetch.wanted.holder:
-            names = split(lent.names)
-        if fetch.lent is not None or count > min(len(names), len(fetch.wanted.blocks)):
+        count, wanted = lent.count, fetch.wanted
+        names = split(lent.names) if wanted.holder else self._kinds.names_of(wanted.names, count)
+        num_blocks = max(0, count - len(wanted.boundary))
+        if fetch.lent is not None or count > len(names) or num_blocks > len(wanted.blocks):
             return self._end(fetch, TransferOutcome.WRONG, now, for_good=True)
+        fetch.slots = [*wanted.blocks[:num_blocks], *wanted.boundary]
         fetch.lent, fetch.heard_at, fetch.names, fetch.has_part = count, now, names, lent.has_part
         return [] if count else self._end(fetch, TransferOutcome.ABSENT, now)
 
@@ -258,15 +269,16 @@ class Fetcher:
         digests, wanted = split(piece.digests, DIGEST_BYTES), fetch.wanted
         end = piece.first + len(digests)
         is_next = fetch.lent is not None and piece.first == fetch.count and end <= fetch.lent
-        if not is_next or len(piece.data) != len(digests) * self._block_bytes:
+        sizes = [self._bytes_of(slot) for slot in fetch.slots[piece.first : end]]
+        if not is_next or len(piece.data) != sum(sizes):
             return self._end(fetch, TransferOutcome.WRONG, now, for_good=True)
         actions: list[Action] = []
         data = memoryview(piece.data)
-        for index, digest in enumerate(digests):
-            block = data[index * self._block_bytes : (index + 1) * self._block_bytes]
+        for digest, size in zip(digests, sizes, strict=True):
+            block, data = data[:size], data[size:]
             if digest_of(self._identity, fetch.names[fetch.count], block) != digest:
                 return [*actions, *self._end(fetch, TransferOutcome.WRONG, now, for_good=True)]
-            actions.append(Write(wanted.blocks[fetch.count], block))
+            actions.append(Write(fetch.slots[fetch.count], block))
             fetch.count += 1
         fetch.heard_at = now
         fetch.num_bytes += len(piece.data)
@@ -287,6 +299,8 @@ class Fetcher:
             whole = fetch.has_part and fetch.count == fetch.lent
             names = fetch.names[: fetch.count]
             ended = replace(ended, names=names, has_part=whole, was_lent=fetch.lent is not None)
+        if wanted.boundary:
+            ended = replace(ended, names=fetch.names[: fetch.count], slots=fetch.slots[: fetch.count])
         ended_there = (TransferOutcome.WHOLE, TransferOutcome.LOST, TransferOutcome.REFUSED)
         is_open = fetch.is_asked and outcome not in ended_there
         return [SendToSource(wanted.source, Enough(wanted.number)), ended] if is_open else [ended]

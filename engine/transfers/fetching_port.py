@@ -19,6 +19,7 @@ from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.complaints import Complaints
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import AsyncConnection
+from engine.pieces.kinds import PieceKinds
 from engine.transfers import fetching
 from engine.transfers.block_memory import CacheGone, CacheMemory
 from engine.transfers.fetching import Fetcher, Source, TransferEnded, Wanted
@@ -43,13 +44,14 @@ class FetchingPort:
         self,
         memory: CacheMemory,
         identity: str,
+        kinds: PieceKinds,
         keys: MeshKeys | None,
         *,
         tell: Callable[[TransferEnded], None],
         lose: Callable[[CacheGone], None],
     ) -> None:
         """``tell`` gets each transfer that has ended; ``lose``: the cache is out of reach."""
-        self.fetcher = Fetcher(identity, memory.block_bytes)
+        self.fetcher = Fetcher(identity, memory.bytes_of, kinds)
         self._memory = memory
         self._keys = keys
         self._tell, self._lose = tell, lose

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from engine.pieces.kinds import BLOCKS_ONLY, PieceKinds
 from engine.scheduling.blocks import BlockHash, BlockPool
 from engine.scheduling.request import Request, Status
 from engine.transfers.lending import Key, Lookup
@@ -34,7 +35,9 @@ class Tail:
     """Whether the last one is partly filled."""
 
 
-def tail_of(request: Request, block_size: int, last: BlockHash) -> Tail | None:
+def tail_of(
+    request: Request, block_size: int, last: BlockHash, kinds: PieceKinds = BLOCKS_ONLY
+) -> Tail | None:
     """The blocks of a request behind the one named ``last``.
 
     None if that is no block of it. The request is in no step. One that waits has no blocks.
@@ -42,13 +45,17 @@ def tail_of(request: Request, block_size: int, last: BlockHash) -> Tail | None:
     if request.status is not Status.RUNNING:
         return Tail([], [], has_part=False)
     num_full, rest = divmod(request.num_computed, block_size)
+    if kinds.step:  # rows behind the newest boundary piece stay here, and are computed again
+        num_full, rest = request.boundary_at // block_size, 0
     names = request.hashes_up_to(num_full, block_size)
     if last != NO_BLOCK and last not in names:
         return None
     first = 0 if last == NO_BLOCK else names.index(last) + 1
     part = request.name_of_part(block_size) if request.num_uncomputed == 1 and rest else None
     if part is None:
-        return Tail(names[first:], request.blocks[first:num_full], has_part=False)
+        return Tail(
+            *kinds.placed(names[first:], request.blocks[first:num_full], request.boundary), has_part=False
+        )
     return Tail([*names[first:], part], request.blocks[first : num_full + 1], has_part=True)
 
 
@@ -88,7 +95,7 @@ class HandOvers:
             if request.num_in_flight:
                 self._asked.append(look)
                 continue
-            tail = tail_of(request, self._block_size, look.names[0])
+            tail = tail_of(request, self._block_size, look.names[0], self._pool.kinds)
             if tail is None:
                 found.append((look.loan, None, "the block is none of the request"))
             elif len(tail.blocks) > look.room:

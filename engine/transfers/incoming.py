@@ -40,6 +40,8 @@ class IncomingTransfer:
     copies: set[Key] = field(default_factory=set)
     """Copies of requests that run elsewhere, by the router and its number."""
     is_cancelled: bool = False
+    num_came: int = 0
+    """Blocks that came."""
     is_void: bool = False
     """Whether nobody may find what comes: the cache was reset meanwhile."""
 
@@ -95,19 +97,22 @@ class IncomingTransfers:
         self, names: Sequence[BlockHash], source: Source, *, at_any_price: bool = False
     ) -> IncomingTransfer | None:
         """Fetch the first of these blocks, as many as fit; None: nothing is fetched."""
-        names = names[: self._room_for(source)]
+        names = self._sources.usable(names[: self._room_for(source)], source)
         tokens = len(names) * self._block_size
         if not names or not self._sources.trusts(source):
             return None
         if not at_any_price and not self._sources.pays(source, tokens):
             return None
-        blocks = self._take(len(names))
-        if blocks is None:
+        room = self._take(len(names))
+        if room is None:
             return None
+        blocks, boundary = room
         seconds = MOST_SECONDS if at_any_price else self._sources.seconds_for(source, tokens)
         self._numbers += 1
         transfer = self._start(
-            Wanted(self._numbers, source, names, blocks, seconds, in_background=at_any_price)
+            Wanted(
+                self._numbers, source, names, blocks, seconds, in_background=at_any_price, boundary=boundary
+            )
         )
         for name in names:
             self._by_name.setdefault(name, transfer)
@@ -122,26 +127,30 @@ class IncomingTransfers:
         That one is here, or there is none. Returns None if there is no room for so many blocks, or if the
         source is not trusted.
         """
-        blocks = self._take(room) if self._sources.trusts(source) else None
-        if blocks is None:
+        taken = self._take(room) if self._sources.trusts(source) else None
+        if taken is None:
             return None
+        blocks, boundary = taken
         self._numbers += 1
-        return self._start(Wanted(self._numbers, source, [last], blocks, MOST_SECONDS, holder))
+        wanted = Wanted(self._numbers, source, [last], blocks, MOST_SECONDS, holder, boundary=boundary)
+        return self._start(wanted)
 
     def ended(self, end: TransferEnded) -> IncomingTransfer:
         """Name the blocks that came, and give up the room of an ended transfer."""
         transfer = self._transfers.pop(end.number)
         wanted = transfer.wanted
-        num_full = end.count - end.has_part
+        names, slots = self._came(wanted, end)
+        num_whole = end.count - end.has_part
+        transfer.num_came = sum(slot < self._pool.num_blocks for slot in slots[:num_whole])
         if not transfer.is_void:
-            self._name(transfer, end, num_full)
-        self._pool.release(wanted.blocks)
+            self._name(end, names, slots, num_whole)
+        self._release_room(wanted)
         self.set_aside(transfer)
-        self._count(end, num_full * self._block_size)
+        self._count(end, transfer.num_came * self._block_size)
         if end.outcome in (TransferOutcome.WHOLE, TransferOutcome.SLOW) and wanted.holder is None:
             self._sources.fetched(end.source, end.num_bytes, end.seconds)
         if is_dead(end.source):
-            self._inherited(end.source, num_full, len(wanted.names))
+            self._inherited(end.source, transfer.num_came, len(wanted.names))
         return transfer
 
     def cancel_unwanted(self, transfer: IncomingTransfer) -> None:
@@ -183,7 +192,7 @@ class IncomingTransfers:
         """Give up the room of all transfers of the mover, which has ended."""
         found = [each for each in self._transfers.values() if not is_here(each.wanted.source)]
         for transfer in found:
-            self._pool.release(transfer.wanted.blocks)
+            self._release_room(transfer.wanted)
             self.set_aside(transfer)
             del self._transfers[transfer.wanted.number]
         return found
@@ -198,17 +207,29 @@ class IncomingTransfers:
         taken = sum(len(wanted.blocks) for wanted in reads)
         return max(0, min(room, self._pool.num_blocks // FILES_PART - taken))
 
-    def _take(self, count: int) -> list[int] | None:
-        """Free blocks that no step touches; None if too few are free.
+    def _take(self, count: int) -> tuple[list[int], list[int]] | None:
+        """Free blocks that no step touches, and slots for the boundary pieces behind them.
+
+        None: too few are free.
 
         Workers may still compute a step for a request that was aborted meanwhile, whose blocks are free.
         Later steps are computed behind it, but what comes from elsewhere is written at once.
         """
-        blocks = self._pool.take(count)
-        if blocks is not None and not self._in_flight().isdisjoint(blocks):
-            self._pool.release(blocks)
+        boundary = self._pool.take_boundary()
+        blocks = None if boundary is None else self._pool.take(count)
+        if boundary is None or blocks is None or not self._in_flight().isdisjoint([*blocks, *boundary]):
+            self._pool.release([*(blocks or ()), *(boundary or ())])
             return None
-        return blocks
+        return blocks, boundary
+
+    def _release_room(self, wanted: Wanted) -> None:
+        self._pool.release([*wanted.blocks, *wanted.boundary])
+
+    def _came(self, wanted: Wanted, end: TransferEnded) -> tuple[Sequence[BlockHash], Sequence[int]]:
+        """Names and slots of a transfer's pieces, in the order of their arrival."""
+        if end.slots or wanted.holder:
+            return end.names, end.slots or wanted.blocks
+        return self._pool.kinds.placed(wanted.names, wanted.blocks, wanted.boundary)
 
     def _start(self, wanted: Wanted) -> IncomingTransfer:
         due_at = self._sources.due_at(wanted.source, wanted.seconds)
@@ -216,15 +237,15 @@ class IncomingTransfers:
         self._sources.carrier(wanted.source).fetch(wanted)
         return transfer
 
-    def _name(self, transfer: IncomingTransfer, end: TransferEnded, num_full: int) -> None:
-        wanted = transfer.wanted
-        names = end.names if wanted.holder else wanted.names
-        for block, name in zip(wanted.blocks[:num_full], names, strict=False):
-            self._pool.name(block, name)
-            if self._origins is not None and self._pool.find_prefix([name]) == [block]:
+    def _name(
+        self, end: TransferEnded, names: Sequence[BlockHash], slots: Sequence[int], num_whole: int
+    ) -> None:
+        for slot, name in zip(slots[:num_whole], names, strict=False):
+            self._pool.name(slot, name)
+            if self._origins is not None and self._pool.slot_of(name) == slot:
                 self._origins.came(name, end.source)
         if end.has_part:
-            self._pool.name_part(wanted.blocks[num_full], names[num_full])
+            self._pool.name_part(slots[num_whole], names[num_whole])
 
     def _count(self, end: TransferEnded, tokens: int) -> None:
         self._totals.add(

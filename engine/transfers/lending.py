@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.pieces.kinds import BLOCKS_ONLY, PieceKinds
 from engine.scheduling.blocks import BlockHash
 from engine.transfers.messages import (
     Enough,
@@ -96,8 +97,9 @@ class _Loan:
 class Lender:
     """State of all loans of one cache: windows, limits, and when each ends."""
 
-    def __init__(self, identity: str, blocks_per_piece: int) -> None:
+    def __init__(self, identity: str, blocks_per_piece: int, kinds: PieceKinds = BLOCKS_ONLY) -> None:
         self._identity = identity
+        self._kinds = kinds
         self._per_piece = blocks_per_piece
         self._loans: dict[Key, _Loan] = {}
         self._unread: dict[Peer, int] = {}
@@ -122,8 +124,15 @@ class Lender:
                 return self._over((peer, number))
 
     def found(self, key: Key, blocks: Sequence[int]) -> list[Action]:
-        """Begin to read a loan, whose blocks (maybe none) are held from now on."""
+        """Begin to read a loan, whose blocks (maybe none) are held from now on.
+
+        The boundary pieces behind them are the last of the ``blocks``.
+        """
         loan = self._loans[key]
+        loan.names = self._kinds.names_of(loan.names, len(blocks))
+        return self._held(key, loan, blocks)
+
+    def _held(self, key: Key, loan: _Loan, blocks: Sequence[int]) -> list[Action]:
         if loan.is_over:
             del self._loans[key]
             return [Return(key)]
@@ -140,7 +149,7 @@ class Lender:
         """
         loan = self._loans[key]
         loan.names, loan.told = list(names), (joined(names), has_part)
-        return self.found(key, blocks)
+        return self._held(key, loan, blocks)
 
     def refused(self, key: Key, reason: str) -> list[Action]:
         """Refuse to hand a request over."""
@@ -198,7 +207,8 @@ class Lender:
             return []
         actions: list[Action] = []
         while loan.pieces > 0 and loan.next < len(loan.blocks):
-            first, end = loan.next, min(loan.next + self._per_piece, len(loan.blocks))
+            first, num_blocks = loan.next, len(loan.blocks) - len(self._kinds.boundaries)
+            end = min(first + self._per_piece, num_blocks) if first < num_blocks else first + 1
             actions.append(SendPiece(*key, first, loan.names[first:end], loan.blocks[first:end]))
             loan.next, loan.pieces = end, loan.pieces - 1
         if loan.next == len(loan.blocks):

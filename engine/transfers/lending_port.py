@@ -16,6 +16,7 @@ import zmq.asyncio
 from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import AsyncListener, Peer
+from engine.pieces.kinds import PieceKinds
 from engine.scheduling.blocks import BlockHash
 from engine.transfers import lending
 from engine.transfers.block_memory import CacheGone, CacheMemory
@@ -39,12 +40,13 @@ class LendingPort:
         self,
         memory: CacheMemory,
         identity: str,
+        kinds: PieceKinds,
         *,
         tell: Callable[[Lookup | Return], None],
         lose: Callable[[CacheGone], None],
     ) -> None:
         """``tell`` gets events for the step loop; ``lose``: the cache is out of reach."""
-        self.lender = Lender(identity, max(1, PIECE_BYTES // memory.block_bytes))
+        self.lender = Lender(identity, max(1, PIECE_BYTES // memory.block_bytes), kinds)
         self._memory = memory
         self._identity = identity
         self._tell, self._lose = tell, lose

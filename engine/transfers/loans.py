@@ -50,10 +50,16 @@ class Loans:
         room = self._pool.num_blocks // LENT_PART - self._num_kept
         whole = next((index for index, block in enumerate(blocks) if block in being_filled), len(blocks))
         blocks = blocks[:whole]
-        kept = self._pool.num_free - self._pool.num_free_beside(blocks)
-        while kept > max(0, room):
+        while self._pool.num_free - self._pool.num_free_beside(blocks) > max(0, room):
             blocks.pop()
-            kept = self._pool.num_free - self._pool.num_free_beside(blocks)
+
+        def is_computed(name: BlockHash) -> bool:
+            slot = self._pool.slot_of(name)
+            return slot is not None and slot not in being_filled
+
+        blocks = blocks[: self._pool.kinds.usable_of(names, len(blocks), is_computed)]
+        kept = self._pool.num_free - self._pool.num_free_beside(blocks)
+        blocks += self._pool.find_boundary(names[: len(blocks)])
         self._pool.hold(blocks)
         self._num_kept += kept
         self._kept[loan] = kept

@@ -21,6 +21,7 @@ import zmq.asyncio
 
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import MAX_MESSAGE_BYTES, with_room
+from engine.pieces.kinds import BLOCKS_ONLY, PieceKinds
 from engine.scheduling.blocks import BlockHash
 from engine.transfers.block_memory import CacheGone, CacheMemory
 from engine.transfers.fetching import TransferEnded, Wanted
@@ -47,6 +48,7 @@ class BlockMover:
         endpoint: str,
         keys: MeshKeys | None,
         wake: Callable[[], None],
+        kinds: PieceKinds = BLOCKS_ONLY,
     ) -> None:
         """``endpoint``: where to listen. ``wake``: called by the thread when there are events to take."""
         self.address = ""
@@ -56,8 +58,8 @@ class BlockMover:
         self._keys = keys
         self._wake = wake
         self._events: deque[Event] = deque()
-        self._lending = LendingPort(memory, identity, tell=self._tell, lose=self._lose)
-        self._fetching = FetchingPort(memory, identity, keys, tell=self._tell, lose=self._lose)
+        self._lending = LendingPort(memory, identity, kinds, tell=self._tell, lose=self._lose)
+        self._fetching = FetchingPort(memory, identity, kinds, keys, tell=self._tell, lose=self._lose)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listening, self._ended = threading.Event(), threading.Event()
         self._closing: asyncio.Event | None = None

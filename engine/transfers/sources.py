@@ -43,6 +43,7 @@ class Tier(LocalCarrier, Protocol):
     """Further blocks of this cache, which :class:`engine.tiers.file_tier.FileTier` has in files."""
 
     def count(self, names: Sequence[BlockHash]) -> int: ...
+    def usable(self, names: Sequence[BlockHash]) -> int: ...
     def turn(self, being_filled: Callable[[], set[int]]) -> None: ...
     def forget(self, names: Sequence[BlockHash]) -> None: ...
     def drop_written(self) -> None: ...
@@ -125,6 +126,12 @@ class Sources:
         if count and (count == len(names) or not source):
             return names[:count], FILES
         return (names, source) if source else None
+
+    def usable(self, names: Sequence[BlockHash], source: Source) -> Sequence[BlockHash]:
+        """Leading blocks that a source is asked for, of those that there is room for."""
+        if source != FILES or self._tier is None:
+            return names  # who has them sees what is usable
+        return names[: self._tier.usable(names)]
 
     # ---- prices
 

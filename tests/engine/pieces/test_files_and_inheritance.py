@@ -1,4 +1,4 @@
-"""Toy states written to files and read by another instance, and inherited from a killed one."""
+"""Toy states read from files of another instance, and inherited from a killed one."""
 
 from __future__ import annotations
 

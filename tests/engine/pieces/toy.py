@@ -22,6 +22,8 @@ from engine.scheduling.request import Request, from_submit
 from engine.scheduling.rules import SchedulerRules
 from engine.scheduling.scheduler import Scheduler
 from engine.step import Step, StepResult
+from engine.transfers.block_memory import BlockMemory
+from engine.transfers.piece_memory import PieceMemory
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, _digest
 
 PEER = b"router"
@@ -34,6 +36,21 @@ def toy_kind(grid: int = 8, label: str = "toy") -> BoundaryKind:
     return BoundaryKind(label=label, grid=grid, num_bytes=8 * NUMBERS)
 
 
+class _Rows(dict[tuple[int, int], int]):
+    """Keys and values by block and offset, in an array of 64-bit floats."""
+
+    def __init__(self, rows: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def __getitem__(self, place: tuple[int, int]) -> int:
+        found = self._rows[place]
+        return -1 if math.isnan(found) else int(found)
+
+    def __setitem__(self, place: tuple[int, int], value: int) -> None:
+        self._rows[place] = value
+
+
 class ToyExecutor(SimulatedExecutor):
     """Makes keys and values of states and the tokens behind them: wrong states show."""
 
@@ -42,6 +59,8 @@ class ToyExecutor(SimulatedExecutor):
         self._pool = pool
         self.states = np.full((pool.kinds.num_slots, NUMBERS), math.nan)
         """By slot; those of blocks are not used."""
+        self.rows = np.full((pool.num_blocks, settings["block_size"]), math.nan)
+        self._cache = _Rows(self.rows)
         self._begins: dict[int, tuple[int, list[int]]] = {}
         self._reads: dict[int, tuple[int, int]] = {}
         """Position and state that each row of the step begins from, by slot."""
@@ -189,6 +208,16 @@ class ToyBench:
         for slot in range(self.pool.kinds.num_slots):
             if not self.pool.num_holders(slot) and slot not in named:
                 self.executor.states[slot] = math.nan
+                self.executor.rows[slot : slot + 1] = math.nan
+
+    def memory(self) -> PieceMemory:
+        """The bytes of all pieces, a region for each kind."""
+        kinds, states = self.pool.kinds, self.executor.states
+        regions = [self.executor.rows]
+        for number in range(len(kinds.boundaries)):
+            slots = kinds.slots_of(number + 1)
+            regions.append(states[slots.start : slots.stop])
+        return PieceMemory([BlockMemory([region.view(np.uint8)]) for region in regions])
 
     def _check_known(self, request: Request) -> None:
         """What is known of a request's context is what its names say."""

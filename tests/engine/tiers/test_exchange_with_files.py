@@ -34,6 +34,9 @@ class FakeTier:
     def count(self, names: Sequence[BlockHash]) -> int:
         return next((at for at, name in enumerate(names) if name not in self.kept), len(names))
 
+    def usable(self, names: Sequence[BlockHash]) -> int:
+        return self.count(names)
+
     def fetch(self, wanted: Wanted) -> None:
         self.fetches.append(wanted)
 

@@ -51,7 +51,7 @@ def wanted(number: int = 1, source: str = "s", seconds: float = 5.0) -> Wanted:
 
 @pytest.fixture
 def fetcher() -> Fetcher:
-    found = Fetcher("same", SIZE)
+    found = Fetcher("same", lambda _: SIZE)
     begin(found)
     return found
 
@@ -158,7 +158,7 @@ def test_a_transfer_that_was_not_asked_for_outlives_the_connection(fetcher: Fetc
 
 
 def test_a_handed_over_request_without_its_end_has_no_partly_filled_block() -> None:
-    fetcher = Fetcher("same", SIZE)
+    fetcher = Fetcher("same", lambda _: SIZE)
     fetcher.begin(Wanted(1, "s", NAMES[:1], BLOCKS, 5.0, holder=("router", 7)), 0.0)
     fetcher.due(0.0)
     fetcher.asked(1)
@@ -187,14 +187,14 @@ def test_a_trickle_ends_when_computing_would_have_been_faster(fetcher: Fetcher) 
 
 
 def test_a_source_that_is_never_reached_is_lost() -> None:
-    fetcher = Fetcher("same", SIZE)
+    fetcher = Fetcher("same", lambda _: SIZE)
     fetcher.begin(wanted(), 0.0)
     assert fetcher.due(0.0) == [(1, "s")]
     assert fetcher.look(STALL + 0.1) == [ended(TransferOutcome.LOST, 0, STALL + 0.1)]
 
 
 def test_transfers_of_a_source_take_turns() -> None:
-    fetcher = Fetcher("same", SIZE)
+    fetcher = Fetcher("same", lambda _: SIZE)
     for number in range(MOST_ASKED + 2):
         fetcher.begin(wanted(number), 0.0)
     fetcher.begin(wanted(99, "another"), 0.0)
@@ -218,7 +218,7 @@ def test_nobody_waits_any_more(fetcher: Fetcher) -> None:
 def test_each_transfer_ends_once_and_writes_only_what_is_right(seed: int) -> None:
     """Any order of answers, pieces (late, doubled, torn), losses and looks."""
     chance = random.Random(seed)
-    fetcher = Fetcher("same", SIZE)
+    fetcher = Fetcher("same", lambda _: SIZE)
     begun: set[int] = set()
     over: dict[int, TransferEnded] = {}
     clock = 0.0
@@ -267,4 +267,4 @@ def test_each_transfer_ends_once_and_writes_only_what_is_right(seed: int) -> Non
 
 
 def test_a_source_that_holds_blocks_of_a_transfer_that_is_over_is_told() -> None:
-    assert Fetcher("x", 4).received("s", Held(7), 0.0) == [SendToSource("s", Enough(7))]
+    assert Fetcher("x", lambda _: 4).received("s", Held(7), 0.0) == [SendToSource("s", Enough(7))]

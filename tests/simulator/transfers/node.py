@@ -108,7 +108,10 @@ class Node:
         self._clock_start, self._clock_rate = draws.choice((0.0, 10**6)), draws.uniform(0.9, 1.1)
         self.pool = BlockPool(num_blocks)
         self.memory = [b"junk"] * num_blocks
-        self.lender, self.fetcher = self.lender_class(IDENTITY, 1), self.fetcher_class(IDENTITY, SIZE)
+        self.lender, self.fetcher = (
+            self.lender_class(IDENTITY, 1),
+            self.fetcher_class(IDENTITY, lambda _: SIZE),
+        )
         self.is_piped = draws.random() < 0.5
         """Requests come and go while a step is under way, as in a pipeline."""
         self.heir = SimulatedHeir(self, world) if inherits else None

@@ -93,8 +93,9 @@ class LendsWhatIsBeingFilled(Loans):
 class FetchesIntoStepsUnderWay(IncomingTransfers):
     """What comes is written into blocks that a step still fills."""
 
-    def _take(self, count: int) -> list[int] | None:
-        return self._pool.take(count)
+    def _take(self, count: int) -> tuple[list[int], list[int]] | None:
+        blocks = self._pool.take(count)
+        return None if blocks is None else (blocks, [])
 
 
 class LendsThePartOfAnotherPosition(Loans):
