@@ -217,7 +217,9 @@ def test_movers_copy_shards_and_a_worker_that_dies_costs_its_transfer_only(
         else:
             assert not ends, "no transfer is reported"
         assert "Traceback" not in caplog.text
-        assert ("no KV blocks are moved any more: Worker_1 has ended" in caplog.text) == (dies is not None)
+        assert ("no KV blocks are fetched or lent any more: Worker_1 has ended" in caplog.text) == (
+            dies is not None
+        )
     finally:
         for each in (source, taker):
             each.close()
