@@ -12,9 +12,9 @@ import uvloop
 
 from coordinator.addresses import AddressError, own
 from coordinator.config import CoordinatorConfig, endpoint
+from coordinator.membership.records import Rules
 from coordinator.messages import Settings
 from coordinator.process import process
-from coordinator.records import Rules
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import PortInUse
 from coordinator.server import Coordinator

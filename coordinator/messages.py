@@ -54,8 +54,8 @@ class Balancing(msgspec.Struct, frozen=True, kw_only=True):
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The model of a mesh and how it is run.
 
-    Instances must agree on most of this (:mod:`coordinator.admission`); the rest are defaults for one that
-    joins without settings of its own.
+    Instances must agree on most of this (:mod:`coordinator.membership.admission`); the rest are defaults for
+    one that joins without settings of its own.
     """
 
     model: str

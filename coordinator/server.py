@@ -1,4 +1,4 @@
-"""The coordinator's socket loop: receives, calls :mod:`coordinator.registry`, sends."""
+"""The coordinator's socket loop: receives, calls :mod:`coordinator.membership.registry`, sends."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Iterable
 import msgspec
 import zmq.asyncio
 
+from coordinator.membership.records import Instruction, Note, Peer, Publish, Rules, Send
+from coordinator.membership.registry import Registry
 from coordinator.messages import AdmissionRefused, FromCoordinator, ToCoordinator
 from coordinator.process.own_time import OwnTime
-from coordinator.records import Instruction, Note, Peer, Publish, Rules, Send
-from coordinator.registry import Registry
 from coordinator.rpc.codec import PROTOCOL, OtherProtocol
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import AsyncListener

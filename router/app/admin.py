@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.commands import has_size
 from coordinator.config import MAX_INSTANCES
+from coordinator.membership.operations import ACCEPTED, FAILED
 from coordinator.messages import (
     Answer,
     Drain,
@@ -34,7 +35,6 @@ from coordinator.messages import (
     SetRole,
     View,
 )
-from coordinator.operations import ACCEPTED, FAILED
 from engine.messages import InstanceReport
 from router.app.app import exception_handlers
 from router.app.middleware import OPEN_PATHS, KeyCheck, RequestIds, foreign_host

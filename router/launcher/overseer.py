@@ -11,8 +11,8 @@ import time
 from collections import OrderedDict
 
 from coordinator.member_connection import Watcher
+from coordinator.membership.operations import ACCEPTED, CONFLICT, FAILED, UNAVAILABLE
 from coordinator.messages import Answer, Exited, Member, Scale, State, View
-from coordinator.operations import ACCEPTED, CONFLICT, FAILED, UNAVAILABLE
 from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.handshakes import KeyRefused
 from coordinator.rpc.keys import MeshKeys

@@ -15,8 +15,8 @@ from msgspec import Meta, Struct
 from coordinator.commands import ask, find_view, has_size
 from coordinator.config import MeshAddressConfig
 from coordinator.member_connection import fetch_view
+from coordinator.membership.operations import ACCEPTED, FAILED
 from coordinator.messages import Drain, Member, Role, Scale, SetRole, View
-from coordinator.operations import ACCEPTED, FAILED
 from coordinator.process import process
 from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.handshakes import KeyRefused

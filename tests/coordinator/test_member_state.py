@@ -22,7 +22,7 @@ from coordinator.messages import (
     Welcome,
 )
 from coordinator.plans import change_of
-from tests.coordinator.test_registry import SETTINGS, register
+from tests.coordinator.membership.test_registry import SETTINGS, register
 
 WELCOME = Welcome(rank=3, settings=SETTINGS, epoch=4, heartbeat_interval=0.5)
 

@@ -7,8 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.admission import other_class
 from coordinator.member_state import MemberState
+from coordinator.membership.admission import other_class
+from coordinator.membership.records import Instruction, Note, Rules
+from coordinator.membership.registry import Registry
 from coordinator.messages import (
     AdmissionRefused,
     AdmissionWait,
@@ -22,10 +24,8 @@ from coordinator.messages import (
     ranks_by_class,
 )
 from coordinator.numerics import Arithmetic, Facts, Numerics, class_of, combined, slowest_kind
-from coordinator.records import Instruction, Note, Rules
-from coordinator.registry import Registry
-from tests.coordinator.group_mesh import Mesh
-from tests.coordinator.test_registry import Follower, heartbeat, joined, register, to
+from tests.coordinator.membership.group_mesh import Mesh
+from tests.coordinator.membership.test_registry import Follower, heartbeat, joined, register, to
 
 AMX = Arithmetic("amx", "1", "native", (0, 4))
 AVX2 = msgspec.structs.replace(AMX, kernels="avx2")

@@ -167,7 +167,7 @@ def limits() -> list[Limit]:
                 for name, value, meaning in constants(path.read_text()):
                     if BOUND.search(name) and not INNER.search(name):
                         found.append(Limit(module, name, value, meaning))
-    module = "coordinator/records.py"
+    module = "coordinator/membership/records.py"
     found += [Limit(module, *each) for each in rules((ROOT / module).read_text(), "Rules")]
     return sorted(
         found, key=lambda limit: (PACKAGES.index(limit.module.split("/")[0]), room(limit), limit.module)

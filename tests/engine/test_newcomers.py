@@ -1,7 +1,7 @@
 """Instances that join a mesh without ``-dp``, as those do that a scale command starts.
 
 Each setting in which instances must agree is either taken from the mesh, or does not depend on the number of
-instances. Tests mirror :data:`coordinator.admission.AGREED`, setting by setting.
+instances. Tests mirror :data:`coordinator.membership.admission.AGREED`, setting by setting.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.admission import AGREED, NEEDS_SIZE, ONLY_SPREAD, differences_of, problem_with
+from coordinator.membership.admission import AGREED, NEEDS_SIZE, ONLY_SPREAD, differences_of, problem_with
 from coordinator.messages import Register, Settings
 from engine.config import SHIPPED_MODEL, CacheConfig, DeviceConfig, EngineConfig, ModelConfig
 from engine.settings import adopt, resolve

@@ -19,8 +19,8 @@ from functools import partial
 import zmq.asyncio
 
 from coordinator.addresses import AddressError, is_loopback, own
-from coordinator.admission import NEEDS_SIZE, differences_of
 from coordinator.config import endpoint
+from coordinator.membership.admission import NEEDS_SIZE, differences_of
 from coordinator.messages import Settings
 from coordinator.process.process import EXIT_WORKER_LOST, how_it_ended
 from coordinator.rpc.codec import OtherProtocol

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from coordinator.membership.operations import ACCEPTED
 from coordinator.messages import Answer, Drain, View
-from coordinator.operations import ACCEPTED
 from engine.messages import Delta, FinishReason
 from router.dispatch.ledger import Entry
 from router.dispatch.mover import RequestMover

@@ -20,8 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from coordinator.commands import ask, has_size
 from coordinator.config import MeshAddressConfig
 from coordinator.member_connection import fetch_view
+from coordinator.membership.operations import ACCEPTED, FAILED
 from coordinator.messages import Answer, Scale, State, View
-from coordinator.operations import ACCEPTED, FAILED
 from coordinator.process import process
 from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.handshakes import KeyRefused

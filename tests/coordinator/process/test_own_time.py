@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.membership.records import Note, Rules
+from coordinator.membership.registry import Registry
 from coordinator.process.own_time import LONGEST_GAP, OwnTime
-from coordinator.records import Note, Rules
-from coordinator.registry import Registry
-from tests.coordinator.test_registry import heartbeat, joined
+from tests.coordinator.membership.test_registry import heartbeat, joined
 
 
 def test_gaps_count_little() -> None:

@@ -19,8 +19,8 @@ import zmq
 import zmq.asyncio
 
 from coordinator.member_connection import MemberConnection, RegistrationRefused, Watcher, fetch_view
+from coordinator.membership.records import Rules
 from coordinator.messages import FromCoordinator, Load, Register, ToCoordinator, Watch
-from coordinator.records import Rules
 from coordinator.rpc import keys
 from coordinator.rpc.greeting import mechanism_at
 from coordinator.rpc.handshakes import KeyRefused

@@ -22,7 +22,7 @@ from engine.groups.recovery import (
     names,
 )
 from parallel.placement import held_by_rank
-from tests.coordinator.group_mesh import Mesh
+from tests.coordinator.membership.group_mesh import Mesh
 
 
 def form(epoch: int, members: str = "abc", leavers: str = "", broken: int = 0) -> GroupPlan:

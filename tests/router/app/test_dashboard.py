@@ -30,7 +30,7 @@ from router.dispatch.pool import InstanceHealth
 from router.errors import ApiError
 from router.faults import FaultEvent, Faults
 from router.mesh import ServedModel
-from tests.coordinator.test_registry import SETTINGS
+from tests.coordinator.membership.test_registry import SETTINGS
 from tests.router.fake_mesh import FakeMesh, saying
 from tests.waiting import until
 

@@ -30,7 +30,7 @@ from engine.sampling import SamplingParams, ThinkingBudget
 from router.dispatch.client import MeshClient
 from router.dispatch.ledger import MAX_FRUITLESS
 from router.mesh import Prompt
-from tests.coordinator.test_registry import SETTINGS
+from tests.coordinator.membership.test_registry import SETTINGS
 from tests.router.dispatch.test_mesh_parts import member, view
 from tests.waiting import until_async
 

@@ -19,7 +19,7 @@ from router.dispatch.ledger import Entry, Ledger
 from router.dispatch.policy import Policy, affinity
 from router.dispatch.pool import Instance, Pool
 from router.mesh import MeshError, Prompt
-from tests.coordinator.test_registry import lines_of
+from tests.coordinator.membership.test_registry import lines_of
 
 CAPACITY = Capacity(16, 200, 8, 2048, 4)
 PREFIXES = [[number] * 16 * length for number, length in enumerate((2, 5, 40))]

@@ -16,8 +16,8 @@ import httpx2
 import msgspec
 import pytest
 
+from coordinator.membership.operations import ACCEPTED, FAILED
 from coordinator.messages import Load, Member, Scale, State, View
-from coordinator.operations import ACCEPTED, FAILED
 from coordinator.process import process
 from coordinator.settings import flags
 from router.config import ServeConfig

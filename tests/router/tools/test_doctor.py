@@ -18,7 +18,7 @@ import pytest
 
 from coordinator.addresses import Interface
 from coordinator.config import MeshConfig
-from coordinator.records import Rules
+from coordinator.membership.records import Rules
 from coordinator.rpc import keys
 from coordinator.server import Coordinator
 from coordinator.settings import flags

@@ -10,8 +10,8 @@ import random
 
 import msgspec
 
+from coordinator.membership.rebalancing import QUIET
 from coordinator.messages import Balancing, GroupPlan, Rebalance
-from coordinator.rebalancing import QUIET
 from parallel.balance import Seats, Terms, least_copies
 from tests.simulator.elastic.instance import Instance
 from tests.simulator.elastic.settings import TICKS_PER_SECOND

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 
-from coordinator.records import Rules
+from coordinator.membership.records import Rules
 from tests.simulator.schedule import CommonSettings
 
 TICKS_PER_SECOND = 100

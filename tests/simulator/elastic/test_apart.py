@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from coordinator.membership.reach import Pair
+from coordinator.membership.records import Record
 from coordinator.messages import GroupPlan
-from coordinator.reach import Pair
-from coordinator.records import Record
 from engine.core import EngineCore
 from engine.core.step_pipeline import StepPipeline
 from engine.groups.recovery import Instruction, Recovery
@@ -194,7 +194,7 @@ def test_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 FOUND_IN: dict[str, tuple[str, Any, set[Rule], tuple[int, ...]]] = {
     "takes ways for transitive": (
-        "coordinator.reach.without_cuts",
+        "coordinator.membership.reach.without_cuts",
         all_connected,
         {Rule.SERVES, Rule.STORM, Rule.RECOVERS},
         (1740, 1767, 1878, 2511, 2798),

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.epochs import Epochs
+from coordinator.membership.epochs import Epochs
+from coordinator.membership.rebalancing import Rebalancing
+from coordinator.membership.records import Record
 from coordinator.messages import GroupPlan, Settings
-from coordinator.rebalancing import Rebalancing
-from coordinator.records import Record
 from parallel.placement import Copies, Placement
 from tests.nightly import NIGHTLY
 from tests.simulator.elastic.balanced import simulate_balanced
@@ -120,15 +120,15 @@ class ForgetsCopiesAfterADeath(Rebalancing):
 
 
 PLANTED: dict[type[Any], tuple[str, set[Rule]]] = {
-    ServesCopiesOfTheDead: ("coordinator.epochs.Rebalancing", {Rule.OWNED}),
-    BeginsWithoutCopies: ("coordinator.epochs.Rebalancing", {Rule.BALANCED}),
-    CopiesBeyondRoom: ("coordinator.epochs.Rebalancing", {Rule.OWNED}),
+    ServesCopiesOfTheDead: ("coordinator.membership.epochs.Rebalancing", {Rule.OWNED}),
+    BeginsWithoutCopies: ("coordinator.membership.epochs.Rebalancing", {Rule.BALANCED}),
+    CopiesBeyondRoom: ("coordinator.membership.epochs.Rebalancing", {Rule.OWNED}),
     MovesWhileAGroupForms: (
-        "coordinator.registry.Epochs",
+        "coordinator.membership.registry.Epochs",
         {Rule.SMOOTH, Rule.RECOVERS, Rule.STORM, Rule.LEFT},
     ),
-    NeverContent: ("coordinator.epochs.Rebalancing", {Rule.STORM, Rule.RECOVERS}),
-    ForgetsCopiesAfterADeath: ("coordinator.epochs.Rebalancing", {Rule.BALANCED}),
+    NeverContent: ("coordinator.membership.epochs.Rebalancing", {Rule.STORM, Rule.RECOVERS}),
+    ForgetsCopiesAfterADeath: ("coordinator.membership.epochs.Rebalancing", {Rule.BALANCED}),
 }
 """Each planted bug: where, and the rules that may be the first to notice it."""
 

@@ -10,17 +10,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.epochs import Epochs
 from coordinator.member_state import MemberState
+from coordinator.membership.epochs import Epochs
+from coordinator.membership.reach import Asked, Reachability
+from coordinator.membership.records import Record
+from coordinator.membership.registry import Registry
+from coordinator.membership.suspicion import Suspicions
 from coordinator.messages import Evidence, GroupPlan, Settings, State, ToCoordinator
-from coordinator.reach import Asked, Reachability
-from coordinator.records import Record
-from coordinator.registry import Registry
-from coordinator.suspicion import Suspicions
 from engine.groups.recovery import Instruction, Recovery, Turn
 from parallel.lockstep import Decision, Lockstep, StepHeader, Switch
 from parallel.placement import Placement, cover
-from tests.coordinator import test_member_state, test_registry_groups
+from tests.coordinator import test_member_state
+from tests.coordinator.membership import test_registry_groups
 from tests.simulator.elastic.checker import Rule
 from tests.simulator.elastic.settings import LONG_SPLIT
 from tests.simulator.elastic.settings import Settings as SimulatorSettings
@@ -198,28 +199,31 @@ class SwitchesBeforeAllAgree(Lockstep):
 
 
 PLANTED: dict[type[Any], tuple[str, set[Rule]]] = {
-    TakesOutWhoAnswers: ("coordinator.registry.Suspicions", {Rule.ALIVE}),
-    TakesAClosedConnectionForADeath: ("coordinator.registry.Suspicions", {Rule.ALIVE}),
-    FormsWithTheDead: ("coordinator.registry.Epochs", {Rule.RECOVERS, Rule.SMOOTH}),
-    ForgetsLostExperts: ("coordinator.registry.Epochs", {Rule.OWNED}),
-    ForgetsThatRoomIsLimited: ("coordinator.registry.Epochs", {Rule.OWNED}),
-    FormsAtOnceAfterARestart: ("coordinator.registry.Epochs", {Rule.ONE_GROUP, Rule.RECOVERS, Rule.ALIVE}),
+    TakesOutWhoAnswers: ("coordinator.membership.registry.Suspicions", {Rule.ALIVE}),
+    TakesAClosedConnectionForADeath: ("coordinator.membership.registry.Suspicions", {Rule.ALIVE}),
+    FormsWithTheDead: ("coordinator.membership.registry.Epochs", {Rule.RECOVERS, Rule.SMOOTH}),
+    ForgetsLostExperts: ("coordinator.membership.registry.Epochs", {Rule.OWNED}),
+    ForgetsThatRoomIsLimited: ("coordinator.membership.registry.Epochs", {Rule.OWNED}),
+    FormsAtOnceAfterARestart: (
+        "coordinator.membership.registry.Epochs",
+        {Rule.ONE_GROUP, Rule.RECOVERS, Rule.ALIVE},
+    ),
     ForgetsTheNumbersBeforeARestart: (
-        "coordinator.registry.Epochs",
+        "coordinator.membership.registry.Epochs",
         {Rule.RISING, Rule.RECOVERS, Rule.ALIVE},  # one that ignores its plans as stale is never ready
     ),
-    MakesTwoChangesAtOnce: ("coordinator.registry.Epochs", {Rule.SMOOTH, Rule.RECOVERS}),
-    NeverLetsALeaverGo: ("coordinator.registry.Epochs", {Rule.LEFT}),
-    FencesNobody: ("coordinator.registry.Epochs", {Rule.FENCED}),
-    LeavesNobodyOut: ("coordinator.registry.Reachability", {Rule.SERVES}),
+    MakesTwoChangesAtOnce: ("coordinator.membership.registry.Epochs", {Rule.SMOOTH, Rule.RECOVERS}),
+    NeverLetsALeaverGo: ("coordinator.membership.registry.Epochs", {Rule.LEFT}),
+    FencesNobody: ("coordinator.membership.registry.Epochs", {Rule.FENCED}),
+    LeavesNobodyOut: ("coordinator.membership.registry.Reachability", {Rule.SERVES}),
     LeavesOutWhomMostReach: (
-        "coordinator.registry.Reachability",
+        "coordinator.membership.registry.Reachability",
         {Rule.SERVES, Rule.STORM, Rule.RECOVERS},
     ),
-    BelievesOneReport: ("coordinator.registry.Reachability", {Rule.REACHED}),
-    NeverLetsBack: ("coordinator.registry.Reachability", {Rule.RECOVERS}),
-    LetsBackWhoIsNotReached: ("coordinator.registry.Reachability", {Rule.SERVES}),
-    TriesWhoIsLeftOut: ("coordinator.registry.Epochs", {Rule.SERVES, Rule.STORM}),
+    BelievesOneReport: ("coordinator.membership.registry.Reachability", {Rule.REACHED}),
+    NeverLetsBack: ("coordinator.membership.registry.Reachability", {Rule.RECOVERS}),
+    LetsBackWhoIsNotReached: ("coordinator.membership.registry.Reachability", {Rule.SERVES}),
+    TriesWhoIsLeftOut: ("coordinator.membership.registry.Epochs", {Rule.SERVES, Rule.STORM}),
     TakesAStaleForm: ("World.recovery_class", {Rule.RISING, Rule.RECOVERS}),
     EntersWhenItIsReadyItself: ("World.recovery_class", {Rule.SMOOTH}),
     IsReadyBeforeItsGroup: ("World.recovery_class", {Rule.SMOOTH, Rule.READY}),
@@ -306,7 +310,7 @@ class BlamesTheWayToWhoIsLate(Registry):
 
 
 FOUND_ONCE: dict[type[Any], tuple[str, Rule, int]] = {
-    NeverReconsiders: ("coordinator.registry.Reachability", Rule.SERVES, 27418),
+    NeverReconsiders: ("coordinator.membership.registry.Reachability", Rule.SERVES, 27418),
     BlamesTheWayToWhoIsLate: ("World.registry_class", Rule.REACHED, 84306),
 }
 """Bugs that one of ten thousand schedules finds: where, the rule, and such a schedule."""
@@ -324,7 +328,7 @@ def test_a_rare_bug_is_caught(bug: type[Any], monkeypatch: pytest.MonkeyPatch) -
 
 RARER: dict[type[Any], tuple[str, Callable[[], None]]] = {
     TakesOutWhoIsBack: (
-        "coordinator.registry.Epochs",
+        "coordinator.membership.registry.Epochs",
         test_registry_groups.test_who_was_late_and_is_back_gets_the_time_to_prepare_again,
     ),
     TakesAPlanBehindAFence: (

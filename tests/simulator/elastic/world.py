@@ -2,7 +2,7 @@
 
 The coordinator may be away; instances come, go, stall and die.
 
-A schedule is a seed. Real are :class:`coordinator.registry.Registry`,
+A schedule is a seed. Real are :class:`coordinator.membership.registry.Registry`,
 :class:`coordinator.member_state.MemberState`, :class:`engine.groups.recovery.Recovery` and
 :class:`parallel.lockstep.Lockstep`. Faults happen at their time, or wait for one of the worst moments
 (:meth:`World.provoke`). Read a schedule with ``python -m tests.simulator.elastic SEED``.
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from coordinator.membership.records import Instruction, Note, Publish, Send
+from coordinator.membership.registry import Registry
 from coordinator.messages import Beat, GroupPlan, PlanChange, Register, ToCoordinator, Welcome
 from coordinator.messages import Settings as MeshSettings
-from coordinator.records import Instruction, Note, Publish, Send
-from coordinator.registry import Registry
 from engine.groups.recovery import LEAVE_TIMEOUT, Prepare, Recovery, names
 from parallel.lockstep import Lockstep
 from tests.simulator.elastic.checker import Checker, Rule

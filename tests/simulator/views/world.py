@@ -1,7 +1,7 @@
 """The world of one schedule of views: instances, coordinators, watchers and their messages.
 
 A schedule is a seed.
-Real are :class:`coordinator.registry.Registry` and :class:`coordinator.views.ViewCopy`. A message to a watcher
+Real are :class:`coordinator.membership.registry.Registry` and :class:`coordinator.views.ViewCopy`. A message to a watcher
 may be lost, be late, or be overtaken by later ones: more than ZeroMQ does, which loses them with a connection
 or a full queue. Each watcher also keeps the names that it believes to be there from the news alone, as a router
 does. Rules: a copy with the number of a view is that view, and never goes back in a series; once nothing is lost
@@ -16,6 +16,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from coordinator.membership.records import Instruction, Publish, Rules, Send
+from coordinator.membership.registry import Registry
 from coordinator.messages import (
     Exited,
     Heartbeat,
@@ -28,10 +30,8 @@ from coordinator.messages import (
     ViewCurrent,
     Watch,
 )
-from coordinator.records import Instruction, Publish, Rules, Send
-from coordinator.registry import Registry
 from coordinator.views import ViewCopy, ViewLog
-from tests.coordinator.test_registry import SETTINGS
+from tests.coordinator.membership.test_registry import SETTINGS
 
 STEPS = 120
 """Events with losses."""

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from coordinator.membership.operations import ACCEPTED
 from coordinator.messages import Answer, Drain, Member
 from coordinator.numerics import Numerics
-from coordinator.operations import ACCEPTED
 from engine.messages import (
     Abort,
     Capacity,
@@ -34,7 +34,7 @@ from router.dispatch.shadow.shadowing import RecordedStream
 from router.dispatch.stream import Stream
 from router.faults import FaultEvent
 from router.mesh import MeshError, Prompt, ShadowResult
-from tests.coordinator.test_registry import SETTINGS
+from tests.coordinator.membership.test_registry import SETTINGS
 from tests.router.dispatch.test_mesh_parts import member, report, show, view
 from tests.waiting import until_async
 

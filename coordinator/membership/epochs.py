@@ -4,11 +4,12 @@ Each group is a :class:`coordinator.messages.GroupPlan` with an epoch of its own
 members again until they are in it. The next one is formed when
 
 - the mesh starts: as many instances as ``-dp`` says have their weights;
-- a member is gone (:mod:`coordinator.suspicion` decides who), or the group broke though all live: at once;
+- a member is gone (:mod:`coordinator.membership.suspicion` decides who), or the group broke though all live:
+  at once;
 - the group has begun everywhere, and somebody wants in, or is drained and wants out; or experts move
-  (:mod:`coordinator.rebalancing`);
+  (:mod:`coordinator.membership.rebalancing`);
 - forming took too long;
-- somebody is left out whom others do not reach (:mod:`coordinator.reach`), or is let back;
+- somebody is left out whom others do not reach (:mod:`coordinator.membership.reach`), or is let back;
 - a restarted coordinator finds that something was going on. It takes over the newest group that anybody
   steps in, and does nothing until all its members are back, or have had the time to.
 
@@ -20,11 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from coordinator.membership.reach import Reachability
+from coordinator.membership.rebalancing import Rebalancing
+from coordinator.membership.records import Record, Records, Rules
 from coordinator.messages import GroupPlan, PlanChange, PlanName, Settings, State
 from coordinator.plans import change_of
-from coordinator.reach import Reachability
-from coordinator.rebalancing import Rebalancing
-from coordinator.records import Record, Records, Rules
 from parallel.placement import Placement, assign_experts, cover
 
 BACK_OFF = 0.1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from coordinator.member_state import MemberState
+from coordinator.membership.records import Rules
+from coordinator.membership.registry import Registry
 from coordinator.messages import (
     Answer,
     FromCoordinator,
@@ -17,9 +19,7 @@ from coordinator.messages import (
     ToCoordinator,
     Unknown,
 )
-from coordinator.records import Rules
-from coordinator.registry import Registry
-from tests.coordinator.test_registry import Follower, register, to
+from tests.coordinator.membership.test_registry import Follower, register, to
 
 
 class Mesh:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from coordinator.membership.records import Instruction, Note, Rules
+from coordinator.membership.registry import Registry
 from coordinator.messages import (
     Balancing,
     Evidence,
@@ -18,10 +20,8 @@ from coordinator.messages import (
     Reached,
     State,
 )
-from coordinator.records import Instruction, Note, Rules
-from coordinator.registry import Registry
 from parallel.placement import held_by_rank
-from tests.coordinator.test_registry import EXPERTS, register, to
+from tests.coordinator.membership.test_registry import EXPERTS, register, to
 
 SPREAD = msgspec.structs.replace(EXPERTS, num_experts=8, data_parallel_size=3)
 NAMES = "abcdefgh"

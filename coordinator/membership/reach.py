@@ -6,7 +6,8 @@ After some such tries the members are asked to connect to each other (:class:`co
 Where that fails, the instance that fewest others reach is left out, until all who stay reach each other.
 An instance that was left out is asked again and again, and let back when all connections work.
 
-:mod:`coordinator.registry` reports tries and answers, sends the questions and carries out the choice.
+:mod:`coordinator.membership.registry` reports tries and answers, sends the questions and carries out the
+choice.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
+from coordinator.membership.records import Record, Records, Rules
 from coordinator.messages import MAX_REACH_PEERS, Evidence, GroupPlan, Reach, Reached
-from coordinator.records import Record, Records, Rules
 
 MAX_REMEMBERED = 16
 """Sets of members whose failed tries are counted; of more, the oldest are forgotten."""

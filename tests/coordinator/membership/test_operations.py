@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import msgspec
 
+from coordinator.membership.operations import LAUNCHER_TIMEOUT, MAX_PENDING
+from coordinator.membership.records import Instruction, Note, Rules, Send
+from coordinator.membership.registry import Registry
 from coordinator.messages import Answer, Drain, Exited, FromCoordinator, Leave, Scale, State, Watch
-from coordinator.operations import LAUNCHER_TIMEOUT, MAX_PENDING
-from coordinator.records import Instruction, Note, Rules, Send
-from coordinator.registry import Registry
-from tests.coordinator.test_registry import Follower, heartbeat, joined, to
+from tests.coordinator.membership.test_registry import Follower, heartbeat, joined, to
 
 
 def mesh(*instances: str) -> Registry:

@@ -13,8 +13,8 @@ import heapq
 import math
 from dataclasses import dataclass, field
 
+from coordinator.membership.records import Rules
 from coordinator.messages import Evidence
-from coordinator.records import Rules
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Drain and scale commands of operators, and their answers (pure).
 
-Part of :mod:`coordinator.registry`, which passes messages in and sends what is returned. The coordinator
-decides whether an instance may leave, and commands it. Only a launcher knows how many instances its machine
-can hold, so a scale command is forwarded to it and its answer passed back.
+Part of :mod:`coordinator.membership.registry`, which passes messages in and sends what is returned. The
+coordinator decides whether an instance may leave, and commands it. Only a launcher knows how many instances
+its machine can hold, so a scale command is forwarded to it and its answer passed back.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.admission import AGREED, crowd_for, problem_with
+from coordinator.membership.admission import AGREED, crowd_for, problem_with
 from coordinator.messages import Balancing, Settings
-from tests.coordinator.test_registry import EXPERTS, SETTINGS, register
+from tests.coordinator.membership.test_registry import EXPERTS, SETTINGS, register
 
 MAY_DIFFER = {
     "model",

@@ -18,11 +18,11 @@ import pytest
 
 import coordinator
 from coordinator.member_state import MemberState
+from coordinator.membership.records import Instruction, Publish, Rules, Send
+from coordinator.membership.registry import Registry
 from coordinator.messages import Evidence, GroupPlan, Load, Lost, State
-from coordinator.records import Instruction, Publish, Rules, Send
-from coordinator.registry import Registry
 from coordinator.rpc.codec import encode
-from tests.coordinator.test_registry import SETTINGS, register
+from tests.coordinator.membership.test_registry import SETTINGS, register
 
 FEW, MANY = 24, 96
 MOST_GROWTH = 1.25

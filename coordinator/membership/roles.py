@@ -1,8 +1,8 @@
 """Roles of instances that operators have set (pure).
 
-Part of :mod:`coordinator.registry`. A role belongs to a rank, so an instance that is started again has it,
-too. Instances keep the role that they were given and name it in heartbeats. So a coordinator that is started
-again has it from them.
+Part of :mod:`coordinator.membership.registry`. A role belongs to a rank, so an instance that is started again
+has it, too. Instances keep the role that they were given and name it in heartbeats. So a coordinator that is
+started again has it from them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from coordinator.membership.operations import ACCEPTED, NOT_FOUND
 from coordinator.messages import Answer, Role, SetRole, TakeRole
-from coordinator.operations import ACCEPTED, NOT_FOUND
 
 
 class Known(Protocol):

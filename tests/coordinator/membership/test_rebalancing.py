@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from coordinator.membership.rebalancing import MANY_FAILURES, QUIET
+from coordinator.membership.records import Note, Publish, Send
 from coordinator.messages import Answer, Balancing, ExpertLoads, GroupPlan, Rebalance, State
-from coordinator.rebalancing import MANY_FAILURES, QUIET
-from coordinator.records import Note, Publish, Send
 from parallel.placement import assign_experts
-from tests.coordinator.group_mesh import Mesh
+from tests.coordinator.membership.group_mesh import Mesh
 
 LAYERS = 2
 COPY_BYTES = 1000

@@ -1,13 +1,14 @@
 """Registry of the mesh's instances (pure: messages and a clock in, messages out).
 
 The rules: which rank an instance gets, when it is silent for too long, and what watchers see. Who can never
-join, :mod:`coordinator.admission` knows. The socket loop around it is :mod:`coordinator.server`.
+join, :mod:`coordinator.membership.admission` knows. The socket loop around it is :mod:`coordinator.server`.
 
 An instance is *loading* after registration, *loaded* once it has its weights, *ready* when it serves,
 *draining* when it is about to leave. Where instances are independent, the world is the ready ones, and the
-epoch counts its changes. Where experts are spread, the world is a group. :mod:`coordinator.epochs` decides
-who is in the next group and when it is formed. :mod:`coordinator.suspicion` decides who is dead, and
-:mod:`coordinator.reach` who is left out of groups though alive.
+epoch counts its changes. Where experts are spread, the world is a group.
+:mod:`coordinator.membership.epochs` decides who is in the next group and when it is formed.
+:mod:`coordinator.membership.suspicion` decides who is dead, and :mod:`coordinator.membership.reach` who is
+left out of groups though alive.
 """
 
 from __future__ import annotations
@@ -18,8 +19,13 @@ from operator import attrgetter
 
 import msgspec
 
-from coordinator.admission import OneModel, crowd_for, other_class, problem_with
-from coordinator.epochs import Epochs
+from coordinator.membership.admission import OneModel, crowd_for, other_class, problem_with
+from coordinator.membership.epochs import Epochs
+from coordinator.membership.operations import ACCEPTED, CONFLICT, Operations
+from coordinator.membership.reach import Asked, Reachability
+from coordinator.membership.records import Instruction, Note, Peer, Publish, Record, Records, Rules, Send
+from coordinator.membership.roles import SetRoles
+from coordinator.membership.suspicion import Suspicions
 from coordinator.messages import (
     AdmissionRefused,
     AdmissionWait,
@@ -49,11 +55,6 @@ from coordinator.messages import (
     Welcome,
 )
 from coordinator.numerics import Numerics, combined
-from coordinator.operations import ACCEPTED, CONFLICT, Operations
-from coordinator.reach import Asked, Reachability
-from coordinator.records import Instruction, Note, Peer, Publish, Record, Records, Rules, Send
-from coordinator.roles import SetRoles
-from coordinator.suspicion import Suspicions
 from coordinator.views import ViewLog
 
 MAX_WATCHERS = 10_000

@@ -12,8 +12,8 @@ from coordinator.messages import (
     Watch,
     Welcome,
 )
-from tests.coordinator.group_mesh import Mesh, members
-from tests.coordinator.test_registry import to
+from tests.coordinator.membership.group_mesh import Mesh, members
+from tests.coordinator.membership.test_registry import to
 
 
 def test_a_restarted_coordinator_changes_nothing_when_all_are_back(mesh: Mesh) -> None:

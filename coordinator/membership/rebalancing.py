@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
+from coordinator.membership.records import Record
 from coordinator.messages import Balancing, BusyExpert, ExpertBalance, GroupPlan, Settings
-from coordinator.records import Record
 from parallel.balance import (
     Balanced,
     Seats,

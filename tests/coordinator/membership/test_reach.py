@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.membership.reach import MAX_REMEMBERED, Reachability, without_cuts
+from coordinator.membership.records import Record, Records, Rules
 from coordinator.messages import MAX_REACH_PEERS, Evidence, GroupPlan, Probe, State, Welcome
-from coordinator.reach import MAX_REMEMBERED, Reachability, without_cuts
-from coordinator.records import Record, Records, Rules
-from tests.coordinator.group_mesh import Mesh, members
+from tests.coordinator.membership.group_mesh import Mesh, members
 
 
 def fails(mesh: Mesh, evidence: Evidence = Evidence.CLOSED) -> None:

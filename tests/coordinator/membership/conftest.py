@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.coordinator.group_mesh import Mesh
+from tests.coordinator.membership.group_mesh import Mesh
 
 
 @pytest.fixture

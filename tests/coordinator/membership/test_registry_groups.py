@@ -15,8 +15,8 @@ from coordinator.messages import (
     Unknown,
     Welcome,
 )
-from tests.coordinator.group_mesh import NAMES, SPREAD, Mesh, members
-from tests.coordinator.test_registry import lines_of, register, to
+from tests.coordinator.membership.group_mesh import NAMES, SPREAD, Mesh, members
+from tests.coordinator.membership.test_registry import lines_of, register, to
 
 
 def test_the_first_group_forms_once_all_have_their_weights() -> None:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
+from coordinator.membership.progress import Progress
 from coordinator.messages import (
     ExpertLoads,
     FromCoordinator,
@@ -27,7 +28,6 @@ from coordinator.messages import (
 )
 from coordinator.messages import Peer as GroupPeer
 from coordinator.numerics import Numerics
-from coordinator.progress import Progress
 
 T = TypeVar("T")
 

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from coordinator.admission import problem_with
 from coordinator.member_state import MemberState
+from coordinator.membership.admission import problem_with
+from coordinator.membership.records import Instruction, Note, Publish, Rules, Send
+from coordinator.membership.registry import Registry
 from coordinator.messages import (
     AdmissionRefused,
     AdmissionWait,
@@ -27,8 +29,6 @@ from coordinator.messages import (
     Watch,
     Welcome,
 )
-from coordinator.records import Instruction, Note, Publish, Rules, Send
-from coordinator.registry import Registry
 from coordinator.views import ViewCopy
 
 SETTINGS = Settings(

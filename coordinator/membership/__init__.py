@@ -1,0 +1,1 @@
+"""Membership: which instances are in the mesh, and which groups they step in (pure)."""
