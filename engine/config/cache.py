@@ -20,7 +20,7 @@ GPU_MEMORY = 0.92
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the paged KV cache."""
+    """The paged KV cache."""
 
     block_size: Annotated[int, Meta(ge=1, le=1024), flag(help="Tokens per KV block.")] = 16
     gpu_memory_utilization: Annotated[

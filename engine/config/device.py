@@ -22,7 +22,7 @@ MOST_THREADS = 1024
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one instance's devices, workers, threads and spread experts."""
+    """Devices and threads of one instance."""
 
     device: Annotated[
         Literal["auto", "cpu", "cuda"], flag(help="auto takes a CUDA device where there is one.")

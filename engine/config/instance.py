@@ -17,7 +17,7 @@ from engine.config.scheduler import SchedulerConfig
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one instance: model, KV cache, scheduler, devices and hosts."""
+    """All settings of one instance."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
@@ -76,7 +76,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the process of an instance, or of its workers on another host."""
+    """The process of one instance, or of its workers on another host."""
 
     mesh: MeshConfig = MeshConfig()
     engine: EngineConfig = EngineConfig()

@@ -20,7 +20,7 @@ QUANTIZED_MODELS: dict[str, Literal["int8", "int4"]] = {
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the model, the same on all instances of a mesh."""
+    """Which model, and how it is read. The same on all instances of a mesh."""
 
     model: Annotated[
         str | None,

@@ -12,7 +12,7 @@ from coordinator.settings.flags import Count, Natural, Port, flag
 
 
 class NodesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the hosts over which each instance's workers are spread."""
+    """Hosts over which the workers of each instance are spread."""
 
     nnodes: Annotated[
         Count,

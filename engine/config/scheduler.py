@@ -47,7 +47,7 @@ def most_tokens(budget: int) -> int:
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the scheduler: what goes into one step, and how many requests may wait."""
+    """Settings of the scheduler: what goes into one step."""
 
     max_num_batched_tokens: Annotated[
         Size | None,
