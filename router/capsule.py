@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from coordinator.numerics import Numerics
 from engine.sampling import SamplingParams
-from router.mesh import NumericsChange
+from router.mesh import NumericsSwitch
 from router.recorded import RecordedSample
 
 FORMAT = 2
@@ -55,7 +55,7 @@ class CapsuleSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     system_fingerprint: str | None
     """Numerics class of its first token; None if the instance named none."""
     result: RecordedSample
-    numerics_changes: tuple[NumericsChange, ...] = ()
+    numerics_changes: tuple[NumericsSwitch, ...] = ()
     """Empty if all tokens were computed in one class."""
 
 
@@ -106,7 +106,7 @@ class ReplayAnswer(msgspec.Struct, frozen=True, kw_only=True):
     dp_rank: int
     """Instance that computed it."""
     result: RecordedSample
-    numerics_changes: tuple[NumericsChange, ...] = ()
+    numerics_changes: tuple[NumericsSwitch, ...] = ()
     remarks: tuple[str, ...] = ()
     """What is not as it was, though the sample does not depend on it."""
 

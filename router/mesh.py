@@ -82,7 +82,7 @@ class Prompt(msgspec.Struct, frozen=True):
     """
 
 
-class NumericsChange(msgspec.Struct, frozen=True):
+class NumericsSwitch(msgspec.Struct, frozen=True):
     """A sample that went on in another numerics class."""
 
     after_tokens: int
@@ -148,7 +148,7 @@ class Generation(Protocol):
         ...
 
     @property
-    def numerics_changes(self) -> Sequence[NumericsChange]:
+    def numerics_changes(self) -> Sequence[NumericsSwitch]:
         """Changes of its numerics class after the first token.
 
         The same list grows with later ones.

@@ -252,7 +252,7 @@ class CompletionTokensDetails(msgspec.Struct):
 
 
 class NumericsChange(msgspec.Struct, rename={"before": "from", "after": "to"}):
-    """A choice that went on in another numerics class: see :class:`router.mesh.NumericsChange`."""
+    """A choice that went on in another numerics class: see :class:`router.mesh.NumericsSwitch`."""
 
     choice: int
     """Its ``index``."""

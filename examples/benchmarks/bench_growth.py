@@ -40,9 +40,9 @@ import uvloop
 
 from examples.benchmarks.bench_lockstep import print_table
 from examples.benchmarks.machine_limits import calibrate
-from router.tools.bench.client import Target, session
+from router.tools.bench.client import BenchTarget, session
 from router.tools.bench.client import run as send_all
-from router.tools.bench.datasets import Shape, random_prompts
+from router.tools.bench.datasets import PromptLengths, random_prompts
 from router.tools.bench.report import machine, summary
 from router.tools.local_mesh import mesh
 
@@ -75,9 +75,9 @@ class Load:
         ``again``: the prompts of the run before, of which there must be as many.
         """
         self._runs += not again
-        shape = Shape(input_len=prompt, output_len=answer)
+        shape = PromptLengths(input_len=prompt, output_len=answer)
         asks = random_prompts(shape, random.Random(f"{self._runs} {at_once} {prompt}"), requests)
-        target = Target(base_url=self._url, endpoint="/v1/completions", model="bench", ignore_eos=True)
+        target = BenchTarget(base_url=self._url, endpoint="/v1/completions", model="bench", ignore_eos=True)
 
         async def measured() -> Point:
             async with session() as http:

@@ -50,9 +50,9 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).parents[2]))  # where this is not installed
 
 from examples.benchmarks.soak import by_rank, metrics
-from router.tools.bench.client import Target
+from router.tools.bench.client import BenchTarget
 from router.tools.bench.client import run as send_all
-from router.tools.bench.datasets import Shape, random_prompts
+from router.tools.bench.datasets import PromptLengths, random_prompts
 from router.tools.bench.report import machine, summary
 from router.tools.local_mesh import mesh
 
@@ -117,8 +117,8 @@ async def measure(base_url: str, model: str, args: Args, concurrency: int, numbe
     ) as session:
         before = await counted(session, base_url)
         rng = random.Random(f"{args.seed}-{number}")
-        shape = Shape(input_len=args.input_len, output_len=args.output_len)
-        target = Target(base_url=base_url, endpoint="/v1/completions", model=model, ignore_eos=True)
+        shape = PromptLengths(input_len=args.input_len, output_len=args.output_len)
+        target = BenchTarget(base_url=base_url, endpoint="/v1/completions", model=model, ignore_eos=True)
         outcomes, duration = await send_all(
             session, target, random_prompts(shape, rng, max(4, 2 * concurrency)), concurrency=concurrency
         )

@@ -70,10 +70,10 @@ import uvloop
 from examples.benchmarks.machine_limits import calibrate
 from examples.benchmarks.peer_systems import ROOT, SYSTEMS, NotReady, Room, started, until_ready
 from examples.benchmarks.peer_tables import plot, print_model
-from router.tools.bench.client import Target, session
+from router.tools.bench.client import BenchTarget, session
 from router.tools.bench.client import run as send_all
-from router.tools.bench.datasets import Ask
-from router.tools.bench.report import Outcome, machine, summary
+from router.tools.bench.datasets import BenchRequest
+from router.tools.bench.report import RequestResult, machine, summary
 
 Args = argparse.Namespace
 Page = dict[str, Any]
@@ -161,9 +161,11 @@ class Load:
         rounds = 1 if number < 0 else self._rounds or ROUNDS.get(concurrency, USUAL_ROUNDS)
         prompts = self.prompts(workload, concurrency, number, rounds * concurrency)
         answer = WORKLOADS[workload][2]
-        asks = [[Ask(self._tokenizer.decode(one) if system.texts else one, answer)] for one in prompts]
+        asks = [
+            [BenchRequest(self._tokenizer.decode(one) if system.texts else one, answer)] for one in prompts
+        ]
         sampling = SAMPLING.get(workload, {})
-        target = Target(
+        target = BenchTarget(
             base_url=url,
             endpoint="/v1/completions",
             model=system.name or str(self._model),
@@ -183,7 +185,7 @@ class Load:
         }
 
 
-def forgiven(outcome: Outcome) -> Outcome:
+def forgiven(outcome: RequestResult) -> RequestResult:
     """The outcome without the error that transformers makes.
 
     Its streams just end.

@@ -39,7 +39,7 @@ from router.api.understanding import Understanding, Wanted
 from router.config import HttpConfig
 from router.errors import in_terms_of
 from router.http.body import read_body
-from router.http.heavy import run_sized
+from router.http.large_bodies import run_sized
 from router.http.quotas import Quotas
 from router.mesh import ServedModel
 from router.openai_api import ChatRequest

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from router.api.validation import MAX_ID_LENGTH, MAX_TIMEOUT, usable_id
 from router.errors import refuse
-from router.mesh import NumericsChange
+from router.mesh import NumericsSwitch
 from router.openai_api import GenerationRequest
 
 PREFERRED_RANK = "x-lockstep-preferred-rank"
@@ -139,7 +139,7 @@ def _wants_capsule(request: Request) -> bool:
     return given == "1"
 
 
-def numerics_changed(changes: Iterable[NumericsChange]) -> dict[str, str]:
+def numerics_changed(changes: Iterable[NumericsSwitch]) -> dict[str, str]:
     """The header of an answer with these changes; nothing where there are none."""
     pairs = ", ".join(dict.fromkeys(map(str, changes)))
     return {NUMERICS_CHANGED: printable(pairs, MOST_REMARKS)} if pairs else {}

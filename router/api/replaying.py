@@ -26,7 +26,7 @@ from router.api.streaming import whole_answer
 from router.capsule import CapsuleModel, ReplayAnswer, ReplayRequest
 from router.errors import ApiError, bad_request, refuse
 from router.http.body import decoder
-from router.http.heavy import run_sized
+from router.http.large_bodies import run_sized
 from router.mesh import Mesh, Prompt, ServedModel
 from router.recorded import Recorder, with_logprobs
 from router.text.output_stream import OutputStream

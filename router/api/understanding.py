@@ -15,7 +15,7 @@ from router.api.parameters import sampling_params
 from router.api.prompts import num_prompt_tokens, prompts_of
 from router.api.validation import check, keep_offered_tools
 from router.config import HttpConfig
-from router.http.heavy import run_sized
+from router.http.large_bodies import run_sized
 from router.mesh import ServedModel
 from router.openai_api import ChatRequest, CompletionRequest
 from router.text.prompt_text import PromptText

@@ -65,7 +65,7 @@ MAX_REQUESTS = 1000
 """Most requests in an answer."""
 
 
-class Watched(Protocol):
+class AdminMesh(Protocol):
     """What the admin API needs to know of the mesh."""
 
     @property
@@ -193,7 +193,9 @@ _read_rebalance = decoder(RebalanceRequest)
 class AdminEndpoints:
     """What the admin API answers, and which commands it sends."""
 
-    def __init__(self, mesh: Watched, faults: Callable[[], Faults], command: Command, front_end: int) -> None:
+    def __init__(
+        self, mesh: AdminMesh, faults: Callable[[], Faults], command: Command, front_end: int
+    ) -> None:
         self._mesh = mesh
         self._faults = faults
         self._command = command
@@ -289,7 +291,7 @@ class AdminEndpoints:
 
 
 def make_admin_app(
-    mesh: Watched, faults: Callable[[], Faults], command: Command, front_end: int = 0, prefix: str = ""
+    mesh: AdminMesh, faults: Callable[[], Faults], command: Command, front_end: int = 0, prefix: str = ""
 ) -> Starlette:
     """The ASGI application of ``/admin``, behind :class:`AdminGate`."""
     admin = AdminEndpoints(mesh, faults, command, front_end)
@@ -356,7 +358,7 @@ class AdminGate:
         return error_response(error)
 
 
-def _world(view: View, mesh: Watched, front_end: int) -> WorldAnswer:
+def _world(view: View, mesh: AdminMesh, front_end: int) -> WorldAnswer:
     health, reports = mesh.instance_health(), mesh.reports()
     files = {rank: report.files for rank, report in reports.items() if report.files is not None}
     return WorldAnswer(

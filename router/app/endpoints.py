@@ -13,7 +13,7 @@ from router.api.prompts import check_vocabulary, text_to_tokenize
 from router.config import HttpConfig
 from router.errors import ApiError, refuse
 from router.http.body import decoder, read_body
-from router.http.heavy import run_sized
+from router.http.large_bodies import run_sized
 from router.http.quotas import Quotas
 from router.mesh import ServedModel
 from router.metrics.loads import Loads, ServerLoad, loads_of, older_loads_of

@@ -14,7 +14,7 @@ from engine.transfers.price import FEWEST
 from router.dispatch import policy, roles
 from router.dispatch.ledger import Entry, Ledger
 from router.dispatch.policy import Candidate, Policy, Wish
-from router.dispatch.pool import NO_REPORT, Instance, Pool
+from router.dispatch.pool import NO_REPORT, Pool, PooledInstance
 from router.dispatch.warm_up import HotPrefixes
 from router.mesh import MeshError, Prompt
 
@@ -76,7 +76,9 @@ class Chooser:
             self.counts["queue_full"] += 1
             raise full(len(able))
 
-    def choose(self, entry: Entry, now: float, waiting_for: str = "", *, decodes: bool = False) -> Instance:
+    def choose(
+        self, entry: Entry, now: float, waiting_for: str = "", *, decodes: bool = False
+    ) -> PooledInstance:
         """The instance that gets a request.
 
         ``decodes``: its KV blocks come along, so nothing long is left to compute.
@@ -124,7 +126,7 @@ class Chooser:
         rank = policy.pick(self._policy, policy.of_class(free, wish), wish).rank
         return next(instance for instance in instances if instance.rank == rank)
 
-    def _preferred(self, entry: Entry, now: float) -> Instance | None:
+    def _preferred(self, entry: Entry, now: float) -> PooledInstance | None:
         """The instance that an endpoint picker chose, if it can take a new request now."""
         rank = entry.prompt.preferred
         if rank is None or entry.owed or entry.failed_ranks or entry.prompt.rank is not None:
@@ -155,7 +157,7 @@ class Chooser:
         """Whether an instance that could take the request will have answered in a moment."""
         return any(instance.is_answering(now) for instance in self._instances_for(entry))
 
-    def dispatch(self, entry: Entry, instance: Instance, now: float) -> int:
+    def dispatch(self, entry: Entry, instance: PooledInstance, now: float) -> int:
         """Book the next try of a request at an instance; returns its number there."""
         self.settle(entry)
         blocks = self._blocks_of(entry)
@@ -178,7 +180,7 @@ class Chooser:
             self._pool.index.expect(instance.name, number, blocks[length:])
         return number
 
-    def _source_for(self, instance: Instance, blocks: Sequence[int], cached: int) -> tuple[str, int]:
+    def _source_for(self, instance: PooledInstance, blocks: Sequence[int], cached: int) -> tuple[str, int]:
         """Where an instance fetches what it lacks, and the tokens to compute that this spares."""
         found = self._pool.lender(instance, blocks, cached + FEWEST)
         if found is None or found[0].capacity is None:
@@ -198,7 +200,7 @@ class Chooser:
 
     # ---- helpers
 
-    def _instances_for(self, entry: Entry) -> Sequence[Instance]:
+    def _instances_for(self, entry: Entry) -> Sequence[PooledInstance]:
         """All instances, or the one that the client named.
 
         A request that an instance has already taken may continue on any.
@@ -237,12 +239,12 @@ class Chooser:
             entry.blocks = names
         return entry.blocks
 
-    def _cached(self, instance: Instance, lengths: dict[str, int]) -> int:
+    def _cached(self, instance: PooledInstance, lengths: dict[str, int]) -> int:
         length = lengths.get(instance.name, 0)
         return length * instance.capacity.block_size if instance.capacity is not None else 0
 
 
-def _may_inherit(entry: Entry, instance: Instance) -> bool:
+def _may_inherit(entry: Entry, instance: PooledInstance) -> bool:
     """Whether an instance can read the cache that died with the request's last one."""
     capacity = instance.capacity
     reads = capacity is not None and bool(capacity.inherited_at)

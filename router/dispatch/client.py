@@ -37,7 +37,7 @@ from router.dispatch.instance_connection import InstanceConnection
 from router.dispatch.ledger import Ledger
 from router.dispatch.mover import RequestMover
 from router.dispatch.policy import Policy
-from router.dispatch.pool import Instance, Pool
+from router.dispatch.pool import Pool, PooledInstance
 from router.dispatch.receiver import MessageReceiver
 from router.dispatch.reservations import Reservations
 from router.dispatch.shadow.shadowing import Shadowing
@@ -207,7 +207,7 @@ class MeshClient(RouterFacts):
             fingerprint=settings.fingerprint,
         )
 
-    def _connect(self, instance: Instance) -> None:
+    def _connect(self, instance: PooledInstance) -> None:
         """Open a connection if that is possible; the other instances are served in any case."""
         try:
             self._connections[instance.name] = InstanceConnection(
@@ -222,7 +222,7 @@ class MeshClient(RouterFacts):
         except zmq.ZMQError as error:
             self._unconnected.add(f"instance {instance.rank} at {instance.member.address}: {error}")
 
-    def _disconnect(self, instance: Instance) -> None:
+    def _disconnect(self, instance: PooledInstance) -> None:
         logger.info("instance %d left the mesh", instance.rank)
         if instance.name in self._connections:
             self._connections[instance.name].take_waiting()

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from engine.transfers.price import WORTH
 from router.dispatch import policy
 from router.dispatch.homes import Homes
-from router.dispatch.pool import NO_REPORT, Instance, Pool
+from router.dispatch.pool import NO_REPORT, Pool, PooledInstance
 
 LOADS = (
     "taken",  # tokens that a request may have; 0 while it takes none
@@ -74,7 +74,7 @@ class InstanceColumns:
         self._table: Floats = _rows(9 * LINE)
         self._columns: list[Floats] = list(self._table)
         self._loads = self._table[: len(LOADS)]
-        self._instances: list[Instance | None] = [None]
+        self._instances: list[PooledInstance | None] = [None]
         """By slot; the first one is never taken."""
         self._facts: list[tuple[object, ...]] = [()]
         """By slot: what the facts of its row were made of."""
@@ -96,7 +96,7 @@ class InstanceColumns:
     def _column(self, name: str) -> Floats:
         return self._columns[COLUMN[name]]
 
-    def _of_rank(self, rank: int) -> Instance | None:
+    def _of_rank(self, rank: int) -> PooledInstance | None:
         return self._instances[self._slot_of_rank[rank]]
 
     def _refresh(self, now: float) -> None:
@@ -125,7 +125,7 @@ class InstanceColumns:
         self._free.append(slot)
         self._bits_of = None
 
-    def _new_slot(self, name: str, instance: Instance) -> int:
+    def _new_slot(self, name: str, instance: PooledInstance) -> int:
         slot = self._free.pop() if self._free else len(self._instances)
         if slot == len(self._instances):
             self._instances.append(None)
@@ -138,12 +138,12 @@ class InstanceColumns:
         self._bits_of = None
         return slot
 
-    def _identity_of(self, instance: Instance) -> int:
+    def _identity_of(self, instance: PooledInstance) -> int:
         if not instance.lends or instance.capacity is None:
             return 0
         return self._identities.setdefault(instance.capacity.cache_identity, len(self._identities))
 
-    def _fill_loads(self, name: str, slot: int, instance: Instance) -> None:
+    def _fill_loads(self, name: str, slot: int, instance: PooledInstance) -> None:
         """The part of a row that reports and dispatches change."""
         limits, report, sent = instance.capacity, instance.report or NO_REPORT, instance.sent
         waiting = report.waiting + len(instance.unreported)
@@ -181,7 +181,7 @@ class InstanceColumns:
             saving,
         )
 
-    def _fill(self, name: str, instance: Instance) -> None:
+    def _fill(self, name: str, instance: PooledInstance) -> None:
         slot = self._slots.get(name)
         if slot is None or self._instances[slot] is not instance:
             self._drop(name)
@@ -194,7 +194,7 @@ class InstanceColumns:
         if instance.breaker.failures:
             self._on_trial.add(slot)
 
-    def _fill_facts(self, slot: int, instance: Instance) -> None:
+    def _fill_facts(self, slot: int, instance: PooledInstance) -> None:
         member, limits = instance.member, instance.capacity
         stalled_for = 0.0 if instance.moved else member.load.stalled_for
         shares_cores = limits is not None and limits.at_once is not None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from engine.messages import Prefetch
 from router.dispatch.ledger import Address, Entry, Loss
-from router.dispatch.pool import Instance
+from router.dispatch.pool import PooledInstance
 
 MOST_COPIES = 4
 """Requests of one instance whose blocks are copied at once."""
@@ -34,7 +34,7 @@ MOST_TRIES = 3
 class Copy:
     """Have an instance fetch a request's blocks; where that cannot be sent, call :meth:`Departures.gone`."""
 
-    target: Instance
+    target: PooledInstance
     message: Prefetch
 
 
@@ -43,8 +43,8 @@ class HandOver:
     """Move a request now: to ``target``, or to whichever can take it."""
 
     entry: Entry
-    source: Instance
-    target: Instance | None
+    source: PooledInstance
+    target: PooledInstance | None
     loss: Loss
     copy: int = 0
     """Number of the copy by which the target takes it over.
@@ -60,7 +60,7 @@ Action = Copy | HandOver
 class _Departure:
     """An instance that its requests leave."""
 
-    source: Instance
+    source: PooledInstance
     loss: Loss
     waiting: deque[Entry]
     may_stay: bool = False
@@ -77,7 +77,7 @@ class _Move:
     address: Address
     """Its try at the source: another one means that it has gone."""
     departure: _Departure
-    target: Instance
+    target: PooledInstance
     tokens: int = 0
     """Tokens that the target had after the last round."""
     rounds: int = field(default=1)
@@ -90,7 +90,7 @@ class _Move:
 class Departures:
     """All requests of one router that leave with their blocks."""
 
-    def __init__(self, choose: Callable[[Entry], Instance | None]) -> None:
+    def __init__(self, choose: Callable[[Entry], PooledInstance | None]) -> None:
         """``choose`` gives the instance where a request had best go on; None: there is none."""
         self._choose = choose
         self._moves: dict[int, _Move] = {}
@@ -99,11 +99,11 @@ class Departures:
     def __repr__(self) -> str:
         return f"<Departures: {len(self._moves)} copies under way>"
 
-    def begin_some(self, source: Instance, entries: Iterable[Entry], loss: Loss) -> list[Action]:
+    def begin_some(self, source: PooledInstance, entries: Iterable[Entry], loss: Loss) -> list[Action]:
         """Move requests that stay where their blocks cannot be copied."""
         return self._next(_Departure(source, loss, deque(entries), may_stay=True))
 
-    def begin(self, source: Instance, entries: Iterable[Entry], loss: Loss) -> list[Action]:
+    def begin(self, source: PooledInstance, entries: Iterable[Entry], loss: Loss) -> list[Action]:
         """Move the requests of an instance, which goes on with them meanwhile."""
         actions: list[Action] = []
         waiting: deque[Entry] = deque()
@@ -114,7 +114,9 @@ class Departures:
                 actions.append(HandOver(entry, source, None, loss))
         return [*actions, *self._next(_Departure(source, loss, waiting))]
 
-    def copied(self, target: Instance, number: int, tokens: int, *, is_taken: bool = False) -> list[Action]:
+    def copied(
+        self, target: PooledInstance, number: int, tokens: int, *, is_taken: bool = False
+    ) -> list[Action]:
         """Act on the end of a copy: the target has ``tokens`` of the request.
 
         ``is_taken``: the source has let it go, as it says itself (:meth:`handed_over`).
@@ -138,7 +140,7 @@ class Departures:
         move.is_last, move.tries = True, move.tries + 1
         return [self._copy(move)]
 
-    def handed_over(self, source: Instance, number: int) -> list[Action] | None:
+    def handed_over(self, source: PooledInstance, number: int) -> list[Action] | None:
         """Act on the word of an instance that it has let a request go.
 
         Returns None if nobody asks for that any more.
@@ -151,7 +153,7 @@ class Departures:
         del self._moves[copy]
         return self._over(move, copy if move.is_last else 0)  # else the target had given that hand-over up
 
-    def gone(self, instance: Instance) -> list[Action]:
+    def gone(self, instance: PooledInstance) -> list[Action]:
         """An instance is lost: what it copied is handed over to another one at once.
 
         What was being taken over from it is moved like all that it had.
@@ -228,7 +230,7 @@ class Departures:
         return [action, *self._next(departure)]
 
 
-def _can_copy(source: Instance, target: Instance) -> bool:
+def _can_copy(source: PooledInstance, target: PooledInstance) -> bool:
     one, other = source.capacity, target.capacity
     if one is None or other is None or not source.lends or not target.lends:
         return False

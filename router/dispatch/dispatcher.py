@@ -15,7 +15,7 @@ from engine.messages import Abort
 from router.dispatch.chooser import Chooser, unavailable
 from router.dispatch.instance_connection import InstanceConnection
 from router.dispatch.ledger import MAX_FRUITLESS, Entry, Ledger
-from router.dispatch.pool import ANSWER_TIMEOUT, Instance, Pool
+from router.dispatch.pool import ANSWER_TIMEOUT, Pool, PooledInstance
 from router.dispatch.stream import Stream
 from router.faults import FaultEvent, Faults
 from router.mesh import MeshError, Prompt
@@ -49,7 +49,7 @@ class RequestDispatcher(abc.ABC):
         """What the mesh lacks before it can serve, for error messages; from the newest view."""
 
     @abc.abstractmethod
-    def lose(self, instance: Instance) -> bool:
+    def lose(self, instance: PooledInstance) -> bool:
         """Stop using an instance until it answers on a new connection.
 
         Returns False if it was lost already.
@@ -82,7 +82,7 @@ class RequestDispatcher(abc.ABC):
             self._begin(entry, instance)
         return stream
 
-    def generate_at(self, prompt: Prompt, instance: Instance) -> Stream:
+    def generate_at(self, prompt: Prompt, instance: PooledInstance) -> Stream:
         """Send a background request to this instance; its stream fails if it cannot stay there."""
         entry = Entry(prompt, begun_at=time.monotonic())
         stream = self.streams[entry] = Stream(self, entry)
@@ -130,7 +130,7 @@ class RequestDispatcher(abc.ABC):
 
     # ---- to an instance
 
-    def resume(self, entry: Entry, failed: Instance, patience: float = ORPHAN_TIMEOUT) -> None:
+    def resume(self, entry: Entry, failed: PooledInstance, patience: float = ORPHAN_TIMEOUT) -> None:
         """Continue a request on another instance from the tokens that its client already has.
 
         Without an instance that can take it, the request waits for at most ``patience`` seconds.
@@ -148,10 +148,10 @@ class RequestDispatcher(abc.ABC):
         finally:  # an error with one is none of the others' concern
             self._orphans += orphans
 
-    def _choose(self, entry: Entry) -> Instance:
+    def _choose(self, entry: Entry) -> PooledInstance:
         return self._chooser.choose(entry, time.monotonic(), self.waiting_for)
 
-    def _begin(self, entry: Entry, instance: Instance) -> None:
+    def _begin(self, entry: Entry, instance: PooledInstance) -> None:
         """Send a new request to an instance, as :meth:`_dispatch`."""
         try:
             self._dispatch(entry, instance)
@@ -159,12 +159,12 @@ class RequestDispatcher(abc.ABC):
             self.forget(entry)  # else it would fail again with each move, and others with it
             raise
 
-    def _dispatch(self, entry: Entry, instance: Instance, copy: int = 0) -> None:
+    def _dispatch(self, entry: Entry, instance: PooledInstance, copy: int = 0) -> None:
         """Send a request to an instance or, while that fails, to the best other one.
 
         ``copy``: the instance takes it over, with the blocks of this copy.
         """
-        chosen: Instance | None = instance
+        chosen: PooledInstance | None = instance
         while chosen is not None:
             number = self._chooser.dispatch(entry, chosen, time.monotonic())
             if self._connections[chosen.name].send(entry.submit(number, copy)):
@@ -178,8 +178,8 @@ class RequestDispatcher(abc.ABC):
             chosen = self._choose_after(entry, chosen)
 
     def _choose_after(
-        self, entry: Entry, failed: Instance, patience: float = ORPHAN_TIMEOUT
-    ) -> Instance | None:
+        self, entry: Entry, failed: PooledInstance, patience: float = ORPHAN_TIMEOUT
+    ) -> PooledInstance | None:
         """The next instance for a request that ``failed`` did not finish.
 
         None: the request waits for one, or is given up.

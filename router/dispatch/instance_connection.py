@@ -19,7 +19,7 @@ from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import AsyncConnection
 from engine.messages import Attach, ToInstance, ToRouter
-from router.dispatch.pool import Instance
+from router.dispatch.pool import PooledInstance
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +42,9 @@ def attach_interval(count: int) -> float:
 
 
 class Receiver(Protocol):
-    def received(self, instance: Instance, message: ToRouter) -> None: ...
-    def connection_broke(self, instance: Instance) -> None: ...
-    def connection_failed(self, instance: Instance) -> None:
+    def received(self, instance: PooledInstance, message: ToRouter) -> None: ...
+    def connection_broke(self, instance: PooledInstance) -> None: ...
+    def connection_failed(self, instance: PooledInstance) -> None:
         """A task of the connection ended by an error: another connection is needed."""
         ...
 
@@ -55,7 +55,7 @@ class InstanceConnection:
     def __init__(
         self,
         context: zmq.asyncio.Context,
-        instance: Instance,
+        instance: PooledInstance,
         receiver: Receiver,
         keys: MeshKeys | None,
         *,

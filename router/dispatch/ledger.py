@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.messages import Delta, Submit
-from router.mesh import NumericsChange, Prompt, TokenSink
+from router.mesh import NumericsSwitch, Prompt, TokenSink
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Entry:
     """Name of a numerics class: that of the instance that gives the first token."""
     numerics: str | None = None
     """Name of the numerics class in which its current try is computed."""
-    numerics_changes: list[NumericsChange] = field(default_factory=list)
+    numerics_changes: list[NumericsSwitch] = field(default_factory=list)
     """Changes of class after the first token; its stream's readers see new ones."""
     owed: bool = False
     """An instance had taken the request, so the next one must take it, too."""
@@ -203,14 +203,14 @@ class Entry:
         if not self.has_begun:
             self.fingerprint = numerics
 
-    def changes_class(self) -> NumericsChange | None:
+    def changes_class(self) -> NumericsSwitch | None:
         """Record that its next token is of the class of its current try.
 
         Returns the change, if that is one.
         """
         if not self.has_begun or self.numerics == self.newest_class:
             return None
-        change = NumericsChange(len(self.emitted), self.newest_class, self.numerics)
+        change = NumericsSwitch(len(self.emitted), self.newest_class, self.numerics)
         self.numerics_changes.append(change)
         return change
 

@@ -22,7 +22,7 @@ from router.dispatch import policy
 from router.dispatch.columns import Bools, Floats, InstanceColumns, Slots
 from router.dispatch.ledger import Entry
 from router.dispatch.policy import Policy, Wish
-from router.dispatch.pool import CROWD_TIME, Instance, Pool
+from router.dispatch.pool import CROWD_TIME, Pool, PooledInstance
 
 GROUPS_KEPT = 256
 """Sets of instances whose slots are remembered."""
@@ -67,7 +67,7 @@ class Many(InstanceColumns):
 
     def choose(
         self, kind: Policy, entry: Entry, blocks: Sequence[int], wish: Wish, now: float
-    ) -> Instance | None:
+    ) -> PooledInstance | None:
         """The instance that :meth:`router.dispatch.chooser.Chooser.choose` chooses.
 
         None where that one must choose: an instance has failed the request, it has to stay in a class, no
@@ -121,7 +121,7 @@ class Many(InstanceColumns):
         shares = self._shares(free) if self._shares_cores else None
         return _Prompt(wish.tokens, cached, self._spared(stored, cached), longest, shares, now)
 
-    def _prefix_aware(self, prompt: _Prompt, wish: Wish, free: Bools) -> Instance | None:
+    def _prefix_aware(self, prompt: _Prompt, wish: Wish, free: Bools) -> PooledInstance | None:
         best = self._cheapest(prompt, free)
         if not wish.key:
             return self._instances[best]
@@ -284,7 +284,7 @@ class Many(InstanceColumns):
             self._slots_of[bits] = slots = self._bit_slots[named]
         return slots
 
-    def _home(self, key: str, free: Bools) -> Instance | None:
+    def _home(self, key: str, free: Bools) -> PooledInstance | None:
         """The home of a key among free instances; None if it is not remembered."""
         for _ in range(2):
             for rank in self._homes.of(key, self._slot_of_rank):

@@ -20,7 +20,7 @@ from router.dispatch.departures import Departures
 from router.dispatch.dispatcher import ORPHAN_TIMEOUT, RequestDispatcher
 from router.dispatch.instance_connection import InstanceConnection
 from router.dispatch.ledger import Entry, Ledger, Loss, named
-from router.dispatch.pool import Instance, Pool
+from router.dispatch.pool import Pool, PooledInstance
 from router.dispatch.recalls import Recaller
 from router.dispatch.warm_up import WarmUps
 from router.faults import FaultEvent, Faults
@@ -61,7 +61,7 @@ class RequestMover(RequestDispatcher):
 
     # ---- to another instance
 
-    def lose(self, instance: Instance) -> bool:
+    def lose(self, instance: PooledInstance) -> bool:
         """Stop using an instance until it answers on a new connection.
 
         Returns False if it was lost already.
@@ -72,7 +72,7 @@ class RequestMover(RequestDispatcher):
         self._depart(self._departures.gone(instance))
         return was_attached
 
-    def move_all(self, instance: Instance, reason: str, *, patience: float = ORPHAN_TIMEOUT) -> None:
+    def move_all(self, instance: PooledInstance, reason: str, *, patience: float = ORPHAN_TIMEOUT) -> None:
         """Resume all requests of an instance elsewhere, and abort them there.
 
         Without an instance that can take it, a request waits for at most ``patience`` seconds.
@@ -95,7 +95,7 @@ class RequestMover(RequestDispatcher):
                 entry.uncount_try()
             self.resume(entry, instance, patience)
 
-    def let_go(self, instance: Instance) -> None:
+    def let_go(self, instance: PooledInstance) -> None:
         """Move all requests of an instance that leaves, with their KV blocks if possible."""
         lost = self._to_move(instance, "drained")
         loss = Loss(instance.rank, time.monotonic(), len(lost))
@@ -103,7 +103,7 @@ class RequestMover(RequestDispatcher):
             entry.owed = True
         self._depart(self._departures.begin(instance, lost, loss))
 
-    def warm_up(self, newcomer: Instance) -> None:
+    def warm_up(self, newcomer: PooledInstance) -> None:
         """Have an instance that has joined copy hot prefixes before it gets requests."""
         wishes = self._warm_ups.begin(newcomer, time.monotonic())
         if not wishes:
@@ -118,7 +118,7 @@ class RequestMover(RequestDispatcher):
         """Bound the time of copies before the first request."""
         self._warm_ups.overdue(time.monotonic())
 
-    def copied(self, target: Instance, copied: Prefetched) -> None:
+    def copied(self, target: PooledInstance, copied: Prefetched) -> None:
         """An instance has copied blocks of a moving request, or of a hot prefix."""
         if self._warm_ups.copied(target, copied.number):
             if not target.warming:
@@ -126,7 +126,7 @@ class RequestMover(RequestDispatcher):
             return
         self._depart(self._departures.copied(target, copied.number, copied.tokens, is_taken=copied.taken))
 
-    def handed_over(self, instance: Instance, number: int) -> None:
+    def handed_over(self, instance: PooledInstance, number: int) -> None:
         """An instance goes no further with a request, which another one takes over."""
         actions = self._departures.handed_over(instance, number)
         if actions is not None:
@@ -162,7 +162,7 @@ class RequestMover(RequestDispatcher):
             entry.failed_at(source.rank)
             self._dispatch(entry, action.target, action.copy)
 
-    def _to_move(self, instance: Instance, reason: str) -> list[Entry]:
+    def _to_move(self, instance: PooledInstance, reason: str) -> list[Entry]:
         """The requests of an instance that have to go on elsewhere.
 
         Background requests are given up.
@@ -202,7 +202,7 @@ class RequestMover(RequestDispatcher):
         if instance is not None and _moves_on(entry, instance):
             self._move_for_role(instance, [entry])
 
-    def follow_role(self, instance: Instance) -> None:
+    def follow_role(self, instance: PooledInstance) -> None:
         """Move requests on that an instance decodes, if it only begins requests from now on."""
         entries = self._ledger.of_instance(instance.name)
         moving = [entry for entry in entries if entry.emitted and _moves_on(entry, instance)]
@@ -210,13 +210,13 @@ class RequestMover(RequestDispatcher):
             logger.info("instance %d is %s now: %d requests move", instance.rank, instance.role, len(moving))
             self._move_for_role(instance, moving)
 
-    def _move_for_role(self, instance: Instance, entries: list[Entry]) -> None:
+    def _move_for_role(self, instance: PooledInstance, entries: list[Entry]) -> None:
         for entry in entries:
             entry.owed = True
         loss = Loss(instance.rank, time.monotonic(), len(entries), planned=True)
         self._depart(self._departures.begin_some(instance, entries, loss))
 
-    def follow_class(self, instance: Instance) -> None:
+    def follow_class(self, instance: PooledInstance) -> None:
         """Record that an instance computes in another numerics class from now on."""
         for entry in self._ledger.of_instance(instance.name):
             entry.is_computed_in(instance.fingerprint)
@@ -248,7 +248,7 @@ class RequestMover(RequestDispatcher):
             if not self._connections[name].send(Recall(numbers)) and instance is not None:
                 self._recaller.answered(instance)  # no answer will come: it does not read, and they stay
 
-    def take_back(self, instance: Instance, numbers: list[int]) -> None:
+    def take_back(self, instance: PooledInstance, numbers: list[int]) -> None:
         """Dispatch recalled requests where it is best now, which may be where they were."""
         self._recaller.answered(instance)
         for number in numbers:
@@ -268,7 +268,7 @@ class RequestMover(RequestDispatcher):
 
     # ---- helpers
 
-    def _choose_to_decode(self, entry: Entry) -> Instance | None:
+    def _choose_to_decode(self, entry: Entry) -> PooledInstance | None:
         """Where a request goes on whose KV blocks come along; None: nowhere."""
         try:
             return self._chooser.choose(entry, time.monotonic(), self.waiting_for, decodes=True)
@@ -276,7 +276,7 @@ class RequestMover(RequestDispatcher):
             return None
 
 
-def _moves_on(entry: Entry, instance: Instance) -> bool:
+def _moves_on(entry: Entry, instance: PooledInstance) -> bool:
     """Whether a request that has a token leaves its instance for its role."""
     if entry.prompt.background or entry.prompt.rank is not None:
         return False

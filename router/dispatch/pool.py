@@ -52,7 +52,7 @@ def _sum(total: Sent, part: Sent, sign: int) -> Sent:
 
 
 @dataclass(slots=True)
-class Instance:
+class PooledInstance:
     """One instance of the world."""
 
     member: Member
@@ -257,18 +257,18 @@ class InstanceHealth(msgspec.Struct, frozen=True):
 class Changes(msgspec.Struct, frozen=True):
     """What a new view did to the pool."""
 
-    added: list[Instance]
-    removed: list[Instance]
-    reclassed: list[Instance]
+    added: list[PooledInstance]
+    removed: list[PooledInstance]
+    reclassed: list[PooledInstance]
     """Instances that compute in another numerics class than before."""
-    with_new_role: list[Instance]
+    with_new_role: list[PooledInstance]
 
 
 class Pool:
     """The instances that this router may talk to, by name."""
 
     def __init__(self) -> None:
-        self._instances: dict[str, Instance] = {}
+        self._instances: dict[str, PooledInstance] = {}
         self.index = PrefixIndex()
         self._touched: set[str] = set()
         self._breakers: dict[int, CircuitBreaker] = {}
@@ -284,7 +284,7 @@ class Pool:
     def __len__(self) -> int:
         return len(self._instances)
 
-    def __iter__(self) -> Iterator[Instance]:
+    def __iter__(self) -> Iterator[PooledInstance]:
         return iter(self._instances.values())
 
     @property
@@ -292,7 +292,7 @@ class Pool:
         """Whether an instance is preferred for some requests (:mod:`router.dispatch.roles`)."""
         return bool(self._with_role)
 
-    def get(self, name: str) -> Instance | None:
+    def get(self, name: str) -> PooledInstance | None:
         return self._instances.get(name)
 
     def expects(self, rank: int) -> bool:
@@ -307,7 +307,11 @@ class Pool:
         return touched
 
     def candidate(
-        self, instance: Instance, now: float, cached_tokens: int = 0, lendable: Mapping[str, int] = NOTHING
+        self,
+        instance: PooledInstance,
+        now: float,
+        cached_tokens: int = 0,
+        lendable: Mapping[str, int] = NOTHING,
     ) -> Candidate:
         """An instance for the policy, with its cache.
 
@@ -326,7 +330,7 @@ class Pool:
             fetchable_tokens=self._fetchable(instance, cached_tokens, lendable),
         )
 
-    def _fetchable(self, instance: Instance, cached_tokens: int, lendable: Mapping[str, int]) -> int:
+    def _fetchable(self, instance: PooledInstance, cached_tokens: int, lendable: Mapping[str, int]) -> int:
         if instance.capacity is None or not instance.lends:
             return 0
         return max(0, lendable.get(instance.capacity.cache_identity, 0) - cached_tokens)
@@ -342,8 +346,8 @@ class Pool:
         return found
 
     def lender(
-        self, taker: Instance, blocks: Sequence[int], least_tokens: int = 0
-    ) -> tuple[Instance, int] | None:
+        self, taker: PooledInstance, blocks: Sequence[int], least_tokens: int = 0
+    ) -> tuple[PooledInstance, int] | None:
         """The instance that can lend most of a prompt to another, and its tokens there.
 
         Among equals it is the one with the fewest requests. None if it has fewer than ``least_tokens``.
@@ -367,7 +371,7 @@ class Pool:
                 return min(able, key=lambda each: (each.num_requests, each.rank)), length * size
         return None
 
-    def without_group(self, now: float, patience: float) -> list[Instance]:
+    def without_group(self, now: float, patience: float) -> list[PooledInstance]:
         """Instances that no group has taken in for ``patience`` seconds.
 
         What they have is not computed.
@@ -418,7 +422,7 @@ class Pool:
                 with_new_role.append(instance)
             if instance is None:
                 breaker = self._breakers.setdefault(member.rank, CircuitBreaker())
-                instance = Instance(member, breaker=breaker, seen_at=now, touched=self._touched)
+                instance = PooledInstance(member, breaker=breaker, seen_at=now, touched=self._touched)
                 self._instances[name] = instance
                 instance.sees(member, now)
                 added.append(instance)

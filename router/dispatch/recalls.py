@@ -14,7 +14,7 @@ import msgspec
 from router.dispatch import policy
 from router.dispatch.ledger import Entry, Ledger
 from router.dispatch.policy import Candidate
-from router.dispatch.pool import Instance, Pool
+from router.dispatch.pool import Pool, PooledInstance
 
 INTERVAL = 0.02
 """Least seconds between two looks at the queues of at most ``MANY`` instances.
@@ -70,11 +70,11 @@ class Recaller:
                     return found
         return found
 
-    def answered(self, instance: Instance) -> None:
+    def answered(self, instance: PooledInstance) -> None:
         """Record an instance's answer to a recall; requests it does not give back have begun."""
         instance.asked_back = False
 
-    def _last_queued(self, instance: Instance) -> list[Entry]:
+    def _last_queued(self, instance: PooledInstance) -> list[Entry]:
         """Requests of this router that may still wait there, the last one first."""
         assert instance.report is not None
         if instance.asked_back:
@@ -90,7 +90,7 @@ class Recaller:
         return movable[::-1][: instance.report.queued]
 
     def _better(
-        self, here: Instance, entry: Entry, candidates: dict[str, Candidate], usable: set[int]
+        self, here: PooledInstance, entry: Entry, candidates: dict[str, Candidate], usable: set[int]
     ) -> str | None:
         """An instance that would serve the request sooner than the one where it is counted."""
         lengths = self._pool.index.prefix_lengths(entry.blocks or ())

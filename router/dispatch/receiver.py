@@ -25,7 +25,7 @@ from router.dispatch.delivery import Delivery
 from router.dispatch.instance_connection import InstanceConnection
 from router.dispatch.ledger import Ledger
 from router.dispatch.mover import RequestMover
-from router.dispatch.pool import Instance, Pool
+from router.dispatch.pool import Pool, PooledInstance
 from router.faults import FaultEvent, Faults
 from router.mesh import MeshError
 
@@ -53,7 +53,7 @@ class MessageReceiver:
     def __repr__(self) -> str:
         return f"<MessageReceiver {self._delivery!r}>"
 
-    def received(self, instance: Instance, message: ToRouter) -> None:
+    def received(self, instance: PooledInstance, message: ToRouter) -> None:
         """Act on a message of an instance."""
         match message:
             case Tokens():
@@ -74,7 +74,7 @@ class MessageReceiver:
             case Attached():
                 self._on_attached(instance, message)
 
-    def connection_broke(self, instance: Instance) -> None:
+    def connection_broke(self, instance: PooledInstance) -> None:
         """Resume the instance's requests elsewhere at once: this is the first sign of its death."""
         serves = instance.member.state is State.READY
         if self._mover.lose(instance) and serves:
@@ -82,7 +82,7 @@ class MessageReceiver:
             self._faults.record(FaultEvent.DETECTION, "connection_lost", text, time.time())
         self._mover.move_all(instance, "connection_lost" if serves else "drained")
 
-    def connection_failed(self, instance: Instance) -> None:
+    def connection_failed(self, instance: PooledInstance) -> None:
         """Move the requests of a connection that ended by an error, and close it.
 
         The client opens another one at its next look: the cause may occur again at once.
@@ -92,7 +92,7 @@ class MessageReceiver:
         finally:
             self._connections.pop(instance.name).close()
 
-    def _on_tokens(self, instance: Instance, tokens: Tokens) -> None:
+    def _on_tokens(self, instance: PooledInstance, tokens: Tokens) -> None:
         report, blocks = tokens.report, tokens.blocks
         if report is not None:
             instance.take_report(report, time.monotonic())
@@ -106,7 +106,7 @@ class MessageReceiver:
         if report is not None:
             self._mover.recall()
 
-    def _on_refused(self, instance: Instance, refused: RequestRefused) -> None:
+    def _on_refused(self, instance: PooledInstance, refused: RequestRefused) -> None:
         instance.leaves = instance.leaves or refused.leaves
         entry = self._ledger.find(instance.name, refused.request)
         if entry is None:
@@ -124,7 +124,7 @@ class MessageReceiver:
         else:
             self._mover.give_up(entry, unavailable(refused.reason))
 
-    def _on_attached(self, instance: Instance, attached: Attached) -> None:
+    def _on_attached(self, instance: PooledInstance, attached: Attached) -> None:
         """Resume the requests of an earlier connection, of which the instance knows nothing."""
         if attached.repeated and instance.attached:
             return

@@ -13,7 +13,7 @@ import msgspec
 from router.dispatch.chooser import Chooser
 from router.dispatch.ledger import Entry, Ledger
 from router.dispatch.policy import Policy
-from router.dispatch.pool import Instance, Pool
+from router.dispatch.pool import Pool, PooledInstance
 from router.mesh import Prompt
 
 COUNTED_FOR = 0.6
@@ -25,7 +25,7 @@ EXPECTED_FOR = 2.0
 class Reservation:
     """One request at the instance that was chosen for it."""
 
-    def __init__(self, entry: Entry, instance: Instance, now: float) -> None:
+    def __init__(self, entry: Entry, instance: PooledInstance, now: float) -> None:
         self.entry = entry
         self.instance = instance
         self.made_at = now

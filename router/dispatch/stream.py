@@ -13,7 +13,7 @@ from typing import Protocol
 
 from engine.messages import Delta
 from router.dispatch.ledger import Entry
-from router.mesh import NumericsChange, TokenSink
+from router.mesh import NumericsSwitch, TokenSink
 
 
 class Owner(Protocol):
@@ -53,7 +53,7 @@ class Stream:
         return self._entry.fingerprint
 
     @property
-    def numerics_changes(self) -> Sequence[NumericsChange]:
+    def numerics_changes(self) -> Sequence[NumericsSwitch]:
         """See :class:`router.mesh.Generation`."""
         return self._entry.numerics_changes
 

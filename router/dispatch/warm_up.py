@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.messages import Prefetch
-from router.dispatch.pool import Instance, Pool
+from router.dispatch.pool import Pool, PooledInstance
 
 MOST_PREFIXES = 64
 """Prefixes that are remembered; those that were used least, and longest ago, are forgotten."""
@@ -94,13 +94,13 @@ class WarmUps:
         self._pool = pool
         self._hot = hot
         self._numbers = FIRST_NUMBER
-        self._copies: dict[int, tuple[Instance, float]] = {}
+        self._copies: dict[int, tuple[PooledInstance, float]] = {}
         """By number: who copies, and until when at most."""
 
     def __repr__(self) -> str:
         return f"<WarmUps: {len(self._copies)} copies>"
 
-    def begin(self, newcomer: Instance, now: float) -> list[Prefetch]:
+    def begin(self, newcomer: PooledInstance, now: float) -> list[Prefetch]:
         """What a newcomer is to copy; it is warming up if that is anything."""
         capacity = newcomer.capacity
         others = any(other.ready for other in self._pool if other is not newcomer)
@@ -121,7 +121,7 @@ class WarmUps:
         newcomer.warming = bool(wishes)
         return wishes
 
-    def copied(self, newcomer: Instance, number: int) -> bool:
+    def copied(self, newcomer: PooledInstance, number: int) -> bool:
         """A copy is over; whether it was one of these."""
         if number not in self._copies or self._copies[number][0] is not newcomer:
             return False
@@ -142,7 +142,7 @@ class WarmUps:
             newcomer.warming = False
         self._copies.clear()
 
-    def _end_if_over(self, newcomer: Instance) -> None:
+    def _end_if_over(self, newcomer: PooledInstance) -> None:
         if not any(other is newcomer for other, _ in self._copies.values()):
             newcomer.warming = False
 

@@ -26,8 +26,8 @@ from router.config import HttpConfig
 from router.dispatch.client import MeshClient
 from router.dispatch.policy import Policy
 from router.epp.certificate import CertificateError, certificate
-from router.epp.endpoints import EndpointError, Target, parsed
-from router.epp.lookout import Lookout
+from router.epp.endpoint_watch import EndpointWatch
+from router.epp.endpoints import EndpointError, EndpointTarget, parsed
 from router.epp.picker import Picker
 from router.epp.prompts import PromptReader
 from router.text.text_models import TextModels
@@ -99,7 +99,7 @@ class EppConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError(f"--grpc-health-port {self.grpc_port} is --grpc-port, too: choose another one")
 
     @property
-    def targets(self) -> list[Target]:
+    def targets(self) -> list[EndpointTarget]:
         return [parsed(text) for text in self.endpoints]
 
     @property
@@ -153,9 +153,9 @@ async def _run(config: EppConfig, keys: MeshKeys | None) -> int:
         policy=Policy(config.load_balancing_policy),
     )
     http = config.http
-    lookout = Lookout(config.targets, config.endpoints_file)
-    picker = Picker(mesh, lookout, PromptReader(TextModels(mesh, http), http))
-    health = service.Health(lambda: picker.is_ready)
+    watch = EndpointWatch(config.targets, config.endpoints_file)
+    picker = Picker(mesh, watch, PromptReader(TextModels(mesh, http), http))
+    health = service.PickerHealth(lambda: picker.is_ready)
     server = service.make_server(service.Processing(picker, config.max_request_bytes), health)
     health_server = service.make_health_server(health)
     try:
@@ -164,7 +164,7 @@ async def _run(config: EppConfig, keys: MeshKeys | None) -> int:
     except RuntimeError as error:
         logger.error("--grpc-port or --grpc-health-port cannot be had: %s", error)
         return process.EXIT_FAILED
-    following = [asyncio.create_task(mesh.run()), asyncio.create_task(lookout.run())]
+    following = [asyncio.create_task(mesh.run()), asyncio.create_task(watch.run())]
     await server.start()
     await health_server.start()
     logger.info("endpoint picker at %s, health at port %d", url("grpc", config.host, port), health_port)

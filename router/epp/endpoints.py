@@ -24,7 +24,7 @@ class EndpointError(ValueError):
     """A text or a file that names no endpoint."""
 
 
-class Target(msgspec.Struct, frozen=True):
+class EndpointTarget(msgspec.Struct, frozen=True):
     """Where endpoints are, as given: a host, or a name of several addresses."""
 
     host: str
@@ -64,7 +64,7 @@ class Endpoint:
         return self.address.rpartition(":")[0].strip("[]")
 
 
-def parsed(text: str) -> Target:
+def parsed(text: str) -> EndpointTarget:
     """HOST, HOST:PORT or URL as a target.
 
     Raises:
@@ -78,10 +78,10 @@ def parsed(text: str) -> Target:
         host, port = rest.rstrip("/"), str(DEFAULT_PORT)
     if scheme not in ("http", "https") or not host or "/" in host or not _is_port(port):
         raise EndpointError(f"{text!r} is no endpoint: write it like 10.0.0.1:8000, or https://host:8000")
-    return Target(host.strip("[]"), int(port), scheme == "https")
+    return EndpointTarget(host.strip("[]"), int(port), scheme == "https")
 
 
-def read_file(text: str) -> list[Target]:
+def read_file(text: str) -> list[EndpointTarget]:
     """The targets of an endpoints file.
 
     Raises:
@@ -95,7 +95,7 @@ def read_file(text: str) -> list[Target]:
     wrong = [each for each in listed.endpoints if not _is_port(str(each.port)) or not each.address]
     if wrong:
         raise EndpointError(f"not an endpoint: address {wrong[0].address!r}, port {wrong[0].port!r}")
-    return [Target(each.address, int(each.port)) for each in listed.endpoints]
+    return [EndpointTarget(each.address, int(each.port)) for each in listed.endpoints]
 
 
 def _is_port(text: str) -> bool:

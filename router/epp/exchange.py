@@ -101,7 +101,7 @@ class Reply(msgspec.Struct, frozen=True):
     ends: bool = False
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class PickerRefusal(msgspec.Struct, frozen=True):
     """The end of the request, with this status."""
 
     status: int
@@ -143,12 +143,12 @@ class Exchange:
             case _:
                 return [Reply(type(event))]
 
-    def chosen(self, pick: Pick | None, why: str = "") -> Sequence[Reply | Refusal]:
+    def chosen(self, pick: Pick | None, why: str = "") -> Sequence[Reply | PickerRefusal]:
         """Answers to what waited for the choice; None for no endpoint, with the reason."""
         waits, self._waits = self._waits, []
         self._chunks.clear()
         if pick is None:
-            return [Refusal(503, why)]
+            return [PickerRefusal(503, why)]
         replies = [self._reply(event) for event in waits]
         replies[0] = msgspec.structs.replace(replies[0], pick=pick)
         return replies

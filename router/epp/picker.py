@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 from router.dispatch.client import MeshClient
 from router.dispatch.reservations import Reservation
+from router.epp.endpoint_watch import EndpointWatch
 from router.epp.endpoints import Endpoint, host_of, pick
 from router.epp.exchange import Pick
-from router.epp.lookout import Lookout
 from router.epp.prompts import PromptReader
 from router.mesh import MeshError
 
@@ -44,19 +44,19 @@ class Picked:
 class Picker:
     """Knows the mesh and the endpoints."""
 
-    def __init__(self, mesh: MeshClient, lookout: Lookout, prompts: PromptReader) -> None:
+    def __init__(self, mesh: MeshClient, watch: EndpointWatch, prompts: PromptReader) -> None:
         self._mesh = mesh
-        self._lookout = lookout
+        self._watch = watch
         self._prompts = prompts
         self._reservations = mesh.reservations()
 
     def __repr__(self) -> str:
-        return f"<Picker {self._reservations!r} {self._lookout!r}>"
+        return f"<Picker {self._reservations!r} {self._watch!r}>"
 
     @property
     def is_ready(self) -> bool:
         """Whether it knows the mesh, and an endpoint that answers."""
-        return self._mesh.view is not None and self._lookout.has_ready
+        return self._mesh.view is not None and self._watch.has_ready
 
     async def pick(
         self, headers: Mapping[str, str], body: bytes, subset: tuple[str, ...] | None = None
@@ -67,7 +67,7 @@ class Picker:
         """
         reservation = await self._reserve(headers, body)
         near = "" if reservation is None else host_of(reservation.instance.member.address)
-        endpoint = pick(self._lookout.endpoints.values(), near, subset)
+        endpoint = pick(self._watch.endpoints.values(), near, subset)
         if endpoint is None:
             if reservation is not None:
                 self._reservations.end(reservation, time.monotonic())
@@ -76,7 +76,7 @@ class Picker:
 
     def served_by(self, picked: Picked, address: str) -> None:
         """Note that another endpoint than the chosen one served a request, as after a retry."""
-        endpoint = self._lookout.endpoints.get(address)
+        endpoint = self._watch.endpoints.get(address)
         if endpoint is not None and endpoint is not picked.endpoint:
             picked.endpoint.in_flight -= 1
             endpoint.in_flight += 1

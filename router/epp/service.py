@@ -28,7 +28,7 @@ from router.epp.exchange import (
     Exchange,
     Head,
     Pick,
-    Refusal,
+    PickerRefusal,
     Reply,
     Trailers,
 )
@@ -99,14 +99,14 @@ class Processing:
                 self._picker.release(picked)
 
 
-class Health:
+class PickerHealth:
     """Health of the picker, for gateways and for the kubelet."""
 
     def __init__(self, is_ready: Callable[[], bool]) -> None:
         self._is_ready = is_ready
 
     def __repr__(self) -> str:
-        return f"<Health {'ready' if self._is_ready() else 'not ready'}>"
+        return f"<PickerHealth {'ready' if self._is_ready() else 'not ready'}>"
 
     def status_of(self, service: str) -> int | None:
         """The status of a service by its name; None if it is unknown."""
@@ -146,9 +146,9 @@ def event_of(received: Any) -> Event | None:
     return None
 
 
-def message_of(reply: Reply | Refusal) -> Any:
+def message_of(reply: Reply | PickerRefusal) -> Any:
     """An answer as the gateway reads it."""
-    if isinstance(reply, Refusal):
+    if isinstance(reply, PickerRefusal):
         status = message("HttpStatus", code=reply.status)
         refusal = message(
             "ImmediateResponse", status=status, body=reply.text.encode(), details="lockstep_epp"
@@ -217,7 +217,7 @@ def _text(metadata: Any, namespace: str, key: str) -> str:
     return "" if value is None else str(value.string_value)
 
 
-def add_health(server: Any, health: Health) -> None:
+def add_health(server: Any, health: PickerHealth) -> None:
     """Offer health checks at a server."""
     handler = grpc.unary_unary_rpc_method_handler(
         health.check,
@@ -227,7 +227,7 @@ def add_health(server: Any, health: Health) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(HEALTH, {"Check": handler}),))
 
 
-def make_server(processing: Processing, health: Health) -> Any:
+def make_server(processing: Processing, health: PickerHealth) -> Any:
     """A server of the processor and of health checks, which listens nowhere yet."""
     server = grpc.aio.server(
         options=[
@@ -247,7 +247,7 @@ def make_server(processing: Processing, health: Health) -> Any:
     return server
 
 
-def make_health_server(health: Health) -> Any:
+def make_health_server(health: PickerHealth) -> Any:
     """A server of health checks alone, for the kubelet."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     add_health(server, health)

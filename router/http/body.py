@@ -120,7 +120,7 @@ def decoder(kind: type[Body]) -> Callable[[bytes], Body]:
     """A function that reads a JSON body as ``kind``.
 
     Whole numbers may be written with a point, as some languages do. A large body is read in a thread
-    (:func:`router.http.heavy.run_sized`): counting its values takes long as well.
+    (:func:`router.http.large_bodies.run_sized`): counting its values takes long as well.
     """
     decode = msgspec.json.Decoder(kind).decode
 

@@ -43,7 +43,7 @@ class Account(msgspec.Struct):
     """When the buckets were filled up last."""
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class QuotaRefusal(msgspec.Struct, frozen=True):
     limit: str
     """In words."""
     retry_after: float
@@ -52,7 +52,7 @@ class Refusal(msgspec.Struct, frozen=True):
 
 def admit(
     limits: KeyLimits, account: Account, prompt_tokens: int, running: int, now: float
-) -> Refusal | None:
+) -> QuotaRefusal | None:
     """Book a request that comes now, unless it exceeds a limit.
 
     A prompt longer than a minute's worth of tokens is let in when the bucket is full: it would never be
@@ -60,13 +60,13 @@ def admit(
     """
     _fill_up(limits, account, now)
     if limits.concurrent_requests is not None and running >= limits.concurrent_requests:
-        return Refusal(f"{limits.concurrent_requests} requests at once", RUNNING_RETRY)
+        return QuotaRefusal(f"{limits.concurrent_requests} requests at once", RUNNING_RETRY)
     per_minute = limits.requests_per_minute
     if per_minute is not None and account.requests < 1:
-        return Refusal(f"{per_minute} requests per minute", (1 - account.requests) * MINUTE / per_minute)
+        return QuotaRefusal(f"{per_minute} requests per minute", (1 - account.requests) * MINUTE / per_minute)
     per_minute = limits.tokens_per_minute
     if per_minute is not None and (missing := min(prompt_tokens, per_minute) - account.tokens) > 0:
-        return Refusal(f"{per_minute} tokens per minute", missing * MINUTE / per_minute)
+        return QuotaRefusal(f"{per_minute} tokens per minute", missing * MINUTE / per_minute)
     account.requests -= 1
     account.tokens -= prompt_tokens
     return None
@@ -252,7 +252,7 @@ def _width(front_ends: int) -> int:
     return 3 + front_ends
 
 
-def _too_many(refusal: Refusal) -> ApiError:
+def _too_many(refusal: QuotaRefusal) -> ApiError:
     seconds = max(1, math.ceil(refusal.retry_after))
     message = f"The limit of {refusal.limit} is reached; try again in {seconds} s."
     return ApiError(429, message, headers={"retry-after": str(seconds)})

@@ -18,7 +18,7 @@ from coordinator.rpc.handshakes import KeyRefused
 from coordinator.rpc.keys import MeshKeys
 from coordinator.views import ViewNews
 from router.faults import FaultEvent
-from router.launcher.scaling import Machine, ScalingRefused, plan
+from router.launcher.scaling import MachineCapacity, ScalingRefused, plan
 from router.launcher.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Overseer:
         endpoint: str,
         mesh_name: str,
         supervisor: Supervisor,
-        machine: Machine,
+        machine: MachineCapacity,
         keys: MeshKeys | None = None,
     ) -> None:
         """``mesh_name`` is that of our coordinator; empty for headless instances, which obey the mesh of

@@ -19,7 +19,7 @@ from parallel.devices import visible_cuda_devices
 from parallel.topology import usable_cores
 from router.config import HttpConfig, ServeConfig
 from router.http.tls import tls_problem
-from router.launcher.scaling import Machine, ScalingRefused, check_cores
+from router.launcher.scaling import MachineCapacity, ScalingRefused, check_cores
 from router.text.sampling_defaults import sampling_defaults
 from router.text.tokens import TokenizerError, load_tokenizer
 
@@ -114,13 +114,13 @@ def ignored_with_uds(config: ServeConfig) -> list[str]:
     ]
 
 
-def machine_of(config: ServeConfig) -> Machine:
+def machine_of(config: ServeConfig) -> MachineCapacity:
     """What there is for instances here."""
     device = config.engine.device
     if config.data_parallel_backend == "ray":  # which says itself what it has room for
-        return Machine(devices=None, cores=sys.maxsize)
+        return MachineCapacity(devices=None, cores=sys.maxsize)
     devices = 0 if device.device == "cpu" else visible_cuda_devices()
-    return Machine(
+    return MachineCapacity(
         devices=devices if devices or device.device == "cuda" else None,
         devices_per_instance=max(1, config.engine.num_local_workers),
         cores=usable_cores(),

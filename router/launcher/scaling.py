@@ -20,7 +20,7 @@ class ScalingRefused(Exception):
     """A scale command that is impossible now; the message says why."""
 
 
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
+class MachineCapacity(msgspec.Struct, frozen=True, kw_only=True):
     """What this machine has for instances."""
 
     devices: int | None
@@ -47,7 +47,7 @@ def plan(
     size: int,
     members: Sequence[Member],
     ours: Collection[int],
-    machine: Machine,
+    machine: MachineCapacity,
     force: bool,
     leaving: Collection[str] = (),
 ) -> ScalingPlan:
@@ -72,7 +72,7 @@ def plan(
     return ScalingPlan()
 
 
-def check_cores(count: int, machine: Machine) -> None:
+def check_cores(count: int, machine: MachineCapacity) -> None:
     """Whether so many instances can be meant to run on a machine.
 
     Raises:
@@ -85,7 +85,7 @@ def check_cores(count: int, machine: Machine) -> None:
         )
 
 
-def shared_devices(count: int, machine: Machine) -> str:
+def shared_devices(count: int, machine: MachineCapacity) -> str:
     """A warning if there are not enough devices for each instance.
 
     Empty if there are.
@@ -111,7 +111,7 @@ def free_number(staying: Collection[int], leaving: Collection[int], room: int) -
     return next(itertools.chain(unused, with_devices, beyond))
 
 
-def _grow(more: int, taken: set[int], ours: Collection[int], machine: Machine) -> ScalingPlan:
+def _grow(more: int, taken: set[int], ours: Collection[int], machine: MachineCapacity) -> ScalingPlan:
     count = len(ours) + more
     if machine.hosts_per_instance > 1:
         raise ScalingRefused(

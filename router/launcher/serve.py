@@ -53,7 +53,7 @@ from router.launcher.preflight import (
     text_problem,
 )
 from router.launcher.scaling import shared_devices
-from router.launcher.service_manager import Progress, ServiceManager
+from router.launcher.service_manager import LauncherStatus, ServiceManager
 from router.launcher.shutdown import Shutdown
 from router.launcher.starter import ProcessStarter
 from router.launcher.supervisor import Supervisor
@@ -335,8 +335,8 @@ async def _supervise(
             task.cancel()
 
 
-def _progress(supervisor: Supervisor) -> Progress:
-    return Progress(supervisor.ready, supervisor.stopping, supervisor.children.members)
+def _progress(supervisor: Supervisor) -> LauncherStatus:
+    return LauncherStatus(supervisor.ready, supervisor.stopping, supervisor.children.members)
 
 
 async def wait_for_instances(config: ServeConfig, supervisor: Supervisor, overseer: Overseer) -> View:

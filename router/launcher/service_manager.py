@@ -25,7 +25,7 @@ STALL_LIMIT = 60.0
 """Seconds with work and without a step, after which an instance makes no progress."""
 
 
-class Progress(msgspec.Struct, frozen=True):
+class LauncherStatus(msgspec.Struct, frozen=True):
     """What the launcher knows of its processes."""
 
     ready: bool
@@ -35,7 +35,7 @@ class Progress(msgspec.Struct, frozen=True):
     """The local instances, as the coordinator last reported them."""
 
 
-def makes_progress(progress: Progress) -> bool:
+def makes_progress(progress: LauncherStatus) -> bool:
     """Whether the watchdog is to be kept quiet (pure).
 
     False only if all local instances have work and take no steps. Without a report nothing is known, so a
@@ -45,7 +45,7 @@ def makes_progress(progress: Progress) -> bool:
     return not serving or any(member.load.stalled_for < STALL_LIMIT for member in serving)
 
 
-def status_line(progress: Progress) -> str:
+def status_line(progress: LauncherStatus) -> str:
     """One line for ``systemctl status`` (pure)."""
     if progress.stopping:
         return "stopping: requests finish"
@@ -72,7 +72,7 @@ class ProgressFile:
     def __repr__(self) -> str:
         return f"<ProgressFile {self._path}>"
 
-    def tell(self, progress: Progress) -> None:
+    def tell(self, progress: LauncherStatus) -> None:
         """Make, touch or remove the file."""
         with contextlib.suppress(OSError):  # a full disk, or no such directory: the probe then fails
             if progress.stopping or not progress.ready:
@@ -96,7 +96,7 @@ class ServiceManager:
     def __repr__(self) -> str:
         return f"<ServiceManager at {self._address!r}, watchdog {self._period}>"
 
-    async def keep(self, progress: Callable[[], Progress]) -> None:
+    async def keep(self, progress: Callable[[], LauncherStatus]) -> None:
         """Send what changes, and pings while there is progress, until cancelled."""
         if not self._address and self._file is None:
             return
@@ -107,7 +107,7 @@ class ServiceManager:
                 pause = min(pause, self._period / PINGS_PER_PERIOD)
             await asyncio.sleep(pause)
 
-    def tell(self, progress: Progress) -> None:
+    def tell(self, progress: LauncherStatus) -> None:
         """Send what has changed since the last call, and a ping if there is progress."""
         if self._file is not None:
             self._file.tell(progress)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 
 from router.metrics.report_metrics import LABELS, buckets
-from router.metrics.shared_counts import Totals
+from router.metrics.shared_counts import SeriesTotals
 
 
 class Series:
@@ -25,14 +25,14 @@ class Series:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    def add(self, totals: Totals) -> None:
+    def add(self, totals: SeriesTotals) -> None:
         """Add the observations of another process; another version's buckets are left out."""
         if len(totals.counts) == len(self.counts):
             self.counts = [own + other for own, other in zip(self.counts, totals.counts, strict=True)]
             self.total += totals.total
 
-    def totals(self) -> Totals:
-        return Totals(self.counts, self.total)
+    def totals(self) -> SeriesTotals:
+        return SeriesTotals(self.counts, self.total)
 
 
 class Histogram:
@@ -53,15 +53,15 @@ class Histogram:
             series = self._series[engine] = Series(self._bounds)
         return series
 
-    def totals(self) -> dict[str, Totals]:
+    def totals(self) -> dict[str, SeriesTotals]:
         """Totals by engine."""
         return {engine: series.totals() for engine, series in self._series.items()}
 
-    def add(self, totals: Mapping[str, Totals]) -> None:
+    def add(self, totals: Mapping[str, SeriesTotals]) -> None:
         for engine, of_engine in totals.items():
             self.of(engine).add(of_engine)
 
-    def family(self, model: str, others: Iterable[Mapping[str, Totals]] = ()) -> Metric:
+    def family(self, model: str, others: Iterable[Mapping[str, SeriesTotals]] = ()) -> Metric:
         """The metric with the observations of ``others``, which are other processes."""
         whole = Histogram(self.name, self._help, self._bounds)
         for part in (self.totals(), *others):

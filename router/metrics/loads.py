@@ -15,7 +15,7 @@ class ServerLoad(msgspec.Struct):
     server_load: int
 
 
-class Load(msgspec.Struct):
+class InstanceLoad(msgspec.Struct):
     """Load of one instance."""
 
     dp_rank: int
@@ -56,18 +56,18 @@ class Loads(msgspec.Struct):
     timestamp: float
     """Seconds since 1970."""
     dp_rank_count: int
-    loads: list[Load]
+    loads: list[InstanceLoad]
     aggregate: Aggregate
 
     @classmethod
-    def of(cls, loads: Sequence[Load], now: float) -> Loads:
+    def of(cls, loads: Sequence[InstanceLoad], now: float) -> Loads:
         running = sum(load.num_running_reqs for load in loads)
         waiting = sum(load.num_waiting_reqs for load in loads)
         usage = sum(load.token_usage for load in loads) / max(1, len(loads))
         return cls(now, len(loads), list(loads), Aggregate(running, waiting, running + waiting, usage))
 
 
-def loads_of(reports: Mapping[int, InstanceReport]) -> list[Load]:
+def loads_of(reports: Mapping[int, InstanceReport]) -> list[InstanceLoad]:
     """Loads of all instances, by rank."""
     return [_load(rank, report) for rank, report in sorted(reports.items())]
 
@@ -86,8 +86,8 @@ def older_loads_of(reports: Mapping[int, InstanceReport], block_size: int) -> li
     ]
 
 
-def _load(rank: int, report: InstanceReport) -> Load:
-    return Load(
+def _load(rank: int, report: InstanceReport) -> InstanceLoad:
+    return InstanceLoad(
         dp_rank=rank,
         num_running_reqs=report.running,
         num_waiting_reqs=report.waiting,

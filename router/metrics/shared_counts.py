@@ -26,7 +26,7 @@ WRITE_INTERVAL = 0.5
 """Minimum seconds between two writes of shared counts."""
 
 
-class Totals(msgspec.Struct, frozen=True, array_like=True):
+class SeriesTotals(msgspec.Struct, frozen=True, array_like=True):
     """One series of a histogram: observations per bucket, and the sum of their values."""
 
     counts: list[int]
@@ -40,7 +40,7 @@ class HttpTotals(msgspec.Struct, frozen=True, array_like=True):
     handler: str
     statuses: dict[str, int]
     """Counts by group, as "2xx"."""
-    seconds: Totals
+    seconds: SeriesTotals
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: int
     in_flight: int = 0
-    histograms: dict[str, dict[str, Totals]] = {}
+    histograms: dict[str, dict[str, SeriesTotals]] = {}
     """By name and engine."""
     success: dict[str, dict[str, int]] = {}
     """By engine and finish reason."""

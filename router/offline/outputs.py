@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.api.logprobs import LogprobShapes
-from router.mesh import NumericsChange
+from router.mesh import NumericsSwitch
 from router.offline.inputs import Job
 from router.openai_api import PromptLogprob as Logprob
 from router.openai_api import PromptLogprobs
@@ -34,7 +34,7 @@ class CompletionOutput:
     """Stop token or string that ended it; None at the end of sequence or length."""
     system_fingerprint: str | None = None
     """Name of the numerics class that computed its first token; None if unknown."""
-    numerics_changes: Sequence[NumericsChange] = ()
+    numerics_changes: Sequence[NumericsSwitch] = ()
     """Where it went on in another numerics class; empty if it never did."""
 
     def finished(self) -> bool:

@@ -10,7 +10,7 @@ import msgspec
 from engine.messages import Delta, FinishReason, TokenLogprobs
 from engine.sampling import SamplingParams
 from router.errors import from_failure
-from router.mesh import NumericsChange, Prompt
+from router.mesh import NumericsSwitch, Prompt
 from router.recorded import RecordedSample, Recorder
 from router.text.prompt_text import NO_TEXT, PromptText
 from router.text.stops import StopStrings
@@ -66,7 +66,7 @@ class OutputStream:
         """How many samples of the same prompt there are."""
         self.fingerprint: str | None = None
         """Name of the numerics class in which its first token was computed."""
-        self.known_changes: Sequence[NumericsChange] = ()
+        self.known_changes: Sequence[NumericsSwitch] = ()
         """Changes of its numerics class, also between tokens that are not read yet."""
         self.num_tokens = 0
         self.num_cached_tokens = 0
@@ -98,7 +98,7 @@ class OutputStream:
         return self.prompt.sample_index == 0
 
     @property
-    def numerics_changes(self) -> list[NumericsChange]:
+    def numerics_changes(self) -> list[NumericsSwitch]:
         """Changes of numerics class between its tokens so far."""
         return [change for change in self.known_changes if change.after_tokens < self.num_tokens]
 

@@ -16,7 +16,7 @@ from coordinator.config import MeshConfig
 from coordinator.settings.flags import parse
 from router.config import RouterConfig
 from router.epp.command import EppConfig
-from router.epp.endpoints import Target
+from router.epp.endpoints import EndpointTarget
 from tests.deploy.files import DEPLOY, serve_config
 
 KUBERNETES = DEPLOY / "kubernetes"
@@ -120,7 +120,7 @@ def test_the_picker_finds_the_routers_and_the_mesh() -> None:
     assert picker.mesh.mesh_key_file == router.mesh.mesh_key_file
     _, own, routers = documents(KUBERNETES / "components" / "epp" / "epp.yaml")
     (pool,) = documents(KUBERNETES / "components" / "epp" / "inference-pool.yaml")
-    assert picker.targets == [Target(routers["metadata"]["name"], router.http.port)]
+    assert picker.targets == [EndpointTarget(routers["metadata"]["name"], router.http.port)]
     assert routers["spec"]["selector"] == pool["spec"]["selector"]["matchLabels"]
     reference = pool["spec"]["endpointPickerRef"]
     assert (reference["name"], reference["port"]["number"]) == (own["metadata"]["name"], picker.grpc_port)

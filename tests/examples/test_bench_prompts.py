@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from examples.benchmarks.prompts import bench_offline, bench_prompts, prompt_load, prompt_tables
-from router.tools.bench.client import Target
+from router.tools.bench.client import BenchTarget
 
 
 def args(**changes: Any) -> argparse.Namespace:
@@ -136,7 +136,7 @@ async def measured(prompt: int, decodes: list[int], most: int) -> tuple[Server, 
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
-        target = Target(
+        target = BenchTarget(
             base_url="http://{}:{}".format(*runner.addresses[0][:2]),
             endpoint="/v1/completions",
             model="bench",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from coordinator.messages import ExpertBalance, Role
 from coordinator.numerics import Numerics
 from engine.messages import Delta, FinishReason, InstanceReport, TokenLogprobs
-from router.mesh import MeshError, NumericsChange, Prompt, ServedModel, TokenSink
+from router.mesh import MeshError, NumericsSwitch, Prompt, ServedModel, TokenSink
 
 Script = Callable[[Prompt], Sequence[Delta]]
 
@@ -85,7 +85,7 @@ class FakeGeneration:
         return self._mesh.fingerprints.get(self.prompt.sample_index)
 
     @property
-    def numerics_changes(self) -> Sequence[NumericsChange]:
+    def numerics_changes(self) -> Sequence[NumericsSwitch]:
         return self._mesh.changes.get(self.prompt.sample_index, ())
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
@@ -143,7 +143,7 @@ class FakeMesh:
         self.script = script
         self.fingerprints: dict[int, str] = {}
         """Numerics class of the instance that computes each sample of a prompt."""
-        self.changes: dict[int, list[NumericsChange]] = {}
+        self.changes: dict[int, list[NumericsSwitch]] = {}
         """Changes of class, likewise."""
         self.delay = 0.0
         self.refusal: MeshError | None = None

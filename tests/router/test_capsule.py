@@ -21,7 +21,7 @@ from router.capsule import (
     read,
     written,
 )
-from router.mesh import NumericsChange
+from router.mesh import NumericsSwitch
 from router.recorded import RecordedSample
 
 PARAMS = SamplingParams(
@@ -45,7 +45,7 @@ CAPSULE = Capsule(
             (1, 2, 3),
             PARAMS,
             str(2**63 - 1),
-            (CapsuleSample(0, 0, "fp_1", RESULT, (NumericsChange(2, "fp_1", "fp_2"),)),),
+            (CapsuleSample(0, 0, "fp_1", RESULT, (NumericsSwitch(2, "fp_1", "fp_2"),)),),
         ),
     ),
 )

@@ -42,7 +42,7 @@ from examples.benchmarks.machine_limits import calibrate
 from examples.benchmarks.peer_systems import SYSTEMS, NotReady, Room, System, started, until_ready
 from examples.benchmarks.prompts import prompt_load as load
 from examples.benchmarks.prompts.prompt_tables import plot, print_model
-from router.tools.bench.client import Target
+from router.tools.bench.client import BenchTarget
 
 Args = argparse.Namespace
 Page = dict[str, Any]
@@ -99,7 +99,7 @@ def cells_of(args: Args, systems: Sequence[str]) -> list[Cell]:
 
 def measure(cell: Cell, url: str, vocabulary: int, key: str, rounds: int | None = None) -> load.Run:
     """One run of a cell; the same key gives the same prompts."""
-    target = Target(base_url=url, endpoint="/v1/completions", model="bench", ignore_eos=True)
+    target = BenchTarget(base_url=url, endpoint="/v1/completions", model="bench", ignore_eos=True)
     length, count = cell["length"], cell["count"]
     if cell["beside"]:
         lengths = [length] + [load.DECODE_PROMPT] * cell["beside"]

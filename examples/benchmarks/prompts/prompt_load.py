@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from router.tools.bench.client import Target, send, session
-from router.tools.bench.datasets import Ask
-from router.tools.bench.report import Outcome, percentile
+from router.tools.bench.client import BenchTarget, send, session
+from router.tools.bench.datasets import BenchRequest
+from router.tools.bench.report import RequestResult, percentile
 
 Prompt = list[int]
 Run = dict[str, Any]
@@ -45,12 +45,12 @@ def prompts_of(key: str, vocabulary: int, lengths: Sequence[int]) -> list[Prompt
     return [[rng.randrange(LOWEST_ID, vocabulary) for _ in range(length)] for length in lengths]
 
 
-async def first_tokens(target: Target, prompts: Sequence[Prompt], count: int) -> Run:
+async def first_tokens(target: BenchTarget, prompts: Sequence[Prompt], count: int) -> Run:
     """Send the prompts, ``count`` at a time, each time once all before are answered."""
-    outcomes: list[Outcome] = []
+    outcomes: list[RequestResult] = []
     async with session() as http:
         for begin in range(0, len(prompts), count):
-            asks = (Ask(prompt, ANSWER) for prompt in prompts[begin : begin + count])
+            asks = (BenchRequest(prompt, ANSWER) for prompt in prompts[begin : begin + count])
             outcomes += await asyncio.gather(*(send(http, target, ask) for ask in asks))
     good = [1000 * outcome.ttft for outcome in outcomes if not outcome.error]
     run: Run = {"failed": len(outcomes) - len(good)}
@@ -60,7 +60,7 @@ async def first_tokens(target: Target, prompts: Sequence[Prompt], count: int) ->
     return run
 
 
-async def beside_decodes(target: Target, prompt: Prompt, decodes: Sequence[Prompt], most: int) -> Run:
+async def beside_decodes(target: BenchTarget, prompt: Prompt, decodes: Sequence[Prompt], most: int) -> Run:
     """Send one prompt while others decode.
 
     The gaps between tokens are those that end after the prompt was sent and begin before its first token.
@@ -69,13 +69,13 @@ async def beside_decodes(target: Target, prompt: Prompt, decodes: Sequence[Promp
     times: list[list[float]] = [[] for _ in decodes]
     async with session() as http:
         tasks = [
-            asyncio.create_task(send(http, target, Ask(one, most), on_token=own.append))
+            asyncio.create_task(send(http, target, BenchRequest(one, most), on_token=own.append))
             for one, own in zip(decodes, times, strict=True)
         ]
         try:
             await _until(lambda: all(len(own) >= SETTLED for own in times), tasks)
             began = time.perf_counter()
-            outcome = await send(http, target, Ask(prompt, 1))
+            outcome = await send(http, target, BenchRequest(prompt, 1))
             ended = began + outcome.ttft
             await _until(lambda: all(own and own[-1] > ended for own in times), tasks)
         finally:
@@ -92,7 +92,7 @@ async def beside_decodes(target: Target, prompt: Prompt, decodes: Sequence[Promp
     return run
 
 
-async def _until(is_so: Callable[[], bool], tasks: Sequence[asyncio.Task[Outcome]]) -> None:
+async def _until(is_so: Callable[[], bool], tasks: Sequence[asyncio.Task[RequestResult]]) -> None:
     """Wait until that is so, or a request has ended, or DECODE_SECONDS have passed."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DECODE_SECONDS):

@@ -27,7 +27,7 @@ from examples.benchmarks.routing.workloads import Arrival, Conversation
 from router.dispatch.chooser import Chooser
 from router.dispatch.ledger import Entry, Ledger
 from router.dispatch.policy import Policy
-from router.dispatch.pool import Instance, Pool
+from router.dispatch.pool import Pool, PooledInstance
 from router.dispatch.recalls import Recaller
 from router.mesh import Prompt
 
@@ -293,7 +293,7 @@ class Cluster:
             case RequestRefused():
                 raise AssertionError(message)
 
-    def _take(self, instance: Instance, delta: Delta) -> None:
+    def _take(self, instance: PooledInstance, delta: Delta) -> None:
         entry = self._ledger.find(instance.name, delta.request)
         assert entry is not None
         outcome = self._outcomes[entry]

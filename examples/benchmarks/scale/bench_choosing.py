@@ -28,7 +28,7 @@ from engine.sampling import SamplingParams
 from engine.scheduling.blocks import NAME_BYTES, prefix_names
 from router.dispatch.chooser import Chooser
 from router.dispatch.ledger import Entry, Ledger
-from router.dispatch.pool import Instance, Pool
+from router.dispatch.pool import Pool, PooledInstance
 from router.mesh import Prompt
 
 MOST_SECONDS = 100e-6
@@ -80,7 +80,7 @@ class Mesh:
         instance = self._rng.choice(self._instances)
         (self._stores if self._rng.random() < STORED_SHARE else self._reports)(instance)
 
-    def _reports(self, instance: Instance) -> None:
+    def _reports(self, instance: PooledInstance) -> None:
         self._steps += 1
         waiting = self._rng.choice((0, 0, 0, 1, 2))
         report = InstanceReport(
@@ -90,7 +90,7 @@ class Mesh:
         )  # fmt: skip
         instance.take_report(report, self.now)
 
-    def _stores(self, instance: Instance) -> None:
+    def _stores(self, instance: PooledInstance) -> None:
         number = self._changes[instance.name]
         self._changes[instance.name] = number + 1
         names = prefix_names(self._rng.choice(self._prefixes), BLOCK_SIZE, "")

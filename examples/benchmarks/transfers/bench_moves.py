@@ -32,7 +32,7 @@ from examples.benchmarks.routing.cluster import DELAY, PEER, Cluster, Machine, S
 from examples.benchmarks.routing.workloads import Arrival, words
 from examples.benchmarks.transfers.rebalancing import Rebalancer, Removal
 from router.dispatch.ledger import Address, Entry
-from router.dispatch.pool import Instance
+from router.dispatch.pool import PooledInstance
 
 MACHINES = {
     "gpu": Machine(StepTime("a GPU", 0.008, 30e-6, 40e-9)),
@@ -97,7 +97,7 @@ class MovingCluster(Cluster):
                     ),
                 )
 
-    def _take(self, instance: Instance, delta: Delta) -> None:
+    def _take(self, instance: PooledInstance, delta: Delta) -> None:
         entry = self._ledger.find(instance.name, delta.request)
         if entry is None:
             return

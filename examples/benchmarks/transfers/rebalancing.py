@@ -14,7 +14,7 @@ from typing import NamedTuple
 from router.dispatch import policy
 from router.dispatch.ledger import Entry, Ledger
 from router.dispatch.policy import CONTEXT_COST, DECODE_COST, QUEUE_COST
-from router.dispatch.pool import Instance, Pool
+from router.dispatch.pool import Pool, PooledInstance
 
 INTERVAL = 0.1
 """Least seconds between two looks at all instances."""
@@ -37,8 +37,8 @@ class Removal(NamedTuple):
     """A request that is to go on at another instance."""
 
     entry: Entry
-    source: Instance
-    target: Instance
+    source: PooledInstance
+    target: PooledInstance
 
 
 class Rebalancer:
@@ -83,7 +83,9 @@ class Rebalancer:
 
     # ---- helpers
 
-    def _from(self, source: Instance, usable: Iterable[Instance], loads: dict[str, float]) -> Removal | None:
+    def _from(
+        self, source: PooledInstance, usable: Iterable[PooledInstance], loads: dict[str, float]
+    ) -> Removal | None:
         """The request that leaves an instance, if one had better."""
         if sum(name == source.name for name, _ in self._away.values()) >= MOST_MOVES:
             return None
@@ -112,7 +114,7 @@ class Rebalancer:
         return left >= FEWEST_LEFT and entry not in self._away and entry not in self._rests
 
 
-def load_of(instance: Instance) -> float:
+def load_of(instance: PooledInstance) -> float:
     """What each step of an instance bears, as prompt tokens to compute.
 
     What was sent since its report is included.
@@ -124,21 +126,21 @@ def load_of(instance: Instance) -> float:
     return DECODE_COST * instance.num_requests + context + QUEUE_COST * instance.report.queued
 
 
-def weight_of(entry: Entry, instance: Instance) -> float:
+def weight_of(entry: Entry, instance: PooledInstance) -> float:
     """The part of a request in the load of an instance."""
     assert instance.capacity is not None
     blocks = -(-entry.work // instance.capacity.block_size)
     return DECODE_COST + CONTEXT_COST * blocks / instance.capacity.num_blocks
 
 
-def _is_alike(one: Instance, other: Instance) -> bool:
+def _is_alike(one: PooledInstance, other: PooledInstance) -> bool:
     """Whether blocks of one fit the other, and both have the same role."""
     if one.capacity is None or other.capacity is None:
         return False
     return (one.capacity.cache_identity, one.role) == (other.capacity.cache_identity, other.role)
 
 
-def _room_of(instance: Instance) -> int:
+def _room_of(instance: PooledInstance) -> int:
     """Tokens that the KV cache of an instance holds."""
     assert instance.capacity is not None
     return instance.capacity.num_blocks * instance.capacity.block_size

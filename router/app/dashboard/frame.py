@@ -21,7 +21,7 @@ from router.dispatch.pool import InstanceHealth
 from router.faults import FaultEvent, Faults
 
 
-class Watched(Protocol):
+class DashboardMesh(Protocol):
     """What the page tells of the mesh; :class:`router.dispatch.client.MeshClient` is the real one."""
 
     @property
@@ -36,7 +36,7 @@ class Watched(Protocol):
     def flights(self, most: int) -> Sequence[Flight]: ...
 
 
-def frame_of(mesh: Watched, faults: Faults, num_requests: int, front_end: int, now: float) -> Frame:
+def frame_of(mesh: DashboardMesh, faults: Faults, num_requests: int, front_end: int, now: float) -> Frame:
     """``now``: Unix time in seconds; ``num_requests``: in flight at all routers."""
     view = mesh.view
     reports, health = mesh.reports(), mesh.instance_health()

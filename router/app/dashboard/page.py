@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from router.api.streaming import EVENT_STREAM
 from router.app.dashboard.feed import Feed, FeedStream
-from router.app.dashboard.frame import Watched, frame_of
+from router.app.dashboard.frame import DashboardMesh, frame_of
 from router.errors import ApiError
 from router.faults import Faults
 
@@ -56,7 +56,7 @@ class Dashboard:
 
     def __init__(
         self,
-        mesh: Watched,
+        mesh: DashboardMesh,
         faults: Callable[[], Faults],
         num_requests: Callable[[], int],
         front_end: int = 0,

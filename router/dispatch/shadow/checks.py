@@ -61,7 +61,7 @@ class Party(msgspec.Struct, frozen=True):
 
 
 @dataclass(eq=False)
-class Check:
+class ShadowCheck:
     """One request that is computed again."""
 
     prompt: Prompt
@@ -95,7 +95,7 @@ class Check:
         return first_difference(one, other, self.up_to)
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class ShadowVerdict(msgspec.Struct, frozen=True):
     """What is known of a difference, once a third instance decided or none can."""
 
     request_id: str
@@ -119,14 +119,14 @@ class Verdict(msgspec.Struct, frozen=True):
 class Start(msgspec.Struct, frozen=True):
     """Order: compute the request of this check at this instance."""
 
-    check: Check
+    check: ShadowCheck
     party: Party
 
 
 class Stop(msgspec.Struct, frozen=True):
     """Order: stop computing this check."""
 
-    check: Check
+    check: ShadowCheck
 
 
 Parties = Mapping[str, Party]
@@ -154,9 +154,9 @@ class ShadowChecks:
     """The checks of one router, waiting and under way."""
 
     def __init__(self) -> None:
-        self._pending: list[Check] = []
+        self._pending: list[ShadowCheck] = []
         """Differences first, then by age."""
-        self._under_way: list[Check] = []
+        self._under_way: list[ShadowCheck] = []
         self.counts: Counter[str] = Counter()
         """Ended checks by :class:`router.mesh.ShadowResult`."""
 
@@ -170,7 +170,7 @@ class ShadowChecks:
         """Count a drawn request that cannot be compared."""
         self.counts[ShadowResult.SKIPPED] += 1
 
-    def add(self, check: Check, now: float) -> None:
+    def add(self, check: ShadowCheck, now: float) -> None:
         """Queue a check of an answer that has ended."""
         if len(check.prompt.prompt_ids) + check.num_tokens > MAX_CHECK_TOKENS:
             self.skip()
@@ -183,11 +183,13 @@ class ShadowChecks:
             self._pending.remove(oldest)
             self.counts[ShadowResult.DROPPED] += 1
 
-    def look(self, parties: Parties, now: float) -> list[Start | Stop | Verdict]:
+    def look(self, parties: Parties, now: float) -> list[Start | Stop | ShadowVerdict]:
         """What to start and to stop now, and what nobody can decide any more."""
         return [*self._stops(parties, now), *self._expired(now), *self._starts(parties, now)]
 
-    def computed(self, check: Check, sample: RecordedSample, parties: Parties, now: float) -> Verdict | None:
+    def computed(
+        self, check: ShadowCheck, sample: RecordedSample, parties: Parties, now: float
+    ) -> ShadowVerdict | None:
         """Take in what the instance of a check has computed; returns the verdict, if any."""
         party = self._ends(check)
         if self._has_changed(check, party, parties):
@@ -203,7 +205,7 @@ class ShadowChecks:
             return self._undecided(check, "the group spreads experts, and others computed a part of both")
         return self._ask_a_third(check, parties, now)
 
-    def lost(self, check: Check, parties: Parties, now: float) -> Verdict | None:
+    def lost(self, check: ShadowCheck, parties: Parties, now: float) -> ShadowVerdict | None:
         """The instance of a check is gone, or does not compute it."""
         self._ends(check)
         if check.second is not None:
@@ -211,7 +213,7 @@ class ShadowChecks:
         self.counts[ShadowResult.LOST] += 1
         return None
 
-    def stopped(self, check: Check, parties: Parties, now: float) -> Verdict | None:
+    def stopped(self, check: ShadowCheck, parties: Parties, now: float) -> ShadowVerdict | None:
         """A check was stopped as ordered: a difference goes to another instance, others are dropped."""
         self._ends(check)
         if check.second is not None:
@@ -221,7 +223,7 @@ class ShadowChecks:
 
     # ---- helpers
 
-    def _ends(self, check: Check) -> Party:
+    def _ends(self, check: ShadowCheck) -> Party:
         """Take a check out of those under way."""
         party, check.at = check.at, None
         assert party is not None, "it is under way"
@@ -237,7 +239,7 @@ class ShadowChecks:
             if crowded or now > check.deadline:
                 yield Stop(check)
 
-    def _expired(self, now: float) -> Iterator[Verdict]:
+    def _expired(self, now: float) -> Iterator[ShadowVerdict]:
         for check in [each for each in self._pending if now > each.deadline]:
             self._pending.remove(check)
             if check.second is None:
@@ -264,13 +266,13 @@ class ShadowChecks:
             check.at, check.deadline = party, now + COMPUTE_TIMEOUT
             yield Start(check, party)
 
-    def _has_changed(self, check: Check, party: Party, parties: Parties) -> bool:
+    def _has_changed(self, check: ShadowCheck, party: Party, parties: Parties) -> bool:
         """Whether an instance of the check is of another class now."""
         involved = (check.origin, check.second or party, party)
         now = (parties.get(each.name, each).fingerprint for each in involved)
         return any(fingerprint != check.origin.fingerprint for fingerprint in now)
 
-    def _ask_a_third(self, check: Check, parties: Parties, now: float) -> Verdict | None:
+    def _ask_a_third(self, check: ShadowCheck, parties: Parties, now: float) -> ShadowVerdict | None:
         if check.num_thirds == MAX_THIRDS:
             return self._undecided(check, f"{MAX_THIRDS} third instances were lost while they computed it")
         if not any(_able(check, parties)):
@@ -280,7 +282,7 @@ class ShadowChecks:
         self._pending.insert(0, check)
         return None
 
-    def _decided(self, check: Check, third: Party, sample: RecordedSample) -> Verdict:
+    def _decided(self, check: ShadowCheck, third: Party, sample: RecordedSample) -> ShadowVerdict:
         assert check.second is not None
         assert check.found is not None
         odd = None
@@ -293,17 +295,17 @@ class ShadowChecks:
         self.counts[ShadowResult.ODD] += 1
         return self._verdict(check, odd, third, "")
 
-    def _undecided(self, check: Check, why: str) -> Verdict:
+    def _undecided(self, check: ShadowCheck, why: str) -> ShadowVerdict:
         self.counts[ShadowResult.UNDECIDED] += 1
         return self._verdict(check, None, None, why)
 
-    def _verdict(self, check: Check, odd: Party | None, third: Party | None, why: str) -> Verdict:
+    def _verdict(self, check: ShadowCheck, odd: Party | None, third: Party | None, why: str) -> ShadowVerdict:
         assert check.second is not None
         assert check.found is not None
         difference = check.compare(check.expected, check.found)
         assert difference is not None
         fingerprint = check.origin.fingerprint or ""
-        return Verdict(
+        return ShadowVerdict(
             check.prompt.request_id, fingerprint, check.origin, check.second, difference, odd, third, why
         )
 
@@ -339,7 +341,7 @@ class DrainLimit:
         self._ordered.pop(odd.name, None)
 
 
-def _able(check: Check, parties: Parties) -> list[Party]:
+def _able(check: ShadowCheck, parties: Parties) -> list[Party]:
     """Instances that can compute a check: of its class, ready, and new to it."""
     return [
         each

@@ -21,17 +21,17 @@ from engine.messages import Delta, FinishReason
 from router.dispatch.ledger import Entry
 from router.dispatch.mover import RequestMover
 from router.dispatch.policy import STALLED_AFTER
-from router.dispatch.pool import Instance, Pool
+from router.dispatch.pool import Pool, PooledInstance
 from router.dispatch.shadow.checks import (
     LEAVES_ALREADY,
     MAX_CHECK_TOKENS,
-    Check,
     DrainLimit,
     Party,
+    ShadowCheck,
     ShadowChecks,
+    ShadowVerdict,
     Start,
     Stop,
-    Verdict,
     can_be_checked,
     is_drawn,
 )
@@ -138,7 +138,7 @@ class Shadowing:
         self._tell = tell
         self._checks = ShadowChecks()
         self._limit = DrainLimit()
-        self._tasks: dict[Check, asyncio.Task[None]] = {}
+        self._tasks: dict[ShadowCheck, asyncio.Task[None]] = {}
         self._drains: set[asyncio.Task[None]] = set()
         self._added = asyncio.Event()
         self._has_warned = False
@@ -210,7 +210,7 @@ class Shadowing:
                 self._checks.skip()
             return
         up_to = len(sample.token_ids) if stream.is_cut else None
-        self._checks.add(Check(entry.prompt, sample, origin, up_to), time.monotonic())
+        self._checks.add(ShadowCheck(entry.prompt, sample, origin, up_to), time.monotonic())
         self._added.set()
 
     def _origin(self, entry: Entry) -> Party | None:
@@ -234,10 +234,10 @@ class Shadowing:
                     self._tasks[check] = asyncio.create_task(self._compute(check, party))
                 case Stop(check):
                     self._tasks[check].cancel()
-                case Verdict():
+                case ShadowVerdict():
                     self._act_on(order)
 
-    async def _compute(self, check: Check, party: Party) -> None:
+    async def _compute(self, check: ShadowCheck, party: Party) -> None:
         """Have an instance compute a check, and act on what comes of it."""
         verdict = None
         try:
@@ -257,7 +257,7 @@ class Shadowing:
         if verdict is not None:
             self._act_on(verdict)
 
-    async def _sample_of(self, check: Check, party: Party) -> RecordedSample:
+    async def _sample_of(self, check: ShadowCheck, party: Party) -> RecordedSample:
         """What an instance computes for a check, as far as it is compared.
 
         Raises:
@@ -282,7 +282,7 @@ class Shadowing:
             stream.close()
         raise _gone(party)
 
-    def _act_on(self, verdict: Verdict) -> None:
+    def _act_on(self, verdict: ShadowVerdict) -> None:
         text = f"shadow check: {verdict}"
         logger.warning("%s", text)
         self._faults.record(FaultEvent.DETECTION, "shadow_difference", text, time.time())
@@ -324,7 +324,7 @@ class Shadowing:
         now = time.monotonic()
         return {instance.name: self._party(instance, now) for instance in self._pool}
 
-    def _party(self, instance: Instance, now: float) -> Party:
+    def _party(self, instance: PooledInstance, now: float) -> Party:
         numerics, report, limits = instance.member.numerics, instance.report, instance.capacity
         load = instance.candidate(now)
         return Party(
@@ -344,7 +344,7 @@ class Shadowing:
         )
 
 
-def _again(prompt: Prompt, instance: Instance) -> Prompt:
+def _again(prompt: Prompt, instance: PooledInstance) -> Prompt:
     """The request as it is computed again, without what others would see of it."""
     params = msgspec.structs.replace(prompt.params, prompt_logprobs=None)
     return msgspec.structs.replace(

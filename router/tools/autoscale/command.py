@@ -27,7 +27,7 @@ from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.handshakes import KeyRefused
 from coordinator.rpc.keys import MeshKeys
 from coordinator.settings.flags import Count, flag, parse
-from router.tools.autoscale.policy import Autoscaler, Goals, Seen, Verdict
+from router.tools.autoscale.policy import Autoscaler, Goals, MeshSnapshot, SizeDecision
 
 ASK_TIMEOUT = 10.0
 """Seconds for an answer of the coordinator."""
@@ -121,7 +121,7 @@ class TtftMeter:
         return max(0.0, total - before[0]) / (count - before[1])
 
 
-class Change:
+class PendingScale:
     """The newest change of the number of instances, until it is done or has failed."""
 
     def __init__(self, command: Callable[[Scale], Awaitable[Answer]]) -> None:
@@ -130,7 +130,7 @@ class Change:
         self._wish: Scale | None = None
 
     def __repr__(self) -> str:
-        return f"<Change {self._wish}>"
+        return f"<PendingScale {self._wish}>"
 
     async def begin(self, size: int) -> str:
         """Begin another one; returns what happens now."""
@@ -158,10 +158,10 @@ class Change:
         return f"there are not {wish.size} instances: {answer.text}"
 
 
-def seen_in(view: View, ttft: float | None) -> Seen:
+def seen_in(view: View, ttft: float | None) -> MeshSnapshot:
     """What decides in a view."""
     staying = [member for member in view.members if member.state.stays]
-    return Seen(
+    return MeshSnapshot(
         staying=len(staying),
         ready=sum(member.state is State.READY for member in staying),
         leaving=len(view.members) - len(staying),
@@ -171,7 +171,7 @@ def seen_in(view: View, ttft: float | None) -> Seen:
     )
 
 
-def signal_text(verdict: Verdict, seen: Seen, path: str) -> str:
+def signal_text(verdict: SizeDecision, seen: MeshSnapshot, path: str) -> str:
     """Contents of the signal file."""
     if path.endswith(".prom"):
         return (
@@ -183,7 +183,7 @@ def signal_text(verdict: Verdict, seen: Seen, path: str) -> str:
     return msgspec.json.encode(told).decode() + "\n"
 
 
-def write_signal(verdict: Verdict, seen: Seen, path: str) -> None:
+def write_signal(verdict: SizeDecision, seen: MeshSnapshot, path: str) -> None:
     """Replace the signal file: a reader never finds half of it."""
     new = Path(f"{path}.new")
     new.write_text(signal_text(verdict, seen, path))
@@ -214,7 +214,7 @@ async def _run(config: AutoscaleConfig, keys: MeshKeys | None) -> None:
     """Look until interrupted. A mesh that does not answer is left as it is."""
     scaler, meter, last = Autoscaler(config.goals), TtftMeter(), ""
     endpoint = config.mesh.coordinator_endpoint
-    change = Change(partial(ask, endpoint, timeout=ASK_TIMEOUT, keys=keys))
+    change = PendingScale(partial(ask, endpoint, timeout=ASK_TIMEOUT, keys=keys))
     while True:
         try:
             view = await fetch_view(endpoint, ASK_TIMEOUT, keys)

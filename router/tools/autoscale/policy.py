@@ -40,7 +40,7 @@ class Goals(msgspec.Struct, frozen=True, kw_only=True):
     """Time for which nothing larger was wanted, before a change downwards."""
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class MeshSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The mesh at one look."""
 
     staying: int
@@ -53,7 +53,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """Mean seconds to the first token since the last look; None without any."""
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class SizeDecision(msgspec.Struct, frozen=True):
     """The number of instances to have, and why."""
 
     size: int
@@ -72,7 +72,7 @@ class Autoscaler:
     def __repr__(self) -> str:
         return f"<Autoscaler {self._goals.min_instances} to {self._goals.max_instances}>"
 
-    def look(self, seen: Seen, now: float) -> Verdict:
+    def look(self, seen: MeshSnapshot, now: float) -> SizeDecision:
         """What to do now; its size is that of the mesh if nothing."""
         goals, size = self._goals, seen.staying
         wanted, why = self._need(seen)
@@ -82,21 +82,21 @@ class Autoscaler:
         if size > goals.max_instances:
             return self._change(goals.max_instances, "more than the most", now)
         if seen.ready < size or seen.leaving:
-            return Verdict(size, "instances start or leave")
+            return SizeDecision(size, "instances start or leave")
         if wanted > size:
             if now - self._changed_at < goals.cool_down_up:
-                return Verdict(size, f"cools down: {why}")
+                return SizeDecision(size, f"cools down: {why}")
             return self._change(wanted, why, now)
         most = max(number for _, number in self._wanted)
         if most >= size:
-            return Verdict(size, why)
+            return SizeDecision(size, why)
         if now - self._began < goals.stabilization_window:
-            return Verdict(size, f"{most} would do, for less than the window")
+            return SizeDecision(size, f"{most} would do, for less than the window")
         if now - self._changed_at < goals.cool_down_down:
-            return Verdict(size, f"cools down: {most} would do")
+            return SizeDecision(size, f"cools down: {most} would do")
         return self._change(most, f"{most} were enough for {goals.stabilization_window:g} s", now)
 
-    def _need(self, seen: Seen) -> tuple[int, str]:
+    def _need(self, seen: MeshSnapshot) -> tuple[int, str]:
         """The number that the load asks for, within the bounds, and the target that asks."""
         goals, ready = self._goals, max(1, seen.ready)
         load = seen.running + seen.waiting
@@ -121,9 +121,9 @@ class Autoscaler:
         while now - self._wanted[0][0] > self._goals.stabilization_window:
             self._wanted.popleft()
 
-    def _change(self, size: int, why: str, now: float) -> Verdict:
+    def _change(self, size: int, why: str, now: float) -> SizeDecision:
         self._changed_at = now
-        return Verdict(size, why)
+        return SizeDecision(size, why)
 
 
 def _grown(ready: int, ratio: float) -> int:

@@ -10,7 +10,7 @@ import msgspec
 INFINITE = float("inf")
 
 
-class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
+class ArrivalProcess(msgspec.Struct, frozen=True, kw_only=True):
     request_rate: float = INFINITE
     """Requests per second; infinite: all at once."""
     burstiness: float = 1.0
@@ -28,7 +28,7 @@ class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
     ramp_end: float = 1.0
 
 
-def pauses(arrivals: Arrivals, rng: random.Random, count: int) -> Iterator[float]:
+def pauses(arrivals: ArrivalProcess, rng: random.Random, count: int) -> Iterator[float]:
     """Seconds to wait after each of ``count`` requests."""
     for number in range(count):
         if arrivals.burst_size is not None:

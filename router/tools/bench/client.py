@@ -16,9 +16,9 @@ import aiohttp
 import msgspec
 
 from router.launcher.environment import key_of_client
-from router.tools.bench.arrivals import Arrivals, pauses
-from router.tools.bench.datasets import Ask, Conversation, Prompt
-from router.tools.bench.report import Outcome
+from router.tools.bench.arrivals import ArrivalProcess, pauses
+from router.tools.bench.datasets import BenchRequest, Conversation, Prompt
+from router.tools.bench.report import RequestResult
 
 READ_TIMEOUT = 600.0
 """Seconds without a byte after which a request has failed."""
@@ -34,7 +34,7 @@ FOR_GOOD = (
 """What another try would meet again: certificates, addresses, a page that is no API."""
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
+class BenchTarget(msgspec.Struct, frozen=True, kw_only=True):
     """The server, and how it is asked."""
 
     base_url: str
@@ -46,17 +46,17 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     extra_body: dict[str, Any] = {}
 
 
-class Delta(msgspec.Struct):
+class ChunkDelta(msgspec.Struct):
     role: str | None = None
     content: str | None = None
 
 
 class Choice(msgspec.Struct):
-    delta: Delta | None = None
+    delta: ChunkDelta | None = None
     text: str | None = None
 
 
-class Usage(msgspec.Struct):
+class ChunkUsage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
@@ -69,7 +69,7 @@ class StreamChunk(msgspec.Struct):
     """
 
     choices: list[Choice] | None = None
-    usage: Usage | None = None
+    usage: ChunkUsage | None = None
     error: Any = None
 
     @property
@@ -78,7 +78,7 @@ class StreamChunk(msgspec.Struct):
 
         The chunk with the role and the one with usage alone do not.
         """
-        deltas = [choice.delta or Delta() for choice in self.choices or ()]
+        deltas = [choice.delta or ChunkDelta() for choice in self.choices or ()]
         return any(delta.content or not delta.role for delta in deltas)
 
     @property
@@ -95,7 +95,7 @@ class Unmeasurable(Exception):
     """The server does not answer as it should."""
 
 
-class Patience:
+class ServerWait:
     """How long a server is waited for. Says once that it is."""
 
     def __init__(self, base_url: str, seconds: float) -> None:
@@ -149,18 +149,18 @@ async def session(
 
 async def send(
     http: aiohttp.ClientSession,
-    target: Target,
-    ask: Ask,
+    target: BenchTarget,
+    ask: BenchRequest,
     said: Sequence[str] = (),
     *,
     on_token: Callable[[float], None] = lambda _now: None,
-) -> Outcome:
+) -> RequestResult:
     """Stream one answer and time its chunks.
 
     ``said``: what a conversation held before it, in turns. ``on_token`` is called with the time of each chunk
     with a token (``time.perf_counter``).
     """
-    outcome = Outcome(input_len=len(ask.prompt))
+    outcome = RequestResult(input_len=len(ask.prompt))
     began = latest = time.perf_counter()
     num_chunks, is_done = 0, False
     text: list[str] = []
@@ -199,7 +199,7 @@ async def send(
     return outcome
 
 
-def _body(target: Target, ask: Ask, said: Sequence[str]) -> dict[str, Any]:
+def _body(target: BenchTarget, ask: BenchRequest, said: Sequence[str]) -> dict[str, Any]:
     body: dict[str, Any] = {"model": target.model, "temperature": target.temperature}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     if target.is_chat:
@@ -237,21 +237,21 @@ def _data(line: bytes) -> bytes:
 
 async def run(
     http: aiohttp.ClientSession,
-    target: Target,
+    target: BenchTarget,
     conversations: Sequence[Conversation],
     *,
     concurrency: int | None = None,
-    arrivals: Arrivals = Arrivals(),  # noqa: B008 - a frozen value
+    arrivals: ArrivalProcess = ArrivalProcess(),  # noqa: B008 - a frozen value
     rng: random.Random | None = None,
     on_end: Callable[[], None] = lambda: None,
-) -> tuple[list[Outcome], float]:
+) -> tuple[list[RequestResult], float]:
     """Send all, at most ``concurrency`` conversations at once; their outcomes and the seconds it took.
     ``on_end`` is called after each request."""
     limit = asyncio.Semaphore(concurrency or max(1, len(conversations)))
 
-    async def converse(conversation: Conversation) -> list[Outcome]:
+    async def converse(conversation: Conversation) -> list[RequestResult]:
         said: list[str] = []
-        outcomes: list[Outcome] = []
+        outcomes: list[RequestResult] = []
         async with limit:
             for ask in conversation:
                 outcomes.append(await send(http, target, ask, said))
@@ -281,7 +281,7 @@ async def model_name(http: aiohttp.ClientSession, base_url: str, timeout: float)
     Raises:
         Unmeasurable: it lists none within ``timeout`` seconds.
     """
-    patience = Patience(base_url, timeout)
+    patience = ServerWait(base_url, timeout)
     while True:
         try:
             async with http.get(f"{base_url}/v1/models", raise_for_status=True) as response:
@@ -295,12 +295,14 @@ async def model_name(http: aiohttp.ClientSession, base_url: str, timeout: float)
             )
 
 
-async def until_ready(http: aiohttp.ClientSession, target: Target, ask: Ask, timeout: float) -> None:
+async def until_ready(
+    http: aiohttp.ClientSession, target: BenchTarget, ask: BenchRequest, timeout: float
+) -> None:
     """Send one request until it succeeds.
 
     Raises:
         Unmeasurable: it never does, or is refused as wrong.
     """
-    patience = Patience(target.base_url, timeout)
+    patience = ServerWait(target.base_url, timeout)
     while error := (await send(http, target, ask)).error:
         await patience.wait(error, for_good=error.startswith(("HTTP 4", "ClientConnectorCertificateError")))

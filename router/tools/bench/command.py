@@ -27,7 +27,7 @@ from coordinator.process import process
 from router.tools.bench.arrivals import INFINITE
 from router.tools.bench.datasets import (
     Conversation,
-    Shape,
+    PromptLengths,
     prefix_repetition,
     random_prompts,
     sharegpt,
@@ -39,7 +39,7 @@ from router.tools.local_mesh import mesh
 if TYPE_CHECKING:
     from aiohttp import ClientSession
 
-    from router.tools.bench.client import Target
+    from router.tools.bench.client import BenchTarget
 
 
 def main(argv: list[str]) -> int:
@@ -82,7 +82,7 @@ async def bench(args: BenchConfig) -> int:
     where = args.endpoint_config
     async with client.session(args.header, key=args.key, trust=where.trust(), path=where.uds) as http:
         name = args.model or await client.model_name(http, args.base_url, args.ready_check_timeout_sec)
-        target = client.Target(
+        target = client.BenchTarget(
             base_url=args.base_url,
             endpoint=args.endpoint,
             model=name,
@@ -109,7 +109,7 @@ async def bench(args: BenchConfig) -> int:
 
 
 async def one_run(
-    http: ClientSession, target: Target, args: BenchConfig, concurrency: int | None, number: int
+    http: ClientSession, target: BenchTarget, args: BenchConfig, concurrency: int | None, number: int
 ) -> Result:
     """Warm up, send all, and sum up.
 
@@ -175,7 +175,7 @@ def conversations(args: BenchConfig, rng: random.Random, count: int) -> list[Con
         kwargs: dict[str, Any] = {"num_tokens": _counter(args.tokenizer)} if args.tokenizer else {}
         return sharegpt(args.dataset_path, rng, count, output_len=args.sharegpt_output_len, **kwargs)
     if args.dataset_name == "prefix_repetition":
-        shape = Shape(
+        shape = PromptLengths(
             prefix_len=args.prefix_repetition_prefix_len,
             output_len=args.prefix_repetition_output_len,
             vocab=args.random_vocab,
@@ -188,7 +188,7 @@ def conversations(args: BenchConfig, rng: random.Random, count: int) -> list[Con
             num_prefixes=args.prefix_repetition_num_prefixes,
             suffix_len=args.prefix_repetition_suffix_len,
         )
-    shape = Shape(
+    shape = PromptLengths(
         input_len=args.random_input_len,
         output_len=args.random_output_len,
         prefix_len=args.random_prefix_len,

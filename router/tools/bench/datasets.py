@@ -20,7 +20,7 @@ SHORTEST, LONGEST, LONGEST_IN_ALL = 4, 1024, 2048
 """Tokens of a ShareGPT prompt, and with its answer, that are used (vLLM's limits)."""
 
 
-class Ask(msgspec.Struct, frozen=True):
+class BenchRequest(msgspec.Struct, frozen=True):
     """One request, or one turn of a conversation."""
 
     prompt: Prompt
@@ -28,11 +28,11 @@ class Ask(msgspec.Struct, frozen=True):
     """Tokens to generate."""
 
 
-Conversation = list[Ask]
+Conversation = list[BenchRequest]
 """Prompts sent one after another; each later one continues the whole conversation before it."""
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
+class PromptLengths(msgspec.Struct, frozen=True, kw_only=True):
     """Lengths in tokens."""
 
     input_len: int = 128
@@ -47,7 +47,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     num_turns: int = 1
 
 
-def random_prompts(shape: Shape, rng: random.Random, count: int) -> list[Conversation]:
+def random_prompts(shape: PromptLengths, rng: random.Random, count: int) -> list[Conversation]:
     """Random tokens behind one prefix; ``num_turns`` of them make a conversation."""
     prefix = _ids(rng, shape.prefix_len, shape)
     found = []
@@ -57,7 +57,7 @@ def random_prompts(shape: Shape, rng: random.Random, count: int) -> list[Convers
             ids = _ids(rng, _length(shape.input_len, shape.range_ratio, rng), shape)
             prompt = prefix + ids if turn == 0 else ids
             turns.append(
-                Ask(
+                BenchRequest(
                     _as_prompt(prompt, shape.as_text or shape.num_turns > 1),
                     _length(shape.output_len, shape.range_ratio, rng),
                 )
@@ -67,14 +67,14 @@ def random_prompts(shape: Shape, rng: random.Random, count: int) -> list[Convers
 
 
 def prefix_repetition(
-    shape: Shape, rng: random.Random, count: int, *, num_prefixes: int, suffix_len: int
+    shape: PromptLengths, rng: random.Random, count: int, *, num_prefixes: int, suffix_len: int
 ) -> list[Conversation]:
     """``num_prefixes`` prefixes of ``shape.prefix_len`` tokens, each before about as many random suffixes, in
     random order."""
     prefixes = [_ids(rng, shape.prefix_len, shape) for _ in range(num_prefixes)]
     found = [
         [
-            Ask(
+            BenchRequest(
                 _as_prompt(prefixes[i % num_prefixes] + _ids(rng, suffix_len, shape), shape.as_text),
                 shape.output_len,
             )
@@ -114,7 +114,7 @@ def sharegpt(
         asked, wanted = num_tokens(question), output_len or num_tokens(reply)
         if asked < SHORTEST or asked > LONGEST or wanted < SHORTEST or asked + wanted > LONGEST_IN_ALL:
             continue
-        found.append([Ask(question, wanted)])
+        found.append([BenchRequest(question, wanted)])
         if len(found) == count:
             return found
     if not found:
@@ -131,7 +131,7 @@ def _first_turns(entries: list[Any]) -> Iterator[tuple[str, str]]:
             yield texts[0], texts[1]
 
 
-def _ids(rng: random.Random, count: int, shape: Shape) -> list[int]:
+def _ids(rng: random.Random, count: int, shape: PromptLengths) -> list[int]:
     return [rng.randrange(LOWEST_ID, shape.vocab) for _ in range(count)]
 
 

@@ -48,7 +48,7 @@ DETAILS = ("input_len", "output_len", "ttft", "itl", "error")
 
 
 @dataclass
-class Outcome:
+class RequestResult:
     """What became of a request. Times in seconds."""
 
     input_len: int
@@ -65,14 +65,14 @@ class Outcome:
         return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else 0.0
 
 
-def meets(outcome: Outcome, goals: Mapping[str, float]) -> bool:
+def meets(outcome: RequestResult, goals: Mapping[str, float]) -> bool:
     """Whether a request is good: within each goal (milliseconds by ttft, tpot, e2el)."""
     taken = {"ttft": outcome.ttft, "tpot": outcome.tpot, "e2el": outcome.latency}
     return not outcome.error and all(1000 * taken[name] <= most for name, most in goals.items())
 
 
 def summary(
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RequestResult],
     duration: float,
     *,
     described: Result,

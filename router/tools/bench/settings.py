@@ -16,7 +16,7 @@ from coordinator.settings.command_line import OneLineParser
 from coordinator.settings.errors import FlagError
 from coordinator.settings.flags import Count, Field, Natural, fields_of, flag, from_flat
 from router.launcher.endpoint_config import EndpointConfig
-from router.tools.bench.arrivals import INFINITE, Arrivals
+from router.tools.bench.arrivals import INFINITE, ArrivalProcess
 from router.tools.bench.datasets import LOWEST_ID
 from router.tools.bench.report import METRICS
 
@@ -139,9 +139,9 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
 
     @property
-    def arrivals(self) -> Arrivals:
+    def arrivals(self) -> ArrivalProcess:
         """When requests are sent."""
-        return Arrivals(
+        return ArrivalProcess(
             request_rate=self.request_rate,
             burstiness=self.burstiness,
             burst_size=self.burst_size,

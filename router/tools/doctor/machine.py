@@ -22,7 +22,7 @@ LEAST_FILES = 4096
 CPU_FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "sve", "bf16")
 
 
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
+class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What was read. Sizes in bytes."""
 
     cores: int
@@ -40,10 +40,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     has_gpu: bool
 
 
-def read_machine() -> Machine:
+def read_machine() -> MachineFacts:
     """As this process sees it."""
     name, flags = _cpu()
-    return Machine(
+    return MachineFacts(
         cores=len(os.sched_getaffinity(0)),
         cores_of_host=os.cpu_count() or 1,
         quota=cpu_quota(),
@@ -57,7 +57,7 @@ def read_machine() -> Machine:
     )
 
 
-def check_machine(machine: Machine) -> list[Finding]:
+def check_machine(machine: MachineFacts) -> list[Finding]:
     """All judgements."""
     return [
         _cores(machine),
@@ -69,7 +69,7 @@ def check_machine(machine: Machine) -> list[Finding]:
     ]
 
 
-def _cores(machine: Machine) -> Finding:
+def _cores(machine: MachineFacts) -> Finding:
     text = f"{machine.cores} of {machine.cores_of_host} cores"
     if machine.quota is not None and machine.quota < machine.cores:
         threads = max(1, int(machine.quota))
@@ -83,7 +83,7 @@ def _cores(machine: Machine) -> Finding:
     return ok(AREA, "cores", f"{text}; {machine.cpu}")
 
 
-def _threads(machine: Machine) -> Finding:
+def _threads(machine: MachineFacts) -> Finding:
     """Under ``serve`` the launcher sets these; an instance started alone takes what is there."""
     environment = machine.environment
     given = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
@@ -99,7 +99,7 @@ def _threads(machine: Machine) -> Finding:
     )
 
 
-def _instructions(machine: Machine) -> Finding:
+def _instructions(machine: MachineFacts) -> Finding:
     text = ", ".join(machine.features) or "no vector instructions that matter"
     if machine.has_gpu or {"avx512_bf16", "amx_bf16", "bf16"} & set(machine.features):
         return ok(AREA, "instructions", text)
@@ -109,7 +109,7 @@ def _instructions(machine: Machine) -> Finding:
     return note(AREA, "instructions", f"{text}: no bfloat16 arithmetic", fix)
 
 
-def _memory(machine: Machine) -> Finding:
+def _memory(machine: MachineFacts) -> Finding:
     text = f"{machine.free_memory / GIB:.1f} GiB free of {machine.memory / GIB:.1f} GiB"
     if machine.free_memory < LEAST_MEMORY:
         fix = "end something, or give --kv-cache-memory-bytes a small size"
@@ -117,7 +117,7 @@ def _memory(machine: Machine) -> Finding:
     return ok(AREA, "memory", text)
 
 
-def _shared_memory(machine: Machine) -> Finding:
+def _shared_memory(machine: MachineFacts) -> Finding:
     """Instances share memory through memfd and pidfd; nothing of ours is in /dev/shm."""
     try:
         os.close(os.memfd_create("lockstep-doctor"))
@@ -129,7 +129,7 @@ def _shared_memory(machine: Machine) -> Finding:
     return ok(AREA, "shared memory", "memfd and pidfd work")
 
 
-def _files(machine: Machine) -> Finding:
+def _files(machine: MachineFacts) -> Finding:
     text = f"{machine.open_files} open files per process"
     if 0 <= machine.open_files < LEAST_FILES:
         fix = "raise the hard limit: ulimit -n 65536 as root, or LimitNOFILE=65536 of a systemd unit"

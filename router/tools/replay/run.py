@@ -64,7 +64,7 @@ class Replayed:
 
 
 @dataclass
-class Outcome:
+class ReplayCounts:
     """Numbers of capsules."""
 
     equal: int = 0
@@ -93,13 +93,13 @@ class Replay:
     def __repr__(self) -> str:
         return f"<Replay at {self._api!r}>"
 
-    def all(self, found: Sequence[Saved]) -> Outcome:
+    def all(self, found: Sequence[Saved]) -> ReplayCounts:
         """Replay capsules, and print a line or more for each.
 
         Raises:
             ServerError: the server cannot replay anything.
         """
-        outcome = Outcome()
+        outcome = ReplayCounts()
         pool = ThreadPoolExecutor(self._concurrency)
         try:
             for saved, results in [(each, self._begin(pool, each.capsule)) for each in found]:

@@ -16,7 +16,7 @@ from engine.sampling import SamplingParams
 from router.api.replaying import OTHER_TEMPLATE
 from router.capsule import FIELD, Capsule, CapsuleModel, ReplayRequest, found_in, read
 from router.config import HttpConfig
-from router.mesh import NumericsChange, ServedModel
+from router.mesh import NumericsSwitch, ServedModel
 from router.recorded import RecordedSample
 from router.text.text_model import TextModel
 from router.text.tokens import Tokenizer
@@ -361,7 +361,7 @@ def test_parameters_are_those_of_instances(server: Server) -> None:
 
 
 def test_a_change_of_class_stands_in_the_capsule_and_in_a_replay(server: Server) -> None:
-    change = NumericsChange(2, CLASS.fingerprint, OTHER.fingerprint)
+    change = NumericsSwitch(2, CLASS.fingerprint, OTHER.fingerprint)
     server.mesh.changes[0] = [change]
     capsule = capsule_in(ask(server, "/v1/completions", BODIES["/v1/completions"]))
     assert capsule.prompts[0].samples[0].numerics_changes == (change,)

@@ -8,7 +8,7 @@ import msgspec
 import openai
 import pytest
 
-from router.mesh import NumericsChange
+from router.mesh import NumericsSwitch
 from tests.router.conftest import Server, events
 
 FIRST, SECOND = "fp_000000000001", "fp_000000000002"
@@ -77,13 +77,13 @@ def test_the_openai_client_reads_it(client: openai.OpenAI, server: Server) -> No
 
 # ---- a choice that went on in another class
 
-MOVED = NumericsChange(2, FIRST, SECOND)
+MOVED = NumericsSwitch(2, FIRST, SECOND)
 TOLD = {"choice": 0, "after_tokens": 2, "from": FIRST, "to": SECOND}
 HEADER = "x-lockstep-numerics-changed"
 ALL = BODIES | {"/v1/messages": {"messages": USER, "max_tokens": 50}}
 
 
-def moved(server: Server, change: NumericsChange = MOVED) -> None:
+def moved(server: Server, change: NumericsSwitch = MOVED) -> None:
     """The mesh gives tokens of two classes from now on."""
     server.mesh.fingerprints[0] = FIRST
     server.mesh.changes[0] = [change]
@@ -123,7 +123,7 @@ def test_the_last_chunk_of_a_choice_says_so(
 def test_each_choice_says_its_own(server: Server) -> None:
     server.mesh.fingerprints.update({0: FIRST, 1: SECOND, 2: FIRST})
     server.mesh.changes.update(
-        {0: [MOVED], 1: [NumericsChange(1, SECOND, None), NumericsChange(3, None, FIRST)]}
+        {0: [MOVED], 1: [NumericsSwitch(1, SECOND, None), NumericsSwitch(3, None, FIRST)]}
     )
     body = {"prompt": "Hello", "n": 3, "temperature": 1}
     told = [
@@ -169,7 +169,7 @@ def test_a_change_behind_the_last_token_is_none_of_the_answer(server: Server) ->
     whole = server.post("/v1/completions", {"prompt": "Hello", "logprobs": 0}).json()["choices"][0]
     tokens = whole["logprobs"]["tokens"]
     for after, is_told in ((2, False), (1, True)):
-        moved(server, NumericsChange(after, FIRST, SECOND))
+        moved(server, NumericsSwitch(after, FIRST, SECOND))
         answer = server.post("/v1/completions", {"prompt": "Hello", "stop": tokens[1]})
         assert answer.json()["usage"]["completion_tokens"] == 2
         assert ("numerics_changes" in answer.json()["usage"]) is is_told

@@ -5,7 +5,7 @@ from __future__ import annotations
 from coordinator.messages import State
 from router.dispatch import policy
 from router.dispatch.circuit_breaker import FORGOTTEN_AFTER, LONGEST_PAUSE, TRIAL_INTERVAL, CircuitBreaker
-from router.dispatch.pool import Instance, Pool
+from router.dispatch.pool import Pool, PooledInstance
 from tests.router.dispatch.test_mesh_parts import candidate, member, view
 
 
@@ -53,7 +53,7 @@ def test_others_are_preferred_and_nobody_else_is_better_than_nobody() -> None:
 
 
 def test_one_death_counts_once_however_it_shows() -> None:
-    instance = Instance(member("a", 0), attached=True)
+    instance = PooledInstance(member("a", 0), attached=True)
     instance.dispatch(10, 0.0)
     assert instance.lost(1.0), "the connection breaks"
     assert not instance.lost(2.0), "the coordinator takes it out"
@@ -62,7 +62,7 @@ def test_one_death_counts_once_however_it_shows() -> None:
 
 
 def test_who_leaves_as_told_has_not_failed() -> None:
-    instance = Instance(member("a", 0, State.DRAINING), attached=True)
+    instance = PooledInstance(member("a", 0, State.DRAINING), attached=True)
     assert instance.lost(1.0)
     assert instance.breaker.failures == 0
 

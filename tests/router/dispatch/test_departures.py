@@ -17,15 +17,15 @@ from router.dispatch.departures import (
     HandOver,
 )
 from router.dispatch.ledger import Entry, Ledger, Loss
-from router.dispatch.pool import Instance
+from router.dispatch.pool import PooledInstance
 from router.mesh import Prompt
 from tests.router.dispatch.test_mesh_parts import member
 
 SIZE = 16
 
 
-def instance(name: str, rank: int, identity: str = "x") -> Instance:
-    found = Instance(member(name, rank))
+def instance(name: str, rank: int, identity: str = "x") -> PooledInstance:
+    found = PooledInstance(member(name, rank))
     found.attached = True
     found.capacity = Capacity(SIZE, 1000, 64, 512, 100, blocks_at=f"at {name}", cache_identity=identity)
     return found
@@ -37,7 +37,7 @@ class World:
     def __init__(self, count: int = 1, length: int = 100) -> None:
         self.ledger = Ledger()
         self.source, self.target = instance("a", 0), instance("b", 1)
-        self.chosen: Instance | None = self.target
+        self.chosen: PooledInstance | None = self.target
         self.departures = Departures(lambda _: self.chosen)
         self.loss = Loss(0, 1.0, count)
         self.entries = []

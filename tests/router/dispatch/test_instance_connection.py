@@ -31,7 +31,7 @@ from engine.sampling import SamplingParams
 from router.dispatch import client, instance_connection
 from router.dispatch.client import MeshClient
 from router.dispatch.instance_connection import InstanceConnection
-from router.dispatch.pool import Instance
+from router.dispatch.pool import PooledInstance
 from router.faults import FaultEvent
 from router.mesh import Prompt
 from tests.router.dispatch.test_mesh_parts import member, show, view
@@ -43,14 +43,14 @@ CAPACITY = Capacity(16, 10, 4, 64, 100)
 class Receiver:
     """Does of :class:`router.dispatch.receiver.MessageReceiver` what the connection needs."""
 
-    def received(self, instance: Instance, message: ToRouter) -> None:
+    def received(self, instance: PooledInstance, message: ToRouter) -> None:
         assert isinstance(message, Attached)
         instance.attached = True
 
-    def connection_broke(self, instance: Instance) -> None:
+    def connection_broke(self, instance: PooledInstance) -> None:
         instance.lost(0.0)
 
-    def connection_failed(self, instance: Instance) -> None:
+    def connection_failed(self, instance: PooledInstance) -> None:
         raise AssertionError
 
 
@@ -68,7 +68,7 @@ def test_a_router_that_lost_the_answer_asks_for_it_again(monkeypatch: pytest.Mon
         listener: AsyncListener[ToInstance, ToRouter] = AsyncListener(
             context, "tcp://127.0.0.1:0", ToInstance, name="instance"
         )
-        instance = Instance(member("a", 0, address=listener.endpoint))
+        instance = PooledInstance(member("a", 0, address=listener.endpoint))
         connection = InstanceConnection(context, instance, Receiver(), None, router="r", wants_blocks=False)
 
         async def heard() -> tuple[bytes, Attach]:
@@ -195,7 +195,7 @@ def test_a_link_that_an_error_of_ours_ended_is_made_anew_and_what_it_had_moves(
             stream = mesh.generate(Prompt("r", [1, 2], SamplingParams(), 0, rank=0))
             assert (await submitted(first)).prompt_ids == [1, 2]
             with monkeypatch.context() as patch:
-                patch.setattr(Instance, "take_report", _fail)
+                patch.setattr(PooledInstance, "take_report", _fail)
                 assert first.send(peer, Tokens([], InstanceReport(0, 0, 0, 0, 0, 10, Counters())))
                 assert (await submitted(second)).prompt_ids == [1, 2]
             assert "reconnecting to instance 0 after an error" in caplog.text

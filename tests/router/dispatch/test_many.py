@@ -17,7 +17,7 @@ from router.dispatch.chooser import Chooser
 from router.dispatch.homes import Homes
 from router.dispatch.ledger import Entry, Ledger
 from router.dispatch.policy import Policy, affinity
-from router.dispatch.pool import Instance, Pool
+from router.dispatch.pool import Pool, PooledInstance
 from router.mesh import MeshError, Prompt
 from tests.coordinator.membership.test_registry import lines_of
 
@@ -89,7 +89,7 @@ class Mesh:
             case _:
                 self._reports(instance)
 
-    def _reports(self, instance: Instance) -> None:
+    def _reports(self, instance: PooledInstance) -> None:
         self._steps += 1
         busy = self.rng.random() < 0.4
         waiting = self.rng.randrange(6) if busy else 0
@@ -103,7 +103,7 @@ class Mesh:
             self.now,
         )  # fmt: skip
 
-    def _holds(self, instance: Instance) -> None:
+    def _holds(self, instance: PooledInstance) -> None:
         names = prefix_names(self.rng.choice(PREFIXES), 16, "")
         stored = b"".join(name.to_bytes(NAME_BYTES, "big") for name in names)
         number, self._numbers[instance.name] = self._numbers[instance.name], self._numbers[instance.name] + 1

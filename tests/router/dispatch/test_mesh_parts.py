@@ -18,7 +18,7 @@ from router.dispatch.chooser import Chooser
 from router.dispatch.client import MeshClient
 from router.dispatch.ledger import Entry, Ledger, Loss
 from router.dispatch.policy import Candidate
-from router.dispatch.pool import ANSWER_TIMEOUT, Instance, Pool
+from router.dispatch.pool import ANSWER_TIMEOUT, Pool, PooledInstance
 from router.mesh import MeshError, Prompt
 
 
@@ -161,7 +161,7 @@ def test_what_a_dead_instance_had_is_taken_on_its_host_alone() -> None:
 
 
 def test_a_report_never_hides_or_doubles_a_dispatch() -> None:
-    instance = Instance(member("a", 0))
+    instance = PooledInstance(member("a", 0))
     numbers = [instance.dispatch(tokens, 0.0) for tokens in (100, 50, 25)]
     assert numbers == [1, 2, 3]
     assert (instance.candidate(0.0).waiting_tokens, instance.candidate(0.0).requests) == (175, 3)

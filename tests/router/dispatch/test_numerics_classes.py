@@ -18,15 +18,15 @@ from router.dispatch.chooser import Chooser
 from router.dispatch.ledger import Ledger
 from router.dispatch.mover import RequestMover
 from router.dispatch.policy import NUMERICS_COST, QUEUE_COST, Candidate, Policy, Wish
-from router.dispatch.pool import Instance, Pool
+from router.dispatch.pool import Pool, PooledInstance
 from router.dispatch.receiver import MessageReceiver
 from router.dispatch.stream import Stream
 from router.faults import Faults
-from router.mesh import NumericsChange, Prompt
+from router.mesh import NumericsSwitch, Prompt
 
 A, B, V = "fp_a", "fp_b", "fp_v" + VARIANT
 CAPACITY = Capacity(16, 1000, 8, 2048, 4)
-TO_B = NumericsChange(2, A, B)
+TO_B = NumericsSwitch(2, A, B)
 
 
 class Link:
@@ -80,7 +80,7 @@ class World:
         for instance in changes.reclassed:
             self.mover.follow_class(instance)
 
-    def at(self, rank: int) -> Instance:
+    def at(self, rank: int) -> PooledInstance:
         return next(instance for instance in self.pool if instance.rank == rank)
 
     def begin(self, rank: int | None = 0, *, tokens: int = 2, **fields: object) -> Stream:
@@ -304,7 +304,7 @@ def test_it_stays_in_the_class_of_its_newest_token() -> None:
     assert stream.numerics_changes == [TO_B]
     world.kill(stream.rank)
     world.give(stream, 9)
-    assert stream.numerics_changes == [TO_B, NumericsChange(4, B, A)]
+    assert stream.numerics_changes == [TO_B, NumericsSwitch(4, B, A)]
 
 
 def test_a_try_without_a_token_changes_nothing() -> None:
@@ -331,7 +331,7 @@ def test_an_unknown_class_is_another_one() -> None:
     stream = world.begin()
     world.kill(0)
     world.give(stream, 7)
-    assert stream.numerics_changes == [NumericsChange(2, A, None)]
+    assert stream.numerics_changes == [NumericsSwitch(2, A, None)]
     assert str(stream.numerics_changes[0]) == "fp_a -> unknown"
     world = World(None, None, A)
     stream = world.begin()
@@ -370,7 +370,7 @@ def test_an_instance_whose_group_gets_another_class_changes_that_of_its_requests
     world.kill(0)
     assert moving.rank == 1
     world.show(numerics=Numerics(V, "avx2+avx512", "bfloat16", invariant=False))
-    change = NumericsChange(2, A, V)
+    change = NumericsSwitch(2, A, V)
     assert running.numerics_changes == [change]
     for stream in (running, waiting, moving):
         world.give(stream, 7, 8)
@@ -381,4 +381,4 @@ def test_an_instance_whose_group_gets_another_class_changes_that_of_its_requests
     world.show(numerics=Numerics(V, "avx2+avx512", "bfloat16", invariant=False))
     assert world.mover.num_class_changes == {"true": 2}
     world.show(numerics=alone)
-    assert running.numerics_changes == [change, NumericsChange(4, V, A)]
+    assert running.numerics_changes == [change, NumericsSwitch(4, V, A)]

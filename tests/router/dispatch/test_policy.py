@@ -16,7 +16,7 @@ from router.dispatch import policy
 from router.dispatch.chooser import Chooser
 from router.dispatch.ledger import Entry, Ledger
 from router.dispatch.policy import Candidate, Policy, Wish
-from router.dispatch.pool import CROWD_TIME, Instance, Pool
+from router.dispatch.pool import CROWD_TIME, Pool, PooledInstance
 from router.dispatch.recalls import INTERVAL, Recaller
 from router.mesh import MeshError, Prompt
 
@@ -170,7 +170,7 @@ def entry(prompt: list[int], **fields: object) -> Entry:
     )  # type: ignore[arg-type]
 
 
-def send(chooser: Chooser, request: Entry) -> Instance:
+def send(chooser: Chooser, request: Entry) -> PooledInstance:
     instance = chooser.choose(request, 0.0)
     chooser.dispatch(request, instance, 0.0)
     return instance

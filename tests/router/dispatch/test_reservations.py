@@ -10,7 +10,7 @@ from engine.sampling import SamplingParams
 from engine.scheduling.blocks import prefix_names
 from router.dispatch.chooser import Chooser
 from router.dispatch.ledger import Entry, Ledger
-from router.dispatch.pool import Instance, Pool
+from router.dispatch.pool import Pool, PooledInstance
 from router.dispatch.reservations import COUNTED_FOR, EXPECTED_FOR, Reservations
 from router.mesh import MeshError, Prompt
 
@@ -117,7 +117,7 @@ def test_without_an_instance_there_is_no_reservation() -> None:
 # ---- the router's side
 
 
-def choose(pool: Pool, asked: Prompt, **fields: object) -> Instance:
+def choose(pool: Pool, asked: Prompt, **fields: object) -> PooledInstance:
     entry = Entry(asked)
     for name, value in fields.items():
         setattr(entry, name, value)

@@ -8,35 +8,35 @@ from pathlib import Path
 
 import pytest
 
+from router.epp.endpoint_watch import EndpointWatch
 from router.epp.endpoints import (
     FAILURES,
     NEAR,
     Endpoint,
     EndpointError,
-    Target,
+    EndpointTarget,
     host_of,
     parsed,
     pick,
     read_file,
     updated,
 )
-from router.epp.lookout import Lookout
 from tests.deploy.files import DEPLOY
 
 
 @pytest.mark.parametrize(
     ("text", "target"),
     [
-        ("10.0.0.1:9000", Target("10.0.0.1", 9000)),
-        ("routers.example", Target("routers.example", 8000)),
-        ("http://a:80/", Target("a", 80)),
-        ("https://a:8443", Target("a", 8443, tls=True)),
-        ("[fd00::1]:9000", Target("fd00::1", 9000)),
-        ("[fd00::1]", Target("fd00::1", 8000)),
-        ("fd00::1", Target("fd00::1", 8000)),
+        ("10.0.0.1:9000", EndpointTarget("10.0.0.1", 9000)),
+        ("routers.example", EndpointTarget("routers.example", 8000)),
+        ("http://a:80/", EndpointTarget("a", 80)),
+        ("https://a:8443", EndpointTarget("a", 8443, tls=True)),
+        ("[fd00::1]:9000", EndpointTarget("fd00::1", 9000)),
+        ("[fd00::1]", EndpointTarget("fd00::1", 8000)),
+        ("fd00::1", EndpointTarget("fd00::1", 8000)),
     ],
 )
-def test_endpoints_are_read(text: str, target: Target) -> None:
+def test_endpoints_are_read(text: str, target: EndpointTarget) -> None:
     assert parsed(text) == target
 
 
@@ -48,7 +48,7 @@ def test_what_is_no_endpoint_is_refused(text: str) -> None:
 
 def test_the_example_file_has_the_format_of_llm_d() -> None:
     text = (DEPLOY / "gateways" / "endpoints.yaml").read_text()
-    assert read_file(text) == [Target("127.0.0.1", 8000), Target("127.0.0.1", 8001)]
+    assert read_file(text) == [EndpointTarget("127.0.0.1", 8000), EndpointTarget("127.0.0.1", 8001)]
 
 
 @pytest.mark.parametrize(
@@ -133,19 +133,19 @@ def run(work: Callable[[int], Awaitable[None]], answer: bytes = b"HTTP/1.1 200 O
 
 
 def test_endpoints_are_asked_for_their_health() -> None:
-    lookouts = []
+    watches = []
 
     async def look(port: int) -> None:
-        lookout = Lookout([Target("localhost", port)])
-        lookouts.append(lookout)
-        await lookout.look()
+        watch = EndpointWatch([EndpointTarget("localhost", port)])
+        watches.append(watch)
+        await watch.look()
 
     heads = run(look)
     assert heads[0].startswith(b"GET /health HTTP/1.1\r\n")
-    assert lookouts[0].has_ready
+    assert watches[0].has_ready
     assert (
-        lookouts[0]
-        .endpoints[f"127.0.0.1:{heads and next(iter(lookouts[0].endpoints)).rpartition(':')[2]}"]
+        watches[0]
+        .endpoints[f"127.0.0.1:{heads and next(iter(watches[0].endpoints)).rpartition(':')[2]}"]
         .failures
         == 0
     )
@@ -153,11 +153,11 @@ def test_endpoints_are_asked_for_their_health() -> None:
 
 def test_an_endpoint_without_an_instance_is_not_ready() -> None:
     async def look(port: int) -> None:
-        lookout = Lookout([Target("127.0.0.1", port)])
+        watch = EndpointWatch([EndpointTarget("127.0.0.1", port)])
         for failures in (1, 2):
-            await lookout.look()
-            assert lookout.endpoints[f"127.0.0.1:{port}"].failures == failures
-        assert not lookout.has_ready
+            await watch.look()
+            assert watch.endpoints[f"127.0.0.1:{port}"].failures == failures
+        assert not watch.has_ready
 
     run(look, b"HTTP/1.1 503 Service Unavailable\r\n\r\n")
 
@@ -170,28 +170,28 @@ def test_the_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path: Path)
             listed = "".join(f"  - {{address: 127.0.0.1, port: {each}}}\n" for each in ports)
             file.write_text(f"endpoints:\n{listed}" if ports else "endpoints: 5")
 
-        lookout = Lookout(file=str(file))
-        await lookout.look()
-        assert lookout.endpoints == {}, "there is no file yet"
+        watch = EndpointWatch(file=str(file))
+        await watch.look()
+        assert watch.endpoints == {}, "there is no file yet"
         write(port, 1)
-        await lookout.look()
-        assert {name: each.failures for name, each in lookout.endpoints.items()} == {
+        await watch.look()
+        assert {name: each.failures for name, each in watch.endpoints.items()} == {
             f"127.0.0.1:{port}": 0,
             "127.0.0.1:1": 1,
         }
         write()
-        await lookout.look()
-        assert len(lookout.endpoints) == 2
+        await watch.look()
+        assert len(watch.endpoints) == 2
         write(port)
-        await lookout.look()
-        assert list(lookout.endpoints) == [f"127.0.0.1:{port}"]
+        await watch.look()
+        assert list(watch.endpoints) == [f"127.0.0.1:{port}"]
 
     run(look)
 
 
 def test_a_name_that_cannot_be_resolved_keeps_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     async def look(port: int) -> None:
-        lookout = Lookout([Target("name.invalid", port)])
+        watch = EndpointWatch([EndpointTarget("name.invalid", port)])
         loop = asyncio.get_running_loop()
         found: list[str] = ["127.0.0.1"]
 
@@ -201,10 +201,10 @@ def test_a_name_that_cannot_be_resolved_keeps_its_addresses(monkeypatch: pytest.
             return [(2, 1, 6, "", (address, number)) for address in found]
 
         monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
-        await lookout.look()
-        assert lookout.has_ready
+        await watch.look()
+        assert watch.has_ready
         found.clear()
-        await lookout.look()
-        assert list(lookout.endpoints) == [f"127.0.0.1:{port}"]
+        await watch.look()
+        assert list(watch.endpoints) == [f"127.0.0.1:{port}"]
 
     run(look)

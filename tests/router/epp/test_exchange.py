@@ -14,7 +14,7 @@ from router.epp.exchange import (
     Exchange,
     Head,
     Pick,
-    Refusal,
+    PickerRefusal,
     Reply,
     Trailers,
 )
@@ -86,7 +86,7 @@ def test_without_an_endpoint_the_request_ends() -> None:
     exchange = Exchange(100)
     exchange.take(head(BodyMode.DUPLEX))
     exchange.take(Body(b"ab", True))
-    assert exchange.chosen(None, "none is ready") == [Refusal(503, "none is ready")]
+    assert exchange.chosen(None, "none is ready") == [PickerRefusal(503, "none is ready")]
 
 
 @pytest.mark.parametrize("in_pieces", [False, True])

@@ -11,9 +11,9 @@ import pytest
 
 from router.api.headers import PREFERRED_RANK
 from router.config import HttpConfig
+from router.epp.endpoint_watch import EndpointWatch
 from router.epp.endpoints import Endpoint
 from router.epp.exchange import DESTINATION, NAMESPACE, SERVED, SUBSET, SUBSET_NAMESPACE
-from router.epp.lookout import Lookout
 from router.epp.picker import Picker
 from router.epp.prompts import PromptReader
 from router.mesh import ServedModel
@@ -47,11 +47,11 @@ class Gateway:
 
     def __init__(self, served: ServedModel) -> None:
         self.client = FakeClient()
-        self.lookout = Lookout()
-        self.lookout.endpoints = {f"10.0.0.{n}:8000": Endpoint(f"10.0.0.{n}:8000", 0) for n in (1, 2)}
+        self.watch = EndpointWatch()
+        self.watch.endpoints = {f"10.0.0.{n}:8000": Endpoint(f"10.0.0.{n}:8000", 0) for n in (1, 2)}
         models = TextModels(FakeMesh(served, saying([1])), HttpConfig())
-        self.picker = Picker(self.client, self.lookout, PromptReader(models, HttpConfig()))
-        self.health = service.Health(lambda: self.picker.is_ready)
+        self.picker = Picker(self.client, self.watch, PromptReader(models, HttpConfig()))
+        self.health = service.PickerHealth(lambda: self.picker.is_ready)
 
     def run(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
         """The result of ``work`` with a channel to the server."""
@@ -145,7 +145,7 @@ def test_a_streamed_body_comes_back_behind_a_head_with_the_choice(gateway: Gatew
     request = msgspec.json.encode({"prompt": TEXT})
     first, *bodies = gateway.ask(head(), body(request[:10], ends=False), body(request[10:]))
     endpoint, rank = picked(first)
-    assert endpoint in gateway.lookout.endpoints
+    assert endpoint in gateway.watch.endpoints
     assert rank in (0, 1)
     pieces = [each.request_body.response.body_mutation.streamed_response for each in bodies]
     assert b"".join(each.body for each in pieces) == request
@@ -208,7 +208,7 @@ def test_other_requests_go_to_a_router_which_answers_or_chooses(
     gateway: Gateway, path: str, content: object
 ) -> None:
     endpoint, rank = picked(gateway.ask(head(path), body(content))[0])
-    assert endpoint in gateway.lookout.endpoints
+    assert endpoint in gateway.watch.endpoints
     assert rank is None
 
 
@@ -225,7 +225,7 @@ def test_only_endpoints_of_the_gateway_are_chosen(gateway: Gateway) -> None:
 
 
 def test_without_a_ready_endpoint_the_request_is_refused(gateway: Gateway) -> None:
-    for endpoint in gateway.lookout.endpoints.values():
+    for endpoint in gateway.watch.endpoints.values():
         endpoint.failures = 3
     (refused,) = gateway.ask(head(), body({"prompt": TEXT}))
     assert refused.immediate_response.status.code == 503
@@ -251,19 +251,19 @@ def test_counts_return_to_zero_and_follow_the_endpoint_that_served(gateway: Gate
         await call.write(body({"prompt": TEXT}))
         endpoint, _ = picked(await call.read())
         await call.read()
-        counts = {name: each.in_flight for name, each in gateway.lookout.endpoints.items()}
+        counts = {name: each.in_flight for name, each in gateway.watch.endpoints.items()}
         seen.append(counts[endpoint])
         (other,) = set(counts) - {endpoint}
         answered = message("ProcessingRequest", response_headers=message("HttpHeaders"))
         answered.metadata_context.filter_metadata.add(key=NAMESPACE).value.update({SERVED: other})
         await call.write(answered)
         await call.read()
-        seen.append(gateway.lookout.endpoints[other].in_flight)
+        seen.append(gateway.watch.endpoints[other].in_flight)
         call.cancel()
 
     gateway.run(work)
     assert seen == [1, 1]
-    assert [each.in_flight for each in gateway.lookout.endpoints.values()] == [0, 0]
+    assert [each.in_flight for each in gateway.watch.endpoints.values()] == [0, 0]
     assert gateway.picker._reservations.num_open == 0
 
 

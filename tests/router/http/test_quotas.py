@@ -9,7 +9,7 @@ import pytest
 
 from router.config import HttpConfig
 from router.errors import ApiError
-from router.http.quotas import Account, Quotas, Refusal, admit
+from router.http.quotas import Account, QuotaRefusal, Quotas, admit
 from router.key_limits import KeyLimits, limits_of
 from router.mesh import MeshError, ServedModel
 from router.text.tokens import Tokenizer
@@ -24,7 +24,7 @@ def test_a_bucket_holds_a_minute_and_fills_up_steadily() -> None:
     limits = KeyLimits(requests_per_minute=3)
     account = Account(3, 0, 0.0)
     assert [admit(limits, account, 1, 0, 0.0) for _ in range(3)] == [None] * 3
-    assert admit(limits, account, 1, 0, 5.0) == Refusal("3 requests per minute", 15.0)
+    assert admit(limits, account, 1, 0, 5.0) == QuotaRefusal("3 requests per minute", 15.0)
     assert admit(limits, account, 1, 0, 20.0) is None
     assert admit(limits, account, 1, 0, 20.0) is not None
     assert [admit(limits, account, 1, 0, 10_000.0) is None for _ in range(4)] == [True] * 3 + [False]

@@ -27,7 +27,7 @@ from router.launcher.child_process import exit_status, spawn
 from router.launcher.launch import Doors, ProcessSpec, process_table
 from router.launcher.overseer import Overseer
 from router.launcher.restarts import LONGEST_ABSENCE, MAX_INSTANCE_RESTARTS, QUICKLY_STEADY, STEADY, Restarts
-from router.launcher.scaling import Machine
+from router.launcher.scaling import MachineCapacity
 from router.launcher.serve import secret_file
 from router.launcher.shutdown import Shutdown
 from router.launcher.supervisor import Supervisor
@@ -309,7 +309,7 @@ def test_asked_twice_for_fewer_as_many_go_as_once() -> None:
         pids = [pid_of(supervisor, f"Engine_{rank}") for rank in range(3)]
         world = view(*(member(rank, pid) for rank, pid in enumerate(pids) if pid is not None))
         world = msgspec.structs.replace(world, mesh="m")
-        overseer = Overseer("tcp://127.0.0.1:1", "m", supervisor, Machine(devices=None, cores=4))
+        overseer = Overseer("tcp://127.0.0.1:1", "m", supervisor, MachineCapacity(devices=None, cores=4))
         supervisor.learn(world)
         overseer._watcher.take(world)
         texts = [(await overseer._on_scale(Scale(command=name, size=2))).text for name in ("a", "b")]
@@ -335,7 +335,7 @@ def test_a_wish_to_scale_fails_when_an_instance_that_it_counts_on_is_lost() -> N
         pids = [pid_of(supervisor, f"Engine_{rank}") for rank in range(2)]
         world = view(*(member(rank, pid) for rank, pid in enumerate(pids) if pid is not None))
         world = msgspec.structs.replace(world, mesh="m")
-        overseer = Overseer("tcp://127.0.0.1:1", "m", supervisor, Machine(devices=None, cores=4))
+        overseer = Overseer("tcp://127.0.0.1:1", "m", supervisor, MachineCapacity(devices=None, cores=4))
         supervisor.learn(world)
         overseer._watcher.take(world)
         grows = Scale(command="grows", size=3)

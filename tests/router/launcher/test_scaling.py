@@ -3,9 +3,16 @@ from __future__ import annotations
 import pytest
 
 from coordinator.messages import Load, Member, State
-from router.launcher.scaling import Machine, ScalingPlan, ScalingRefused, free_number, plan, shared_devices
+from router.launcher.scaling import (
+    MachineCapacity,
+    ScalingPlan,
+    ScalingRefused,
+    free_number,
+    plan,
+    shared_devices,
+)
 
-CPU = Machine(devices=None, cores=4)
+CPU = MachineCapacity(devices=None, cores=4)
 
 
 def world(**states: State) -> list[Member]:
@@ -57,7 +64,7 @@ def test_somebody_must_go_on_serving() -> None:
 
 def test_devices_are_a_limit_and_cores_a_warning() -> None:
     members = world(_0=READY)
-    machine = Machine(devices=4, devices_per_instance=2, cores=2)
+    machine = MachineCapacity(devices=4, devices_per_instance=2, cores=2)
     assert plan(2, members, [0], machine, False).start == (1,)
     with pytest.raises(ScalingRefused, match=r"3 instances of 2 CUDA device.s. each are more than the 4"):
         plan(3, members, [0], machine, False)
@@ -73,10 +80,12 @@ def test_more_instances_than_can_be_meant_are_not_started() -> None:
 
 
 def test_instances_that_share_devices_are_told_so() -> None:
-    machine = Machine(devices=4, devices_per_instance=2, cores=2)
+    machine = MachineCapacity(devices=4, devices_per_instance=2, cores=2)
     assert (machine.room, CPU.room) == (2, 0)
     assert shared_devices(2, machine) == shared_devices(9, CPU) == ""
-    assert shared_devices(1, Machine(devices=1, devices_per_instance=2, cores=2)) == "", "that one is refused"
+    assert shared_devices(1, MachineCapacity(devices=1, devices_per_instance=2, cores=2)) == "", (
+        "that one is refused"
+    )
     assert "3 instances of 2 CUDA device(s) each share the 4" in shared_devices(3, machine)
 
 

@@ -18,7 +18,7 @@ import lockstep
 from engine.messages import Delta, FinishReason
 from engine.settings import resolve
 from router.config import ServeConfig
-from router.mesh import MeshError, NumericsChange, Prompt, ServedModel
+from router.mesh import MeshError, NumericsSwitch, Prompt, ServedModel
 from router.metrics.metrics import Metrics
 from router.offline import llm as llm_module
 from router.offline.config import llm_config
@@ -373,11 +373,11 @@ def test_only_seeds_that_nobody_can_repeat_leave_the_class_open(mesh: FakeMesh, 
 
 def test_outputs_name_their_numerics_class_and_its_changes(mesh: FakeMesh, make_llm: Make) -> None:
     mesh.fingerprints.update({0: "fp_1", 1: "fp_2"})
-    mesh.changes[1] = [NumericsChange(1, "fp_2", "fp_1"), NumericsChange(99, "fp_1", None)]
+    mesh.changes[1] = [NumericsSwitch(1, "fp_2", "fp_1"), NumericsSwitch(99, "fp_1", None)]
     with make_llm() as llm:
         (output,) = llm.generate([[9, 10]], SamplingParams(n=2), use_tqdm=False)
     assert [each.system_fingerprint for each in output.outputs] == ["fp_1", "fp_2"]
-    assert [each.numerics_changes for each in output.outputs] == [[], [NumericsChange(1, "fp_2", "fp_1")]]
+    assert [each.numerics_changes for each in output.outputs] == [[], [NumericsSwitch(1, "fp_2", "fp_1")]]
 
 
 def test_logprobs_have_vllms_shape(mesh: FakeMesh, make_llm: Make) -> None:

@@ -12,13 +12,13 @@ import pytest
 from coordinator.messages import Answer, Load, Member, Scale, State, View
 from router.tools.autoscale.command import (
     AutoscaleConfig,
-    Change,
+    PendingScale,
     TtftMeter,
     seen_in,
     signal_text,
     write_signal,
 )
-from router.tools.autoscale.policy import Autoscaler, Goals, Seen, Verdict
+from router.tools.autoscale.policy import Autoscaler, Goals, MeshSnapshot, SizeDecision
 
 GOALS = Goals(max_instances=8, target_running=10, cool_down_up=10, cool_down_down=20, stabilization_window=60)
 
@@ -41,7 +41,7 @@ class Mesh:
             now = step * number
             ready = sum(at <= now for at in self._ready_at)
             running = min(int(load), 10 * ready)
-            seen = Seen(
+            seen = MeshSnapshot(
                 staying=len(self._ready_at), ready=ready, running=running, waiting=int(load) - running
             )
             verdict = self._scaler.look(seen, now)
@@ -100,19 +100,21 @@ def test_random_traces_keep_the_bounds_and_the_pauses() -> None:
 def test_a_slow_first_token_asks_for_more_and_a_middling_one_for_no_less() -> None:
     goals = Goals(max_instances=8, target_ttft=1.0, stabilization_window=0.0, cool_down_down=0.0)
     for ttft, size in ((1.5, 6), (5.0, 8), (0.8, 4), (0.1, 1), (None, 1)):
-        assert Autoscaler(goals).look(Seen(staying=4, ready=4, ttft=ttft), 0.0).size == size
+        assert Autoscaler(goals).look(MeshSnapshot(staying=4, ready=4, ttft=ttft), 0.0).size == size
 
 
-@pytest.mark.parametrize("seen", [Seen(staying=3, ready=2, waiting=90), Seen(staying=3, ready=3, leaving=1)])
-def test_nothing_changes_while_instances_start_or_leave(seen: Seen) -> None:
+@pytest.mark.parametrize(
+    "seen", [MeshSnapshot(staying=3, ready=2, waiting=90), MeshSnapshot(staying=3, ready=3, leaving=1)]
+)
+def test_nothing_changes_while_instances_start_or_leave(seen: MeshSnapshot) -> None:
     scaler = Autoscaler(GOALS)
-    assert scaler.look(seen, 1000.0) == Verdict(3, "instances start or leave")
+    assert scaler.look(seen, 1000.0) == SizeDecision(3, "instances start or leave")
 
 
 def test_too_few_and_too_many_are_put_right_at_once() -> None:
     goals = Goals(min_instances=2, max_instances=4)
-    assert Autoscaler(goals).look(Seen(staying=1, ready=0), 0.0).size == 2
-    assert Autoscaler(goals).look(Seen(staying=6, ready=6), 0.0).size == 4
+    assert Autoscaler(goals).look(MeshSnapshot(staying=1, ready=0), 0.0).size == 2
+    assert Autoscaler(goals).look(MeshSnapshot(staying=6, ready=6), 0.0).size == 4
 
 
 def test_the_mean_time_to_the_first_token_is_that_since_the_last_look() -> None:
@@ -141,11 +143,11 @@ def test_a_view_is_counted() -> None:
         for rank, state in enumerate((State.READY, State.LOADING, State.DRAINING))
     ]  # fmt: skip
     view = View(epoch=1, size=1, settings=None, members=members, waiting_for="")
-    assert seen_in(view, 0.5) == Seen(staying=2, ready=1, leaving=1, running=9, waiting=3, ttft=0.5)
+    assert seen_in(view, 0.5) == MeshSnapshot(staying=2, ready=1, leaving=1, running=9, waiting=3, ttft=0.5)
 
 
 def test_the_signal_is_json_or_a_metric(tmp_path: Path) -> None:
-    seen, verdict = Seen(staying=2, ready=2), Verdict(3, "5 requests wait")
+    seen, verdict = MeshSnapshot(staying=2, ready=2), SizeDecision(3, "5 requests wait")
     path = tmp_path / "wanted.json"
     write_signal(verdict, seen, str(path))
     assert path.read_text() == '{"wanted":3,"instances":2,"ready":2,"why":"5 requests wait"}\n'
@@ -168,7 +170,7 @@ def test_wrong_flags_are_refused(fields: dict[str, object], problem: str) -> Non
 
 
 def test_no_number_is_wanted_beyond_what_is_finite() -> None:
-    assert math.isfinite(Autoscaler(GOALS).look(Seen(staying=0, ready=0, waiting=10**9), 0.0).size)
+    assert math.isfinite(Autoscaler(GOALS).look(MeshSnapshot(staying=0, ready=0, waiting=10**9), 0.0).size)
 
 
 def world(size: int) -> View:
@@ -192,7 +194,7 @@ def test_a_change_that_cannot_succeed_is_printed_once_with_its_reason() -> None:
         return Answer(command=wish.command, status=status, text=text)
 
     async def looks() -> list[str]:
-        change = Change(command)
+        change = PendingScale(command)
         return [await change.begin(3), *[await change.look(world(2)) for _ in range(3)]]
 
     failed = "there are not 3 instances: Engine_2 ended with status 3: it differs"
@@ -209,7 +211,7 @@ def test_a_change_that_is_done_or_refused_is_asked_for_no_more() -> None:
             asked.append(wish.command)
             return Answer(command=wish.command, status=status, text="so")
 
-        change = Change(command)
+        change = PendingScale(command)
         begun = await change.begin(3)
         assert await change.look(world(size)) == ""
         return begun

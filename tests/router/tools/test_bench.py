@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from router.tools.bench import client
-from router.tools.bench.arrivals import Arrivals, pauses
+from router.tools.bench.arrivals import ArrivalProcess, pauses
 from router.tools.bench.command import conversations, main, save
-from router.tools.bench.datasets import Shape, prefix_repetition, random_prompts, sharegpt
-from router.tools.bench.report import Outcome, meets, report, summary
+from router.tools.bench.datasets import PromptLengths, prefix_repetition, random_prompts, sharegpt
+from router.tools.bench.report import RequestResult, meets, report, summary
 from router.tools.bench.settings import parse_args
 
 
 def test_random_prompts() -> None:
-    shape = Shape(input_len=10, output_len=5, prefix_len=3, range_ratio=0.5)
+    shape = PromptLengths(input_len=10, output_len=5, prefix_len=3, range_ratio=0.5)
     found = random_prompts(shape, random.Random(0), 50)
     assert found == random_prompts(shape, random.Random(0), 50)
     prompts = [conversation[0].prompt for conversation in found]
@@ -29,12 +29,12 @@ def test_random_prompts() -> None:
     assert {len(prompt) for prompt in prompts} <= set(range(8, 19))
     assert len({len(prompt) for prompt in prompts}) > 3
     assert {conversation[0].output_len for conversation in found} <= set(range(2, 9))
-    (turns,) = random_prompts(Shape(num_turns=3), random.Random(0), 1)
+    (turns,) = random_prompts(PromptLengths(num_turns=3), random.Random(0), 1)
     assert [isinstance(turn.prompt, str) for turn in turns] == [True] * 3
 
 
 def test_shared_prefixes() -> None:
-    shape = Shape(prefix_len=6, output_len=5)
+    shape = PromptLengths(prefix_len=6, output_len=5)
     found = prefix_repetition(shape, random.Random(1), 30, num_prefixes=3, suffix_len=4)
     prefixes = [tuple(conversation[0].prompt[:6]) for conversation in found]
     assert sorted(prefixes.count(prefix) for prefix in set(prefixes)) == [10, 10, 10]
@@ -72,11 +72,13 @@ def test_sharegpt(tmp_path: Path) -> None:
 
 def test_arrivals() -> None:
     rng = random.Random(0)
-    assert set(pauses(Arrivals(), rng, 5)) == {0.0}
-    assert list(pauses(Arrivals(burst_size=2, burst_interval=3.0), rng, 5)) == [0.0, 3.0, 0.0, 3.0, 0.0]
-    steady = list(pauses(Arrivals(request_rate=10, burstiness=1000), rng, 200))
+    assert set(pauses(ArrivalProcess(), rng, 5)) == {0.0}
+    assert list(pauses(ArrivalProcess(burst_size=2, burst_interval=3.0), rng, 5)) == [0.0, 3.0, 0.0, 3.0, 0.0]
+    steady = list(pauses(ArrivalProcess(request_rate=10, burstiness=1000), rng, 200))
     assert statistics.fmean(steady) == pytest.approx(0.1, rel=0.02)
-    rising = list(pauses(Arrivals(ramp_up="linear", ramp_start=1, ramp_end=100, burstiness=1e6), rng, 100))
+    rising = list(
+        pauses(ArrivalProcess(ramp_up="linear", ramp_start=1, ramp_end=100, burstiness=1e6), rng, 100)
+    )
     assert rising[0] == pytest.approx(1, rel=0.1)
     assert rising[-1] == pytest.approx(0.01, rel=0.1)
 
@@ -84,13 +86,13 @@ def test_arrivals() -> None:
 def test_a_run_ends_with_its_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would be waited for a further request is no part of its duration."""
 
-    async def answered(*_: object) -> Outcome:
-        return Outcome(input_len=1, output_len=1)
+    async def answered(*_: object) -> RequestResult:
+        return RequestResult(input_len=1, output_len=1)
 
     monkeypatch.setattr(client, "send", answered)
-    conversations = random_prompts(Shape(), random.Random(0), 2)
-    target = client.Target(base_url="", endpoint="", model="m")
-    arrivals = Arrivals(burst_size=2, burst_interval=60.0)
+    conversations = random_prompts(PromptLengths(), random.Random(0), 2)
+    target = client.BenchTarget(base_url="", endpoint="", model="m")
+    arrivals = ArrivalProcess(burst_size=2, burst_interval=60.0)
 
     async def run() -> float:
         async with client.session() as http:
@@ -100,9 +102,9 @@ def test_a_run_ends_with_its_last_answer(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_summary_and_goodput() -> None:
-    fast = Outcome(input_len=10, output_len=3, ttft=0.1, itl=[0.1, 0.1], latency=0.3)
-    slow = Outcome(input_len=10, output_len=3, ttft=0.9, itl=[0.4, 0.4], latency=1.7)
-    failed = Outcome(input_len=10, error="HTTP 500")
+    fast = RequestResult(input_len=10, output_len=3, ttft=0.1, itl=[0.1, 0.1], latency=0.3)
+    slow = RequestResult(input_len=10, output_len=3, ttft=0.9, itl=[0.4, 0.4], latency=1.7)
+    failed = RequestResult(input_len=10, error="HTTP 500")
     assert meets(fast, {"ttft": 100.1, "tpot": 100.1})
     assert not meets(slow, {"tpot": 300})
     assert not meets(failed, {})

@@ -27,7 +27,7 @@ from engine.probe.links import ProbeRequest
 from router.tools.doctor import command, links, machine, mesh, network, packages, ports
 from router.tools.doctor.findings import Finding, Level, broken, note, ok, warning, worst
 from router.tools.doctor.gpu import TritonFacts, check_triton, read_triton
-from router.tools.doctor.machine import GIB, Machine
+from router.tools.doctor.machine import GIB, MachineFacts
 from router.tools.doctor.report import DoctorReport, print_report, report_of
 
 REPLACE = msgspec.structs.replace
@@ -154,7 +154,7 @@ def test_the_compiler_of_kernels_may_be_named(monkeypatch: pytest.MonkeyPatch) -
 
 # ---- machine
 
-GOOD = Machine(
+GOOD = MachineFacts(
     cores=8, cores_of_host=8, quota=None, cpu="CPU", features=("avx2", "avx512_bf16"), environment={},
     memory=64 * GIB, free_memory=60 * GIB, open_files=65536, has_gpu=False,
 )  # fmt: skip

@@ -19,13 +19,13 @@ from router.dispatch.shadow.checks import (
     MAX_UNDER_WAY,
     PENDING_TIMEOUT,
     THIRD_TIMEOUT,
-    Check,
     DrainLimit,
     Party,
+    ShadowCheck,
     ShadowChecks,
+    ShadowVerdict,
     Start,
     Stop,
-    Verdict,
     can_be_checked,
     is_drawn,
 )
@@ -64,12 +64,12 @@ class World:
     def change(self, name: str, **changes: object) -> None:
         self.parties[name] = msgspec.structs.replace(self.parties[name], **changes)
 
-    def add(self, origin: str = "a", sample: RecordedSample = RIGHT, up_to: int | None = None) -> Check:
-        check = Check(prompt(), sample, self.parties[origin], up_to)
+    def add(self, origin: str = "a", sample: RecordedSample = RIGHT, up_to: int | None = None) -> ShadowCheck:
+        check = ShadowCheck(prompt(), sample, self.parties[origin], up_to)
         self.checks.add(check, self.now)
         return check
 
-    def look(self) -> list[Start | Stop | Verdict]:
+    def look(self) -> list[Start | Stop | ShadowVerdict]:
         return self.checks.look(self.parties, self.now)
 
     def started(self) -> list[str]:
@@ -78,10 +78,10 @@ class World:
         assert all(isinstance(each, Start) for each in orders), orders
         return [each.party.name for each in orders if isinstance(each, Start)]
 
-    def computed(self, check: Check, sample: RecordedSample) -> Verdict | None:
+    def computed(self, check: ShadowCheck, sample: RecordedSample) -> ShadowVerdict | None:
         return self.checks.computed(check, sample, self.parties, self.now)
 
-    def lost(self, check: Check) -> Verdict | None:
+    def lost(self, check: ShadowCheck) -> ShadowVerdict | None:
         return self.checks.lost(check, self.parties, self.now)
 
     @property
@@ -311,7 +311,7 @@ def test_a_third_that_drains_before_it_begins_is_not_waited_for_longer_than_its_
     assert world.look() == []
     world.now += THIRD_TIMEOUT + 1
     (verdict,) = world.look()
-    assert isinstance(verdict, Verdict)
+    assert isinstance(verdict, ShadowVerdict)
     assert verdict.odd is None
     assert "in time" in str(verdict)
     assert check.second is not None
@@ -389,7 +389,7 @@ def test_an_instance_gets_one_check_at_a_time_and_a_router_has_few() -> None:
 
 def test_long_requests_are_not_checked() -> None:
     world = World.of("a", "b")
-    world.checks.add(Check(prompt(0, MAX_CHECK_TOKENS), RIGHT, world.parties["a"]), world.now)
+    world.checks.add(ShadowCheck(prompt(0, MAX_CHECK_TOKENS), RIGHT, world.parties["a"]), world.now)
     assert world.counts == {ShadowResult.SKIPPED: 1}
     assert not world.checks
 
@@ -447,7 +447,7 @@ def test_an_ordered_drain_is_ordered_once_and_forgotten_after_a_while() -> None:
 # ---- any order of events
 
 
-def simulated(seed: int) -> tuple[str, list[Verdict], Counter[str]]:
+def simulated(seed: int) -> tuple[str, list[ShadowVerdict], Counter[str]]:
     """Instances die, leave, join, change class, get crowded, hang; at most one computes wrongly.
 
     Returns the faulty one, all verdicts, and the results.
@@ -456,8 +456,8 @@ def simulated(seed: int) -> tuple[str, list[Verdict], Counter[str]]:
     size = rng.randint(2, 6)
     world = World.of(*"abcdef"[:size])
     faulty = rng.choice(["", *world.parties])
-    under_way: list[Check] = []
-    verdicts: list[Verdict | None] = []
+    under_way: list[ShadowCheck] = []
+    verdicts: list[ShadowVerdict | None] = []
     added = 0
 
     def sample_of(name: str) -> RecordedSample:
@@ -495,14 +495,14 @@ def simulated(seed: int) -> tuple[str, list[Verdict], Counter[str]]:
                 case Stop(check):
                     under_way.remove(check)
                     verdicts.append(world.checks.stopped(check, world.parties, world.now))
-                case Verdict():
+                case ShadowVerdict():
                     verdicts.append(order)
         assert len(under_way) <= MAX_UNDER_WAY
     world.parties.clear()
     for check in under_way:
         verdicts.append(world.lost(check))
     world.now += PENDING_TIMEOUT + THIRD_TIMEOUT
-    verdicts += [order for order in world.look() if isinstance(order, Verdict)]
+    verdicts += [order for order in world.look() if isinstance(order, ShadowVerdict)]
     assert not world.checks
     assert sum(world.checks.counts.values()) == added, "each check ends once"
     return faulty, [each for each in verdicts if each is not None], world.checks.counts

@@ -29,7 +29,7 @@ from engine.messages import (
 )
 from engine.sampling import SamplingParams
 from router.dispatch.client import MeshClient
-from router.dispatch.pool import Instance
+from router.dispatch.pool import PooledInstance
 from router.dispatch.shadow.shadowing import RecordedStream
 from router.dispatch.stream import Stream
 from router.faults import FaultEvent
@@ -96,7 +96,7 @@ class Mesh:
             link = self.links.setdefault(instance.name, Link())
             self.client._connections[instance.name] = link  # type: ignore[assignment]
 
-    def instance(self, name: str) -> Instance:
+    def instance(self, name: str) -> PooledInstance:
         found = self.client._pool.get(name)
         assert found is not None
         return found

@@ -15,7 +15,7 @@ import pytest
 from coordinator.own_memory import private_memory
 from router.config import HttpConfig
 from router.errors import ApiError
-from router.http.heavy import HEAVY, Lane, run_sized
+from router.http.large_bodies import LARGE_BODY, BoundedThreads, run_sized
 from router.mesh import ServedModel
 from router.text.tokens import Tokenizer
 from tests.router.conftest import Server, serving
@@ -28,7 +28,7 @@ CHAT: dict[str, Any] = {"model": "tiny", "max_tokens": 4}
 
 
 def test_a_lane_takes_a_few_at_once_and_refuses_what_would_wait_too_long() -> None:
-    lane, go = Lane("test", at_once=1, most_waiting=1), threading.Event()
+    lane, go = BoundedThreads("test", at_once=1, most_waiting=1), threading.Event()
     ran: list[int] = []
 
     async def fill() -> None:
@@ -57,8 +57,8 @@ def test_light_work_is_done_at_once_and_heavy_work_in_a_thread() -> None:
     async def where(size: int) -> threading.Thread:
         return await run_sized(threading.current_thread, size)
 
-    assert asyncio.run(where(HEAVY)) is threading.current_thread()
-    assert asyncio.run(where(HEAVY + 1)) is not threading.current_thread()
+    assert asyncio.run(where(LARGE_BODY)) is threading.current_thread()
+    assert asyncio.run(where(LARGE_BODY + 1)) is not threading.current_thread()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Looks for endpoints: resolves names, reads the file, asks each for its health."""
+"""Watch over the endpoints of a picker: resolves names, reads the file, checks health."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from coordinator.rpc.complaints import Complaints
-from router.epp.endpoints import Endpoint, EndpointError, Target, joined, read_file, updated
+from router.epp.endpoints import Endpoint, EndpointError, EndpointTarget, joined, read_file, updated
 
 logger = logging.getLogger(__name__)
 
@@ -26,14 +26,14 @@ MOST_ENDPOINTS = 1024
 CHECK = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 
-class Lookout:
-    """The endpoints of now; ``run`` keeps them up to date."""
+class EndpointWatch:
+    """Endpoints with their addresses and health; ``run`` keeps them up to date."""
 
-    def __init__(self, targets: Sequence[Target] = (), file: str | None = None) -> None:
+    def __init__(self, targets: Sequence[EndpointTarget] = (), file: str | None = None) -> None:
         self._targets = list(targets)
         self._file = None if file is None else Path(file)
-        self._listed: list[Target] = []
-        self._resolved: dict[Target, list[str]] = {}
+        self._listed: list[EndpointTarget] = []
+        self._resolved: dict[EndpointTarget, list[str]] = {}
         """The last addresses of each target: one that cannot be resolved now keeps them."""
         self._tls: dict[str, bool] = {}
         self._complaints = Complaints(logger, "an endpoint cannot be found, trying again")
@@ -41,7 +41,7 @@ class Lookout:
         """By address."""
 
     def __repr__(self) -> str:
-        return f"<Lookout {list(self.endpoints.values())}>"
+        return f"<EndpointWatch {list(self.endpoints.values())}>"
 
     @property
     def has_ready(self) -> bool:
@@ -49,13 +49,13 @@ class Lookout:
         return any(each.failures == 0 for each in self.endpoints.values())
 
     async def run(self) -> None:
-        """Look again and again, until cancelled."""
+        """Look every ``LOOK_INTERVAL`` seconds until cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(LOOK_INTERVAL)
 
     async def look(self) -> None:
-        """One look at everything."""
+        """Read the file, resolve all names, and check each endpoint once."""
         self._read_file()
         targets = list(dict.fromkeys((*self._targets, *self._listed)))
         found = await asyncio.gather(*map(self._resolve, targets))
@@ -80,7 +80,7 @@ class Lookout:
         except (OSError, UnicodeDecodeError, EndpointError) as error:
             self._complaints.add(f"{self._file}: {error}")
 
-    async def _resolve(self, target: Target) -> list[str]:
+    async def _resolve(self, target: EndpointTarget) -> list[str]:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CHECK_TIMEOUT):

@@ -1,7 +1,7 @@
 """Thread pools for requests with large bodies, so that the event loop stays free.
 
-Tokenising takes 150 bytes of memory per byte of text, and seconds for megabytes. Long texts have a lane of
-their own, so that shorter ones do not wait behind them.
+Tokenising takes 150 bytes of memory per byte of text, and seconds for megabytes. Very long texts have
+a thread of their own, so that shorter ones do not wait behind them.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any, TypeVar
 
 from router.errors import ApiError
 
-HEAVY = 50_000
+LARGE_BODY = 50_000
 """Body size in bytes from which work runs in a thread."""
-VERY_HEAVY = 1 << 20
+VERY_LARGE_BODY = 1 << 20
 """Body size in bytes above which one request is worked on at a time."""
-HEAVY_AT_ONCE = 4
-"""Requests over ``HEAVY`` that are worked on at once, each in a thread."""
-MOST_HEAVY_WAITING = 512
-"""Requests over ``HEAVY`` that wait for those at work; more are refused with 503."""
-MOST_VERY_HEAVY_WAITING = 16
-"""Requests over ``VERY_HEAVY`` that wait for the one at work; more are refused with 503."""
+LARGE_AT_ONCE = 4
+"""Requests over ``LARGE_BODY`` that are worked on at once, each in a thread."""
+MOST_LARGE_WAITING = 512
+"""Requests over ``LARGE_BODY`` that wait for those at work; more are refused with 503."""
+MOST_VERY_LARGE_WAITING = 16
+"""Requests over ``VERY_LARGE_BODY`` that wait for the one at work; more are refused with 503."""
 
 Result = TypeVar("Result")
 
 
-class Lane:
+class BoundedThreads:
     """Thread pool with a bounded queue of waiting requests."""
 
     def __init__(self, name: str, at_once: int, most_waiting: int) -> None:
@@ -38,7 +38,8 @@ class Lane:
         self._taken = threading.BoundedSemaphore(self._most)
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """
+        """Do work in a thread; wait for one if all are taken.
+
         Raises:
             ApiError: too many wait (503).
         """
@@ -53,16 +54,16 @@ class Lane:
         self._taken.release()
 
 
-_heavy = Lane("heavy", HEAVY_AT_ONCE, MOST_HEAVY_WAITING)
-_very_heavy = Lane("very-heavy", 1, MOST_VERY_HEAVY_WAITING)
+_large = BoundedThreads("large", LARGE_AT_ONCE, MOST_LARGE_WAITING)
+_very_large = BoundedThreads("very-large", 1, MOST_VERY_LARGE_WAITING)
 
 
 async def run_sized(work: Callable[[], Result], size: int) -> Result:
-    """Do work whose time grows with the body's size, in bytes.
+    """Do work in a thread if the body is large (``size`` in bytes), else at once.
 
     Raises:
         ApiError: it would have to wait for too many others (503).
     """
-    if size <= HEAVY:
+    if size <= LARGE_BODY:
         return work()
-    return await (_heavy if size <= VERY_HEAVY else _very_heavy).run(work)
+    return await (_large if size <= VERY_LARGE_BODY else _very_large).run(work)
