@@ -1,4 +1,4 @@
-"""Last stages of an understood request: its samples are made, run, and answered.
+"""Way of an understood request to its answer: span, samples, quota, run.
 
 Quotas, deadlines and spans are kept here. The request may come from any API; :data:`Shape` makes its answer.
 """
@@ -45,7 +45,7 @@ Shape = Callable[[AnswerFacts], Answer]
 
 
 class Answering:
-    """Runs understood requests on the mesh, and answers them."""
+    """Runner of understood requests, which gives their HTTP responses."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Answering:
         return f"<Answering with {self._mesh!r}>"
 
     async def receive_body(self, request: Request) -> bytes:
-        """The body of a request.
+        """The body of a request, read where the request could be admitted now.
 
         Raises:
             ApiError, MeshError: it cannot be read, or could not be admitted now, as far as known.
@@ -131,7 +131,7 @@ class Answering:
     def _facts(
         self, understood: Understood, id: str, samples: Sequence[OutputStream], *, records: bool
     ) -> AnswerFacts:
-        """``records``: there is to be a capsule."""
+        """Facts for the class of the answer; ``records``: it is to have a capsule."""
         model, created = understood.model, int(time.time())
 
         def capsule() -> bytes:

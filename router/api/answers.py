@@ -1,4 +1,4 @@
-"""Common parts of the generating endpoints: pieces of samples as JSON."""
+"""Base classes of the answers of all APIs: pieces of samples as JSON or events."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Answer(ABC):
 
 
 class ChunkedAnswer(Answer):
-    """An answer with choices: what completions and chat have in common."""
+    """Answer with choices, streamed in chunks: base of completions and chat."""
 
     def __init__(self, stream_options: StreamOptions | None, facts: AnswerFacts) -> None:
         super().__init__(facts)
@@ -142,11 +142,11 @@ class ChunkedAnswer(Answer):
 
     @abstractmethod
     def text_chunk(self, sample: OutputStream, text: str) -> bytes:
-        """A chunk with nothing but text."""
+        """The event of a piece that brings text alone."""
 
     @abstractmethod
     def last_chunk(self, usage: Usage | msgspec.UnsetType) -> bytes:
-        """The event without choices that holds the usage."""
+        """The last event of a stream: usage without choices."""
 
     def frame(self, sample: OutputStream) -> tuple[bytes, bytes] | None:
         if self._usage_in_every_chunk:
@@ -158,7 +158,7 @@ class ChunkedAnswer(Answer):
         return frame
 
     def framed(self, sample: OutputStream, text: str) -> bytes:
-        """The same as :meth:`text_chunk`, for a fraction of the time."""
+        """The bytes of :meth:`text_chunk`, from a frame that is encoded once per sample."""
         frame = ChunkedAnswer.frame(self, sample)
         return self.text_chunk(sample, text) if frame is None else frame[0] + encode(text) + frame[1]
 

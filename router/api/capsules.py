@@ -1,4 +1,4 @@
-"""The capsule of an answer: how it is made, and where it stands (pure).
+"""Capsules of answers: made from finished samples, put into the last object (pure).
 
 See :mod:`router.capsule`.
 """
@@ -49,7 +49,7 @@ def capsule_of(
 
 
 def model_of(model: TextModel) -> CapsuleModel:
-    """What a capsule holds of a model, by which it is known again."""
+    """Digests of a model's files, by which a replay knows the model again."""
     return CapsuleModel(
         model.name, model.served.fingerprint, model.tokenizer.digest, model.chat_template_digest
     )

@@ -27,7 +27,7 @@ from router.turns.assistant_turns import TurnReader, turn_of
 
 
 class ChatAnswer(ChunkedAnswer):
-    """Messages of the assistant."""
+    """Answer of /v1/chat/completions: one message of the assistant per choice."""
 
     def __init__(self, understood: Understood, response_role: str, facts: AnswerFacts) -> None:
         request, turn_format = understood.wanted, understood.turn_format

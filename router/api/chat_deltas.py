@@ -36,7 +36,7 @@ def finish_reason(piece: TextPiece, reader: TurnReader) -> str | None:
 
 
 class DeltaWriter:
-    """The deltas of one turn."""
+    """Writer of the deltas of one streamed turn."""
 
     def __init__(self, reader: TurnReader) -> None:
         self._reader = reader

@@ -14,7 +14,7 @@ from router.text.output_stream import OutputStream, TextPiece, join
 
 
 class CompletionAnswer(ChunkedAnswer):
-    """Texts, with ``echo`` after their prompts."""
+    """Answer of /v1/completions: one text per choice, with ``echo`` behind its prompt."""
 
     def __init__(self, understood: Understood, facts: AnswerFacts) -> None:
         request = understood.wanted

@@ -23,7 +23,7 @@ class ItemKind(enum.Enum):
 
 @dataclass
 class Item:
-    """One item, as far as it has been generated."""
+    """Reasoning, text or a call of a turn, as far as it has been generated."""
 
     index: int
     kind: ItemKind
@@ -51,7 +51,7 @@ ItemEvent = Opened | TextAdded | Closed
 
 
 class ItemSequence:
-    """Makes items of the text of one turn."""
+    """Items of one turn, made of its text as it comes."""
 
     def __init__(self, reader: TurnReader) -> None:
         self._reader = reader

@@ -26,7 +26,7 @@ LOWEST = -9999.0
 
 
 class LogprobShapes:
-    """Shapes log-probabilities for one request."""
+    """Converter of log-probabilities to the shapes that one request asks for."""
 
     def __init__(self, tokenizer: Tokenizer, num_top: int, *, as_token_ids: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -39,7 +39,7 @@ class LogprobShapes:
         logprobs: Sequence[TokenLogprobs | None],
         offsets: Sequence[int],
     ) -> CompletionLogprobs:
-        """Parallel lists, with None for unknown values such as a prompt's first token."""
+        """Shape of completions: parallel lists, None for unknown values as of a first token."""
         return CompletionLogprobs(
             tokens=[self._name(token_id) for token_id in token_ids],
             token_logprobs=[None if entry is None else _finite(entry.logprob) for entry in logprobs],
@@ -55,7 +55,7 @@ class LogprobShapes:
         return [None if entry is None else self._by_id(entry, num_top) for entry in logprobs]
 
     def prompt_encoded(self, logprobs: Sequence[TokenLogprobs | None], num_top: int) -> PromptLogprobs:
-        """The same as JSON, for an answer."""
+        """The shape of :meth:`prompt`, its entries encoded as JSON."""
         return [None if entry is None else encoded(self._by_id(entry, num_top)) for entry in logprobs]
 
     def _name(self, token_id: int) -> str:

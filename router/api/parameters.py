@@ -33,7 +33,7 @@ MAX_STOP_CHARACTERS = 8000
 
 
 def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: int) -> SamplingParams:
-    """All parameters, checked.
+    """Checked sampling parameters of a request, with defaults where it sets none.
 
     :mod:`router.api.request_samples` settles ``max_tokens`` for each prompt.
     """
@@ -85,7 +85,7 @@ def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: 
 
 
 def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each word as it is and, if different, inside a text.
+    """Token ids of each bad word, at the start of a text and inside one.
 
     Inside a text it may begin with another token. Source: vLLM's ``SamplingParams.update_from_tokenizer``.
     """
@@ -141,5 +141,5 @@ def _number(wanted: int | None, vocab_size: int, max_logprobs: int, name: str) -
 
 
 def _first(*values: Any) -> Any:
-    """The first that is set."""
+    """The first value that is not None."""
     return next(value for value in values if value is not None)

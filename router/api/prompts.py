@@ -188,13 +188,13 @@ def _check_countable(text: str, param: str, model: TextModel) -> None:
     if fewest >= context:
         refuse(
             f"This model's maximum context length is {context} tokens, and the length of {param} is at least "
-            f"{fewest}: so many are not counted. Please reduce the length of the {param}.",
+            f"{fewest}: texts of so many tokens are not counted. Please reduce the length of the {param}.",
             param,
         )
 
 
 def check_vocabulary(ids: list[int], served: ServedModel, param: str) -> None:
-    """Refuse ids that the model does not have."""
+    """Refuse token ids beyond the model's vocabulary."""
     vocab_size = served.vocab_size
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         wrong = next(id for id in ids if not 0 <= id < vocab_size)

@@ -46,7 +46,7 @@ _read_replay = decoder(ReplayRequest)
 
 
 class Replaying:
-    """Handler of the endpoint."""
+    """Handler of ``POST /v1/replay``."""
 
     def __init__(self, mesh: Mesh, models: TextModels, answering: Answering) -> None:
         self._mesh = mesh
@@ -145,7 +145,7 @@ def ranks_of(wanted: Numerics, classes: Mapping[Numerics, list[int]]) -> list[in
 
 
 def check_sample(wanted: ReplayRequest, served: ServedModel) -> None:
-    """Refuse what no capsule of this mesh's model asks for."""
+    """Refuse a sample that no capsule of this mesh's model can hold."""
     params, prompt_ids = wanted.params, wanted.prompt_ids
     if params.n != 1 or params.seed is not None:
         refuse("params.n must be 1 and params.seed unset: each sample is replayed by itself.", "params")
@@ -177,7 +177,7 @@ def _check_length(num_prompt: int, max_tokens: int | None, served: ServedModel) 
 
 
 def _check_sizes(params: SamplingParams, vocab_size: int) -> None:
-    """Refuse what is larger than the parameters of any request become."""
+    """Refuse parameters larger than those of any request can be."""
     if params.top_k > vocab_size or len(params.allowed_token_ids or ()) > vocab_size:
         refuse(f"params.top_k and params.allowed_token_ids exceed {vocab_size} tokens.", "params")
     if 0 < params.temperature < MIN_TEMPERATURE:
@@ -195,7 +195,7 @@ def _size_of(budget: ThinkingBudget) -> int:
 
 
 def sample_of(wanted: ReplayRequest, model: TextModel, terms: RequestTerms) -> OutputStream:
-    """The sample to run at an instance.
+    """The sample of a capsule, ready to be computed again.
 
     Its salt is new, so that nothing is taken from the prefix cache: all of it is computed again.
     """

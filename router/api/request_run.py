@@ -25,7 +25,7 @@ Batch = list[tuple[OutputStream, TextPiece]]
 
 
 class RequestRun:
-    """The samples of one request, ready to be generated."""
+    """Run of one request: its samples on the mesh, with deadline, span and quota."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class RequestRun:
         return piece
 
     def _echoes(self) -> Batch:
-        """Pieces of prompts that are only echoed, which count like other requests."""
+        """Empty pieces for prompts that are echoed alone; metrics count them as requests."""
         meter = Meter(self._metrics, self.samples, self._arrival)
         nothing = Delta(0, [], FinishReason.LENGTH)
         pieces = [(sample, sample.take(nothing)) for sample in self.samples]

@@ -104,7 +104,7 @@ class TextEventSink(EventSink):
         meter: Meter,
         frame: tuple[bytes, bytes],
     ) -> None:
-        """``frame``: what stands before and after the text of each event."""
+        """``frame``: bytes before and after the text of each event."""
         super().__init__(answer, writer, sample, generation, meter)
         self._before, self._after = frame
         self._part = writer.part(*frame)

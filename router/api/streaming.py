@@ -192,7 +192,7 @@ class EventStream(Response):
 
 
 async def made_of(samples: Sequence[OutputStream], make: Callable[[], bytes]) -> bytes:
-    """A part of an answer with all pieces of these samples so far."""
+    """Part of an answer, made in a thread if these samples have much for it."""
     is_heavy = sum(sample.num_values for sample in samples) > HEAVY
     return await asyncio.to_thread(make) if is_heavy else make()
 

@@ -37,7 +37,7 @@ WITHOUT = ("features", "content_parts", "kv_transfer_params", "ec_transfer_param
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
-    """Body of a request."""
+    """Body of a request to ``/inference/v1/generate``."""
 
     token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)]
     sampling_params: dict[str, Any]
@@ -71,7 +71,7 @@ class TokenChance(msgspec.Struct):
 
 
 class PlaceChances(msgspec.Struct):
-    """Those at one place: the sampled token's, then the likeliest ones'."""
+    """Log-probabilities at one position: the sampled token's, then the likeliest."""
 
     token_id: int
     logprob: float
@@ -93,7 +93,7 @@ class GenerateChoice(msgspec.Struct):
 
 
 class Generated(msgspec.Struct, kw_only=True):
-    """An answer, or a chunk of one."""
+    """Body of an answer, or a chunk of a stream."""
 
     request_id: str
     output_mode: str
@@ -114,7 +114,7 @@ def as_completion(asked: GenerateRequest, max_model_len: int) -> CompletionReque
     """
     for name in WITHOUT:
         if getattr(asked, name) not in (None, {}, []):
-            refuse(f"{name} is not supported: only text by its token ids is.", name)
+            refuse(f"{name} is not supported: send text as token_ids.", name)
     if asked.output_mode not in (None, "tokens", "text"):
         refuse("output_mode must be tokens or text.", "output_mode")
     given = {name: value for name, value in asked.sampling_params.items() if value is not None}
@@ -144,7 +144,7 @@ def as_completion(asked: GenerateRequest, max_model_len: int) -> CompletionReque
 
 
 class TokensAnswer(ChunkedAnswer):
-    """Token ids; with ``output_mode`` text, their text beside them."""
+    """Answer in token ids; with ``output_mode`` text, also in text."""
 
     def __init__(self, asked: GenerateRequest, understood: Understood, facts: AnswerFacts) -> None:
         super().__init__(asked.stream_options, facts)
@@ -210,7 +210,7 @@ def _place(entry: TokenLogprobs, most: int) -> PlaceChances:
 
 
 def _chances(entry: TokenLogprobs, most: int) -> list[TokenChance]:
-    """The token that stands there, then the likeliest others."""
+    """Log-probabilities at one position: the sampled token first, then others."""
     top = list(zip(entry.top_ids, entry.top_logprobs, strict=False))
     found = [TokenChance(entry.token_id, _finite(entry.logprob), entry.rank)]
     for rank, (token_id, logprob) in enumerate(top if most < 0 else top[:most], start=1):

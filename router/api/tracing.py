@@ -48,7 +48,7 @@ class RequestTrace:
     def end(
         self, samples: Sequence[OutputStream], arrival: float, first_at: float | None, ended: float
     ) -> None:
-        """``first_at``: when the first token came, if one did."""
+        """End the span of a request; ``first_at``: when its first token came, if one did."""
         if self._tracing is None or self._span is None:
             return
         prompts = [sample for sample in samples if sample.is_first_of_prompt]

@@ -32,7 +32,7 @@ Read = Callable[[ServedModel], Wanted]
 
 @dataclass(frozen=True)
 class Understood:
-    """A request that was understood: all that its samples and its answer are made of."""
+    """An understood request: all that its samples and its answer are made of."""
 
     wanted: Wanted
     model: TextModel
@@ -45,7 +45,7 @@ class Understood:
 
 
 class Understanding:
-    """Understands requests to the mesh's model."""
+    """Second stage of all requests to the mesh's model."""
 
     def __init__(self, models: TextModels, config: HttpConfig) -> None:
         self._models = models
@@ -56,7 +56,9 @@ class Understanding:
         return f"<Understanding with {self._models!r}>"
 
     async def understand(self, read: Read, size: int, *, budget_is_advice: bool = False) -> Understood:
-        """The request that ``read`` finds in a body of ``size`` bytes.
+        """A checked request with its parameters, prompts and grammar.
+
+        ``read`` finds the request in a body of ``size`` bytes.
 
         ``budget_is_advice``: a reasoning budget that cannot be kept does not refuse the request.
 
@@ -76,7 +78,7 @@ class Understanding:
     def _prepared(
         self, read: Read, model: TextModel, budget_is_advice: bool
     ) -> tuple[Understood, str | None]:
-        """A request but for its grammar, and the grammar that is not tried yet."""
+        """A request without its grammar, and the grammar that is still to be tried."""
         config, tokenizer = self._config, model.tokenizer
         wanted, sent = self._checked(read, model)
         harmony = writes_harmony(tokenizer, config.reasoning_parser, config.tool_call_parser)

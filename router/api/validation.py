@@ -53,7 +53,7 @@ UNSUPPORTED = {
 
 
 def check(request: ChatRequest | CompletionRequest) -> None:
-    """Refuse what the request's endpoint cannot do.
+    """Refuse a chat or completion with fields that are wrong or not supported.
 
     Afterwards ``max_tokens`` holds the number that counts, under whichever name it was given.
     """
@@ -68,7 +68,7 @@ def _check_completion(request: CompletionRequest) -> None:
     if request.prompt is None:
         refuse("prompt is required.", "prompt")
     if request.thinking_token_budget not in (None, -1):
-        refuse("thinking_token_budget is for chats.", "thinking_token_budget")
+        refuse("thinking_token_budget is supported for chats only.", "thinking_token_budget")
     if request.stream and request.prompt_logprobs is not None:
         refuse("prompt_logprobs are not available with stream.", "prompt_logprobs")
     if request.max_tokens == 0 and not request.echo and request.prompt_logprobs is None:
@@ -146,7 +146,7 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
 
 
 def check_template_fields(request: ChatRequest | TokenizeRequest) -> None:
-    """Refuse what templates cannot show; an empty list of tools becomes none."""
+    """Refuse fields that chat templates cannot show; an empty list of tools becomes none."""
     request.tools = request.tools or None
     if request.chat_template:
         refuse("chat_template is not supported: give the router --chat-template.", "chat_template")

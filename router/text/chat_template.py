@@ -66,10 +66,10 @@ class ChatTemplateError(ValueError):
 
 
 class ChatTemplate:
-    """One compiled template."""
+    """One compiled chat template."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], where: str = "") -> None:
-        """``where``: the file that has it, for errors.
+        """Compile a template; ``where`` is its file, for errors.
 
         Raises:
             ChatTemplateError: it does not compile.
@@ -99,7 +99,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation.
+        """The prompt text of a conversation.
 
         Raises:
             ChatTemplateError: the messages do not fit the template, in words for the client.
@@ -239,7 +239,7 @@ class ChatTemplates:
     """The templates of a model by name: ``default``, perhaps ``tool_use``."""
 
     def __init__(self, templates: Mapping[str, ChatTemplate], problem: str = "") -> None:
-        """``problem``: why the model's own cannot be used, if that is why there are none."""
+        """``problem``: why the model's own template cannot be used, if there is none."""
         self._templates = dict(templates)
         self._problem = problem.rstrip(".") or "This model has no chat template"
         self.sources = {name: template.source for name, template in templates.items()}
@@ -408,7 +408,7 @@ def _with_parsed_arguments(call: Any) -> Any:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Arguments as an object.
+    """Arguments of a call as an object, as templates expect them.
 
     A model may write invalid JSON, or be cut off; its conversation continues all the same.
     """

@@ -18,7 +18,7 @@ from router.text.tokens import Tokenizer
 
 
 class TextPiece(msgspec.Struct, gc=False):
-    """What one delta adds to a sample, or all of them together."""
+    """Text, tokens and log-probabilities that a delta adds to a sample, or all deltas."""
 
     text: str = ""
     token_ids: list[int] = []
@@ -40,7 +40,7 @@ class TextPiece(msgspec.Struct, gc=False):
 
 
 class OutputStream:
-    """One of the choices of an answer, while it is generated."""
+    """Text of one sample, a choice of the answer, while it is generated."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class OutputStream:
 
     @property
     def recorded(self) -> RecordedSample:
-        """What was sampled; only of one with a recorder, once it has ended."""
+        """Sampled tokens of an ended sample that has a recorder."""
         assert self._recorder is not None, "it was asked to record"
         assert self.finish_reason is not None, "it has ended"
         return self._recorder.sample(self.finish_reason, self._stop_reason)
@@ -137,7 +137,7 @@ class OutputStream:
         return "".join(map(self.detokenizer.step, token_ids))
 
     def take(self, delta: Delta) -> TextPiece:
-        """Take the next delta of the mesh.
+        """The piece of text that the next delta of the mesh gives.
 
         After a piece with a ``finish_reason``, no more deltas may come.
 
@@ -170,7 +170,7 @@ class OutputStream:
         return piece
 
     def _read(self, delta: Delta) -> TextPiece:
-        """Tokens to text, up to a stop string."""
+        """The piece of a delta's tokens, up to a stop string."""
         piece = TextPiece(
             token_ids=delta.token_ids, logprobs=delta.logprobs or [] if self._wants_logprobs else []
         )

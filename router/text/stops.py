@@ -1,4 +1,4 @@
-"""Finding stop strings in text that arrives in pieces (pure).
+"""Search for stop strings in text that arrives in pieces (pure).
 
 An Aho-Corasick automaton over all stop strings reads the text character by character, so what it finds does
 not depend on how the text was cut into pieces: the match that ends first wins, the longest of those that end

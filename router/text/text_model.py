@@ -55,7 +55,7 @@ class TextModel:
 
 
 def load_text_model(served: ServedModel, config: HttpConfig) -> TextModel:
-    """Read the files of a model that concern text.
+    """Tokenizer, chat templates and defaults, read from a model's files.
 
     Takes up to a second for large vocabularies.
 

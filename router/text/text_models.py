@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class TextModels:
-    """Text models by name; a mesh serves one model."""
+    """The text side of the mesh's only model, loaded when it is first asked for."""
 
     def __init__(self, mesh: Mesh, config: HttpConfig) -> None:
         self._mesh = mesh

@@ -265,7 +265,7 @@ def short_digest(content: bytes) -> str:
 
 
 def read_tokenizer_config(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json, empty if there is none.
+    """Content of tokenizer_config.json, empty if there is no such file.
 
     Raises:
         TokenizerError: it is no JSON object.
@@ -310,7 +310,7 @@ class ByteDetokenizer:
     """
 
     def __init__(self, whole_texts: WholeTexts, prompt_ids: Sequence[int] = ()) -> None:
-        """``whole_texts`` is shared by all streams that hide the same tokens."""
+        """``whole_texts``: shared by all streams that hide the same tokens."""
         self._whole_texts = whole_texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._decoder.decode(whole_texts.last_bytes(prompt_ids))
@@ -355,7 +355,7 @@ class WholeTexts:
     """Tokens of a vocabulary of bytes that are whole characters, found one by one."""
 
     def __init__(self, bytes_of: Callable[[int], bytes], hidden: Collection[int]) -> None:
-        """Tokens that are ``hidden`` have no text."""
+        """``hidden``: tokens that have no text."""
         self.bytes_of = bytes_of
         self.hidden = hidden
         self._texts: dict[int, str] = {}
@@ -473,7 +473,7 @@ def _named_special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _piece_decoder(backend: tokenizers.Tokenizer) -> Callable[[str, int], bytes]:
-    """How a vocabulary entry is written as bytes: a function of (piece, id)."""
+    """Function that gives the bytes of a vocabulary entry by piece and id."""
     kinds = _decoder_kinds(backend)
     if "ByteLevel" in kinds:
         byte_of = _byte_level_alphabet()

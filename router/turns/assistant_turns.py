@@ -12,7 +12,7 @@ from router.turns.turn_events import CallArguments, CallBegin, Content, Parsed, 
 
 
 class TurnReader:
-    """Reads one turn. Without parsers all text is content.
+    """Reader of one turn; without parsers all text is content.
 
     The reasoning parser comes first; tools are called in the answer proper. The one for Harmony finds both.
     """
@@ -27,7 +27,7 @@ class TurnReader:
         names_tool: bool = False,
         must_call: bool = False,
     ) -> None:
-        """``max_calls``: drop calls beyond so many; 0 keeps all.
+        """``max_calls``: calls beyond so many are dropped; 0 keeps all.
 
         ``names_tool``: the client named the one to be called. ``must_call``: a grammar lets nothing stand in
         the answer but calls, so what is no call at its end is one that was cut before its name was there.
@@ -48,7 +48,7 @@ class TurnReader:
         return (self._tools or ToolParser).new_call_id()
 
     def read(self, text: str, num_tokens: int = 0, *, ended: bool = False) -> list[Parsed]:
-        """The next text of the turn and how many tokens it is.
+        """Events of the next text of the turn, which has so many tokens.
 
         ``ended`` says that it is the last.
         """
@@ -64,7 +64,7 @@ class TurnReader:
         return merged(self._with_calls(events, ended))
 
     def read_parts(self, parts: Sequence[tuple[str, int]], *, ended: bool = False) -> list[Parsed]:
-        """The same of texts in a row, each with its number of tokens."""
+        """Events of several texts in a row, each with its number of tokens."""
         if len(parts) == 1:
             (text, num_tokens), *_ = parts
             return self.read(text, num_tokens, ended=ended)
@@ -98,7 +98,7 @@ class TurnReader:
 
 @dataclass
 class Call:
-    """A tool call."""
+    """A tool call of a whole turn."""
 
     id: str
     name: str
@@ -108,7 +108,7 @@ class Call:
 
 @dataclass
 class Turn:
-    """A whole turn."""
+    """A whole turn of the assistant: reasoning, content and calls."""
 
     reasoning: str = ""
     content: str = ""
@@ -117,7 +117,7 @@ class Turn:
 
 
 def turn_of(pieces: Sequence[tuple[str, int]], reader: TurnReader) -> Turn:
-    """What pieces of text, each with its number of tokens, make together."""
+    """The turn that pieces of text make, each with its number of tokens."""
     turn = Turn()
     for position, (text, num_tokens) in enumerate(pieces):
         for event in reader.read(text, num_tokens, ended=position == len(pieces) - 1):

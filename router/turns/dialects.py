@@ -41,11 +41,11 @@ class Dialect(ABC):
     @property
     @abstractmethod
     def markers(self) -> Sequence[str]:
-        """What the parsers look for: lost where they are special tokens that are skipped."""
+        """Texts that the parsers look for; skipped special tokens would hide them."""
 
     @abstractmethod
     def parsers(self, prompt: str) -> tuple[TurnParser | None, ToolParser | None]:
-        """For one answer to a prompt. The first one's content goes through the second."""
+        """Parsers of one answer; content of the first goes through the second."""
 
     @property
     def is_plain(self) -> bool:
@@ -59,7 +59,7 @@ class Dialect(ABC):
 
 
 class Tags(Dialect):
-    """Tags around reasoning, and a format of calls for the rest; either may be unknown."""
+    """Dialect of tags around reasoning and a format of calls; either may be unknown."""
 
     def __init__(
         self, reasoning: ReasoningFormat | None, calls: type[ToolParser] | None, offered: Tools

@@ -1,4 +1,6 @@
-"""Validates grammars before a request reaches an instance, so that errors come at once.
+"""Validation of grammars before a request reaches an instance.
+
+So errors come at once.
 
 Without a tokenizer this is quick; errors that only a tokenizer shows are found by the instance. JSON schemas
 with more than can be enforced are reduced to what can (:mod:`router.turns.schema_support`), unless they are
@@ -57,19 +59,19 @@ class Checked(msgspec.Struct, frozen=True):
     """Per grammar, the JSON paths of what answers need not follow."""
 
     def remarks(self, places: Places) -> list[str]:
-        """What is not enforced, in the client's terms."""
+        """Schemas' paths that are not enforced, in the client's terms."""
         return [
             f"{places.get(name, name)} {', '.join(paths)}".strip() for name, paths in self.unenforced.items()
         ]
 
     @property
     def size(self) -> int:
-        """Characters."""
+        """Number of characters of the grammar and of its remarks."""
         return len(self.text) + sum(len(path) for paths in self.unenforced.values() for path in paths)
 
 
 class GrammarCheck:
-    """Remembers what it has checked lately."""
+    """Check of grammars in a thread, with a cache of the latest results."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, Checked] = OrderedDict()
@@ -84,7 +86,7 @@ class GrammarCheck:
         return f"<GrammarCheck of {len(self._kept)}>"
 
     async def check(self, text: str, param: str, places: Places | None = None) -> Checked:
-        """The grammar as instances are to take it.
+        """The checked grammar, in the form that instances take.
 
         Raises:
             ApiError: the grammar is wrong (400), there is no library for any (501), or too many wait (503).
@@ -178,7 +180,7 @@ def problem_with(text: str) -> str:
 
 
 def summary(message: str) -> str:
-    """The library's words without its picture of the place.
+    """Error message of the library without the picture of the place.
 
     A regular expression's error stands at the end of one.
     """
@@ -206,7 +208,7 @@ def _problem(schema: Any, options: Mapping[str, Any]) -> str:
 
 
 def _where_wrong(schema: Any, trial: Trial) -> str:
-    """The place, as far as there is time to find it."""
+    """JSON path of what is wrong in a schema, as far as time allows."""
     try:
         return where_wrong(schema, trial)
     except _TooLongError:

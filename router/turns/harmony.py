@@ -40,14 +40,14 @@ _FUNCTIONS = "functions."
 
 
 class HarmonyParser(TurnParser):
-    """Reads one answer. Text without any header is content.
+    """Parser of one answer in Harmony; text without any header is content.
 
     Messages of one kind are a line apart. Calls of tools that nobody offered, which the model was trained
     with (``browser``, ``python``), are reasoning: no client could answer them.
     """
 
     def __init__(self, prompt: str, offered: Collection[str] = ()) -> None:
-        """``prompt``: its last message may be one that the answer goes on with.
+        """``prompt``: the answer may go on with its last message.
 
         ``offered``: tools' names.
         """
@@ -106,7 +106,7 @@ class HarmonyParser(TurnParser):
         return end is not None or self._kind is not None
 
     def _open(self, header: str) -> None:
-        """A message begins."""
+        """Begin a message, whose header names its kind."""
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
         self._at_begin = True
         called = None if recipient is None else self._function(recipient[1])

@@ -1,4 +1,4 @@
-"""Reasoning apart from the answer, by the tags that stand around it (pure).
+"""Parsers that split reasoning from the answer, by tags around it (pure).
 
 What a model thinks before it answers stands between two tags. Some templates write the first one, so that
 the model's own text begins inside: the prompt's last characters tell.
@@ -48,7 +48,7 @@ REASONING_PARSERS: Mapping[str, ReasoningFormat] = {
 
 
 class TurnParser(ABC):
-    """Splits the text of one answer, however it is cut into chunks.
+    """Parser that splits the text of one answer, however it is cut into chunks.
 
     ``feed`` takes the next chunk, ``flush`` says that none comes any more; both return what is certain by
     then.
@@ -75,7 +75,7 @@ class TurnParser(ABC):
 
 
 class ReasoningParser(TurnParser):
-    """Splits by tags. Blanks next to one belong to it.
+    """Parser of reasoning between tags; blanks next to a tag belong to it.
 
     Only an answer that begins with reasoning has any: a tag in the middle of an answer is text.
     """
@@ -120,7 +120,7 @@ class ReasoningParser(TurnParser):
         return True
 
     def _reasoning(self, ended: bool) -> str:
-        """Text up to the last tag, which is taken."""
+        """Reasoning up to the last tag, which is removed."""
         found = [(at, tag) for tag in self._form.end if (at := self._buffer.find(tag)) >= 0]
         if found:
             at, tag = min(found)

@@ -150,7 +150,7 @@ class _Walk:
     def _leave_out(
         self, key: str, value: Any, location: str, kept: dict[str, Any], schema: Mapping[str, Any]
     ) -> None:
-        """Drop a keyword, or replace it by others with the same meaning."""
+        """Remove a keyword, or replace it by others with the same meaning."""
         if key in DEPEND_ON or any(value == free for free in SAYS_NOTHING.get(key, ())):
             return
         if key == "propertyNames" and _is_any_name(value):
@@ -188,7 +188,7 @@ class _Walk:
 
 
 def _any_of(schema: Any) -> Any:
-    """Alternatives whose own ones do not matter: to try the outermost alone."""
+    """Alternatives without their own alternatives, to try the outermost alone."""
     if isinstance(schema, list):
         return [_any_of(part) for part in schema]
     if not isinstance(schema, dict):

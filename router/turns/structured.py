@@ -58,7 +58,7 @@ OTHER_NAMES = {
 
 
 class AnswerForm(msgspec.Struct, frozen=True):
-    """What an answer must look like."""
+    """Form that an answer must have: a grammar, and the field that asked for it."""
 
     param: str
     """The field that asked for it."""
@@ -123,7 +123,7 @@ def json_body(
 
 
 def limit_depth(given: Any, param: str, what: str) -> None:
-    """Refuse what functions that call themselves could not go through, or not soon.
+    """Refuse JSON that is nested too deeply, or holds too many values.
 
     Raises:
         ApiError: ``given`` is nested too deeply, or holds too many values.
@@ -213,7 +213,7 @@ def _structured_outputs(
 
 
 def _older(request: GenerationRequest, config: StructuredOutputsConfig) -> list[AnswerForm | None]:
-    """The names that vLLM had before ``structured_outputs``, and SGLang's."""
+    """Forms under the older names of vLLM, and those of SGLang."""
     forms: list[AnswerForm | None] = []
     for param, kind in OTHER_NAMES.items():
         given = getattr(request, param)

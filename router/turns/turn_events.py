@@ -8,19 +8,19 @@ import msgspec
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """More of what the model thought before it answered."""
+    """More text of the reasoning before the answer."""
 
     text: str
 
 
 class Content(msgspec.Struct, frozen=True):
-    """More of the answer."""
+    """More text of the answer."""
 
     text: str
 
 
 class CallBegin(msgspec.Struct, frozen=True):
-    """A tool is called; its arguments follow."""
+    """Begin of a tool call, whose arguments follow."""
 
     name: str
     id: str = ""
@@ -37,7 +37,7 @@ Parsed = Reasoning | Content | CallBegin | CallArguments
 
 
 def merged(events: Iterable[Parsed]) -> list[Parsed]:
-    """The same events with neighbours of one kind as one, and without empty ones."""
+    """Events with neighbours of one kind joined, and without empty ones."""
     found: list[Parsed] = []
     for event in events:
         if isinstance(event, CallBegin):

@@ -1,4 +1,4 @@
-"""Which parsers the answers to a request go through, and which grammar they follow."""
+"""Parsers and grammar of the answers to one request, by its tools and forms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_TOOLS = ChatRequest(messages=[])
 
 
 class AnswerRules(msgspec.Struct, frozen=True):
-    """What instances enforce on the answers to a prompt."""
+    """Rules that instances enforce on the answers to a prompt."""
 
     thinking: ThinkingBudget | None = None
     grammar: str | None = None
@@ -46,7 +46,7 @@ def writes_harmony(tokenizer: Tokenizer, reasoning_parser: str | None, tool_call
 
 
 class TurnFormat:
-    """How the model's text becomes reasoning, content and tool calls, for one request.
+    """Format of the answers to one request: parsers of their text, and its grammar.
 
     The text of a completion is content.
     Calls that ``tool_choice`` asks for are written in the model's own format where that is known and its
@@ -114,7 +114,7 @@ class TurnFormat:
         return any(map(tokenizer.is_special, self._markers))
 
     def rules(self, prompt: str, tokenizer: Tokenizer, *, budget_is_advice: bool = False) -> AnswerRules:
-        """What the answers to a prompt must follow.
+        """Reasoning budget and grammar of the answers to a prompt.
 
         ``budget_is_advice``: a reasoning budget is left out where no reasoning is known.
 
@@ -169,7 +169,7 @@ class TurnFormat:
 
     @property
     def grammar_places(self) -> Mapping[str, str]:
-        """What the client calls each part of the grammar."""
+        """The client's name for each part of the grammar."""
         called = self._asked_for or self._may_call
         sent = {id(tool): index for index, tool in reversed([*enumerate(self._sent)])}
         places = {
@@ -179,7 +179,7 @@ class TurnFormat:
         return places if self._form is None else {**places, ANSWER: self._form.param}
 
     def reader(self, prompt: str) -> TurnReader:
-        """For one answer to a prompt."""
+        """The reader of one answer to a prompt."""
         return TurnReader(
             *self._dialect.parsers(prompt),
             max_calls=self._max_calls,

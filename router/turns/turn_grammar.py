@@ -48,7 +48,7 @@ class TurnGrammar:
         return text_of({TURN: {"lark_grammar": lark}, **self._bodies})
 
     def reasoning(self, form: ReasoningFormat, *, is_begun: bool) -> None:
-        """The turn may begin with reasoning; it must end reasoning that the prompt has begun."""
+        """Let the turn begin with reasoning, and end reasoning that the prompt has begun."""
         if self._config.enable_in_reasoning:
             return
         special = [end for end in form.end if self._tokenizer.special_id(end) is not None]
@@ -65,23 +65,25 @@ class TurnGrammar:
         self._start.append(thought if is_begun else f"(({self._any_of(form.begin)}) {thought})?")
 
     def answer(self, form: AnswerForm, opening: str = "") -> None:
-        """The answer has a form, behind its opening."""
+        """Require an answer in a form, behind its opening."""
         self._start += self._formed(form, opening)
 
     def calls(self, tools: Tools, written: CallFormat, *, most_one: bool) -> None:
-        """The answer is one call or more of these tools."""
+        """Require one call or more of these tools."""
         self._start.append("calls")
         self._call_rules(tools, written, most_one=most_one)
 
     def calls_or_answer(
         self, tools: Tools, written: CallFormat, form: AnswerForm, opening: str = "", *, most_one: bool
     ) -> None:
-        """Calls of these tools, or an answer in a form."""
+        """Require calls of these tools, or an answer in a form."""
         self._start.append(f"(calls | {' '.join(self._formed(form, opening))})")
         self._call_rules(tools, written, most_one=most_one)
 
     def own_calls_or_answer(self, parser: type[ToolParser], tools: Tools, form: AnswerForm) -> None:
-        """The same where arguments are no JSON: text after a call's beginning is free."""
+        """Require calls or an answer, with free text after a call's beginning.
+
+        For formats whose arguments are no JSON."""
         self._start.append(f"(calls | {' '.join(self._formed(form, ''))})")
         special = [marker for marker in parser.markers if self._tokenizer.special_id(marker) is not None]
         begins = self._any_of(parser.call_openings(tools))
@@ -109,7 +111,7 @@ class TurnGrammar:
             self._bodies[f"tool_{index}"] = body
 
     def literal(self, text: str) -> str:
-        """A text; special tokens in it are those tokens, which no text is."""
+        """A text as a part of a rule, with its special tokens as tokens."""
         parts: list[str] = []
         for part in self._split(text):
             id = self._tokenizer.special_id(part)

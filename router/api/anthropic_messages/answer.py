@@ -87,7 +87,7 @@ def _block(item: Item, text: str) -> wire.Block:
 
 
 def _input(arguments: str) -> msgspec.Raw | dict[str, Any]:
-    """Arguments as an object.
+    """Arguments of a call as a JSON object.
 
     Text that is no JSON object gets a key of its own.
     """

@@ -174,7 +174,7 @@ def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
 
 
 def _instructions(content: Any, where: str) -> str:
-    """Text of the instructions, without lines about billing that blocks begin with."""
+    """Text of the instructions, without the billing line that a block may begin with."""
     if isinstance(content, list):
         content = [block for block in content if _kind(block) not in CHANGES]
     return "\n".join(filter(None, map(_without_billing, _texts(content or "", where))))

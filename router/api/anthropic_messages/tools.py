@@ -1,4 +1,4 @@
-"""Tools that a conversation offers at its end (pure).
+"""Tools that the model may call at the end of a conversation (pure).
 
 Tools may be declared for later (``defer_loading``), and come and go on the way. Templates show one list of
 tools, so it is the list that holds where the answer begins.
@@ -39,7 +39,7 @@ def offered(tools: list[Tool], messages: list[dict[str, Any]]) -> list[Tool]:
 
 
 def references(content: Any) -> Iterator[Block]:
-    """The tools that the result of a search has found."""
+    """Tools that a tool search has found, by the content of its result."""
     return (block for block in blocks_of(content) if block.get("type") == REFERENCE)
 
 

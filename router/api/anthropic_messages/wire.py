@@ -13,7 +13,7 @@ from router.openai_api import Int, MoreFields, NumericsChange
 
 
 class CountTokensRequest(MoreFields, kw_only=True):
-    """Fields that make the prompt."""
+    """Body of a request that counts tokens: the fields that make the prompt."""
 
     messages: list[dict[str, Any]]
     model: str | None = None
@@ -65,7 +65,7 @@ Block = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageUsage(msgspec.Struct):
-    """``input_tokens`` are those that did not come from the cache."""
+    """Usage; ``input_tokens`` leaves out those that came from the cache."""
 
     input_tokens: int
     output_tokens: int

@@ -1,1 +1,1 @@
-"""/v1/responses, as a translation onto chat: OpenAI's newer API, without anything kept between requests."""
+"""/v1/responses, OpenAI's newer API, as a translation onto chat; nothing is kept."""

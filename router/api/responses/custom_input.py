@@ -91,7 +91,7 @@ def _unescaped(piece: str) -> str:
 
 
 def _whole(arguments: str) -> str:
-    """The text of arguments that do not begin with it."""
+    """The text of arguments that are not in the usual form."""
     try:
         found = msgspec.json.decode(arguments)
     except (ValueError, RecursionError):

@@ -124,7 +124,7 @@ def _add_output(messages: list[dict[str, Any]], call_id: str, output: Any) -> No
 
 
 def _assistant(messages: list[dict[str, Any]], *unless_set: str) -> dict[str, Any]:
-    """The assistant's message that an item goes into.
+    """The assistant's message that an item is added to.
 
     It is the last one, unless such an item or a later part of a message is there.
     """
@@ -154,13 +154,13 @@ def _is_unfinished(where: str, item: Mapping[str, Any]) -> bool:
 
 
 def _called(where: str, item: Mapping[str, Any]) -> str:
-    """The name in chat of what is called."""
+    """The name in chat of the tool that a call names."""
     _strings(where, item, "name")
     return flat_name(item)
 
 
 def _strings(where: str, item: Mapping[str, Any], *names: str) -> list[str]:
-    """Fields that an item must have."""
+    """Values of text fields that an item must have."""
     for name in names:
         if not isinstance(item.get(name), str):
             refuse(f"{where}.{name} must be a string.", "input")

@@ -52,7 +52,7 @@ class TextLogprobs:
         return []
 
     def _last(self, num_characters: int) -> list[TokenLogprobs]:
-        """The last tokens of so many characters, and textless ones right before them.
+        """Log-probabilities of the last ``num_characters``, with tokens of their parts.
 
         A token without text is a part of a character that a later one completes.
         """

@@ -95,11 +95,11 @@ class OutputItems:
         return INCOMPLETE if is_last and status != COMPLETED else COMPLETED
 
     def output(self, status: str) -> list[wire.OutputItem]:
-        """All items of a response of this status."""
+        """All items as they stand in a response of this status."""
         return [self.written(item, self.status_of(item, status), item.text) for item in self._sequence.items]
 
     def written(self, item: Item, status: str, text: str) -> wire.OutputItem:
-        """An item with this text, all of its own or none."""
+        """An item on the wire, with its text or an empty one."""
         id = self.id_of(item)
         match item.kind:
             case ItemKind.REASONING:
@@ -110,7 +110,7 @@ class OutputItems:
                 return self._call(item, status, text)
 
     def part(self, item: Item, text: str) -> wire.Part:
-        """A part with this text, all of its item's or none."""
+        """The content part of an item, with its text or an empty one."""
         if item.kind is ItemKind.REASONING:
             return wire.ReasoningText(text)
         return wire.OutputText(text, logprobs=self.logprobs_of(item) if text else NO_LOGPROBS)

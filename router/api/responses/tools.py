@@ -27,7 +27,7 @@ HOSTED = frozenset(
 
 
 class ToolName(NamedTuple):
-    """A client's name of a tool."""
+    """Name of a tool as the client wrote it."""
 
     name: str
     namespace: str | None = None
@@ -36,7 +36,7 @@ class ToolName(NamedTuple):
 
 @dataclass
 class ChatTools:
-    """The tools of one request."""
+    """Tools of a request as functions of a chat, with the client's names."""
 
     functions: list[dict[str, Any]] = field(default_factory=list)
     """The tools as chat takes them."""

@@ -1,4 +1,4 @@
-"""What every tool parser is, and the search for markers that they share (pure)."""
+"""Base of all tool parsers, with their search for markers (pure)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CallFormat(msgspec.Struct, frozen=True):
 
 
 class ToolParser(ABC):
-    """Finds tool calls in the text of one answer, for any split into chunks.
+    """Parser of tool calls in the text of one answer, for any split into chunks.
 
     ``feed`` takes the next chunk, ``flush`` marks the end; both return the events that are certain by then.
     All events of an answer, neighbours of one kind joined, do not depend on the split. Text that turns out to
@@ -77,7 +77,7 @@ class ToolParser(ABC):
 
     @classmethod
     def call_openings(cls, tools: Tools) -> Sequence[str]:
-        """What an answer begins with that calls tools."""
+        """Texts that an answer which calls tools may begin with."""
         return cls.markers[:1]
 
     @staticmethod
@@ -110,7 +110,7 @@ class ToolParser(ABC):
     # ---- what states say
 
     def _say(self, text: str) -> None:
-        """Content. Blanks after a call belong to the format."""
+        """Pass text on as content; blanks after a call belong to the format."""
         if self._follows_call:
             text = text.lstrip()
         if text:
@@ -125,7 +125,7 @@ class ToolParser(ABC):
         self._events.append(CallArguments(text))
 
     def _give_back(self) -> None:
-        """It was no call."""
+        """Return held text as content, since it is no call."""
         self._say(self._opening)
         self._opening = ""
 

@@ -24,7 +24,7 @@ Step = Callable[[list[Parsed]], bool]
 
 
 class JsonEnd:
-    """Finds where a JSON value ends. Brackets are counted, not checked."""
+    """Search for the end of a JSON value; brackets are counted, not checked."""
 
     def __init__(self) -> None:
         self._depth = 0

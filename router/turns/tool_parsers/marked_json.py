@@ -30,7 +30,7 @@ class MarkedJson(ToolParser):
         return None if marker is None else self._outside if marker in self.closing else self._opened
 
     def _opened(self) -> State | None:
-        """Behind the marker."""
+        """State behind the marker."""
         mark = self._next()
         if mark == "[":
             self._opening += self._take(1)
@@ -61,7 +61,7 @@ class MarkedJson(ToolParser):
         return self._between if self._in_list else self._outside
 
     def _between(self) -> State | None:
-        """Behind a call of a list."""
+        """State behind a call of a list."""
         mark = self._next()
         if mark is None:
             return None

@@ -64,7 +64,7 @@ class Pythonic(ToolParser):
         return None if mark is None and not self._ended else self._no_call()
 
     def _head(self) -> State | None:
-        """A name, a parenthesis, and the first keyword or the other parenthesis."""
+        """State of a call's name, its parenthesis, and the first keyword or the end."""
         match = HEAD.match(self._buffer[:MAX_NAME])
         if match is None:
             may_come = MAYBE_HEAD.fullmatch(self._buffer) and len(self._buffer) < MAX_NAME
@@ -97,7 +97,7 @@ class Pythonic(ToolParser):
         return self._keyword if self._take(1) == "," else self._close
 
     def _close(self) -> State | None:
-        """Behind the parenthesis."""
+        """State behind the parenthesis."""
         self._argue("{}" if self._is_first else "}")
         return self._between
 
@@ -117,7 +117,7 @@ class Pythonic(ToolParser):
 
 
 class PythonEnd:
-    """Finds the comma or parenthesis behind a Python value."""
+    """Search for the comma or parenthesis behind a Python value."""
 
     def __init__(self) -> None:
         self._depth = 0

@@ -16,7 +16,7 @@ CALL, CALL_END = "<tool_call>", "</tool_call>"
 
 
 class Tagged(ToolParser):
-    """What formats of this kind share.
+    """Base of formats with a tag per argument.
 
     Arguments come out one by one, as JSON: text where the tool's schema says so, else whatever JSON value is
     written there, or text if it is none.
@@ -42,10 +42,10 @@ class Tagged(ToolParser):
 
     @abstractmethod
     def _outside(self) -> State | None:
-        """Between calls."""
+        """State between calls."""
 
     def _before_argument(self) -> State | None:
-        """Behind the name, or behind an argument."""
+        """State behind the name, or behind an argument."""
         self._next()
         may_come = any(mark.startswith(self._buffer) for mark in (self.key_begin, self.call_end))
         mark = self._taken(self.key_begin, self.call_end)
@@ -139,7 +139,7 @@ class Qwen3Coder(Tagged):
 
 
 class SeedOss(Qwen3Coder):
-    """Calls as of :class:`Qwen3Coder`, in ``<seed:tool_call>``."""
+    """Seed-OSS: the calls of :class:`Qwen3Coder`, in ``<seed:tool_call>``."""
 
     calls = ("<seed:tool_call>", "</seed:tool_call>")
     markers = calls
