@@ -1,4 +1,4 @@
-"""``python -m engine``: one headless instance (:mod:`engine.instance`)."""
+"""``python -m engine``: one headless instance (:mod:`engine.lifecycle.instance`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from engine.config import InstanceConfig
 from engine.executor_contract import CannotStart, WorkerLost
 from engine.host import deferred
 from engine.host.memory import is_out_of_memory
-from engine.instance import Ended, Instance
+from engine.lifecycle.ended import InstanceEnded
+from engine.lifecycle.instance import InstanceProcess
 from engine.model.checkpoint import CheckpointError
 
 logger = logging.getLogger("engine")
@@ -33,8 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     keys = process.member_keys(config.mesh, "python -m engine")
     process.warn_if_open(config.mesh)
     try:
-        Instance(config, keys).run()
-    except Ended as ended:
+        InstanceProcess(config, keys).run()
+    except InstanceEnded as ended:
         was_asked_to = ended.status in (0, process.EXIT_INTERRUPTED)
         logger.log(logging.INFO if was_asked_to else logging.ERROR, "%s", ended)
         return ended.status

@@ -13,7 +13,7 @@ WATCH_INTERVAL = 1.0
 """Seconds after which the watch of the others' processes looks whether it is still wanted."""
 
 OnLost = Callable[[Sequence[int | None], str, str, str], None]
-"""Called with the ranks that are lost, the evidence, what noticed it, and the reason for the log."""
+"""Called with lost ranks, the evidence, what noticed the loss, and the reason."""
 
 
 class GroupWatch:

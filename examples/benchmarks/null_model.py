@@ -156,14 +156,14 @@ def step_time() -> Callable[[Any], float]:
 def instance(argv: list[str]) -> int:
     """Run ``python -m engine ARGV`` with such a model."""
     import engine.host.cores
-    import engine.instance
+    import engine.lifecycle.instance
     from engine.__main__ import main
 
     def make_executor(config: Any, info: Any, *_: Any, **__: Any) -> Any:
         most = max(config.scheduler.max_num_seqs, config.scheduler.token_budget())
         return NullExecutor(info.vocab_size, config.cache.block_size, most, step_time())
 
-    engine.instance.make_executor = make_executor  # type: ignore[attr-defined]  # imported there
+    engine.lifecycle.instance.make_executor = make_executor  # type: ignore[attr-defined]  # imported there
     engine.host.cores.has_gpu = lambda _: True  # type: ignore[attr-defined]  # it does not slow down others
     return main(argv)
 

@@ -19,7 +19,7 @@ from engine.executor import loaded_shard, make_executor
 from engine.executor.uni import CPU_KV_LIMIT, UniExecutor
 from engine.host import memory
 from engine.host.cache_size import size_cache
-from engine.instance import Instance
+from engine.lifecycle.instance import memory_turn
 from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.model.sharding.shard import Shard
 from engine.sampling import SamplingParams
@@ -229,7 +229,7 @@ class SharedDevice:
     def serve(self, executor: UniExecutor, weights: int, found: list[int]) -> None:
         """Load, then measure and take the cache as an instance does."""
         self.take(weights)
-        with Instance._turn(SimpleNamespace(), SimpleNamespace(device="cuda:0")):  # type: ignore[arg-type]
+        with memory_turn("cuda:0"):
             self.measuring += 1
             self.most_measuring = max(self.most_measuring, self.measuring)
             share = executor.free_kv_memory()
@@ -253,7 +253,7 @@ def test_two_instances_on_one_device_share_its_memory_in_turn(
     """Neither sees what the other will take, nor do both count on the same room."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("LOCKSTEP_DEVICE_SHARERS", "2")
-    monkeypatch.setattr("engine.instance.cuda_devices", lambda: ("0",))
+    monkeypatch.setattr("engine.lifecycle.instance.cuda_devices", lambda: ("0",))
     monkeypatch.setattr(UniExecutor, "_run_largest_step", lambda _: None)
     device, found, failed = SharedDevice(monkeypatch), [], []
 

@@ -111,7 +111,7 @@ def test_too_little_memory_is_said_however_it_shows(
     def run(_instance: object) -> None:
         raise error
 
-    monkeypatch.setattr("engine.instance.Instance.run", run)
+    monkeypatch.setattr("engine.lifecycle.instance.InstanceProcess.run", run)
     monkeypatch.setattr("coordinator.process.process.set_up", lambda *_args: None)
     assert main([]) == 1
     assert "out of memory (" in caplog.text

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, core_model_loading
 
 from engine.attention.base import LayerShape
 from engine.config import ModelConfig
-from engine.instance import Ended
+from engine.lifecycle.ended import InstanceEnded
 from engine.model.checkpoint import CheckpointError, ModelInfo, read_model_info
 from engine.model.model_class import class_of
 from engine.model.module_reading import ModuleReader
@@ -250,13 +250,13 @@ def test_a_stop_while_weights_are_read_is_no_fault_of_theirs(
 
     def stop(*_args: Any, **_options: Any) -> None:
         calls.append("from_pretrained")
-        raise Ended(0, "told to stop")
+        raise InstanceEnded(0, "told to stop")
 
     monkeypatch.setattr("engine.model.weights.run_deferred", lambda: True)
     for told in (transformers.AutoConfig, transformers.LlamaForCausalLM):
         with monkeypatch.context() as patch:
             patch.setattr(told, "from_pretrained", stop)
-            with pytest.raises(Ended, match="told to stop"):
+            with pytest.raises(InstanceEnded, match="told to stop"):
                 load(directory)
     assert calls == ["from_pretrained"] * 2
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from engine.config import DeviceConfig
-from engine.step_watch import EARLY_STEPS, StepWatch, place_of
+from engine.lifecycle.step_watch import EARLY_STEPS, StepWatch, place_of
 
 LATER = EARLY_STEPS + 1
 

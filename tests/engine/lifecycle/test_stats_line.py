@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+from engine.lifecycle.stats_line import StatsLine, drain_line
 from engine.messages import Counters
 from engine.scheduling.report_policy import LoadSnapshot
-from engine.stats_line import StatsLine, drain_line
 
 
 def snapshot(running: int = 0, waiting: int = 0, blocks_used: int = 0) -> LoadSnapshot:
