@@ -35,6 +35,7 @@ from parallel.communicators.base import Communicator, carries
 from parallel.expert_products import ExpertProducts
 from parallel.placement import Placement
 from parallel.replicas import Ints, line, replicas_at
+from parallel.sliced_experts import TokenSlices
 
 Dispatch = Literal["allgather_reducescatter", "all_to_all"]
 
@@ -96,9 +97,14 @@ class ExpertParallel:
         dispatch: Dispatch,
         local_experts: LocalExperts,
         num_layers: int = 1,
+        slices: TokenSlices | None = None,
     ) -> None:
-        """``local_experts`` computes on devices other than the CPU. ``num_layers``: counted apart."""
+        """``local_experts`` computes on devices other than the CPU. ``num_layers``: counted apart.
+
+        ``slices``: the tokens that this rank of an instance with tensor parallelism dispatches; None: all.
+        """
         self.times = Times()
+        self._slices = slices
         self._dispatch = dispatch
         self._local_experts = local_experts
         self._products: Products = ExpertProducts()
@@ -152,9 +158,11 @@ class ExpertParallel:
     def begin(self, sizes: Sequence[int]) -> None:
         """Begin a step in which rank r has ``sizes[r]`` tokens in every layer.
 
-        Before the first one of a group with links all tell each other their :attr:`signature`.
+        With slices, instance i has ``sizes[i]``. Before the first one of a group with links all tell each
+        other their :attr:`signature`.
         """
-        self.sizes, self._line = sizes, line(sizes)
+        self.sizes = sizes if self._slices is None else self._slices.sizes(sizes)
+        self._line = line(self.sizes)
         self.times.reset()
         if self._signatures is None and self._group is not None and hasattr(self._group, "links_address"):
             self._signatures = [number for (number,) in self._group.all_gather_ints([self.signature])]
@@ -179,8 +187,27 @@ class ExpertParallel:
         """Compute one expert layer: hidden [tokens, H], expert_ids and weights [tokens, k] -> [tokens, H].
 
         With zero tokens it only takes part in what the others need. ``combine`` sums up at home; None does it
-        as transformers does, in the type of ``hidden``.
+        as transformers does, in the type of ``hidden``. All ranks with slices have the same arguments.
         """
+        slices = self._slices
+        if slices is None:
+            return self._forward(module, hidden, expert_ids, weights, combine)
+        if self._group is None:  # being loaded: what this instance holds counts, wherever a token stands
+            return slices.summed(self._forward(module, hidden, expert_ids, weights, combine))
+        return slices.gathered(
+            len(hidden),
+            lambda mine: self._forward(module, hidden[mine], expert_ids[mine], weights[mine], combine),
+        )
+
+    def _forward(
+        self,
+        module: Any,
+        hidden: torch.Tensor,
+        expert_ids: torch.Tensor,
+        weights: torch.Tensor,
+        combine: Combine | None,
+    ) -> torch.Tensor:
+        """One layer of this rank's tokens."""
         if self._group is not None and self._adds_on_device(self._group, hidden):
             return self._on_device(module, self._group, hidden, expert_ids, weights)
         if self._group is None or self._group.size == 1:

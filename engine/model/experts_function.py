@@ -19,7 +19,7 @@ from engine.model.sharding.shard import Shard
 from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
 from parallel.expert_parallel import LAYER_ATTRIBUTE, Dispatch, ExpertParallel, expert_forward
 from parallel.placement import assign_experts
-from parallel.sliced_experts import SlicedExpertParallel
+from parallel.sliced_experts import TokenSlices
 from parallel.tensor_parallel import TensorRank
 
 logger = logging.getLogger(__name__)
@@ -77,12 +77,10 @@ def spread_experts(
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, expert_forward)
     local_experts = ALL_EXPERTS_FUNCTIONS[choose_experts_function(module)]
     layers = tuple(expert_modules(module).values())
-    facts = share.placement, share.rank, dispatch, local_experts
-    if shard.size > 1:
-        ranks = TensorRank(shard.rank, shard.size, shard.ranks)
-        experts: ExpertParallel = SlicedExpertParallel(*facts, ranks, max(1, len(layers)))
-    else:
-        experts = ExpertParallel(*facts, max(1, len(layers)))
+    slices = TokenSlices(TensorRank(shard.rank, shard.size, shard.ranks)) if shard.size > 1 else None
+    experts = ExpertParallel(
+        share.placement, share.rank, dispatch, local_experts, max(1, len(layers)), slices
+    )
     for number, layer in enumerate(layers):
         setattr(layer, EXPERTS_ATTRIBUTE, experts)
         setattr(layer, LAYER_ATTRIBUTE, number)

@@ -95,6 +95,7 @@ def run_member(rank: int, size: int, port: int, repeats: int) -> None:
     from examples.benchmarks.links import plain_sockets
     from parallel.groups import form
     from parallel.links.connecting import connect
+    from parallel.links.forming_group import FormingGroup
     from parallel.links.meeting import MeetingClient, MeetingHost
     from parallel.links.meeting_contract import Prefixed
 
@@ -111,9 +112,8 @@ def run_member(rank: int, size: int, port: int, repeats: int) -> None:
         **over_ucx(meeting, rank, size),
     }
     torch_gloo = process_group(meeting, rank, size)
-    plain = connect(
-        Prefixed(meeting, "plain"), rank, size, host=host, name="plain", key=None, timeout=TIMEOUT
-    )
+    forming = FormingGroup(Prefixed(meeting, "plain"), rank, size, timeout=TIMEOUT)
+    plain = connect(forming, host=host, name="plain", key=None)
     peers = [stream for streams in plain.data.values() for stream in streams]
     looks = "looking" if size <= len(os.sched_getaffinity(0)) else "offering"
 
@@ -182,12 +182,12 @@ def over_sockets(meeting: Meeting, rank: int, size: int, *, native: bool) -> Net
     """A group over TCP sockets on loopback, with native collectives or in Python."""
     from parallel.communicators.network import NetworkCommunicator
     from parallel.links.connecting import connect
+    from parallel.links.forming_group import FormingGroup
     from parallel.links.meeting_contract import Prefixed
 
     name = "native" if native else "python"
-    sockets = connect(
-        Prefixed(meeting, name), rank, size, host="127.0.0.1", name=name, key=None, timeout=TIMEOUT
-    )
+    forming = FormingGroup(Prefixed(meeting, name), rank, size, timeout=TIMEOUT)
+    sockets = connect(forming, host="127.0.0.1", name=name, key=None)
     return NetworkCommunicator(sockets, rank, size, timeout=TIMEOUT, native=native)
 
 

@@ -91,17 +91,17 @@ def _connected(
     from parallel.links.connecting import connect
     from parallel.links.ucx_links import meet
 
-    rank, size = forming.rank, forming.size
     with ExitStack() as undo:
         links = meet(forming, transport, host=host)
         if links is not None:
             undo.callback(links.close)
-        sockets = connect(
-            forming.meeting, rank, size, host=host, name=name, key=key, timeout=forming.timeout,
-            should_stop=forming.should_stop, streams=1 if links is None else 0,
-            forming_timeout=forming.forming_timeout,
-        )  # fmt: skip
+        sockets = connect(forming, host=host, name=name, key=key, streams=1 if links is None else 0)
         undo.pop_all()
     return NetworkCommunicator(
-        sockets, rank, size, timeout=forming.timeout, should_stop=forming.should_stop, links=links
+        sockets,
+        forming.rank,
+        forming.size,
+        timeout=forming.timeout,
+        should_stop=forming.should_stop,
+        links=links,
     )

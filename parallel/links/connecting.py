@@ -15,17 +15,17 @@ import logging
 import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 from parallel.links.accepting import BACKLOG, LinkAcceptor
 from parallel.links.dialing import TOO_MANY_FILES, Dialer, GoneError, ListenAddress, too_many_files
 from parallel.links.encryption import can_encrypt, encrypt, why_not
 from parallel.links.errors import CollectiveError, Evidence
+from parallel.links.forming_group import FormingGroup
 from parallel.links.handshake import Accepting, HandshakeVerdict, Offer, Side
 from parallel.links.keys import LinkKey
-from parallel.links.meeting_contract import Meeting, Prefixed
-from parallel.links.rendezvous import exchange
 from parallel.links.sockets import GroupSockets
 
 logger = logging.getLogger(__name__)
@@ -45,84 +45,51 @@ _GAVE_UP = "gave up"
 
 
 def connect(
-    meeting: Meeting,
-    rank: int,
-    size: int,
-    *,
-    host: str,
-    name: str,
-    key: LinkKey | None,
-    timeout: float,
-    should_stop: Callable[[], bool] | None = None,
-    streams: int = 1,
-    forming_timeout: float | None = None,
+    forming: FormingGroup, *, host: str, name: str, key: LinkKey | None, streams: int = 1
 ) -> GroupSockets:
     """Connect this member to all others; returns when that is done.
 
     Args:
-        meeting: the group's own part of a meeting place, where members leave their addresses.
-        rank: of this member, of ``size``.
-        size: members of the group.
+        forming: the group, its meeting place, and bounds of waits. Its ``timeout`` is also how many seconds
+            bytes sent later may stay unacknowledged (TCP_USER_TIMEOUT).
         host: the address to listen on, from which this member connects, and on which the others reach it.
         name: of the group, with its epoch and token: no link of another group is taken for one of this.
         key: that both ends of each link prove; None: a mesh without a key.
-        timeout: seconds that bytes sent later may stay unacknowledged (TCP_USER_TIMEOUT); bounds forming,
-            too, unless ``forming_timeout`` does.
-        should_stop: asked every few milliseconds; forming ends with an error when it says so.
         streams: connections for tensors per pair; 0: another transport carries them.
-        forming_timeout: seconds for all that happens here.
 
     Raises:
         CollectiveError: a member does not come, cannot be reached or is refused; names it, if it is known.
             Nothing stays open then.
     """
-    if size == 1:
+    if forming.size == 1:
         return GroupSockets({}, {})
-    seconds = timeout if forming_timeout is None else forming_timeout
+    uses = CONTROL, *(f"data/{number}" for number in range(streams))
     try:
-        return _Forming(
-            Prefixed(meeting, "links"),
-            rank,
-            size,
-            host=host,
-            purpose=f"group/{name}",
-            key=key,
-            timeout=timeout,
-            streams=streams,
-        ).run(seconds, should_stop or (lambda: False))
+        return _Connecting(forming.at("links"), host, f"group/{name}", key, uses).run()
     except OSError as error:
         if error.errno in TOO_MANY_FILES:
-            raise too_many_files(rank) from error
-        raise _error(error.strerror or str(error), rank, "aborted") from error
+            raise too_many_files(forming.rank) from error
+        raise _error(error.strerror or str(error), forming.rank, "aborted") from error
 
 
-class _Forming:
+class _Connecting:
     """Connections of one member to all others while the group forms."""
 
     def __init__(
-        self,
-        meeting: Meeting,
-        rank: int,
-        size: int,
-        *,
-        host: str,
-        purpose: str,
-        key: LinkKey | None,
-        timeout: float,
-        streams: int,
+        self, forming: FormingGroup, host: str, purpose: str, key: LinkKey | None, uses: Sequence[str]
     ) -> None:
-        self._meeting = meeting
-        self._rank, self._size = rank, size
+        """``purpose`` and ``uses`` are what both ends of each link must mean."""
+        self._group = forming
+        self._rank, self._size = forming.rank, forming.size
         self._host = host
         self._purpose = purpose
         self._key = key
-        self._timeout = timeout
-        self._uses = [CONTROL, *(f"data/{number}" for number in range(streams))]
+        self._uses = uses
         self._can_encrypt = key is not None and can_encrypt()
         self._made: dict[tuple[int, str], socket.socket] = {}
         self._encrypted = 0
 
-    def run(self, seconds: float, should_stop: Callable[[], bool]) -> GroupSockets:
+    def run(self) -> GroupSockets:
         """Connect to all members; after an error, close everything and raise it."""
         try:
             with contextlib.ExitStack() as stack:
@@ -138,19 +105,19 @@ class _Forming:
                         Dialer(self._host, self._rank, self._key, can_encrypt=self._can_encrypt)
                     )
                 )
-                return self._form(seconds, should_stop)
+                return self._form()
         except BaseException:
             for connection in self._made.values():
                 connection.close()
             raise
 
-    def _form(self, seconds: float, should_stop: Callable[[], bool]) -> GroupSockets:
-        deadline = time.monotonic() + seconds
+    def _form(self) -> GroupSockets:
+        deadline = time.monotonic() + self._group.patience
         for each in (self._acceptor, self._dialer):
             self._selector.register(each, selectors.EVENT_READ)
         try:
-            self._dial(self._addresses(seconds, should_stop))
-            self._finish(deadline, seconds, should_stop)
+            self._dial(self._addresses())
+            self._finish(deadline)
         except _News:
             raise
         except CollectiveError as error:
@@ -169,15 +136,18 @@ class _Forming:
             refused=self._acceptor.refused,
         )
 
-    def _finish(self, deadline: float, seconds: float, should_stop: Callable[[], bool]) -> None:
+    def _should_stop(self) -> bool:
+        return self._group.should_stop is not None and self._group.should_stop()
+
+    def _finish(self, deadline: float) -> None:
         news_at = time.monotonic() + NEWS_SECONDS
         while missing := self._missing():
             self._look(LOOK_SECONDS)
-            if should_stop():
+            if self._should_stop():
                 raise _error("it was stopped from outside", None, "aborted")
             now = time.monotonic()
             if now > deadline:
-                raise self._too_late(missing, seconds)
+                raise self._too_late(missing)
             if now > news_at:
                 self._look_for_news()
                 news_at = time.monotonic() + NEWS_SECONDS
@@ -215,16 +185,16 @@ class _Forming:
             raise _error(why, self._rank, "aborted") from error
         return listener
 
-    def _addresses(self, seconds: float, should_stop: Callable[[], bool]) -> list[ListenAddress]:
+    def _addresses(self) -> list[ListenAddress]:
         """Exchange listening addresses with all members; early connections are accepted meanwhile."""
 
         def look() -> bool:
             self._look(0.0)
-            return should_stop()
+            return self._should_stop()
 
         host, port = self._listener.getsockname()[:2]
         mine = f"{host} {port}".encode()
-        said = exchange(self._meeting, self._rank, self._size, mine, timeout=seconds, should_stop=look)
+        said = replace(self._group, should_stop=look).exchange(mine)
         return [self._address(rank, each) for rank, each in enumerate(said)]
 
     def _address(self, rank: int, said: bytes) -> ListenAddress:
@@ -242,14 +212,14 @@ class _Forming:
         blamed = self._rank if error.rank is None else error.rank
         text = str(error).removeprefix(_PREFIX)
         with contextlib.suppress(CollectiveError):  # the group fails for its own reason
-            self._meeting.set(_GAVE_UP, f"{self._rank} {blamed} {text}".encode())
+            self._group.meeting.set(_GAVE_UP, f"{self._rank} {blamed} {text}".encode())
 
     def _look_for_news(self) -> None:
         """Raise the error that another member left when it gave up, if any."""
         try:
-            if not self._meeting.check([_GAVE_UP]):
+            if not self._group.meeting.check([_GAVE_UP]):
                 return
-            said = self._meeting.get(_GAVE_UP).decode(errors="replace")
+            said = self._group.meeting.get(_GAVE_UP).decode(errors="replace")
         except CollectiveError:
             return  # the meeting place is not needed any more
         teller, blamed, text = said.split(" ", 2)
@@ -297,7 +267,7 @@ class _Forming:
                 self._dialer.dial(offer, addresses[peer])
 
     def _prepare(self, peer: int, use: str, connection: socket.socket, handshake: Side) -> None:
-        set_options(connection, SILENCE_SECONDS if use == CONTROL else self._timeout)
+        set_options(connection, SILENCE_SECONDS if use == CONTROL else self._group.timeout)
         if handshake.is_encrypted:
             try:
                 encrypt(connection, handshake, connects=not isinstance(handshake, Accepting))
@@ -322,13 +292,13 @@ class _Forming:
             raise GoneError(text, peer)
         self._selector.unregister(connection)  # it has begun already; its words are read later
 
-    def _too_late(self, missing: list[int], seconds: float) -> CollectiveError:
+    def _too_late(self, missing: list[int]) -> CollectiveError:
         late = self._dialer.late()
         if late is not None:
             return late
         names = ", ".join(map(str, missing))
         where = ListenAddress(*self._listener.getsockname()[:2])
-        text = f"rank {names} did not connect to {where} within {seconds:g} s"
+        text = f"rank {names} did not connect to {where} within {self._group.patience:g} s"
         if self._acceptor.problem:
             text += f"; some could not be accepted ({self._acceptor.problem})"
         elif self._acceptor.refused:

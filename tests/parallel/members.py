@@ -90,13 +90,10 @@ class Member:
         """A group over sockets, some or all of whose members keep to Python."""
         native = self.backend == "tcp_mixed" and self.rank % 2 == 0
         sockets = connect(
-            Prefixed(self.meeting, f"{self._test} {name}"),
-            self.rank,
-            size,
+            self._forming(name, size, timeout),
             host="127.0.0.1",
             name=name,
             key=KEY,
-            timeout=timeout,
             streams=2 if self.backend == "tcp_mixed" else 1,
         )
         group = NetworkCommunicator(sockets, self.rank, size, timeout=timeout, native=native)
@@ -110,16 +107,10 @@ class Member:
         In ``mixed_apart`` neighbours are on different ones. Rank 1 keeps to Python.
         """
         host = self.rank % 2 if self.backend == "mixed_apart" else 2 * self.rank // size
-        meeting = Prefixed(self.meeting, f"{self._test} {name}")
-        native = self.rank != 1
-        sockets = connect(
-            meeting, self.rank, size, host="127.0.0.1", name=name, key=KEY, timeout=timeout
-        )  # fmt: skip
+        native, forming = self.rank != 1, self._forming(name, size, timeout)
+        sockets = connect(forming, host="127.0.0.1", name=name, key=KEY)
         network = NetworkCommunicator(sockets, self.rank, size, timeout=timeout, native=native)
-        return MixedCommunicator(
-            self._forming(name, size, timeout), network, host_name=f"host {host}", sizes=SMALL_SIZES,
-            native=native,
-        )  # fmt: skip
+        return MixedCommunicator(forming, network, host_name=f"host {host}", sizes=SMALL_SIZES, native=native)
 
     def report(self, **facts: Any) -> None:
         """For the test, which waits for the file."""

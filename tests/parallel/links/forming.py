@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from parallel.links.connecting import connect
 from parallel.links.errors import CollectiveError
+from parallel.links.forming_group import FormingGroup
 from parallel.links.keys import LinkKey
 from parallel.links.meeting_contract import Meeting, Prefixed
 from parallel.links.sockets import GroupSockets
@@ -43,18 +44,15 @@ def form(
     def run(member: int) -> GroupSockets | CollectiveError:
         own = settings[min(member, len(settings) - 1)]
         try:
-            return connect(
+            forming = FormingGroup(
                 place,
                 first + member,
                 own.size or count,
-                host=own.host,
-                name=own.name,
-                key=own.key,
                 timeout=own.timeout,
-                should_stop=own.should_stop,
-                streams=own.streams,
                 forming_timeout=own.forming_timeout,
+                should_stop=own.should_stop,
             )
+            return connect(forming, host=own.host, name=own.name, key=own.key, streams=own.streams)
         except CollectiveError as error:
             return error
 

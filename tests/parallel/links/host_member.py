@@ -14,6 +14,7 @@ import time
 
 from parallel.links.connecting import connect
 from parallel.links.errors import CollectiveError
+from parallel.links.forming_group import FormingGroup
 from parallel.links.meeting import MeetingClient, MeetingHost
 from tests.parallel.links.forming import KEY
 
@@ -28,10 +29,8 @@ def main(rank: int, size: int, own: str, port: int, address: str) -> None:
     )
     began = time.monotonic()
     try:
-        group = connect(
-            meeting, rank, size, host=own, name="epoch/1/all/t", key=KEY, timeout=3.0,
-            forming_timeout=FORMING_SECONDS,
-        )  # fmt: skip
+        forming = FormingGroup(meeting, rank, size, timeout=3.0, forming_timeout=FORMING_SECONDS)
+        group = connect(forming, host=own, name="epoch/1/all/t", key=KEY)
     except CollectiveError as error:
         print(f"error after {time.monotonic() - began:.1f}: {error}", flush=True)
         time.sleep(2.0)  # others look for news at the meeting place, if it is here
