@@ -1,8 +1,8 @@
 """Placement of experts on ranks: which ranks hold which expert, per layer (pure).
 
 The first group of a mesh is placed by :func:`assign_experts`, and its copies by
-:func:`parallel.balance.with_copies`. Strategies have vLLM's names: ``linear`` gives each rank a run of
-neighbours, ``round_robin`` deals them out like cards. Numbers that do not divide give the first ranks one
+:func:`parallel.balancing.balance.with_copies`. Strategies have vLLM's names: ``linear`` gives each rank a run
+of neighbours, ``round_robin`` deals them out like cards. Numbers that do not divide give the first ranks one
 expert more. Later groups are placed by :func:`cover`, which moves as little as it can.
 
 A *rank* is here a member's index in its group, from 0 without gaps.
@@ -58,6 +58,20 @@ class Placement(msgspec.Struct, frozen=True):
         for number, expert in enumerate(self.experts_of(rank, layer)):
             numbers[expert] = number
         return numbers
+
+
+class Seats(msgspec.Struct, frozen=True):
+    """The ranks that hold experts: their capacity, instances and hosts."""
+
+    room: tuple[int, ...]
+    """Maximum experts of one layer on each rank; 0: unlimited."""
+    instances: tuple[int, ...]
+    """Number of the instance that each rank belongs to: an instance dies as a whole."""
+    hosts: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.room)
 
 
 def assign_experts(num_experts: int, num_ranks: int, strategy: Strategy = "linear") -> Placement:
@@ -167,3 +181,12 @@ def held_by_rank(placement: Placement, ranks: int, index: int) -> list[list[list
     """
     layers = range(placement.num_layers or 1)
     return [[placement.experts_of(index * ranks + rank, layer) for layer in layers] for rank in range(ranks)]
+
+
+def rank_loads(load: Sequence[float], copies: Copies, size: int) -> list[float]:
+    """Rows of each rank in a layer; copies share those of an expert evenly."""
+    loads = [0.0] * size
+    for rows, ranks in zip(load, copies, strict=True):
+        for rank in ranks:
+            loads[rank] += rows / len(ranks)
+    return loads

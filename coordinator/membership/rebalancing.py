@@ -18,9 +18,8 @@ import msgspec
 
 from coordinator.membership.records import Record
 from coordinator.messages import Balancing, BusyExpert, ExpertBalance, GroupPlan, Settings
-from parallel.balance import (
+from parallel.balancing.balance import (
     Balanced,
-    Seats,
     Terms,
     balance,
     balancedness,
@@ -28,7 +27,7 @@ from parallel.balance import (
     least_copies,
     with_copies,
 )
-from parallel.placement import Copies, Placement
+from parallel.placement import Copies, Placement, Seats
 
 BACK_OFF = 10.0
 MAX_BACK_OFF = 600.0

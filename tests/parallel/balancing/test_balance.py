@@ -7,18 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.balance import (
+from parallel.balancing.balance import (
     Balanced,
-    Seats,
     Terms,
     balance,
     balancedness,
     keep,
     least_copies,
-    rank_loads,
     with_copies,
 )
-from parallel.placement import Copies
+from parallel.placement import Copies, Seats, rank_loads
 from parallel.replicas import Replicas, line, serving
 from tests.parallel.balancing import deepseek_balance
 

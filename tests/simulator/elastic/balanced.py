@@ -12,7 +12,8 @@ import msgspec
 
 from coordinator.membership.rebalancing import QUIET
 from coordinator.messages import Balancing, GroupPlan, Rebalance
-from parallel.balance import Seats, Terms, least_copies
+from parallel.balancing.balance import Terms, least_copies
+from parallel.placement import Seats
 from tests.simulator.elastic.instance import Instance
 from tests.simulator.elastic.settings import TICKS_PER_SECOND
 from tests.simulator.elastic.world import World
