@@ -32,7 +32,7 @@ FLAGS = ["--dtype", "bfloat16", "--num-gpu-blocks-override", "600", "--no-enable
 LENGTH = 1000
 """Tokens of a prompt."""
 LONG, SHORT = 1400, 400
-"""Tokens of an answer that outlasts a drain, without workers and with them, unless the machine is busy."""
+"""Tokens of an answer that outlasts a drain, without workers and with them."""
 
 
 def ask(ports: Ports, first: int, rank: int) -> tuple[list[int], list[str], int]:
