@@ -81,7 +81,7 @@ class Coordinator:
     async def _watch_the_clock(self) -> None:
         while True:
             await asyncio.sleep(TICK)
-            self._registry.refused_peers = self._listener.refused_peers
+            self._registry.refused(self._listener.refused_peers)
             self._carry_out(self._registry.tick(self._now()))
 
     def _push(self) -> None:

@@ -317,7 +317,7 @@ def test_who_is_left_out_and_ends_is_forgotten(pair: Mesh) -> None:
     pair.enters("a")
     joins_again(pair, "b")
     pair.leave("b")
-    assert repr(pair.registry._reach) == "<Reachability 1 sets of members failed, left out: []>"
+    assert repr(pair.registry._groups.reach) == "<Reachability 1 sets of members failed, left out: []>"
 
 
 def record(rank: int, epoch: int = 1) -> Record:

@@ -81,7 +81,7 @@ class BalancedWorld(World):
         registry, balancing = self.registry, self.mesh_settings.balancing
         assert registry is not None
         assert balancing is not None
-        epochs = registry._epochs
+        epochs = registry._groups.epochs
         form, summary = epochs.form, epochs.rebalancing.summary
         self.checker.counts["rebalancings"] += summary.changes
         self.checker.counts["failed rebalancings"] += summary.failures

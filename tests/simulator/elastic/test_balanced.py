@@ -124,7 +124,7 @@ PLANTED: dict[type[Any], tuple[str, set[Rule]]] = {
     BeginsWithoutCopies: ("coordinator.membership.epochs.Rebalancing", {Rule.BALANCED}),
     CopiesBeyondRoom: ("coordinator.membership.epochs.Rebalancing", {Rule.OWNED}),
     MovesWhileAGroupForms: (
-        "coordinator.membership.registry.Epochs",
+        "coordinator.membership.groups.Epochs",
         {Rule.SMOOTH, Rule.RECOVERS, Rule.STORM, Rule.LEFT},
     ),
     NeverContent: ("coordinator.membership.epochs.Rebalancing", {Rule.STORM, Rule.RECOVERS}),

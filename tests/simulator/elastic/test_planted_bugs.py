@@ -12,9 +12,9 @@ import pytest
 
 from coordinator.member_state import MemberState
 from coordinator.membership.epochs import Epochs
+from coordinator.membership.groups import Groups
 from coordinator.membership.reach import Asked, Reachability
 from coordinator.membership.records import Record
-from coordinator.membership.registry import Registry
 from coordinator.membership.suspicion import Suspicions
 from coordinator.messages import Evidence, GroupPlan, Settings, State, ToCoordinator
 from engine.groups.recovery import Instruction, Recovery, Turn
@@ -199,31 +199,31 @@ class SwitchesBeforeAllAgree(Lockstep):
 
 
 PLANTED: dict[type[Any], tuple[str, set[Rule]]] = {
-    TakesOutWhoAnswers: ("coordinator.membership.registry.Suspicions", {Rule.ALIVE}),
-    TakesAClosedConnectionForADeath: ("coordinator.membership.registry.Suspicions", {Rule.ALIVE}),
-    FormsWithTheDead: ("coordinator.membership.registry.Epochs", {Rule.RECOVERS, Rule.SMOOTH}),
-    ForgetsLostExperts: ("coordinator.membership.registry.Epochs", {Rule.OWNED}),
-    ForgetsThatRoomIsLimited: ("coordinator.membership.registry.Epochs", {Rule.OWNED}),
+    TakesOutWhoAnswers: ("coordinator.membership.groups.Suspicions", {Rule.ALIVE}),
+    TakesAClosedConnectionForADeath: ("coordinator.membership.groups.Suspicions", {Rule.ALIVE}),
+    FormsWithTheDead: ("coordinator.membership.groups.Epochs", {Rule.RECOVERS, Rule.SMOOTH}),
+    ForgetsLostExperts: ("coordinator.membership.groups.Epochs", {Rule.OWNED}),
+    ForgetsThatRoomIsLimited: ("coordinator.membership.groups.Epochs", {Rule.OWNED}),
     FormsAtOnceAfterARestart: (
-        "coordinator.membership.registry.Epochs",
+        "coordinator.membership.groups.Epochs",
         {Rule.ONE_GROUP, Rule.RECOVERS, Rule.ALIVE},
     ),
     ForgetsTheNumbersBeforeARestart: (
-        "coordinator.membership.registry.Epochs",
+        "coordinator.membership.groups.Epochs",
         {Rule.RISING, Rule.RECOVERS, Rule.ALIVE},  # one that ignores its plans as stale is never ready
     ),
-    MakesTwoChangesAtOnce: ("coordinator.membership.registry.Epochs", {Rule.SMOOTH, Rule.RECOVERS}),
-    NeverLetsALeaverGo: ("coordinator.membership.registry.Epochs", {Rule.LEFT}),
-    FencesNobody: ("coordinator.membership.registry.Epochs", {Rule.FENCED}),
-    LeavesNobodyOut: ("coordinator.membership.registry.Reachability", {Rule.SERVES}),
+    MakesTwoChangesAtOnce: ("coordinator.membership.groups.Epochs", {Rule.SMOOTH, Rule.RECOVERS}),
+    NeverLetsALeaverGo: ("coordinator.membership.groups.Epochs", {Rule.LEFT}),
+    FencesNobody: ("coordinator.membership.groups.Epochs", {Rule.FENCED}),
+    LeavesNobodyOut: ("coordinator.membership.groups.Reachability", {Rule.SERVES}),
     LeavesOutWhomMostReach: (
-        "coordinator.membership.registry.Reachability",
+        "coordinator.membership.groups.Reachability",
         {Rule.SERVES, Rule.STORM, Rule.RECOVERS},
     ),
-    BelievesOneReport: ("coordinator.membership.registry.Reachability", {Rule.REACHED}),
-    NeverLetsBack: ("coordinator.membership.registry.Reachability", {Rule.RECOVERS}),
-    LetsBackWhoIsNotReached: ("coordinator.membership.registry.Reachability", {Rule.SERVES}),
-    TriesWhoIsLeftOut: ("coordinator.membership.registry.Epochs", {Rule.SERVES, Rule.STORM}),
+    BelievesOneReport: ("coordinator.membership.groups.Reachability", {Rule.REACHED}),
+    NeverLetsBack: ("coordinator.membership.groups.Reachability", {Rule.RECOVERS}),
+    LetsBackWhoIsNotReached: ("coordinator.membership.groups.Reachability", {Rule.SERVES}),
+    TriesWhoIsLeftOut: ("coordinator.membership.groups.Epochs", {Rule.SERVES, Rule.STORM}),
     TakesAStaleForm: ("World.recovery_class", {Rule.RISING, Rule.RECOVERS}),
     EntersWhenItIsReadyItself: ("World.recovery_class", {Rule.SMOOTH}),
     IsReadyBeforeItsGroup: ("World.recovery_class", {Rule.SMOOTH, Rule.READY}),
@@ -304,14 +304,14 @@ class NeverReconsiders(Reachability):
         return []
 
 
-class BlamesTheWayToWhoIsLate(Registry):
+class BlamesTheWayToWhoIsLate(Groups):
     def _steps_in(self, instance: str, epoch: int) -> bool:
         return True
 
 
 FOUND_ONCE: dict[type[Any], tuple[str, Rule, int]] = {
-    NeverReconsiders: ("coordinator.membership.registry.Reachability", Rule.SERVES, 27418),
-    BlamesTheWayToWhoIsLate: ("World.registry_class", Rule.REACHED, 84306),
+    NeverReconsiders: ("coordinator.membership.groups.Reachability", Rule.SERVES, 27418),
+    BlamesTheWayToWhoIsLate: ("coordinator.membership.registry.Groups", Rule.REACHED, 84306),
 }
 """Bugs that one of ten thousand schedules finds: where, the rule, and such a schedule."""
 
@@ -328,7 +328,7 @@ def test_a_rare_bug_is_caught(bug: type[Any], monkeypatch: pytest.MonkeyPatch) -
 
 RARER: dict[type[Any], tuple[str, Callable[[], None]]] = {
     TakesOutWhoIsBack: (
-        "coordinator.membership.registry.Epochs",
+        "coordinator.membership.groups.Epochs",
         test_registry_groups.test_who_was_late_and_is_back_gets_the_time_to_prepare_again,
     ),
     TakesAPlanBehindAFence: (

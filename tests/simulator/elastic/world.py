@@ -355,7 +355,7 @@ class World(Schedule[Call]):
             message = instruction.message
             if isinstance(message, PLANS) and message.epoch > self._highest:
                 assert self.registry is not None
-                form = self.registry._epochs.form
+                form = self.registry._groups.epochs.form
                 assert form is not None
                 self.checker.formed(form, self._highest)
                 self._look_whether_it_is_tried_in_vain(form)

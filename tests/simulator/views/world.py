@@ -15,6 +15,7 @@ import itertools
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 from coordinator.membership.records import Instruction, Publish, Rules, Send
 from coordinator.membership.registry import Registry
@@ -115,8 +116,8 @@ class World:
 
     def _begin(self) -> None:
         self._num_coordinators += 1
-        self._registry = Registry(Rules(token=f"c{self._num_coordinators}", member_timeout=60.0))
-        self._registry._log = self._make_log(f"c{self._num_coordinators}")
+        with patch("coordinator.membership.registry.ViewLog", self._make_log):
+            self._registry = Registry(Rules(token=f"c{self._num_coordinators}", member_timeout=60.0))
 
     def _something(self) -> None:
         kind = self._rng.choices(
