@@ -7,7 +7,7 @@ from collections.abc import Callable
 from engine.events.recording import EventRecorder
 from engine.inheritance.table import Publisher, Table
 from engine.messages import CacheReset, HandedOver, Prefetch, Prefetched
-from engine.scheduling.blocks import BlockHash, BlockPool, hash_block
+from engine.pieces.pool import BlockHash, PiecePool, hash_block
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.tiers.file_tier import FileTier
@@ -20,7 +20,7 @@ from engine.transfers.sources import LocalCarrier, Mover, Sources
 class CacheSharing:
     """What others have of this instance's KV cache, and what it has of theirs."""
 
-    def __init__(self, pool: BlockPool, scheduler: Scheduler, block_size: int, in_flight: int) -> None:
+    def __init__(self, pool: PiecePool, scheduler: Scheduler, block_size: int, in_flight: int) -> None:
         """``in_flight``: most steps under way at once."""
         self._pool = pool
         self._scheduler = scheduler

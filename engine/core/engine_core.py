@@ -17,7 +17,7 @@ from engine.executor_contract import Executor
 from engine.groups.stepping import Stepping
 from engine.messages import HandedOver, Prefetch, Prefetched, RequestRefused, Submit
 from engine.model.checkpoint import ModelInfo
-from engine.scheduling.blocks import BlockPool
+from engine.pieces.pool import PiecePool
 from engine.scheduling.grammar_compiler import GrammarCompiler
 from engine.scheduling.outcomes import outgoing_tokens_of
 from engine.scheduling.outgoing_tokens import OutgoingTokens
@@ -50,7 +50,7 @@ class EngineCore:
         """``speculation``: None makes what the settings ask for."""
         if speculation is None and config.scheduler.speculative is not None:
             speculation = Speculation(config.scheduler.speculative)
-        self.pool = BlockPool(num_blocks, enable_prefix_caching=config.cache.enable_prefix_caching)
+        self.pool = PiecePool(num_blocks, enable_prefix_caching=config.cache.enable_prefix_caching)
         """The blocks of the KV cache."""
         self.scheduler = Scheduler(_rules(config, executor, place), self.pool, speculation)
         self.sharing = CacheSharing(self.pool, self.scheduler, config.cache.block_size, executor.in_flight)

@@ -9,8 +9,8 @@ from engine.core.admission import Admission
 from engine.core.cache_sharing import CacheSharing
 from engine.core.step_pipeline import StepPipeline
 from engine.messages import BlockEvents, Capacity, InstanceReport
-from engine.scheduling.block_log import BlockLog
-from engine.scheduling.blocks import BlockPool
+from engine.pieces.block_log import BlockLog
+from engine.pieces.pool import PiecePool
 from engine.scheduling.report_policy import LoadSnapshot
 from engine.scheduling.scheduler import Scheduler
 
@@ -23,7 +23,7 @@ class Reporting:
         config: EngineConfig,
         at_once: float | None,
         scheduler: Scheduler,
-        pool: BlockPool,
+        pool: PiecePool,
         admission: Admission,
         sharing: CacheSharing,
         steps: StepPipeline,

@@ -2,7 +2,7 @@
 
 A batch is an array, each event a map with its ``type``.
 Blocks have names of 64 bits, as vLLM has by default: the same that routers of the mesh get
-(:func:`engine.scheduling.blocks.prefix_names`).
+(:func:`engine.pieces.pool.prefix_names`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.events.messages import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from engine.scheduling.blocks import NAME_BYTES, BlockHash
+from engine.pieces.pool import NAME_BYTES, BlockHash
 
 GROUP = 0
 """All layers' blocks are one group of vLLM's."""

@@ -104,7 +104,7 @@ class Untouched:
     """The part of a KV cache on a CPU that was never written to.
 
     Its pages take no memory yet, but will. A new cache is used in the order of its blocks' numbers
-    (:class:`engine.scheduling.blocks.BlockPool`).
+    (:class:`engine.pieces.pool.PiecePool`).
     """
 
     def __init__(self, num_blocks: int = 0, block_bytes: int = 0) -> None:

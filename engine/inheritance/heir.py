@@ -19,7 +19,7 @@ from dataclasses import replace
 from engine.inheritance.shared_cache import is_cache
 from engine.inheritance.table import ENTRY_BYTES, HEADER_BYTES, CacheHeader, Table, unpacked
 from engine.pieces.kinds import BLOCKS_ONLY, PieceKinds
-from engine.scheduling.blocks import BlockHash
+from engine.pieces.pool import BlockHash
 from engine.transfers.block_memory import CacheMemory
 from engine.transfers.fetching import DEAD, Source, TransferEnded, TransferOutcome, Wanted
 

@@ -21,7 +21,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from engine.scheduling.blocks import HASH_BYTES, BlockHash, BlockPool
+from engine.pieces.kinds import HASH_BYTES
+from engine.pieces.pool import BlockHash, PiecePool
 
 MAGIC = b"LSKVMEM1"
 ENTRY_BYTES = 32
@@ -121,9 +122,9 @@ class Table:
 
 
 class Publisher:
-    """Keeps the table of a cache: an :class:`engine.scheduling.blocks.Observer` of it."""
+    """Keeps the table of a cache: an :class:`engine.pieces.pool.Observer` of it."""
 
-    def __init__(self, pool: BlockPool, table: Table) -> None:
+    def __init__(self, pool: PiecePool, table: Table) -> None:
         self._pool = pool
         self._table = table
         self._pending: dict[BlockHash, None] = {}

@@ -4,7 +4,7 @@ Keys and values are blocks: a context needs all of them. Of a *boundary kind* it
 end: a recurrent state after so many tokens. Such a piece exists at multiples of a constant number of tokens,
 its grid. Only the room that computes a piece knows what is inside.
 
-A context's position is named by a chain hash over all tokens before it (:mod:`engine.scheduling.blocks`).
+A context's position is named by a chain hash over all tokens before it (:mod:`engine.pieces.pool`).
 That is the name of the block that ends there. A boundary piece at the same position has a name of its own,
 made of the chain hash, its kind and its grid. So no two kinds share a name, and all
 names follow from the tokens.

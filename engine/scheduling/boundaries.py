@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 
 from engine.pieces.kinds import kept_positions
-from engine.scheduling.blocks import BlockHash, BlockPool
+from engine.pieces.pool import BlockHash, PiecePool
 from engine.scheduling.request import Request
 from engine.scheduling.step_making import StepRows
 from engine.step import RowPieces
@@ -23,7 +23,7 @@ NO_LIMIT = 1 << 30
 class Boundaries:
     """Boundary pieces of one scheduler's requests."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: PiecePool, block_size: int) -> None:
         self._pool = pool
         self._block_size = block_size
         self.step = pool.kinds.step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.scheduling.blocks import BlockPool
+from engine.pieces.pool import PiecePool
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request, RequestKey, Status
 from engine.scheduling.request_queues import RequestQueues
@@ -23,7 +23,7 @@ class Drafting:
     def __init__(
         self,
         rules: SchedulerRules,
-        pool: BlockPool,
+        pool: PiecePool,
         queues: RequestQueues,
         prefixes: PrefixCache,
         speculation: Speculation | None,

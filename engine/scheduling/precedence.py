@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from engine.scheduling.blocks import BlockPool
+from engine.pieces.pool import PiecePool
 from engine.scheduling.request import Request
 
 
@@ -19,7 +19,7 @@ class Room:
     def __init__(
         self,
         running: Sequence[Request],
-        pool: BlockPool,
+        pool: PiecePool,
         block_size: int,
         *,
         slots: int,

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine.scheduling.blocks import BlockHash, BlockPool
+from engine.pieces.pool import BlockHash, PiecePool
 from engine.scheduling.request import Request
 
 
@@ -27,7 +27,7 @@ class Contents(Protocol):
 class PrefixCache:
     """Names the blocks that requests fill, and finds those that need no computing."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: PiecePool, block_size: int) -> None:
         self._pool = pool
         self._block_size = block_size
         self.contents: Contents | None = None
@@ -95,7 +95,7 @@ class PrefixCache:
 class ExpectedPrefixBlocks:
     """Blocks that will be known when queued requests and prefills have been computed."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: PiecePool, block_size: int) -> None:
         self._pool = pool
         self._block_size = block_size
         self._expected: Counter[BlockHash] = Counter()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.messages import FinishReason, Submit, TokenLogprobs
+from engine.pieces.pool import BlockHash, hash_block
 from engine.sampling import SamplingParams
-from engine.scheduling.blocks import BlockHash, hash_block
 
 if TYPE_CHECKING:
     from engine.scheduling.grammar import Grammar

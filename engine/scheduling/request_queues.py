@@ -10,7 +10,7 @@ from bisect import insort
 from collections.abc import Collection
 
 from engine.messages import FinishReason
-from engine.scheduling.blocks import BlockPool
+from engine.pieces.pool import PiecePool
 from engine.scheduling.boundaries import Boundaries
 from engine.scheduling.prefix_cache import ExpectedPrefixBlocks
 from engine.scheduling.request import Request, RequestKey, Status
@@ -22,7 +22,7 @@ from engine.scheduling.waiting_queue import WaitingQueue
 class RequestQueues:
     """Waiting and running requests of an instance, with their slots."""
 
-    def __init__(self, rules: SchedulerRules, pool: BlockPool, totals: SchedulerTotals) -> None:
+    def __init__(self, rules: SchedulerRules, pool: PiecePool, totals: SchedulerTotals) -> None:
         self._rules = rules
         self._pool = pool
         self._totals = totals

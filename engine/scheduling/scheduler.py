@@ -13,7 +13,7 @@ from collections import deque
 from itertools import takewhile
 
 from engine.messages import Counters, FinishReason
-from engine.scheduling.blocks import BlockPool
+from engine.pieces.pool import PiecePool
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.output_processor import OutputProcessor, RowOutput
 from engine.scheduling.precedence import Room, giving_way
@@ -37,7 +37,7 @@ class Scheduler:
     """Owner of an instance's requests and of its block pool."""
 
     def __init__(
-        self, rules: SchedulerRules, pool: BlockPool, speculation: Speculation | None = None
+        self, rules: SchedulerRules, pool: PiecePool, speculation: Speculation | None = None
     ) -> None:
         """``speculation`` drafts tokens for decode rows."""
         self._rules = rules

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.config.scheduler import TAIL_DIVISOR
-from engine.scheduling.blocks import BlockPool
+from engine.pieces.pool import PiecePool
 from engine.scheduling.lone_chunk import LoneChunk
 from engine.scheduling.prompt_share import PromptShare
 from engine.scheduling.request import Request, Status
@@ -22,7 +22,7 @@ Each needs a row of logits. Without chunked prefill, the last of these prompts m
 class StepBudget:
     """Rows and tokens of the next step, by how long steps took so far."""
 
-    def __init__(self, rules: SchedulerRules, pool: BlockPool, queues: RequestQueues) -> None:
+    def __init__(self, rules: SchedulerRules, pool: PiecePool, queues: RequestQueues) -> None:
         self._rules = rules
         self._pool = pool
         self._queues = queues

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from engine.scheduling.blocks import HASH_BYTES, BlockHash
+from engine.pieces.kinds import HASH_BYTES
+from engine.pieces.pool import BlockHash
 from engine.tiers.own_folders import NotOwn, open_file, opened, opened_in
 from engine.transfers.checksums import crc32, read_checked
 from engine.transfers.messages import CRC, DIGEST_BYTES, digest_of_crc

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from engine.messages import FileCounters
-from engine.scheduling.blocks import BlockHash, BlockPool
+from engine.pieces.pool import BlockHash, PiecePool
 from engine.tiers.block_files import BlockFiles, WrongBlock, file_bytes
 from engine.tiers.reads import FileJob, Reads
 from engine.tiers.write_behind import WriteBehind, Writing
@@ -61,7 +61,7 @@ class FileTier:
 
     def __init__(
         self,
-        pool: BlockPool,
+        pool: PiecePool,
         memory: CacheMemory,
         files: BlockFiles,
         most_bytes: int,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.scheduling.blocks import BlockHash
+from engine.pieces.pool import BlockHash
 from engine.transfers.fetching import TransferEnded, TransferOutcome, Wanted
 
 HANGS = 1.0

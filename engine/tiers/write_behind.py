@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 
-from engine.scheduling.blocks import BlockHash
+from engine.pieces.pool import BlockHash
 
 MOST_PENDING = 65_536
 """Blocks that wait to be written; later ones are left out."""
@@ -29,7 +29,7 @@ class Writing:
 class WriteBehind:
     """Blocks that wait to be written, and those that are being written.
 
-    An :class:`engine.scheduling.blocks.Observer` of the cache.
+    An :class:`engine.pieces.pool.Observer` of the cache.
     """
 
     def __init__(self, kept: Container[BlockHash], window: int, most_pending: int = MOST_PENDING) -> None:

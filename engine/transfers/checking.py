@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.scheduling.blocks import BlockHash, BlockPool
+from engine.pieces.pool import BlockHash, PiecePool
 from engine.scheduling.request import Request
 from engine.transfers.fetching import FILES, Source
 
@@ -32,7 +32,7 @@ class BlockCheck:
 
 
 class Origins:
-    """Source of each fetched block: an :class:`engine.scheduling.blocks.Observer` of a cache.
+    """Source of each fetched block: an :class:`engine.pieces.pool.Observer` of a cache.
 
     Blocks that were computed here have no origin.
     """
@@ -66,7 +66,7 @@ class Origins:
 class BlockChecks:
     """Checks of one cache; both blocks of each are held until they are compared."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: PiecePool, block_size: int) -> None:
         self._pool = pool
         self._block_size = block_size
         self.origins = Origins()

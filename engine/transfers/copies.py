@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.scheduling.blocks import BlockHash, BlockPool
+from engine.pieces.pool import BlockHash, PiecePool
 from engine.transfers.lending import Key
 
 MOST_COPIES = 16
@@ -14,7 +14,7 @@ MOST_COPIES = 16
 class RequestCopies:
     """Copies under way, and those that have ended, by the router and its number."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: PiecePool, block_size: int) -> None:
         self._pool = pool
         self._block_size = block_size
         self._names: dict[Key, Sequence[BlockHash]] = {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from engine.messages import TransferCounters
-from engine.scheduling.blocks import BlockHash, BlockPool
+from engine.pieces.pool import BlockHash, PiecePool
 from engine.scheduling.request import Request, RequestKey
 from engine.transfers.checking import BlockChecks
 from engine.transfers.copies import RequestCopies
@@ -38,7 +38,7 @@ class BlockExchange:
 
     def __init__(
         self,
-        pool: BlockPool,
+        pool: PiecePool,
         sources: Sources,
         block_size: int,
         *,

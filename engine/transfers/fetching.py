@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.pieces.kinds import BLOCKS_ONLY, PieceKinds
-from engine.scheduling.blocks import BlockHash
+from engine.pieces.pool import BlockHash
 from engine.transfers.messages import (
     DIGEST_BYTES,
     BlockPiece,

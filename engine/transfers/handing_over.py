@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.pieces.kinds import BLOCKS_ONLY, PieceKinds
-from engine.scheduling.blocks import BlockHash, BlockPool
+from engine.pieces.pool import BlockHash, PiecePool
 from engine.scheduling.request import Request, Status
 from engine.transfers.lending import Key, Lookup
 from engine.transfers.messages import NO_BLOCK, Holder
@@ -62,7 +62,7 @@ def tail_of(
 class HandOvers:
     """Requests that takers have asked for, each until it is in no step."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: PiecePool, block_size: int) -> None:
         self._pool = pool
         self._block_size = block_size
         self._asked: list[Lookup] = []

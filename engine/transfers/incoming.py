@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.scheduling.blocks import BlockHash, BlockPool
+from engine.pieces.pool import BlockHash, PiecePool
 from engine.scheduling.request import Request, RequestKey
 from engine.transfers.checking import Origins
 from engine.transfers.fetching import FILES, Source, TransferEnded, TransferOutcome, Wanted
@@ -56,7 +56,7 @@ class IncomingTransfers:
 
     def __init__(
         self,
-        pool: BlockPool,
+        pool: PiecePool,
         sources: Sources,
         block_size: int,
         totals: TransferTotals,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.pieces.kinds import BLOCKS_ONLY, PieceKinds
-from engine.scheduling.blocks import BlockHash
+from engine.pieces.pool import BlockHash
 from engine.transfers.messages import (
     Enough,
     Held,

@@ -17,7 +17,7 @@ from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import AsyncListener, Peer
 from engine.pieces.kinds import PieceKinds
-from engine.scheduling.blocks import BlockHash
+from engine.pieces.pool import BlockHash
 from engine.transfers import lending
 from engine.transfers.block_memory import CacheGone, CacheMemory
 from engine.transfers.lending import Key, Lender, Lookup, Return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.scheduling.blocks import BlockHash, BlockPool
+from engine.pieces.pool import BlockHash, PiecePool
 from engine.scheduling.request import Request, RequestKey
 from engine.transfers.handing_over import Find, HandOvers, Tail
 from engine.transfers.lending import Key, Lookup
@@ -22,7 +22,7 @@ LENT_PART = 4
 class Loans:
     """Blocks of one cache that are lent, and requests that are handed over."""
 
-    def __init__(self, pool: BlockPool, mover: Mover, block_size: int, totals: TransferTotals) -> None:
+    def __init__(self, pool: PiecePool, mover: Mover, block_size: int, totals: TransferTotals) -> None:
         self._pool = pool
         self._mover = mover
         self._totals = totals

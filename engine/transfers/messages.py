@@ -14,7 +14,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from engine.scheduling.blocks import HASH_BYTES, BlockHash
+from engine.pieces.kinds import HASH_BYTES
+from engine.pieces.pool import BlockHash
 from engine.transfers.checksums import Buffer, crc32
 
 DIGEST_BYTES = 16

@@ -22,7 +22,7 @@ import zmq.asyncio
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import MAX_MESSAGE_BYTES, with_room
 from engine.pieces.kinds import BLOCKS_ONLY, PieceKinds
-from engine.scheduling.blocks import BlockHash
+from engine.pieces.pool import BlockHash
 from engine.transfers.block_memory import CacheGone, CacheMemory
 from engine.transfers.fetching import TransferEnded, Wanted
 from engine.transfers.fetching_port import FetchingPort

@@ -29,7 +29,7 @@ prompt at once.
 class PagesAhead:
     """Keeps pages ready for the blocks that come next, until it is closed.
 
-    A new cache is used in the order of its blocks' numbers (:class:`engine.scheduling.blocks.BlockPool`).
+    A new cache is used in the order of its blocks' numbers (:class:`engine.pieces.pool.PiecePool`).
     """
 
     def __init__(self, memory: CacheMemory) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from engine.scheduling.blocks import BlockHash
+from engine.pieces.pool import BlockHash
 from engine.transfers.checking import BlockCheck
 from engine.transfers.fetching import DEAD, FILES, Source, TransferEnded, Wanted
 from engine.transfers.lending import Key, Lookup, Return

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from engine.scheduling.blocks import prefix_names
+from engine.pieces.pool import prefix_names
 from engine.transfers.price import FEWEST
 from router.dispatch import policy, roles
 from router.dispatch.ledger import Entry, Ledger

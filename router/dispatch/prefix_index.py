@@ -1,6 +1,6 @@
 """Index of the prompt blocks that each instance holds, or is about to hold (pure).
 
-Block hashes come from :func:`engine.scheduling.blocks.prefix_names`. One table serves all instances, with a
+Block hashes come from :func:`engine.pieces.pool.prefix_names`. One table serves all instances, with a
 bit for each: looking a prompt up costs one look per block, however many instances there are.
 """
 
@@ -12,7 +12,7 @@ from itertools import compress, repeat
 from operator import or_
 
 from engine.messages import BlockEvents
-from engine.scheduling.block_log import split_names
+from engine.pieces.block_log import split_names
 from router.dispatch.evictions import Evictions
 
 DIGITS = bytes.maketrans(b"01", b"\0\1")

@@ -98,7 +98,7 @@ def test_names_that_pages_quote_exist(page: Path) -> None:
 
 
 def test_names_that_are_gone_are_found() -> None:
-    text = "`engine/core/engine_core.py` `EngineCore.submit` `Lockstep` `blocks.py` `process_table`"
+    text = "`engine/core/engine_core.py` `EngineCore.submit` `Lockstep` `pool.py` `process_table`"
     assert list(unknown_in(text)) == []
     gone = ["`EngineCore.no_such`", "`NoSuchClass`", "`engine/no_such.py`", "`no_such.py`", "`no_such_word`"]
     assert list(unknown_in(" ".join(gone))) == sorted(name.strip("`") for name in gone)

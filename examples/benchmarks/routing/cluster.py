@@ -18,8 +18,8 @@ from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore, ModelPlace
 from engine.messages import Delta, InstanceReport, Recall, Recalled, RequestRefused, Submit, Tokens
 from engine.model.checkpoint import ModelInfo
+from engine.pieces.pool import NAME_BYTES
 from engine.sampling import SamplingParams
-from engine.scheduling.blocks import NAME_BYTES
 from engine.step import Step, StepResult
 from examples.benchmarks.routing.baselines import BASELINES, Baseline
 from examples.benchmarks.routing.outcome import Outcome

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from coordinator.messages import Load, Member, State, View
 from engine.messages import BlockEvents, Capacity, Counters, InstanceReport
+from engine.pieces.pool import NAME_BYTES, prefix_names
 from engine.sampling import SamplingParams
-from engine.scheduling.blocks import NAME_BYTES, prefix_names
 from router.dispatch.chooser import Chooser
 from router.dispatch.ledger import Entry, Ledger
 from router.dispatch.pool import Pool, PooledInstance

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))  # where this is not installe
 from coordinator.messages import State
 from engine.core import EngineCore
 from engine.messages import Delta, Tokens
-from engine.scheduling.blocks import hash_block
+from engine.pieces.pool import hash_block
 from examples.benchmarks.routing.cluster import DELAY, PEER, Cluster, Machine, StepTime, _Node
 from examples.benchmarks.routing.workloads import Arrival, words
 from examples.benchmarks.transfers.rebalancing import Rebalancer, Removal

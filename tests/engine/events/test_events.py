@@ -16,7 +16,7 @@ from engine.events.messages import AllBlocksCleared, BlockStored
 from engine.events.publisher import EventPublisher
 from engine.events.recording import EventRecorder, name_of
 from engine.model.checkpoint import ModelInfo
-from engine.scheduling.blocks import BlockPool, hash_block, prefix_names
+from engine.pieces.pool import PiecePool, hash_block, prefix_names
 from tests.engine.events.follower import Follower
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor
 from tests.engine.test_core import PEER, submit
@@ -92,7 +92,7 @@ def test_a_follower_of_a_crowded_cache_has_what_the_engine_has() -> None:
 
 def test_blocks_from_elsewhere_are_told_once_their_tokens_are_known() -> None:
     recorder = EventRecorder(SIZE)
-    pool = BlockPool(4, observer=recorder)
+    pool = PiecePool(4, observer=recorder)
     assert recorder.take() == [AllBlocksCleared()]
     tokens = list(range(10))
     hashes = [hash_block(None, tokens[:4])]

@@ -12,7 +12,7 @@ import pytest
 from engine.__main__ import main
 from engine.host import memory
 from engine.host.memory import Untouched, available_memory, is_out_of_memory, most_memory, spare_memory, turn
-from engine.scheduling.blocks import BlockPool
+from engine.pieces.pool import PiecePool
 from engine.step import Step
 from parallel.control_groups import MemoryLimit
 
@@ -80,7 +80,7 @@ def test_processes_take_memory_of_one_device_one_after_the_other(
 def test_a_cache_that_fills_takes_nothing_from_what_is_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it has touched, the system does not count as available any more."""
     num_blocks, block_bytes = 100, 1000
-    pool, cache = BlockPool(num_blocks), Untouched(num_blocks, block_bytes)
+    pool, cache = PiecePool(num_blocks), Untouched(num_blocks, block_bytes)
     touched: set[int] = set()
     monkeypatch.setattr(memory, "available_memory", lambda: 1_000_000 - len(touched) * block_bytes)
     spare = spare_memory(cache)

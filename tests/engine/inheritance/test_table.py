@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine.inheritance.table import ENTRY_BYTES, CacheHeader, Publisher, Table, packed, unpacked
-from engine.scheduling.blocks import BlockHash, BlockPool
+from engine.pieces.pool import BlockHash, PiecePool
 
 BLOCKS = 6
 
@@ -47,7 +47,7 @@ def found_in(memory: bytes, owner: str = "me") -> dict[BlockHash, int]:
 
 def test_what_is_found_is_whole_wherever_the_owner_was_killed() -> None:
     rng = random.Random(1)
-    pool, recorded = BlockPool(BLOCKS), Recorded()
+    pool, recorded = PiecePool(BLOCKS), Recorded()
     publisher = Publisher(pool, Table(recorded, "me"))  # type: ignore[arg-type]
     pool.observe(publisher)
     held: list[int] = []
@@ -79,7 +79,7 @@ def test_what_is_found_is_whole_wherever_the_owner_was_killed() -> None:
 
 
 def test_each_computed_block_is_found() -> None:
-    pool, memory = BlockPool(BLOCKS), bytearray(BLOCKS * ENTRY_BYTES)
+    pool, memory = PiecePool(BLOCKS), bytearray(BLOCKS * ENTRY_BYTES)
     publisher = Publisher(pool, Table(memoryview(memory), "me"))
     pool.observe(publisher)
     blocks = pool.take(3)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.pieces.kinds import BoundarySlots, PieceKinds, kept_positions
-from engine.scheduling.blocks import hash_block
+from engine.pieces.pool import hash_block
 from tests.engine.pieces.toy import toy_kind
 
 

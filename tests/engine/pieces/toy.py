@@ -16,8 +16,8 @@ import numpy as np
 
 from engine.messages import Submit
 from engine.pieces.kinds import BoundaryKind, BoundarySlots
+from engine.pieces.pool import PiecePool
 from engine.sampling import SamplingParams
-from engine.scheduling.blocks import BlockPool
 from engine.scheduling.request import Request, from_submit
 from engine.scheduling.rules import SchedulerRules
 from engine.scheduling.scheduler import Scheduler
@@ -54,7 +54,7 @@ class _Rows(dict[tuple[int, int], int]):
 class ToyExecutor(SimulatedExecutor):
     """Makes keys and values of states and the tokens behind them: wrong states show."""
 
-    def __init__(self, pool: BlockPool, **settings: Any) -> None:
+    def __init__(self, pool: PiecePool, **settings: Any) -> None:
         super().__init__(**settings)
         self._pool = pool
         self.states = np.full((pool.kinds.num_slots, NUMBERS), math.nan)
@@ -146,7 +146,7 @@ class ToyBench:
         **scheduler: Any,
     ) -> None:
         kinds = [BoundarySlots(toy_kind(grid, f"toy{each}"), num_states) for each in range(num_kinds)]
-        self.pool = BlockPool(num_blocks, boundaries=kinds, block_size=block_size)
+        self.pool = PiecePool(num_blocks, boundaries=kinds, block_size=block_size)
         self.num_states, self.block_size = num_states, block_size
         rules = SchedulerRules(
             max_num_seqs=max_seqs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.pieces.kinds import BoundarySlots, PieceKinds
-from engine.scheduling.blocks import BlockPool, hash_block
+from engine.pieces.pool import PiecePool, hash_block
 from engine.transfers.block_memory import BlockMemory
 from engine.transfers.piece_memory import PieceMemory
 from tests.engine.pieces.toy import toy_kind
@@ -36,7 +36,7 @@ class ToyCache:
         self.blocks = [self._random(NUM_BLOCKS, width) for width in WIDTHS]
         self.states = [self._random(NUM_STATES, width) for width in STATE_WIDTHS]
         self.memory = PieceMemory([BlockMemory(self.blocks), BlockMemory(self.states)])
-        self.pool = BlockPool(NUM_BLOCKS, boundaries=SLOTS, block_size=BLOCK_SIZE)
+        self.pool = PiecePool(NUM_BLOCKS, boundaries=SLOTS, block_size=BLOCK_SIZE)
 
     def _random(self, count: int, width: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
         return self._draw.integers(0, 255, (count, width), dtype=np.uint8)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from engine.config.speculation import SpeculativeConfig
 from engine.messages import FinishReason, Submit
+from engine.pieces.pool import PiecePool
 from engine.sampling import SamplingParams
-from engine.scheduling.blocks import BlockPool
 from engine.scheduling.request import Request, Status, from_submit, stream_seed
 from engine.scheduling.rules import SchedulerRules
 from engine.scheduling.scheduler import Scheduler
@@ -47,7 +47,7 @@ class Bench:
         most_tokens: int | None = None,
         **rules: object,
     ) -> None:
-        self.pool = BlockPool(num_blocks)
+        self.pool = PiecePool(num_blocks)
         self.scheduler = Scheduler(
             SchedulerRules(
                 max_num_seqs=max_seqs,

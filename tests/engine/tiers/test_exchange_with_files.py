@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from engine.scheduling.blocks import BlockHash
+from engine.pieces.pool import BlockHash
 from engine.scheduling.request import Request
 from engine.transfers import checking
 from engine.transfers.exchange import BlockExchange

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.scheduling.blocks import BlockPool
+from engine.pieces.pool import PiecePool
 from engine.tiers import file_tier
 from engine.tiers.block_files import BlockFiles, file_bytes
 from engine.tiers.file_tier import FileTier
@@ -30,7 +30,7 @@ class Cache:
     def __init__(self, root: Path, seed: int = 1, most_bytes: int = 1 << 20) -> None:
         draw = np.random.default_rng(seed)
         self.parts = [draw.integers(0, 255, (NUM_BLOCKS, width), dtype=np.uint8) for width in WIDTHS]
-        self.pool = BlockPool(NUM_BLOCKS)
+        self.pool = PiecePool(NUM_BLOCKS)
         self.files = BlockFiles(root, "model/class", "same")
         self.tier = FileTier(self.pool, BlockMemory(self.parts), self.files, most_bytes, lambda: None)
         self.tier.start()

@@ -17,7 +17,7 @@ import pytest
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.messages import FileCounters
-from engine.scheduling.blocks import BlockHash, hash_block
+from engine.pieces.pool import BlockHash, hash_block
 from engine.tiers import file_tier
 from engine.tiers.block_files import BlockFiles
 from engine.tiers.file_tier import READERS, FileTier

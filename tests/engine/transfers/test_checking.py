@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine.messages import Submit
+from engine.pieces.pool import PiecePool
 from engine.sampling import SamplingParams
-from engine.scheduling.blocks import BlockPool
 from engine.scheduling.request import Request, from_submit
 from engine.transfers.checking import CHECK_INTERVAL, BlockChecks
 
@@ -17,7 +17,7 @@ class Setup:
     """A pool with three blocks of a prompt, two of which were fetched."""
 
     def __init__(self) -> None:
-        self.pool = BlockPool(8)
+        self.pool = PiecePool(8)
         submit = Submit(1, "r", list(range(14)), SamplingParams(), 0)
         self.request: Request = from_submit(submit, b"", arrival=1, eos_ids=(), max_model_len=100)
         self.names = self.request.hashes_up_to(3, SIZE)

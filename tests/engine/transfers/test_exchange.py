@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from engine.messages import Submit
+from engine.pieces.pool import PiecePool, hash_block
 from engine.sampling import SamplingParams
-from engine.scheduling.blocks import BlockPool, hash_block
 from engine.scheduling.request import Request, from_submit
 from engine.transfers.copies import MOST_COPIES
 from engine.transfers.exchange import BlockExchange
@@ -70,7 +70,7 @@ class FakeMover:
 
 class Setup:
     def __init__(self, num_blocks: int = 40) -> None:
-        self.pool = BlockPool(num_blocks)
+        self.pool = PiecePool(num_blocks)
         self.mover = FakeMover()
         self.price = FetchPrice(100.0)
         self.now = 100.0
@@ -164,7 +164,7 @@ def test_what_is_computed_at_once(setup: Setup, why: str) -> None:
         case "ended":
             setup.mover.has_ended = True
         case "no caching":
-            setup.exchange._pool = BlockPool(40, enable_prefix_caching=False)
+            setup.exchange._pool = PiecePool(40, enable_prefix_caching=False)
     assert not setup.exchange.takes(request)
     assert setup.mover.fetches == []
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.scheduling.blocks import BlockPool
+from engine.pieces.pool import PiecePool
 from engine.scheduling.request import Request, Status
 from engine.transfers.exchange import AHEAD
 from engine.transfers.fetching import TransferEnded, TransferOutcome
@@ -104,7 +104,7 @@ def test_what_is_refused(setup: Setup) -> None:
 
 
 def test_two_that_ask_for_the_same_request_do_not_both_get_it(setup: Setup) -> None:
-    request, asked = running(setup), HandOvers(BlockPool(1), SIZE)
+    request, asked = running(setup), HandOvers(PiecePool(1), SIZE)
     for number in (1, 2):
         asked.add(Lookup((b"t", number), [request.hashes[4]], HOLDER, AHEAD))
     assert [found is request for _, found, _ in asked.due(lambda _: request)] == [True, False]
@@ -151,7 +151,7 @@ def test_a_request_waits_for_many_blocks_only_if_fetching_pays(setup: Setup) -> 
 
 
 def test_parts_leave_the_cache_like_other_blocks_when_room_is_needed() -> None:
-    pool = BlockPool(2)
+    pool = PiecePool(2)
     (block,) = pool.take(1) or ()
     pool.name_part(block, b"part")
     pool.release([block])
@@ -162,7 +162,7 @@ def test_parts_leave_the_cache_like_other_blocks_when_room_is_needed() -> None:
 
 
 def test_requests_with_equal_tokens_go_on_in_a_block_each() -> None:
-    pool = BlockPool(4)
+    pool = PiecePool(4)
     blocks = pool.take(2) or []
     for block in blocks:
         pool.name_part(block, b"part")

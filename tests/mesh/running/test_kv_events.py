@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.kernels.core import library
-from engine.scheduling.blocks import prefix_names
+from engine.pieces.pool import prefix_names
 from tests.engine.events.follower import Follower
 from tests.mesh.faults.test_transfers import FLAGS, LENGTH, ask
 from tests.mesh.harness import Ports, free_port, serve, wait_until

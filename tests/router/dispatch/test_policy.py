@@ -10,8 +10,8 @@ import pytest
 
 from coordinator.messages import Load, Member, State, View
 from engine.messages import BlockEvents, Capacity, Counters, Delta, InstanceReport
+from engine.pieces.pool import NAME_BYTES, prefix_names
 from engine.sampling import SamplingParams
-from engine.scheduling.blocks import NAME_BYTES, prefix_names
 from router.dispatch import policy
 from router.dispatch.chooser import Chooser
 from router.dispatch.ledger import Entry, Ledger

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from engine.messages import BlockEvents, Submit
+from engine.pieces.block_log import BlockLog
+from engine.pieces.pool import NAME_BYTES, PiecePool, hash_block, prefix_names
 from engine.sampling import SamplingParams
-from engine.scheduling.block_log import BlockLog
-from engine.scheduling.blocks import NAME_BYTES, BlockPool, hash_block, prefix_names
 from engine.scheduling.request import from_submit
 from router.dispatch.evictions import MAX_SHARE, Evictions
 from router.dispatch.prefix_index import PrefixIndex
@@ -37,7 +37,7 @@ class Holder:
     def __init__(self, name: str, num_blocks: int, max_events: int = 1000) -> None:
         self.name = name
         self.log = BlockLog(max_events)
-        self.pool = BlockPool(num_blocks, observer=self.log)
+        self.pool = PiecePool(num_blocks, observer=self.log)
         self.told: int | None = None
 
     def serve(self, tokens: list[int]) -> None:
@@ -163,7 +163,9 @@ def test_router_and_instance_name_blocks_alike_in_every_process() -> None:
     assert names == [name_of(block_hash) for block_hash in request.hashes_up_to(3, 16)]
     assert names != prefix_names(prompt, 16)
     assert len(prefix_names(list(range(48)), 16)) == 2, "the last token is computed always"
-    program = "from engine.scheduling.blocks import prefix_names; print(prefix_names(list(range(50)), 16, 'tenant'))"
+    program = (
+        "from engine.pieces.pool import prefix_names; print(prefix_names(list(range(50)), 16, 'tenant'))"
+    )
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)

@@ -6,8 +6,8 @@ import pytest
 
 from coordinator.messages import Load, Member, State, View
 from engine.messages import BlockEvents, Capacity, Counters, InstanceReport
+from engine.pieces.pool import prefix_names
 from engine.sampling import SamplingParams
-from engine.scheduling.blocks import prefix_names
 from router.dispatch.chooser import Chooser
 from router.dispatch.ledger import Entry, Ledger
 from router.dispatch.pool import Pool, PooledInstance

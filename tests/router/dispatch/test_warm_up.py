@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.messages import BlockEvents, Capacity
-from engine.scheduling.blocks import NAME_BYTES
+from engine.pieces.pool import NAME_BYTES
 from router.dispatch.pool import Pool
 from router.dispatch.warm_up import (
     FIRST_NUMBER,

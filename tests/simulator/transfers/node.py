@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.inheritance.table import ENTRY_BYTES, Publisher, Table
 from engine.messages import Abort, Delta, FinishReason, HandedOver, Prefetch, Prefetched, Submit, Tokens
-from engine.scheduling.blocks import BlockHash, BlockPool, hash_block
+from engine.pieces.pool import BlockHash, PiecePool, hash_block
 from engine.scheduling.request import Request, RequestKey, Status, from_submit
 from engine.transfers import fetching, lending
 from engine.transfers.exchange import BlockExchange
@@ -106,7 +106,7 @@ class Node:
         self._world = world
         draws = random.Random(f"{name} of {world.seed}")
         self._clock_start, self._clock_rate = draws.choice((0.0, 10**6)), draws.uniform(0.9, 1.1)
-        self.pool = BlockPool(num_blocks)
+        self.pool = PiecePool(num_blocks)
         self.memory = [b"junk"] * num_blocks
         self.lender, self.fetcher = (
             self.lender_class(IDENTITY, 1),

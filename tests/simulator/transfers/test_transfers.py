@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from engine.inheritance.table import Publisher
-from engine.scheduling.blocks import BlockHash
+from engine.pieces.pool import BlockHash
 from engine.scheduling.request import Request, RequestKey
 from engine.transfers import exchange, fetching
 from engine.transfers.fetching import Fetcher, TransferEnded

@@ -10,8 +10,8 @@ import msgspec
 
 from coordinator.messages import Load, Member, State, View
 from engine.messages import Abort, Capacity, Leaving
+from engine.pieces.pool import hash_block
 from engine.sampling import SamplingParams
-from engine.scheduling.blocks import hash_block
 from engine.transfers.fetching import DEAD
 from engine.transfers.messages import BlockPiece
 from router.dispatch.chooser import Chooser

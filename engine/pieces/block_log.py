@@ -2,7 +2,7 @@
 
 Every change has a number. A router gets all changes since those that it has. When the log does not keep them
 any more, the router gets everything that is known now. Routers compute the same names from a prompt's tokens
-(:func:`engine.scheduling.blocks.prefix_names`) and so know how much of a prompt an instance has.
+(:func:`engine.pieces.pool.prefix_names`) and so know how much of a prompt an instance has.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from engine.messages import BlockEvents
-from engine.scheduling.blocks import NAME_BYTES, BlockHash
+from engine.pieces.pool import NAME_BYTES, BlockHash
 
 MAX_EVENTS = 65_536
 """Changes that the log keeps; a router that is further behind gets everything anew."""

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine.scheduling.blocks import BlockPool, hash_block
+from engine.pieces.pool import PiecePool, hash_block
 
 
 def hashes(*blocks: list[int], salt: str = "") -> list[bytes]:
@@ -22,17 +22,17 @@ def test_a_hash_stands_for_the_whole_context() -> None:
 
 
 def test_blocks_are_taken_and_released() -> None:
-    pool = BlockPool(4)
+    pool = PiecePool(4)
     taken = pool.take(3)
     assert taken == [0, 1, 2]
     assert pool.take(2) is None
-    assert repr(pool) == "<BlockPool 3 of 4 used, 0 known>"
+    assert repr(pool) == "<PiecePool 3 of 4 used, 0 known>"
     pool.release(taken)
     assert pool.num_free == 4
 
 
 def test_a_known_prefix_is_shared_and_survives_its_first_owner() -> None:
-    pool = BlockPool(4)
+    pool = PiecePool(4)
     first = pool.take(2)
     assert first is not None
     names = hashes([1, 2], [3, 4])
@@ -50,7 +50,7 @@ def test_a_known_prefix_is_shared_and_survives_its_first_owner() -> None:
 
 
 def test_content_is_forgotten_oldest_and_deepest_first() -> None:
-    pool = BlockPool(3)
+    pool = PiecePool(3)
     names = hashes([1], [2], [3])
     taken = pool.take(3)
     assert taken is not None
@@ -62,7 +62,7 @@ def test_content_is_forgotten_oldest_and_deepest_first() -> None:
 
 
 def test_blocks_without_content_are_taken_before_known_ones() -> None:
-    pool = BlockPool(3)
+    pool = PiecePool(3)
     known = pool.take(1)
     assert known is not None
     pool.name(known[0], b"known")
@@ -77,7 +77,7 @@ def test_blocks_without_content_are_taken_before_known_ones() -> None:
 
 
 def test_known_blocks_that_others_hold_cost_no_free_ones() -> None:
-    pool = BlockPool(4)
+    pool = PiecePool(4)
     held = pool.take(2)
     assert held is not None
     assert pool.num_free_beside(held) == 2, "they are held already"
@@ -87,7 +87,7 @@ def test_known_blocks_that_others_hold_cost_no_free_ones() -> None:
 
 
 def test_what_may_be_wrong_is_found_no_more() -> None:
-    pool, (name, other) = BlockPool(4), hashes([1], [2])
+    pool, (name, other) = PiecePool(4), hashes([1], [2])
     held = pool.take(2)
     assert held is not None
     pool.name(held[0], name)
@@ -101,7 +101,7 @@ def test_what_may_be_wrong_is_found_no_more() -> None:
 
 
 def test_a_partly_filled_block_that_is_filled_further_is_no_longer_found() -> None:
-    pool = BlockPool(2)
+    pool = PiecePool(2)
     (block, _) = held = pool.take(2) or []
     pool.name_part(block, b"part")
     assert pool.part(b"part") is None, "somebody holds it"
@@ -113,7 +113,7 @@ def test_a_partly_filled_block_that_is_filled_further_is_no_longer_found() -> No
 
 
 def test_without_caching_nothing_is_known() -> None:
-    pool = BlockPool(1, enable_prefix_caching=False)
+    pool = PiecePool(1, enable_prefix_caching=False)
     taken = pool.take(1)
     assert taken is not None
     pool.name(taken[0], b"name")
@@ -121,7 +121,7 @@ def test_without_caching_nothing_is_known() -> None:
 
 
 def test_the_first_block_of_equal_content_stays_the_known_one() -> None:
-    pool = BlockPool(2)
+    pool = PiecePool(2)
     taken = pool.take(2)
     assert taken is not None
     pool.name(taken[0], b"same")
@@ -133,13 +133,13 @@ def test_the_first_block_of_equal_content_stays_the_known_one() -> None:
 
 def test_a_pool_needs_a_block() -> None:
     with pytest.raises(ValueError, match="at least one block"):
-        BlockPool(0)
+        PiecePool(0)
 
 
 def test_a_new_pool_gives_its_blocks_out_in_the_order_of_their_numbers() -> None:
     """Whatever comes back meanwhile: the highest number so far says which pages were never touched."""
     numbers = random.Random(0)
-    pool, used, held, num_named = BlockPool(200), set[int](), list[list[int]](), 0
+    pool, used, held, num_named = PiecePool(200), set[int](), list[list[int]](), 0
     while len(used) < pool.num_blocks:
         blocks = pool.take(numbers.randrange(min(pool.num_free, 20) + 1))
         assert blocks is not None

@@ -16,8 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from engine.pieces.kinds import HASH_BYTES as HASH_BYTES
-from engine.pieces.kinds import BoundarySlots, PieceKinds
+from engine.pieces.kinds import HASH_BYTES, BoundarySlots, PieceKinds
 
 BlockHash = bytes
 
@@ -63,7 +62,7 @@ class Observer(Protocol):
     def dropped(self, block_hash: BlockHash) -> None: ...
 
 
-class BlockPool:
+class PiecePool:
     """Slots of each kind with reference counts, least-recently-used free lists and one index of names."""
 
     def __init__(
@@ -97,7 +96,7 @@ class BlockPool:
         """Blocks that were ever given out: the first ones of the cache."""
 
     def __repr__(self) -> str:
-        return f"<BlockPool {self.num_used} of {self.num_blocks} used, {len(self._block_of)} known>"
+        return f"<PiecePool {self.num_used} of {self.num_blocks} used, {len(self._block_of)} known>"
 
     def observe(self, observer: Observer, *, every_kind: bool = False) -> None:
         """Tell one more observer of changes to blocks, or to pieces of every kind."""
