@@ -20,7 +20,7 @@ class CopyLimits(NamedTuple):
 
 
 class LayerCopies:
-    """Which ranks hold copies of which experts of a layer, and the load of each rank.
+    """Copies of a layer's experts by rank, and the load of each rank.
 
     Those who change copies keep :attr:`loads` up, or :meth:`measure` them anew.
     """

@@ -13,7 +13,7 @@ MOST_SWAPS = 400
 
 
 class LoadSwaps:
-    """Swaps, and changes of the number of copies, that lower the greatest load of a rank."""
+    """Swaps and changes of copies that lower the greatest load of a rank."""
 
     def __init__(self, layer: LayerCopies) -> None:
         """``layer`` is changed in place."""

@@ -74,11 +74,11 @@ class MixedCommunicator(RoundsCommunicator):
                 reason, blamed, evidence = blame
                 raise CollectiveError(f"forming the group: {reason}", blamed, evidence) from error
             raise
-        health = MixedHealth(whole, part, routes.local)
+        self._health = health = MixedHealth(whole, part, routes.local)
         super().__init__(forming.rank, forming.size, health)
         self.processes = network.processes
         self.is_crowded = len(routes.local) > usable_cores()
-        self.plans = Plans(HostRounds(routes, network, self.local, health))
+        self.plans = Plans(HostRounds(routes, network, self.local, health), health.begin)
 
     def __repr__(self) -> str:
         hosts, state = len(self._routes.members), self.health.reason or "open"
@@ -97,6 +97,10 @@ class MixedCommunicator(RoundsCommunicator):
     def links_address(self) -> int:
         """Address of the table of links to all members; 0 if they are Python's."""
         return self.network.links_address
+
+    def begin_exchange(self, call: str) -> None:
+        super().begin_exchange(call)
+        self._health.begin_on_host(call)
 
     def close(self) -> None:
         self.network.close()

@@ -136,7 +136,7 @@ class NetworkCommunicator(RoundsCommunicator):
         rounds = make_rounds(self.links, self.health, crowded=self.is_crowded)
         self.speed = _agreed_speed(rounds)
         rounds.two_step_bytes = rounds.spread_bytes = two_step_limit(self.speed, self.size)
-        self.plans = Plans(rounds, NetworkViews(rounds).prepare)
+        self.plans = Plans(rounds, self.health.begin, NetworkViews(rounds).prepare)
         self.health.formed()
         return rounds
 

@@ -7,14 +7,14 @@ Shared memory, links and both together differ in their rounds, and in how the me
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 
 from parallel.communicators.base import CollectiveError
 from parallel.rounds.arithmetic import check_peer, plain
 from parallel.rounds.contract import Rounds
-from parallel.rounds.plans import Plan, Plans
+from parallel.rounds.plans import Plans
 
 
 class MemberHealth(Protocol):
@@ -68,7 +68,8 @@ class RoundsCommunicator:
         return self._into_new("all_gather", part, sizes)
 
     def all_gather_view(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        plan, given = self._start("all_gather_view", part, sizes)
+        plans = self.plans or self._closed("all_gather_view")
+        plan, given = plans.start("all_gather_view", part, sizes, ())
         whole: torch.Tensor = plan.run(given)
         return whole
 
@@ -83,7 +84,8 @@ class RoundsCommunicator:
     def all_to_all_views(
         self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
     ) -> list[torch.Tensor]:
-        plan, given = self._start("all_to_all_views", outgoing, send_sizes, receive_sizes)
+        plans = self.plans or self._closed("all_to_all_views")
+        plan, given = plans.start("all_to_all_views", outgoing, send_sizes, receive_sizes)
         parts: list[torch.Tensor] = plan.run(given)
         return parts
 
@@ -133,40 +135,33 @@ class RoundsCommunicator:
         receive_sizes: Sequence[int] = (),
     ) -> None:
         """Make the call of this name, with its result in a given contiguous tensor."""
-        plan, given = self._start(call, given, sizes, receive_sizes)
+        plan, given = (self.plans or self._closed(call)).start(call, given, sizes, receive_sizes)
         plan.run(given, result)
 
     def _into_new(
         self, call: str, given: torch.Tensor, sizes: Sequence[int] = (), receive_sizes: Sequence[int] = ()
     ) -> torch.Tensor:
         """The call of this name, with its result in a new tensor."""
-        plan, given = self._start(call, given, sizes, receive_sizes)
+        plan, given = (self.plans or self._closed(call)).start(call, given, sizes, receive_sizes)
         result = torch.empty_like(given) if plan.alike else given.new_empty(plan.fresh)
         plan.run(given, result)
         return result
 
     # ---- how a call begins
 
-    def _start(
-        self, call: str, tensor: torch.Tensor, sizes: Sequence[int], receive_sizes: Sequence[int] = ()
-    ) -> tuple[Plan, torch.Tensor]:
-        """A call begins: its plan, and the tensor as the transport wants it."""
-        if (plans := self.plans) is None:
-            self.health.begin(call)
-        assert plans is not None, "closed without a reason"
-        plan, given = plans.start(call, tensor, sizes, receive_sizes)
-        self.health.begin(call)
-        return plan, given
-
     def _begin(self, call: str) -> Rounds:
         """Start the call's deadline; return the rounds.
 
         A holder of the rounds holds their memory, even if another thread closes this communicator.
         """
-        plans = self.plans
+        plans = self.plans or self._closed(call)
         self.health.begin(call)
-        assert plans is not None, "closed without a reason"
         return plans.rounds
+
+    def _closed(self, call: str) -> NoReturn:
+        """Raise why there are no plans."""
+        self.health.begin(call)
+        raise AssertionError("a group without plans is closed, and has a reason")
 
     # ---- for native code that exchanges by itself
 

@@ -77,7 +77,8 @@ class SharedMemoryCommunicator(RoundsCommunicator):
                 self._members = self._map(forming, own, layout)
                 memory = GroupMemory(self.rank, layout, self._members)
                 rounds = make_rounds(memory, self._health, crowded=self.is_crowded, native=native)
-                self.plans = Plans(rounds, SharedMemoryViews(memory, rounds, self._health).prepare)
+                views = SharedMemoryViews(memory, rounds, self._health)
+                self.plans = Plans(rounds, self._health.begin, views.prepare)
                 rounds.all_gather_ints([self.rank])  # each member that takes part has mapped everything
             finally:
                 own.conceal()

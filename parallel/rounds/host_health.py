@@ -98,7 +98,10 @@ class MixedHealth:
         """
         self.network.begin(call)
         self.host.whole_call = call
-        self.stage(0)
+        self.host.grace = self.network.grace = 0.0
+
+    def begin_on_host(self, call: str) -> None:
+        """Begin a call, whose waits for members of this host are no calls of their communicator."""
         with self:
             self.host.begin(call)
 

@@ -42,9 +42,10 @@ class Plan:
 class Plans:
     """One member's rounds, and its plans of their calls, kept by what they depend on."""
 
-    def __init__(self, rounds: Rounds, prepare: Prepare | None = None) -> None:
-        """``prepare`` is that of the rounds, unless another one makes their views."""
+    def __init__(self, rounds: Rounds, begin: Callable[[str], None], prepare: Prepare | None = None) -> None:
+        """``begin`` starts a call's deadline. ``prepare``: that of the rounds, if none makes their views."""
         self.rounds = rounds
+        self._begin = begin
         self._prepare = prepare or rounds.prepare
         self._plans: dict[CallForm, Plan] = {}
         self._last: dict[str, Plan] = {}
@@ -58,6 +59,7 @@ class Plans:
         Written for speed: this is most of what a small tensor takes.
 
         Raises:
+            CollectiveError: the group is broken.
             ValueError: the tensor does not fit the sizes.
         """
         plan = self._last.get(call)
@@ -71,6 +73,7 @@ class Plans:
             plan = self._find(call, tensor, sizes, receive_sizes)
         if not (tensor.is_contiguous() and tensor.is_cpu) or tensor.requires_grad:
             tensor = plain(tensor)
+        self._begin(call)
         return plan, tensor
 
     def _find(
