@@ -24,14 +24,14 @@ def tables() -> dict[Path, str]:
     others = [
         "## Flags that are refused",
         "",
-        "`serve` exits with status 2 and the error `--FLAG VALUE is not possible: REASON`. Values in parentheses",
-        "change nothing: they are ignored with a warning. So is `--no-` before a flag that takes no value.",
+        "`serve` exits with status 2 and `--FLAG VALUE is not possible: REASON`. Values in parentheses change",
+        "nothing: they are ignored with a warning. So is `--no-` before a flag without a value.",
         "",
         *_table("reason", "flags", refused),
         "",
         "## Flags that are ignored",
         "",
-        "`serve` logs the warning `--FLAG VALUE ignored: REASON`.",
+        "`serve` warns `--FLAG VALUE ignored: REASON`.",
         "",
         *_table("reason", "flags", ignored),
     ]
@@ -48,12 +48,12 @@ def _table(left: str, right: str, pairs: list[tuple[str, str]], *, code: bool = 
         rows.setdefault(key, []).append(flag)
     lines = [f"| {left} | {right} |", "|---|---|"]
     for key, flags in rows.items():
-        lines.append(f"| {f'`{key}`' if code else key} | {', '.join(flags)} |")
+        lines.append(f"| {f'`{key}`' if code else key} | {' '.join(flags)} |")
     return lines
 
 
 def _name(flag: Foreign) -> str:
-    return ", ".join(f"`{name}`" for name in (f"--{flag.name}", *flag.shorts))
+    return " ".join(f"`{name}`" for name in (f"--{flag.name}", *flag.shorts))
 
 
 def _with_harmless(flag: Foreign) -> str:
