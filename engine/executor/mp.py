@@ -217,7 +217,7 @@ class MpExecutor:
         memory = ShardMemory(caches, self._num_blocks, lambda: self._num_finished)
         problem = memory.problem()
         if problem:
-            logger.warning("KV blocks stay where they are: %s", problem)
+            logger.warning("KV blocks are not shared with other instances: %s", problem)
         return None if problem else memory
 
     def arithmetic(self) -> list[Arithmetic]:

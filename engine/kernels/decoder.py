@@ -166,7 +166,7 @@ def recognise(module: Any, shapes: Sequence[LayerShape], dtype: torch.dtype) -> 
     hidden = int(module.config.get_text_config().hidden_size)
     base = BaseModel(getattr(module, module.base_model_prefix, None), hidden, dtype)
     if hidden % 2 or len(base.layers) != len(shapes):
-        raise NotRecognised("an odd width")
+        raise NotRecognised("an odd hidden size, or layers without attention")
     with torch.inference_mode():
         layers = tuple(_layer(layer, shape, base) for layer, shape in zip(base.layers, shapes, strict=True))
         embedding = embedding_of(base.module, base.names, hidden, dtype)
@@ -229,7 +229,7 @@ def _feed_forward(
 def _only(module: Any, names: set[str], optional: frozenset[str] | set[str] = frozenset()) -> None:
     """Check that a module has no other parts, and no weights of its own."""
     if module is None:
-        raise NotRecognised("another structure")
+        raise NotRecognised("no base model of the usual name")
     found = {name for name, _ in module.named_children()}
     if not names <= found <= names | optional or any(True for _ in module.named_parameters(recurse=False)):
         raise NotRecognised(f"{type(module).__name__} has the parts {', '.join(sorted(found))}")

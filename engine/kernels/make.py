@@ -138,7 +138,7 @@ def make_program(model: LoadedModel, block_size: int) -> Program | None:
         share = saved / (program.weight_bytes + saved)
         tiles += f", weights compressed by {100 * share:.0f} %"
     if codes := program.quantized_bytes:
-        tiles += f", {100 * codes / program.weight_bytes:.0f} % of the weights' bytes are codes"
+        tiles += f", {100 * codes / program.weight_bytes:.0f} % of the weights' bytes are packed"
     if program.half_bytes:
         tiles += ", weights in float16"
     logger.info("native kernels: on%s (prepared in %.1f s)", tiles, time.monotonic() - began)

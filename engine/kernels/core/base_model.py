@@ -62,7 +62,7 @@ def base_parts(base: Any) -> dict[str, str]:
         NotRecognised: it has other parts.
     """
     if base is None:
-        raise NotRecognised("another structure")
+        raise NotRecognised("no base model of the usual name")
     found = [name for name, part in base.named_children() if not isinstance(part, torch.nn.Dropout)]
     names = {role: name for role, each in NAMES.items() for name in each if name in found}
     is_known = len(names) == len(found) and names.keys() >= {"embedding", "layers", "norm"}

@@ -84,7 +84,7 @@ def form_of(module: Any) -> ExpertForm:
     if own["gate_up_proj"][1:] != inward[:: -1 if is_transposed else 1]:
         raise NotRecognised("experts laid out the other way round")
     if width % 2 or hidden % 2:
-        raise NotRecognised("an odd width")
+        raise NotRecognised("experts of an odd width")
     activation, is_interleaved = _gate_of(module, width)
     return ExpertForm(hidden, width, activation, is_interleaved, is_transposed, has_bias)
 

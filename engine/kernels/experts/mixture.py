@@ -136,7 +136,7 @@ def mixture_of(block: Any, beside: Any, hidden: int, dtype: torch.dtype) -> Moe:
     children -= {"experts", "gate", "router", "act_fn"}
     shared = shared_of(block)
     if beside is not None and shared is not None:
-        raise NotRecognised("two experts of all tokens")
+        raise NotRecognised("two shared experts")
     others = children - SHARED - {SHARED_GATE}
     if others or len(children & SHARED) > 1 or (SHARED_GATE in children and shared is None):
         raise NotRecognised(f"{type(block).__name__} has the parts {', '.join(sorted(children))}")

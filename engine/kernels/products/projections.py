@@ -58,7 +58,7 @@ def linear_of(module: Any) -> Linear:
         raise NotRecognised(f"a projection of type {type(module).__name__}")
     weight = module.weight.data.t() if is_turned else module.weight
     if weight.shape[1] % 2:
-        raise NotRecognised("an odd width")
+        raise NotRecognised("a projection of an odd width")
     return Linear(module, weight, module.bias, is_partial, is_turned)
 
 

@@ -1,7 +1,7 @@
 """Packed weights of 4, 8 and 16 bits in panels, as ``quantized.hpp`` reads them.
 
 A product has the bits that it would have with the widened weights, so nothing depends on which weights of a
-model are kept as codes.
+model stay packed.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def quantized(
         return None
     for row, part in zip(rows, given, strict=True):
         if not _give(part, row, dtype):
-            logger.warning("codes of a quantised matrix do not give its weights: they stay widened")
+            logger.warning("the codes of a quantised matrix do not give its weights, which stay widened")
             return None
     rounding = common([each.rounding for each in given])
     inputs, groups = first.codes.shape[-1], first.scales.shape[-1]

@@ -139,7 +139,7 @@ def test_codes_are_kept_where_a_number_is_a_code_times_a_scale(
         program.use(NativeCache(model.layers, num_blocks=2, block_size=16, dtype=model.dtype))
         logits.append(program.forward(rows, np.arange(count) + 5, np.arange(count)).clone())
     assert torch.equal(*logits)
-    assert "of the weights' bytes are codes" in caplog.text
+    assert "of the weights' bytes are packed" in caplog.text
 
 
 def test_an_embedding_that_is_the_output_too_is_one_tensor(tmp_path: Path) -> None:
