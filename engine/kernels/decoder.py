@@ -81,7 +81,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Decoder:
+class DecoderModel:
     """All parts of a model that a step needs."""
 
     embedding: Embedding | None
@@ -152,7 +152,7 @@ class Decoder:
         return any(reader.rounds for reader in readers if reader is not None)
 
 
-def recognise(module: Any, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Decoder:
+def recognise(module: Any, shapes: Sequence[LayerShape], dtype: torch.dtype) -> DecoderModel:
     """Recognise a model, and return its parts as a decoder.
 
     ``shapes``: of its layers; of a stage, those that are computed there.
@@ -171,7 +171,7 @@ def recognise(module: Any, shapes: Sequence[LayerShape], dtype: torch.dtype) -> 
         layers = tuple(_layer(layer, shape, base) for layer, shape in zip(base.layers, shapes, strict=True))
         embedding = embedding_of(base.module, base.names, hidden, dtype)
         output = output_of(module, getattr(base.module, base.names["norm"]), hidden)
-    decoder = Decoder(embedding, layers, output, hidden, tuple(base.rotaries.values()), dtype)
+    decoder = DecoderModel(embedding, layers, output, hidden, tuple(base.rotaries.values()), dtype)
     if len({(mlp.num_experts, mlp.top_k) for mlp in decoder.sparse}) > 1:
         raise NotRecognised("another number of experts in another layer")
     return decoder

@@ -30,7 +30,7 @@ from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
 from engine.kernels.core.base_model import base_parts
 from engine.kernels.core.stand_ins import NotRecognised
-from engine.kernels.decoder import Decoder, recognise
+from engine.kernels.decoder import DecoderModel, recognise
 from engine.kernels.lowering import buffers
 from engine.kernels.program import Program
 from engine.kernels.trial import judge
@@ -167,7 +167,7 @@ def _all_have(model: LoadedModel, key: str | None) -> bool:
 class _Proven(NamedTuple):
     """A model whose code the kernels can stand in for."""
 
-    decoder: Decoder
+    decoder: DecoderModel
     tolerance: float
     """Largest relative difference that the model's logits may have."""
 
@@ -205,7 +205,7 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
 
-def _lay_out(kernels: library.KernelLibrary, decoder: Decoder, model: LoadedModel) -> Program | None:
+def _lay_out(kernels: library.KernelLibrary, decoder: DecoderModel, model: LoadedModel) -> Program | None:
     """The program of the model's own weights; None, and logged, without room for it."""
     try:
         return Program(kernels, decoder, model.experts, _ranks_of(model))
@@ -214,7 +214,7 @@ def _lay_out(kernels: library.KernelLibrary, decoder: Decoder, model: LoadedMode
         return None
 
 
-def _decoder_of(model: LoadedModel, block_size: int) -> Decoder:
+def _decoder_of(model: LoadedModel, block_size: int) -> DecoderModel:
     """The model as the kernels know it.
 
     Raises:
@@ -316,7 +316,7 @@ def _computed(program: Program, model: LoadedModel, packed: PackedRows, ids: Int
         return torch.full(shape, torch.nan, dtype=torch.float32 if last else model.dtype)
 
 
-def _let_go(model: LoadedModel, decoder: Decoder) -> None:
+def _let_go(model: LoadedModel, decoder: DecoderModel) -> None:
     """Empty the model's layers and the decoder's parts: the program has its own copy.
 
     Spread experts stay: a change of the placement may assign them anew.

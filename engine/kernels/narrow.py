@@ -20,7 +20,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from engine.kernels.core.base_model import base_parts, mixer_module
-from engine.kernels.decoder import Decoder, recognise
+from engine.kernels.decoder import DecoderModel, recognise
 from engine.kernels.experts.routing import CORRECTION
 from engine.kernels.products.made_up import MadeUpWeights, random_numbers
 from engine.kernels.registry import NARROW_MIXERS, NARROW_PARTS
@@ -41,7 +41,7 @@ class NarrowCopy:
     At first, half of its query heads, values, MLP columns and tokens are loud.
     """
 
-    def __init__(self, model: LoadedModel, decoder: Decoder) -> None:
+    def __init__(self, model: LoadedModel, decoder: DecoderModel) -> None:
         """``decoder``: the parts of the model.
 
         Equal models get equal weights, all of them numbers of bfloat16.
@@ -93,7 +93,7 @@ class NarrowCopy:
         self.weights.convert(dtype)
         self.decoder = self._recognise(dtype)
 
-    def _recognise(self, dtype: torch.dtype) -> Decoder:
+    def _recognise(self, dtype: torch.dtype) -> DecoderModel:
         decoder = recognise(self.module, self.layers, dtype)
         embedding, output = decoder.embedding, decoder.output
         layers = (
@@ -114,7 +114,7 @@ def _parts(module: Any) -> list[Any]:
     return [layer for layer in layers if not isinstance(layer, PassThrough)]
 
 
-def _weights_for(model: LoadedModel, decoder: Decoder) -> MadeUpWeights:
+def _weights_for(model: LoadedModel, decoder: DecoderModel) -> MadeUpWeights:
     """Made-up weights for all that a model has."""
     weights = MadeUpWeights(model.dtype)
     for layer, part in zip(decoder.layers, _parts(model.module), strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.kernels.decoder import Decoder
+from engine.kernels.decoder import DecoderModel
 from engine.kernels.lowering.parts import PositionTable
 
 MIN_POSITIONS = 1024
@@ -18,7 +18,7 @@ MIN_POSITIONS = 1024
 class PositionTables:
     """Rotary angles and other numbers by position, which grow with the longest request."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: DecoderModel) -> None:
         self._rotaries = decoder.rotaries
         self._kinds = {each for layer in decoder.layers for each in layer.mixer.tables()}
         self._angles: list[tuple[torch.Tensor, torch.Tensor]] = []

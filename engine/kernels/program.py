@@ -20,7 +20,7 @@ from engine.kernels.core import operations
 from engine.kernels.core.library import KernelLibrary, Kind
 from engine.kernels.core.operations import OperationKind, StepArguments
 from engine.kernels.decode_continuation import DecodeContinuation
-from engine.kernels.decoder import Decoder
+from engine.kernels.decoder import DecoderModel
 from engine.kernels.embedding.per_layer import INPUTS
 from engine.kernels.exchange.rank_sums import RankSums
 from engine.kernels.exchange.sums import Sums
@@ -49,7 +49,7 @@ class Program:
     def __init__(
         self,
         library: KernelLibrary,
-        decoder: Decoder,
+        decoder: DecoderModel,
         experts: ExpertParallel | None = None,
         ranks: TensorRank | None = None,
     ) -> None:

@@ -7,7 +7,7 @@ of all tokens are in the cache, that layer goes on with those alone whose logits
 from __future__ import annotations
 
 from engine.kernels.choosing.output import PackedOutput
-from engine.kernels.decoder import Decoder, Layer
+from engine.kernels.decoder import DecoderModel, Layer
 from engine.kernels.embedding.embedding import PackedEmbedding
 from engine.kernels.embedding.per_layer import PackedInput
 from engine.kernels.lowering.parts import Packing
@@ -34,7 +34,7 @@ class PackedDecoder:
     The embedding and the norms are read as they are.
     """
 
-    def __init__(self, decoder: Decoder, packing: Packing) -> None:
+    def __init__(self, decoder: DecoderModel, packing: Packing) -> None:
         self.decoder = decoder
         self.layers = [PackedLayer(layer, packing) for layer in decoder.layers]
         self.output = None if decoder.output is None else PackedOutput(decoder.output, packing)

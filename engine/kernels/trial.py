@@ -36,7 +36,7 @@ from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core.base_model import base_parts
 from engine.kernels.core.library import KernelLibrary
 from engine.kernels.core.stand_ins import NotRecognised
-from engine.kernels.decoder import Decoder
+from engine.kernels.decoder import DecoderModel
 from engine.kernels.lowering.parts import PositionTable
 from engine.kernels.narrow import NarrowCopy
 from engine.kernels.products.made_up import random_numbers
@@ -73,7 +73,7 @@ class TrialResult(NamedTuple):
     """
 
 
-def judge(kernels: KernelLibrary, model: LoadedModel, decoder: Decoder) -> TrialResult:
+def judge(kernels: KernelLibrary, model: LoadedModel, decoder: DecoderModel) -> TrialResult:
     """Compare the kernels with the model's own code; ``decoder``: its parts.
 
     Raises:
@@ -164,7 +164,7 @@ def _deviations(
         yield from _too_far(len(copy.layers), (half - expected).norm(dim=-1), expected.norm(dim=-1))
 
 
-def _program_of(kernels: KernelLibrary, decoder: Decoder, run: _Run, number: int) -> Program:
+def _program_of(kernels: KernelLibrary, decoder: DecoderModel, run: _Run, number: int) -> Program:
     """A program of one layer alone, with another's keys and values if it reads them."""
     layer, count = decoder.layers[number], len(run.states[0])
     source = layer.mixer.source
@@ -302,7 +302,9 @@ def _run(copy: NarrowCopy, positions: Int64s, draw: int = 0) -> _Run:
     return _Run(states, logits, ids, torch.cat(inputs, dim=1) if has_inputs else None)
 
 
-def _prompt(decoder: Decoder, positions: Int64s, draw: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def _prompt(
+    decoder: DecoderModel, positions: Int64s, draw: int
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Arguments of a model for tokens at these positions, and the hidden [tokens, hidden].
 
     The kernels compute from the latter. A later stage gets its own; what the model makes of it before the
@@ -320,7 +322,7 @@ def _prompt(decoder: Decoder, positions: Int64s, draw: int) -> tuple[dict[str, t
     return {"input_ids": (ids + first).unsqueeze(0)}, embedded
 
 
-def _program(kernels: KernelLibrary, decoder: Decoder, count: int) -> Program:
+def _program(kernels: KernelLibrary, decoder: DecoderModel, count: int) -> Program:
     program = Program(kernels, decoder)
     program.use(
         NativeCache(decoder.cached, num_blocks=_num_blocks(count), block_size=BLOCK_SIZE, dtype=decoder.dtype)
@@ -350,7 +352,7 @@ def _packed(count: int) -> PackedRows:
     return PackedRows(np.array([0]), np.array([count]), table, np.arange(count), int(count == 1))
 
 
-def _placed(decoder: Decoder, positions: Int64s) -> Decoder:
+def _placed(decoder: DecoderModel, positions: Int64s) -> DecoderModel:
     """The layers of a decoder, where token number i is taken for one at ``positions[i]``."""
     rotaries = tuple(_Placed(rotary, positions) for rotary in decoder.rotaries)
     at = tuple(positions.tolist())

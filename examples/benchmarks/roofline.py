@@ -44,7 +44,7 @@ from engine.kernels.attention.attention import Attention
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
 from engine.kernels.core.operations import OperationKind
-from engine.kernels.decoder import Decoder, recognise
+from engine.kernels.decoder import DecoderModel, recognise
 from engine.kernels.experts.mixture import Moe
 from engine.kernels.mlp.mlp import Mlp
 from engine.kernels.program import Program
@@ -84,13 +84,13 @@ def limits(dtype: torch.dtype, model_bytes: int) -> dict[str, float]:
     }
 
 
-def vocabulary_of(decoder: Decoder) -> int:
+def vocabulary_of(decoder: DecoderModel) -> int:
     """Width of the logits."""
     assert decoder.output is not None
     return decoder.output.vocab
 
 
-def weight_numbers(decoder: Decoder, tokens: int, wanted: int) -> tuple[float, float]:
+def weight_numbers(decoder: DecoderModel, tokens: int, wanted: int) -> tuple[float, float]:
     """Weights that a step with so many tokens reads, and products with them.
 
     Logits are wanted for ``wanted`` tokens. Experts count as if all tokens chose at random.
@@ -122,7 +122,7 @@ def packed_step(rows: Rows, vocabulary: int) -> tuple[PackedRows, np.ndarray, np
     return PackedRows(starts, counts, tables, positions, int((counts == 1).sum())), ids, np.cumsum(counts) - 1
 
 
-def attention_work(decoder: Decoder, rows: Rows, size: int) -> tuple[float, float]:
+def attention_work(decoder: DecoderModel, rows: Rows, size: int) -> tuple[float, float]:
     """Bytes of keys and values that attention reads, and operations of its products."""
     keys = sum(start + count for start, count in rows)
     pairs = sum(count * (start + (count + 1) / 2) for start, count in rows)
@@ -167,7 +167,7 @@ def repeated(
 
 
 def measure(
-    program: Program, decoder: Decoder, steps: list[Rows], reach: dict[str, float], times: int
+    program: Program, decoder: DecoderModel, steps: list[Rows], reach: dict[str, float], times: int
 ) -> dict[str, Any]:
     """Measure steps that follow each other, as those of a prompt do, as one."""
     if all(count == 1 for _, count in steps[0]):

@@ -28,7 +28,7 @@ from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.choosing import logits as native
 from engine.kernels.core import library
 from engine.kernels.core.operations import AS_FLOAT, OperationKind, OperationList, StepArguments
-from engine.kernels.decoder import Decoder, recognise
+from engine.kernels.decoder import DecoderModel, recognise
 from engine.kernels.exchange.sums import OwnSums, Sums
 from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info
@@ -167,7 +167,7 @@ def test_all_workers_have_the_kernels_or_none(
     directory = make_tiny_model(tmp_path, "llama", layers=LAYERS)
     decoder_of, odd = make._decoder_of, (LAYOUTS[layout].pp // 2, 0)
 
-    def changed(model: LoadedModel, block_size: int) -> Decoder:
+    def changed(model: LoadedModel, block_size: int) -> DecoderModel:
         decoder = decoder_of(model, block_size)
         if (model.stage.shard.stage, model.stage.shard.rank) != odd:
             return decoder

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.config import ModelConfig
-from engine.kernels.decoder import Decoder, recognise
+from engine.kernels.decoder import DecoderModel, recognise
 from engine.kernels.exchange.exchange import ExpertExchange, LocalExchange
 from engine.kernels.lowering.buffers import BufferRoom, Buffers, num_bytes
 from engine.model.checkpoint import read_model_info
@@ -16,7 +16,7 @@ from engine.model.weights import load_model
 from tests.engine.tiny_models import make_tiny_model
 
 
-def exchange_of(decoder: Decoder, rows: int) -> ExpertExchange | None:
+def exchange_of(decoder: DecoderModel, rows: int) -> ExpertExchange | None:
     return None if decoder.exchanged is None else LocalExchange(decoder.exchanged, rows)
 
 
