@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from coordinator.membership.candidates import shortage
 from coordinator.membership.epochs import Epochs
 from coordinator.membership.operations import ACCEPTED, CONFLICT
 from coordinator.membership.reach import Asked, Reachability
@@ -55,7 +56,7 @@ class Groups:
         is_ready = record.state is State.READY
         if self._roster.spreads:
             self.epochs.heard(record)
-            plan = self.epochs.sends_again(record, now)
+            plan = self.epochs.delivery.sends_again(record, now)
             if plan is not None:
                 yield Send(peer, plan)
         elif was_ready != is_ready:
@@ -125,7 +126,7 @@ class Groups:
 
     def go_on(self, now: float) -> Iterator[Instruction]:
         """Act on all that is known by now: remove dead instances, form the next group."""
-        self.epochs.age(now)
+        self.epochs.adoption.age(now)
         if not self._roster.spreads:
             return
         settings = self._roster.settings
@@ -151,7 +152,7 @@ class Groups:
         self.suspicions.begin_group()
         self.reach.begin_group()
         yield Note(f"{len(form.peers)} instances form the group of epoch {form.epoch}: {why}")
-        for records, plan in self.epochs.sends(now):
+        for records, plan in self.epochs.delivery.sends(now):
             yield Publish(tuple(record.peer for record in records), plan)
         self._log.touch_head()
 
@@ -175,7 +176,7 @@ class Groups:
             yield from _to_send(self.reach.failed(*failure, self.epochs.others(), now))
         if self.epochs.starved(settings):
             yield from _to_send(self.reach.reconsider(self._records.loaded(), now))
-        for record, why in self.reach.choose(lambda stay: self.epochs.fits(settings, stay), now):
+        for record, why in self.reach.choose(lambda stay: not shortage(settings, stay), now):
             yield Note(f"instance {record.rank} is left out: {why}", warning=True)
             self._take_out(record)  # it registers again, and gives up its group and its requests
         yield from _to_send(self.reach.look_again(self.epochs.members, now))

@@ -106,7 +106,7 @@ class Registry:
     def tick(self, now: float) -> list[Instruction]:
         """Remove instances that were silent for too long; send what has changed."""
         instructions: list[Instruction] = []
-        if not self._view.is_complete and self._roster.knows_all(self._groups.epochs.age(now)):
+        if not self._view.is_complete and self._roster.knows_all(self._groups.epochs.adoption.age(now)):
             self._view.is_complete = True
             self._log.touch_head()
         instructions += self._heartbeats.remove_silent(now)

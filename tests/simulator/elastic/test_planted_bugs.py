@@ -11,6 +11,8 @@ import msgspec
 import pytest
 
 from coordinator.member_state import MemberState
+from coordinator.membership.adoption import Adoption
+from coordinator.membership.candidates import Candidates
 from coordinator.membership.epochs import Epochs
 from coordinator.membership.groups import Groups
 from coordinator.membership.reach import Asked, Reachability
@@ -39,20 +41,22 @@ class TakesAClosedConnectionForADeath(Suspicions):
         return super().accuse(instance, accuser, Evidence.EXITED, now)
 
 
-class FormsWithTheDead(Epochs):
+class FormsWithTheDead(Candidates):
     """A member stays in plans for ever."""
 
-    def _candidates(self) -> list[Record]:
+    def all(self) -> list[Record]:
         seen = self.__dict__.setdefault("seen", {})
-        seen.update({record.instance: record for record in super()._candidates()})
+        seen.update({record.instance: record for record in super().all()})
         return sorted(seen.values(), key=lambda record: record.rank)
 
 
-class ForgetsLostExperts(Epochs):
+class ForgetsLostExperts(Candidates):
     """Leaves out experts that no member holds, so that none is asked to read them."""
 
-    def _placement(self, settings: Settings, members: list[Record]) -> Placement:
-        placement = super()._placement(settings, members)
+    def placement(
+        self, settings: Settings, members: list[Record], before: GroupPlan | None, *, lost: bool
+    ) -> Placement:
+        placement = super().placement(settings, members, before, lost=lost)
         if not any(member.experts for member in members):
             return placement
         held = {expert for member in members for of_rank in member.experts for expert in of_rank}
@@ -61,19 +65,20 @@ class ForgetsLostExperts(Epochs):
         )
 
 
-class ForgetsThatRoomIsLimited(Epochs):
-    def _placement(self, settings: Settings, members: list[Record]) -> Placement:
+class ForgetsThatRoomIsLimited(Candidates):
+    def placement(
+        self, settings: Settings, members: list[Record], before: GroupPlan | None, *, lost: bool
+    ) -> Placement:
         return cover(
             settings.num_experts, [next(iter(member.experts), ()) for member in members], [0] * len(members)
         )
 
 
-class FormsAtOnceAfterARestart(Epochs):
-    def _is_young(self, now: float) -> bool:
+class FormsAtOnceAfterARestart(Adoption):
+    def is_young(self, now: float) -> bool:
         return False
 
-    def _adoption_ends(self, size: int | None, now: float) -> bool:
-        self._adopted_at = None
+    def is_over(self, group: GroupPlan, size: int | None, now: float) -> bool:
         return True
 
 
@@ -91,10 +96,10 @@ class MakesTwoChangesAtOnce(Epochs):
         return False
 
 
-class NeverLetsALeaverGo(Epochs):
-    def _candidates(self) -> list[Record]:
+class NeverLetsALeaverGo(Candidates):
+    def all(self) -> list[Record]:
         drained = [record for record in self._records.values() if record.state is State.DRAINED]
-        return sorted([*super()._candidates(), *drained], key=lambda record: record.rank)
+        return sorted([*super().all(), *drained], key=lambda record: record.rank)
 
 
 class FencesNobody(Epochs):
@@ -145,9 +150,9 @@ class LetsBackWhoIsNotReached(Reachability):
         return [record for record in back if record is not None]
 
 
-class TriesWhoIsLeftOut(Epochs):
-    def _candidates(self) -> list[Record]:
-        return self.loaded()
+class TriesWhoIsLeftOut(Candidates):
+    def all(self) -> list[Record]:
+        return self._records.loaded()
 
 
 class TakesAStaleForm(Recovery):
@@ -201,11 +206,11 @@ class SwitchesBeforeAllAgree(Lockstep):
 PLANTED: dict[type[Any], tuple[str, set[Rule]]] = {
     TakesOutWhoAnswers: ("coordinator.membership.groups.Suspicions", {Rule.ALIVE}),
     TakesAClosedConnectionForADeath: ("coordinator.membership.groups.Suspicions", {Rule.ALIVE}),
-    FormsWithTheDead: ("coordinator.membership.groups.Epochs", {Rule.RECOVERS, Rule.SMOOTH}),
-    ForgetsLostExperts: ("coordinator.membership.groups.Epochs", {Rule.OWNED}),
-    ForgetsThatRoomIsLimited: ("coordinator.membership.groups.Epochs", {Rule.OWNED}),
+    FormsWithTheDead: ("coordinator.membership.epochs.Candidates", {Rule.RECOVERS, Rule.SMOOTH}),
+    ForgetsLostExperts: ("coordinator.membership.epochs.Candidates", {Rule.OWNED}),
+    ForgetsThatRoomIsLimited: ("coordinator.membership.epochs.Candidates", {Rule.OWNED}),
     FormsAtOnceAfterARestart: (
-        "coordinator.membership.groups.Epochs",
+        "coordinator.membership.epochs.Adoption",
         {Rule.ONE_GROUP, Rule.RECOVERS, Rule.ALIVE},
     ),
     ForgetsTheNumbersBeforeARestart: (
@@ -213,7 +218,7 @@ PLANTED: dict[type[Any], tuple[str, set[Rule]]] = {
         {Rule.RISING, Rule.RECOVERS, Rule.ALIVE},  # one that ignores its plans as stale is never ready
     ),
     MakesTwoChangesAtOnce: ("coordinator.membership.groups.Epochs", {Rule.SMOOTH, Rule.RECOVERS}),
-    NeverLetsALeaverGo: ("coordinator.membership.groups.Epochs", {Rule.LEFT}),
+    NeverLetsALeaverGo: ("coordinator.membership.epochs.Candidates", {Rule.LEFT}),
     FencesNobody: ("coordinator.membership.groups.Epochs", {Rule.FENCED}),
     LeavesNobodyOut: ("coordinator.membership.groups.Reachability", {Rule.SERVES}),
     LeavesOutWhomMostReach: (
@@ -223,7 +228,7 @@ PLANTED: dict[type[Any], tuple[str, set[Rule]]] = {
     BelievesOneReport: ("coordinator.membership.groups.Reachability", {Rule.REACHED}),
     NeverLetsBack: ("coordinator.membership.groups.Reachability", {Rule.RECOVERS}),
     LetsBackWhoIsNotReached: ("coordinator.membership.groups.Reachability", {Rule.SERVES}),
-    TriesWhoIsLeftOut: ("coordinator.membership.groups.Epochs", {Rule.SERVES, Rule.STORM}),
+    TriesWhoIsLeftOut: ("coordinator.membership.epochs.Candidates", {Rule.SERVES, Rule.STORM}),
     TakesAStaleForm: ("World.recovery_class", {Rule.RISING, Rule.RECOVERS}),
     EntersWhenItIsReadyItself: ("World.recovery_class", {Rule.SMOOTH}),
     IsReadyBeforeItsGroup: ("World.recovery_class", {Rule.SMOOTH, Rule.READY}),
