@@ -50,23 +50,23 @@ BODY_LIMITS = HttpConfig(max_request_bytes=10_000, request_timeout=10.0)
 """Limits of a command's body: bytes and seconds."""
 RETRY_AFTER = "1"
 ELASTIC = "/scale_elastic_ep"
-"""vLLM's path for a wish to scale; here it needs what the admin API needs."""
+"""vLLM's path to scale; under the admin API's access check."""
 ELASTIC_TIMEOUT = 600.0
-"""Seconds for which an answer on that path waits for the new number of instances."""
+"""Seconds for which ``/scale_elastic_ep`` waits for the new number of instances."""
 LOOK_INTERVAL = 0.5
-"""Seconds between two looks whether it is there, or cannot come any more."""
+"""Seconds between two checks whether the new number of instances is reached."""
 REBALANCE = "/eplb/rebalance"
-"""Path for a wish that experts move now; it needs what the admin API needs."""
+"""Path that has the coordinator rebalance experts now; under the admin API's access check."""
 RESET = "/reset_prefix_cache"
-"""vLLM's path to forget cached prefixes; it needs what the admin API needs."""
+"""vLLM's path to forget cached prefixes; under the admin API's access check."""
 RESET_TIMEOUT = 30.0
-"""Seconds for all instances to forget them, in memory and in files."""
+"""Seconds for all instances to forget cached prefixes, in memory and in files."""
 MAX_REQUESTS = 1000
-"""Most requests in an answer."""
+"""Most requests that ``/admin/requests`` lists."""
 
 
 class AdminMesh(Protocol):
-    """What the admin API needs to know of the mesh."""
+    """Interface of the mesh that the admin API uses."""
 
     @property
     def view(self) -> View | None: ...
@@ -86,7 +86,7 @@ class AdminMesh(Protocol):
 
 
 Command = Callable[[OperatorCommand], Awaitable[Answer]]
-"""Has the coordinator do something.
+"""Sends a command to the coordinator, and returns its answer.
 
 Raises TimeoutError if no answer comes, which a launcher gives to a wish to scale when it has started all.
 """
@@ -110,7 +110,7 @@ class RoleRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ElasticRequest(msgspec.Struct):
-    """vLLM's form of a wish to scale."""
+    """Body of vLLM's ``/scale_elastic_ep``."""
 
     new_data_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_INSTANCES)]
     drain_timeout: float | None = None
@@ -118,7 +118,7 @@ class ElasticRequest(msgspec.Struct):
 
 
 class RebalanceRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Nothing can be chosen."""
+    """Body of ``/eplb/rebalance``: an empty object."""
 
 
 class ElasticAnswer(msgspec.Struct, frozen=True):
@@ -126,7 +126,7 @@ class ElasticAnswer(msgspec.Struct, frozen=True):
 
 
 class InstanceAnswer(msgspec.Struct, frozen=True):
-    """One instance; ``router`` is its health as this router sees it."""
+    """Instance in ``/admin/world``; ``router`` is its health as this router sees it."""
 
     rank: int
     state: str
@@ -191,7 +191,7 @@ _read_rebalance = decoder(RebalanceRequest)
 
 
 class AdminEndpoints:
-    """What the admin API answers, and which commands it sends."""
+    """Handlers of the admin API: answers from the view, commands to the coordinator."""
 
     def __init__(
         self, mesh: AdminMesh, faults: Callable[[], Faults], command: Command, front_end: int

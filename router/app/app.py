@@ -82,7 +82,7 @@ def make_app(
 def _routes(
     generating: Generating, replaying: Replaying, endpoints: Endpoints, server: ServerEndpoints
 ) -> list[Route]:
-    """All paths but those of the dashboard."""
+    """Routes of all endpoints but the dashboard's."""
     return [
         Route("/v1/completions", generating.completions, methods=["POST"]),
         Route("/v1/chat/completions", generating.chat, methods=["POST"]),
@@ -118,7 +118,7 @@ def _routes(
 
 
 def exception_handlers() -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
-    """Every error as the body that clients know."""
+    """Exception handlers that answer each error in the API's own form."""
     return {
         ApiError: _on_api_error,
         MeshError: _on_mesh_error,
@@ -130,7 +130,7 @@ def exception_handlers() -> dict[Any, Callable[[Request, Exception], Awaitable[R
 
 
 class _NoAnswer(Response):
-    """For a client that is gone."""
+    """Response that sends nothing, for a client that is gone."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         return
@@ -151,7 +151,7 @@ async def _on_client_gone(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own: no such path, no such method."""
+    """Answer Starlette's errors: unknown path, or method not allowed."""
     assert isinstance(error, HTTPException)
     path, prefix = request.url.path, request.app.state.prefix
     message = f"{request.method} {prefix}{path}: {error.detail}."
@@ -161,10 +161,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_os_error(request: Request, error: Exception) -> Response:
-    """No fault of a request where the host is short of something.
-
-    Else a fault of ours.
-    """
+    """Answer 503 where the host lacks files or memory, else as unexpected."""
     if shortage_of(error) is None:
         raise error
     return _refused(request, short_of(error))

@@ -33,7 +33,7 @@ _read_detokenize = decoder(DetokenizeRequest)
 
 
 class Endpoints:
-    """Handlers."""
+    """Handlers of the endpoints that generate nothing."""
 
     def __init__(self, config: HttpConfig, metrics: Metrics, models: TextModels, quotas: Quotas) -> None:
         self._config = config

@@ -18,7 +18,7 @@ SCHEMA_VERSION = 1
 
 
 class EngineStatus(enum.StrEnum):
-    """vLLM's words."""
+    """States of an instance, in vLLM's words."""
 
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
@@ -38,11 +38,11 @@ class FaultStatus(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     total_engines: int
     engines: list[EngineState]
-    """By rank."""
+    """States of all instances, by rank."""
 
 
 def fault_status(view: View | None) -> FaultStatus:
-    """The status by the newest view; without one, no instance is known.
+    """Status of all instances by the newest view; empty without one.
 
     A rank above those that the mesh began with is left out once its instance is gone.
     """

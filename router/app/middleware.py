@@ -39,7 +39,7 @@ HOST = re.compile(r"(?:\[(?P<ipv6>[^\]]*)\]|(?P<name>[^:]*))(?::\d*)?")
 
 
 def middleware(config: HttpConfig, refusals: Refusals, routes: Sequence[Route]) -> list[Middleware]:
-    """The middleware of the endpoint, from the outside in.
+    """Middleware of the endpoint, outermost first.
 
     A browser asks what it may do (CORS) before it presents a key, so CORS comes first.
     """
@@ -96,7 +96,7 @@ class RequestIds:
 
 
 class RootPath:
-    """Takes off the prefix of a proxy in front.
+    """Removes the prefix of a proxy (``--root-path``) from paths.
 
     Stands before everything that looks at paths.
     """
@@ -146,7 +146,7 @@ class Options:
         await app(scope, receive, send)
 
     def _methods(self, path: str) -> set[str]:
-        """Empty for a path that does not exist."""
+        """Methods of a path; empty for a path that does not exist."""
         found = {"OPTIONS"} if path == "/" else set()
         for route in self._routes:
             if route.path_regex.match(path):
@@ -196,7 +196,7 @@ class KeyCheck:
 
 
 class HostCheck:
-    """For loopback without keys: lets in requests for this machine, not for some site.
+    """Refuses requests for other sites' names (DNS rebinding), on loopback without keys.
 
     Probes may ask for any.
     """
@@ -218,7 +218,7 @@ class HostCheck:
 
 
 def foreign_host(scope: Scope) -> str | None:
-    """The host that a request is for, if that is a name, and not localhost.
+    """Host that a request names, if it is neither an address nor localhost.
 
     A site may have its name mean 127.0.0.1 once its page is loaded (DNS rebinding). The browser then takes us
     for that site, and only the header Host still tells. An address is what it is."""
@@ -246,7 +246,7 @@ def _is_here(value: bytes) -> bool:
 
 
 def error_response(error: ApiError, scope: Scope, refusals: Refusals) -> Response:
-    """In the words of the API that a request's path belongs to.
+    """Error response in the form of the API that the path belongs to.
 
     The log has it, too.
     """

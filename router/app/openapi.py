@@ -32,7 +32,7 @@ Struct = type[msgspec.Struct]
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """What a method of a path takes and gives.
+    """Request and response of one method of a path.
 
     ``None`` for no body, or one that is no JSON.
     """
@@ -44,7 +44,7 @@ class Operation(msgspec.Struct, frozen=True):
     answer: Struct | None = None
     streams: bool = False
     is_open: bool = False
-    """Whether it needs no key."""
+    """Whether clients need no key."""
 
 
 OPERATIONS = [
@@ -97,7 +97,7 @@ OPERATIONS = [
 
 @functools.cache
 def document(version: str, *, with_keys: bool, prefix: str = "") -> bytes:
-    """The document as JSON. ``with_keys``: clients must present one; ``prefix``: stands before each path."""
+    """OpenAPI document as JSON, with ``prefix`` before each path."""
     structs = list({struct for op in OPERATIONS for struct in (op.body, op.answer) if struct} | {ErrorBody})
     schemas, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     reference = dict(zip(structs, schemas, strict=True))

@@ -19,7 +19,7 @@ NOT_BUILT = re.compile(
     r"|uploads|fine_tuning|assistants|threads|vector_stores)(/.*)?",
     re.DOTALL,
 )
-"""What other servers of this kind have, and this one does not."""
+"""Paths of other inference servers that this one does not have."""
 
 LIKENESS = 0.8
 """Least similarity (difflib's ratio) at which a path counts as a misspelling of another."""
@@ -28,7 +28,7 @@ MAX_COMPARED = 100
 
 
 def meant(path: str) -> str | None:
-    """The endpoint that a client may have meant, None if nothing is like it."""
+    """Endpoint that a client may have meant; None if none is similar."""
     if (whole := f"/v1{path}") in KNOWN:
         return whole
     if len(path) > MAX_COMPARED:

@@ -23,7 +23,7 @@ INTERVAL = 10.0
 
 
 class Lines:
-    """Allowance of log lines of one level: floods of requests do not flood the log."""
+    """Limit on log lines of one level, so that floods of requests are counted."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -35,10 +35,7 @@ class Lines:
         return f"<Lines {self._logged} logged, {self._left_out} left out>"
 
     def take(self) -> int | None:
-        """None if no line may be logged now.
-
-        Else how many were left out before this one.
-        """
+        """Number of lines left out before this one; None if none may be logged."""
         now = self._clock()
         if now - self._since >= INTERVAL:
             self._since, self._logged = now, 0
@@ -51,7 +48,7 @@ class Lines:
 
 
 class Refusals:
-    """The log of refusals of one application.
+    """Logs refused requests of one application, within limits per level.
 
     An error of the client is logged as information. A request that no instance could take is a warning, and
     an error of the server an error.
@@ -64,7 +61,7 @@ class Refusals:
         return f"<Refusals {self._lines}>"
 
     def add(self, method: str, path: str, error: ApiError) -> None:
-        """A request was answered with an error."""
+        """Log a request that was answered with an error."""
         level = logging.INFO if error.status < 500 else logging.WARNING
         if error.status == 500:
             level = logging.ERROR

@@ -1,4 +1,4 @@
-"""Endpoints about the server itself: health, version, settings, faults, the API's description, metrics."""
+"""Endpoints about the server itself: health, version, settings, faults, OpenAPI, metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from router.metrics.metrics import Metrics
 
 
 class ServerEndpoints:
-    """What is asked of the server, not of a model."""
+    """Handlers of the endpoints about the server itself."""
 
     def __init__(
         self, mesh: Mesh, config: HttpConfig, metrics: Metrics, view: Callable[[], View | None], prefix: str
@@ -36,7 +36,7 @@ class ServerEndpoints:
         return Response(status_code=200 if self._mesh.healthy else 503)
 
     async def alive(self, _request: Request) -> Response:
-        """A request that arrives here was accepted and read by the loop.
+        """``GET /livez``: 200 from any router whose event loop runs.
 
         Nothing more is checked.
         """

@@ -34,11 +34,11 @@ class NumericsClass(msgspec.Struct):
 class ServerInfo(msgspec.Struct):
     version: str
     model_path: str | None
-    """None while no instance has joined."""
+    """Directory of the model; None while no instance has joined."""
     served_model_name: str | None
     max_model_len: int | None
     dp_size: int
-    """Instances that are there now."""
+    """Number of instances in the mesh."""
     tp_size: int | None
     pp_size: int | None
     versions: dict[str, str]
@@ -52,7 +52,7 @@ class ServerInfo(msgspec.Struct):
 
 
 class Sleeping(msgspec.Struct):
-    """vLLM's question to a server that can give its memory away; ours never does."""
+    """Answer of vLLM's ``/is_sleeping``: always false, since instances keep their memory."""
 
     is_sleeping: bool = False
 
@@ -68,7 +68,7 @@ def server_info(
     numerics: Mapping[Numerics, list[int]],
     config: HttpConfig,
 ) -> ServerInfo:
-    """``settings``: None while they are not known."""
+    """Facts about this server; ``settings`` is None while unknown."""
     versions = {package: version_of(package) for package in PACKAGES}
     known = {package: version for package, version in versions.items() if version != NOT_INSTALLED}
     return ServerInfo(

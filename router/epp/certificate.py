@@ -13,15 +13,15 @@ from coordinator.distribution import install_extra
 from router.http.tls import pair_problem
 
 LIFE = datetime.timedelta(days=3650)
-"""For how long a certificate of its own is valid."""
+"""Lifetime of a self-signed certificate."""
 
 
 class CertificateError(Exception):
-    """There is no certificate; the message says what to do."""
+    """Missing or unusable certificate; the message says what to do."""
 
 
 def certificate(directory: Path | None, host: str) -> tuple[bytes, bytes]:
-    """Private key and certificate chain in PEM.
+    """Private key and certificate chain in PEM, from files or self-signed.
 
     Raises:
         CertificateError: a file cannot be read, or there is no library to make one.
@@ -39,7 +39,7 @@ def certificate(directory: Path | None, host: str) -> tuple[bytes, bytes]:
 
 
 def self_signed(host: str) -> tuple[bytes, bytes]:
-    """A new key, and a certificate for this host.
+    """New private key with a self-signed certificate for this host.
 
     Raises:
         CertificateError: the library is not installed.

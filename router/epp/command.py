@@ -35,7 +35,7 @@ from router.text.text_models import TextModels
 logger = logging.getLogger(__name__)
 
 NEEDED = ("grpc", "google.protobuf")
-"""Modules of the extra."""
+"""Modules that the extra ``epp`` installs."""
 END_GRACE = 10.0
 """Seconds for open streams of gateways to end after SIGTERM."""
 
@@ -104,7 +104,7 @@ class EppConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def http(self) -> HttpConfig:
-        """What decides the prompts of requests, as routers know it."""
+        """HTTP settings that decide how prompts are made of requests."""
         return HttpConfig(
             root_path=self.root_path,
             tokenizer=self.tokenizer,
@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def is_installed() -> bool:
-    """Whether the extra is there."""
+    """Whether the packages of the extra ``epp`` are installed."""
     try:
         return all(importlib.util.find_spec(name) is not None for name in NEEDED)
     except ModuleNotFoundError:  # of the package around one
@@ -196,7 +196,7 @@ def _address(host: str, port: int) -> str:
 
 
 async def _until_end(following: list[asyncio.Task[None]]) -> int:
-    """Wait for a signal, or for what is followed to fail; returns the exit status."""
+    """Wait for a signal, or for a background task to fail; returns the exit status."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,4 +1,4 @@
-"""Endpoints of a mesh, and the one that gets a request (pure).
+"""Endpoints of a mesh, and the choice among them (pure).
 
 An endpoint is a router: headless instances speak no HTTP. Each router reaches all instances, so the choice
 among endpoints is about the routers themselves.
@@ -25,7 +25,7 @@ class EndpointError(ValueError):
 
 
 class EndpointTarget(msgspec.Struct, frozen=True):
-    """Where endpoints are, as given: a host, or a name of several addresses."""
+    """Configured place of endpoints: a host, or a name with several addresses."""
 
     host: str
     port: int
@@ -47,7 +47,7 @@ class EndpointsFile(msgspec.Struct, frozen=True):
 
 @dataclass
 class Endpoint:
-    """One router, as the picker knows it."""
+    """Router that the picker may choose, with its checks and load."""
 
     address: str
     """IP:port; IPv6 addresses are in brackets."""
@@ -103,7 +103,7 @@ def _is_port(text: str) -> bool:
 
 
 def joined(host: str, port: int) -> str:
-    """IP:port as the protocol has it."""
+    """``IP:port`` with IPv6 in brackets, as Envoy's protocol writes it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -136,5 +136,5 @@ def pick(
 
 
 def updated(known: Mapping[str, Endpoint], addresses: Iterable[str]) -> dict[str, Endpoint]:
-    """The endpoints of these addresses; those that were known go on."""
+    """Endpoints of these addresses; known ones keep their state."""
     return {address: known.get(address) or Endpoint(address) for address in dict.fromkeys(addresses)}

@@ -1,4 +1,4 @@
-"""What is answered to a gateway about one request, and when (pure).
+"""Dialogue with a gateway about one request: which answers, and when (pure).
 
 The gateway sends the request's head, then its body in one of several modes (Envoy's ``BodySendMode``). Once
 the request is known as far as it will be, an endpoint is chosen. What comes of the answer is passed through.
@@ -25,22 +25,22 @@ class BodyMode(enum.Enum):
     """How a gateway sends the body of a request."""
 
     NONE = 0
-    """Not at all, or in pieces once the head is answered: load alone decides."""
+    """No body before the answer to the head: the choice goes by load alone."""
     WHOLE = 1
-    """In one message once the head is answered; its answer may still change headers."""
+    """Whole body in one message after the head; its answer may change headers."""
     DUPLEX = 2
-    """In pieces, which are sent back; the answer to the head may wait for them."""
+    """Body in pieces that are sent back; the answer to the head may wait."""
 
 
 # ---- from the gateway
 
 
 class Head(msgspec.Struct, frozen=True):
-    """The head of a request."""
+    """Request head as a gateway sends it."""
 
     headers: Mapping[str, str]
     ends: bool = False
-    """No body follows."""
+    """Whether no body follows."""
     mode: BodyMode = BodyMode.DUPLEX
     subset: tuple[str, ...] | None = None
 
@@ -55,7 +55,7 @@ class Trailers(msgspec.Struct, frozen=True):
 
 
 class AnswerHead(msgspec.Struct, frozen=True):
-    """The head of the answer."""
+    """Head of the answer to the client."""
 
     served: str = ""
     """The endpoint that it comes from, if the gateway reports that."""
@@ -77,7 +77,7 @@ Event = Head | Body | Trailers | AnswerHead | AnswerBody | AnswerTrailers
 
 
 class Pick(msgspec.Struct, frozen=True):
-    """A choice."""
+    """Chosen endpoint, with the instance that it should use."""
 
     endpoint: str
     rank: int | None = None
@@ -85,31 +85,31 @@ class Pick(msgspec.Struct, frozen=True):
 
 
 class Choose(msgspec.Struct, frozen=True):
-    """No message: an endpoint must be chosen now, and :meth:`Exchange.chosen` called."""
+    """Order: choose an endpoint now, then call :meth:`Exchange.chosen`."""
 
     head: Head
     body: bytes
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """Answer to one message of the gateway's."""
+    """Reply to one message of the gateway."""
 
     to: type[Event]
     pick: Pick | None = None
     chunk: bytes | None = None
-    """What is sent on of a body in pieces; None where the gateway keeps it."""
+    """Piece of a body to pass on; None where the gateway keeps it."""
     ends: bool = False
 
 
 class PickerRefusal(msgspec.Struct, frozen=True):
-    """The end of the request, with this status."""
+    """Order to the gateway: answer the request with this status."""
 
     status: int
     text: str
 
 
 class Exchange:
-    """One request, from its head to the last piece of its answer."""
+    """State of one request from its head to the end of its answer."""
 
     def __init__(self, max_body: int, *, answers_in_pieces: bool = False) -> None:
         """``max_body``: bytes of a request that are kept for the choice.
@@ -130,7 +130,7 @@ class Exchange:
         return f"<Exchange of {self._size} bytes, {'no choice yet' if self._is_open else 'chosen'}>"
 
     def take(self, event: Event) -> Sequence[Reply | Choose]:
-        """Answers to a message; a :class:`Choose` is the last of them, and comes once."""
+        """Replies to a message; a :class:`Choose` comes last, and once per request."""
         match event:
             case Head():
                 return self._on_head(event)
@@ -144,7 +144,7 @@ class Exchange:
                 return [Reply(type(event))]
 
     def chosen(self, pick: Pick | None, why: str = "") -> Sequence[Reply | PickerRefusal]:
-        """Answers to what waited for the choice; None for no endpoint, with the reason."""
+        """Replies to messages that waited for the choice; None: no endpoint was ready."""
         waits, self._waits = self._waits, []
         self._chunks.clear()
         if pick is None:

@@ -42,7 +42,7 @@ class Picked:
 
 
 class Picker:
-    """Knows the mesh and the endpoints."""
+    """Chooses the endpoint and the instance for each request of gateways."""
 
     def __init__(self, mesh: MeshClient, watch: EndpointWatch, prompts: PromptReader) -> None:
         self._mesh = mesh
@@ -55,13 +55,13 @@ class Picker:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it knows the mesh, and an endpoint that answers."""
+        """Whether the picker has a view of the mesh and a healthy endpoint."""
         return self._mesh.view is not None and self._watch.has_ready
 
     async def pick(
         self, headers: Mapping[str, str], body: bytes, subset: tuple[str, ...] | None = None
     ) -> Picked | None:
-        """The choice for a request; None if no endpoint is ready.
+        """Endpoint and instance for a request; None if no endpoint is ready.
 
         ``subset``: the only endpoints that the gateway takes.
         """

@@ -59,11 +59,11 @@ ANSWERS: dict[type[Event], tuple[str, str]] = {
     AnswerBody: ("response_body", "BodyResponse"),
     AnswerTrailers: ("response_trailers", "TrailersResponse"),
 }
-"""The field of an answer to each message, and the name of its type."""
+"""Answer to each message of the gateway: its field and the name of its type."""
 
 
 class Processing:
-    """The external processor."""
+    """Envoy's external processor, answered by a :class:`.Picker`."""
 
     def __init__(self, picker: Picker, max_body: int) -> None:
         self._picker = picker
@@ -124,7 +124,7 @@ class PickerHealth:
 
 
 def event_of(received: Any) -> Event | None:
-    """A message of the gateway's; None for one that is not known."""
+    """Event of a gateway's message; None for an unknown one."""
     kind = received.WhichOneof("kind")
     body: Any = getattr(received, kind) if kind else None
     match kind:
@@ -147,7 +147,7 @@ def event_of(received: Any) -> Event | None:
 
 
 def message_of(reply: Reply | PickerRefusal) -> Any:
-    """An answer as the gateway reads it."""
+    """Protobuf message of a reply."""
     if isinstance(reply, PickerRefusal):
         status = message("HttpStatus", code=reply.status)
         refusal = message(

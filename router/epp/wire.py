@@ -108,7 +108,7 @@ def _described(name: str, fields: Fields) -> Any:
 
 
 def _made() -> dict[str, Any]:
-    """The message classes by name."""
+    """Protobuf message classes, by name."""
     file = descriptor_pb2.FileDescriptorProto(
         name="lockstep/epp.proto", package=PACKAGE, syntax="proto3", dependency=[struct_pb2.DESCRIPTOR.name]
     )

@@ -59,7 +59,7 @@ _very_large = BoundedThreads("very-large", 1, MOST_VERY_LARGE_WAITING)
 
 
 async def run_sized(work: Callable[[], Result], size: int) -> Result:
-    """Do work in a thread if the body is large (``size`` in bytes), else at once.
+    """Do work in a thread for a large body, else at once; ``size`` in bytes.
 
     Raises:
         ApiError: it would have to wait for too many others (503).

@@ -15,7 +15,7 @@ from engine.inheritance.names import FILE_NAME, MEMORY_VARIABLE, PREDECESSOR_VAR
 
 
 class CacheFiles:
-    """The files of one launcher's instances, by their places."""
+    """Cache files of one launcher's instances, by place in the process table."""
 
     def __init__(self) -> None:
         self._living: dict[int, int] = {}
@@ -25,7 +25,7 @@ class CacheFiles:
         return f"<CacheFiles {len(self._living)} in use, {len(self._dead)} dead>"
 
     def begin(self, key: int) -> Mapping[str, str]:
-        """A file for an instance that is started; returns what to add to its environment."""
+        """Make a cache file for a new instance; returns environment variables that name it."""
         if (before := self._living.pop(key, None)) is not None:
             self._close_dead(key)
             self._dead[key] = before
@@ -36,11 +36,11 @@ class CacheFiles:
         return found
 
     def serves(self, key: int) -> None:
-        """An instance is ready: what its predecessor had is of no use any more."""
+        """Free the predecessor's cache of an instance that has become ready."""
         self._close_dead(key)
 
     def forget(self, key: int) -> None:
-        """An instance ended in order, or will not be started again."""
+        """Free the caches of an instance that ended in order or is not restarted."""
         self._close_dead(key)
         if (file := self._living.pop(key, None)) is not None:
             os.close(file)

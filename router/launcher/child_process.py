@@ -1,4 +1,4 @@
-"""One process of a ``serve``: how it starts, its state, and what its end means."""
+"""Child process of a ``serve``: its start, its state, and its exit status."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class ChildProcess:
     """A running child process of the launcher, with its mesh state."""
 
     key: int
-    """Its place in the table; a process that is started again keeps it."""
+    """Key in the process table; a restarted process keeps it."""
     spec: ProcessSpec
     process: Process | Forked
     began: float | None
-    """When it began to serve; None while an instance loads."""
+    """Monotonic time at which it began to serve; None while an instance loads."""
     rank: int | None
     last_error: LastError
-    """The last error that it logged."""
+    """File with the last error that the process logged."""
     instance: str = ""
-    """Its name in the mesh, once it has registered."""
+    """Name in the mesh; empty until an instance has registered."""
     name: str = ""
     """Name that the launcher gave the child for registering."""
     returns: bool = False
@@ -48,11 +48,11 @@ class ChildProcess:
 
     @property
     def stays(self) -> bool:
-        """Serves, or will; one that left the mesh may take a moment to end."""
+        """Whether it serves or will; False once it has left the mesh."""
         return not self.retired and (self.is_member or not self.instance)
 
     def why_it_ended(self, status: int) -> str:
-        """Its exit status, and the error that explains it if it ended itself."""
+        """Exit status in words, with the last logged error if it ended itself."""
         how, error = process.how_it_ended(status), self.last_error.read() if status > 0 else ""
         return f"{how}: {error}" if error else how
 

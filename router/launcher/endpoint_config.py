@@ -46,7 +46,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return url(scheme, EVERYWHERE.get(self.host, self.host), self.port)
 
     def trust(self) -> ssl.SSLContext | None:
-        """To connect with: the endpoint's own certificate is trusted, on loopback whatever name it has.
+        """TLS context that trusts the endpoint's own certificate, on loopback under any name.
 
         Raises:
             OSError: it cannot be read, or is none.

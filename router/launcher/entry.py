@@ -10,16 +10,16 @@ import signal
 from collections.abc import Callable
 
 INTERRUPTED = 130
-"""Exit status; :data:`coordinator.process.process.EXIT_INTERRUPTED`, which is not loaded yet."""
+"""Exit status after Ctrl-C, equal to :data:`coordinator.process.process.EXIT_INTERRUPTED`."""
 
 
 def serve() -> int:
-    """``serve ...``"""
+    """Entry point of ``serve``."""
     return _loaded("main_serve")()
 
 
 def lockstep() -> int:
-    """``lockstep COMMAND ...``"""
+    """Entry point of ``lockstep COMMAND``."""
     return _loaded("main")()
 
 

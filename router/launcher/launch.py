@@ -31,7 +31,7 @@ class Doors(msgspec.Struct, frozen=True, kw_only=True):
     """Resources that routers inherit: bound sockets, directory of counts, file of secrets."""
 
     http: int
-    """File descriptor."""
+    """Descriptor of the endpoint's listening socket."""
     admin: int | None = None
     counts_directory: str | None = None
     secrets: int | None = None
@@ -57,9 +57,9 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     descriptors: tuple[int, ...] = ()
     """Sockets and files that it inherits."""
     workers: tuple[str, ...] = ()
-    """Places of the processes that an instance starts itself, as ``PP0_TP1``.
+    """Names of the worker processes that an instance starts itself, as ``PP0_TP1``.
 
-    None: it computes by itself.
+    Empty: it computes by itself.
     """
     number: int = 0
     """Number of an instance within its launcher; a restarted instance keeps it."""

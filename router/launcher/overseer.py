@@ -24,11 +24,11 @@ from router.launcher.supervisor import Supervisor
 logger = logging.getLogger(__name__)
 
 REMEMBERED_ANSWERS = 100
-"""A command is repeated until its answer arrives; it is carried out once."""
+"""Answers kept, since a command is repeated until its answer arrives."""
 
 
 class Overseer:
-    """Runs beside a :class:`Supervisor`."""
+    """Follows the mesh's view for a :class:`Supervisor`, and carries out scale commands."""
 
     def __init__(
         self,
@@ -49,16 +49,16 @@ class Overseer:
         """The answer to each command, and the losses of instances before it."""
         self._members: dict[str, Member] = {}
         self.changed = asyncio.Event()
-        """Set with every view."""
+        """Set whenever a view arrives."""
         self.refused: KeyRefused | None = None
-        """The coordinator has another mesh key, or one of the two has none."""
+        """Refusal by the coordinator for a missing or different mesh key."""
 
     def __repr__(self) -> str:
         return f"<Overseer of {self._supervisor!r}>"
 
     @property
     def view(self) -> View | None:
-        """The newest one of our mesh.
+        """Newest view of the launcher's own mesh; None before the first.
 
         Another mesh may hold the port, and then our coordinator says so.
         """
@@ -66,7 +66,7 @@ class Overseer:
         return self._watcher.view if head is not None and self._is_ours(head) else None
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Follow the coordinator until cancelled."""
         try:
             await self._watcher.run(self._on_news)
         except OtherProtocol as error:
@@ -76,7 +76,7 @@ class Overseer:
             self.changed.set()
 
     def _on_lost(self, instance: str, how: str) -> None:
-        """The coordinator need not wait until a dead process is silent for long enough.
+        """Report a dead process to the coordinator, which then need not time it out.
 
         Should it be away, it learns nothing of that instance when it is back.
         """
@@ -100,7 +100,7 @@ class Overseer:
         self._supervisor.learn(view)
 
     async def _on_scale(self, wish: Scale) -> Answer:
-        """The answer, which changes when an instance is lost that the command counts on."""
+        """Answer to a scale command; it becomes a failure if an instance is lost."""
         losses = self._supervisor.losses
         if wish.command not in self._answers:
             before = losses.count

@@ -1,4 +1,4 @@
-"""What ``serve`` refuses before it starts anything, and what it knows of its machine."""
+"""Checks of ``serve`` before it starts anything, and the capacity of its machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from router.text.sampling_defaults import sampling_defaults
 from router.text.tokens import TokenizerError, load_tokenizer
 
 OF_FRONT_ENDS = ("http", "api_server_count")
-"""In ``ServeConfig``."""
+"""Fields of ``ServeConfig`` that only concern routers."""
 
 
 def problem_with(config: ServeConfig) -> str | None:
@@ -77,7 +77,7 @@ def _trace_problem(config: ServeConfig) -> str:
 
 
 def _instance_problem(config: ServeConfig) -> str | None:
-    """Why instances here cannot run with such kernels, transport and cache; None if they can.
+    """Why instances here cannot run with these kernels, transport and cache; None if they can.
 
     Other hosts of a Ray cluster check it themselves.
     """
@@ -115,7 +115,7 @@ def ignored_with_uds(config: ServeConfig) -> list[str]:
 
 
 def machine_of(config: ServeConfig) -> MachineCapacity:
-    """What there is for instances here."""
+    """CUDA devices and cores that this machine has for instances."""
     device = config.engine.device
     if config.data_parallel_backend == "ray":  # which says itself what it has room for
         return MachineCapacity(devices=None, cores=sys.maxsize)

@@ -30,7 +30,7 @@ NOT_BY_ACCIDENT = (0, process.EXIT_USAGE, process.EXIT_REFUSED)
 
 
 class Restarts:
-    """Ends in a row, per process."""
+    """Counts consecutive ends of each process, and decides on restarts."""
 
     def __init__(self, *, instances: bool) -> None:
         """``instances``: whether ``--restart`` was given; coordinator and routers are always started

@@ -21,7 +21,7 @@ class ScalingRefused(Exception):
 
 
 class MachineCapacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What this machine has for instances."""
+    """CUDA devices and cores that this machine has for instances."""
 
     devices: int | None
     """CUDA devices; None when instances compute on the CPU."""
@@ -51,14 +51,14 @@ def plan(
     force: bool,
     leaving: Collection[str] = (),
 ) -> ScalingPlan:
-    """The way to ``size`` instances in the whole mesh.
+    """Ranks to start or drain for ``size`` instances in the whole mesh.
 
     ``members`` is the world, ``ours`` the ranks of this launcher's instances, those included that have not
     registered yet; ``leaving`` names those that it told to go, which the world may still show as ready. New
     ones get the lowest free ranks; the highest of our ranks go.
 
     Raises:
-        Refused: too few of the instances are ours, nobody would serve, or there are too few devices.
+        ScalingRefused: too few of the instances are ours, nobody would serve, or there are too few devices.
     """
     if size < 1:
         raise ScalingRefused("a mesh needs at least one instance: end serve to end them all")
@@ -73,10 +73,10 @@ def plan(
 
 
 def check_cores(count: int, machine: MachineCapacity) -> None:
-    """Whether so many instances can be meant to run on a machine.
+    """Refuse more instances than a machine's cores can be meant for.
 
     Raises:
-        Refused: they cannot.
+        ScalingRefused: they cannot.
     """
     if machine.devices is None and count > MOST_PER_CORE * machine.cores:
         raise ScalingRefused(
@@ -100,7 +100,7 @@ def shared_devices(count: int, machine: MachineCapacity) -> str:
 
 
 def free_number(staying: Collection[int], leaving: Collection[int], room: int) -> int:
-    """The number of one more instance within its launcher, which decides its devices.
+    """Number of one more instance within its launcher, which decides its devices.
 
     It is the lowest that no instance has. Where devices are short, it is that of an instance that is about to
     leave.

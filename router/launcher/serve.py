@@ -62,12 +62,12 @@ from router.metrics.shared_counts import SharedCounts, Snapshot
 logger = logging.getLogger("serve")
 
 Command = Callable[[list[str]], int]
-"""Takes the arguments behind its name; returns the exit status."""
+"""Function behind a subcommand: takes its arguments, returns the exit status."""
 
 HEALTH_TIMEOUT = 10.0
 """Seconds for a router to answer /health once the instances are ready."""
 SAY_INTERVAL = 5.0
-"""Seconds between two lines about what is waited for."""
+"""Seconds between two log lines about what the start waits for."""
 
 
 class _Refusal(Exception):
@@ -218,7 +218,7 @@ def _run(config: ServeConfig, model: _Model, held: contextlib.ExitStack, keys: M
 
 
 def _caches(config: ServeConfig, held: contextlib.ExitStack) -> CacheFiles | None:
-    """Memory of KV caches that outlives instances, if that is asked for."""
+    """Memory of KV caches that outlives instances; None without ``--enable-kv-inheritance``."""
     if not config.engine.cache.enable_kv_inheritance or not hasattr(os, "memfd_create"):
         return None
     caches = CacheFiles()
@@ -279,7 +279,7 @@ def secret_file(config: ServeConfig) -> int | None:
 
 
 def _fork_server(config: ServeConfig, model_type: str) -> ForkServer | None:
-    """For several processes that compute, or one that may have to be started again."""
+    """Fork server for several computing processes, or for one with ``--restart``; else None."""
     device = config.engine.device
     if config.data_parallel_backend == "ray" or device.distributed_executor_backend == "ray":
         return None
@@ -295,7 +295,7 @@ def _fork_server(config: ServeConfig, model_type: str) -> ForkServer | None:
 
 
 def _one_more(config: ServeConfig, rank: int | None, number: int) -> ProcessSpec:
-    """An instance that is started while the mesh serves.
+    """Table entry of an instance that is started while the mesh serves.
 
     It shares the cores with those that are there.
     """
@@ -378,7 +378,7 @@ async def _wait(event: asyncio.Event, timeout: float) -> None:
 
 
 async def _wait_for_endpoint(config: ServeConfig) -> None:
-    """Routers learn of the instances when we do, but must connect to them yet."""
+    """Wait until the endpoint answers ``/health``, since routers must connect to instances first."""
     http = config.http
     if http.ssl_ca_certs is not None:
         return  # it may ask for a certificate that we do not have
@@ -389,7 +389,7 @@ async def _wait_for_endpoint(config: ServeConfig) -> None:
 
 
 def _own_host(http: HttpConfig) -> str:
-    """Where this host reaches the endpoint."""
+    """Address at which this host reaches the endpoint."""
     return EVERYWHERE.get(http.host, http.host)
 
 
@@ -414,7 +414,7 @@ def _print_try_line(config: ServeConfig, view: View) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """``lockstep SUBCOMMAND ...``"""
+    """Run ``lockstep SUBCOMMAND``; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["--version"]:
         print(f"lockstep {installed_version()}")
@@ -439,7 +439,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _of(module: str, function: str = "main") -> Command:
-    """A command whose module is loaded only when it is asked for."""
+    """Subcommand whose module is loaded when it runs."""
 
     def run(argv: list[str]) -> int:
         found: Command = getattr(import_module(module), function)

@@ -26,17 +26,17 @@ STALL_LIMIT = 60.0
 
 
 class LauncherStatus(msgspec.Struct, frozen=True):
-    """What the launcher knows of its processes."""
+    """State of the launcher's processes for a service manager."""
 
     ready: bool
-    """The mesh serves (headless: the local instances do)."""
+    """Whether the mesh serves (headless: the local instances do)."""
     stopping: bool
     members: Sequence[Member] = ()
     """The local instances, as the coordinator last reported them."""
 
 
 def makes_progress(progress: LauncherStatus) -> bool:
-    """Whether the watchdog is to be kept quiet (pure).
+    """Whether a watchdog ping is due (pure).
 
     False only if all local instances have work and take no steps. Without a report nothing is known, so a
     coordinator that is away is no reason for a restart.
@@ -46,7 +46,7 @@ def makes_progress(progress: LauncherStatus) -> bool:
 
 
 def status_line(progress: LauncherStatus) -> str:
-    """One line for ``systemctl status`` (pure)."""
+    """Status line for ``systemctl status`` (pure)."""
     if progress.stopping:
         return "stopping: requests finish"
     serving = sum(member.state is State.READY for member in progress.members)
@@ -61,7 +61,7 @@ def status_line(progress: LauncherStatus) -> str:
 
 
 class ProgressFile:
-    """A file that is there while the mesh serves, and touched while it makes progress.
+    """File that exists while the mesh serves, touched while it makes progress.
 
     Probes that run commands, as those of Kubernetes, look at it where there is no endpoint to ask.
     """
@@ -82,7 +82,7 @@ class ProgressFile:
 
 
 class ServiceManager:
-    """Keeps a service manager informed."""
+    """Sends readiness, status and watchdog pings to a service manager."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         """``variables``: the environment of this process."""

@@ -74,7 +74,7 @@ def llm_config(arguments: dict[str, Any]) -> ServeConfig:
 
 
 def _take_foreign(foreign: ForeignFlags, name: str, value: Any) -> None:
-    """An argument that another system has.
+    """Take an argument of another system: ignored with a warning, or refused.
 
     Raises:
         TypeError: there is none, or it has another name here.
@@ -106,5 +106,5 @@ def _plain(value: Any) -> Any:
 
 
 def _as_arguments(message: str) -> str:
-    """An error about flags, in the spelling of keyword arguments."""
+    """Error text about flags, in the spelling of keyword arguments."""
     return LONG_FLAG.sub(lambda match: match[1].replace("-", "_"), message)

@@ -32,17 +32,17 @@ PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One prompt, ready to be generated for, with what its output repeats."""
+    """One prompt with its samples to generate, and its request id and parameters."""
 
     request_id: str
     params: SamplingParams
     prompt: str | None
-    """Its text, where the user gave it or the chat template made it."""
+    """Text of the prompt; None where the user gave token ids."""
     samples: list[OutputStream]
 
 
 class JobMaker:
-    """Maker of the jobs of one call.
+    """Makes the jobs of one ``generate`` or ``chat`` call.
 
     Raises (all methods):
         ApiError: a prompt or a parameter that the model cannot take, in the endpoint's words.
@@ -148,7 +148,7 @@ def one_per_prompt(value: Any, count: int, name: str) -> list[Any]:
 
 
 def in_users_terms(error: ApiError | MeshError, index: int, count: int) -> ValueError:
-    """A refusal as the exception that Python programs expect."""
+    """Refusal of the mesh as a ``ValueError``, with the prompt's index."""
     where = f"prompts[{index}]: " if count > 1 else ""
     return ValueError(f"{where}{error}")
 

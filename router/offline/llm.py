@@ -55,7 +55,7 @@ Message = Mapping[str, Any]
 
 
 class LLM:
-    """A language model on this machine, or over several, for a program's own use.
+    """Language model for one program, served by a mesh of its own.
 
     Arguments are the long flags of ``serve``: every flag of the mesh, the model, the scheduler, the KV cache
     and the devices works as a keyword argument. A context manager; closed at the latest when the program

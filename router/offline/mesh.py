@@ -59,7 +59,7 @@ class EngineDeadError(RuntimeError):
 
 
 class PrivateMesh:
-    """A mesh that lives and dies with one ``LLM``."""
+    """Processes and client of a mesh that ends with its ``LLM``."""
 
     client: MeshClient
     metrics: Metrics
@@ -113,12 +113,12 @@ class PrivateMesh:
 
     @property
     def is_alive(self) -> bool:
-        """False once it is closed, or has ended by itself, and in a forked child."""
+        """Whether the mesh runs; False once closed or ended, and in a forked child."""
         return os.getpid() == self._owner and self._thread.is_alive()
 
     @property
     def pids(self) -> list[int]:
-        """Ids of all processes that run."""
+        """Process ids of all processes that run."""
         return self._supervisor.children.pids
 
     def start(self) -> None:
@@ -135,7 +135,7 @@ class PrivateMesh:
             raise
 
     def call(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run this in the mesh's event loop and wait for it.
+        """Run a coroutine in the mesh's event loop and wait for its result.
 
         Interrupted (Ctrl-C), it is cancelled.
 
@@ -299,7 +299,7 @@ class PrivateMesh:
         self._supervisor.stop()
 
     def dead(self) -> EngineDeadError:
-        """The error for calls after the end of the processes, with its reason."""
+        """Error for calls after the end of the processes, with the reason."""
         problem = self._supervisor.problem
         if not problem:
             return EngineDeadError("this LLM is closed")

@@ -1,4 +1,4 @@
-"""What the offline class returns, with vLLM's names (pure)."""
+"""Outputs of the offline class, with vLLM's names (pure)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CompletionOutput", "Logprob", "RequestOutput", "output_of"]
 
 @dataclass
 class CompletionOutput:
-    """One sample."""
+    """One generated sample of a prompt."""
 
     index: int
     text: str
@@ -35,7 +35,7 @@ class CompletionOutput:
     system_fingerprint: str | None = None
     """Name of the numerics class that computed its first token; None if unknown."""
     numerics_changes: Sequence[NumericsSwitch] = ()
-    """Where it went on in another numerics class; empty if it never did."""
+    """Changes of its numerics class; empty if it was computed in one."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -43,11 +43,11 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """Everything about one prompt."""
+    """Prompt and generated samples of one request."""
 
     request_id: str
     prompt: str | None
-    """Its text; None for a prompt of token ids."""
+    """Text of the prompt; None for a prompt of token ids."""
     prompt_token_ids: list[int]
     prompt_logprobs: PromptLogprobs | None
     """Per prompt token, None for the first; None without ``SamplingParams.prompt_logprobs``."""

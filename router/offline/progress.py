@@ -18,7 +18,7 @@ TITLE = "Processed prompts"
 
 @contextlib.contextmanager
 def progress_bar(count: int, wanted: bool | Callable[..., Any]) -> Iterator[OnOutput]:
-    """A function to call with each output as it comes.
+    """Progress bar; yields a function to call with each finished output.
 
     ``wanted`` may be a class like ``tqdm.tqdm``.
     """
@@ -44,7 +44,7 @@ def _rich_bar() -> Progress:
 
 
 class _Rates:
-    """Prompts done, and tokens per second in and out."""
+    """Column of a progress bar with tokens per second in and out."""
 
     def __init__(self, progress: Progress, count: int) -> None:
         self._progress = progress

@@ -1,4 +1,4 @@
-"""The page at ``/``: the mesh, live, in a browser.
+"""Dashboard at ``/``: a live page about the mesh for browsers.
 
 Plain files and one stream of JSON.
 """

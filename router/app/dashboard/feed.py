@@ -1,4 +1,4 @@
-"""One computation for all viewers of the page, and none while there is no viewer.
+"""Feed of the dashboard: frames computed once for all viewers, while there are any.
 
 The first viewer starts the clock, the last one stops it. Each frame is made and encoded once; a viewer that
 reads slowly misses frames instead of piling them up, and one that does not read at all is let go.
@@ -67,7 +67,7 @@ class Feed:
         self._fresh.set()
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """The frames for a viewer that has entered; ends with :meth:`close`.
+        """Frames for a viewer that has entered, until :meth:`close`.
 
         The newest frame comes at once. Then comes each one that is new when the reader asks again.
         """

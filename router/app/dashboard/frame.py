@@ -22,7 +22,7 @@ from router.faults import FaultEvent, Faults
 
 
 class DashboardMesh(Protocol):
-    """What the page tells of the mesh; :class:`router.dispatch.client.MeshClient` is the real one."""
+    """Interface of the mesh for the dashboard, which ``MeshClient`` implements."""
 
     @property
     def view(self) -> View | None: ...
@@ -37,7 +37,7 @@ class DashboardMesh(Protocol):
 
 
 def frame_of(mesh: DashboardMesh, faults: Faults, num_requests: int, front_end: int, now: float) -> Frame:
-    """``now``: Unix time in seconds; ``num_requests``: in flight at all routers."""
+    """Frame of the mesh at ``now``, a Unix time; ``num_requests`` are in flight."""
     view = mesh.view
     reports, health = mesh.reports(), mesh.instance_health()
     members = view.members if view is not None else []

@@ -31,12 +31,12 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
-"""The page loads nothing from anywhere else, and cannot be framed."""
+"""Headers by which browsers load nothing from elsewhere, and show no frame of it."""
 
 
 @functools.cache
 def files() -> dict[str, tuple[bytes, str]]:
-    """Path in a URL -> content and media type of every file of the page."""
+    """Content and media type of each file of the page, by URL path."""
     found = {}
     for file in sorted(STATIC.rglob("*")):
         if file.suffix in KINDS:
@@ -52,7 +52,7 @@ def open_paths() -> frozenset[str]:
 
 
 class Dashboard:
-    """The dashboard of one router."""
+    """Handlers of the dashboard of one router."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ class StepTotals(msgspec.Struct, frozen=True):
 
 
 class Told(msgspec.Struct, frozen=True):
-    """An instance's newest report."""
+    """Figures of an instance's newest report."""
 
     prompt_tokens: int
     generation_tokens: int
@@ -73,13 +73,13 @@ class InstanceState(msgspec.Struct, frozen=True):
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """The mesh now."""
+    """State of the mesh at one moment, as sent to the dashboard."""
 
     at: float
     """Unix time in seconds."""
     model: str | None
     epoch: int | None
-    """None: the coordinator has not answered yet."""
+    """Epoch of the newest view; None before the coordinator has answered."""
     size: int | None
     max_num_seqs: int | None
     """Requests that one instance runs at once; None: no model is known yet."""
@@ -97,6 +97,6 @@ class Frame(msgspec.Struct, frozen=True):
     resumes: int
     """Requests that continued at another instance, over all routers."""
     faults: list[Fault]
-    """The latest, oldest first."""
+    """Latest faults, oldest first."""
     balance: ExpertBalance | None = None
     """How the load of experts is balanced; None where it is not."""
