@@ -17,13 +17,13 @@ from engine.model.checkpoint import (
     ModelInfo,
     check_quantization,
     check_servable,
-    check_weights,
     chosen_dtype,
-    find_model,
     fingerprint,
     read_model_info,
     why_experts_stay_whole,
 )
+from engine.model.finding import find_model
+from engine.model.weight_set import check_weights
 from parallel.pipeline_parallel import check_split
 from parallel.placement import assign_experts
 from parallel.topology import kv_heads_of

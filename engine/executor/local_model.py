@@ -11,7 +11,8 @@ import msgspec
 
 from engine.config import ModelConfig
 from engine.executor.messages import Begin, ToWorker
-from engine.model.checkpoint import ModelInfo, find_model, fingerprint, read_model_info
+from engine.model.checkpoint import ModelInfo, fingerprint, read_model_info
+from engine.model.finding import find_model
 
 
 def find_copy(model: ModelConfig) -> tuple[ModelInfo, str]:

@@ -1,4 +1,4 @@
-"""A model's directory, resolved from a name, read and checked (no torch).
+"""A model's directory, read and checked: configuration, context, types, fingerprint (no torch).
 
 Routers use it for the tokenizer's place and the context length, instances for everything, and the command
 line to refuse a wrong model before any process is started.
@@ -6,23 +6,16 @@ line to refuse a wrong model before any process is started.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import logging
-import re
-import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from coordinator.distribution import installed_version
-from engine.config import QUANTIZED_MODELS, SHIPPED_MODEL
 from engine.model.errors import CheckpointError as CheckpointError
-from engine.model.gguf.directory import SUFFIX, WEIGHTS, gguf_directory
-from engine.model.gguf.reading import GgufError, read_header
+from engine.model.model_files import read_json, readable_errors
 from engine.model.model_sources import (
     config_defaults,
     has_experts_interface,
@@ -32,9 +25,7 @@ from engine.model.model_sources import (
 from engine.model.quantization.formats import Format, UnsupportedFormat, format_of, method_of, why_not_so
 from engine.model.tokenizer_files import OTHER_FORMS, TOKENIZER, TokenizerFilesError, tokenizer_directory
 from engine.model.weight_digest import sample_digest
-from parallel.caches import made_once, own_directory
-
-MODELS_DIRECTORY = Path(__file__).parents[1] / "models"
+from engine.model.weight_set import check_weights, weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -51,16 +42,6 @@ GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 EOS = "eos_token_id"
 
-WANTED_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.py"]
-WEIGHT_FILES = ["*.safetensors"]
-WHOLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
-"""Name, number and count of a file that holds a part of the weights."""
-BESIDE_WEIGHTS = re.compile(r"consolidated[.-]|adapter_model\.")
-"""Files beside a model's own weights: the same in another format, and adapters."""
-UNWANTED_FILES = ["*/*.safetensors"]
-"""Files in folders, which hold the same weights in other formats."""
 
 DTYPE_NAMES = {
     "float32": "float32",
@@ -69,9 +50,6 @@ DTYPE_NAMES = {
     "float16": "float16",
     "half": "float16",
 }
-
-OF_REPOSITORY = re.compile(r"([^/:\s]+/[^/:\s]+)(?:/([^:\s]+\.gguf)|:([\w.-]+))")
-"""A GGUF file of a repository: owner/name/FILE.gguf, or owner/name:Q4_K_M as in vLLM."""
 
 
 class ReadingStopped(Exception):
@@ -97,159 +75,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     num_kv_heads: int = 0
 
 
-def find_model(
-    name: str | None,
-    revision: str | None = None,
-    *,
-    weights: bool = True,
-    download: bool = True,
-    check: Callable[[Path], None] = lambda directory: None,
-) -> Path:
-    """The directory of a model given as a path, shipped name or Hugging Face id.
-
-    What must be fetched from the hub comes without the weights if they are not read on this host. Without
-    ``download`` the model must be in the cache. ``check`` may refuse the model: it is called before any
-    weights are fetched.
-
-    Raises:
-        CheckpointError: nothing by that name, here or on the hub; or what ``check`` raises.
-    """
-    directory = _find_local(name)
-    if directory is not None:
-        check(directory)
-        return directory
-    assert name is not None
-    if found := OF_REPOSITORY.fullmatch(name):
-        directory = _of_gguf(_gguf_of_hub(found[1], revision, found[2], found[3], download))
-        check(directory)
-        return directory
-    directory = _of_hub(name, revision, WANTED_FILES, download)
-    check(directory)
-    if not weights:
-        return directory
-    return _of_hub(name, directory.name, WANTED_FILES + WEIGHT_FILES, download)  # of the commit just seen
-
-
-def _find_local(name: str | None) -> Path | None:
-    """The directory of a local model; None for a repository id of the hub.
-
-    Raises:
-        CheckpointError: the name is neither.
-    """
-    if name == "":  # of a variable that is not set; another model than was meant would be no help
-        raise CheckpointError(
-            f"the name of the model is empty: give one, or leave it out for the shipped {SHIPPED_MODEL}"
-        )
-    if (
-        name is None or name == SHIPPED_MODEL
-    ):  # also where a directory of this name is; ./lockstep-moe means that one
-        return MODELS_DIRECTORY / SHIPPED_MODEL
-    if name in QUANTIZED_MODELS:
-        return _made(name)
-    try:
-        local = Path(name).expanduser()
-        if local.is_dir():
-            return local.resolve()
-        if local.suffix == SUFFIX and local.is_file():
-            return _of_gguf(local)
-    except (OSError, RuntimeError) as error:  # too long, not readable, ~nobody
-        raise CheckpointError(f"model {name[:200]!r} cannot be looked at: {_reason(error)}") from error
-    is_local = name.startswith((".", "/", "~")) or local.exists()
-    if is_local or (name.count("/") != 1 and not OF_REPOSITORY.fullmatch(name)):
-        kind = "is not a directory" if local.exists() else "does not exist"
-        raise CheckpointError(
-            f"model {name!r} {kind}: give a directory with config.json and *.safetensors, a GGUF file, a "
-            f"Hugging Face repository id (owner/name), or nothing for the shipped {SHIPPED_MODEL}"
-        )
-    return None
-
-
-def _made(name: str) -> Path:
-    """Directory of the shipped model in fewer bits, made at first use."""
-    from engine.model.quantization import making  # numpy, which few need here
-
-    digest = hashlib.sha256(f"{name} {installed_version()}".encode() + Path(making.__file__).read_bytes())
-    source = MODELS_DIRECTORY / SHIPPED_MODEL
-    digest.update((source / WHOLE_FILE).read_bytes())
-    try:
-        kept = own_directory("models") / f"{name}-{digest.hexdigest()[:16]}"
-        if not kept.is_dir():
-            logger.info("making %s of %s, once", name, SHIPPED_MODEL)
-        return made_once(
-            kept, lambda target: making.quantize_checkpoint(source, target, QUANTIZED_MODELS[name])
-        )
-    except OSError as error:
-        raise CheckpointError(f"{name} cannot be made in {error.filename}: {_reason(error)}") from error
-
-
-def _of_gguf(path: Path) -> Path:
-    """Directory that is made from a GGUF file."""
-    try:
-        return gguf_directory(path)
-    except GgufError as error:
-        raise CheckpointError(str(error)) from error
-
-
-def _gguf_of_hub(
-    repository: str, revision: str | None, file: str | None, kind: str | None, download: bool
-) -> Path:
-    """A GGUF file of a repository, by its path or kind (like Q4_K_M)."""
-    wanted = [file] if file else [f"*{kind}{SUFFIX}", f"*{str(kind).lower()}{SUFFIX}"]
-    snapshot = _of_hub(repository, revision, [each for each in wanted if each], download)
-    found = sorted({path for each in wanted if each for path in snapshot.rglob(each)})
-    if len(found) != 1:
-        names = ", ".join(str(path.relative_to(snapshot)) for path in found) or "none"
-        raise CheckpointError(
-            f"{repository} has {len(found)} GGUF files of this name ({names}): give owner/name/FILE{SUFFIX}"
-        )
-    return found[0]
-
-
-@contextlib.contextmanager
-def _as_said() -> Iterator[None]:
-    """Turn errors of unreadable files into messages for the user."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or 'the model'} cannot be read: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-def _of_hub(repository: str, revision: str | None, wanted: list[str], download: bool) -> Path:
-    from huggingface_hub import snapshot_download  # slow to import, and rarely needed
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(
-                repository,
-                revision=revision,
-                allow_patterns=wanted,
-                ignore_patterns=UNWANTED_FILES,
-                local_files_only=not download,
-            )
-        )
-    except HFValidationError as error:
-        raise CheckpointError(f"model {repository!r} is no valid repository id: {error}") from error
-    except LocalEntryNotFoundError as error:
-        raise CheckpointError(
-            f"model {repository!r} is neither a local directory nor in the Hugging Face cache, and the hub "
-            "cannot be reached (offline?): check the name, HF_HOME, HF_HUB_OFFLINE and the network"
-        ) from error
-    except (HfHubHTTPError, OSError) as error:
-        raise CheckpointError(f"model {repository!r} could not be fetched from the hub: {error}") from error
-    except Exception as error:  # transfers break with exceptions of any library below
-        problem = f"{type(error).__name__}: {error}"
-        raise CheckpointError(
-            f"model {repository!r} could not be fetched from the hub: {problem}; try again, and check the "
-            "network and its proxies"
-        ) from error
-
-
-@_as_said()
+@readable_errors()
 def read_model_info(directory: Path, *, weights: bool = True) -> ModelInfo:
     """Read config.json, generation_config.json and the tokenizer's end of a sequence.
 
@@ -258,12 +84,12 @@ def read_model_info(directory: Path, *, weights: bool = True) -> ModelInfo:
     Raises:
         CheckpointError: a file is missing or makes no sense.
     """
-    config = _read_json(directory / "config.json", required=True)
+    config = read_json(directory / "config.json", required=True)
     if not isinstance(config.get("text_config") or {}, dict):
         raise CheckpointError(f"{directory}/config.json has a text_config that is no object")
     text = language_config(config)
     defaults = config_defaults(str(text.get("model_type", "")))
-    generation = _read_json(directory / GENERATION_CONFIG)
+    generation = read_json(directory / GENERATION_CONFIG)
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise CheckpointError(f"{directory}/config.json names no architecture in 'architectures'")
@@ -308,7 +134,7 @@ def why_experts_stay_whole(info: ModelInfo) -> str:
 
     transformers' own code says whether a family's experts go through its experts interface.
     """
-    config = _read_json(Path(info.directory) / "config.json", required=True)
+    config = read_json(Path(info.directory) / "config.json", required=True)
     text_type = str(language_config(config).get("model_type", ""))
     if has_experts_interface(text_type):
         return ""
@@ -317,7 +143,7 @@ def why_experts_stay_whole(info: ModelInfo) -> str:
 
 def weight_format(directory: str) -> str:
     """Quantisation method of a checkpoint's weights; ``plain`` for weights of the model's data type."""
-    return method_of(_read_json(Path(directory) / "config.json", required=True)) or "plain"
+    return method_of(read_json(Path(directory) / "config.json", required=True)) or "plain"
 
 
 def format_of_weights(directory: Path) -> Format | None:
@@ -327,19 +153,19 @@ def format_of_weights(directory: Path) -> Format | None:
         CheckpointError: it is a format that is not read.
     """
     try:
-        return format_of(_read_json(directory / "config.json", required=True))
+        return format_of(read_json(directory / "config.json", required=True))
     except UnsupportedFormat as refused:
         raise CheckpointError(f"{directory} {refused}") from refused
 
 
 def angles_follow_length(directory: str) -> bool:
     """Whether rotary angles are chosen for the longest request that is served."""
-    config = language_config(_read_json(Path(directory) / "config.json", required=True))
+    config = language_config(read_json(Path(directory) / "config.json", required=True))
     kinds = [str(each.get("rope_type", each.get("type"))) for each in _scalings(config)]
     return any(kind in ("longrope", "su") or "dynamic" in kind for kind in kinds)
 
 
-@_as_said()
+@readable_errors()
 def check_servable(directory: Path, *, trust_remote_code: bool) -> None:
     """Check whether config.json alone rules a model out.
 
@@ -348,7 +174,7 @@ def check_servable(directory: Path, *, trust_remote_code: bool) -> None:
     Raises:
         CheckpointError: it rules the model out.
     """
-    config = _read_json(directory / "config.json", required=True)
+    config = read_json(directory / "config.json", required=True)
     if problem := why_not_served(config, trust_remote_code=trust_remote_code):
         architecture = next(iter(config.get("architectures") or ()), None) or f"{directory}/config.json"
         raise CheckpointError(f"{architecture} {problem}")
@@ -362,147 +188,12 @@ def check_quantization(directory: Path, name: str | None, *, reads_weights: bool
     """
     if name is None:
         return
-    config = _read_json(directory / "config.json", required=True)
+    config = read_json(directory / "config.json", required=True)
     if problem := why_not_so(config, name, reads_weights=reads_weights):
         raise CheckpointError(problem)
 
 
-def check_weights(directory: Path) -> None:
-    """Check that all files of weights are there and none was cut short.
-
-    Raises:
-        CheckpointError: one is missing, or is broken.
-    """
-    for path in weight_files(directory):
-        _check_complete(path)
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, sorted.
-
-    They are model.safetensors, those that an index names, or those that stand there without one.
-
-    Raises:
-        CheckpointError: none there, or one that the index names is missing.
-    """
-    if (directory / WEIGHTS).is_symlink():  # of a directory that was made from a GGUF file
-        return [directory / WEIGHTS]
-    whole = directory / WHOLE_FILE
-    if whole.is_file():  # what transformers reads then, whatever index or parts an earlier model left
-        return [whole]
-    index = _index(directory)
-    if index is not None:
-        return _indexed_files(index)
-    files = sorted(path for path in directory.glob("*.safetensors") if not BESIDE_WEIGHTS.match(path.name))
-    if not files:
-        raise CheckpointError(
-            f"{directory} has no *.safetensors file.{_what_else(directory)} Convert it with transformers' "
-            "save_pretrained(), which writes safetensors"
-        )
-    return _numbered_files(files) or files
-
-
-def _what_else(directory: Path) -> str:
-    """Sentence about weights in formats that are not read, for an error."""
-    if pickled := sorted(path.name for path in directory.glob("*.bin")):
-        return f" It has {pickled[0]}, a pickle format, which is never loaded."
-    if beside := sorted(path.name for path in directory.glob("*.safetensors")):
-        return f" It has {beside[0]}, which is in another layout or an adapter."
-    return ""
-
-
-def is_laid_out_as_usual(directory: Path) -> bool:
-    """Whether transformers finds the weights by itself.
-
-    It does in one file, or by a usually named index.
-    """
-    return (directory / WHOLE_FILE).is_file() or (directory / INDEX_FILE).is_file()
-
-
-def _index(directory: Path) -> Path | None:
-    """The index of the weights; one of another name counts if there is no second."""
-    usual = directory / INDEX_FILE
-    if usual.is_file():
-        return usual
-    others = sorted(directory.glob("*.safetensors.index.json"))
-    return others[0] if len(others) == 1 else None
-
-
-def _indexed_files(index: Path) -> list[Path]:
-    directory = index.parent
-    try:
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
-        missing = [name for name in names if not (directory / name).is_file()]
-    except (AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} has a weight_map that maps no names to files") from error
-    if missing:
-        raise CheckpointError(
-            f"{directory} lacks {len(missing)} of the weight files that its index names, "
-            f"first {missing[0]}: download it again"
-        )
-    return [directory / name for name in names]
-
-
-def _numbered_files(files: list[Path]) -> list[Path]:
-    """Files of one set like name-00001-of-00003.safetensors; none if there is no such set.
-
-    Raises:
-        CheckpointError: the set lacks a file, or there are several sets.
-    """
-    sets: dict[tuple[str, int], dict[int, Path]] = {}
-    for path in files:
-        if found := NUMBERED.fullmatch(path.name):
-            sets.setdefault((found[1], int(found[3])), {})[int(found[2])] = path
-    if not sets:
-        return []
-    if len(sets) > 1:
-        names = ", ".join(sorted(min(each.values()).name for each in sets.values()))
-        raise CheckpointError(
-            f"{files[0].parent} has several sets of weights and no {INDEX_FILE} that chooses: {names}; leave "
-            "only one there"
-        )
-    (((name, count), parts),) = sets.items()
-    missing = sorted(set(range(1, count + 1)) - parts.keys())
-    if missing:
-        raise CheckpointError(
-            f"{files[0].parent} lacks {len(missing)} of the {count} weight files {name}-*-of-*.safetensors, "
-            f"first number {missing[0]}: download it again"
-        )
-    return [parts[number] for number in sorted(parts)]
-
-
-def _check_complete(path: Path) -> None:
-    """Check that a file of weights has as many bytes as its header promises.
-
-    A copy may have been cut short.
-
-    Raises:
-        CheckpointError: it has fewer or more.
-    """
-    if path.suffix == SUFFIX:
-        try:
-            read_header(path)
-        except GgufError as error:
-            raise CheckpointError(str(error)) from error
-        return
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            (header_bytes,) = struct.unpack("<Q", file.read(8))
-            header = msgspec.json.decode(file.read(min(header_bytes, size)), type=dict[str, Any])
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        promised = 8 + header_bytes + max(ends, default=0)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except (struct.error, msgspec.DecodeError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no safetensors file, or a broken one: download it again") from error
-    if promised != size:
-        raise CheckpointError(
-            f"{path} has {size} bytes where its header promises {promised}: download it again"
-        )
-
-
-@_as_said()
+@readable_errors()
 def fingerprint(info: ModelInfo, *, weights: bool = True) -> str:
     """A short digest by which other models are refused before their weights are loaded.
 
@@ -532,34 +223,11 @@ SAMPLING_KEYS = {key: key for key in ("repetition_penalty", "temperature", "top_
 """Sampling keys of generation_config.json, and their names in requests."""
 
 
-@_as_said()
+@readable_errors()
 def default_sampling(directory: Path) -> dict[str, Any]:
     """Sampling defaults that the model's authors recommend (generation_config.json), vLLM's keys only."""
-    generation = _read_json(directory / GENERATION_CONFIG)
+    generation = read_json(directory / GENERATION_CONFIG)
     return {ours: generation[key] for key, ours in SAMPLING_KEYS.items() if generation.get(key) is not None}
-
-
-def _instead(directory: Path) -> str:
-    """Hint for a directory without config.json: what to give instead."""
-    found = sorted(directory.glob(f"*{SUFFIX}"))
-    if not found:
-        return f"is it a model directory? (A GGUF file of a repository: owner/name/FILE{SUFFIX})"
-    names = ", ".join(path.name for path in found)
-    return f"give one of its GGUF files as the model ({names}), like {found[0]}"
-
-
-def _read_json(path: Path, required: bool = False) -> dict[str, Any]:
-    if not path.is_file():
-        if required:
-            raise CheckpointError(f"{path.parent} has no {path.name}: {_instead(path.parent)}")
-        return {}
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return content
 
 
 def _num_experts(text: dict[str, Any], defaults: dict[str, Any]) -> int:
@@ -649,7 +317,7 @@ def _tokenizer_eos(directory: Path) -> object:
     A model tuned for chats may name the end of a turn there alone, while its other files are still those of
     the model that it was made of.
     """
-    config = _read_json(directory / TOKENIZER_CONFIG)
+    config = read_json(directory / TOKENIZER_CONFIG)
     eos = config.get("eos_token")
     if isinstance(eos, dict):
         eos = eos.get("content")
@@ -659,7 +327,7 @@ def _tokenizer_eos(directory: Path) -> object:
         if _object(token).get("content") == eos and token_id.isdecimal():
             return int(token_id)
     try:
-        tokenizer = _read_json(tokenizer_directory(directory) / TOKENIZER)  # megabytes, and rarely needed
+        tokenizer = read_json(tokenizer_directory(directory) / TOKENIZER)  # megabytes, and rarely needed
     except TokenizerFilesError:  # callers that need it raise this
         return None
     added = tokenizer.get("added_tokens")

@@ -21,8 +21,9 @@ from pathlib import Path
 
 import msgspec
 
-from engine.model.checkpoint import CheckpointError, weight_files
+from engine.model.checkpoint import CheckpointError
 from engine.model.weight_digest import DIGEST_BYTES, VERSION, whole_digest
+from engine.model.weight_set import weight_files
 from parallel.caches import own_directory
 
 logger = logging.getLogger(__name__)

@@ -18,13 +18,14 @@ from transformers.integrations import accelerate
 
 from engine.attention.base import IMPLEMENTATION
 from engine.config import ModelConfig
-from engine.model.checkpoint import CheckpointError, ModelInfo, format_of_weights, is_laid_out_as_usual
+from engine.model.checkpoint import CheckpointError, ModelInfo, format_of_weights
 from engine.model.expert_weights import ExpertShare, only_experts_of
 from engine.model.quantization.attached import attach_codes
 from engine.model.sharding.shard import ShardedClass
 from engine.model.sharding.shard_weights import all_tensors, random_shard, read_shard
 from engine.model.text_parts import NAMES, OTHER_MODALITIES
 from engine.model.weight_files import open_weights
+from engine.model.weight_set import is_laid_out_as_usual
 
 HARMLESS_TENSORS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
 """Buffers that old versions of transformers saved and the model computes by itself."""

@@ -11,11 +11,12 @@ import torch
 from safetensors import safe_open
 
 from engine.config.quantization import OnlineName
-from engine.model.checkpoint import INDEX_FILE, CheckpointError, format_of_weights, weight_files
+from engine.model.checkpoint import CheckpointError, format_of_weights
 from engine.model.gguf.configs import METHOD
 from engine.model.gguf.directory import WEIGHTS
 from engine.model.quantization.online import OnlineFiles
 from engine.model.quantization.view import QuantizedFiles
+from engine.model.weight_set import INDEX_FILE, weight_files
 
 
 @contextmanager

@@ -62,7 +62,8 @@ def measure(sequences: int, answer: int, temperature: float) -> dict[str, float]
 
     from engine.config import SHIPPED_MODEL, EngineConfig, SchedulerConfig
     from engine.core import EngineCore
-    from engine.model.checkpoint import MODELS_DIRECTORY, read_model_info
+    from engine.model.checkpoint import read_model_info
+    from engine.model.finding import MODELS_DIRECTORY
     from engine.serving.server import Server
 
     torch.set_num_threads(1)

@@ -33,7 +33,8 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.core import EngineCore
 from engine.executor.uni import UniExecutor
 from engine.messages import Submit
-from engine.model.checkpoint import find_model, read_model_info
+from engine.model.checkpoint import read_model_info
+from engine.model.finding import find_model
 from engine.sampling import SamplingParams
 from engine.scheduling.grammar import Grammar, compile_grammar, load_vocabulary
 from router.structured_config import StructuredOutputsConfig

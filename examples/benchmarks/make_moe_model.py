@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))  # where this is not installed
 
 from engine.config import SHIPPED_MODEL
-from engine.model.checkpoint import MODELS_DIRECTORY
+from engine.model.finding import MODELS_DIRECTORY
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 

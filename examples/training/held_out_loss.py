@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # where this is not installe
 from tokenizers import Tokenizer
 
 from engine.config import SHIPPED_MODEL
-from engine.model.checkpoint import find_model
+from engine.model.finding import find_model
 from examples.benchmarks.bench_lockstep import print_table
 from examples.training.corpus import load_corpus
 from router.offline.llm import LLM

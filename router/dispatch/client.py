@@ -30,7 +30,8 @@ from coordinator.rpc.complaints import Complaints
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import with_room
 from coordinator.views import ViewNews
-from engine.model.checkpoint import CheckpointError, find_model
+from engine.model.checkpoint import CheckpointError
+from engine.model.finding import find_model
 from router.dispatch.chooser import Chooser
 from router.dispatch.facts import RouterFacts
 from router.dispatch.instance_connection import InstanceConnection

@@ -16,8 +16,9 @@ from coordinator.settings.flags import parse
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, InstanceConfig, ModelConfig
 from engine.executor.uni import UniExecutor
 from engine.kernels.core import library
-from engine.model.checkpoint import CheckpointError, read_model_info, weight_files
+from engine.model.checkpoint import CheckpointError, read_model_info
 from engine.model.weight_digest import whole_digest
+from engine.model.weight_set import weight_files
 from engine.numerics import check_kind, kind_problem, native_kind, numerics_of
 from engine.sampling import SamplingParams
 from engine.settings import resolve

@@ -9,7 +9,8 @@ import numpy as np
 
 from engine.config import EngineConfig, ModelConfig
 from engine.executor.uni import UniExecutor
-from engine.model.checkpoint import find_model, read_model_info
+from engine.model.checkpoint import read_model_info
+from engine.model.finding import find_model
 from engine.sampling import SamplingParams
 from engine.step import Admit, Step
 from examples.benchmarks.routing.cluster import StepTime

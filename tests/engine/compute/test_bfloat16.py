@@ -16,7 +16,8 @@ from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
 from engine.kernels.decoder import recognise
 from engine.kernels.program import Program
-from engine.model.checkpoint import MODELS_DIRECTORY, read_model_info
+from engine.model.checkpoint import read_model_info
+from engine.model.finding import MODELS_DIRECTORY
 from engine.model.weights import load_model
 
 DIRECTORY = MODELS_DIRECTORY / SHIPPED_MODEL

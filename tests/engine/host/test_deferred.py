@@ -124,7 +124,8 @@ SERVES = """
 import sys
 from engine.host import deferred
 deferred.trim()
-from engine.model.checkpoint import MODELS_DIRECTORY, read_model_info
+from engine.model.checkpoint import read_model_info
+from engine.model.finding import MODELS_DIRECTORY
 from engine.config import SHIPPED_MODEL, EngineConfig
 from engine.executor.uni import UniExecutor
 from engine.sampling import SamplingParams

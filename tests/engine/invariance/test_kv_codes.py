@@ -11,7 +11,8 @@ import pytest
 from engine.config import SHIPPED_MODEL
 from engine.kernels.core import library
 from engine.messages import Submit
-from engine.model.checkpoint import MODELS_DIRECTORY, read_model_info
+from engine.model.checkpoint import read_model_info
+from engine.model.finding import MODELS_DIRECTORY
 from tests.engine.invariance.answers import ALONE, Answers, How, Instance, load, settings
 from tests.engine.invariance.mixed import longest_of, requests
 from tests.engine.shard_threads import ThreadedShards

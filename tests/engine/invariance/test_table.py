@@ -24,7 +24,8 @@ from engine.config import SHIPPED_MODEL, EngineConfig
 from engine.kernels.core import library
 from engine.kernels.products.compression import OFF
 from engine.messages import Counters, Submit
-from engine.model.checkpoint import MODELS_DIRECTORY, read_model_info
+from engine.model.checkpoint import read_model_info
+from engine.model.finding import MODELS_DIRECTORY
 from engine.numerics import numerics_of
 from engine.sampling import SamplingParams
 from engine.scheduling.request import stream_seed

@@ -20,16 +20,15 @@ from transformers import AutoConfig
 
 from engine.config import SHIPPED_MODEL, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.model.checkpoint import (
-    MODELS_DIRECTORY,
     CheckpointError,
     check_servable,
     default_sampling,
-    find_model,
     fingerprint,
     read_model_info,
-    weight_files,
     why_experts_stay_whole,
 )
+from engine.model.finding import MODELS_DIRECTORY, find_model
+from engine.model.weight_set import weight_files
 from engine.settings import adopt, resolve
 
 
@@ -92,7 +91,7 @@ def test_what_breaks_on_the_way_to_the_hub_is_said(tmp_path: Path) -> None:
         kept.pop("HF_HUB_OFFLINE", None)
         address = f"http://127.0.0.1:{proxy.server_address[1]}"
         hub = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "https://hub.invalid", "HTTPS_PROXY": address}
-        code = "from engine.model.checkpoint import find_model; find_model('owner/name')"
+        code = "from engine.model.finding import find_model; find_model('owner/name')"
         done = subprocess.run(
             [sys.executable, "-c", code],
             env=kept | hub,

@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import save_file
 
 from engine.model import host_digest as module
-from engine.model.checkpoint import WHOLE_FILE, CheckpointError
+from engine.model.checkpoint import CheckpointError
 from engine.model.host_digest import MOST_KEPT, HostDigest, host_digest, states_of
 from engine.model.weight_digest import whole_digest
+from engine.model.weight_set import WHOLE_FILE
 
 LONG_AGO = 1_600_000_000
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from coordinator.numerics import Arithmetic
 from engine.config import SHIPPED_MODEL, EngineConfig, ModelConfig
-from engine.model.checkpoint import INDEX_FILE, MODELS_DIRECTORY, WHOLE_FILE, fingerprint, read_model_info
+from engine.model.checkpoint import fingerprint, read_model_info
+from engine.model.finding import MODELS_DIRECTORY
 from engine.model.weight_digest import (
     MOST_SAMPLED,
     PIECE_BYTES,
@@ -22,6 +23,7 @@ from engine.model.weight_digest import (
     stored_tensors,
     whole_digest,
 )
+from engine.model.weight_set import INDEX_FILE, WHOLE_FILE
 from engine.numerics import numerics_of
 from engine.settings import resolve
 from engine.transfers.identity import CacheFacts, identity_of

@@ -26,7 +26,8 @@ from engine.compute.token_rules import TokenRules
 from engine.core import EngineCore
 from engine.executor.uni import UniExecutor
 from engine.messages import FinishReason, Submit
-from engine.model.checkpoint import ModelInfo, find_model, read_model_info
+from engine.model.checkpoint import ModelInfo, read_model_info
+from engine.model.finding import find_model
 from engine.sampling import SamplingParams
 from engine.scheduling.grammar import Grammar, GrammarError, Vocabulary, compile_grammar, load_vocabulary
 from engine.scheduling.grammar_compiler import Cached, GrammarCache

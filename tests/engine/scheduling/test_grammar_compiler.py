@@ -11,7 +11,8 @@ import pytest
 from coordinator.own_memory import private_memory
 from engine.host import deep_thread
 from engine.host.memory import return_freed_memory
-from engine.model.checkpoint import ModelInfo, find_model, read_model_info
+from engine.model.checkpoint import ModelInfo, read_model_info
+from engine.model.finding import find_model
 from engine.sampling import SamplingParams
 from engine.scheduling import grammar_compiler
 from engine.scheduling.grammar import Grammar

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.config import SHIPPED_MODEL
-from engine.model.checkpoint import MODELS_DIRECTORY
+from engine.model.finding import MODELS_DIRECTORY
 from examples.benchmarks.bench_lockstep import print_table
 from tests.mesh.harness import Ports, serve
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from engine.config import SHIPPED_MODEL
-from engine.model.checkpoint import MODELS_DIRECTORY
+from engine.model.finding import MODELS_DIRECTORY
 from tests.mesh.clients.browser import KEEP, chromium, screenshot
 from tests.mesh.harness import Ports, serve, wait_until
 

@@ -45,7 +45,7 @@ import psutil
 
 from coordinator.messages import State
 from engine.config import SHIPPED_MODEL
-from engine.model.checkpoint import MODELS_DIRECTORY
+from engine.model.finding import MODELS_DIRECTORY
 from examples.benchmarks.links import netns
 from router.launcher.restarts import QUICKLY_STEADY
 from tests.mesh.clients.test_clients import assert_idle

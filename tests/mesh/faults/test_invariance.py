@@ -20,7 +20,7 @@ import pytest
 from engine.config import SHIPPED_MODEL
 from engine.kernels.core import library
 from engine.messages import Submit
-from engine.model.checkpoint import MODELS_DIRECTORY
+from engine.model.finding import MODELS_DIRECTORY
 from router.api.parameters import MIN_TEMPERATURE
 from tests.engine.invariance.answers import NGRAMS, Answer, Answers, How, load
 from tests.engine.invariance.mixed import requests

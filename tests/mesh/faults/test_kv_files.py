@@ -12,8 +12,10 @@ from coordinator.process.process import EXIT_REFUSED
 from coordinator.rpc import keys
 from engine.config import SHIPPED_MODEL
 from engine.kernels.core import library
-from engine.model.checkpoint import MODELS_DIRECTORY, WHOLE_FILE, fingerprint, read_model_info
+from engine.model.checkpoint import fingerprint, read_model_info
+from engine.model.finding import MODELS_DIRECTORY
 from engine.model.weight_digest import stored_tensors
+from engine.model.weight_set import WHOLE_FILE
 from tests.mesh.faults.test_transfers import FLAGS, LENGTH, ask, of
 from tests.mesh.harness import Ports, free_port, serve, wait_until
 from tests.nightly import NIGHTLY

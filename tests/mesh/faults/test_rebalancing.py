@@ -10,7 +10,7 @@ import pytest
 
 from engine.config import SHIPPED_MODEL
 from engine.kernels.core import library
-from engine.model.checkpoint import MODELS_DIRECTORY
+from engine.model.finding import MODELS_DIRECTORY
 from tests.engine.invariance.answers import How, load
 from tests.mesh.faults.skewed import COPIES, balance, flags_of, moving
 from tests.mesh.faults.test_invariance import FLAGS, bits_of, crowd, lasting

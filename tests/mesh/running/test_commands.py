@@ -25,7 +25,7 @@ import pytest
 
 from coordinator.messages import State
 from engine.config import SHIPPED_MODEL
-from engine.model.checkpoint import MODELS_DIRECTORY
+from engine.model.finding import MODELS_DIRECTORY
 from tests.mesh.harness import Command, Ports, serve, wait_until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]

@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 
-from engine.model.checkpoint import find_model
+from engine.model.finding import find_model
 from lockstep import LLM, EngineDeadError, RequestOutput, SamplingParams
 from router.faults import FaultEvent
 from tests.mesh.harness import free_port, wait_until

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from engine.config import SHIPPED_MODEL
-from engine.model.checkpoint import MODELS_DIRECTORY
+from engine.model.finding import MODELS_DIRECTORY
 from tests.mesh.clients.test_clients import assert_idle, metrics
 from tests.mesh.faults.test_loss import crowd_of
 from tests.mesh.harness import Ports, serve, wait_until

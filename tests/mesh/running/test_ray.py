@@ -112,7 +112,7 @@ def expected() -> list[int]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from engine.model.checkpoint import find_model
+    from engine.model.finding import find_model
 
     directory = find_model(SHIPPED_MODEL)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

@@ -25,20 +25,15 @@ from engine.config import SHIPPED_MODEL, EngineConfig, ModelConfig
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
 from engine.kernels.make import make_program
-from engine.model.checkpoint import (
-    MODELS_DIRECTORY,
-    CheckpointError,
-    check_weights,
-    find_model,
-    fingerprint,
-    read_model_info,
-)
+from engine.model.checkpoint import CheckpointError, fingerprint, read_model_info
 from engine.model.expert_weights import ExpertShare, only_experts_of
+from engine.model.finding import MODELS_DIRECTORY, find_model
 from engine.model.gguf import conversion, directory
 from engine.model.gguf.reading import TYPES, read_header
 from engine.model.sharding.shard import Shard, sharded_class
 from engine.model.sharding.shard_weights import read_shard
 from engine.model.weight_files import open_weights
+from engine.model.weight_set import check_weights
 from engine.model.weights import load_model
 from engine.settings import resolve
 from parallel.placement import assign_experts

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 from engine.config import SHIPPED_MODEL
 from engine.config.quantization import OnlineName
-from engine.model.checkpoint import MODELS_DIRECTORY
+from engine.model.finding import MODELS_DIRECTORY
 from examples.benchmarks.bench_lockstep import print_table
 from examples.training.corpus import load_corpus
 from examples.training.held_out_loss import WINDOW, loss_of, windows

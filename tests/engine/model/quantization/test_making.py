@@ -12,8 +12,9 @@ from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file
 
 from engine.config import QUANTIZED_MODELS, SHIPPED_MODEL
-from engine.model import checkpoint
-from engine.model.checkpoint import MODELS_DIRECTORY, find_model, fingerprint, read_model_info
+from engine.model import finding
+from engine.model.checkpoint import fingerprint, read_model_info
+from engine.model.finding import MODELS_DIRECTORY, find_model
 from engine.model.quantization.making import Kind, quantize_checkpoint
 from engine.model.weight_files import open_weights
 from tests.engine.model.test_weights import greedy_ids, load
@@ -69,7 +70,7 @@ def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
 def test_the_shipped_model_is_made_in_fewer_bits_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(checkpoint, "own_directory", lambda _name: tmp_path)
+    monkeypatch.setattr(finding, "own_directory", lambda _name: tmp_path)
     caplog.set_level("INFO")
     found = [find_model(name) for name in QUANTIZED_MODELS for _ in range(2)]
     assert len(set(found)) == 2
