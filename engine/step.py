@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.messages import TokenLogprobs
+from engine.pieces.kinds import BoundaryKind
 from engine.sampling import SamplingParams
 
 Span = tuple[float, float]
@@ -152,3 +153,5 @@ class ModelFacts(msgspec.Struct, frozen=True):
     dtype: str
     device: str
     kv: KVSpec
+    boundaries: list[BoundaryKind] = []
+    """Kinds of its requests' state beside keys and values, with the bytes of one worker."""

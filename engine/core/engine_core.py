@@ -50,8 +50,13 @@ class EngineCore:
         """``speculation``: None makes what the settings ask for."""
         if speculation is None and config.scheduler.speculative is not None:
             speculation = Speculation(config.scheduler.speculative)
-        self.pool = PiecePool(num_blocks, enable_prefix_caching=config.cache.enable_prefix_caching)
-        """The blocks of the KV cache."""
+        self.pool = PiecePool(
+            num_blocks,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            boundaries=place.boundaries,
+            block_size=config.cache.block_size,
+        )
+        """Slots of the KV cache and of other pieces."""
         self.scheduler = Scheduler(_rules(config, executor, place), self.pool, speculation)
         self.sharing = CacheSharing(self.pool, self.scheduler, config.cache.block_size, executor.in_flight)
         self._admission = Admission(config.scheduler, info, max_model_len, self.scheduler, self.sharing)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.pieces.kinds import BoundarySlots
+
 
 class ModelPlace(msgspec.Struct, frozen=True):
     """Device and kernels of an instance's model, and the instances beside it."""
@@ -14,3 +16,5 @@ class ModelPlace(msgspec.Struct, frozen=True):
     """Whether native kernels compute it: for them memory is left for larger prefill chunks."""
     at_once: float | None = None
     """Instances of this host that compute at the same time; None: unknown."""
+    boundaries: list[BoundarySlots] = []
+    """Kinds of state beside keys and values, with their slots."""

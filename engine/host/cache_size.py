@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 from engine.config import CacheConfig, EngineConfig
 from engine.host.memory import available_memory, most_memory
+from engine.pieces.kinds import FEWEST_SLOTS
 from engine.step import ModelFacts
 
 logger = logging.getLogger(__name__)
@@ -20,10 +22,27 @@ class TooLittleMemory(RuntimeError):
     """Error: too little memory for the KV cache; the message has the remedy."""
 
 
+SLOTS_PER_REQUEST = 8
+"""Slots of each boundary kind for a request.
+
+Two are for its rows, the others for kept positions.
+"""
+
+
+class CacheSize(NamedTuple):
+    """Size of an instance's cache."""
+
+    num_blocks: int
+    max_model_len: int
+    """Tokens of the longest context."""
+    num_boundaries: int = 0
+    """Slots of each boundary kind."""
+
+
 def size_cache(
     config: EngineConfig, facts: ModelFacts, free_memory: Callable[[], int], neighbours: int
-) -> tuple[int, int]:
-    """Number of KV blocks, and the longest context in tokens; logs both.
+) -> CacheSize:
+    """Numbers of KV blocks and of other slots, and the longest context; logs all.
 
     Args:
         config: of the instance, with a known ``max_model_len``.
@@ -40,12 +59,17 @@ def size_cache(
     assert asked_len is not None
     if facts.device == "cpu" and not config.workers_elsewhere and (problem := asked_problem(cache)):
         raise TooLittleMemory(problem)
+    useful = -(-asked_len // cache.block_size) * config.scheduler.most_requests()
+    boundary_bytes = sum(kind.num_bytes for kind in facts.boundaries)
+    num_boundaries = SLOTS_PER_REQUEST * config.scheduler.most_requests() if boundary_bytes else 0
     if cache.num_gpu_blocks_override is not None:
         num_blocks = cache.num_gpu_blocks_override
     else:
         sharers = neighbours if facts.device == "cpu" else 1
         memory = cache.kv_cache_memory_bytes or free_memory() // sharers
-        useful = -(-asked_len // cache.block_size) * config.scheduler.most_requests()
+        if boundary_bytes:
+            num_boundaries = boundary_slots(memory, boundary_bytes, num_boundaries, useful * block_bytes)
+            memory -= num_boundaries * boundary_bytes
         num_blocks = min(memory // block_bytes, useful)
         if num_blocks < 1:
             utilization = "" if facts.device == "cpu" else " or --gpu-memory-utilization"
@@ -55,7 +79,8 @@ def size_cache(
                 f"--kv-cache-memory-bytes{utilization}, or lower --block-size"
             )
     if facts.device == "cpu" and not config.workers_elsewhere:
-        _check_memory(num_blocks, cache, num_blocks * block_bytes * config.num_local_workers, neighbours)
+        num_bytes = num_blocks * block_bytes + num_boundaries * boundary_bytes
+        _check_memory(num_blocks, cache, num_bytes * config.num_local_workers, neighbours)
     if facts.device == "cpu" and cache.gpu_memory_utilization is not None:
         logger.warning("--gpu-memory-utilization is ignored on a CPU: give --kv-cache-memory-bytes")
     capacity = num_blocks * cache.block_size
@@ -70,13 +95,40 @@ def size_cache(
         num_blocks, capacity, num_blocks * block_bytes / 2**20, capacity / asked_len, asked_len,
         ", as many as --max-num-seqs requests can use: not all of --kv-cache-memory-bytes" * less,
     )  # fmt: skip
+    if num_boundaries:
+        logger.info(
+            "# slots for state: %d of %s each, whatever the context: enough for %d running requests",
+            num_boundaries, _bytes(boundary_bytes), num_boundaries // FEWEST_SLOTS,
+        )  # fmt: skip
     if capacity < asked_len:
         logger.warning(
             "the KV cache holds %d tokens, less than the context of %d: requests for more are refused, those "
             "that name no max_tokens end there; raise --kv-cache-memory-bytes or lower --max-model-len",
             capacity, asked_len,
         )  # fmt: skip
-    return num_blocks, min(asked_len, capacity)
+    return CacheSize(num_blocks, min(asked_len, capacity), num_boundaries)
+
+
+def boundary_slots(memory: int, boundary_bytes: int, useful: int, block_bytes: int) -> int:
+    """Slots of each boundary kind, such that blocks and boundary pieces fill memory alike.
+
+    Args:
+        memory: bytes for the cache.
+        boundary_bytes: bytes of the pieces of one position.
+        useful: slots that requests can use.
+        block_bytes: bytes of all blocks that requests can use.
+
+    Raises:
+        TooLittleMemory: there is no room for the fewest slots.
+    """
+    if memory < FEWEST_SLOTS * boundary_bytes:
+        raise TooLittleMemory(
+            f"{_bytes(memory)} for the KV cache is too little for {FEWEST_SLOTS} states of a request "
+            f"({_bytes(boundary_bytes)} each): raise --kv-cache-memory-bytes"
+        )
+    wanted = useful * boundary_bytes
+    share = memory * wanted // (wanted + block_bytes)
+    return max(FEWEST_SLOTS, min(useful, share // boundary_bytes))
 
 
 def asked_problem(cache: CacheConfig) -> str | None:

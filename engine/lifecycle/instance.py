@@ -30,7 +30,7 @@ from engine.executor_contract import Executor, WorkerLost
 from engine.groups.stepping import NoGroup
 from engine.groups.transport import transport_problem
 from engine.host import deferred, memory
-from engine.host.cache_size import TooLittleMemory, size_cache
+from engine.host.cache_size import CacheSize, TooLittleMemory, size_cache
 from engine.host.cores import instances_at_once
 from engine.lifecycle.cache_services import CacheServices, share_memory
 from engine.lifecycle.compute_share import ComputeShare
@@ -41,6 +41,7 @@ from engine.lifecycle.stop_requests import StopRequests
 from engine.model.checkpoint import ModelInfo
 from engine.model.host_digest import host_digest
 from engine.numerics import kind_problem, numerics_of
+from engine.pieces.kinds import BoundarySlots
 from engine.serving.server import Server
 from engine.settings import adopt, ignored_when_joining, resolve
 from engine.step import ModelFacts
@@ -222,8 +223,8 @@ class InstanceProcess:
             share_memory(executor, facts.device)
         with memory_turn(facts.device):
             neighbours = share.neighbours(membership.neighbours, is_ready=False)
-            num_blocks, max_model_len = self._size_cache(executor, facts, neighbours)
-            executor.allocate(num_blocks)
+            size = self._size_cache(executor, facts, neighbours)
+            executor.allocate(size.num_blocks)
         self._tell_numerics(membership, info, executor)
         if (drafts := self._config.scheduler.speculative) is not None:
             logger.info(
@@ -234,12 +235,13 @@ class InstanceProcess:
             self._config,
             info,
             executor,
-            num_blocks=num_blocks,
-            max_model_len=max_model_len,
+            num_blocks=size.num_blocks,
+            max_model_len=size.max_model_len,
             place=ModelPlace(
                 has_gpu=facts.device != "cpu",
                 is_native=all(each.kernels != TORCH for each in executor.arithmetic()),
                 at_once=instances_at_once(self._config),
+                boundaries=[BoundarySlots(kind, size.num_boundaries) for kind in facts.boundaries],
             ),
         )
         return core, facts
@@ -361,7 +363,7 @@ class InstanceProcess:
             logger.info("%s", drain_line(core.reports.snapshot, seconds))
             membership.update(state=State.DRAINING, phase="draining")
 
-    def _size_cache(self, executor: Executor, facts: ModelFacts, neighbours: int) -> tuple[int, int]:
+    def _size_cache(self, executor: Executor, facts: ModelFacts, neighbours: int) -> CacheSize:
         try:
             return size_cache(self._config, facts, executor.free_kv_memory, neighbours)
         except TooLittleMemory as error:

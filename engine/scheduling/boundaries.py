@@ -112,15 +112,13 @@ class Boundaries:
 
     def begun(self) -> None:
         """The rows of a step are chosen; it is in flight from now on."""
-        if self.step:
-            self._retired.append(self._retiring)
-            self._retiring = []
+        self._retired.append(self._retiring)
+        self._retiring = []
 
     def answered(self) -> None:
         """The oldest step in flight is answered, and not run again."""
-        if self.step:
-            self.settle()
-            self._pool.release(self._retired.popleft())
+        self.settle()
+        self._pool.release(self._retired.popleft())
 
     def settle(self) -> None:
         """Name what was filled, for rows of later steps only."""

@@ -111,10 +111,11 @@ class Scheduler:
         Other steps may be in flight. A request is not in the next step before its token is there, but a
         prompt's next chunk may follow the one before.
         """
-        self._boundaries.settle()
+        has_boundaries = self._boundaries.step > 0
+        if has_boundaries:
+            self._boundaries.settle()
         if self._running and self._waiting.goes_before(self._running[-1]):
             self._make_way()
-        has_boundaries = self._boundaries.step > 0
         block_size = self._rules.block_size
         most_rows = self.budget.rows_per_step()
         needs_more = [len(request.token_ids) - request.num_computed > 1 for request in self._running]
@@ -154,7 +155,8 @@ class Scheduler:
         requests = rows.requests
         tables = [request.blocks for request in requests]
         self._in_flight.append(UnderWay(step, requests, tables, rows.begins))
-        self._boundaries.begun()
+        if has_boundaries:
+            self._boundaries.begun()
         return step
 
     def blocks_being_filled(self) -> set[int]:
@@ -196,7 +198,8 @@ class Scheduler:
             return []
         oldest = self._in_flight.popleft()
         assert oldest.step.slots is step.slots, "steps are answered in order"
-        self._boundaries.answered()
+        if self._boundaries.step:
+            self._boundaries.answered()
         return self._outputs.process(oldest, result)
 
     def timed(self, step: Step, seconds: float) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from engine.config import CacheConfig, EngineConfig, ModelConfig
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.host import cache_size
 from engine.host.cache_size import (
+    CacheSize,
     TooLittleMemory,
     experts_after_loss,
     leave_room,
     share_of_device,
     size_cache,
 )
+from engine.pieces.kinds import BoundaryKind
 from engine.step import KVSpec, ModelFacts
 
 FACTS = ModelFacts(
@@ -29,7 +32,35 @@ BLOCK = 16 * 64
 
 def sized(**cache: int) -> tuple[int, int]:
     config = EngineConfig(model=ModelConfig(max_model_len=2048), cache=CacheConfig(**cache))
-    return size_cache(config, FACTS, lambda: 100 * BLOCK, 2)
+    return size_cache(config, FACTS, lambda: 100 * BLOCK, 2)[:2]
+
+
+STATE = 10 * BLOCK
+
+
+def sized_with_states(**cache: int) -> CacheSize:
+    """The same of a model with two kinds of state, of ten blocks' bytes together."""
+    kinds = [BoundaryKind(label=label, grid=64, num_bytes=STATE // 2) for label in ("one", "other")]
+    config = EngineConfig(
+        model=ModelConfig(max_model_len=160),
+        cache=CacheConfig(**cache),
+        scheduler=SchedulerConfig(max_num_seqs=2),
+    )
+    return size_cache(config, msgspec.structs.replace(FACTS, boundaries=kinds), lambda: 10_000 * BLOCK, 1)
+
+
+def test_states_and_blocks_share_memory_by_what_requests_can_use() -> None:
+    assert sized_with_states() == (20, 160, 16), "all that two requests can use"
+    assert sized_with_states(kv_cache_memory_bytes=90 * BLOCK) == (10, 160, 8), "half of each"
+    assert sized_with_states(kv_cache_memory_bytes=25 * BLOCK) == (5, 80, 2), "two states at least"
+    assert sized_with_states(num_gpu_blocks_override=7) == (7, 112, 16)
+
+
+def test_memory_without_room_for_states_is_refused_with_the_numbers() -> None:
+    with pytest.raises(TooLittleMemory, match=r"19.0 KiB .* too little for 2 states of a request \(10.0 KiB"):
+        sized_with_states(kv_cache_memory_bytes=19 * BLOCK)
+    with pytest.raises(TooLittleMemory, match="too little for one block"):
+        sized_with_states(kv_cache_memory_bytes=20 * BLOCK)
 
 
 def test_free_memory_is_shared_and_what_is_asked_for_is_not() -> None:
