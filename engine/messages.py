@@ -43,7 +43,7 @@ class Attach(msgspec.Struct, frozen=True, tag="attach", omit_defaults=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
-    """Generate. ``output_ids`` are tokens that the client already has (resume): they count as output."""
+    """Generate, or resume after ``output_ids``, which the client already has."""
 
     request: int
     request_id: str
@@ -54,6 +54,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
     sample_index: int = 0
     """Which of the ``n`` samples this is; mixed into the seed."""
     output_ids: list[int] = []
+    """Tokens of an earlier try, which count as output."""
     priority: int = 0
     cache_salt: str = ""
     owed: bool = False
@@ -84,7 +85,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Recall(msgspec.Struct, frozen=True, tag="recall"):
-    """Give these requests back, unless they have begun: another instance has time for them."""
+    """Give back these requests if they have not begun: another instance is free for them."""
 
     requests: list[int]
 
@@ -136,12 +137,12 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def logprobs_bytes(most: int) -> int:
-    """What a :class:`TokenLogprobs` with so many top ones takes in a message, at most."""
+    """Most bytes of a :class:`TokenLogprobs` with so many alternatives in a message."""
     return 32 + 14 * most  # an id is up to 5 bytes, a float 9
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one step added to one request. A delta with a ``finish_reason`` is its last."""
+    """Output that one step added to a request; a ``finish_reason`` marks the last."""
 
     request: int
     token_ids: list[int]
@@ -254,7 +255,7 @@ class LockstepCounters(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockEvents(msgspec.Struct, frozen=True, array_like=True):
-    """Changes ``first`` to ``next - 1`` of a prefix cache, each block's last change only.
+    """Changes ``first`` to ``next - 1`` of a prefix cache, newest of each block only.
 
     With ``reset`` they are preceded by forgetting everything: ``stored`` is all that is known.
     """
@@ -317,7 +318,7 @@ class FileCounters(msgspec.Struct, frozen=True, array_like=True):
 
 
 class InstanceReport(msgspec.Struct, frozen=True, array_like=True):
-    """The state of an instance after a step, as seen by one router.
+    """State of an instance after a step, for one router.
 
     ``last_dispatch`` is the highest ``Submit.request`` of that router which these numbers include:
     the router adds what it sent later, and nothing is counted twice or forgotten.
@@ -384,7 +385,7 @@ class Recalled(msgspec.Struct, frozen=True, tag="recalled"):
 
 
 class Capacity(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an instance can hold and take in; it does not change while it lives."""
+    """Size and limits of an instance, which do not change while it lives."""
 
     block_size: int
     """Tokens."""
@@ -424,7 +425,7 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
 
 
 class Prefetched(msgspec.Struct, frozen=True, tag="prefetched"):
-    """A copy is over; the prefix cache has so many of the first tokens."""
+    """Answer to :class:`Prefetch`: how many of the first tokens the prefix cache has."""
 
     number: int
     tokens: int
@@ -439,7 +440,7 @@ class HandedOver(msgspec.Struct, frozen=True, tag="handed_over"):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """The time of a drain is over: the requests here are to move.
+    """Request to move away all requests: the time of a drain is over.
 
     They may take their KV blocks with them.
     """

@@ -37,7 +37,7 @@ def check_kind(device: DeviceConfig) -> None:
 def numerics_of(
     settings: Settings, model: ModelConfig, directory: str, workers: Sequence[Arithmetic]
 ) -> Numerics:
-    """The class of an instance with these settings, whose workers compute so.
+    """Numerics class of an instance with these settings and workers.
 
     Raises:
         CheckpointError: workers on several hosts read different weights.

@@ -1,4 +1,4 @@
-"""How the next token is chosen: the parameters of one request (no torch).
+"""Sampling parameters of one request: how its next tokens are chosen (no torch).
 
 Names, ranges and defaults are those of vLLM's ``SamplingParams``, so that clients and scripts written
 for it mean the same thing here.
@@ -41,7 +41,7 @@ class BadParameter(ValueError):
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How many tokens the reasoning may have that an output begins with."""
+    """Limit of the reasoning tokens that an output begins with."""
 
     tokens: int
     begin: tuple[tuple[int, ...], ...]

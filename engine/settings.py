@@ -1,4 +1,4 @@
-"""From what the user asked for to what an instance runs with (no torch)."""
+"""Resolution of settings: from the user's wishes to what an instance runs with (no torch)."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def ignored_when_joining(config: EngineConfig) -> list[str]:
 
 
 def _expert_settings(config: EngineConfig, info: ModelInfo, size: int | None) -> dict[str, Any]:
-    """Whether and how experts are spread.
+    """Settings of spread experts: whether and how experts are placed over instances.
 
     An instance without ``-dp`` takes the answer from the mesh, and is compared with the mesh in all other
     settings. So these do not depend on the size.
@@ -229,7 +229,7 @@ def _expert_settings(config: EngineConfig, info: ModelInfo, size: int | None) ->
 
 
 def _remark_on_balancing(device: DeviceConfig, num_experts: int, ranks: int, *, spreads: bool) -> None:
-    """Log what has no effect in the balancing of experts, with so many ranks."""
+    """Log flags of expert balancing that have no effect with so many ranks."""
     if not spreads:
         logger.warning("--enable-eplb ignored: each instance holds all experts")
         return
@@ -245,7 +245,7 @@ def _remark_on_balancing(device: DeviceConfig, num_experts: int, ranks: int, *, 
 
 
 def _flags_of(balancing: Balancing | None) -> dict[str, Any]:
-    """The flags for which a mesh agreed on this."""
+    """Flags that give the balancing on which a mesh agreed."""
     if balancing is None:
         return {"enable_eplb": False, "eplb_config": None, "eplb_survive": 0}
     config = {

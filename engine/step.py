@@ -18,7 +18,7 @@ Span = tuple[float, float]
 
 
 class Admit(msgspec.Struct, frozen=True):
-    """A request takes a slot: new, resumed, or back after preemption.
+    """Admission of a request to a slot: new, resumed, or back after preemption.
 
     Whatever the slot held is gone.
     """
@@ -114,7 +114,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class ExtraTokens(msgspec.Struct, frozen=True):
-    """Tokens of a row beyond the first: one for each accepted draft token."""
+    """Tokens of a row beyond its first, one for each accepted draft token."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs] = []

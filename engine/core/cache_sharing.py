@@ -1,4 +1,4 @@
-"""KV cache beyond this instance: blocks lent and fetched, published, recorded as events, and reset."""
+"""KV cache beyond the instance: blocks lent, fetched, published, recorded and reset."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.transfers.sources import LocalCarrier, Mover, Sources
 
 
 class CacheSharing:
-    """What others have of this instance's KV cache, and what it has of theirs."""
+    """Exchange of KV blocks with other instances, files, dead instances and event readers."""
 
     def __init__(self, pool: PiecePool, scheduler: Scheduler, block_size: int, in_flight: int) -> None:
         """``in_flight``: most steps under way at once."""

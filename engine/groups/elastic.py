@@ -65,18 +65,18 @@ class GroupReporter(Protocol):
         ...
 
     def waits(self) -> None:
-        """Called when there is no group to step in."""
+        """Report that there is no group to step in."""
         ...
 
     def drained(self) -> None: ...
 
     def counted(self, loads: ExpertLoads) -> None:
-        """Called with the loads of its experts at the end of each window of steps."""
+        """Report the loads of the experts here, at the end of each window of steps."""
         ...
 
 
 class Elastic:
-    """See :class:`engine.groups.stepping.Stepping`."""
+    """Stepping of an instance with spread experts, from group to group."""
 
     def __init__(
         self,
@@ -291,7 +291,10 @@ class Elastic:
     def _lose(
         self, form: GroupPlan, ranks: Iterable[int | None], evidence: str, by: str, reason: str
     ) -> None:
-        """With the lock held. ``ranks``: places in the group, None where nobody is known."""
+        """Take in that members of a group are lost; the lock is held.
+
+        ``ranks``: places in the group, None where nobody is known.
+        """
         suspects = [form.peers[rank] for rank in ranks if rank is not None]
         instructions = self._recovery.group_failed(
             form.epoch, [peer.instance for peer in suspects], _EVIDENCE[evidence]

@@ -11,7 +11,7 @@ from coordinator.messages import ExpertLoads
 
 
 class LoadWindows:
-    """Turns counts that only rise into loads by window."""
+    """Turns row counts of experts, which only rise, into loads by window of steps."""
 
     def __init__(self, window_size: int) -> None:
         self._size = window_size

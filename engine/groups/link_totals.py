@@ -15,7 +15,7 @@ _NOTHING = LinkCount()
 
 
 class LinkTotals:
-    """Totals by rank of the other instance."""
+    """Totals of link traffic by rank of the other instance."""
 
     def __init__(self) -> None:
         self._ranks: Sequence[int] = ()
@@ -27,7 +27,7 @@ class LinkTotals:
         return f"<LinkTotals {self.totals}>"
 
     def entered(self, ranks: Sequence[int]) -> None:
-        """Another group begins, with these instances' ranks by member; its counts begin at zero."""
+        """Begin with another group, whose counts start at zero; ``ranks``: by member."""
         totals = self.totals
         self._ranks = ranks
         self._before = {rank: totals[rank] for rank in ranks if rank in totals}

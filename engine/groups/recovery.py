@@ -34,7 +34,7 @@ Then it goes all the same.
 
 
 class Prepare(msgspec.Struct, frozen=True):
-    """In the background: read the experts that are missing here, form the group.
+    """Instruction: read missing experts and form the group, in the background.
 
     Then say ``prepared``, or ``failed``. A call of ``Abandon`` for this epoch ends it.
     """
@@ -43,7 +43,7 @@ class Prepare(msgspec.Struct, frozen=True):
 
 
 class Abandon(msgspec.Struct, frozen=True):
-    """Stop preparing this epoch; close its group if it is formed already.
+    """Instruction: stop preparing this epoch; close its group if it is formed already.
 
     Harmless if neither is so.
     """
@@ -52,7 +52,7 @@ class Abandon(msgspec.Struct, frozen=True):
 
 
 class AbortGroup(msgspec.Struct, frozen=True):
-    """Abort the group of this epoch, so that all step threads come out of it."""
+    """Instruction: abort the group of this epoch, so that step threads come out of it."""
 
     epoch: int
 
@@ -64,7 +64,10 @@ class ReportLost(msgspec.Struct, frozen=True):
 
 
 class DropRequests(msgspec.Struct, frozen=True):
-    """Refuse all requests, to be resumed elsewhere: most have been. This is a newcomer now."""
+    """Instruction: abort all requests; this instance is a newcomer now.
+
+    Routers have resumed most of them elsewhere.
+    """
 
 
 Instruction = Prepare | Abandon | AbortGroup | ReportLost | DropRequests
@@ -120,7 +123,7 @@ class Recovery:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the group that it steps in; 0: none."""
+        """Epoch of the group that the instance steps in; 0: none."""
         return 0 if self.current is None or self.broken else self.current.epoch
 
     @property
@@ -132,13 +135,13 @@ class Recovery:
 
     @property
     def switch_pending(self) -> bool:
-        """Whether it is ready to switch groups; this counts as work and wakes sleepers."""
+        """Whether the instance is ready to switch groups; this counts as work and wakes sleepers."""
         return self.epoch > 0 and self.ready_epoch > self.epoch
 
     # ---- what the coordinator says
 
     def on_form(self, form: GroupPlan) -> list[Instruction]:
-        """A group is to be prepared. Repetitions and older ones do nothing."""
+        """Handle a plan: prepare its group. Repetitions and older plans do nothing."""
         meant = self._instance in (*names(form), *form.leavers)
         if form.epoch <= self._newest or not meant or self._ended:
             return []
@@ -166,14 +169,14 @@ class Recovery:
     # ---- what the background says
 
     def prepared(self, epoch: int) -> list[Instruction]:
-        """The experts of this epoch are here and its group is formed."""
+        """Note that the experts of this epoch are here and its group is formed."""
         if self.target is None or self.target.epoch != epoch:
             return [Abandon(epoch)]
         self._ready = True
         return []
 
     def failed(self, epoch: int, suspects: Iterable[str] = ()) -> list[Instruction]:
-        """The group of this epoch cannot be formed; ``suspects`` are known to be gone.
+        """Handle a group that cannot be formed; ``suspects`` are known to be gone.
 
         The current group goes on if it can, until the coordinator says what comes next.
         """
@@ -184,14 +187,17 @@ class Recovery:
     # ---- what the step loop says
 
     def group_failed(self, epoch: int, suspects: Iterable[str], evidence: Evidence) -> list[Instruction]:
-        """A collective of this epoch failed, or members of it are gone. Once is enough."""
+        """Handle a failed collective, or lost members, of an epoch; only the first counts."""
         if self.current is None or self.current.epoch != epoch or self.broken:
             return []
         self.broken = True
         return [AbortGroup(epoch), self._report(epoch, suspects, evidence)]
 
     def switched(self, epoch: int) -> list[Instruction]:
-        """All have agreed to enter this epoch (:class:`parallel.lockstep.Switch`); :meth:`turn` says how.
+        """Note that all agreed to enter this epoch (:class:`parallel.lockstep.Switch`).
+
+        :meth:`turn` has what follows.
+
 
         When a plan took its place in the very step of the agreement, because somebody is lost, there is no
         way to follow the others; they will hear of it."""
@@ -203,7 +209,7 @@ class Recovery:
         return [] if self.current is None else [AbortGroup(self.current.epoch)]
 
     def drained(self, now: float) -> None:
-        """No request is left here, and none will come: leave at the next occasion."""
+        """Note that no request is left here and none will come: leave when possible."""
         if self._drained_at is None:
             self._drained_at = now
 

@@ -122,12 +122,12 @@ class RecoveryTimes:
         self._entered: GroupChange | None = None
 
     def noticed(self, by: str, now: float) -> None:
-        """The group is broken; ``by``: how that was found out. Only the first counts."""
+        """Note that the group is broken, and what noticed it; only the first counts."""
         if not self._noticed_at:
             self._noticed_at, self._noticed_by = now, by
 
     def entered(self, change: GroupChange) -> None:
-        """The group has been replaced; :meth:`stepped` ends the change."""
+        """Note that the group has been replaced; :meth:`stepped` ends the change."""
         change.noticed_at, change.noticed_by = self._noticed_at, self._noticed_by
         self._noticed_at, self._noticed_by = 0.0, ""
         self._entered = change
@@ -139,7 +139,7 @@ class RecoveryTimes:
             self._lengths.changed()
 
     def stepped(self, now: float, *, runs: bool = False, pauses: bool = False) -> None:
-        """A step has been decided in the current group.
+        """Note that a step has been agreed on in the current group.
 
         ``runs``: somebody has tokens. ``pauses``: nobody has, though no change is due now.
         """

@@ -35,7 +35,7 @@ class Rendezvous:
         return f"{self._host}:{self._meetings[-1].port}"
 
     def renew(self) -> None:
-        """A fresh meeting place, so that what groups leave in one does not add up.
+        """Open a fresh meeting place, so that leftovers of groups do not add up.
 
         The one before is kept a while, for those who have heard of it only.
         """

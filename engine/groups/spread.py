@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def first_share(rank: int, settings: Settings) -> tuple[int, int]:
-    """(place, of how many): the experts to load before the first group is known.
+    """Experts to load before the first group is known: (share, number of shares).
 
     Of the instances that the mesh starts with, those of its first epoch; of a newcomer, about as many as it
     will get.
@@ -52,7 +52,7 @@ class StepLoop(Protocol):
 
 
 class Spread:
-    """See :class:`engine.groups.elastic.GroupReporter`. Reports its load, then follows the coordinator."""
+    """Reports of a group's events to the coordinator, and its plans for the stepping."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Spread:
         return self._executor.connect(form, group, should_stop)
 
     def look(self) -> None:
-        """Log, each turn, the wait for other instances; fail after the start-up timeout.
+        """Log the wait for other instances now and then; fail after the start-up timeout.
 
         Raises:
             NoGroup: they do not.

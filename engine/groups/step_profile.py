@@ -10,7 +10,7 @@ from engine.messages import STEP_BOUNDS, LockstepCounters
 
 
 class StepProfile:
-    """Adds up agreements and step times; :meth:`counters` is what a report carries."""
+    """Sums of agreements and step times; :meth:`counters` has them for reports."""
 
     def __init__(self) -> None:
         self._steps = self._empty_steps = self._sleeps = 0
@@ -21,7 +21,7 @@ class StepProfile:
         self._seconds = self._longest = 0.0
 
     def slept(self, agreement: Agreement) -> None:
-        """Count an agreement that there is nothing to do."""
+        """Count an agreement to sleep, as no instance has work."""
         self._sleeps += 1
         self._wait += agreement.waited
         self._lasted(agreement.waited)

@@ -60,7 +60,7 @@ class Agreement(msgspec.Struct, frozen=True):
 
 
 class Stepping(Protocol):
-    """Decides when one instance steps."""
+    """Interface that decides when one instance steps."""
 
     times: RecoveryTimes
     """Durations of its group changes."""
@@ -83,7 +83,7 @@ class Stepping(Protocol):
         ...
 
     def notice_work(self) -> None:
-        """Make sure that a step comes, since there is work here."""
+        """Wake the group, since there is work here."""
         ...
 
     def on_wake(self, wake: Wake) -> None:
@@ -220,7 +220,7 @@ class InLockstep:
                 return Agreement(runs=False, waited=waited, switches_to=switches_to, pauses=True)
 
     def start(self) -> None:
-        """Get ready to wake the others; soon, from another thread."""
+        """Prepare to wake the others; called soon, from another thread."""
         self._waker.start()
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""Which tokens of which requests the next step computes."""
+"""Scheduling: which tokens of which requests the next step computes."""

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def moved(chance: float, drafted: int, accepted: int, memory: int) -> float:
-    """Acceptance chance after a draft of which ``accepted`` tokens were taken.
+    """Acceptance chance, updated by a draft of which ``accepted`` tokens were taken.
 
     About the last ``memory`` drafted tokens count.
     """

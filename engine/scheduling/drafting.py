@@ -18,7 +18,7 @@ PENALISED_DRAFTS = 1 << 14
 
 
 class Drafting:
-    """Rows with drafts, by what is left of a step's tokens and of free blocks."""
+    """Chooses rows with drafts, within a step's spare tokens and free blocks."""
 
     def __init__(
         self,
@@ -99,7 +99,10 @@ class Drafting:
 
 
 def _most_drafted(request: Request) -> int:
-    """Most tokens worth drafting: one of its output comes in any case.
+    """Most tokens worth drafting for a request.
+
+    One token of its output comes in any case.
+
 
     Penalties look at the whole text for each token.
     """

@@ -38,7 +38,7 @@ class GrammarError(ValueError):
 
 
 class Vocabulary:
-    """The model's tokens as grammars see them."""
+    """Tokens of the model, in the form that grammars compare."""
 
     def __init__(self, tokenizer: LLTokenizer, size: int, eos_ids: Sequence[int]) -> None:
         """``size``: of the model's vocabulary, which is the width of its logits."""

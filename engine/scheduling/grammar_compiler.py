@@ -55,7 +55,7 @@ class Compiled:
 
 
 class GrammarCompiler:
-    """Compiler of the step loop; its thread starts with the first request."""
+    """Compiles grammars beside the step loop; its thread starts with the first request."""
 
     def __init__(self, info: ModelInfo) -> None:
         self._info = info
@@ -200,7 +200,7 @@ class Cached:
 
 
 class GrammarCache:
-    """The grammars used last, bounded in number and in size (pure)."""
+    """Cache of the grammars used last, bounded in number and size (pure)."""
 
     def __init__(self, most: int = CACHED_GRAMMARS, most_bytes: int = CACHED_BYTES) -> None:
         self._most = most
@@ -215,7 +215,7 @@ class GrammarCache:
         return len(self._kept)
 
     def get(self, text: str) -> Cached | None:
-        """A grammar with this text that may be used once more, or None."""
+        """Cached grammar with this text that may be used once more, or None."""
         found = self._kept.get(text)
         if found is None:
             return None

@@ -1,10 +1,10 @@
-"""Length of a prefill chunk of the only request there is (pure)."""
+"""Length of prefill chunks while an instance has one request only (pure)."""
 
 from __future__ import annotations
 
 
 class LoneChunk:
-    """Tokens of the next prefill chunk while nobody decodes and nobody else waits.
+    """Length of the next prefill chunk of a lone request, by how long chunks took.
 
     Each chunk reads all keys before it again, so with larger ones the first token comes sooner. A request
     that arrives meanwhile waits for the rest of one. So a chunk beyond the usual budget should take no more
@@ -49,7 +49,7 @@ class LoneChunk:
         self._largest = max(self._largest, tokens)
 
     def tokens(self, start: int) -> int:
-        """Tokens that the chunk from ``start`` on may have."""
+        """Most tokens of the chunk that begins at ``start``."""
         if start > self.BEYOND * self._furthest:
             return self._usual
         most = min(self._most, self.BEYOND * self._largest)

@@ -10,7 +10,7 @@ MOST_COMPARED = 8
 
 
 class NgramIndex:
-    """Positions of the short runs of tokens in a growing text.
+    """Index of the n-grams of a growing text, by their newest position.
 
     They are chains of earlier positions, as LZ77 compressors keep them. A token costs a number and an entry
     of a dictionary at most.

@@ -1,4 +1,4 @@
-"""Deltas for routers, and trace spans, from the outcomes of a step."""
+"""Deltas for routers, and trace spans, from the row outputs of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.scheduling.request import Request
 def outgoing_tokens_of(
     outcomes: Iterable[RowOutput], tracing: Tracing | None = None
 ) -> dict[bytes, OutgoingTokens]:
-    """Outgoing tokens by router. Requests that have ended are traced."""
+    """Outgoing tokens by router; requests that have ended get a trace span."""
     outgoing: dict[bytes, OutgoingTokens] = defaultdict(OutgoingTokens)
     for outcome in outcomes:
         request, token_ids = outcome.request, outcome.token_ids

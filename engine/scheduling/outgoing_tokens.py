@@ -23,7 +23,7 @@ def halves(tokens: Tokens) -> tuple[Tokens, Tokens]:
 
 
 class OutgoingTokens:
-    """Deltas in the form in which :class:`engine.messages.Tokens` carries them.
+    """Tokens and deltas for one router, in the form of :class:`engine.messages.Tokens`.
 
     Those of one request stay in order if ``singles`` are handled first.
     """
@@ -63,5 +63,5 @@ class OutgoingTokens:
             self._with_deltas.add(delta.request)
 
     def without(self, requests: Container[int]) -> OutgoingTokens:
-        """What is left without the deltas of some requests."""
+        """Copy without the tokens and deltas of some requests."""
         return OutgoingTokens(delta for delta in self if delta.request not in requests)

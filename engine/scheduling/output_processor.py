@@ -1,4 +1,4 @@
-"""Results of a step taken in by its requests: tokens, taken drafts and ends (pure)."""
+"""Output processing: sampled tokens, accepted drafts and ends of requests (pure)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOTHING_TAKEN = ExtraTokens([])
 
 
 class RowOutput(msgspec.Struct, frozen=True):
-    """Result of a step for one request. ``request.finish_reason`` tells whether it has ended."""
+    """Output of a step for one request, which has ended if ``finish_reason`` is set."""
 
     request: Request
     token_ids: list[int]
@@ -78,7 +78,7 @@ class OutputProcessor:
         return RowOutput(request, [token_id], logprobs)
 
     def _take_draft(self, outcome: RowOutput, draft: list[int], further: ExtraTokens) -> None:
-        """Append the taken tokens of a draft, behind the first one that its row gave."""
+        """Append the accepted tokens of a draft behind the row's first token."""
         request = outcome.request
         for index, token_id in enumerate(further.tokens):
             if request.status is not Status.RUNNING:

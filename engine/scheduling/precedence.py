@@ -14,7 +14,7 @@ from engine.scheduling.request import Request
 
 
 class Room:
-    """What is free for waiting requests; negative where they lack something."""
+    """Free slots, tokens and blocks for waiting requests; negative where they lack some."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Room:
         return self._slots < 0 or self._blocks < 0 or (self._whole and self.tokens < 0)
 
     def could_do(self, requests: Iterable[Request]) -> bool:
-        """Whether blocks suffice if these requests give way, at best."""
+        """Whether blocks could suffice if these requests give way."""
         return self._blocks + sum(len(each.blocks) for each in requests) >= 0
 
     def reserve(self, request: Request) -> None:
@@ -56,7 +56,7 @@ class Room:
         self.tokens -= len(request.token_ids) - len(known) * self._size
 
     def release(self, request: Request) -> None:
-        """Add what comes free as a running request gives way."""
+        """Add the slot, tokens and blocks of a running request that gives way."""
         self._slots += 1
         self.tokens += self._whole  # its next token
         self._blocks += self._grows(request)
@@ -95,7 +95,7 @@ def giving_way(waiting: Iterable[Request], running: Sequence[Request], room: Roo
 
 
 def _enough(room: Room, lower: Sequence[Request]) -> list[Request]:
-    """The first requests that make up for what lacks; none if all are too few."""
+    """Shortest run of these requests that frees enough; empty if all are too few."""
     chosen: list[Request] = []
     if not room.could_do(lower):
         return chosen

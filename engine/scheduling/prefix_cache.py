@@ -15,7 +15,7 @@ from engine.scheduling.request import Request
 
 
 class Contents(Protocol):
-    """Wants to know which tokens named blocks have (:class:`engine.events.recording.EventRecorder`)."""
+    """Interface that learns the tokens of named blocks (:class:`engine.events.recording.EventRecorder`)."""
 
     @property
     def lacks_tokens(self) -> bool: ...

@@ -1,10 +1,10 @@
-"""Prompt tokens that a step takes while requests decode (pure)."""
+"""Limit of prompt tokens in a step while requests decode (pure)."""
 
 from __future__ import annotations
 
 
 class PromptShare:
-    """Bound on prompt tokens such that prefill adds about so many seconds to a step.
+    """Limit of prompt tokens by which prefill adds about a given time to a step.
 
     It follows from how long steps with prompts took. From a few dozen on, products take nearly the same time
     for each token of a step. So smaller prefill chunks cost little, and with a large model everybody's next

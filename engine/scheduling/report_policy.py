@@ -1,4 +1,4 @@
-"""When an instance sends a report to a router (pure: no sockets, no clock).
+"""Policy of when an instance reports to a router (pure: no sockets, no clock).
 
 Routers choose by how many requests run and wait, and by how much of them is to be computed. That changes as
 requests come, begin and end, and goes with the next tokens. What grows with every token (counters, blocks in
@@ -19,7 +19,7 @@ WITHOUT_TOKENS = 0.25
 
 
 class LoadSnapshot(NamedTuple):
-    """Load of an instance between two steps, as far as it costs nothing to know."""
+    """Load of an instance between two steps, in numbers that are cheap to find."""
 
     running: int
     waiting: int
@@ -34,7 +34,7 @@ class LoadSnapshot(NamedTuple):
 
 
 class ReportPolicy:
-    """Reports to one router: the last one, and when the next one is due."""
+    """State of the reports to one router: the last one, and the next one's time."""
 
     def __init__(self) -> None:
         self._last: InstanceReport | None = None

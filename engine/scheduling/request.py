@@ -1,4 +1,4 @@
-"""One request on an instance: its tokens, how many are computed, and its blocks."""
+"""Request on an instance: its tokens, how many are computed, and its blocks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NO_SEED = 2**64 - 1
 
 
 def stream_seed(seed: int, sample_index: int) -> int:
-    """The seed of one of the ``n`` samples; sample 0 uses the request's own.
+    """Seed of one of a request's ``n`` samples; sample 0 uses the request's own.
 
     A request can ask for each of them, so :data:`NO_SEED` is none: the number before it takes its place.
     """
@@ -158,7 +158,7 @@ class Request:
         return self.hashes[:num_blocks]
 
     def prefix_hashes(self, block_size: int) -> list[BlockHash]:
-        """Hashes of the blocks that it may find in the cache.
+        """Hashes of the blocks that a request may find in the cache.
 
         At least one token is left to compute, and prompts whose log-probabilities are wanted are computed
         whole.
@@ -168,7 +168,7 @@ class Request:
         return self.hashes_up_to((len(self.token_ids) - 1) // block_size, block_size)
 
     def name_of_part(self, block_size: int) -> BlockHash | None:
-        """Name of the block that its newest token will go on in.
+        """Name of the block that the newest token will go on in.
 
         The block holds what is before that token. None if that is nothing.
         """
@@ -183,7 +183,7 @@ class Request:
 def from_submit(
     submit: Submit, peer: bytes, *, arrival: int, eos_ids: tuple[int, ...], max_model_len: int
 ) -> Request:
-    """A request from a router's message."""
+    """Make a request from a router's message."""
     params = msgspec.structs.replace(submit.params, grammar=None)  # workers need masks only
     own_ids = frozenset(params.stop_token_ids)
     barred_ids = own_ids.union(eos_ids)

@@ -85,7 +85,7 @@ class RequestQueues:
         return self._requests.values()
 
     def holder(self, slot: int) -> Request | None:
-        """The request in a slot."""
+        """Request that holds a slot; None if nobody does."""
         return self._by_slot.get(slot)
 
     @property
@@ -94,7 +94,7 @@ class RequestQueues:
         return self._num_grammars > 0
 
     def find(self, key: RequestKey) -> Request | None:
-        """This request, waiting or running."""
+        """Request with this key, waiting or running; None if it is not here."""
         return self._requests.get(key)
 
     def knows(self, key: RequestKey) -> bool:
@@ -102,7 +102,7 @@ class RequestQueues:
         return key in self._requests
 
     def decodes_then_prefills(self) -> list[Request]:
-        """Running requests, those that need one token before partly computed prompts.
+        """Running requests: decoding ones first, then those with partly computed prompts.
 
         So a long prompt never starves them. They are in order otherwise.
         """

@@ -8,7 +8,7 @@ from engine.scheduling.request import Request
 
 
 class SchedulerRules(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of one instance."""
+    """Limits that the scheduler of one instance keeps."""
 
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -90,7 +90,7 @@ class Scheduler:
         return self.abort(key)
 
     def set_back(self, request: Request) -> None:
-        """Compute a running request anew: what it found in the cache is wrong.
+        """Compute a running request anew, since blocks that it found in the cache are wrong.
 
         It is in no step but the one that is updated next, whose token for it is dropped.
         """

@@ -33,7 +33,7 @@ Requests for which there is no room get no drafts.
 
 
 class Drafter:
-    """Drafts for one request, and what came of them."""
+    """Drafts of one request, and the record of how many tokens were accepted."""
 
     def __init__(self, config: SpeculativeConfig, chance: float) -> None:
         """``chance``: that a drafted token is taken, as far as is known."""
@@ -44,7 +44,7 @@ class Drafter:
         return f"<Drafter {self._ngrams!r} {self._trust!r}>"
 
     def __len__(self) -> int:
-        """Tokens of its text that were indexed."""
+        """Number of tokens of the text that are indexed."""
         return len(self._ngrams)
 
     def draft(
@@ -74,7 +74,7 @@ Text = tuple[Drafter, Sequence[int], int]
 
 
 class Speculation:
-    """Drafts of one instance."""
+    """Drafting for all requests of one instance, as long as it pays."""
 
     PLAIN_STEPS = 4
     """One in so many steps without drafts is timed: they are many, and alike."""
@@ -98,7 +98,7 @@ class Speculation:
         return f"<Speculation up to {self._config.num_speculative_tokens} tokens, {self._cost!r}>"
 
     def drafter(self) -> Drafter:
-        """A drafter for a new request."""
+        """Make the drafter of a new request."""
         return Drafter(self._config, self._chance)
 
     def is_off(self, running: int) -> bool:

@@ -35,14 +35,14 @@ class WaitingQueue:
         return len(self._requests)
 
     def __getitem__(self, index: int) -> Request:
-        """The request at this index; 0 is the first one."""
+        """Waiting request at this index; 0 is the first one."""
         return self._requests[index]
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
 
     def goes_before(self, request: Request) -> bool:
-        """Whether the first one has a strictly higher priority than this running request."""
+        """Whether the first waiting request has a strictly higher priority than this running one."""
         return bool(self._requests) and self._requests[0].priority < request.priority
 
     def add(self, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""Load and token rate of an instance, for its signs of life."""
+"""Load and token rate of an instance, for its heartbeats."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LoadMeter:
         self._snapshot = snapshot
 
     def load(self) -> Load:
-        """Load for a sign of life to the coordinator."""
+        """Load for a heartbeat to the coordinator."""
         snapshot, now = self._snapshot, time.monotonic()
         if snapshot is None:
             return Load(blocks_total=self._blocks_total)

@@ -37,7 +37,7 @@ MAX_MESSAGES_PER_TURN = 1000
 
 
 class Server:
-    """Binds at once; :meth:`run` steps until :meth:`drain` is called and it has drained."""
+    """Serves one instance's routers: :meth:`run` steps until it has drained."""
 
     def __init__(self, instance: str, address: str, core: EngineCore, keys: MeshKeys | None = None) -> None:
         self._core = core
