@@ -66,7 +66,6 @@ class Understanding:
             ApiError: it cannot be answered as it is.
         """
         model = await self._models.get(None)
-
         understood, grammar = await run_sized(lambda: self._prepared(read, model, budget_is_advice), size)
         if grammar is None:
             return understood
