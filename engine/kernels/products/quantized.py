@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from engine.kernels.core.operations import QUANTIZED, ROUNDED, RecordedWeights
 from engine.kernels.core.pages import Arena
 from engine.model.quantization.attached import codes_of
-from engine.model.quantization.matrices import AT_ONCE, Codes
 from engine.model.quantization.rounding import Rounding, common
 from engine.model.quantization.stacks import TWICE
+from engine.model.quantization.weight_codes import AT_ONCE, Codes
 
 logger = logging.getLogger(__name__)
 

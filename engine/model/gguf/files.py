@@ -19,9 +19,10 @@ from gguf.quants import dequantize
 from engine.model.errors import CheckpointError
 from engine.model.gguf.names import Recipe, recipes_of
 from engine.model.gguf.reading import TensorEntry, read_header
-from engine.model.quantization.matrices import DTYPE_NAMES, Codes, Stored, ranges_of
+from engine.model.quantization.matrices import DTYPE_NAMES, Stored, ranges_of
 from engine.model.quantization.stacks import TWICE, Alternating, ExpertStack, Matrix, half_scales
 from engine.model.quantization.view import CodedFiles
+from engine.model.quantization.weight_codes import Codes
 
 Bytes = npt.NDArray[np.uint8]
 CODE_BITS = {"Q8_0": 8, "Q4_0": 4, "MXFP4": 4}

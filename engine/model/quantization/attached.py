@@ -15,9 +15,9 @@ import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
-from engine.model.quantization.matrices import Codes
 from engine.model.quantization.stacks import Matrix
 from engine.model.quantization.view import CodedFiles
+from engine.model.quantization.weight_codes import Codes
 
 Rows: TypeAlias = "torch.Tensor | slice"
 ATTRIBUTE = "lockstep_codes"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.model.quantization.matrices import Codes
 from engine.model.quantization.stacks import TWICE
+from engine.model.quantization.weight_codes import Codes
 
 if TYPE_CHECKING:
     from engine.gpu.coded_products import DeviceCodes

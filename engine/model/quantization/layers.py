@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from engine.model.quantization.attached import ATTRIBUTE, CodesReader, reader_of
-from engine.model.quantization.matrices import Codes
+from engine.model.quantization.weight_codes import Codes
 from parallel.expert_products import PRODUCT
 from parallel.parts import parts_here
 from parallel.tensor_parallel import RowParallelLinear

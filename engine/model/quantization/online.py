@@ -16,9 +16,10 @@ import torch
 from engine.config.quantization import OnlineName
 from engine.model.errors import CheckpointError
 from engine.model.quantization.formats import online_format
-from engine.model.quantization.matrices import FLOAT8, QuantizedMatrix, Stored, few_rows, ranges_of
+from engine.model.quantization.matrices import QuantizedMatrix, Stored, ranges_of
 from engine.model.quantization.rounding import MOST_INPUTS, WORD_INPUTS, Rounding
 from engine.model.quantization.view import WEIGHT, QuantizedFiles
+from engine.model.quantization.weight_codes import FLOAT8, few_rows
 
 IN_LAYERS = re.compile(r"(^|\.)layers\.\d+\.")
 """Matrices outside of layers, which are embeddings and heads, stay as they are."""

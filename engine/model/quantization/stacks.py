@@ -14,14 +14,9 @@ import torch
 
 from engine.model.errors import CheckpointError
 from engine.model.quantization.formats import Format
-from engine.model.quantization.matrices import (
-    DTYPE_NAMES,
-    Codes,
-    QuantizedMatrix,
-    Stored,
-    ranges_of,
-)
+from engine.model.quantization.matrices import DTYPE_NAMES, QuantizedMatrix, Stored, ranges_of
 from engine.model.quantization.rounding import Rounding
+from engine.model.quantization.weight_codes import Codes
 
 BLOCKS, SCALES = "blocks", "scales"
 """Ends of the names of an MXFP4 tensor's two parts."""

@@ -12,7 +12,8 @@ import torch
 
 from engine.model.errors import CheckpointError
 from engine.model.quantization.formats import MXFP4, Format
-from engine.model.quantization.matrices import FURTHER_PARTS, KINDS, QuantizedMatrix, Stored, is_code
+from engine.model.quantization.layouts import FURTHER_PARTS, KINDS
+from engine.model.quantization.matrices import QuantizedMatrix, Stored, is_code
 from engine.model.quantization.stacks import BLOCKS, SCALES, ExpertStack, mxfp4_stacks
 
 logger = logging.getLogger(__name__)

@@ -76,9 +76,9 @@ class Weight:
 
     def __init__(self, kind: str, outputs: int, inputs: int, device: torch.device) -> None:
         from engine.model.quantization.device_codes import device_codes
-        from engine.model.quantization.matrices import Codes
         from engine.model.quantization.rounding import Rounding
         from engine.model.quantization.stacks import TWICE
+        from engine.model.quantization.weight_codes import Codes
 
         self.kind, self._device = kind, device
         numbers = torch.Generator().manual_seed(SEED)

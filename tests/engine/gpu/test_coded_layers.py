@@ -19,9 +19,9 @@ from engine.model.checkpoint import read_model_info
 from engine.model.coded_layers import keep_weights_packed, widen_again
 from engine.model.expert_weights import expert_modules
 from engine.model.quantization.device_codes import device_codes
-from engine.model.quantization.matrices import Codes
 from engine.model.quantization.rounding import Rounding
 from engine.model.quantization.stacks import TWICE
+from engine.model.quantization.weight_codes import Codes
 from tests.engine.model.quantization.writers import KINDS, MXFP4, write_quantized
 from tests.engine.tiny_models import make_tiny_model
 

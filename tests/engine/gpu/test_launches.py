@@ -26,8 +26,8 @@ from engine.model.experts_function import choose_experts_function
 from engine.model.quantization import device_codes
 from engine.model.quantization.attached import ATTRIBUTE as CODES
 from engine.model.quantization.attached import CodesReader
-from engine.model.quantization.matrices import Codes
 from engine.model.quantization.rounding import Rounding
+from engine.model.quantization.weight_codes import Codes
 from tests.engine.compute.test_capturable import to_device
 from tests.engine.gpu.recorder import Kernels
 from tests.engine.pretended_device import Indexing, Launches

@@ -19,8 +19,8 @@ from engine.kernels.make import make_program
 from engine.kernels.products.packing import Packer, add_rounding
 from engine.kernels.products.quantized import EightBitPanels
 from engine.model.quantization.attached import ATTRIBUTE
-from engine.model.quantization.matrices import Codes
 from engine.model.quantization.rounding import Rounding, integer_product
+from engine.model.quantization.weight_codes import Codes
 from tests.engine.kernels.emulated_tiles import ABLE, emulated_tiles
 from tests.engine.kernels.products.test_compression import same_bits
 from tests.engine.kernels.test_kernels import experts, random

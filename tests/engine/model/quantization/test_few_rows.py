@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.model.quantization import matrices
-from engine.model.quantization.matrices import Codes
+from engine.model.quantization import weight_codes
+from engine.model.quantization.weight_codes import Codes
 
 OUTPUTS, INPUTS, GROUPS = 37, 64, 4
 
@@ -24,7 +24,7 @@ def random_codes(*stack: int) -> Codes:
 def test_weights_do_not_depend_on_how_many_rows_are_widened_at_once(
     monkeypatch: pytest.MonkeyPatch, at_once: int, stack: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(matrices, "AT_ONCE", at_once)
+    monkeypatch.setattr(weight_codes, "AT_ONCE", at_once)
     given = random_codes(*stack)
     assert given.zeros is not None
     each = INPUTS // GROUPS

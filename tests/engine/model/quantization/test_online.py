@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.config.quantization import ONLINE, OnlineName
 from engine.model.checkpoint import CheckpointError, check_quantization
-from engine.model.quantization.matrices import FLOAT8
 from engine.model.quantization.online import OnlineFiles
+from engine.model.quantization.weight_codes import FLOAT8
 from engine.model.weight_files import open_weights
 from tests.engine.model.quantization.writers import write_quantized
 from tests.engine.model.test_weights import greedy_ids, load

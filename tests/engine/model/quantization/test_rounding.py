@@ -9,8 +9,8 @@ import torch
 from engine.model.quantization import rounding as roundings
 from engine.model.quantization.attached import ATTRIBUTE, CodesReader
 from engine.model.quantization.layers import round_inputs
-from engine.model.quantization.matrices import Codes
 from engine.model.quantization.rounding import Rounding, integer_product
+from engine.model.quantization.weight_codes import Codes
 from tests.parallel.other_device import DEVICE, Elsewhere, OtherDevice
 
 
