@@ -30,7 +30,7 @@ Seed = Annotated[str, Meta(pattern=r"^-?[0-9]{1,19}$")]
 
 
 class CapsuleError(Exception):
-    """No capsule, or one that cannot be used; in words for its owner."""
+    """Missing or unusable capsule; the message is for its owner."""
 
 
 class CapsuleModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,9 +64,9 @@ class CapsulePrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams
-    """What instances got, and the stop strings, which routers look for."""
+    """Parameters that instances got, with the stop strings that routers look for."""
     seed: Seed
-    """The client's own, or the one that was drawn."""
+    """Seed of the client, or the one that was drawn."""
     samples: tuple[CapsuleSample, ...]
 
 
@@ -75,7 +75,7 @@ class Capsule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     format: int
     id: str
-    """The answer's."""
+    """Id of the answer."""
     created: int
     """When the answer was made, in seconds since 1970."""
     model: CapsuleModel
@@ -108,11 +108,11 @@ class ReplayAnswer(msgspec.Struct, frozen=True, kw_only=True):
     result: RecordedSample
     numerics_changes: tuple[NumericsSwitch, ...] = ()
     remarks: tuple[str, ...] = ()
-    """What is not as it was, though the sample does not depend on it."""
+    """Differences from the first computation that do not affect the sample."""
 
 
 class _Head(msgspec.Struct):
-    """What capsules of all versions have."""
+    """Fields that capsules of all versions have."""
 
     format: int | None = None
 

@@ -56,7 +56,7 @@ KIND_OF_STATUS = {
 
 
 class ApiError(Exception):
-    """An answer other than 200.
+    """Error response to a client.
 
     ``param`` names the field at fault as the client spells it. ``reason`` is a word that Anthropic's clients
     act on. ``logged`` stands in the log in place of a message that may quote the prompt.
@@ -120,7 +120,7 @@ def in_terms_of(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def from_mesh(error: MeshError) -> ApiError:
-    """A request that the mesh did not take."""
+    """Error response for a request that the mesh did not take."""
     headers = {}
     if error.retry_after is not None:
         headers = {"retry-after": str(error.retry_after)}
@@ -128,7 +128,7 @@ def from_mesh(error: MeshError) -> ApiError:
 
 
 def from_failure(delta: Delta) -> ApiError:
-    """A request that failed where it ran.
+    """Error response for a request that failed at its instance.
 
     Nothing of the mesh does that (who loses an instance goes on at another), only what was asked for: a
     grammar that turns out to be too complex, or to lead nowhere.
@@ -138,19 +138,19 @@ def from_failure(delta: Delta) -> ApiError:
 
 
 def too_late(timeout: float) -> ApiError:
-    """The client's own limit has passed: a second try would only add to the load."""
+    """Error response after the client's own time limit (504)."""
     message = f"The answer took longer than the {timeout:g} seconds that the request allows."
     return ApiError(504, message, param="timeout", headers={"x-should-retry": "false"})
 
 
 def short_of(error: BaseException) -> ApiError:
-    """The host lacks files or memory for now (:func:`coordinator.process.process.shortage_of`)."""
+    """Error response while the host lacks files or memory (503)."""
     message = "The server is short of files or memory now: try again in a moment."
     return ApiError(503, message, headers={"retry-after": "1"}, logged=f"{message[:-1]} ({error}).")
 
 
 def unexpected() -> ApiError:
-    """A fault of ours: the log has the details, the client gets none."""
+    """Error response for an internal error; the log has the details."""
     return ApiError(500, "Internal server error.")
 
 
@@ -176,6 +176,6 @@ def error_response(error: ApiError) -> Response:
 
 
 def one_line(text: str, most: int) -> str:
-    """A text that a client may have written, as a part of one line."""
+    """Text from a client, shortened and escaped to fit into one line."""
     cut = text if len(text) <= most else text[:most] + "..."
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in cut)

@@ -17,7 +17,7 @@ MAX_TEXT = 300
 
 
 class FaultEvent(enum.StrEnum):
-    """Kind of an entry."""
+    """Kind of a fault event."""
 
     DETECTION = "detection"
     """A loss was detected; the kind names the sign."""
@@ -36,7 +36,7 @@ KINDS = {
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """One event."""
+    """Fault event in words."""
 
     at: float
     """Unix time in seconds."""
@@ -54,12 +54,12 @@ class Faults(msgspec.Struct):
     recent: list[Fault] = []
 
     def count(self, event: FaultEvent, kind: str, count: int = 1) -> None:
-        """Without a word: for what may happen many times a second."""
+        """Count an event without a text, as may happen many times a second."""
         of_event = self.counts.setdefault(event, {})
         of_event[kind] = of_event.get(kind, 0) + count
 
     def record(self, event: FaultEvent, kind: str, text: str, at: float, count: int = 1) -> None:
-        """``at``: Unix time in seconds."""
+        """Record an event with its text; ``at`` is a Unix time in seconds."""
         self.count(event, kind, count)
         self.recent.append(Fault(at, event, kind, count, text[:MAX_TEXT]))
         del self.recent[:-MAX_RECENT]

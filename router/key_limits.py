@@ -29,7 +29,7 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def read_key_limits(path: str) -> dict[str, KeyLimits]:
-    """The file of ``--api-key-limits``: YAML or JSON, limits by key.
+    """Read the file of ``--api-key-limits``: YAML or JSON, limits by key.
 
     Raises:
         ValueError: it cannot be read, or is not that.

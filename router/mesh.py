@@ -76,7 +76,7 @@ class Prompt(msgspec.Struct, frozen=True):
     repeatable: bool = False
     """Whether the same request should get the same answer: it is greedy, seeded or recorded."""
     background: bool = False
-    """No client waits for it.
+    """Whether no client waits for it.
 
     It stays where it is sent, is counted nowhere, and goes after all others.
     """
@@ -175,7 +175,7 @@ class MeshFacts(Protocol):
 
     @property
     def model(self) -> ServedModel | None:
-        """None until the first instance has registered."""
+        """Model of the mesh; None until the first instance has registered."""
         ...
 
     def reports(self) -> Mapping[int, InstanceReport]:
@@ -234,7 +234,7 @@ class MeshFacts(Protocol):
 
 
 class Mesh(MeshFacts, Protocol):
-    """The instances, seen as one."""
+    """Mesh of instances as the HTTP layer sees it."""
 
     @property
     def healthy(self) -> bool:
@@ -242,7 +242,7 @@ class Mesh(MeshFacts, Protocol):
         ...
 
     def check_room(self) -> None:
-        """Called before a prompt is made of a request, which may take long.
+        """Refuse a request early if no instance has room, before its prompt is made.
 
         Raises:
             MeshError: nobody could take any request now (503).

@@ -53,7 +53,7 @@ class Recorder:
         self._logprobs += [value + 0.0 if math.isfinite(value) else None for value in found]
 
     def sample(self, finish_reason: str, stop_reason: int | str | None) -> RecordedSample:
-        """All of it, once the sample has ended."""
+        """Recorded sample, once it has ended."""
         return RecordedSample(tuple(self._token_ids), tuple(self._logprobs), finish_reason, stop_reason)
 
 

@@ -284,7 +284,7 @@ def _app(
     listeners: list[socket.socket],
     keys: MeshKeys | None,
 ) -> ASGIApp:
-    """The endpoint, and the admin API beside it."""
+    """Application of the endpoint, with the admin API beside it."""
 
     endpoint = make_app(mesh, config.http, metrics, quotas, dashboard, tracing, lambda: mesh.view)
     port = listeners[1].getsockname()[1] if len(listeners) > 1 else None
@@ -299,7 +299,7 @@ def _app(
 
 
 def _open_doors(config: RouterConfig, held: contextlib.ExitStack) -> list[socket.socket]:
-    """The endpoint, and the admin API if it has a port of its own.
+    """Open the sockets of the endpoint, and of an admin API with its own port.
 
     Raises:
         OSError: a port cannot be had.
@@ -349,7 +349,7 @@ def _settings(app: ASGIApp, http: HttpConfig) -> uvicorn.Config:
 
 
 async def _follow(mesh: MeshClient, server: uvicorn.Server) -> None:
-    """Ends before it is cancelled only if this router cannot be part of the mesh.
+    """Follow the mesh; ends by itself only if this router cannot join it.
 
     The server ends, too.
     """

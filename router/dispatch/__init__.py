@@ -1,1 +1,1 @@
-"""Which instance serves a request, and what is remembered of it until its last token."""
+"""Dispatch: the choice of an instance, and each request's state until its last token."""

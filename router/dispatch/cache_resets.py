@@ -1,4 +1,4 @@
-"""Wishes that all instances forget their cached prefixes, and their answers."""
+"""Resets of all instances' prefix caches, and the answers to them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.dispatch.instance_connection import InstanceConnection
 
 
 class CacheResets:
-    """Those of one router."""
+    """Cache resets that one router has begun."""
 
     def __init__(self, connections: Mapping[str, InstanceConnection]) -> None:
         """``connections`` by instance."""
@@ -42,7 +42,7 @@ class CacheResets:
         return missing + [name for (name, _), answer in mine.items() if not answer.done()]
 
     def done(self, instance: str, number: int) -> None:
-        """An instance has reset its cache; late answers are dropped."""
+        """Record that an instance has reset its cache; late answers are dropped."""
         answer = self._waiting.get((instance, number))
         if answer is not None and not answer.done():
             answer.set_result(None)

@@ -33,7 +33,7 @@ RETRY_AFTER = 1
 
 
 class Chooser:
-    """Knows the instances of ``pool`` and the requests of ``ledger``.
+    """Chooses an instance of a pool for each request, and books it there.
 
     Keeps the prefix index up to date.
     """
@@ -79,7 +79,7 @@ class Chooser:
     def choose(
         self, entry: Entry, now: float, waiting_for: str = "", *, decodes: bool = False
     ) -> PooledInstance:
-        """The instance that gets a request.
+        """Choose the instance that gets a request.
 
         ``decodes``: its KV blocks come along, so nothing long is left to compute.
 
@@ -252,7 +252,7 @@ def _may_inherit(entry: Entry, instance: PooledInstance) -> bool:
 
 
 def _too_long(prompt: Prompt, limit: int) -> MeshError:
-    """In the words of :func:`router.api.prompts.too_long`, which goes by the model alone."""
+    """Error for a prompt that no instance holds, worded as the API's."""
     num_prompt = len(prompt.prompt_ids)
     return MeshError(
         400,

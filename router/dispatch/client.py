@@ -55,7 +55,7 @@ LOOK_INTERVAL = 1.0
 
 
 class MeshClient(RouterFacts):
-    """The real :class:`router.mesh.Mesh`."""
+    """Implementation of :class:`router.mesh.Mesh` over connections to all instances."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class MeshClient(RouterFacts):
             connection.close()
 
     async def _look_again(self) -> None:
-        """Bound the waits of instances and requests also when nothing changes."""
+        """Check deadlines of instances and requests every ``LOOK_INTERVAL`` seconds."""
         while True:
             await asyncio.sleep(LOOK_INTERVAL)
             for instance in self._pool:

@@ -32,7 +32,7 @@ LOADS = (
     "vacant_tokens",
     "saving",  # share of a token's cost that fetching it spares
 )
-"""What reports and dispatches change."""
+"""Columns that reports and dispatches change."""
 FACTS = (
     "rank",
     "able",  # ready, not stalled
@@ -45,7 +45,7 @@ FACTS = (
     "admitted",
 )
 COLUMNS = LOADS + FACTS
-"""What a choice needs of an instance.
+"""Columns that a choice needs of an instance.
 
 Sums are of whole numbers, which are exact in any order."""
 COLUMN = {name: number for number, name in enumerate(COLUMNS)}
@@ -67,7 +67,7 @@ def _rows(count: int) -> Floats:
 
 
 class InstanceColumns:
-    """What a choice needs of all instances of a pool."""
+    """Table of all instances of a pool, a column per figure of a choice."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -144,7 +144,7 @@ class InstanceColumns:
         return self._identities.setdefault(instance.capacity.cache_identity, len(self._identities))
 
     def _fill_loads(self, name: str, slot: int, instance: PooledInstance) -> None:
-        """The part of a row that reports and dispatches change."""
+        """Fill the columns of a row that reports and dispatches change."""
         limits, report, sent = instance.capacity, instance.report or NO_REPORT, instance.sent
         waiting = report.waiting + len(instance.unreported)
         requests = report.running + waiting

@@ -64,25 +64,25 @@ class _Departure:
     loss: Loss
     waiting: deque[Entry]
     may_stay: bool = False
-    """A request whose blocks cannot be copied stays."""
+    """Whether a request stays if its blocks cannot be copied."""
     num_copied: int = 0
     """Requests that are copied now."""
 
 
 @dataclass
 class _Move:
-    """A request whose blocks are copied."""
+    """Migration of one request whose blocks are copied."""
 
     entry: Entry
     address: Address
-    """Its try at the source: another one means that it has gone."""
+    """Address of its try at the source; another address means that it has gone."""
     departure: _Departure
     target: PooledInstance
     tokens: int = 0
-    """Tokens that the target had after the last round."""
+    """Tokens that the target has after the last round."""
     rounds: int = field(default=1)
     is_last: bool = False
-    """The target takes it over with this round."""
+    """Whether the target takes it over with this round."""
     tries: int = 0
     """Hand-overs that were begun."""
 
@@ -141,7 +141,7 @@ class Departures:
         return [self._copy(move)]
 
     def handed_over(self, source: PooledInstance, number: int) -> list[Action] | None:
-        """Act on the word of an instance that it has let a request go.
+        """Act on an instance's message that it has let a request go.
 
         Returns None if nobody asks for that any more.
         """
@@ -238,7 +238,7 @@ def _can_copy(source: PooledInstance, target: PooledInstance) -> bool:
 
 
 def _may_try_again(move: _Move) -> bool:
-    """Whether a hand-over that came to nothing is tried once more."""
+    """Whether a failed migration is tried once more."""
     return move.tries < MOST_TRIES and move.target.ready
 
 

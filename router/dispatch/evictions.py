@@ -1,4 +1,4 @@
-"""What caches dropped, and how much of it was computed again (pure).
+"""Estimate of how many evicted blocks are computed again (pure).
 
 A block that is computed in a full cache takes the place of another one. What that costs depends on whether
 the other one is wanted again: nothing where old answers are dropped, its tokens once more where caches are

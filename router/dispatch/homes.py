@@ -49,5 +49,5 @@ class Homes:
         return [rank for _, rank in found[:HOMES_KEPT]]
 
     def forget(self, key: str) -> None:
-        """Have all instances looked at the next time."""
+        """Forget all homes, so that the next request looks at all instances."""
         self._first.pop(key, None)

@@ -106,7 +106,7 @@ class InstanceConnection:
         self._connection.close(linger_ms=0)
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
-        """Report a task that ended by an error of ours.
+        """Report a connection task that ended with an internal error.
 
         It may be one in acting on a message. Half a connection would be worse than none: nothing would show
         that it no longer receives.

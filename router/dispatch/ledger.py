@@ -49,9 +49,9 @@ class Loss:
     rank: int
     """Rank of the lost instance."""
     at: float
-    """When the router knew."""
+    """Time at which the router noticed the loss."""
     away: int
-    """Requests that have no token yet."""
+    """Requests that have no new token yet."""
     waits: list[float] = field(default_factory=list)
     """Seconds until the first new token, for each request that has one."""
     computed: int = 0
@@ -59,7 +59,7 @@ class Loss:
     cached: int = 0
     """Tokens that the other instance's prefix cache had."""
     planned: bool = False
-    """Nothing was lost: a request moves for the role of its instance."""
+    """Whether nothing was lost, as when requests move for an instance's role."""
 
     def __str__(self) -> str:
         count, first, last = len(self.waits), 1000 * min(self.waits), 1000 * max(self.waits)
@@ -69,7 +69,7 @@ class Loss:
         )
 
     def less(self) -> None:
-        """A request is away no more: it is back, stays or has ended."""
+        """Count a request as away no more: it is back, stays or has ended."""
         self.away -= 1
         if not self.away and self.waits:
             logger.log(logging.DEBUG if self.planned else logging.INFO, "%s", self)
@@ -100,7 +100,7 @@ class Entry:
     emitted: list[int] = field(default_factory=list)
     """Every output token already passed on, over all attempts."""
     has_begun: bool = False
-    """A delta of some try has come."""
+    """Whether a delta of any try has come."""
     fingerprint: str | None = None
     """Name of a numerics class: that of the instance that gives the first token."""
     numerics: str | None = None
@@ -240,14 +240,14 @@ class Flight(msgspec.Struct, frozen=True):
 
     request_id: str
     rank: int | None
-    """Where it runs; None while it waits for an instance."""
+    """Rank of its instance; None while it waits for one."""
     prompt_tokens: int
     output_tokens: int
     """Tokens passed on so far."""
     attempts: int
-    """Above 1: it was resumed."""
+    """Tries so far; above 1 it was resumed."""
     age: float
-    """Seconds."""
+    """Seconds since the request came."""
 
 
 class Ledger:

@@ -46,14 +46,14 @@ class _Prompt(msgspec.Struct, frozen=True):
     spared: Floats | None
     """Tokens to compute that each spares by fetching; None if that is 0 everywhere."""
     longest: float
-    """The most that an instance which may take it has cached."""
+    """Most cached tokens among the instances that may take the request."""
     shares: Floats | None
     """As :func:`router.dispatch.policy.core_shares`; None if that is 1 everywhere."""
     now: float
 
 
 class Many(InstanceColumns):
-    """The choice among the instances of a pool, in columns."""
+    """Chooser among many instances, which computes all prices at once in columns."""
 
     def __init__(self, pool: Pool) -> None:
         super().__init__(pool)
@@ -155,7 +155,7 @@ class Many(InstanceColumns):
         return self._first(close[prices == prices.min()])
 
     def _cheapest_of_many(self, prompt: _Prompt, free: Bools) -> int:
-        """The same in columns.
+        """Slot with the lowest price among many, computed in columns.
 
         Prices about as low as the lowest are computed again where ``exp`` decides.
         """
@@ -231,7 +231,7 @@ class Many(InstanceColumns):
         return shares
 
     def _first(self, equal: Slots) -> int:
-        """Among equal prices the least used, then by rank."""
+        """Slot among equal prices: the least used, then the lowest rank."""
         if len(equal) > 1:
             dispatches = self._column("dispatches")[equal]
             equal = equal[dispatches == dispatches.min()]

@@ -119,7 +119,7 @@ class RequestMover(RequestDispatcher):
         self._warm_ups.overdue(time.monotonic())
 
     def copied(self, target: PooledInstance, copied: Prefetched) -> None:
-        """An instance has copied blocks of a moving request, or of a hot prefix."""
+        """Act on the end of a copy of a moving request or a hot prefix."""
         if self._warm_ups.copied(target, copied.number):
             if not target.warming:
                 self.dispatch_orphans()
@@ -127,7 +127,7 @@ class RequestMover(RequestDispatcher):
         self._depart(self._departures.copied(target, copied.number, copied.tokens, is_taken=copied.taken))
 
     def handed_over(self, instance: PooledInstance, number: int) -> None:
-        """An instance goes no further with a request, which another one takes over."""
+        """Act on an instance's message that it has stopped a migrating request."""
         actions = self._departures.handed_over(instance, number)
         if actions is not None:
             self._depart(actions)
@@ -269,7 +269,7 @@ class RequestMover(RequestDispatcher):
     # ---- helpers
 
     def _choose_to_decode(self, entry: Entry) -> PooledInstance | None:
-        """Where a request goes on whose KV blocks come along; None: nowhere."""
+        """Instance that takes over a request with its KV blocks; None: there is none."""
         try:
             return self._chooser.choose(entry, time.monotonic(), self.waiting_for, decodes=True)
         except MeshError:

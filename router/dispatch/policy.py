@@ -61,9 +61,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     ready: bool
-    """Takes requests: in the world, connected, not draining."""
+    """Whether it takes requests: in the world, connected, not draining."""
     admitted: bool = True
-    """Has not failed lately, or may be tried again."""
+    """Whether it has not failed lately, or may be tried again."""
     stalled_for: float
     """Seconds without progress although it has work."""
     waiting_tokens: int
@@ -91,18 +91,18 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     wanted_share: float = 0.0
     """Share of evicted blocks that are computed again."""
     capacity: Capacity | None = None
-    """None until it has answered."""
+    """Its limits; None until it has answered."""
     role: Role = Role.MIXED
     numerics: str | None = None
     """Name of its numerics class; None if unknown."""
     fetchable_tokens: int = 0
     """Tokens of the prompt that it does not have, and another instance could lend it."""
     fetch_price: float = 1.0
-    """What such a token costs, in tokens to compute."""
+    """Cost of fetching a token, in tokens to compute."""
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
-    """A request, as far as the choice depends on it."""
+    """Properties of a request that the choice depends on."""
 
     tokens: int
     """Tokens that need keys and values before the next one comes out."""
@@ -283,7 +283,7 @@ def pick(policy: Policy, candidates: Sequence[Candidate], wish: Wish) -> Candida
 
 
 def _prefix_aware(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
-    """The lowest cost.
+    """Candidate with the lowest cost.
 
     A cached prefix is worth the work that it spares this request and others: affinity ends where waiting for
     the instance that has it costs more than computing it again.

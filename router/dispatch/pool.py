@@ -53,7 +53,7 @@ def _sum(total: Sent, part: Sent, sign: int) -> Sent:
 
 @dataclass(slots=True)
 class PooledInstance:
-    """One instance of the world."""
+    """Instance of the mesh, with what this router knows of it."""
 
     member: Member
     report: InstanceReport | None = None
@@ -62,9 +62,9 @@ class PooledInstance:
     attached: bool = False
     """Whether it has answered on our connection."""
     leaves: bool = False
-    """It refuses new requests, which may be known before a view has it."""
+    """Whether it refuses new requests, perhaps before a view shows that."""
     seen_at: float = 0.0
-    """When it entered the pool."""
+    """Time at which it entered the pool."""
     idle_since: float | None = None
     """When a view first had it loaded but without a group to serve in.
 
@@ -81,7 +81,7 @@ class PooledInstance:
     unreported: deque[Sent] = field(default_factory=deque)
     """Dispatches that the last report does not include."""
     sent: Sent = NOTHING_SENT
-    """Sum of these."""
+    """Sum over the unreported dispatches."""
     crowd_before: float = 0.0
     """The average that :meth:`crowd` had at ``crowd_at``."""
     crowd_at: float = 0.0
@@ -109,7 +109,7 @@ class PooledInstance:
 
     @property
     def role(self) -> Role:
-        """What it is preferred for, as of the newest view."""
+        """Role of the instance in the newest view."""
         return self.member.role
 
     @property
@@ -163,7 +163,7 @@ class PooledInstance:
         return (self.report or NO_REPORT).waiting + len(self.unreported)
 
     def crowd(self, now: float) -> float:
-        """Average of these until now, in which older values weigh less."""
+        """Moving average of ``waiting`` until now."""
         waiting = self.waiting
         if waiting == self.crowd_before:  # most often none
             return waiting
@@ -247,15 +247,15 @@ class InstanceHealth(msgspec.Struct, frozen=True):
     """Health of an instance as one router sees it, for operators."""
 
     attached: bool
-    """It answers on our connection."""
+    """Whether it answers on this router's connection."""
     failures: int
     """Failures in a row, without tokens in between; above 0 it is on trial."""
     in_flight: int
-    """Requests of ours there."""
+    """Requests of this router there."""
 
 
 class Changes(msgspec.Struct, frozen=True):
-    """What a new view did to the pool."""
+    """Changes of the pool by a new view."""
 
     added: list[PooledInstance]
     removed: list[PooledInstance]

@@ -145,7 +145,7 @@ class PrefixIndex:
         return self._by_name(self.prefix_groups(blocks))
 
     def prefix_length(self, name: str, blocks: Sequence[int]) -> int:
-        """The same for one instance."""
+        """Number of the leading blocks that one instance has, or is expected to have."""
         holder = self._holders.get(name)
         if holder is None:
             return 0
@@ -160,18 +160,18 @@ class PrefixIndex:
         )
 
     def prefix_groups(self, blocks: Sequence[int]) -> dict[int, int]:
-        """The same by the bits of those that have equally many, as in :attr:`names`."""
+        """Numbers of leading blocks, by the instances (bits, see :attr:`names`) that have them."""
         if not self._expected:
             return self.stored_groups(blocks)
         stored = map(self._stored.get, blocks, repeat(0))
         return _groups(map(or_, stored, map(self._expected.get, blocks, repeat(0))))
 
     def stored_groups(self, blocks: Sequence[int]) -> dict[int, int]:
-        """The same of those that the instances have now, and can lend."""
+        """Numbers of leading blocks that instances (as bits) hold now, and can lend."""
         return _groups(map(self._stored.get, blocks, repeat(0)))
 
     def stored_longest_first(self, blocks: Sequence[int]) -> Iterator[tuple[int, Iterator[str]]]:
-        """The same by lengths, the longest first, each with those that have it."""
+        """Numbers of leading blocks, largest first, each with the instances that hold them."""
         for bits, length in reversed(self.stored_groups(blocks).items()):
             yield length, self._named(bits)
 

@@ -37,7 +37,7 @@ class Reservation:
 
 
 class Reservations:
-    """All of them, for a process that dispatches nothing to the instances itself."""
+    """Reservations of a process that dispatches nothing itself, as the endpoint picker."""
 
     def __init__(self, pool: Pool, policy: Policy = Policy.PREFIX_AWARE) -> None:
         self._ledger = Ledger()

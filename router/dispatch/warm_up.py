@@ -38,10 +38,10 @@ FIRST_NUMBER = 1 << 40
 
 @dataclass
 class Prefix:
-    """What several prompts begin with."""
+    """Prefix that several prompts share."""
 
     token_ids: array[int]
-    """The first ones of a whole prompt."""
+    """Token ids at the beginning of a prompt that has the prefix."""
     cache_salt: str
     blocks: Sequence[int]
     """Names of the blocks that all have, as the index knows them."""
@@ -88,7 +88,7 @@ class HotPrefixes:
 
 
 class WarmUps:
-    """Newcomers that copy prefixes."""
+    """Warm-ups of newcomers, which copy prefixes before they get requests."""
 
     def __init__(self, pool: Pool, hot: HotPrefixes) -> None:
         self._pool = pool
@@ -101,7 +101,7 @@ class WarmUps:
         return f"<WarmUps: {len(self._copies)} copies>"
 
     def begin(self, newcomer: PooledInstance, now: float) -> list[Prefetch]:
-        """What a newcomer is to copy; it is warming up if that is anything."""
+        """Begin a newcomer's warm-up; returns the prefixes that it is to copy."""
         capacity = newcomer.capacity
         others = any(other.ready for other in self._pool if other is not newcomer)
         if capacity is None or not newcomer.lends or not others:
@@ -122,7 +122,7 @@ class WarmUps:
         return wishes
 
     def copied(self, newcomer: PooledInstance, number: int) -> bool:
-        """A copy is over; whether it was one of these."""
+        """Record the end of a copy; returns whether it belonged to a warm-up."""
         if number not in self._copies or self._copies[number][0] is not newcomer:
             return False
         del self._copies[number]
@@ -130,14 +130,14 @@ class WarmUps:
         return True
 
     def overdue(self, now: float) -> None:
-        """Let those serve whose time is over."""
+        """End the warm-up of newcomers whose time is over."""
         for number, (newcomer, until) in list(self._copies.items()):
             if now >= until:
                 del self._copies[number]
                 self._end_if_over(newcomer)
 
     def stop(self) -> None:
-        """Let all serve at once: instances are lost."""
+        """End all warm-ups at once, since instances are lost."""
         for newcomer, _ in self._copies.values():
             newcomer.warming = False
         self._copies.clear()
@@ -148,7 +148,7 @@ class WarmUps:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Leading blocks that both have."""
+    """Number of leading blocks that two prompts share."""
     return next(
         (length for length, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
         min(len(one), len(other)),

@@ -132,7 +132,7 @@ class Acceptor:
         self._loop.remove_reader(self._listener.fileno())
 
     async def wait_closed(self) -> None:
-        """Nothing is left to wait for: the server keeps its connections itself."""
+        """Return at once, since the server keeps its connections itself."""
 
     def _on_readable(self) -> None:
         if self._tally.is_alone:
@@ -186,7 +186,7 @@ class Acceptor:
         self._wait(PAUSE, self._after_courtesy)
 
     def _has_room(self) -> bool:
-        """Whether enough files are left.
+        """Whether enough file descriptors are left for a connection.
 
         A new file gets the lowest free number, which shows how many are open. They are counted only once the
         newest connection had a high number.

@@ -28,10 +28,10 @@ FIELD_OF_ERROR = re.compile(r"\$\.(\w+)|field `(\w+)`")
 FLOAT_FOR_INTEGER = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
 
 SMALL = 50_000
-"""Bytes of a body that cannot hold too many values."""
+"""Body size in bytes below which values need not be counted."""
 
 MOST_WITH_POINT = 65_536
-"""Values of a body in which whole numbers may be written with a point.
+"""Most values of a body in which integers may be written with a point.
 
 Such a body is decoded again, in Python.
 """
@@ -42,7 +42,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 async def read_body(request: Request, config: HttpConfig) -> bytes:
-    """The whole body; ``request.state.arrival`` is when it was complete.
+    """Read the whole body; sets ``request.state.arrival`` once it is complete.
 
     Raises:
         ApiError: it is no JSON (400), compressed (415), too large (413) or too slow (408).
@@ -168,6 +168,6 @@ def _rounded(value: Any) -> Any:
 
 
 def _field_of(error: msgspec.ValidationError) -> str | None:
-    """The field of the body that an error is about."""
+    """Field of the body that a decoding error is about."""
     match = FIELD_OF_ERROR.search(str(error))
     return (match[1] or match[2]) if match else None

@@ -275,7 +275,7 @@ class PatientProtocol(BoundedProtocol):
             self.transport.close()
 
     def _expect_taking(self) -> None:
-        """While writing waits for the client, and when it is closed with something left."""
+        """Deadline for a client that does not read what is written to it."""
         self._need_no_taking()
         left = self.transport.get_write_buffer_size()
         self._taking_due = self.loop.call_later(self.take_timeout, self._abort_unless_taken, left)

@@ -1,4 +1,4 @@
-"""How many values a JSON text holds, before it is decoded (pure).
+"""Count of the values in a JSON text, before it is decoded (pure).
 
 To make objects of a text keeps the interpreter, and so all clients' streams, from anything else. That takes
 long for many values, not for long strings. A few passes at the speed of memory count them. With these limits
@@ -16,7 +16,7 @@ MOST_VALUES = 1_100_000
 
 
 def too_many(text: bytes) -> str:
-    """What a JSON text holds too much of, with the limit; empty if nothing."""
+    """Reason why a JSON text has too many values; empty if it has not."""
     if not _exceeds(text):  # also within strings
         return ""
     text = _without_escapes(text)
@@ -51,5 +51,5 @@ def _without_escapes(text: bytes) -> bytes:
 
 
 def _outside_strings(text: bytes) -> bytes:
-    """What is between strings; one that never ends extends to the end."""
+    """Text outside of strings; a string without an end extends to the end."""
     return b"".join(text.split(b'"')[::2])

@@ -22,7 +22,7 @@ from coordinator.config import url
 
 UNIX_SOCKETS = Path("/proc/net/unix")
 HEALTH_INTERVAL = 0.02
-"""Seconds between two looks whether the endpoint takes requests."""
+"""Seconds between two checks whether the endpoint takes requests."""
 
 
 def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
@@ -141,7 +141,7 @@ def inherited(descriptor: int) -> socket.socket:
 
 
 def name_of(listener: socket.socket, scheme: str) -> str:
-    """Where a socket listens, for people."""
+    """Address of a listening socket, for log lines."""
     if listener.family == socket.AF_UNIX:
         return f"unix:{listener.getsockname()}"
     return url(scheme, *listener.getsockname()[:2])

@@ -45,9 +45,9 @@ class Account(msgspec.Struct):
 
 class QuotaRefusal(msgspec.Struct, frozen=True):
     limit: str
-    """In words."""
+    """Name of the exceeded limit, in words."""
     retry_after: float
-    """Seconds."""
+    """Seconds after which another try may succeed."""
 
 
 def admit(
@@ -81,13 +81,13 @@ def _fill_up(limits: KeyLimits, account: Account, now: float) -> None:
 
 
 class Booked(msgspec.Struct):
-    """Tokens of a request that generates none."""
+    """Tokens to book for a request that only counts or converts them."""
 
     tokens: int = 0
 
 
 class Lease:
-    """One request that was let in; :meth:`end` when it has ended, however."""
+    """Request that was admitted; call :meth:`end` when it has ended, however."""
 
     def __init__(self, quotas: Quotas, key: int, prompt_tokens: int) -> None:
         self._quotas = quotas
@@ -109,7 +109,7 @@ class Lease:
 
 
 class Quotas:
-    """The accounts of all keys.
+    """Quota accounts of all API keys, shared by the routers of an endpoint.
 
     Keys are known by their number; without keys, all clients are number 0.
     """
@@ -170,7 +170,7 @@ class Quotas:
 
     @contextlib.contextmanager
     def counting(self, key: int) -> Iterator[Booked]:
-        """Around a request that only counts or converts tokens: they are booked when it ends.
+        """Context of a request that only counts or converts tokens, booked at its end.
 
         Raises:
             ApiError: the key has used up its quota (429).
@@ -248,7 +248,7 @@ class Quotas:
 
 
 def _width(front_ends: int) -> int:
-    """Numbers of one key: those of its account, and requests that run at each router."""
+    """Numbers stored per key: its account, and running requests of each router."""
     return 3 + front_ends
 
 

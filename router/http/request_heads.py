@@ -23,7 +23,7 @@ MOST_WAITING = 32
 """Requests of one connection that wait for the answer of an earlier one."""
 
 WHOLE_SERVER = b"*"
-"""Target of a request that is for no path."""
+"""Request target ``*`` of OPTIONS for the whole server."""
 BLANKS = b" \t"
 """Bytes that may surround a header's value without being part of it."""
 OFFERS = (b"upgrade", b"http2-settings")
@@ -39,7 +39,7 @@ class _Beyond(Exception):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Lets heads through that are within bounds, and no upgrade."""
+    """HTTP protocol that bounds request heads and ignores offers of upgrades."""
 
     _num_unread = 0
     """Bytes received since a request part was complete or body data arrived."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def prefix_of(root_path: str) -> str:
-    """What ``--root-path`` puts before each path: empty, or with a slash at its beginning alone."""
+    """Prefix of ``--root-path``: empty, or with a leading slash and no trailing one."""
     name = root_path.strip("/")
     return f"/{name}" if name else ""
 
@@ -16,5 +16,5 @@ def without_prefix(path: str, root_path: str) -> str:
 
 
 def without_slash(path: str) -> str:
-    """A path as it is known here: a slash at its end means nothing."""
+    """Path without a slash at its end, as routes are named."""
     return path[:-1] if len(path) > 1 and path.endswith("/") else path

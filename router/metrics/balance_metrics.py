@@ -19,7 +19,7 @@ class LastChange:
         self._at = 0.0
 
     def look(self, changes: int, now: float) -> float:
-        """Seconds since then; since the first look, where none has begun after it."""
+        """Seconds since the last rebalancing began, or since the first call."""
         if changes != self._changes:
             self._changes, self._at = changes, now
         return now - self._at

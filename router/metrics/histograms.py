@@ -12,7 +12,7 @@ from router.metrics.shared_counts import SeriesTotals
 
 
 class Series:
-    """Observations of one engine: much cheaper than prometheus_client's, and not thread-safe."""
+    """Histogram of one engine: cheaper than prometheus_client's, and not thread-safe."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -36,7 +36,7 @@ class Series:
 
 
 class Histogram:
-    """One metric, a series per engine."""
+    """Histogram metric with a series per engine."""
 
     def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
         self.name = name
@@ -62,7 +62,7 @@ class Histogram:
             self.of(engine).add(of_engine)
 
     def family(self, model: str, others: Iterable[Mapping[str, SeriesTotals]] = ()) -> Metric:
-        """The metric with the observations of ``others``, which are other processes."""
+        """Metric family with the observations of other processes added."""
         whole = Histogram(self.name, self._help, self._bounds)
         for part in (self.totals(), *others):
             whole.add(part)

@@ -8,14 +8,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 
 OUTCOMES = ("affinity_hits", "affinity_misses", "moves", "queue_full")
-"""Dispatches to an instance that had some of the prompt, or none.
+"""Outcomes of routing; the first two are dispatches with and without cached prompt.
 
 Then requests recalled from a queue to wait less elsewhere; requests refused because all queues were full.
 """
 
 
 class LabelCounts:
-    """Counts of a process that may have replaced one that died."""
+    """Counter with one label, continued across restarts of a router."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class LabelCounts:
         return f"<LabelCounts {self._name} {self.total()}>"
 
     def go_on_from(self, left: Mapping[str, int]) -> None:
-        """Begin with the counts of the process before it."""
+        """Continue the counts of the process before this one."""
         self._before = left
 
     def total(self) -> dict[str, int]:
@@ -46,7 +46,7 @@ class LabelCounts:
         return self._sum([])
 
     def family(self, others: Iterable[Mapping[str, int]]) -> Metric:
-        """The counter with the counts of other routers."""
+        """Counter family with the counts of other routers added."""
         family = CounterMetricFamily(self._name, self._help, labels=(self._label,))
         for value, count in self._sum(others).items():
             family.add_metric((value,), count)

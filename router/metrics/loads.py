@@ -10,13 +10,13 @@ from engine.messages import InstanceReport
 
 
 class ServerLoad(msgspec.Struct):
-    """Number of HTTP requests that are being generated for."""
+    """Load of one router in vLLM's form: requests in flight."""
 
     server_load: int
 
 
 class InstanceLoad(msgspec.Struct):
-    """Load of one instance."""
+    """Load of one instance, under SGLang's names."""
 
     dp_rank: int
     num_running_reqs: int

@@ -53,7 +53,7 @@ class Meter:
 
     @property
     def first_at(self) -> float | None:
-        """When the first token of any sample came."""
+        """Time of the first token of any sample; None before it."""
         came = [at for at, last in zip(self._first, self._last, strict=True) if last is not None]
         return min(came, default=None)
 
@@ -127,7 +127,7 @@ class Meter:
 
 
 def _engine(generation: Generation) -> str:
-    """The label of the instance where it runs.
+    """Label of the instance that computes a sample.
 
     Empty if it waits for one, or has ended.
     """

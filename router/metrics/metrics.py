@@ -31,7 +31,7 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 
 def _openmetrics(registry: CollectorRegistry) -> bytes:
-    """The page in OpenMetrics, with names as they are.
+    """Metrics page in OpenMetrics format, with colons kept in names.
 
     Left to choose, prometheus_client 0.23 and later writes vllm:x as vllm_x for every Prometheus before 3.0,
     and no dashboard would find it.
@@ -86,7 +86,7 @@ class Metrics:
         return self._mesh.block_size()
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """The page and its content type, in the format that the scraper accepts."""
+        """Metrics page and its content type, in the format that the scraper accepts."""
         if "application/openmetrics-text" in accept:
             return _openmetrics(self._registry), OPENMETRICS
         return generate_latest(self._registry), TEXT
@@ -116,7 +116,7 @@ class Metrics:
         yield from self._of_mesh(others)
 
     def snapshot(self) -> Snapshot:
-        """Counts of this process, for the shared counts."""
+        """Counts of this process, to be shared with other routers."""
         success: dict[str, dict[str, int]] = {}
         for (engine, reason), count in self.success.items():
             success.setdefault(engine, {})[reason] = count

@@ -87,7 +87,7 @@ def of_reports(
 
 
 def _by_kind(model: str, reports: Mapping[int, InstanceReport], block_size: int | None) -> Iterable[Metric]:
-    """Metrics of vLLM's that have a label more, and the sizes of steps."""
+    """vLLM's metrics with one more label, and the histogram of step sizes."""
     waiting = GaugeMetricFamily(
         "vllm:num_requests_waiting_by_reason",
         "Requests that wait: for room (capacity), or held back (deferred).",

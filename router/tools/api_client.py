@@ -20,7 +20,7 @@ from router.launcher.environment import key_of_client
 
 
 class ServerError(Exception):
-    """No answer from the server, or an error; in words for the user."""
+    """Failed request to a server: no answer, or an error; the message is for users."""
 
     def __init__(self, message: str, status: int = 0, retry_after: float | None = None) -> None:
         """``status``: of the HTTP answer, 0 without one; ``retry_after``: seconds that it asks to wait."""
@@ -30,7 +30,7 @@ class ServerError(Exception):
 
 
 class NoApi(ServerError):
-    """Somebody answers, but not as this API does: perhaps it is at another path."""
+    """Answer of a server that has no such API at this path."""
 
 
 class _PathConnection(http.client.HTTPConnection):
@@ -68,7 +68,7 @@ class _AtPath(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
 
 
 class Api:
-    """The way to one server."""
+    """Client of one server's API."""
 
     def __init__(self, url: str | None, endpoint: EndpointConfig, timeout: float) -> None:
         """``url``: unset for the endpoint; ``timeout``: seconds without any output."""
@@ -94,7 +94,7 @@ class Api:
             raise ServerError(f"--ssl-certfile cannot be used: {error.strerror or error}") from error
 
     def _opener(self, request: urllib.request.Request) -> urllib.request.OpenerDirector:
-        """Without a proxy to loopback: one would look for the server on its own host."""
+        """URL opener without proxies for loopback, where a proxy would find another host."""
         handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=self._tls)]
         if is_loopback(urlsplit(request.full_url).hostname or ""):
             handlers.append(urllib.request.ProxyHandler({}))
@@ -104,7 +104,7 @@ class Api:
 
     @contextlib.contextmanager
     def open(self, path: str, body: bytes | None = None) -> Iterator[http.client.HTTPResponse]:
-        """An answer to read; ``body`` is JSON to post.
+        """Open a response for reading; ``body`` is JSON to post.
 
         Raises:
             NoApi: the path is unknown there, or the answer is no JSON of this API.
@@ -133,7 +133,7 @@ class Api:
 
 
 def message_of(error: Any) -> str:
-    """The message of a server's error: OpenAI's is an object, some others' plain text."""
+    """Message in a server's error body: an object as OpenAI's, or plain text."""
     return str((error.get("message") if isinstance(error, dict) else error) or "")
 
 

@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _problem(config: BuildKernelsConfig) -> str | None:
-    """Why these settings cannot work; None if they can."""
+    """Why kernels cannot be compiled with these settings; None if they can."""
     if not compiler.is_x86():
         return "there are kernels for x86-64 only; torch computes on other CPUs"
     unknown = [name for name in config.target if name not in TARGET_NAMES]
@@ -82,7 +82,7 @@ def _build(config: BuildKernelsConfig) -> None:
 
 
 def _sources() -> list[NativeSource]:
-    """All sources that need nothing installed; their modules load torch, so they come late."""
+    """Kernel sources that need no other library; imported late, as they load torch."""
     from engine.kernels.core import library
     from engine.transfers import checksums
     from parallel.links import native_links

@@ -1,4 +1,4 @@
-"""A mesh of one's own for the runs, started and ended with them."""
+"""Mesh for the runs of a command, started and ended with them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def mesh(
     log_file: Path | None = None,
     **variables: str,
 ) -> Iterator[str]:
-    """The base URL of a child ``serve`` with these arguments, once it is ready.
+    """Run a child ``serve`` with these arguments; yields its base URL once ready.
 
     It listens on free ports. Another program may take its place, and have more environment variables.
     ``log_file`` is kept; without one its log goes with it.

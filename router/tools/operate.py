@@ -68,7 +68,7 @@ class DrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def patience(self) -> float:
-        """Seconds to wait at most."""
+        """Most seconds to wait for the drain."""
         if self.wait_timeout is not None:
             return self.wait_timeout
         return WAIT_TIMEOUT if self.timeout is None else self.timeout + LEAVE_TIMEOUT
@@ -207,13 +207,13 @@ def _is_gone(before: View, rank: int) -> Callable[[View], bool]:
 
 
 def _still(before: View, view: View, rank: int) -> Member | None:
-    """The former holder of a rank, as it is now; the rank may be another's."""
+    """Newest state of a rank's former holder; the rank may have another by now."""
     names = {member.instance for member in before.members if member.rank == rank}
     return next((member for member in view.members if member.instance in names), None)
 
 
 def _why_it_stays(before: View, view: View, rank: int) -> str:
-    """What a draining instance still does, and what helps."""
+    """Why a draining instance is not gone yet, and what helps."""
     member = _still(before, view, rank)
     if member is None and not view.complete:
         return f"the coordinator was started again and has not heard of instance {rank} yet, if it is there"

@@ -1,4 +1,4 @@
-"""``lockstep status``: the world as a table."""
+"""Command ``lockstep status``: the instances of a mesh as a table."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _console() -> Console:
 
 
 def _watch(endpoint: str, view: View, config: StatusConfig, keys: MeshKeys | None) -> int:
-    """The table, kept up to date.
+    """Show the table, and keep it up to date.
 
     Says so while the coordinator is away, and goes on when it is back.
     """
@@ -110,7 +110,7 @@ def _watch(endpoint: str, view: View, config: StatusConfig, keys: MeshKeys | Non
 
 
 def as_table(view: View) -> Table:
-    """One row per instance."""
+    """Table with one row per instance."""
     model = view.settings.served_model_name[0] if view.settings else "no model yet"
     missing = f"; waiting for {view.waiting_for}" if view.waiting_for else ""
     count = len(view.members)

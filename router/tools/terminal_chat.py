@@ -23,7 +23,7 @@ HELP = (
     "Ctrl-C stops an answer."
 )
 GOES_ON = "(/exit or Ctrl-D ends)"
-"""For a Ctrl-C that came after the answer: it is not to cost the conversation."""
+"""Printed for a Ctrl-C after an answer, which does not end the conversation."""
 
 
 class ChatConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,7 +49,7 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Conversation:
-    """The messages so far, and the way to send the next one."""
+    """Conversation: its messages so far, and how the next one is sent."""
 
     def __init__(self, config: ChatConfig) -> None:
         self._config = config
@@ -61,7 +61,7 @@ class Conversation:
 
     @property
     def url(self) -> str:
-        """Where the API was found."""
+        """URL at which the API was found."""
         return self._api.url
 
     def reset(self, system: str | None = None) -> None:
@@ -70,7 +70,7 @@ class Conversation:
         self._messages = [{"role": "system", "content": self._system}] if self._system else []
 
     def connect(self) -> None:
-        """Find the model.
+        """Find the server's API and the model to talk to.
 
         Raises:
             ServerError: the server is not there, or does not want us.
@@ -99,7 +99,7 @@ class Conversation:
             return [entry["id"] for entry in json.load(answer)["data"]]
 
     def ask(self, text: str) -> Generator[str, None, None]:
-        """The answer as it comes, its reasoning first.
+        """Send a message; yields the answer as it comes, reasoning first.
 
         It becomes part of the conversation without that, also what came of it until it was stopped; a
         question that got no answer does not.

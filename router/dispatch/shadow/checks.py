@@ -48,13 +48,13 @@ class Party(msgspec.Struct, frozen=True):
     """Name of its numerics class; None if that is variant or unknown."""
     ready: bool
     idle: bool = True
-    """Nothing waits there, and there is room."""
+    """Whether nothing waits there, and there is room."""
     crowded: bool = False
-    """Requests wait there for room."""
+    """Whether requests wait there for room."""
     requests: int = 0
     leaves: bool = False
     shares_experts: bool = False
-    """Others compute a part of its answers, since experts are spread over the group."""
+    """Whether other instances compute a part of its answers (spread experts)."""
 
     def __str__(self) -> str:
         return f"instance {self.rank} ({self.name}) at {self.address}"
@@ -70,13 +70,13 @@ class ShadowCheck:
     up_to: int | None = None
     """Tokens that were computed, where a stop string or the client cut the answer there."""
     deadline: float = 0.0
-    """When its wait ends, or its computation if that has begun."""
+    """Time at which its wait ends, or its computation if that has begun."""
     at: Party | None = None
     """The instance that computes it now."""
     second: Party | None = None
     """The instance whose answer differs from the first one."""
     found: RecordedSample | None = None
-    """That answer."""
+    """Sample that the second instance computed."""
     excluded: set[str] = field(default_factory=set)
     """Instances that computed it, or were lost while they did."""
     num_thirds: int = 0
@@ -96,7 +96,7 @@ class ShadowCheck:
 
 
 class ShadowVerdict(msgspec.Struct, frozen=True):
-    """What is known of a difference, once a third instance decided or none can."""
+    """Result of a difference, once a third instance decided or none can."""
 
     request_id: str
     fingerprint: str
@@ -184,7 +184,7 @@ class ShadowChecks:
             self.counts[ShadowResult.DROPPED] += 1
 
     def look(self, parties: Parties, now: float) -> list[Start | Stop | ShadowVerdict]:
-        """What to start and to stop now, and what nobody can decide any more."""
+        """Orders to start and stop checks now, and verdicts on overdue differences."""
         return [*self._stops(parties, now), *self._expired(now), *self._starts(parties, now)]
 
     def computed(
@@ -206,7 +206,7 @@ class ShadowChecks:
         return self._ask_a_third(check, parties, now)
 
     def lost(self, check: ShadowCheck, parties: Parties, now: float) -> ShadowVerdict | None:
-        """The instance of a check is gone, or does not compute it."""
+        """Act on a check whose instance is gone, or does not compute it."""
         self._ends(check)
         if check.second is not None:
             return self._ask_a_third(check, parties, now)
@@ -351,7 +351,7 @@ def _able(check: ShadowCheck, parties: Parties) -> list[Party]:
 
 
 def _told(difference: Difference) -> str:
-    """A difference in words, of the first instance and of the second."""
+    """Difference of two instances' answers, in words."""
     sides = []
     ends = (difference.expected_end, difference.found_end)
     for found, end in zip((difference.expected, difference.found), ends, strict=True):

@@ -81,7 +81,7 @@ class RecordedStream(Stream):
         return self._last is None
 
     def sample(self) -> RecordedSample | None:
-        """What was recorded; None if it cannot be compared."""
+        """Recorded sample; None if it cannot be compared."""
         last = self._last
         if not self._num_recorded or self._num_recorded != len(self._entry.emitted) or self._error:
             return None
@@ -114,7 +114,7 @@ class RecordedStream(Stream):
 
 
 class Shadowing:
-    """Checks a share of the requests that a router sends."""
+    """Runs the shadow checks of a router's share of requests."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class Shadowing:
             self._act_on(verdict)
 
     async def _sample_of(self, check: ShadowCheck, party: Party) -> RecordedSample:
-        """What an instance computes for a check, as far as it is compared.
+        """Sample that an instance computes for a check, as far as it is compared.
 
         Raises:
             MeshError: it is gone, or does not take the request.

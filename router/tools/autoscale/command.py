@@ -88,7 +88,7 @@ class AutoscaleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def goals(self) -> Goals:
-        """The part that decides."""
+        """Goals that :mod:`router.tools.autoscale.policy` decides by."""
         assert self.max_instances is not None
         return Goals(
             min_instances=self.min_instances,
@@ -122,7 +122,7 @@ class TtftMeter:
 
 
 class PendingScale:
-    """The newest change of the number of instances, until it is done or has failed."""
+    """Scale command under way, until it is done or has failed."""
 
     def __init__(self, command: Callable[[Scale], Awaitable[Answer]]) -> None:
         """``command`` has the coordinator do something; it raises TimeoutError without an answer."""
@@ -133,7 +133,7 @@ class PendingScale:
         return f"<PendingScale {self._wish}>"
 
     async def begin(self, size: int) -> str:
-        """Begin another one; returns what happens now."""
+        """Send a scale command; returns a line about the coordinator's answer."""
         wish = Scale(command=uuid.uuid4().hex, size=size)
         try:
             answer = await self._command(wish)
@@ -143,7 +143,7 @@ class PendingScale:
         return answer.text if answer.status == ACCEPTED else f"refused: {answer.text}"
 
     async def look(self, view: View) -> str:
-        """Why the newest change has failed, once; empty if it has not."""
+        """Reason why the scale command failed, given once; empty if it has not."""
         wish = self._wish
         if wish is None or has_size(view, wish.size):
             self._wish = None
@@ -159,7 +159,7 @@ class PendingScale:
 
 
 def seen_in(view: View, ttft: float | None) -> MeshSnapshot:
-    """What decides in a view."""
+    """Figures of a view of the mesh that the decision needs."""
     staying = [member for member in view.members if member.state.stays]
     return MeshSnapshot(
         staying=len(staying),
@@ -211,7 +211,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _run(config: AutoscaleConfig, keys: MeshKeys | None) -> None:
-    """Look until interrupted. A mesh that does not answer is left as it is."""
+    """Follow the mesh until interrupted; one that does not answer is left as it is."""
     scaler, meter, last = Autoscaler(config.goals), TtftMeter(), ""
     endpoint = config.mesh.coordinator_endpoint
     change = PendingScale(partial(ask, endpoint, timeout=ASK_TIMEOUT, keys=keys))

@@ -22,7 +22,7 @@ CALM_TTFT = 0.5
 
 
 class Goals(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operator wants; times in seconds."""
+    """Targets and bounds of an operator; times in seconds."""
 
     min_instances: int = 1
     max_instances: int
@@ -35,13 +35,13 @@ class Goals(msgspec.Struct, frozen=True, kw_only=True):
     cool_down_up: float = 30.0
     """Least time from a change to the next one upwards."""
     cool_down_down: float = 120.0
-    """The same downwards."""
+    """Least time from a change to the next one downwards."""
     stabilization_window: float = 300.0
     """Time for which nothing larger was wanted, before a change downwards."""
 
 
 class MeshSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The mesh at one look."""
+    """Load and instances of the mesh at one moment."""
 
     staying: int
     """Instances that serve or will."""
@@ -61,7 +61,7 @@ class SizeDecision(msgspec.Struct, frozen=True):
 
 
 class Autoscaler:
-    """Decides at each look; remembers what was wanted and changed lately."""
+    """Decides on the number of instances, from the load now and lately."""
 
     def __init__(self, goals: Goals) -> None:
         self._goals = goals
@@ -73,7 +73,7 @@ class Autoscaler:
         return f"<Autoscaler {self._goals.min_instances} to {self._goals.max_instances}>"
 
     def look(self, seen: MeshSnapshot, now: float) -> SizeDecision:
-        """What to do now; its size is that of the mesh if nothing."""
+        """Decision for this moment; the size is the present one if nothing changes."""
         goals, size = self._goals, seen.staying
         wanted, why = self._need(seen)
         self._remember(wanted, now)

@@ -31,11 +31,11 @@ FOR_GOOD = (
     aiohttp.NonHttpUrlClientError,
     aiohttp.ContentTypeError,
 )
-"""What another try would meet again: certificates, addresses, a page that is no API."""
+"""Errors that another try would meet again: certificates, addresses, a page."""
 
 
 class BenchTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """The server, and how it is asked."""
+    """Server under test, with the fields that all requests share."""
 
     base_url: str
     endpoint: str
@@ -62,7 +62,7 @@ class ChunkUsage(msgspec.Struct):
 
 
 class StreamChunk(msgspec.Struct):
-    """What is looked at of a chunk.
+    """Part of a streamed chunk that the measurement decodes.
 
     A load generator shares the machine with what it measures, so it must cost little: decoding only this
     takes a microsecond.
@@ -92,11 +92,11 @@ _EVENTS = msgspec.json.Decoder(StreamChunk)
 
 
 class Unmeasurable(Exception):
-    """The server does not answer as it should."""
+    """Failure after which nothing can be measured: the server's answers are wrong."""
 
 
 class ServerWait:
-    """How long a server is waited for. Says once that it is."""
+    """Wait for a server with a deadline; prints once that it waits."""
 
     def __init__(self, base_url: str, seconds: float) -> None:
         self._base_url = base_url
@@ -105,7 +105,7 @@ class ServerWait:
         self._said = False
 
     async def wait(self, problem: str, *, for_good: bool) -> None:
-        """A moment, until the next try.
+        """Sleep before the next try, or raise once the deadline has passed.
 
         Raises:
             Unmeasurable: there is no use in one, or no time is left.
@@ -131,7 +131,7 @@ async def session(
     trust: ssl.SSLContext | None = None,
     path: str | None = None,
 ) -> AsyncIterator[aiohttp.ClientSession]:
-    """A client without a limit of its own.
+    """HTTP client session without a limit on connections.
 
     With ``key``, else the environment's, and ``headers`` besides or instead. ``trust``: for HTTPS, what is
     not the system's; ``path``: of the server's Unix socket, if it has one.
@@ -245,7 +245,7 @@ async def run(
     rng: random.Random | None = None,
     on_end: Callable[[], None] = lambda: None,
 ) -> tuple[list[RequestResult], float]:
-    """Send all, at most ``concurrency`` conversations at once; their outcomes and the seconds it took.
+    """Send all conversations, at most ``concurrency`` at once; returns results and seconds.
     ``on_end`` is called after each request."""
     limit = asyncio.Semaphore(concurrency or max(1, len(conversations)))
 

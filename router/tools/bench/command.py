@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """``lockstep bench serve ...``; 1 if any request failed."""
+    """Run ``lockstep bench serve``; returns 1 if any request failed."""
     if argv[:1] != ["serve"]:
         helps = argv[:1] in (["-h"], ["--help"])
         print(
@@ -165,7 +165,7 @@ def _progress(disabled: bool) -> Progress:
 
 
 def conversations(args: BenchConfig, rng: random.Random, count: int) -> list[Conversation]:
-    """The conversations of a run.
+    """Conversations of one run, from the dataset that was named.
 
     Raises:
         ValueError: the file of --dataset-path cannot be used.
@@ -214,7 +214,7 @@ def _counter(directory: Path) -> Callable[[str], int]:
 
 
 def save(args: BenchConfig, results: Sequence[Result]) -> None:
-    """--save-result: a file per run; --output-json: the sums of all in one."""
+    """Write results: a file per run (--save-result), all sums in one (--output-json)."""
     for result in results if args.save_result else ():
         file = _file_of(args, result, is_one_of_several=len(results) > 1)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -227,7 +227,7 @@ def save(args: BenchConfig, results: Sequence[Result]) -> None:
 
 
 def _file_of(args: BenchConfig, result: Result, *, is_one_of_several: bool) -> Path:
-    """Where a run is saved: by default under a name as vLLM makes it."""
+    """File to save a run to, by default under vLLM's kind of name."""
     limit = f"-concurrency{result['max_concurrency']}" if result["max_concurrency"] else ""
     if args.result_filename:
         given = Path(args.result_filename)
@@ -241,7 +241,7 @@ def _file_of(args: BenchConfig, result: Result, *, is_one_of_several: bool) -> P
 
 
 def _check_places(args: BenchConfig) -> None:
-    """See that results can be written, before anything is measured.
+    """Check that results can be written, before anything is measured.
 
     Raises:
         OSError: they cannot.

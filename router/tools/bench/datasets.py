@@ -13,9 +13,9 @@ import msgspec
 Prompt = list[int] | str
 
 LOWEST_ID = 16
-"""Special tokens often live below."""
+"""Lowest token id that prompts use, since special tokens often are below."""
 CHARACTERS_PER_TOKEN = 4
-"""Roughly, of English text, where no tokenizer was given."""
+"""Rough characters per token of English text, where no tokenizer was given."""
 SHORTEST, LONGEST, LONGEST_IN_ALL = 4, 1024, 2048
 """Tokens of a ShareGPT prompt, and with its answer, that are used (vLLM's limits)."""
 
@@ -33,12 +33,12 @@ Conversation = list[BenchRequest]
 
 
 class PromptLengths(msgspec.Struct, frozen=True, kw_only=True):
-    """Lengths in tokens."""
+    """Lengths of prompts and answers in tokens."""
 
     input_len: int = 128
     output_len: int = 64
     prefix_len: int = 0
-    """Further tokens, the same in all prompts."""
+    """Tokens of a prefix that all prompts share, on top of ``input_len``."""
     range_ratio: float = 0.0
     """Lengths are uniform in [len * (1 - ratio), len * (1 + ratio)]."""
     vocab: int = 4096
@@ -123,7 +123,7 @@ def sharegpt(
 
 
 def _first_turns(entries: list[Any]) -> Iterator[tuple[str, str]]:
-    """Those that have both; some files hold turns without a text."""
+    """First question and answer of each conversation that has both."""
     for entry in entries:
         turns = entry.get("conversations") or entry.get("conversation") or []
         texts = [turn["value"] for turn in turns[:2]]

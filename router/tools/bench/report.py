@@ -49,7 +49,7 @@ DETAILS = ("input_len", "output_len", "ttft", "itl", "error")
 
 @dataclass
 class RequestResult:
-    """What became of a request. Times in seconds."""
+    """Result of one request; times in seconds."""
 
     input_len: int
     output_len: int = 0
@@ -124,7 +124,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def report(result: Result, metrics: Sequence[str], percentiles: Sequence[float]) -> str:
-    """The layout of ``vllm bench serve``."""
+    """Report of a run in the layout of ``vllm bench serve``."""
     lines = ["{:=^50}".format(" Serving Benchmark Result ")]
     for label, key in REPORT.items():
         if result[key] not in (None, "inf"):
@@ -142,7 +142,7 @@ def _line(label: str, value: float | int) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """One row per run, as a Markdown table."""
+    """Markdown table with one row per run."""
     cells = [[result[key] for key in COLUMNS.values()] for result in results]
     rows = [[f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in row] for row in cells]
     widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
@@ -155,7 +155,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Description of the machine that was measured on."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     return {"cpu": cpu[1] if cpu else "unknown", "cores": os.cpu_count(), "memory_gib": memory}

@@ -135,12 +135,12 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Sampling parameters that were given."""
+        """Sampling parameters that were given as flags."""
         return {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
 
     @property
     def arrivals(self) -> ArrivalProcess:
-        """When requests are sent."""
+        """Arrival process of the requests."""
         return ArrivalProcess(
             request_rate=self.request_rate,
             burstiness=self.burstiness,
@@ -229,7 +229,7 @@ def _with_addresses(config: BenchConfig, where: EndpointConfig) -> BenchConfig:
 
 
 def _problems(config: BenchConfig) -> Iterator[str]:
-    """What is wrong with the settings."""
+    """Problems with the settings, in words."""
     yield from _too_small(config)
     rates = [config.request_rate, config.burstiness, config.burst_interval]
     rates += [rate for rate in (config.ramp_up_start_rps, config.ramp_up_end_rps) if rate is not None]

@@ -1,4 +1,4 @@
-"""``lockstep doctor``: the command."""
+"""Command ``lockstep doctor``: its flags and the order of checks."""
 
 from __future__ import annotations
 
@@ -117,10 +117,7 @@ def examine(config: DoctorConfig) -> tuple[list[Finding], LinkFacts | None]:
 
 
 def _check_mesh(config: DoctorConfig) -> list[Finding]:
-    """The ports of a mesh to be, or the mesh that runs.
-
-    And the key for it.
-    """
+    """Findings about the running mesh, or about ports and key of one to be."""
     findings = []
     of_mesh: keys.MeshKeys | None = None
     if config.mesh.mesh_key_file is not None:

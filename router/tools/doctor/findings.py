@@ -1,4 +1,4 @@
-"""What the doctor finds (pure)."""
+"""Findings of ``lockstep doctor`` (pure)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class Level(enum.StrEnum):
-    """How bad it is, from nothing at all to what keeps Lockstep from working."""
+    """Severity of a finding, up to what keeps Lockstep from working."""
 
     OK = "ok"
     NOTE = "note"
@@ -18,14 +18,14 @@ class Level(enum.StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line of the report."""
+    """Finding: one line of the report."""
 
     area: str
     check: str
     level: Level
     text: str
     fix: str = ""
-    """What to do about it; empty when there is nothing to do."""
+    """Advice on what to do; empty when there is nothing to do."""
 
 
 def ok(area: str, check: str, text: str) -> Finding:
@@ -45,6 +45,6 @@ def broken(area: str, check: str, text: str, fix: str) -> Finding:
 
 
 def worst(findings: Iterable[Finding]) -> Level:
-    """The worst level of all; OK of none."""
+    """Worst level of some findings; OK without any."""
     order = list(Level)
     return max((finding.level for finding in findings), key=order.index, default=Level.OK)

@@ -1,4 +1,4 @@
-"""What Triton's kernels need: the package, a C compiler, Python's headers."""
+"""Requirements of Triton's kernels: the package, a C compiler, Python's headers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from router.tools.doctor.findings import Finding, note, ok
 
 AREA = "installation"
 COMPILERS = ("cc", "gcc", "clang")
-"""What Triton looks for where the variable CC names nothing."""
+"""Compilers that Triton looks for where the variable CC names none."""
 
 
 class TritonFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What of it is here."""
+    """Requirements of Triton that this host has."""
 
     package: bool
     compiler: str
-    """Empty if there is none."""
+    """C compiler that Triton would use; empty if there is none."""
     headers: bool
     """Whether Python.h is there."""
 
 
 def read_triton(environment: Mapping[str, str]) -> TritonFacts:
-    """As Triton looks for it when it first launches a kernel."""
+    """Read what Triton would find at its first launch of a kernel."""
     named = environment.get("CC", "")
     found = named or next((name for name in COMPILERS if shutil.which(name) is not None), "")
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"

@@ -22,11 +22,11 @@ SLOW_BANDWIDTH = 100e6
 POOR_SHARE = 0.3
 """Part of an interface's speed, below which something other than the cable is the limit."""
 MOST_SECONDS = 900.0
-"""For everything, whatever the size of the group."""
+"""Most seconds of a whole measurement, whatever the size of the group."""
 
 
 def ask_links(ask: ProbeRequest) -> LinkFacts | ProbeFailed:
-    """Start the child of this host, and wait for what the group finds out."""
+    """Run this host's measuring process, and wait for the group's results."""
     argument = msgspec.json.encode(ask).decode()
     command = [sys.executable, "-P", "-m", "engine.probe.links", argument]
     try:
@@ -54,7 +54,7 @@ def check_links(found: LinkFacts | ProbeFailed, ask: ProbeRequest) -> list[Findi
 
 
 def name_of(host: HostFacts) -> str:
-    """How a host is called in the tables."""
+    """Name of a host in the tables."""
     return f"{host.host} ({host.address})"
 
 
@@ -98,7 +98,7 @@ def _differences(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
 
 
 def _pairs(found: LinkFacts) -> Iterator[Finding]:
-    """Each pair by its smallest and largest all-gather."""
+    """Findings about each pair of hosts, by its smallest and largest all-gather."""
     for ranks in sorted({tuple(timing.ranks) for timing in found.timings if len(timing.ranks) == 2}):
         gathers = [
             each for each in found.timings if (tuple(each.ranks), each.collective) == (ranks, "all_gather")

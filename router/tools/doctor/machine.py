@@ -23,10 +23,10 @@ CPU_FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_til
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What was read. Sizes in bytes."""
+    """Facts about this host; sizes in bytes."""
 
     cores: int
-    """That this process may run on."""
+    """Cores that this process may run on."""
     cores_of_host: int
     quota: float | None
     """Cores' worth of time that the control group grants; None: no limit."""
@@ -41,7 +41,7 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_machine() -> MachineFacts:
-    """As this process sees it."""
+    """Read the facts of this host, as this process sees it."""
     name, flags = _cpu()
     return MachineFacts(
         cores=len(os.sched_getaffinity(0)),
@@ -58,7 +58,7 @@ def read_machine() -> MachineFacts:
 
 
 def check_machine(machine: MachineFacts) -> list[Finding]:
-    """All judgements."""
+    """Findings about cores, CPU, memory and limits."""
     return [
         _cores(machine),
         _threads(machine),
@@ -84,7 +84,7 @@ def _cores(machine: MachineFacts) -> Finding:
 
 
 def _threads(machine: MachineFacts) -> Finding:
-    """Under ``serve`` the launcher sets these; an instance started alone takes what is there."""
+    """Findings about variables that set numbers of threads."""
     environment = machine.environment
     given = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
     if given.isdigit() and int(given) > machine.cores:
@@ -118,7 +118,7 @@ def _memory(machine: MachineFacts) -> Finding:
 
 
 def _shared_memory(machine: MachineFacts) -> Finding:
-    """Instances share memory through memfd and pidfd; nothing of ours is in /dev/shm."""
+    """Findings about shared memory, for which instances use memfd and pidfd."""
     try:
         os.close(os.memfd_create("lockstep-doctor"))
         os.close(os.pidfd_open(os.getpid()))

@@ -17,11 +17,11 @@ from router.tools.doctor.findings import Finding, broken, note, ok, warning
 
 AREA = "mesh"
 STALLED = 5.0
-"""Seconds without a step, while there is work, that are worth a word."""
+"""Seconds without a step, despite work, from which an instance counts as stalled."""
 
 
 async def check_mesh(mesh: MeshConfig, keys: MeshKeys | None, timeout: float) -> list[Finding]:
-    """Ask the coordinator, then knock at each instance."""
+    """Findings about a running mesh: the coordinator's answer, and each instance's port."""
     endpoint = mesh.coordinator_endpoint
     try:
         view = await fetch_view(endpoint, timeout, keys)

@@ -1,4 +1,4 @@
-"""The addresses of this host, what its name means, and what carries collectives."""
+"""Network of this host: addresses, its own name, transport of collectives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AREA = "network"
 
 
 def check_network(has_gpu: bool) -> list[Finding]:
-    """All of it, as it is now."""
+    """Findings about this host's addresses, name and transport."""
     found = interfaces()
     return [
         *check_interfaces(found),
@@ -24,7 +24,7 @@ def check_network(has_gpu: bool) -> list[Finding]:
 
 
 def check_interfaces(found: Sequence[Interface]) -> list[Finding]:
-    """One line for each address that others may reach this host at."""
+    """Finding for each address at which other hosts may reach this one."""
     if not found:
         fix = "for a mesh over several hosts, give this one an address"
         return [note(AREA, "addresses", "loopback only", fix)]
@@ -40,7 +40,7 @@ def _speed(mbit: int) -> str:
 
 
 def check_host_name(name: str, addresses: Sequence[str]) -> Finding:
-    """Debian and Ubuntu map a host's own name to 127.0.1.1."""
+    """Finding about the host's own name, which may mean loopback (as on Debian)."""
     if not addresses:
         return note(AREA, "host name", f"{name} has no address here", "give -dpa an address, not this name")
     text = f"{name} is {', '.join(addresses)} here"
@@ -59,7 +59,7 @@ def _addresses_of_name() -> list[str]:
 
 
 def check_transport(infiniband: Sequence[str], environment: Mapping[str, str], has_gpu: bool) -> Finding:
-    """What carries collectives between hosts: TCP, over the instance's address."""
+    """Finding about the transport of collectives between hosts."""
     if "GLOO_SOCKET_IFNAME" in environment:
         fix = "--instance-address chooses the interface"
         text = "GLOO_SOCKET_IFNAME is ignored: links are bound to the instance's address"

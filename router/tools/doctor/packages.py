@@ -1,4 +1,4 @@
-"""Python, the packages that Lockstep needs, and torch, which a child process loads."""
+"""Checks of Python, the required packages, and torch, which a child process loads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)\s*(?:\[[^]]*\])?\s*\(?((?:[<>=!~]=
 
 
 def check_python(found: tuple[int, ...] = sys.version_info[:3], system: str = sys.platform) -> list[Finding]:
-    """The interpreter and the system."""
+    """Findings about the interpreter and the operating system."""
     text = f"Python {'.'.join(map(str, found))}, {platform.platform(terse=True)}"
     if found[:2] < PYTHON:
         return [broken(AREA, "Python", text, "install Python 3.11 or newer")]
@@ -75,7 +75,7 @@ def _problems(needs: Sequence[str], installed: Callable[[str], str]) -> list[tup
 
 
 def _meets(found: str, bound: str) -> bool:
-    """Lower and upper bounds; the other kinds are for pip."""
+    """Whether a version meets lower and upper bounds; other kinds are pip's business."""
     match = re.match(r"(>=|<=|<|>)\s*(.+)", bound)
     if match is None:
         return True
@@ -86,13 +86,13 @@ def _meets(found: str, bound: str) -> bool:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """2.13.0+cpu and 3.0rc1 as (2, 13, 0) and (3, 0)."""
+    """Numbers of a version: 2.13.0+cpu is (2, 13, 0), 3.0rc1 is (3, 0)."""
     match = re.match(r"\d+(?:\.\d+)*", text)
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def check_extras(installed: Callable[[str], str] = version) -> list[Finding]:
-    """Packages that some features need."""
+    """Findings about packages that single features need."""
     have, lack = [], []
     for name, purpose in EXTRAS.items():
         try:
@@ -119,7 +119,7 @@ def ask_torch() -> TorchFacts | ProbeFailed:
 
 
 def check_torch(facts: TorchFacts | ProbeFailed, has_gpu: bool | None = None) -> list[Finding]:
-    """torch and its devices. ``has_gpu``: whether the kernel shows one."""
+    """Findings about torch and its devices; ``has_gpu``: the kernel shows one."""
     if isinstance(facts, ProbeFailed):
         return [
             broken(AREA, "torch", f"cannot be loaded: {facts.error}", "install torch and transformers again")

@@ -17,7 +17,7 @@ LOOPBACK_TIMEOUT = 5.0
 
 
 def check_port(what: str, host: str, port: int, flag: str) -> Finding:
-    """One listening port, tried as its owner would take it. ``flag`` chooses another."""
+    """Finding about a port, bound as its owner would; ``flag`` chooses another."""
     family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -71,7 +71,7 @@ def _named(holder: psutil.Process) -> str:
 
 
 def check_loopback() -> Finding:
-    """That processes of this host reach each other at 127.0.0.1."""
+    """Finding about loopback: processes of this host must reach each other there."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(LOOPBACK_TIMEOUT)

@@ -23,7 +23,7 @@ NETWORK = ("tcp", "rc", "ud", "dc")
 
 
 class Rdma(msgspec.Struct, frozen=True, kw_only=True):
-    """What was read."""
+    """UCX and RDMA devices of this host."""
 
     up: list[str] = []
     """Ports of InfiniBand and RoCE devices, such as ``mlx5_0:1 InfiniBand 200 Gb/sec``."""
@@ -34,7 +34,7 @@ class Rdma(msgspec.Struct, frozen=True, kw_only=True):
     device_files: list[str] = []
     """Device files for RDMA."""
     closed_files: list[str] = []
-    """Those of them that this user cannot open."""
+    """Device files that this user cannot open."""
     ucx: str | None = None
     """Version and place of UCX; None if it is not installed."""
     has_rdma: bool = False
@@ -46,7 +46,7 @@ class Rdma(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_rdma(files: Path = DEVICE_FILES) -> Rdma:
-    """As this process sees it; loads UCX if there is one."""
+    """Read the facts as this process sees them; loads UCX if installed."""
     device_files = sorted(map(str, files.glob("uverbs*")))
     found = Rdma(
         up=active_ports(),
@@ -70,7 +70,7 @@ def read_rdma(files: Path = DEVICE_FILES) -> Rdma:
 
 
 def check_rdma(rdma: Rdma) -> list[Finding]:
-    """UCX, then what keeps it from using the host's RDMA devices."""
+    """Findings about UCX, and about what keeps it from the host's RDMA devices."""
     return [_ucx(rdma), *(_devices(rdma) if rdma.up or rdma.down or rdma.device_files else [_none(rdma)])]
 
 
@@ -107,7 +107,7 @@ def _devices(rdma: Rdma) -> Iterator[Finding]:
 
 
 def _missing(rdma: Rdma) -> Iterator[Finding]:
-    """What a port that is up needs besides."""
+    """Missing requirements of an RDMA port that is up."""
     if rdma.up and not rdma.device_files:
         text = f"{rdma.up[0]} has no file {DEVICE_FILES}/uverbs*"
         yield warning(AREA, "RDMA", text, "`modprobe ib_uverbs`; in a container pass /dev/infiniband in")

@@ -17,7 +17,7 @@ STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.
 
 
 class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that was found."""
+    """All findings and measurements of one run."""
 
     level: Level
     """The worst of all findings."""
@@ -31,7 +31,7 @@ def report_of(findings: list[Finding], links: LinkFacts | None) -> DoctorReport:
 
 
 def print_report(report: DoctorReport) -> None:
-    """Tables, then what to fix, worst first."""
+    """Print tables, then what to fix, worst first."""
     console = Console(width=max(Console().width, MIN_WIDTH))
     console.print(_findings_table(report.findings))
     if report.links is not None:

@@ -1,4 +1,4 @@
-"""``lockstep replay``: flags, files, exit status."""
+"""Command ``lockstep replay``: flags, files, exit status."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def read_file(file: str) -> tuple[list[Saved], list[str]]:
 
 @contextlib.contextmanager
 def server(config: ReplayConfig) -> Iterator[Api]:
-    """The server that computes: a running one, or one of our own.
+    """Server that computes: a running one, or a child ``serve``.
 
     Raises:
         ServerError: it cannot be started, or its certificate not be read.

@@ -31,7 +31,7 @@ NOT_PROMISED = "its class is variant, which promises no equal bits: "
 
 @dataclass(frozen=True)
 class Saved:
-    """A capsule of a file."""
+    """Capsule with its place in a file."""
 
     place: str
     """The file, and the line there, to stand before a remark."""
@@ -40,7 +40,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A sample of a capsule beside its second computation."""
+    """Sample of a capsule with its second computation."""
 
     sample: CapsuleSample
     answer: ReplayAnswer | None
@@ -65,7 +65,7 @@ class Replayed:
 
 @dataclass
 class ReplayCounts:
-    """Numbers of capsules."""
+    """Numbers of capsules by result."""
 
     equal: int = 0
     different: int = 0
@@ -126,7 +126,7 @@ class Replay:
         ]
 
     def _replayed(self, capsule: Capsule, prompt: CapsulePrompt, sample: CapsuleSample) -> Replayed:
-        """One sample, computed again.
+        """Compute a sample again at the server.
 
         Raises:
             Unusable, ServerError: it cannot be.
@@ -193,7 +193,7 @@ class Replay:
 
 
 def request_of(capsule: Capsule, prompt: CapsulePrompt, sample: CapsuleSample) -> ReplayRequest:
-    """The body that has a sample computed again.
+    """Body of the request that has a sample computed again.
 
     Raises:
         Unusable: the capsule does not say in which class.
