@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import zmq.asyncio
 
 from coordinator.member_connection import fetch_view
-from coordinator.messages import Answer, FromCoordinator, OperatorCommand, State, ToCoordinator, View
+from coordinator.messages import FromCoordinator, OperatorAnswer, OperatorCommand, State, ToCoordinator, View
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import AsyncConnection
 
@@ -63,7 +63,7 @@ async def _may_be_there(endpoint: str, patience: float) -> bool:
 
 async def ask(
     endpoint: str, command: OperatorCommand, timeout: float, keys: MeshKeys | None = None
-) -> Answer:
+) -> OperatorAnswer:
     """The answer to a command, which is repeated until it comes.
 
     Raises:
@@ -99,8 +99,10 @@ async def _repeat(
         await asyncio.sleep(ASK_INTERVAL if sent else RECONNECT_INTERVAL)
 
 
-async def _answer(connection: AsyncConnection[FromCoordinator, ToCoordinator], command: str) -> Answer:
+async def _answer(
+    connection: AsyncConnection[FromCoordinator, ToCoordinator], command: str
+) -> OperatorAnswer:
     while True:
         message = await connection.receive()
-        if isinstance(message, Answer) and message.command == command:
+        if isinstance(message, OperatorAnswer) and message.command == command:
             return message

@@ -16,7 +16,6 @@ from coordinator.addresses import reached
 from coordinator.member_state import MemberState
 from coordinator.messages import (
     AdmissionRefused,
-    Answer,
     Drain,
     ExpertLoads,
     FromCoordinator,
@@ -24,6 +23,7 @@ from coordinator.messages import (
     Leave,
     Load,
     Lost,
+    OperatorAnswer,
     Reach,
     Reached,
     Register,
@@ -322,7 +322,7 @@ class Watcher:
         keys: MeshKeys | None = None,
         *,
         launcher: str = "",
-        on_scale: Callable[[Scale], Awaitable[Answer]] | None = None,
+        on_scale: Callable[[Scale], Awaitable[OperatorAnswer]] | None = None,
     ) -> None:
         """A ``launcher`` gives its mesh's name, and is asked by ``on_scale`` for other numbers of
         instances."""

@@ -346,7 +346,7 @@ class Scale(msgspec.Struct, frozen=True, tag="scale", kw_only=True):
     force: bool = False
 
 
-class Answer(msgspec.Struct, frozen=True, tag="answer", kw_only=True):
+class OperatorAnswer(msgspec.Struct, frozen=True, tag="answer", kw_only=True):
     """Result of a command, from the launcher to the coordinator and on to the client."""
 
     command: str
@@ -360,7 +360,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer", kw_only=True):
 
 
 OperatorCommand = Drain | Scale | SetRole | Rebalance
-"""Wishes of operators, each answered by an :class:`Answer`."""
+"""Wishes of operators, each answered by an :class:`OperatorAnswer`."""
 
 ToCoordinator = (
     Register
@@ -374,7 +374,7 @@ ToCoordinator = (
     | Scale
     | SetRole
     | Rebalance
-    | Answer
+    | OperatorAnswer
 )
 
 
@@ -726,5 +726,5 @@ FromCoordinator = (
     | TakeRole
     | Drain
     | Scale
-    | Answer
+    | OperatorAnswer
 )

@@ -19,7 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from coordinator.commands import ask
-from coordinator.messages import Answer, OperatorCommand
+from coordinator.messages import OperatorAnswer, OperatorCommand
 from coordinator.process import process
 from coordinator.process.tracing import Tracing, TracingMissing
 from coordinator.rpc.codec import OtherProtocol
@@ -289,7 +289,7 @@ def _app(
     endpoint = make_app(mesh, config.http, metrics, quotas, dashboard, tracing, lambda: mesh.view)
     port = listeners[1].getsockname()[1] if len(listeners) > 1 else None
 
-    async def command(wish: OperatorCommand) -> Answer:
+    async def command(wish: OperatorCommand) -> OperatorAnswer:
         return await ask(config.mesh.coordinator_endpoint, wish, COMMAND_TIMEOUT, keys)
 
     prefix = prefix_of(config.http.root_path)

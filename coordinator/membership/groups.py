@@ -18,11 +18,11 @@ from coordinator.membership.records import Instruction, Note, Peer, Publish, Rec
 from coordinator.membership.roster import Roster
 from coordinator.membership.suspicion import Suspicions
 from coordinator.messages import (
-    Answer,
     Evidence,
     ExpertBalance,
     Heartbeat,
     Lost,
+    OperatorAnswer,
     Probe,
     Rebalance,
     Settings,
@@ -195,14 +195,14 @@ class Groups:
         if rebalancing.summary != before:
             self._log.touch_head()
 
-    def rebalance(self, message: Rebalance) -> Answer:
+    def rebalance(self, message: Rebalance) -> OperatorAnswer:
         """Answer an operator who wants experts to move now."""
         if not self._roster.balances:
             problem = "the load of experts is not balanced here: start the instances with --enable-eplb"
-            return Answer(command=message.command, status=CONFLICT, text=problem)
+            return OperatorAnswer(command=message.command, status=CONFLICT, text=problem)
         self.epochs.rebalancing.ask()
         text = "experts move now, where that makes steps faster: lockstep status shows it"
-        return Answer(command=message.command, status=ACCEPTED, text=text)
+        return OperatorAnswer(command=message.command, status=ACCEPTED, text=text)
 
 
 def _to_send(asked: list[Asked]) -> Iterator[Instruction]:

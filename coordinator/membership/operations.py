@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
-from coordinator.messages import Answer, Drain, FromCoordinator, Scale, State
+from coordinator.messages import Drain, FromCoordinator, OperatorAnswer, Scale, State
 
 Peer = bytes
 Sent = tuple[Peer, FromCoordinator]
@@ -29,7 +29,7 @@ It asks for the view every second.
 """
 
 
-class Known(Protocol):
+class CommandTarget(Protocol):
     """The part of a record that commands to its instance need."""
 
     @property
@@ -56,7 +56,7 @@ class Operations:
         """A sign of life of the launcher."""
         self._launcher = (peer, now)
 
-    def drain(self, asker: Peer, wish: Drain, instances: Mapping[int, Known]) -> Iterator[Sent]:
+    def drain(self, asker: Peer, wish: Drain, instances: Mapping[int, CommandTarget]) -> Iterator[Sent]:
         """Pass a drain command on to its instance, unless no other instance would be left."""
         here = {known.instance for known in instances.values()}
         self._drains = {instance: drain for instance, drain in self._drains.items() if instance in here}
@@ -82,7 +82,7 @@ class Operations:
         yield known.peer, wish
         yield asker, _answer(wish, ACCEPTED, f"instance {wish.rank} was asked to drain")
 
-    def still_wanted(self, known: Known) -> Drain | None:
+    def still_wanted(self, known: CommandTarget) -> Drain | None:
         """A drain command that an instance does not obey yet: messages get lost with connections."""
         return None if known.state is State.DRAINING else self._drains.get(known.instance)
 
@@ -104,12 +104,12 @@ class Operations:
             self._pending.pop(next(iter(self._pending)))
         yield self._launcher[0], wish
 
-    def answer(self, answer: Answer) -> Iterator[Sent]:
+    def answer(self, answer: OperatorAnswer) -> Iterator[Sent]:
         """Pass an answer of the launcher on to the client of the command."""
         asker = self._pending.pop(answer.command, None)
         if asker is not None:
             yield asker, answer
 
 
-def _answer(wish: Drain | Scale, status: int, text: str) -> Answer:
-    return Answer(command=wish.command, status=status, text=text)
+def _answer(wish: Drain | Scale, status: int, text: str) -> OperatorAnswer:
+    return OperatorAnswer(command=wish.command, status=status, text=text)

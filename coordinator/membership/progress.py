@@ -11,7 +11,7 @@ from typing import Protocol
 from coordinator.messages import State
 
 
-class Known(Protocol):
+class MemberReport(Protocol):
     """The part of a record that counts."""
 
     @property
@@ -44,7 +44,7 @@ class Progress:
         return f"<Progress epoch {self._epoch}: {len(self.absent)} absent, {len(self.outside)} outside>"
 
     def follow(
-        self, epoch: int, names: frozenset[str], leavers: Collection[str], here: Iterable[Known]
+        self, epoch: int, names: frozenset[str], leavers: Collection[str], here: Iterable[MemberReport]
     ) -> None:
         """Begin with another group; ``here`` are all instances."""
         self._epoch, self._names, self._leavers = epoch, names, frozenset(leavers)
@@ -53,7 +53,7 @@ class Progress:
         for record in here:
             self.heard(record)
 
-    def heard(self, record: Known) -> None:
+    def heard(self, record: MemberReport) -> None:
         """An instance is here, or has sent a heartbeat."""
         name = record.instance
         if name in self._leavers:

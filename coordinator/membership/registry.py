@@ -24,12 +24,12 @@ from coordinator.membership.roles import SetRoles
 from coordinator.membership.roster import Roster
 from coordinator.membership.watchers import Watchers
 from coordinator.messages import (
-    Answer,
     Drain,
     Exited,
     Heartbeat,
     Leave,
     Lost,
+    OperatorAnswer,
     Reached,
     Rebalance,
     Register,
@@ -99,7 +99,7 @@ class Registry:
                 return [Send(peer, self._groups.rebalance(message)), *self._groups.go_on(now)]
             case Scale():
                 return [Send(*sent) for sent in self._operations.scale(peer, message, now)]
-            case Answer():
+            case OperatorAnswer():
                 return [Send(*sent) for sent in self._operations.answer(message)]
         return [*instructions, *self._groups.go_on(now)]
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from coordinator.membership.operations import ACCEPTED, NOT_FOUND
-from coordinator.messages import Answer, Role, SetRole, TakeRole
+from coordinator.messages import OperatorAnswer, Role, SetRole, TakeRole
 
 
-class Known(Protocol):
+class RoleHolder(Protocol):
     """The part of a record that roles need."""
 
     @property
@@ -34,17 +34,17 @@ class SetRoles:
     def __repr__(self) -> str:
         return f"<SetRoles {self._roles}>"
 
-    def of(self, known: Known) -> Role:
+    def of(self, known: RoleHolder) -> Role:
         """The role of an instance: the one that was set, or else its own."""
         return self._roles.get(known.rank, known.role)
 
-    def set(self, wish: SetRole, instances: Mapping[int, Known]) -> Answer:
+    def set(self, wish: SetRole, instances: Mapping[int, RoleHolder]) -> OperatorAnswer:
         """Give a rank another role."""
         known = instances.get(wish.rank)
         if known is None:
             ranks = ", ".join(map(str, sorted(instances))) or "none"
             problem = f"there is no instance {wish.rank}; ranks now: {ranks}"
-            return Answer(command=wish.command, status=NOT_FOUND, text=problem)
+            return OperatorAnswer(command=wish.command, status=NOT_FOUND, text=problem)
         before = self.of(known)
         self._roles[wish.rank] = wish.role
         text = f"instance {wish.rank} is {wish.role} from now on"
@@ -52,9 +52,9 @@ class SetRoles:
             text += f"; it was {before}"
         if all(self.of(each) is Role.PREFILL for each in instances.values()):
             text += ". No instance is left that decodes: requests stay where they begin"
-        return Answer(command=wish.command, status=ACCEPTED, text=text)
+        return OperatorAnswer(command=wish.command, status=ACCEPTED, text=text)
 
-    def heard(self, known: Known) -> TakeRole | None:
+    def heard(self, known: RoleHolder) -> TakeRole | None:
         """Compare an instance's role with the one that was set, to send that.
 
         A role that only the instance knows was set before this coordinator was started.

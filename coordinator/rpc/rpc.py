@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Required, TypedDict, TypeVar, Unpack
 
 import zmq
 import zmq.asyncio
@@ -148,6 +148,19 @@ def _bind(socket: zmq.Socket[Any], endpoint: str) -> str:
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
+class ListenerOptions(TypedDict, total=False):
+    """Options of a bound end."""
+
+    name: Required[str]
+    """Name of the listener in log lines."""
+    max_bytes: int
+    """Size of the largest message that it takes."""
+    keys: MeshKeys | None
+    """Keys that its peers must have; None: any peer is welcome."""
+    listen_fd: int | None
+    """A socket of the process that started this one, which listens at the endpoint already."""
+
+
 class _Bound(Generic[In]):
     """Base of both listeners: a bound ROUTER socket with limits, guard and decoding.
 
@@ -165,10 +178,7 @@ class _Bound(Generic[In]):
         keys: MeshKeys | None = None,
         listen_fd: int | None = None,
     ) -> None:
-        """Bind ``endpoint``, or take over a socket that is bound to it.
-
-        ``listen_fd``: a socket of the process that started this one, which listens at ``endpoint`` already.
-        """
+        """Bind ``endpoint``, or take over a socket that is bound to it: see :class:`ListenerOptions`."""
         self._socket = context.socket(zmq.ROUTER)
         _set_options(self._socket, endpoint, max_bytes)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -233,12 +243,9 @@ class Listener(_Bound[In], Generic[In, Out]):
         context: zmq.Context[Any],
         endpoint: str,
         receives: Any,
-        *,
-        name: str,
-        max_bytes: int = MAX_MESSAGE_BYTES,
-        keys: MeshKeys | None = None,
+        **options: Unpack[ListenerOptions],
     ) -> None:
-        super().__init__(context, endpoint, receives, name=name, max_bytes=max_bytes, keys=keys)
+        super().__init__(context, endpoint, receives, **options)
         self._interrupts = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
         self._poller = zmq.Poller()
@@ -323,16 +330,10 @@ class AsyncListener(_Bound[In], Generic[In, Out]):
         context: zmq.asyncio.Context,
         endpoint: str,
         receives: Any,
-        *,
-        name: str,
-        max_bytes: int = MAX_MESSAGE_BYTES,
-        keys: MeshKeys | None = None,
-        listen_fd: int | None = None,
+        **options: Unpack[ListenerOptions],
     ) -> None:
         plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
-        super().__init__(
-            plain, endpoint, receives, name=name, max_bytes=max_bytes, keys=keys, listen_fd=listen_fd
-        )
+        super().__init__(plain, endpoint, receives, **options)
         self._context = context  # a context that nothing refers to ends, and waits for its sockets
         self._arrivals = Arrivals(self._socket)
 

@@ -24,10 +24,10 @@ from coordinator.commands import has_size
 from coordinator.config import MAX_INSTANCES
 from coordinator.membership.operations import ACCEPTED, FAILED
 from coordinator.messages import (
-    Answer,
     Drain,
     ExpertBalance,
     Load,
+    OperatorAnswer,
     OperatorCommand,
     Rebalance,
     Role,
@@ -85,7 +85,7 @@ class AdminMesh(Protocol):
         ...
 
 
-Command = Callable[[OperatorCommand], Awaitable[Answer]]
+Command = Callable[[OperatorCommand], Awaitable[OperatorAnswer]]
 """Sends a command to the coordinator, and returns its answer.
 
 Raises TimeoutError if no answer comes, which a launcher gives to a wish to scale when it has started all.

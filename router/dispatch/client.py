@@ -21,8 +21,8 @@ import zmq.asyncio
 from coordinator.commands import ask
 from coordinator.member_connection import Watcher
 from coordinator.messages import (
-    Answer,
     Drain,
+    OperatorAnswer,
     Settings,
     State,
 )
@@ -184,7 +184,7 @@ class MeshClient(RouterFacts):
         if self._shadowing is not None and self.view is not None:
             self._shadowing.on_view(self.view)
 
-    async def _drain(self, wish: Drain) -> Answer:
+    async def _drain(self, wish: Drain) -> OperatorAnswer:
         return await ask(self._coordinator, wish, DRAIN_TIMEOUT, self._keys)
 
     def _learn_model(self, settings: Settings) -> ServedModel | None:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 
 from coordinator.member_connection import Watcher
 from coordinator.membership.operations import ACCEPTED, CONFLICT, FAILED, UNAVAILABLE
-from coordinator.messages import Answer, Exited, Member, Scale, State, View
+from coordinator.messages import Exited, Member, OperatorAnswer, Scale, State, View
 from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.handshakes import KeyRefused
 from coordinator.rpc.keys import MeshKeys
@@ -45,7 +45,7 @@ class Overseer:
         self._machine = machine
         self._watcher = Watcher(endpoint, "serve", keys=keys, launcher=mesh_name, on_scale=self._on_scale)
         supervisor.on_lost = self._on_lost
-        self._answers: OrderedDict[str, tuple[Answer, int]] = OrderedDict()
+        self._answers: OrderedDict[str, tuple[OperatorAnswer, int]] = OrderedDict()
         """The answer to each command, and the losses of instances before it."""
         self._members: dict[str, Member] = {}
         self.changed = asyncio.Event()
@@ -99,7 +99,7 @@ class Overseer:
         self._members = members if view.complete else self._members | members
         self._supervisor.learn(view)
 
-    async def _on_scale(self, wish: Scale) -> Answer:
+    async def _on_scale(self, wish: Scale) -> OperatorAnswer:
         """Answer to a scale command; it becomes a failure if an instance is lost."""
         losses = self._supervisor.losses
         if wish.command not in self._answers:
@@ -111,7 +111,7 @@ class Overseer:
         lost = losses.since(before) if answer.status == ACCEPTED else ""
         return _answer(wish, FAILED, lost) if lost else answer
 
-    async def _scale(self, wish: Scale) -> Answer:
+    async def _scale(self, wish: Scale) -> OperatorAnswer:
         view = self.view
         if view is None or not view.complete or not self._supervisor.ready:
             return _answer(wish, UNAVAILABLE, "the mesh is still starting: try again when it is ready")
@@ -136,5 +136,5 @@ class Overseer:
         return _answer(wish, ACCEPTED, text or "there is nothing to do")
 
 
-def _answer(wish: Scale, status: int, text: str) -> Answer:
-    return Answer(command=wish.command, status=status, text=text)
+def _answer(wish: Scale, status: int, text: str) -> OperatorAnswer:
+    return OperatorAnswer(command=wish.command, status=status, text=text)

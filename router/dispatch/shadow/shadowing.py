@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from coordinator.membership.operations import ACCEPTED
-from coordinator.messages import Answer, Drain, View
+from coordinator.messages import Drain, OperatorAnswer, View
 from engine.messages import Delta, FinishReason
 from router.dispatch.ledger import Entry
 from router.dispatch.mover import RequestMover
@@ -123,7 +123,7 @@ class Shadowing:
         mover: RequestMover,
         faults: Faults,
         *,
-        drain: Callable[[Drain], Awaitable[Answer]] | None = None,
+        drain: Callable[[Drain], Awaitable[OperatorAnswer]] | None = None,
         tell: Callable[[dict[str, int]], None] = lambda _: None,
     ) -> None:
         """``drain`` has the coordinator drain an instance; None: differences are only logged.
@@ -303,7 +303,7 @@ class Shadowing:
         self._drains.add(task)
         task.add_done_callback(self._drains.discard)
 
-    async def _order(self, drain: Callable[[Drain], Awaitable[Answer]], odd: Party) -> None:
+    async def _order(self, drain: Callable[[Drain], Awaitable[OperatorAnswer]], odd: Party) -> None:
         """Ask the coordinator to drain an instance, and log its answer."""
         wish = Drain(command=uuid.uuid4().hex, rank=odd.rank, instance=odd.name)
         try:

@@ -21,7 +21,7 @@ from coordinator.commands import ask, has_size
 from coordinator.config import MeshAddressConfig
 from coordinator.member_connection import fetch_view
 from coordinator.membership.operations import ACCEPTED, FAILED
-from coordinator.messages import Answer, Scale, State, View
+from coordinator.messages import OperatorAnswer, Scale, State, View
 from coordinator.process import process
 from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.handshakes import KeyRefused
@@ -124,7 +124,7 @@ class TtftMeter:
 class PendingScale:
     """Scale command under way, until it is done or has failed."""
 
-    def __init__(self, command: Callable[[Scale], Awaitable[Answer]]) -> None:
+    def __init__(self, command: Callable[[Scale], Awaitable[OperatorAnswer]]) -> None:
         """``command`` has the coordinator do something; it raises TimeoutError without an answer."""
         self._command = command
         self._wish: Scale | None = None

@@ -5,7 +5,7 @@ import msgspec
 from coordinator.membership.operations import LAUNCHER_TIMEOUT, MAX_PENDING
 from coordinator.membership.records import Instruction, Note, Rules, Send
 from coordinator.membership.registry import Registry
-from coordinator.messages import Answer, Drain, Exited, FromCoordinator, Leave, Scale, State, Watch
+from coordinator.messages import Drain, Exited, FromCoordinator, Leave, OperatorAnswer, Scale, State, Watch
 from tests.coordinator.membership.test_registry import Follower, heartbeat, joined, to
 
 
@@ -23,7 +23,7 @@ def drain(rank: int, command: str = "c", **fields: object) -> Drain:
 
 def status(instructions: list[Instruction], peer: bytes = b"o") -> int:
     (answer,) = to(peer, instructions)
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, OperatorAnswer)
     return answer.status
 
 
@@ -100,7 +100,7 @@ def test_scaling_asks_the_launcher_of_this_mesh() -> None:
     registry.handle(b"l", Watch("serve", launcher="m"), 1.0)
     assert wishes(registry.handle(b"o", wish, 1.0), b"l") == [wish]
     registry.push(1.1)
-    answer = Answer(command="s", status=202, text="starting instance 1, 2")
+    answer = OperatorAnswer(command="s", status=202, text="starting instance 1, 2")
     assert registry.handle(b"l", answer, 1.2) == [Send(b"o", answer)]
     assert registry.handle(b"l", answer, 1.3) == [], "answered"
     assert status(registry.handle(b"o", wish, 1.1 + LAUNCHER_TIMEOUT)) == 503, "the launcher is silent"
@@ -111,7 +111,7 @@ def test_pending_commands_are_bounded() -> None:
     registry.handle(b"l", Watch("serve", launcher="m"), 1.0)
     for number in range(MAX_PENDING + 1):
         registry.handle(b"o", Scale(command=str(number), size=2), 1.0)
-    answer = Answer(command="0", status=202, text="")
+    answer = OperatorAnswer(command="0", status=202, text="")
     assert registry.handle(b"l", answer, 1.0) == []
     assert registry.handle(b"l", msgspec.structs.replace(answer, command="1"), 1.0)
 

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.membership.rebalancing import MANY_FAILURES, QUIET
 from coordinator.membership.records import Note, Publish, Send
-from coordinator.messages import Answer, Balancing, ExpertLoads, GroupPlan, Rebalance, State
+from coordinator.messages import Balancing, ExpertLoads, GroupPlan, OperatorAnswer, Rebalance, State
 from parallel.placement import assign_experts
 from tests.coordinator.membership.group_mesh import Mesh
 
@@ -420,7 +420,7 @@ def test_an_operator_may_ask_for_a_look_now() -> None:
     report(mesh, "abc", 1)
     answer = mesh.registry.handle(b"op", Rebalance(command="x"), mesh.now)
     sent = [item.message for item in answer if isinstance(item, Send) and item.peer == b"op"]
-    assert isinstance(sent[0], Answer)
+    assert isinstance(sent[0], OperatorAnswer)
     assert sent[0].status == 202
     assert any(isinstance(item, Publish) and isinstance(item.message, GroupPlan) for item in answer)
     assert any(isinstance(item, Note) and "copies of experts move" in item.text for item in answer)
@@ -434,7 +434,7 @@ def test_without_the_flag_an_operator_is_refused() -> None:
         for item in mesh.registry.handle(b"op", Rebalance(command="x"), mesh.now)
         if isinstance(item, Send)
     ]
-    assert isinstance(sent, Answer)
+    assert isinstance(sent, OperatorAnswer)
     assert sent.status == 409
     assert "--enable-eplb" in sent.text
     assert mesh.registry.view().balance is None

@@ -8,10 +8,10 @@ from coordinator.member_state import MemberState
 from coordinator.membership.records import Rules
 from coordinator.membership.registry import Registry
 from coordinator.messages import (
-    Answer,
     FromCoordinator,
     Leave,
     Load,
+    OperatorAnswer,
     Role,
     SetRole,
     State,
@@ -51,13 +51,13 @@ class Mesh:
     def send(self, name: str, message: ToCoordinator) -> list[FromCoordinator]:
         return to(name.encode(), self.registry.handle(name.encode(), message, 1.0))
 
-    def set(self, rank: int, role: Role) -> Answer:
+    def set(self, rank: int, role: Role) -> OperatorAnswer:
         done = self.registry.handle(b"o", SetRole(command="c", rank=rank, role=role), 1.0)
         for member in self.members:
             for message in to(member.register.instance.encode(), done):
                 member.take(message)
         (answer,) = to(b"o", done)
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, OperatorAnswer)
         return answer
 
     @property

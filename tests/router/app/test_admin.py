@@ -10,7 +10,17 @@ import httpx2
 import msgspec
 import pytest
 
-from coordinator.messages import Answer, Drain, OperatorCommand, Rebalance, Role, Scale, SetRole, State, View
+from coordinator.messages import (
+    Drain,
+    OperatorAnswer,
+    OperatorCommand,
+    Rebalance,
+    Role,
+    Scale,
+    SetRole,
+    State,
+    View,
+)
 from coordinator.settings import flags
 from engine.messages import Counters, FileCounters, InstanceReport
 from router.app import admin
@@ -54,12 +64,12 @@ class World:
         assert timeout > 1
         return list(self.missing)
 
-    async def command(self, wish: OperatorCommand) -> Answer:
+    async def command(self, wish: OperatorCommand) -> OperatorAnswer:
         self.wishes.append(wish)
         if self.answer is None:
             raise TimeoutError
         status, text = self.answer
-        return Answer(command=wish.command, status=status, text=text)
+        return OperatorAnswer(command=wish.command, status=status, text=text)
 
 
 def gate(world: World, *keys: str, port: int | None = 9000, api_key: str | None = None) -> AdminGate:
@@ -164,12 +174,14 @@ def test_a_wish_to_scale_in_the_form_of_vllm_is_answered_when_it_is_done_or_has_
     world = World(view(*two))
     now = iter([view(*two, third), view(*two, third), view(*two, member("c", 2))])
 
-    async def answers(wish: OperatorCommand) -> Answer:
+    async def answers(wish: OperatorCommand) -> OperatorAnswer:
         world.wishes.append(wish)
         if is_lost and len(world.wishes) == 3:
-            return Answer(command=wish.command, status=500, text="Engine_2 ended with status 3: it differs")
+            return OperatorAnswer(
+                command=wish.command, status=500, text="Engine_2 ended with status 3: it differs"
+            )
         world.view = next(now)
-        return Answer(command=wish.command, status=202, text="starting instance 2")
+        return OperatorAnswer(command=wish.command, status=202, text="starting instance 2")
 
     monkeypatch.setattr(world, "command", answers)
     done = ask(gate(world), "POST", ADMIN + "/scale_elastic_ep", json={"new_data_parallel_size": 3})

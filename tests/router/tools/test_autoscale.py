@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.messages import Answer, Load, Member, Scale, State, View
+from coordinator.messages import Load, Member, OperatorAnswer, Scale, State, View
 from router.tools.autoscale.command import (
     AutoscaleConfig,
     PendingScale,
@@ -187,11 +187,11 @@ def test_a_change_that_cannot_succeed_is_printed_once_with_its_reason() -> None:
     statuses = iter([202, 202, 500])
     asked: list[str] = []
 
-    async def command(wish: Scale) -> Answer:
+    async def command(wish: Scale) -> OperatorAnswer:
         asked.append(wish.command)
         status = next(statuses)
         text = "Engine_2 ended with status 3: it differs" if status == 500 else "starting instance 2"
-        return Answer(command=wish.command, status=status, text=text)
+        return OperatorAnswer(command=wish.command, status=status, text=text)
 
     async def looks() -> list[str]:
         change = PendingScale(command)
@@ -207,9 +207,9 @@ def test_a_change_that_is_done_or_refused_is_asked_for_no_more() -> None:
     asked: list[str] = []
 
     async def looks(status: int, size: int) -> str:
-        async def command(wish: Scale) -> Answer:
+        async def command(wish: Scale) -> OperatorAnswer:
             asked.append(wish.command)
-            return Answer(command=wish.command, status=status, text="so")
+            return OperatorAnswer(command=wish.command, status=status, text="so")
 
         change = PendingScale(command)
         begun = await change.begin(3)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from coordinator.commands import has_size
-from coordinator.messages import Answer, Load, Member, OperatorCommand, State, View
+from coordinator.messages import Load, Member, OperatorAnswer, OperatorCommand, State, View
 from router.tools import operate
 from router.tools.operate import (
     LEAVE_TIMEOUT,
@@ -116,11 +116,11 @@ def test_scale_ends_at_once_when_what_it_waits_for_is_lost(
     async def look(*_: object) -> View:
         return next(views)
 
-    async def ask(_endpoint: str, wish: OperatorCommand, *_: object) -> Answer:
+    async def ask(_endpoint: str, wish: OperatorCommand, *_: object) -> OperatorAnswer:
         commands.append(wish.command)
         status = next(statuses)
         text = "Engine_2 ended with status 3: it differs" if status == 500 else "starting instance 2"
-        return Answer(command=wish.command, status=status, text=text)
+        return OperatorAnswer(command=wish.command, status=status, text=text)
 
     monkeypatch.setattr(operate, "find_view", look)
     monkeypatch.setattr(operate, "fetch_view", look)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from coordinator.membership.operations import ACCEPTED
-from coordinator.messages import Answer, Drain, Member
+from coordinator.messages import Drain, Member, OperatorAnswer
 from coordinator.numerics import Numerics
 from engine.messages import (
     Abort,
@@ -82,9 +82,9 @@ class Mesh:
             if drains:
                 self.client._shadowing._drain = self._drain
 
-    async def _drain(self, wish: Drain) -> Answer:
+    async def _drain(self, wish: Drain) -> OperatorAnswer:
         self.drained.append(wish)
-        return Answer(command=wish.command, status=ACCEPTED, text="asked to drain")
+        return OperatorAnswer(command=wish.command, status=ACCEPTED, text="asked to drain")
 
     def join(self, rank: int, numerics: Numerics | None = NUMERICS) -> None:
         """Have one more instance, or another class of one."""
@@ -251,7 +251,7 @@ def test_a_drain_that_the_coordinator_does_not_take_is_ordered_again(
             shadowing = mesh.client._shadowing
             assert shadowing is not None
 
-            async def away(_wish: Drain) -> Answer:
+            async def away(_wish: Drain) -> OperatorAnswer:
                 raise TimeoutError
 
             async def odd_answer() -> None:
