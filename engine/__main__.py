@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
             "fewer instances here", str(error).strip().partition("\n")[0] or "no details",
         )  # fmt: skip
         return process.EXIT_FAILED
-    logger.info("ends")
+    logger.info("the instance ends")
     return 0
 
 

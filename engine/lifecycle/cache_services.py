@@ -55,7 +55,7 @@ def share_memory(executor: Executor, device: str) -> None:
     try:
         executor.shared = SharedCache(path)
     except OSError as error:
-        logger.warning("the KV cache dies with this instance: %s: %s", path, error.strerror)
+        logger.warning("the KV cache is lost when this instance ends: %s: %s", path, error.strerror)
 
 
 class CacheServices:
@@ -139,7 +139,7 @@ class CacheServices:
         cache = self._config.cache
         memory = executor.block_memory()
         if memory is None and cache.kv_cache_dir is not None:
-            raise InstanceEnded(process.EXIT_USAGE, "--kv-cache-dir needs a KV cache in reach: drop it")
+            raise InstanceEnded(process.EXIT_USAGE, "--kv-cache-dir needs a KV cache on this host: drop it")
         if (given := cache.kv_transfer) is not None and given.without_effect:
             names = ", ".join(given.without_effect)
             logger.info("KV blocks move in our own way: %s of --kv-transfer-config change nothing", names)
@@ -221,5 +221,5 @@ class CacheServices:
         if published is None:
             return None
         core.sharing.publish_blocks(*published)
-        logger.info("the KV cache outlives this instance")
+        logger.info("the KV cache is in shared memory, for other instances here after a death")
         return Heir(memory, identity, wake, core.pool.kinds)

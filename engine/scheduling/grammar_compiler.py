@@ -95,7 +95,7 @@ class GrammarCompiler:
         """Read the tokenizer now, since running requests would wait for it later."""
         self._load()
         if self._trouble is not None:
-            logger.info("no structured outputs here: %s", self._trouble)
+            logger.info("requests with structured outputs will be refused: %s", self._trouble)
 
     def begin(self, request: Request, text: str) -> None:
         """Compile the grammar of a request in the thread."""
@@ -149,7 +149,7 @@ class GrammarCompiler:
             on_error=compiled.fail,
         )
         if params.allowed_token_ids is not None and grammar.mask(len(output_ids)) is None:
-            raise GrammarError("none of allowed_token_ids may stand next")
+            raise GrammarError("none of allowed_token_ids may come next")
         return grammar
 
     def _compiled(self, text: str, vocabulary: Vocabulary) -> Cached:

@@ -63,10 +63,15 @@ class InstanceDrain:
             return False
         if self._core.is_empty:
             return True
-        logger.warning("the drain deadline is over: %r is left to the routers", self._core)
+        logger.warning("the drain deadline is over: %d requests are left to the routers", self._num_left)
         self.leaves_requests = True
         self._routers.abort_everything()
         return True
+
+    @property
+    def _num_left(self) -> int:
+        load = self._core.reports.snapshot
+        return load.running + load.waiting
 
     def _has_time_to_move(self) -> bool:
         """Whether to wait until requests have moved; their routers are asked to move them first."""
@@ -74,6 +79,6 @@ class InstanceDrain:
             return False
         if self._moves_until is None:
             self._moves_until = time.monotonic() + MOVE_TIMEOUT
-            logger.info("the drain deadline is over: %r is to move", self._core)
+            logger.info("the drain deadline is over: %d requests are to move", self._num_left)
             self._routers.tell_all(Leaving())
         return time.monotonic() < self._moves_until

@@ -17,9 +17,9 @@ from engine.events.publisher import EventPublisher
 from engine.events.recording import EventRecorder, name_of
 from engine.model.checkpoint import ModelInfo
 from engine.pieces.pool import PiecePool, hash_block, prefix_names
+from tests.engine.core.test_engine_core import PEER, submit
 from tests.engine.events.follower import Follower
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor
-from tests.engine.test_core import PEER, submit
 from tests.mesh.harness import free_port, wait_until
 
 SIZE = 4

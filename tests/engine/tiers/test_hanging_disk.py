@@ -24,8 +24,8 @@ from engine.tiers.file_tier import READERS, FileTier
 from engine.transfers import sources
 from engine.transfers.block_memory import BlockMemory
 from engine.transfers.price import FetchPrice
+from tests.engine.core.test_engine_core import INFO, PEER, submit
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, expected_output
-from tests.engine.test_core import INFO, PEER, submit
 from tests.engine.transfers.test_exchange import FakeMover
 from tests.waiting import until
 
