@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from parallel.communicators import Backend, Communicator, make_communicator
 from parallel.links.keys import LinkKey
 from parallel.links.meeting_contract import Meeting
-
-MeshTransport = Literal["auto", "tcp", "ucx", "gloo"]
-"""Transport of tensors between hosts; auto: UCX where all have RDMA, else tcp."""
+from parallel.links.transports import MeshTransport
 
 
 def choose_backend(asked: str, hosts: Sequence[str], between: str = "auto") -> Backend:

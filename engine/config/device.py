@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from coordinator.settings.flags import Bytes, Count, Natural, flag
 from engine.config.expert_balancing import EplbConfig, read_config
+from parallel.links.transports import MeshTransport
 from parallel.pipeline_parallel import parse_split
 
 FORMING_TIMEOUT = 60.0
@@ -111,7 +112,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "auto"
     mesh_transport: Annotated[
-        Literal["auto", "tcp", "ucx", "gloo"],
+        MeshTransport,
         flag(
             help="What carries tensors between hosts, of spread experts, -tp and -pp; tcp: sockets whose "
             "ends prove the mesh key, unlike gloo's; ucx: InfiniBand, RoCE and what else UCX has; auto: ucx "

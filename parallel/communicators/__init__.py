@@ -15,6 +15,7 @@ from parallel.communicators.base import CollectiveError, Communicator
 from parallel.links.forming_group import FormingGroup
 from parallel.links.keys import LinkKey
 from parallel.links.meeting_contract import Meeting, Prefixed
+from parallel.links.transports import LinkTransport, make_links
 
 if TYPE_CHECKING:
     from parallel.communicators.network import NetworkCommunicator
@@ -22,11 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["Backend", "CollectiveError", "Communicator", "make_communicator"]
 
 Backend = Literal["gloo", "shared_memory", "tcp", "ucx", "mixed"]
-Transport = Literal["auto", "tcp", "ucx"]
-"""What the kinds tcp and mixed send tensors over between hosts.
-
-auto: UCX where all members have an RDMA device that is up, else TCP.
-"""
 
 
 def make_communicator(
@@ -42,7 +38,7 @@ def make_communicator(
     forming_timeout: float | None = None,
     key: LinkKey | None = None,
     host_name: str | None = None,
-    transport: Transport = "tcp",
+    transport: LinkTransport = "tcp",
 ) -> Communicator:
     """Meet the other members of the group ``name`` and connect to them.
 
@@ -84,15 +80,14 @@ def make_communicator(
 
 
 def _connected(
-    forming: FormingGroup, transport: Transport, *, host: str, name: str, key: LinkKey | None
+    forming: FormingGroup, transport: LinkTransport, *, host: str, name: str, key: LinkKey | None
 ) -> NetworkCommunicator:
     """This member's end of a group over links, whose transport the members agree on."""
     from parallel.communicators.network import NetworkCommunicator
     from parallel.links.connecting import connect
-    from parallel.links.ucx_links import meet
 
     with ExitStack() as undo:
-        links = meet(forming, transport, host=host)
+        links = make_links(forming, transport, host=host)
         if links is not None:
             undo.callback(links.close)
         sockets = connect(forming, host=host, name=name, key=key, streams=1 if links is None else 0)

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 ADDRESS_BYTES = 32 << 10
 """Longest address of a worker."""
 
-Asked = Literal["auto", "tcp", "ucx"]
-"""The flag ``--mesh-transport``, where the transport is one of this package."""
+Asked = Literal["auto", "ucx"]
+"""Whether all members must use UCX, or do so where all have an RDMA device."""
 
 _TEXT_BYTES = 64 << 10
 _TRANSPORTS = "^cuda"  # tensors are in the host's memory; UCX would make a CUDA context in every process
@@ -250,8 +250,6 @@ def meet(forming: FormingGroup, asked: Asked, *, host: str) -> UcxLinks | None:
         ValueError: UCX is asked for, and a member cannot use it.
     """
     rank, size = forming.rank, forming.size
-    if asked == "tcp" or size == 1:
-        return None
     with ExitStack() as undo:
         links, mine = None, b""
         if asked == "ucx" or has_rdma():
