@@ -1,4 +1,4 @@
-"""How many copies each expert of a layer has, and where they are before loads are evened (pure)."""
+"""Copies of a layer's experts and their first ranks, by the experts' loads (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Communicators: the contract in ``base``, one file per transport.
+"""Communicators: ends of a group of members, one file for each kind.
 
 :func:`make_communicator` makes them.
 

@@ -67,7 +67,10 @@ class _Pending:
 
 
 class NcclWire:
-    """See :class:`parallel.communicators.process_group.Wire`."""
+    """Sends and receives over NCCL, and the thread that aborts what is late.
+
+    See :class:`parallel.communicators.process_group.Wire`.
+    """
 
     def __init__(
         self,
@@ -253,7 +256,7 @@ class NcclWire:
 
 
 def _nothing() -> None:
-    """Nothing is left to end."""
+    """Stands for the end of a group that has ended."""
 
 
 def _use(device: torch.device | None) -> None:
@@ -266,7 +269,7 @@ def _use(device: torch.device | None) -> None:
 
 
 def _within(seconds: float, call: Callable[[], None]) -> bool:
-    """Whether a call has ended in time; else it is left to a thread."""
+    """Make a call in a thread; whether it has ended within so many seconds."""
 
     def quietly() -> None:
         with contextlib.suppress(RuntimeError):

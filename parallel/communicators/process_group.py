@@ -1,4 +1,4 @@
-"""A communicator over one of torch's process groups: everything is built from sends and receives.
+"""A communicator over one of torch's process groups, built from sends and receives.
 
 All members talk to each other directly, so a collective costs one hop, and sums are taken in rank order, so
 that all members have the same bits whatever carries them. What carries them is a :class:`Wire`: gloo's on a

@@ -18,7 +18,7 @@ from parallel.rounds.plans import Plans
 
 
 class MemberHealth(Protocol):
-    """Whether a group is whole, as one member sees it: see :mod:`parallel.rounds.group_health`."""
+    """Health of a group, as a communicator uses it: see :mod:`parallel.rounds.group_health`."""
 
     on_broken: Callable[[CollectiveError], None] | None
 
@@ -34,7 +34,7 @@ class MemberHealth(Protocol):
 
 
 class RoundsCommunicator:
-    """One member; see :class:`parallel.communicators.base.Communicator`."""
+    """One member whose calls are rounds; see :class:`parallel.communicators.base.Communicator`."""
 
     def __init__(self, rank: int, size: int, health: MemberHealth) -> None:
         """A member of a group that forms: it takes calls once its :attr:`plans` are there."""
@@ -159,7 +159,7 @@ class RoundsCommunicator:
         return plans.rounds
 
     def _closed(self, call: str) -> NoReturn:
-        """Raise why there are no plans."""
+        """Raise the reason why this communicator is closed."""
         self.health.begin(call)
         raise AssertionError("a group without plans is closed, and has a reason")
 

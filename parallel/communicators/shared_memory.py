@@ -60,7 +60,8 @@ class SharedMemoryCommunicator(RoundsCommunicator):
         """
         if platform.machine() not in ("x86_64", "AMD64"):
             raise ValueError(
-                f"shared memory relies on the memory order of x86-64, this is {platform.machine()}: use gloo"
+                f"shared memory relies on the memory order of x86-64, this is {platform.machine()}: use tcp"
+                " (--all2all-backend tcp)"
             )
         self._health = health or SharedMemoryHealth(forming.rank, forming.timeout, forming.should_stop)
         super().__init__(forming.rank, forming.size, self._health)

@@ -107,7 +107,7 @@ class LinkAcceptor:
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def accepted(self) -> list[Accepted]:
-        """Goes on with all handshakes; returns those that have ended well."""
+        """Advance all handshakes; returns the connections whose handshake has succeeded."""
         now = time.monotonic()
         if self._accepts_from is not None and now >= self._accepts_from:
             self._accepts_from = None
@@ -125,7 +125,7 @@ class LinkAcceptor:
         return done
 
     def close(self) -> None:
-        """Gives up all handshakes under way; may be called again."""
+        """Abandon all handshakes under way; may be called again."""
         for each in list(self._pending.values()):
             self._forget(each)
         self._selector.close()

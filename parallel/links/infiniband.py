@@ -9,7 +9,7 @@ NET_DIRECTORY = Path("/sys/class/net")
 
 
 def active_ports(directory: Path = CLASS_DIRECTORY) -> list[str]:
-    """``mlx5_0:1 InfiniBand 200 Gb/sec (4X HDR)`` and the like, of the ports that are up."""
+    """Ports that are up, such as ``mlx5_0:1 InfiniBand 200 Gb/sec (4X HDR)``."""
     return [
         f"{port.parent.parent.name}:{port.name} {_read(port / 'link_layer')} {_read(port / 'rate')}"
         for port in _ports(directory)
@@ -18,12 +18,12 @@ def active_ports(directory: Path = CLASS_DIRECTORY) -> list[str]:
 
 
 def active_devices(directory: Path = CLASS_DIRECTORY) -> list[str]:
-    """``mlx5_0:1`` and the like, of the ports that are up."""
+    """Names of the ports that are up, such as ``mlx5_0:1``."""
     return [each.partition(" ")[0] for each in active_ports(directory)]
 
 
 def ports_that_are_down(directory: Path = CLASS_DIRECTORY) -> list[str]:
-    """``mlx5_0:1 1: DOWN`` and the like: ports that are not up, with their state."""
+    """Ports that are not up, with their state, such as ``mlx5_0:1 1: DOWN``."""
     return [
         f"{port.parent.parent.name}:{port.name} {state}"
         for port in _ports(directory)

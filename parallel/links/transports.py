@@ -11,7 +11,10 @@ from parallel.links.forming_group import FormingGroup
 from parallel.links.native_links import NativeLinks
 
 LinkTransport = Literal["auto", "tcp", "ucx"]
-"""Transports that are links; auto: UCX where all members have an RDMA device that is up, else TCP."""
+"""Transports that are links.
+
+auto: UCX where all members have an RDMA device that is up, else TCP.
+"""
 MeshTransport = Literal[LinkTransport, "gloo"]
 """The flag ``--mesh-transport``."""
 

@@ -215,7 +215,7 @@ def net_devices(host: str) -> str | None:
 
 
 def transports() -> str | None:
-    """UCX_TLS unless the environment says it."""
+    """Value for UCX_TLS; None where the environment sets it."""
     return None if "UCX_TLS" in os.environ else _TRANSPORTS
 
 

@@ -17,7 +17,7 @@ from parallel.links.last_words import Blame
 
 
 class GroupHealth(ABC):
-    """Why a group is broken, and how its calls fail."""
+    """Health of a group: why it is broken, and how its calls fail."""
 
     def __init__(self, rank: int, timeout: float, should_stop: Callable[[], bool] | None) -> None:
         """``rank`` is the one that errors name. ``timeout`` (seconds) is that of each call.

@@ -101,12 +101,12 @@ class MixedHealth:
         self.host.grace = self.network.grace = 0.0
 
     def begin_on_host(self, call: str) -> None:
-        """Begin a call, whose waits for members of this host are no calls of their communicator."""
+        """Begin a call whose waits for this host's members are native code's."""
         with self:
             self.host.begin(call)
 
     def stage(self, number: int) -> None:
-        """What follows waits for members that have so many stages behind them."""
+        """Set later deadlines: what follows waits for members that wait themselves."""
         self.host.grace = self.network.grace = number * self._stage_seconds
 
     def check(self, rank: int, has_arrived: Callable[[], bool]) -> None:
@@ -129,6 +129,6 @@ class MixedHealth:
         self.host.abort()
 
     def close(self) -> None:
-        """Say farewell, and let go of everything; no call comes any more."""
+        """Send the last word and release everything; no call comes any more."""
         self.network.close()
         self.host.close()

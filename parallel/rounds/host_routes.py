@@ -58,7 +58,7 @@ class ChainLane(NamedTuple):
 
 
 class HostRoutes:
-    """Routes of one member.
+    """Routes of one member's collectives, from the hosts of all members.
 
     All members make them from the same hosts, so that all agree.
     """
@@ -182,7 +182,7 @@ class HostRoutes:
         return {"gather": 1, "scatter": 2, "chain": len(self.members)}[way]
 
     def way(self, num_bytes: int, widening: int = 1, *, latency: float, bandwidth: float) -> Way:
-        """How an all-reduce of so many bytes takes the shortest time.
+        """Fastest way of an all-reduce of so many bytes.
 
         ``latency``: seconds of a hop with hardly any bytes; ``bandwidth``: bytes that a host sends per
         second. All members give the same.

@@ -26,7 +26,7 @@ _Header = ctypes.c_int64 * 2
 
 
 class MessageLinks(Protocol):
-    """What is used of a member's links: see ``native/links.hpp``."""
+    """A member's links, as messages use them: see ``native/links.hpp``."""
 
     def post(self, peer: int, parts: list[tuple[int, int]]) -> int: ...
     def take(self, peer: int, address: int, num_bytes: int) -> int: ...
@@ -38,7 +38,7 @@ class MessageLinks(Protocol):
 
 
 class LinkHealth(Protocol):
-    """What a call over links asks while it waits, and how it fails."""
+    """Health of a group over links, as a call that waits uses it."""
 
     def check(self, rank: int, has_arrived: Callable[[], bool]) -> None:
         """Check a wait for member ``rank``; called every few milliseconds.
@@ -145,13 +145,13 @@ class Messages:
         return outcome > 0
 
     def _fail(self) -> NoReturn:
-        """The links are broken."""
+        """Raise the error of the broken links."""
         broken = self._links.broken
         assert broken is not None
         self._health.fail_on_links(*broken)
 
     def _wait(self, awaited: list[tuple[int, Callable[[], bool]]]) -> None:
-        """Wait until all of these, each of a peer, have been true once.
+        """Wait until each of these conditions, each of a peer, has been true once.
 
         Looks for a time that is learned from the last waits, offers the core meanwhile, then sleeps until
         something comes; see :mod:`parallel.rounds.waiting`.

@@ -29,7 +29,7 @@ _LOOK_SECONDS = 0.001
 
 
 class NetworkHealth(GroupHealth):
-    """Health of a group as one member sees it.
+    """Health of a group over links, with the thread that watches its members.
 
     Calls come from one thread, but for :meth:`abort`, which may come from any, and from signal handlers.
     """
@@ -122,7 +122,7 @@ class NetworkHealth(GroupHealth):
         self._leave(word_for(None), "it was aborted", None, "aborted")
 
     def close(self) -> None:
-        """Say farewell, and let go of everything; no call comes any more."""
+        """Send the last word and release everything; no call comes any more."""
         self._leave(CLOSED, "it was closed", None, "aborted")
         with self._lock:
             if self._is_closed:

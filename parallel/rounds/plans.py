@@ -1,4 +1,4 @@
-"""What a collective needs for tensors of one form, worked out once.
+"""Plans: what a collective needs for tensors of one form, worked out once.
 
 With small tensors nearly all of the time is what Python does around the exchange. A model gives the same few
 forms again and again, so what depends on the form only is kept: that the sizes fit, the shape of the

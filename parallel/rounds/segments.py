@@ -85,7 +85,7 @@ class ProcessWatch:
 
 
 def this_host() -> str:
-    """Equal for processes that can see each other's ids."""
+    """Name of this boot and process-id namespace, the same for all processes in it."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -101,7 +101,7 @@ def open_segment(rank: int, address: SegmentAddress, num_bytes: int, watch: Proc
     if address.host != this_host():
         raise ValueError(
             f"shared memory needs all members on one host and in one container, rank {rank} is elsewhere:"
-            " use gloo"
+            " use tcp (--all2all-backend tcp)"
         )
     try:
         watch.add(rank, address.pid)
@@ -110,7 +110,9 @@ def open_segment(rank: int, address: SegmentAddress, num_bytes: int, watch: Proc
     try:
         descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     except PermissionError as error:
-        raise ValueError(f"shared memory of rank {rank} belongs to another user: use gloo") from error
+        raise ValueError(
+            f"shared memory of rank {rank} belongs to another user: use tcp (--all2all-backend tcp)"
+        ) from error
     except OSError as error:  # its number means nothing any more
         raise _gone(rank, watch) from error
     try:

@@ -1,4 +1,4 @@
-"""Whether a group is still whole, as one member sees it, and how it leaves.
+"""Health of a group in shared memory: state words, ended processes, deadlines.
 
 This module loads no torch.
 
@@ -20,7 +20,7 @@ _OPEN, _CLOSED, _ABORTED = 0, 1, 2  # values of a state word; above: aborted bec
 
 
 class SharedMemoryHealth(GroupHealth):
-    """Health of a group as one member sees it.
+    """Health of a group in shared memory as one member sees it.
 
     Only :meth:`abort` may be called from another thread than that of the calls.
     """

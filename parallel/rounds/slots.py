@@ -55,7 +55,7 @@ USUAL_SIZES = SegmentSizes()
 
 
 class SegmentLayout(NamedTuple):
-    """Where things are in a segment, in bytes from its beginning."""
+    """Offsets of the parts of a segment, in bytes from its beginning."""
 
     size: int
     """Members of the group."""
@@ -118,7 +118,7 @@ class SegmentLayout(NamedTuple):
 
 
 class Slots:
-    """One member's segment."""
+    """One member's segment as mapped memory: its words, slots, letters and arena."""
 
     def __init__(self, segment: Segment, layout: SegmentLayout) -> None:
         self.memory = segment.memory

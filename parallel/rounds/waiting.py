@@ -1,4 +1,4 @@
-"""Waiting for a word of shared memory without burning a core that others need.
+"""Waits for a word of shared memory, which leave the core to those that compute.
 
 This module loads no torch.
 """

@@ -449,7 +449,7 @@ def test_what_a_communicator_cannot_be_is_said(meeting: MeetingHost, monkeypatch
     with pytest.raises(ValueError, match="choose gloo, shared_memory, tcp, ucx or mixed"):
         make_communicator("carrier pigeon", meeting, 0, 2, name="x", timeout=1.0)  # type: ignore[arg-type]
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    with pytest.raises(ValueError, match="this is aarch64: use gloo"):
+    with pytest.raises(ValueError, match="this is aarch64: use tcp"):
         make_communicator("shared_memory", meeting, 0, 2, name="x", timeout=1.0)
 
 
@@ -483,7 +483,7 @@ def test_what_members_say_is_exchanged_by_rank(meeting: MeetingHost) -> None:
 
 def test_segments_of_elsewhere_and_of_the_dead_are_refused() -> None:
     own, watch = OwnSegment(8192), ProcessWatch()
-    with pytest.raises(ValueError, match="rank 3 is elsewhere: use gloo"):
+    with pytest.raises(ValueError, match="rank 3 is elsewhere: use tcp"):
         open_segment(3, msgspec.structs.replace(own.address, host="another host"), 8192, watch)
     own.words[0] = 42
     assert open_segment(0, own.address, 8192, watch).words[0] == 42
