@@ -82,7 +82,7 @@ class Understanding:
         wanted, sent = self._checked(read, model)
         harmony = writes_harmony(tokenizer, config.reasoning_parser, config.tool_call_parser)
         turn_format = TurnFormat(wanted, config, harmony=harmony, sent=sent)
-        if turn_format.needs_special_tokens(tokenizer):
+        if any(map(tokenizer.is_special, turn_format.markers)):
             wanted.skip_special_tokens = False
         params = sampling_params(wanted, model, config.max_logprobs)
         prompts = prompts_of(wanted, model)

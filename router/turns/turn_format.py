@@ -94,7 +94,8 @@ class TurnFormat:
             self._dialect = Tags(reasoning, calls, tools)
         self.is_plain = self._dialect.is_plain
         """Whether all text is content."""
-        self._markers = self._dialect.markers
+        self.markers = self._dialect.markers
+        """Texts that the parsers look for; skipped special tokens would hide them."""
         self._may_call: Tools = tools if offers_tools and not self._asked_for else ()
         self._names_tool = isinstance(chat.tool_choice, dict)
         self._max_calls = 1 if chat.parallel_tool_calls is False or self._names_tool else 0
@@ -108,10 +109,6 @@ class TurnFormat:
     def grammar_param(self) -> str:
         """The field to name when the grammar is wrong."""
         return "tools" if self._asked_for or self._form is None else self._form.param
-
-    def needs_special_tokens(self, tokenizer: Tokenizer) -> bool:
-        """Whether what the parsers look for is lost when special tokens are skipped."""
-        return any(map(tokenizer.is_special, self._markers))
 
     def rules(self, prompt: str, tokenizer: Tokenizer, *, budget_is_advice: bool = False) -> AnswerRules:
         """Reasoning budget and grammar of the answers to a prompt.
