@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,14 +18,14 @@ import torch
 from engine.attention.base import PLAN_KEYWORD, Int64s, PackedRows, PagedAttention
 from engine.attention.transfer import begin_fetch, upload
 from engine.compute.logits_backend import SampleRow
+from engine.compute.request_slots import BlockTables, RequestSlot, WantedLogits
 from engine.compute.sampler import Sampler, VocabularyShard, read_logprobs
-from engine.compute.token_rules import TokenRules
 from engine.compute.trace import MOST_SPANS
-from engine.kernels.choosing.logits import NO_DRAWS, Draws, draw_of, draws
+from engine.kernels.choosing.logits import NO_DRAWS, Draws, draws
 from engine.messages import TokenLogprobs
 from engine.model.weights import LoadedModel
 from engine.scheduling.speculation import num_taken
-from engine.step import Admit, ExtraTokens, Span, Step, StepResult
+from engine.step import ExtraTokens, Span, Step, StepResult
 from parallel.communicators.base import carries
 from parallel.tensor_parallel import TensorRank
 
@@ -37,95 +36,6 @@ if TYPE_CHECKING:
 
 Pending = Callable[[], StepResult]
 """Function that waits for the result of a begun step."""
-
-MIN_TABLE_WIDTH = 16
-MIN_SPARE_TOKENS = 64
-
-
-@dataclass
-class _Slot:
-    """State of the request in a slot, apart from its block table."""
-
-    admit: Admit
-    token_ids: Int64s
-    """Tokens by position, with room for more."""
-    is_plain: bool
-    """See :attr:`SamplingParams.is_plain`."""
-    draw: bytes
-    """See :func:`engine.kernels.choosing.logits.draw_of`."""
-    rules: TokenRules
-
-    @classmethod
-    def of(cls, admit: Admit) -> _Slot:
-        room = np.zeros(len(admit.token_ids) + MIN_SPARE_TOKENS, dtype=np.int64)
-        rules = TokenRules(admit.params, admit.barred_ids)
-        slot = cls(admit, room, admit.params.is_plain, draw_of(admit.params, admit.seed), rules)
-        slot.token_ids[: len(admit.token_ids)] = admit.token_ids
-        return slot
-
-    def put(self, position: int, *token_ids: int) -> None:
-        """Set the tokens from a position on."""
-        end = position + len(token_ids)
-        while end > len(self.token_ids):
-            self.token_ids = np.concatenate([self.token_ids, np.zeros_like(self.token_ids)])
-        self.token_ids[position:end] = token_ids
-
-    def put_one(self, position: int, token_id: int) -> None:
-        """Set one token, as most steps do for each row."""
-        if position < len(self.token_ids):
-            self.token_ids[position] = token_id
-        else:
-            self.put(position, token_id)
-
-
-class _BlockTables:
-    """Block tables of all slots, one row each; grows as slots and contexts do."""
-
-    def __init__(self, block_size: int) -> None:
-        self.blocks = np.zeros((1, MIN_TABLE_WIDTH), dtype=np.int32)
-        self._block_size = block_size
-        self._admitted: set[int] = set()
-        """Slots whose next row brings its whole block table."""
-
-    def clear(self, slot: int) -> None:
-        while slot >= len(self.blocks):
-            self.blocks = np.concatenate([self.blocks, np.zeros_like(self.blocks)])
-        self._admitted.add(slot)
-
-    def extend(self, step: Step) -> None:
-        """Enter a step's new blocks, at indices that follow from the rows' starts.
-
-        So a row that is run again puts its blocks there again.
-        """
-        for index, new_blocks in step.new_blocks.items():
-            slot, start = step.slots[index], step.starts[index]
-            begin = 0 if slot in self._admitted else -(-start // self._block_size)
-            end = begin + len(new_blocks)
-            while end > self.blocks.shape[1]:
-                self.blocks = np.concatenate([self.blocks, np.zeros_like(self.blocks)], axis=1)
-            self.blocks[slot, begin:end] = new_blocks
-        if self._admitted:
-            self._admitted.difference_update(step.slots)
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """Positions whose logits a step needs: sampled tokens and prompt log-probabilities."""
-
-    tokens: Int64s
-    """[logits] indices into the packed tokens.
-
-    Those that sample come first, then those of prompt tokens.
-    """
-    sampled: Sequence[int]
-    """Row of each sampled token.
-
-    A row with a draft has one more than the draft has tokens.
-    """
-    ends: Sequence[int]
-    """Position of each sampled token."""
-    prompt_rows: list[tuple[int, int, int]]
-    """(row, first prompt position predicted, how many) for prompt log-probabilities."""
 
 
 class ModelRunner:
@@ -154,8 +64,8 @@ class ModelRunner:
         self._block_size = block_size
         self.spans: deque[Span] = deque(maxlen=MOST_SPANS)
         """Times in which steps were computed here, without waits for other stages."""
-        self._slots: dict[int, _Slot] = {}
-        self._tables = _BlockTables(block_size)
+        self._slots: dict[int, RequestSlot] = {}
+        self._tables = BlockTables(block_size)
         self._continuation: DecodeContinuation | None = None
         """Decode rows of the last native step, which the next may continue."""
         self._shard = model.stage.shard
@@ -178,7 +88,7 @@ class ModelRunner:
         if result is not None:
             return _done(result)
         for admit in step.admits:
-            self._slots[admit.slot] = _Slot.of(admit)
+            self._slots[admit.slot] = RequestSlot.of(admit)
             self._tables.clear(admit.slot)
         if not step.slots:
             return _done(StepResult([]))
@@ -244,7 +154,7 @@ class ModelRunner:
         """Whether tokens are chosen from bare logits, without masks or log-probabilities."""
         return step.masks is None and all(self._slots[slot].is_plain for slot in step.slots)
 
-    def _draws(self, step: Step, wanted: _Wanted) -> Draws:
+    def _draws(self, step: Step, wanted: WantedLogits) -> Draws:
         """How the token of each row of a plain step is drawn.
 
         Empty (:data:`NO_DRAWS`) if each is the most likely one.
@@ -276,10 +186,10 @@ class ModelRunner:
         positions = np.arange(len(input_ids)) + np.repeat(starts - offsets, counts)
         return PackedRows(starts, counts, tables, positions, int((counts != 1).argmax())), input_ids
 
-    def _wanted(self, step: Step, packed: PackedRows, row_ends: list[int]) -> _Wanted:
+    def _wanted(self, step: Step, packed: PackedRows, row_ends: list[int]) -> WantedLogits:
         """``row_ends``: position behind the last token of each row."""
         if packed.num_single == len(row_ends) and not step.partial:
-            return _Wanted(np.arange(len(row_ends)), range(len(row_ends)), row_ends, [])
+            return WantedLogits(np.arange(len(row_ends)), range(len(row_ends)), row_ends, [])
         ends = np.cumsum(packed.counts)
         sampled: Sequence[int] = range(len(step.slots))
         if step.partial:
@@ -297,10 +207,10 @@ class ModelRunner:
         for index, _, count in prompt_rows:
             first = ends[index] - packed.counts[index]
             tokens.append(np.arange(first, first + count))
-        return _Wanted(np.concatenate(tokens), sampled, positions, prompt_rows)
+        return WantedLogits(np.concatenate(tokens), sampled, positions, prompt_rows)
 
     def _prompt_rows(self, step: Step, num_single: int, row_ends: list[int]) -> list[tuple[int, int, int]]:
-        """See :class:`_Wanted`. A row of one token that samples is behind its prompt."""
+        """See :class:`WantedLogits`. A row of one token that samples is behind its prompt."""
         found = []
         single = [index for index in step.partial if index < num_single]
         for index in (*single, *range(num_single, len(row_ends))):
@@ -351,7 +261,7 @@ class ModelRunner:
         carried = hidden if carries(self._shard.stages, hidden) else hidden.cpu()
         self._shard.stages.send(carried, self._shard.stage + 1)
 
-    def _sample(self, step: Step, wanted: _Wanted, logits: torch.Tensor) -> Pending:
+    def _sample(self, step: Step, wanted: WantedLogits, logits: torch.Tensor) -> Pending:
         """Sample, fetch everything from the device at once, then keep the new tokens."""
         masks = _masks_by_row(step)
         num_sampled = len(wanted.sampled)
@@ -376,7 +286,7 @@ class ModelRunner:
     def _result_with_logprobs(
         self,
         step: Step,
-        wanted: _Wanted,
+        wanted: WantedLogits,
         fetched: npt.NDArray[np.float64],
         shape: tuple[int, ...],
         with_logprobs: list[int],
@@ -407,7 +317,7 @@ class ModelRunner:
     def _logprob_table(
         self,
         step: Step,
-        wanted: _Wanted,
+        wanted: WantedLogits,
         logits: torch.Tensor,
         chosen: torch.Tensor,
         with_logprobs: list[int],
@@ -435,7 +345,7 @@ class ModelRunner:
     def _result(
         self,
         step: Step,
-        wanted: _Wanted,
+        wanted: WantedLogits,
         tokens: list[int],
         logprobs: dict[int, TokenLogprobs],
         prompt_logprobs: dict[int, list[TokenLogprobs]],
@@ -457,7 +367,7 @@ class ModelRunner:
     def _take_drafts(
         self,
         step: Step,
-        wanted: _Wanted,
+        wanted: WantedLogits,
         tokens: list[int],
         logprobs: dict[int, TokenLogprobs],
         by_row: list[int | None],
