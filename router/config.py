@@ -102,7 +102,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Count | None, flag(help="Concurrent requests of each key; more get 429.")
     ] = None
     admin_host: Annotated[str, flag(help="Address of the admin API, with --admin-port.")] = "127.0.0.1"
-    admin_port: Annotated[Port | None, flag(help="Port of the admin API; unset: no port of its own.")] = None
+    admin_port: Annotated[Port | None, flag(help="Port of the admin API; unset: it has none.")] = None
     admin_api_key: Annotated[
         tuple[str, ...],
         flag(
@@ -129,13 +129,13 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         tuple[str, ...],
         flag(help="Origins whose web pages may send requests (CORS), * for all; unset: none."),
     ] = ()
-    allowed_methods: Annotated[tuple[str, ...], flag(help="Methods allowed to those origins (CORS).")] = (
+    allowed_methods: Annotated[
+        tuple[str, ...], flag(help="HTTP methods allowed to --allowed-origins (CORS).")
+    ] = ("*",)
+    allowed_headers: Annotated[tuple[str, ...], flag(help="Headers allowed to --allowed-origins (CORS).")] = (
         "*",
     )
-    allowed_headers: Annotated[tuple[str, ...], flag(help="Headers allowed to those origins (CORS).")] = (
-        "*",
-    )
-    allow_credentials: Annotated[bool, flag(help="Allow cookies from those origins (CORS).")] = False
+    allow_credentials: Annotated[bool, flag(help="Allow cookies from --allowed-origins (CORS).")] = False
     load_balancing_policy: Annotated[
         Literal["prefix_aware", "least_loaded", "round_robin", "power_of_two", "consistent_hash"],
         flag("--policy", help="Policy that chooses the instance for a request."),
@@ -149,7 +149,9 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = 0.0
     shadow_action: Annotated[
         Literal["log", "drain"],
-        flag(help="What becomes of an instance that computed otherwise than two others: log, or drain, too."),
+        flag(
+            help="Reaction to an instance whose result differs from two others': log it, or drain it as well."
+        ),
     ] = "log"
     seed: Annotated[
         int | None,
@@ -195,7 +197,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     override_generation_config: Annotated[
         str,
         flag(
-            json=True, help='JSON object of sampling defaults that override those, like {"temperature": 0.5}.'
+            json=True,
+            help='JSON object of sampling defaults over --generation-config, like {"temperature": 0.5}.',
         ),
     ] = "{}"
     max_logprobs: Annotated[

@@ -146,7 +146,7 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
         logger.error("%s", error)
         return process.EXIT_USAGE
     except OSError as error:
-        logger.error("no file for what routers share: %s", error)
+        logger.error("cannot open the files that routers share (quotas, connections): %s", error)
         return process.EXIT_FAILED
     mesh = MeshClient(
         config.mesh.coordinator_endpoint,
@@ -302,7 +302,7 @@ def _open_doors(config: RouterConfig, held: contextlib.ExitStack) -> list[socket
     """Open the sockets of the endpoint, and of an admin API with its own port.
 
     Raises:
-        OSError: a port cannot be had.
+        OSError: a port cannot be bound.
     """
     http = config.http
     if config.http_descriptor is not None:

@@ -71,13 +71,13 @@ class EppConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_request_bytes: Annotated[
         Bytes, flag(help="Largest body that is read for the choice; larger ones go by load alone.")
     ] = 8 * 1024**2
-    root_path: Annotated[str, flag(help="Path prefix of the endpoint, as of the routers.")] = ""
+    root_path: Annotated[str, flag(help="Path prefix of the endpoint; the same as the routers'.")] = ""
     tokenizer: Annotated[
-        str | None, flag(path=True, help="Directory with tokenizer.json, as of the routers.")
+        str | None, flag(path=True, help="Directory with tokenizer.json; the same as the routers'.")
     ] = None
-    chat_template: Annotated[str | None, flag(help="Chat template, as of the routers.")] = None
+    chat_template: Annotated[str | None, flag(help="Chat template; the same as the routers'.")] = None
     default_chat_template_kwargs: Annotated[
-        str, flag(json=True, help="Variables for the chat template, as of the routers.")
+        str, flag(json=True, help="Variables for the chat template; the same as the routers'.")
     ] = "{}"
     exclude_tools_when_tool_choice_none: Annotated[
         bool, flag(help="Leave tools out of the prompt if tool_choice is none, as the routers do.")
@@ -162,7 +162,7 @@ async def _run(config: EppConfig, keys: MeshKeys | None) -> int:
         port = _listen(server, config, secure=config.secure_serving)
         health_port = health_server.add_insecure_port(_address(config.host, config.grpc_health_port))
     except RuntimeError as error:
-        logger.error("--grpc-port or --grpc-health-port cannot be had: %s", error)
+        logger.error("--grpc-port or --grpc-health-port cannot be bound: %s", error)
         return process.EXIT_FAILED
     following = [asyncio.create_task(mesh.run()), asyncio.create_task(watch.run())]
     await server.start()

@@ -35,12 +35,14 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True):
     def log_line(self, roles: Collection[str], *, is_ready: bool) -> str:
         """Log line of an end on request, with the time left to requests."""
         if not is_ready:
-            return "ends before the mesh is ready"
+            return "shutting down before the mesh is ready"
         if "router" in roles:
-            return f"ends: requests may run for {self.shutdown_timeout:g} s more (--shutdown-timeout)"
+            return (
+                f"shutting down: requests may run for {self.shutdown_timeout:g} s more (--shutdown-timeout)"
+            )
         if "engine" in roles:
-            return f"ends: instances drain for at most {self.drain_timeout:g} s (--drain-timeout)"
-        return "ends"
+            return f"shutting down: instances drain for at most {self.drain_timeout:g} s (--drain-timeout)"
+        return "shutting down"
 
     async def end_all(self, children: Children, roles: Collection[str]) -> None:
         """End routers first, so that no request comes in; the coordinator last."""

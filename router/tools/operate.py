@@ -55,7 +55,7 @@ class DrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     wait_timeout: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         flag(
-            help=f"Most seconds to wait for that; unset: {LEAVE_TIMEOUT:g} more than --timeout, "
+            help=f"Most seconds to wait until it has left; unset: {LEAVE_TIMEOUT:g} more than --timeout, "
             f"{WAIT_TIMEOUT:g} without one."
         ),
     ] = None
@@ -81,9 +81,11 @@ class ScaleConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     size: Annotated[Count | None, flag(positional=True, help="Total number of instances in the mesh.")] = None
     force: Annotated[bool, flag(help="Drain instances even if none serves then.")] = False
     wait: Annotated[
-        bool, flag(help="Wait for that number; --no-wait: return when starts and drains begin.")
+        bool, flag(help="Wait for the number of instances; --no-wait: return when starts and drains begin.")
     ] = True
-    timeout: Annotated[float, Meta(gt=0), flag(help="Most seconds to wait for that.")] = WAIT_TIMEOUT
+    timeout: Annotated[float, Meta(gt=0), flag(help="Most seconds to wait for the number of instances.")] = (
+        WAIT_TIMEOUT
+    )
 
     def __post_init__(self) -> None:
         if self.size is None:

@@ -139,7 +139,7 @@ def _balance(balance: ExpertBalance) -> str:
     if balance.failures:
         parts.append(f"{balance.failures} failed")
     if balance.is_failing:
-        parts.append("NOT BALANCED of late: the coordinator's log says why")
+        parts.append("NOT BALANCED lately: see the coordinator's log for the reason")
     if balance.wanted_copies > 1:
         parts.append(f"at least {balance.copies} of {balance.wanted_copies} copies each")
         if balance.most_copies < balance.wanted_copies:

@@ -44,14 +44,16 @@ class AutoscaleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Autoscale."""
 
     mesh: MeshAddressConfig = MeshAddressConfig()
-    min_instances: Annotated[Count, flag(help="Fewest instances.")] = 1
-    max_instances: Annotated[Count | None, flag(help="Most instances.")] = None
-    target_running: Annotated[Positive, flag(help="Requests per instance, running and waiting.")] = 16.0
+    min_instances: Annotated[Count, flag(help="Lowest number of instances.")] = 1
+    max_instances: Annotated[Count | None, flag(help="Highest number of instances; must be given.")] = None
+    target_running: Annotated[
+        Positive, flag(help="Target of requests per instance, running and waiting.")
+    ] = 16.0
     target_queue: Annotated[
         Positive, flag(help="Waiting requests per instance; more of them start instances at once.")
     ] = 2.0
     target_ttft: Annotated[
-        Positive | None, flag(help="Mean seconds to the first token; needs --metrics-url.")
+        Positive | None, flag(help="Target mean seconds to the first token; needs --metrics-url.")
     ] = None
     metrics_url: Annotated[
         str | None, flag(help="A router's /metrics, for --target-ttft: http://127.0.0.1:8000/metrics.")
@@ -61,7 +63,7 @@ class AutoscaleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     stabilization_window: Annotated[
         Seconds, flag(help="Seconds for which fewer must have been enough before a change downwards.")
     ] = 300.0
-    interval: Annotated[Positive, flag(help="Seconds between two looks.")] = 5.0
+    interval: Annotated[Positive, flag(help="Seconds between two checks of the load.")] = 5.0
     signal_file: Annotated[
         str | None,
         flag(

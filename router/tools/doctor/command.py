@@ -33,16 +33,18 @@ class DoctorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     running: Annotated[
         bool,
         flag(
-            help="Look at the mesh that runs at -dpa and -dpp, instead of whether its ports are free. Done "
-            "anyway when -dpa is not an address of this host."
+            help="Check the mesh that runs at -dpa and -dpp instead of checking that its ports are free; "
+            "always done where -dpa is no address of this host."
         ),
     ] = False
     nnodes: Annotated[
         Count, flag(help="Hosts that measure the network between them; start this command on each.")
     ] = 1
-    node_rank: Annotated[Natural, flag(help="Number of this host among them; host 0 coordinates.")] = 0
+    node_rank: Annotated[
+        Natural, flag(help="Number of this host among those of --nnodes; host 0 coordinates.")
+    ] = 0
     master_addr: Annotated[str | None, flag(help="Address of the host with node rank 0.")] = None
-    master_port: Annotated[Port, flag(help="A free port on that host.")] = 29500
+    master_port: Annotated[Port, flag(help="Free port on the host with node rank 0.")] = 29500
     json: Annotated[bool, flag(help="Print JSON instead of tables.")] = False
     timeout: Annotated[float, Meta(gt=0), flag(help="Seconds to wait for any answer from other hosts.")] = (
         60.0

@@ -90,7 +90,7 @@ def test_help_is_in_words(capsys: pytest.CaptureFixture[str]) -> None:
         parse("--help")
     said = " ".join(capsys.readouterr().out.split())
     assert "--cudagraph-capture-sizes int [int ...]" in said
-    assert "Methods allowed to those origins (CORS). (default: *)" in said
+    assert "HTTP methods allowed to --allowed-origins (CORS). (default: *)" in said
     assert "Path prefix at which a proxy serves the endpoint. --allowed-origins" in said
     assert not [word for word in ("Annotated", "(default: )", "(default: (", "<class") if word in said]
 

@@ -54,10 +54,10 @@ def test_ctrl_c_while_a_mesh_loads_is_an_interruption(
 @pytest.mark.parametrize(
     ("roles", "is_ready", "line"),
     [
-        (("engine", "router"), False, "ends before the mesh is ready"),
-        (("engine", "router"), True, "ends: requests may run for 40 s more (--shutdown-timeout)"),
-        (("engine",), True, "ends: instances drain for at most 120 s (--drain-timeout)"),
-        ((), True, "ends"),
+        (("engine", "router"), False, "shutting down before the mesh is ready"),
+        (("engine", "router"), True, "shutting down: requests may run for 40 s more (--shutdown-timeout)"),
+        (("engine",), True, "shutting down: instances drain for at most 120 s (--drain-timeout)"),
+        ((), True, "shutting down"),
     ],
 )
 def test_the_time_that_requests_have_is_logged_where_it_is_known(

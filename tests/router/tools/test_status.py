@@ -65,4 +65,4 @@ def test_balance_and_the_busiest_experts_stand_below(capsys: pytest.CaptureFixtu
     failing = msgspec.structs.replace(balance, failures=3, is_failing=True)
     _console().print(as_table(msgspec.structs.replace(shown, balance=failing)))
     printed = " ".join(capsys.readouterr().out.split())
-    assert "3 failed; NOT BALANCED of late: the coordinator's log says why" in printed
+    assert "3 failed; NOT BALANCED lately: see the coordinator's log for the reason" in printed
