@@ -1,4 +1,4 @@
-"""One headless instance from registration to its end: registers, loads, serves routers, drains, leaves."""
+"""Process of one instance: registers, loads the model, serves routers, drains, leaves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 import msgspec
 
-from coordinator.addresses import interfaces, is_loopback, own, toward
 from coordinator.config import endpoint
 from coordinator.member_connection import MemberConnection, RegistrationRefused, StartupTimeout
 from coordinator.messages import Load, Register, Settings, State
@@ -35,6 +34,7 @@ from engine.host.cores import instances_at_once
 from engine.lifecycle.cache_services import CacheServices, share_memory
 from engine.lifecycle.compute_share import ComputeShare
 from engine.lifecycle.ended import InstanceEnded
+from engine.lifecycle.listening import listen_address
 from engine.lifecycle.stats_line import StatsLine, drain_line
 from engine.lifecycle.step_watch import StepWatch, place_of
 from engine.lifecycle.stop_requests import StopRequests
@@ -82,6 +82,8 @@ class InstanceProcess:
         self._settings: Settings | None = None
         self._numerics: Numerics | None = None
         self._rank = 0
+        self._host = ""
+        """Address at which routers and other instances reach this one."""
         self._stops = StopRequests(config.engine.drain_timeout)
         self._announced_draining = False
 
@@ -190,7 +192,8 @@ class InstanceProcess:
             core.tracing = tracing
             membership.update(phase="tokenizer")
             core.grammars.prepare()
-            server = self._server = Server(self._name, endpoint(self._listen_address(), 0), core, self._keys)
+            self._host = listen_address(self._mesh)
+            server = self._server = Server(self._name, endpoint(self._host, 0), core, self._keys)
             try:
                 self._open(membership, core, executor, facts)
                 logger.info(
@@ -254,7 +257,7 @@ class InstanceProcess:
         assert self._settings is not None
         assert self._numerics is not None
         self._services = CacheServices(
-            self._config, self._mesh, self._settings, self._numerics, self._rank, self._listen_address(),
+            self._config, self._mesh, self._settings, self._numerics, self._rank, self._host,
             self._keys,
         )  # fmt: skip
         self._services.start(core, executor, self._server.wake)
@@ -333,7 +336,7 @@ class InstanceProcess:
         return Spread(
             membership,
             cast("SpreadExecutor", executor),
-            Rendezvous(self._name, self._listen_address(), device, self._keys),
+            Rendezvous(self._name, self._host, device, self._keys),
             server,
             device.eplb,
             startup_timeout=self._mesh.startup_timeout,
@@ -369,25 +372,8 @@ class InstanceProcess:
         except TooLittleMemory as error:
             raise InstanceEnded(process.EXIT_FAILED, str(error)) from error
 
-    def _listen_address(self) -> str:
-        """An address that routers elsewhere can reach: given, or of the way to the coordinator."""
-        if self._mesh.instance_address is not None:
-            return own("--instance-address", self._mesh.instance_address)
-        target = self._mesh.data_parallel_address
-        if is_loopback(target):
-            return "127.0.0.1"
-        address = toward(target, self._mesh.data_parallel_rpc_port)
-        others = [str(each) for each in interfaces() if each.address != address]
-        if others and self._server is None:
-            logger.info(
-                "listens on %s, the way to the coordinator; --instance-address chooses another (%s)",
-                address,
-                ", ".join(others),
-            )
-        return address
-
     def _load(self) -> Load:
-        """Load for each sign of life; called by the membership's thread."""
+        """Load for each heartbeat; called by the membership's thread."""
         if self._server is None:
             return Load()
         if self._watch is not None:
@@ -401,7 +387,7 @@ class InstanceProcess:
     # ---- the end
 
     def _end_hung(self, seconds: float) -> NoReturn:
-        """The thread that would end this process in order does not come back."""
+        """End the process at once: the thread that would end it in order hangs."""
         logger.error(
             "a step has not ended after %.0f s (--execute-model-timeout): it hangs in %s. This instance "
             "ends; routers resume its requests on others",
