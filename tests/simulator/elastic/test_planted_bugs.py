@@ -23,7 +23,7 @@ from engine.groups.recovery import Instruction, Recovery, Turn
 from parallel.lockstep import Decision, Lockstep, StepHeader, Switch
 from parallel.placement import Placement, cover
 from tests.coordinator import test_member_state
-from tests.coordinator.membership import test_registry_groups
+from tests.coordinator.membership import test_reach, test_registry_groups
 from tests.simulator.elastic.checker import Rule
 from tests.simulator.elastic.settings import LONG_SPLIT
 from tests.simulator.elastic.settings import Settings as SimulatorSettings
@@ -315,7 +315,6 @@ class BlamesTheWayToWhoIsLate(Groups):
 
 
 FOUND_ONCE: dict[type[Any], tuple[str, Rule, int]] = {
-    NeverReconsiders: ("coordinator.membership.groups.Reachability", Rule.SERVES, 27418),
     BlamesTheWayToWhoIsLate: ("coordinator.membership.registry.Groups", Rule.REACHED, 84306),
 }
 """Bugs that one of ten thousand schedules finds: where, the rule, and such a schedule."""
@@ -332,6 +331,10 @@ def test_a_rare_bug_is_caught(bug: type[Any], monkeypatch: pytest.MonkeyPatch) -
 
 
 RARER: dict[type[Any], tuple[str, Callable[[], None]]] = {
+    NeverReconsiders: (
+        "coordinator.membership.groups.Reachability",
+        test_reach.test_those_who_were_left_out_serve_when_the_others_lack_room,
+    ),
     TakesOutWhoIsBack: (
         "coordinator.membership.groups.Epochs",
         test_registry_groups.test_who_was_late_and_is_back_gets_the_time_to_prepare_again,

@@ -60,6 +60,8 @@ class Call(NamedTuple):
     """Its step thread does it, which may hang."""
     what: Callable[..., None]
     arguments: tuple[Any, ...]
+    link: tuple[str, str] | None = None
+    """The connection that it comes over, if it is a message."""
 
     def held_until(self) -> int:
         """The last tick for which the instance stands still; the call waits until then."""
@@ -318,7 +320,16 @@ class World(Schedule[Call]):
         if when <= last:
             when, order = last, last_order + (1 - last_order) * order
         self._last_arrival[link] = (when, order)
-        self._push_at(when, order, Call(who, False, what, arguments))
+        self._push_at(when, order, Call(who, False, what, arguments, link))
+
+    def _hold(self, link: tuple[str, str], message: Call, when: int) -> None:
+        """Let a message wait for an instance that stands still, before later ones of its connection."""
+        order = self.rng.random()
+        last, last_order = self._last_arrival[link]
+        if (when, order) <= (last, last_order):
+            when, order = last, last_order + (1 - last_order) * order
+        self._last_arrival[link] = (when, order)
+        self._push_at(when, order, message)
 
     def _coordinator_hears(self, number: int, name: str, message: ToCoordinator) -> None:
         if self.registry is not None and number == self.num_coordinators:
@@ -556,7 +567,10 @@ class World(Schedule[Call]):
             return
         until = event.held_until()
         if self.now <= until:
-            self.push(until + 1 - self.now, event)
+            if event.link is not None:
+                self._hold(event.link, event, until + 1)
+            else:
+                self.push(until + 1 - self.now, event)
             return
         event.what(*event.arguments)
         self.is_over = self._steady_since is not None and self.now - self._steady_since >= self._steady
