@@ -131,7 +131,7 @@ class Heir:
                 names, slots = self._open(wanted)
                 count, outcome = self._copy(wanted, names, slots, began + wanted.seconds)
             except OSError as error:
-                logger.info("nothing is inherited: %s", error)
+                logger.info("no KV blocks are inherited: %s", error)
             except Exception:
                 logger.exception("KV blocks of a dead instance could not be copied")
             seconds, num_bytes = time.monotonic() - began, sum(map(self._memory.bytes_of, slots[:count]))

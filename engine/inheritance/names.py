@@ -1,4 +1,4 @@
-"""Names by which ``serve``, instances and routers know memory that is inherited."""
+"""Environment variables and the file name of KV cache memory that outlives its instance."""
 
 MEMORY_VARIABLE = "LOCKSTEP_KV_MEMORY"
 """Environment variable: path of the file for the cache of this instance."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class SharedCache:
-    """One cache in a file; also the allocator of its tensors."""
+    """KV cache in an unnamed file, and the allocator of its tensors."""
 
     def __init__(self, path: str) -> None:
         """Opens the file, and locks it for as long as this process lives.

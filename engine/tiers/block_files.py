@@ -1,6 +1,6 @@
-"""Files of KV blocks below one directory (no threads).
+"""Files of KV blocks and other pieces below one directory (no threads).
 
-A block's path has the model, the numerics class and the layout of its cache, and its name. So instances that
+A piece's path has the model, the numerics class and the layout of its cache, and its name. So instances that
 cannot use each other's blocks never look at each other's files, and a directory is shared by all of them. A
 file is written under another name first. What is torn or changed all the same is found by its digest.
 
@@ -58,7 +58,7 @@ class WrongBlock(Exception):
 
 @dataclass(frozen=True)
 class BlockFile:
-    """One file of a directory, of whichever cache."""
+    """File of a piece below the directory, of any cache."""
 
     path: str
     """Path of the file, relative to the directory."""
