@@ -160,8 +160,9 @@ class Messages:
         if not awaited:
             return
         began, next_check = time.perf_counter(), CHECK_SECONDS
+        links, spin = self._links, self._spin
         while True:
-            if self._links.flush() < 0:
+            if links.flush() < 0:
                 self._fail()
             waited = time.perf_counter() - began
             if waited >= next_check:
@@ -172,13 +173,13 @@ class Messages:
             if len(missing) < len(awaited):
                 for peer, is_done in awaited:
                     if (peer, is_done) not in missing:
-                        self._links.add_wait(peer, waited)
+                        links.add_wait(peer, waited)
                 awaited = missing
                 if not awaited:
                     break
-            elif waited >= self._spin.budget:
-                if self._links.sleep(max(0.0, next_check - waited)) < 0:
+            elif waited >= spin.budget:
+                if links.sleep(max(0.0, next_check - waited)) < 0:
                     self._fail()
-            elif waited >= self._spin.alone:
+            elif waited >= spin.alone:
                 os.sched_yield()
-        self._spin.learn(waited)
+        spin.learn(waited)
