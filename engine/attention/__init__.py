@@ -68,7 +68,7 @@ def make_attention(
 
 
 def why_not_triton(device: torch.device) -> str | None:
-    """What keeps TRITON_ATTN from running on a device, None if nothing does."""
+    """Reason why TRITON_ATTN cannot run on a device; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "Python finds no triton, which torch's CUDA builds bring with them: pip install triton"
     if device.type != "cuda" and os.environ.get(INTERPRET) != "1":

@@ -37,7 +37,7 @@ Int32s = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one attention layer keeps per token, and how far back it looks."""
+    """Shape of what one attention layer caches of a token, and its window."""
 
     kv_heads: int
     key_dim: int
@@ -71,12 +71,12 @@ class PackedRows:
     positions: Int64s
     """[tokens] position of each packed token in its request."""
     num_single: int
-    """How many leading rows have exactly one token."""
+    """Number of leading rows that have exactly one token."""
 
 
 @dataclass
 class AttentionUse:
-    """What attention over one cache has cost so far."""
+    """Calls and seconds of attention over one cache so far."""
 
     calls: int = 0
     """Layers of steps."""
@@ -85,7 +85,7 @@ class AttentionUse:
 
 
 class Scoring(NamedTuple):
-    """How attention makes weights of the products of queries and keys."""
+    """Scoring of attention: scale, soft cap and sinks."""
 
     scale: float
     """Factor on the products."""

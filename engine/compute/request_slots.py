@@ -1,4 +1,4 @@
-"""State of running requests by slot: tokens, block tables, and the logits that a step wants."""
+"""State of running requests by slot: tokens, block tables, wanted logits."""
 
 from __future__ import annotations
 

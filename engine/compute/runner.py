@@ -155,7 +155,7 @@ class ModelRunner:
         return step.masks is None and all(self._slots[slot].is_plain for slot in step.slots)
 
     def _draws(self, step: Step, wanted: WantedLogits) -> Draws:
-        """How the token of each row of a plain step is drawn.
+        """Sampling parameters of each row of a plain step.
 
         Empty (:data:`NO_DRAWS`) if each is the most likely one.
         """

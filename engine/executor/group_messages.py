@@ -76,7 +76,7 @@ class Counts(msgspec.Struct, frozen=True, tag="counts"):
     epoch: int = 0
     """Epoch of the groups that its steps use."""
     links: list[LinkCount] = []
-    """What its links in these groups have carried, by instance."""
+    """Bytes that its links in these groups have carried, by instance."""
     expert_loads: list[list[int]] = []
     """Rows computed so far by layer and expert, if their load is balanced."""
 

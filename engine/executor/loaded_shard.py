@@ -156,7 +156,7 @@ class LoadedShard:
         return self._shard.is_last and self._shard.rank == 0
 
     def _share(self) -> tuple[ExpertShare | None, Dispatch]:
-        """Which experts are this instance's, and how it reaches the others."""
+        """This instance's share of the experts; None where they are not spread."""
         settings = self._config.device
         if self._place is None:
             return None, "allgather_reducescatter"

@@ -46,7 +46,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     address: str = "127.0.0.1"
     """Address of its host, where the other workers reach it."""
     hosts: tuple[str, ...] = ()
-    """Where each worker of the instance runs, by stage, then rank.
+    """Host of each worker of the instance, by stage, then rank.
 
     Equal names can share memory.
     """
@@ -87,7 +87,7 @@ class Execute(msgspec.Struct, frozen=True, tag="execute"):
 
     step: Step
     sizes: tuple[int, ...] = ()
-    """Where experts are spread: the tokens of every instance in this step."""
+    """Tokens of every instance in this step, where experts are spread."""
     epoch: int = 0
     """Epoch whose groups agreed on the step; skipped in any other one."""
 
@@ -149,7 +149,7 @@ class Free(msgspec.Struct, frozen=True, tag="free"):
 
 
 class CacheAt(msgspec.Struct, frozen=True):
-    """Where a worker's KV cache lies in its memory."""
+    """Place of a worker's KV cache in its memory."""
 
     steps: int
     """Address of the number of steps that the worker is done with, in 8 bytes."""

@@ -96,7 +96,7 @@ class UniExecutor(SpreadShard):
         self._untouched = memory.Untouched()
         self._attention = self._attention_before = AttentionUse()
         self._fixed: FixedBlocks | None = None
-        """How torch's operators compute with ``--batch-invariant``; else None."""
+        """Context in which torch computes with ``--batch-invariant``; else None."""
 
     def __repr__(self) -> str:
         return f"UniExecutor({self._info.architecture}, threads={self._threads}, runner={self._runner!r})"
@@ -401,7 +401,7 @@ def launches_ahead(place: tuple[int, int] | None, shard: Shard, *, has_graphs: b
 
 
 def _torch_on(device: torch.device) -> str:
-    """What decides the bits of torch's operators on a device, besides torch's version."""
+    """Facts besides torch's version that decide the bits of its operators on a device."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     kernels = library.loaded()  # they sample, also where they do not compute the model

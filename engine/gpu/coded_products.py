@@ -52,7 +52,7 @@ TWICE_FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 class InputRounding(Protocol):
-    """How inputs are rounded before they are multiplied; see ``engine.model.quantization.rounding``."""
+    """Interface of :class:`engine.model.quantization.rounding.Rounding` for kernels."""
 
     @property
     def scale(self) -> float: ...
@@ -83,7 +83,7 @@ class DeviceCodes:
     order: torch.Tensor | None = None
     """int64 [inputs]: which input stands at each place; None: they stand in their order."""
     rounding: InputRounding | None = None
-    """How inputs are rounded; None: not at all."""
+    """Rounding of inputs; None: not at all."""
     parts: int = 1
     """Parts of rounded inputs that have scales of their own."""
     sums: torch.Tensor | None = None
@@ -322,7 +322,7 @@ def _unpacked(codes: torch.Tensor, kind: int) -> torch.Tensor:
 
 
 def _cuts(programs: int, inputs: int) -> tuple[int, int]:
-    """How many cuts a sum falls into, and inputs of each.
+    """Number of cuts of a sum, and inputs of each.
 
     That is a multiple of what a program adds at once.
     """

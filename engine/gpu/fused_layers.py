@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 DEVICES = {"cuda"}
 """Kinds of devices on which rotary embeddings are ours."""
 ROTARY = "apply_rotary_pos_emb"
-"""What families call their function for rotary embeddings, in the module of their layers."""
+"""Names of families' rotary function, in the module of their layers."""
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers that have one input, by the names that families give them."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 CACHES = {"past_key_value", "past_key_values"}
-"""What families call transformers' own cache, which is None here."""
+"""Names of transformers' own cache in families' code, which is None here."""
 
 
 @dataclass(frozen=True)

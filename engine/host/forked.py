@@ -45,7 +45,7 @@ class Fork(msgspec.Struct, frozen=True):
     """Request for a fork; standard streams and inherited descriptors are sent along."""
 
     entry: str
-    """What is run, as ``module:function``; its result is the exit status."""
+    """Function to run, as ``module:function``; its result is the exit status."""
     argv: tuple[str, ...]
     environment: dict[str, str]
     descriptors: tuple[int, ...]

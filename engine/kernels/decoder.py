@@ -112,7 +112,7 @@ class DecoderModel:
 
     @property
     def needs(self) -> Needs:
-        """What a step needs buffers for."""
+        """Sizes of the buffers that a step needs."""
         inputs = [layer.input for layer in self.layers if layer.input is not None]
         scratch = all_scratch([*(part for layer in self.layers for part in layer.parts), *inputs])
         vocab = 0 if self.output is None else self.output.vocab

@@ -87,7 +87,7 @@ class Program:
         self.seconds = np.zeros(len(OperationKind))
         """Time spent so far, by kind of operation."""
         self.attention = AttentionUse()
-        """What attention has cost so far."""
+        """Calls and seconds of attention so far."""
 
     @property
     def kind(self) -> Kind:

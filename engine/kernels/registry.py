@@ -53,14 +53,14 @@ PACKED_FEED_FORWARDS: dict[type, Callable[[Any, Packing], PackedFeedForward]] = 
 
 
 class NarrowMixer(NamedTuple):
-    """How a kind of mixer is copied with few heads (:mod:`engine.kernels.narrow`)."""
+    """Functions that copy a kind of mixer with few heads (:mod:`engine.kernels.narrow`)."""
 
     make_up: Callable[[MadeUpWeights, Any, Any], None]
     """Makes weights up for a module of the model."""
     tell: Callable[[Any, Any], None]
     """Sets numbers that the copy's module reads."""
     shape: Callable[[Any, LayerShape], LayerShape]
-    """What the copy caches."""
+    """Shape of what the copy caches."""
 
 
 NARROW_MIXERS: dict[type, NarrowMixer] = {

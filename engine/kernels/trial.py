@@ -65,7 +65,7 @@ class TrialResult(NamedTuple):
     """The result of a trial."""
 
     objection: str | None
-    """What the kernels compute otherwise than the model's own code; None if nothing."""
+    """Difference between kernels and the model's own code; None if there is none."""
     rounding: float
     """Distance of the copy's logits from float32, where torch computes in 16 bits.
 
@@ -179,7 +179,7 @@ def _program_of(kernels: KernelLibrary, decoder: DecoderModel, run: _Run, number
 
 
 def _fields(part: Any) -> Iterator[Any]:
-    """All that the kernels know of a part of a layer.
+    """Fields of a layer's part, by which equal parts are found.
 
     Equal layers have one program.
     """

@@ -147,7 +147,7 @@ def weight_format(directory: str) -> str:
 
 
 def format_of_weights(directory: Path) -> Format | None:
-    """How quantised weights are stored; None where they are read as they are.
+    """Format of quantised weights; None for plain ones.
 
     Raises:
         CheckpointError: it is a format that is not read.

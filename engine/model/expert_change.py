@@ -116,7 +116,7 @@ class HeldExperts:
         return rows
 
     def max_experts(self, free_bytes: int) -> int:
-        """How many experts of each layer fit, with so much free memory beside them.
+        """Most experts of a layer that fit, with so much free memory beside them.
 
         0 means any number, as in a stage without expert layers.
         """
@@ -329,7 +329,7 @@ class _Change:
         self._rows: dict[str, dict[int, torch.Tensor]] = {}
         """Rows of the missing ones, by parameter and expert."""
         self._readers: dict[str, tuple[CodesReader, Sequence[int]]] = {}
-        """How to read the codes of the missing ones, and which those are, by parameter."""
+        """Readers of the missing experts' codes, and those experts, by parameter."""
         self._built: dict[str, dict[str, torch.nn.Parameter]] = {}
         """New parameters by the path of their module, if they were laid out before."""
 
@@ -409,7 +409,7 @@ class _Change:
         return fresh
 
     def _codes(self, number: int, full: str, parameter: torch.nn.Parameter) -> CodesReader | None:
-        """How to read the codes of these experts; None where one has none."""
+        """Reader of the codes of these experts; None where one has none."""
         before, missing, held = self.before[number], self._missing[number], reader_of(parameter)
         read, experts = self._readers.get(full, (None, missing))
         found = [

@@ -1,4 +1,4 @@
-"""Search for a model by name: a path, a shipped model, or a repository of the hub (no torch)."""
+"""Search for a model: a path, a shipped name, or a hub repository (no torch)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON files of a model's directory, and their errors as messages for the user (no torch)."""
+"""JSON files of a model's directory, with errors for the user (no torch)."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """Median of the measured seconds."""
     bytes_per_second: float
-    """What each member sends, in that time."""
+    """Bytes that each member sends, by the second."""
 
 
 class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):

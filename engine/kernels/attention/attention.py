@@ -43,7 +43,7 @@ class Attention:
     is_norm_last: bool
     """Whether the norms of heads come behind the rotation."""
     rotary: int | None
-    """Which of the decoder's rotary embeddings turns queries and keys; None: none does."""
+    """Number of the rotary embedding that turns queries and keys; None: none does."""
     places: torch.Tensor | None
     """[dim]: order in which the numbers of a head are computed; None: as they are.
 

@@ -33,7 +33,7 @@ class Latent:
     """[numbers, hidden]; other outputs may come behind them."""
     norm: Norm
     size: int
-    """How many there are; weights are let go once they are laid out."""
+    """Numbers of the latent, known also once its weights are laid out and freed."""
 
 
 @dataclass(frozen=True)

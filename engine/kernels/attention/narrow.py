@@ -43,7 +43,7 @@ def narrow_heads(attention: Attention) -> tuple[int, int]:
 
 
 def narrow_shape(attention: Attention, shape: LayerShape) -> LayerShape:
-    """What the copy of a layer caches."""
+    """Shape of what the copy of a layer caches."""
     return replace(shape, kv_heads=narrow_heads(attention)[1])
 
 

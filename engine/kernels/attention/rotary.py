@@ -78,7 +78,7 @@ class Turning:
     is_norm_last: bool = False
     """Whether norms come behind the rotation."""
     angles: str | None = None
-    """How numbers are paired: ``halves`` or ``neighbours``. None: nothing is rotated."""
+    """Pairing of rotated numbers: ``halves`` or ``neighbours``; None: nothing is rotated."""
 
 
 @dataclass(frozen=True)

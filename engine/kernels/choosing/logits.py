@@ -18,7 +18,7 @@ from engine.kernels.core.library import KernelLibrary
 from engine.sampling import SamplingParams
 
 Draws: TypeAlias = npt.NDArray[np.void]
-"""How the token of each row is chosen."""
+"""Sampling parameters of all rows, by which their tokens are drawn."""
 
 DRAW = np.dtype(
     [

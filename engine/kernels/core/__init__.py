@@ -1,1 +1,1 @@
-"""What every kind of operation shares: the compiled library, lists of operations, memory, stand-ins."""
+"""Common base of all kinds of operations: library, operation lists, memory, stand-ins."""

@@ -27,7 +27,7 @@ BEYOND_AVX2 = {
     "amx_bf16": "-mno-amx-bf16",
     "amx_int8": "-mno-amx-int8",
 }
-"""What a CPU may have, and the option of the compiler that does without."""
+"""CPU features beyond AVX2, and the compiler option that avoids each."""
 
 Kind = Literal["amx", "avx512", "avx2"]
 KIND_FLAGS: dict[Kind, set[str]] = {
@@ -101,7 +101,7 @@ def choose(kind: Kind | None) -> None:
 
 
 def why_not(kind: Kind) -> str | None:
-    """What this CPU lacks for kernels of a kind, for people; None if nothing."""
+    """Reason why this CPU cannot run kernels of a kind; None if it can."""
     flags = compiler.cpu_flags()
     missing = KIND_FLAGS[kind] - flags
     if not missing:

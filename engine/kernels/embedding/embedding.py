@@ -32,7 +32,7 @@ class Embedding:
     positions: torch.Tensor | None
     """[positions, hidden]: learned vectors that are added, by the rank that has the first token."""
     inputs: LayerInputs | None = None
-    """What makes inputs that layers have beside the stream."""
+    """Weights of the inputs that layers have beside the stream."""
 
     def matrices(self) -> list[torch.Tensor]:
         """Weights that packing lays out. The embedding itself is read as it is."""
@@ -63,7 +63,7 @@ class PackedEmbedding:
         self.embedding = embedding
         inputs = embedding.inputs
         self.inputs = None if inputs is None else packing.packer.panels(inputs.projection, multiple=32)
-        """What makes the layers' inputs beside the stream."""
+        """Packed weights of the inputs that layers have beside the stream."""
 
     def write(self, writer: Writer) -> None:
         """Write what the stream begins with."""

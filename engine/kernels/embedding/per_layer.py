@@ -60,7 +60,7 @@ class LayerInput:
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """What makes the inputs of all layers: ``(norm(embedded x projection) + table[token]) * factor``."""
+    """Inputs of all layers: ``(norm(embedded x projection) + table[token]) * factor``."""
 
     table: torch.Tensor
     """[tokens, layers * width]"""
@@ -100,7 +100,7 @@ def without_input(layer: Any) -> Any:
 
 
 def inputs_of(base: Any, dtype: torch.dtype) -> LayerInputs | None:
-    """What makes the inputs of a base model's layers; None if these have none."""
+    """Weights of the inputs of a base model's layers; None if these have none."""
     table = getattr(base, TABLE, None)
     if table is None:
         return None

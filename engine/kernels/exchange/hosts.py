@@ -1,4 +1,4 @@
-"""Who receives what between hosts, for exchanges inside a step (pure).
+"""Division of receiving work between hosts, for exchanges inside a step (pure).
 
 A row, or a rank's sums, goes to each other host once: one member there receives it into memory that all
 members of that host map. Who that is follows from the ranks alone, so that nobody asks.

@@ -1,4 +1,4 @@
-"""What experts do between their two products, and how their weights lie.
+"""Form of experts: activation between their two products, and layout of their weights.
 
 The module's own gate runs on made-up numbers.
 """
@@ -21,7 +21,7 @@ ROWS, LARGE = 8, 6.0
 
 @dataclass(frozen=True)
 class ExpertForm:
-    """What the experts of a module have in common."""
+    """Properties that all experts of a module share."""
 
     hidden: int
     width: int

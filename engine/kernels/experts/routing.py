@@ -104,7 +104,7 @@ def weights_of(router: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def routing_of(block: Any, dtype: torch.dtype) -> Routing:
-    """How the router of a block chooses; ``dtype``: of the model.
+    """Properties of a block's router; ``dtype``: of the model.
 
     Raises:
         NotRecognised: it has no number of experts to choose.

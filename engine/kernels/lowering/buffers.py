@@ -44,7 +44,7 @@ class Needs(NamedTuple):
     dtype: torch.dtype
     scratch: Mapping[str, Scratch]
     exchanged: ExpertShape | None
-    """What the expert layers have in common; None without any."""
+    """Sizes that all expert layers share; None without any."""
     rounds: bool
     """Whether some weights want rows in 8 bits."""
 

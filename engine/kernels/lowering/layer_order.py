@@ -173,7 +173,7 @@ def _order_of_both(layer: Any, hidden: int) -> Order:
 def _inside(
     kind: str, mlp: str, norms: list[str], results: dict[str, torch.Tensor], given: dict[str, torch.Tensor]
 ) -> Inside:
-    """Which norm is where around an MLP and a mixture."""
+    """Places of the norms around an MLP and a mixture."""
 
     def norm(one: dict[str, torch.Tensor], other: torch.Tensor) -> str:
         found = [name for name in norms if torch.equal(one[name], other)]

@@ -1,4 +1,4 @@
-"""What a kind of layer part provides, so that a step can compute it.
+"""Contract of layer parts: what each kind provides so that a step computes it.
 
 A layer has a *mixer*, which looks at other tokens (attention), and a *feed-forward* part (an MLP, a mixture
 of experts). A recogniser finds a part in a model's modules. Packing lays its weights out. The packed part
@@ -41,7 +41,7 @@ class LayerPart(UsesScratch, Protocol):
         """Numbers of inputs here of each product that the ranks have parts of."""
 
     def whole(self) -> Any:
-        """The same part as if no other rank had some of it."""
+        """The same part with whole sums, as if there were one rank."""
 
 
 class Mixer(LayerPart, Protocol):

@@ -100,7 +100,7 @@ class Writer:
         self._cuts: list[tuple[int, Any]] = []
         self._list = OperationList(room)
         self.stream: torch.Tensor = buffers.stream
-        """What the layers add to."""
+        """Rows of the residual stream."""
         self.rows = 0
         """Flag of operations: whether the stream has all rows or the selected ones."""
 
@@ -189,7 +189,7 @@ class Writer:
             )
 
     def rounded(self, into: Any, weights: PackedWeights | None, width: int) -> Any:
-        """Where a product finds its rows: rounded to 8 bits, if its weights want that."""
+        """Rows for a product: rounded to 8 bits first, if its weights ask for it."""
         return add_rounding(self._list, weights, into, self.buffers.rounded, width, flags=self.rows)
 
     def area(self) -> Area:

@@ -35,7 +35,7 @@ class Norm:
 
 
 def norm_of(module: Any, width: int) -> Norm:
-    """What a norm of rows of this width does.
+    """Recognise a norm of rows of this width.
 
     Of the known kinds it is the nearest one; whether that is what it computes is tried elsewhere.
     """

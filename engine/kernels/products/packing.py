@@ -143,7 +143,7 @@ def add_rounding(
     width: int,
     **which: Any,
 ) -> Any:
-    """Where a product finds its rows: rounded to 8 bits before, if its weights ask.
+    """Rows for a product: rounded to 8 bits first, if its weights ask for it.
 
     ``which``: fields that say which rows.
     """

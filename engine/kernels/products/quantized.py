@@ -81,7 +81,7 @@ class EightBitPanels(RecordedWeights):
         self.record = np.array([*(each.data_ptr() for each in self._kept), self.parts], dtype=np.int64)
         """Record of addresses and sizes for the kernels."""
         self.rounding = np.zeros((), dtype=ROUNDING)
-        """How inputs are to be rounded, as the kernels read it."""
+        """Rounding of inputs, as the kernels read it."""
         self.rounding["scale"], self.rounding["zero"] = rounding.scale, rounding.zero
         self.rounding["is_symmetric"] = rounding.is_symmetric
 

@@ -25,7 +25,7 @@ ATTRIBUTE = "lockstep_codes"
 
 
 class CodesReader:
-    """How to read the codes of one parameter: [outputs, inputs], or a stack of experts."""
+    """Reader of one parameter's codes: [outputs, inputs], or a stack of experts."""
 
     def __init__(self, experts: Sequence[Sequence[Matrix]], is_stack: bool) -> None:
         """``experts``: for each the matrices of its outputs, in their order.
@@ -70,7 +70,7 @@ class CodesReader:
 
 
 class _Rearranged(CodesReader):
-    """How to read outputs of other weights [outputs, inputs], in a row."""
+    """Reader of chosen outputs of other weights, joined."""
 
     def __init__(self, parts: Sequence[tuple[CodesReader, Rows]]) -> None:
         super().__init__([], is_stack=False)
@@ -114,7 +114,7 @@ def in_a_row(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def reader_of(parameter: torch.Tensor) -> CodesReader | None:
-    """How to read the codes of a parameter; None for one that was not quantised."""
+    """Reader of a parameter's codes; None for one that was not quantised."""
     reader: CodesReader | None = getattr(parameter, ATTRIBUTE, None)
     return reader
 

@@ -1,4 +1,4 @@
-"""What a config.json says about quantised weights, and why some are refused (pure, no torch).
+"""Formats of quantised weights, read from config.json or refused (pure, no torch).
 
 Formats: `compressed-tensors`_, block-wise fp8 as DeepSeek publishes it, GPTQ and AWQ as their tools write
 them. Which matrices are quantised is seen in the files; what a file cannot say is taken from here.
@@ -36,7 +36,7 @@ _LAYOUTS: dict[str, Layout] = {
 }
 """Formats of compressed-tensors that are read."""
 _GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}
-"""What is added to stored zero points, by ``checkpoint_format``."""
+"""Offset of stored zero points, by ``checkpoint_format``."""
 _READ = "compressed-tensors (int8, int4 and fp8), fp8, gptq, awq, mxfp4 and GGUF files"
 
 
@@ -70,7 +70,7 @@ class Activations(msgspec.Struct, frozen=True):
 
 
 class Format(msgspec.Struct, frozen=True):
-    """How the quantised matrices of a checkpoint are stored."""
+    """Format of a checkpoint's quantised matrices."""
 
     method: str
     """``quant_method`` of config.json."""
@@ -86,14 +86,14 @@ class Format(msgspec.Struct, frozen=True):
     Empty: the shape of the scales says it.
     """
     zero_offset: int = 0
-    """What is added to GPTQ's stored zero points."""
+    """Offset of GPTQ's stored zero points."""
     rounds_activations: bool = False
     """Whether the checkpoint was made for activations in 8 bits, too."""
     activations: tuple[Activations, ...] = ()
     """Inputs of each group of matrices."""
 
     def activations_of(self, module: str) -> Activations | None:
-        """How the inputs of a module are rounded; None: not at all."""
+        """Rounding of a module's inputs; None: not at all."""
         for by_class in (False, True):
             for each in self.activations:
                 if each.are_of(module, by_class=by_class):
@@ -234,7 +234,7 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Format:
 
 
 def _activations(group: Mapping[str, Any]) -> Activations:
-    """What a group says of activations; floats and groups of them stay as they are."""
+    """Treatment of the inputs of one group of config.json."""
     given, named = group.get("input_activations"), group.get("targets")
     targets = tuple(str(each) for each in named) if isinstance(named, list) else ()
     for each in targets:

@@ -1,4 +1,4 @@
-"""Quantised matrix of a checkpoint, read a part at a time in the data type of the model.
+"""Quantised matrix of a checkpoint, read a part at a time and widened.
 
 A matrix of [outputs, inputs] is stored as codes, scales and sometimes zero points; a weight is
 ``(code - zero) * scale``, computed in float32 and rounded once. :mod:`engine.model.quantization.layouts` has
@@ -127,7 +127,7 @@ class QuantizedMatrix(ABC):
 
     @property
     def rounding(self) -> Rounding | None:
-        """How activations are rounded before they are multiplied, if the codes allow it."""
+        """Rounding of activations before the product; None: not at all, or codes forbid it."""
         return None
 
     def _order(self, columns: slice) -> torch.Tensor | None:

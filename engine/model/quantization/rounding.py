@@ -27,7 +27,7 @@ _EXACT_INPUTS = 1024
 
 @dataclass(frozen=True)
 class Rounding:
-    """How activations are rounded."""
+    """Rounding of activations to whole numbers of 8 bits."""
 
     scale: float = 0.0
     """Scale of all rows; 0: each row has its own."""

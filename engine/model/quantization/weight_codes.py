@@ -88,7 +88,7 @@ class Codes:
     is_float: bool = False
     """Whether codes are floats (float8_e4m3fn, or e2m1 with 4 bits)."""
     rounding: Rounding | None = None
-    """How activations are rounded before they are multiplied; None: not at all."""
+    """Rounding of activations before the product; None: not at all."""
     order: torch.Tensor | None = None
     """int32 [..., inputs]: the group of each input; None: groups are of neighbours."""
 

@@ -111,7 +111,7 @@ def check(module: Any, name: str, sharded: ShardedClass, stage: Stage, run: Uncu
 def _columns_here(
     shard: Shard, columns: list[int], vocab_size: int, head: Any
 ) -> tuple[list[int], list[int]]:
-    """Which of the compared tokens this rank's output layer has, and their rows of it."""
+    """Compared tokens that this rank's output layer has, and their rows in it."""
     start, stop = 0, vocab_size
     if isinstance(head, torch.nn.Linear) and head.weight.shape[0] != vocab_size:
         start, stop = TensorRank(shard.rank, shard.size).even(vocab_size)

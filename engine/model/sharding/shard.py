@@ -347,7 +347,7 @@ def _layers_of_stage(name: str, whole: Any, shard: Shard) -> range:
 
 
 def _num_parameters(module: Any) -> int:
-    """How many numbers a module has, which all ranks agree on.
+    """Number of parameters of a module, equal at all ranks.
 
     Bytes would depend on torch's default type, which another thread may change meanwhile as it loads a model.
     """

@@ -1,4 +1,4 @@
-"""The relay to workers on other hosts: messages both ways, its end, and what a failure leaves."""
+"""The relay to workers on other hosts: messages both ways, its end, failures."""
 
 from __future__ import annotations
 
