@@ -188,7 +188,7 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
 
 
 def _quiet_uvicorn(http: HttpConfig) -> None:
-    """Keep lines out of uvicorn's logs that are logged here or are not wanted.
+    """Drop lines of uvicorn that are logged here already or not wanted.
 
     These are its start and end, requests that it cuts off, and paths of --disable-access-log-for-endpoints.
     """

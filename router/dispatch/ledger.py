@@ -102,15 +102,15 @@ class Entry:
     has_begun: bool = False
     """Whether a delta of any try has come."""
     fingerprint: str | None = None
-    """Name of a numerics class: that of the instance that gives the first token."""
+    """Name of the numerics class that gives the first token."""
     numerics: str | None = None
     """Name of the numerics class in which its current try is computed."""
     numerics_changes: list[NumericsSwitch] = field(default_factory=list)
     """Changes of class after the first token; its stream's readers see new ones."""
     owed: bool = False
-    """An instance had taken the request, so the next one must take it, too."""
+    """Whether an instance had taken the request, so that the next one must."""
     blocks: list[int] | None = None
-    """Hashes of the prompt's blocks, once they were needed."""
+    """Hashes of the prompt's blocks; None until they are needed."""
     uncached: int = 0
     """Tokens to compute before the first one comes out, as known at dispatch."""
     recalled: bool = False
@@ -129,17 +129,17 @@ class Entry:
     loss: Loss | None = None
     """The loss that made the request move, until it has a token again."""
     left_at: float = 0.0
-    """When it left its instance, where that was later than the loss."""
+    """Time at which it left its instance, if later than the loss."""
     blocks_at: str = ""
     """Where the instance of its current try may fetch KV blocks (``Submit.blocks_at``)."""
     inherits_at: str = ""
-    """Where the blocks are that died with its instance; empty once it goes on."""
+    """Place of the KV blocks left by its dead instance; empty once it continues."""
     inherits_on: str = ""
-    """The host where that is."""
+    """Host of ``inherits_at``."""
     inherits: int = 0
-    """Tokens whose blocks are known to be there."""
+    """Tokens whose blocks are known to be at ``inherits_at``."""
     sink: TokenSink | None = None
-    """Where a single token goes at once: see :meth:`router.mesh.Generation.hand_over`.
+    """Consumer of single tokens without a task: see :meth:`router.mesh.Generation.hand_over`.
 
     None while the reader is busy. The first delta of a try never goes there: its times make it more than a
     single token (:func:`engine.scheduling.outcomes.outgoing_tokens_of`).
