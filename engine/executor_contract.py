@@ -78,8 +78,10 @@ class Executor(Protocol):
         """Bytes that may be given to the KV cache now, weights being loaded."""
         ...
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: int, num_states: int = 0) -> None:
         """Make the KV cache: ``num_blocks`` blocks of ``block_size`` tokens.
+
+        For a model with recurrent states, also ``num_states`` slots of those, numbered behind the blocks.
 
         Raises:
             engine.model.checkpoint.CheckpointError: the kernels that were asked for do not compute the model.

@@ -13,7 +13,8 @@ row in any case.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -100,6 +101,15 @@ class FixedBlocks(TorchDispatchMode):  # type: ignore[misc]
         if rule is None:
             rule = self._rules[func] = self._rule(func)
         return rule(*args, **kwargs) if kwargs else rule(*args)
+
+    @contextmanager
+    def in_one_shape(self) -> Iterator[None]:
+        """Context for calls that always have the same shapes: any operator may be used there."""
+        was, self.is_strict = self.is_strict, False
+        try:
+            yield
+        finally:
+            self.is_strict = was
 
     def _rule(self, func: Any) -> Callable[..., Any]:
         """Choose how an operator is computed: by blocks, rows, tiles, or decomposed."""

@@ -7,6 +7,7 @@ It runs on the model itself, for a library chooses how it sums by the shapes of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from engine.compute.fixed_blocks import FixedBlocks, UnknownOperator
 from engine.model.checkpoint import CheckpointError
 from engine.model.probe import run_stage
 from engine.model.weights import LoadedModel
+from engine.states.layers import StepRows
 
 COUNT = 40
 """Length of the test request in tokens: two and a part blocks of rows."""
@@ -45,6 +47,10 @@ def check(
     cache = make_cache(2 * pages)
     tables = np.arange(2 * pages, dtype=np.int32).reshape(2, pages)
 
+    def forget() -> None:
+        if model.states is not None:
+            model.states.running.clear()
+
     def run(rows: list[tuple[int, int, int]]) -> torch.Tensor:
         """Outputs of the rows (request, first token, how many) of the first request."""
         requests, begins, counts = (np.array(column) for column in zip(*rows, strict=True))
@@ -57,9 +63,11 @@ def check(
         ids = (positions * 7919 + of_token * 13) % model.vocab_size
         plan = {PLAN_KEYWORD: cache.plan(packed)}
         tokens, places = torch.from_numpy(ids), torch.from_numpy(positions)
-        output = run_stage(model.module, model.stage, tokens, places, **plan)
+        with steps(StepRows(requests.tolist(), (begins - start).tolist(), counts.tolist())):
+            output = run_stage(model.module, model.stage, tokens, places, **plan)
         return output[torch.from_numpy((of_token == 0).nonzero()[0])].clone()
 
+    steps = (lambda rows: nullcontext()) if model.states is None else model.states.step
     other = min(OTHER_COUNT, count - 1)
     pieces = [
         [(0, 0, count // 5), (1, 0, other - 2)],
@@ -71,6 +79,7 @@ def check(
     try:
         with torch.inference_mode(), blocks:
             alone = run([(0, 0, count)])
+            forget()
             torch.set_num_threads(threads + 2)
             beside = torch.cat([run(rows) for rows in pieces])
     except UnknownOperator as error:
@@ -80,6 +89,7 @@ def check(
         ) from error
     finally:
         blocks.is_strict = False
+        forget()
         torch.set_num_threads(threads)
     differ = int((alone != beside).any(dim=-1).sum())
     if differ:

@@ -6,6 +6,7 @@ position, never appended blindly, so that a step which was cut short can run aga
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,7 +26,8 @@ from engine.kernels.choosing.logits import NO_DRAWS, Draws, draws
 from engine.messages import TokenLogprobs
 from engine.model.weights import LoadedModel
 from engine.scheduling.speculation import num_taken
-from engine.step import ExtraTokens, Span, Step, StepResult
+from engine.states.layers import StepRows
+from engine.step import Admit, ExtraTokens, Span, Step, StepResult
 from parallel.communicators.base import carries
 from parallel.tensor_parallel import TensorRank
 
@@ -88,6 +90,8 @@ class ModelRunner:
         if result is not None:
             return _done(result)
         for admit in step.admits:
+            if self._model.states is not None:
+                self._model.states.running.admit(admit.slot, self._num_equal(admit))
             self._slots[admit.slot] = RequestSlot.of(admit)
             self._tables.clear(admit.slot)
         if not step.slots:
@@ -111,7 +115,8 @@ class ModelRunner:
                 if self._continuation is not None:
                     self._continuation.begin(step)
             else:
-                output = self._forward(packed, input_ids, wanted.tokens, hidden)
+                with self._states_of(step):
+                    output = self._forward(packed, input_ids, wanted.tokens, hidden)
                 pending = self._sample(step, wanted, output) if self._shard.is_last else _done(StepResult([]))
             if not self._shard.is_last:
                 self.spans.append((began, time.monotonic()))
@@ -124,6 +129,21 @@ class ModelRunner:
             return result
 
         return finish
+
+    def _states_of(self, step: Step) -> contextlib.AbstractContextManager[None]:
+        """Context in which layers with a recurrent state compute the rows of a step."""
+        if self._model.states is None:
+            return contextlib.nullcontext()
+        return self._model.states.step(StepRows(step.slots, step.starts, step.counts, step.pieces))
+
+    def _num_equal(self, admit: Admit) -> int:
+        """Number of leading tokens in common with the request that had the slot before."""
+        held = self._slots.get(admit.slot)
+        if held is None:
+            return 0
+        both = min(len(admit.token_ids), len(held.token_ids))
+        differs = held.token_ids[:both] != np.array(admit.token_ids[:both])
+        return int(differs.argmax()) if differs.any() else both
 
     def _go_on(self, step: Step) -> StepResult | None:
         """Compute a consecutive decode step of the same rows; None if it is none."""

@@ -124,6 +124,7 @@ class LoadedShard:
             dtype=str(dtype).removeprefix("torch."),
             device=str(device),
             kv=KVSpec(num_layers=len(model.layers), bytes_per_token=self._kv_bytes),
+            boundaries=[] if model.states is None else [model.states.kind],
         )
 
     def _when_read(self) -> None:

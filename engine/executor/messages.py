@@ -77,9 +77,10 @@ class FreeMemory(msgspec.Struct, frozen=True, tag="free_memory"):
 
 
 class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
-    """Order to allocate the KV cache."""
+    """Order to allocate the KV cache, and slots of recurrent states."""
 
     num_blocks: int
+    num_states: int = 0
 
 
 class Execute(msgspec.Struct, frozen=True, tag="execute"):

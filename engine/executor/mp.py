@@ -44,6 +44,7 @@ from engine.executor.worker_channels import WorkerChannels
 from engine.executor_contract import STARTUP_TIMEOUT, CannotStart, ExpertTimes, Progress
 from engine.host.cores import Share
 from engine.model.checkpoint import ModelInfo
+from engine.pieces.kinds import BoundaryKind
 from engine.step import KVSpec, ModelFacts, Span, Step, StepResult
 from parallel.links.keys import LinkKey
 from parallel.topology import cores_of_worker
@@ -197,9 +198,9 @@ class MpExecutor:
             each * largest // max(kv.bytes_per_token, 1) for each, kv in zip(free, self._kv, strict=True)
         )
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: int, num_states: int = 0) -> None:
         """See :class:`.Executor`."""
-        self._channels.send_all(Allocate(num_blocks))
+        self._channels.send_all(Allocate(num_blocks, num_states))
         allocated = self._channels.await_each(self._workers, Allocated)
         self._expert_bytes = [each.expert_bytes for each in allocated]
         self._arithmetic = [each.arithmetic for each in allocated if each.arithmetic is not None]
@@ -289,5 +290,16 @@ def _combined(facts: Sequence[ModelFacts]) -> ModelFacts:
         facts[-1],
         num_parameters=sum(each.num_parameters for each in facts),
         weight_bytes=sum(each.weight_bytes for each in facts),
+        boundaries=_largest_of_each_kind(facts),
         kv=KVSpec(num_layers=most.num_layers, bytes_per_token=most.bytes_per_token),
     )
+
+
+def _largest_of_each_kind(facts: Sequence[ModelFacts]) -> list[BoundaryKind]:
+    """Kinds of state beside keys and values, with the bytes of the worker that keeps the most."""
+    kinds: dict[str, BoundaryKind] = {}
+    for kind in (kind for each in facts for kind in each.boundaries):
+        known = kinds.get(kind.label)
+        if known is None or known.num_bytes < kind.num_bytes:
+            kinds[kind.label] = kind
+    return list(kinds.values())

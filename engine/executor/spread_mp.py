@@ -170,9 +170,9 @@ class SpreadMpExecutor(MpExecutor):
         self._step_groups = StepGroups(self._channels, controls)
         return facts
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: int, num_states: int = 0) -> None:
         """See :class:`.Executor`."""
-        super().allocate(num_blocks)
+        super().allocate(num_blocks, num_states)
         token_bytes = sum(kv.bytes_per_token for kv in self._kv)
         self._untouched = Untouched(num_blocks, self._config.cache.block_size * token_bytes)
 

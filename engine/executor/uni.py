@@ -187,11 +187,13 @@ class UniExecutor(SpreadShard):
         num_bytes = bytes_for_program(self._model, self._config.cache.block_size, room)
         return num_bytes * self._shard.neighbours
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: int, num_states: int = 0) -> None:
         """See :class:`.Executor`."""
         model, block_size = self._model, self._config.cache.block_size
         assert model is not None, "load() comes first"
         self._num_blocks = num_blocks
+        if model.states is not None:
+            model.states.allocate(num_states, first=num_blocks)
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
         self._bytes_for_copies(num_blocks * block_size * self._kv_bytes * self._shard.neighbours)
@@ -249,6 +251,8 @@ class UniExecutor(SpreadShard):
         self._backend = "TORCH_FIXED"
         self._fixed = FixedBlocks()
         sum_experts_in_order(model.module)
+        if model.states is not None:
+            model.states.around = self._fixed.in_one_shape
         invariance.check(model, self._fixed, self._make_cache, self._config.cache.block_size)
         logger.info("batch-invariant: checked in %.1f s", time.monotonic() - began)
 

@@ -231,8 +231,8 @@ class Worker:
                     self._send(GroupBroken(epoch, None, "aborted", "the groups of this epoch were given up"))
             case FreeMemory():
                 self._send(Free(executor.free_kv_memory()))
-            case Allocate(num_blocks):
-                executor.allocate(num_blocks)
+            case Allocate(num_blocks, num_states):
+                executor.allocate(num_blocks, num_states)
                 executor.weights_digest(lambda text: self._send(Phase(text)))  # may take minutes
                 (arithmetic,) = executor.arithmetic()
                 self._send(Allocated(executor.expert_bytes, arithmetic, self._cache_of(executor)))

@@ -70,7 +70,7 @@ def size_cache(
         if boundary_bytes:
             num_boundaries = boundary_slots(memory, boundary_bytes, num_boundaries, useful * block_bytes)
             memory -= num_boundaries * boundary_bytes
-        num_blocks = min(memory // block_bytes, useful)
+        num_blocks = min(memory // block_bytes, useful) if block_bytes else useful
         if num_blocks < 1:
             utilization = "" if facts.device == "cpu" else " or --gpu-memory-utilization"
             raise TooLittleMemory(
@@ -84,7 +84,7 @@ def size_cache(
     if facts.device == "cpu" and cache.gpu_memory_utilization is not None:
         logger.warning("--gpu-memory-utilization is ignored on a CPU: give --kv-cache-memory-bytes")
     capacity = num_blocks * cache.block_size
-    asked_blocks = (cache.kv_cache_memory_bytes or 0) // block_bytes
+    asked_blocks = (cache.kv_cache_memory_bytes or 0) // max(block_bytes, 1)
     less = cache.num_gpu_blocks_override is None and num_blocks < asked_blocks
     logger.info(
         "%s, %.1f M parameters, %.1f MiB of weights in %s on %s",

@@ -40,6 +40,7 @@ from engine.lifecycle.step_watch import StepWatch, place_of
 from engine.lifecycle.stop_requests import StopRequests
 from engine.model.checkpoint import ModelInfo
 from engine.model.host_digest import host_digest
+from engine.model.state_limits import fit_states
 from engine.numerics import kind_problem, numerics_of
 from engine.pieces.kinds import BoundarySlots
 from engine.serving.server import Server
@@ -169,6 +170,9 @@ class InstanceProcess:
                 f"({welcome.settings.model}, fingerprint {welcome.settings.fingerprint}): give MODEL",
             )
         self._settings = settings
+        if info.has_states:
+            self._config = fit_states(self._config, info)
+            logger.info("KV blocks do not move between instances: recurrent states belong to them")
         return info
 
     # ---- serving
@@ -227,7 +231,7 @@ class InstanceProcess:
         with memory_turn(facts.device):
             neighbours = share.neighbours(membership.neighbours, is_ready=False)
             size = self._size_cache(executor, facts, neighbours)
-            executor.allocate(size.num_blocks)
+            executor.allocate(size.num_blocks, size.num_boundaries)
         self._tell_numerics(membership, info, executor)
         if (drafts := self._config.scheduler.speculative) is not None:
             logger.info(

@@ -19,6 +19,7 @@ from engine.model.model_files import read_json, readable_errors
 from engine.model.model_sources import (
     config_defaults,
     has_experts_interface,
+    has_states,
     language_config,
     why_not_served,
 )
@@ -73,6 +74,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     num_heads: int = 0
     """Query heads; 0 where config.json does not name them."""
     num_kv_heads: int = 0
+    has_states: bool = False
+    """Whether layers keep a recurrent state."""
 
 
 @readable_errors()
@@ -114,6 +117,7 @@ def read_model_info(directory: Path, *, weights: bool = True) -> ModelInfo:
         num_layers=_whole_number(("num_hidden_layers", "n_layer", "num_layers"), text, defaults),
         num_heads=_whole_number(("num_attention_heads", "n_head"), text, defaults),
         num_kv_heads=_whole_number(("num_key_value_heads",), text, defaults),
+        has_states=has_states(text),
     )
 
 

@@ -40,7 +40,7 @@ def class_of(info: ModelInfo, settings: ModelConfig) -> tuple[Any, Any, bool]:
     """
     config = _read_config(info, settings)
     model_class, config, is_part = _model_class(info, config, settings.trust_remote_code)
-    _check_supported(info, config, model_class)
+    _check_supported(info, config)
     _take_quantization_out(info, settings, config)
     return model_class, config, is_part
 
@@ -83,13 +83,12 @@ def _model_class(info: ModelInfo, config: Any, trust_remote_code: bool) -> tuple
     return found, text_config, is_part
 
 
-def _check_supported(info: ModelInfo, config: Any, model_class: Any) -> None:
+def _check_supported(info: ModelInfo, config: Any) -> None:
     name = info.architecture
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{name} {ENCODER}")
     types = {each for field in LAYER_TYPES for each in getattr(config, field, None) or ()}
-    is_stateful = getattr(model_class, "_is_stateful", False)
-    if problem := why_layers_unsupported(types, is_stateful):
+    if problem := why_layers_unsupported(types):
         raise CheckpointError(f"{name} {problem}")
 
 

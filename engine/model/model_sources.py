@@ -17,13 +17,25 @@ from engine.model.quantization.formats import why_refused
 
 EXPERTS_INTERFACE = "use_experts_implementation"
 """In modelling code, the mark of experts that can be spread."""
+STATE_UPDATES = ("update_conv_state", "update_recurrent_state")
+"""In modelling code, the calls by which layers keep a recurrent state in transformers' cache."""
+OWN_STATE = "keeps a recurrent state in a way of its own, which is not built"
+LINEAR_ATTENTION = '"linear_attention"'
+"""In modelling code, the type of layers that keep a recurrent state."""
 STATEFUL = "_is_stateful = True"
 """In modelling code, the mark of models whose layers may have a recurrent state."""
 
-SUPPORTED_LAYER_TYPES = frozenset({"attention", "full_attention", "sliding_attention", "dense", "sparse"})
-RECURRENT_LAYER_TYPES = frozenset(
-    {"linear_attention", "conv", "hybrid", "hybrid_sliding", "recurrent", "mamba"}
+STATE_LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid", "mamba"})
+"""Types with a recurrent state that :mod:`engine.states` computes."""
+ALONE_LAYER_TYPES = frozenset({"moe", "mlp"})
+"""Types that compute each token by itself."""
+SUPPORTED_LAYER_TYPES = (
+    STATE_LAYER_TYPES
+    | ALONE_LAYER_TYPES
+    | {"attention", "full_attention", "sliding_attention", "dense", "sparse"}
 )
+RECURRENT_LAYER_TYPES = frozenset({"hybrid_sliding", "recurrent"})
+"""Types with a recurrent state that are not built."""
 OTHER_LAYER_TYPES = frozenset({"chunked_attention", "indexed_attention", "minimax_m3_sparse"})
 """Types without a recurrent state that are not built."""
 LAYER_TYPES = ("layer_types", "layers_block_type")
@@ -93,7 +105,11 @@ def why_not_served(config: Mapping[str, Any], *, trust_remote_code: bool = False
     named = _names("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES").get(model_type, "")
     if problem := why_another_head(next(iter(config.get("architectures") or ()), ""), named):
         return problem
-    return why_layers_unsupported(_layer_types(text), STATEFUL in _modeling_code(text_type))
+    code = _modeling_code(text_type)
+    has_states = STATEFUL in code or LINEAR_ATTENTION in code
+    if has_states and not any(update in code for update in STATE_UPDATES):
+        return OWN_STATE
+    return why_layers_unsupported(_layer_types(text))
 
 
 def why_unknown(model_type: str) -> str:
@@ -132,20 +148,33 @@ def why_another_head(architecture: str, language_model: str) -> str:
     )
 
 
-def why_layers_unsupported(types: Collection[str], is_stateful: bool) -> str:
+def why_layers_unsupported(types: Collection[str]) -> str:
     """Error text for layers that are not supported; empty if all are.
 
-    ``types`` are the types of the layers, as far as they are known; ``is_stateful``: the family may have
-    layers with a recurrent state.
+    ``types`` are the types of the layers, as far as they are known.
     """
     recurrent = sorted(RECURRENT_LAYER_TYPES.intersection(types))
     unknown = sorted(set(types) - SUPPORTED_LAYER_TYPES)
-    if recurrent or (is_stateful and (unknown or not types)):
-        what = f"layers of type {', '.join(recurrent)}" if recurrent else "layers with a recurrent state"
-        return f"has {what}: it needs a recurrent state cache, which is not built"
+    if recurrent:
+        return f"has layers of type {', '.join(recurrent)}, whose recurrent state is not built"
     if unknown:
-        return f"has layers of type {', '.join(unknown)}: only full and sliding-window attention is built"
+        return (
+            f"has layers of type {', '.join(unknown)}: only full and sliding-window attention, and recurrent "
+            "states are built"
+        )
     return ""
+
+
+def has_states(text: Mapping[str, Any]) -> bool:
+    """Whether the language model of a config.json has layers with a recurrent state.
+
+    ``text`` is what :func:`language_config` returns.
+    """
+    model_type = str(text.get("model_type", ""))
+    for name in LAYER_TYPES:
+        if isinstance(listed := text.get(name), list) and listed:
+            return not STATE_LAYER_TYPES.isdisjoint(map(str, listed))
+    return STATEFUL in _modeling_code(model_type)
 
 
 def _layer_types(text: Mapping[str, Any]) -> set[str]:

@@ -13,6 +13,7 @@ looked for when the model is probed.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Iterable
@@ -32,7 +33,9 @@ from engine.attention.base import (
     PackedRows,
 )
 from engine.model.checkpoint import CheckpointError
+from engine.model.model_sources import ALONE_LAYER_TYPES, LAYER_TYPES
 from engine.model.sharding.shard import PassThrough, Stage
+from engine.states.layers import StateLayers, StepRows
 from parallel.communicators.base import CollectiveError
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -69,7 +72,7 @@ on some tokens.
 
 
 def probe_layers(
-    module: Any, name: str, context_length: int, stage: Stage
+    module: Any, name: str, context_length: int, stage: Stage, states: StateLayers | None = None
 ) -> tuple[int, tuple[LayerShape, ...]]:
     """Width of the stage's output, and each attention layer's shape, in call order.
 
@@ -80,9 +83,9 @@ def probe_layers(
         CollectiveError: another worker of the stage does not follow.
     """
     probe, outputs = _run_probe(module, name, context_length, stage)
-    if not probe.shapes:
+    if not probe.shapes and states is None:
         raise CheckpointError(f"{name}: {NOT_THROUGH_INTERFACE}")
-    _check_all_layers_attend(module, name, set(probe.seen))
+    _check_all_layers_attend(module, name, set(probe.seen) | (set() if states is None else states.identities))
     if any(_may_count(attention) for attention in probe.seen.values()):
         _check_none_counts(probe, lambda: _run_probe(module, name, context_length, stage)[0])
     return outputs.shape[-1], tuple(probe.shapes)
@@ -239,18 +242,27 @@ def _window(mask_function: MaskFunction, far: int) -> int | None:
 
 
 def _check_all_layers_attend(module: Any, name: str, attention_ids: set[int]) -> None:
-    """Check that each of the decoder layers contains a module that attended."""
+    """Check that each decoder layer has a module that attended, or one with a state."""
+    alone = _token_by_token(module.config.get_text_config())
     for path, stack in module.named_modules():
         if not isinstance(stack, torch.nn.ModuleList):
             continue
         own = [layer for layer in stack if not isinstance(layer, PassThrough)]
         attends = [any(id(part) in attention_ids for part in layer.modules()) for layer in own]
+        if len(alone) == len(attends):
+            attends = [does or each for does, each in zip(attends, alone, strict=True)]
         if any(attends) and not all(attends):
             idle = [index for index, does in enumerate(attends) if not does]
             raise CheckpointError(
                 f"{name}: {len(idle)} of {len(attends)} layers did not call the attention function, first "
                 f"{path}.{idle[0]} ({type(own[idle[0]]).__name__}): what it keeps between tokens is unknown"
             )
+
+
+def _token_by_token(config: Any) -> list[bool]:
+    """By layer, whether it mixes no tokens by its configuration; empty if that is silent."""
+    types = next((types for name in LAYER_TYPES if (types := getattr(config, name, None))), ())
+    return [each in ALONE_LAYER_TYPES for each in types]
 
 
 def verify(
@@ -260,6 +272,7 @@ def verify(
     vocab_size: int,
     dtype: torch.dtype,
     stage: Stage,
+    states: StateLayers | None = None,
 ) -> None:
     """Compare packed, chunked, paged steps with transformers' eager attention on whole sequences.
 
@@ -299,7 +312,11 @@ def verify(
         indices = torch.from_numpy(places).to(module.device)
         places_in_request = torch.from_numpy(positions).to(module.device)
         plan = {PLAN_KEYWORD: cache.plan(packed)}
-        found[indices] = run_stage(module, stage, ids[indices], places_in_request, **plan).float()
+        requests = StepRows([request for request, _, _ in rows], starts.tolist(), counts.tolist())
+        with contextlib.nullcontext() if states is None else states.step(requests):
+            found[indices] = run_stage(module, stage, ids[indices], places_in_request, **plan).float()
+    if states is not None:
+        states.running.clear()
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
     difference = float(((found - expected).norm(dim=-1) / spread.clamp(min=1e-6)).median())
     if not difference <= TOLERANCE.get(dtype, 0.3):

@@ -36,6 +36,7 @@ from engine.model.quantization.layers import round_inputs
 from engine.model.sharding.cut_check import check, share_run
 from engine.model.sharding.shard import WHOLE, Shard, ShardedClass, Stage, sharded_class
 from engine.model.sharding.uncut import UncutRun, uncut_run
+from engine.states.layers import LostState, StateLayers, compute_on_grid
 from parallel.expert_parallel import Dispatch, ExpertParallel
 from parallel.placement import assign_experts
 
@@ -81,6 +82,8 @@ class LoadedModel:
     """Stage and rank that this model is of the whole one."""
     context_length: int = 1 << 14
     """Positions of the longest request that is served."""
+    states: StateLayers | None = None
+    """Layers with a recurrent state; None: the model has none."""
 
     @property
     def hidden_size(self) -> int:
@@ -150,6 +153,7 @@ class _ReadModel:
     """A model that has its weights and has not run yet."""
 
     module: Any
+    states: StateLayers | None
     experts: ExpertParallel | None
     expert_layers: tuple[Any, ...]
     stage: Stage
@@ -200,14 +204,15 @@ def _read_model(
         turn_late(module, PLAN_KEYWORD)
     with _LOADING:  # angles are computed in torch's default type, which is another one while a model is made
         _fix_rope_scaling(module, _longest(info, settings))
+    states = compute_on_grid(module)
     if sharded is None:
-        return _ReadModel(module, experts, expert_layers, WHOLE_STAGE, None)
+        return _ReadModel(module, states, experts, expert_layers, WHOLE_STAGE, None)
     uncut = None
     if shard.is_last and shard.rank == 0 and not reader.is_dummy:
         with _LOADING:
             uncut = _run_uncut(reader, sharded, device)
     stage = sharded.stage_of(module)
-    return _ReadModel(module, experts, expert_layers, stage, sharded.vocab_size, sharded, uncut)
+    return _ReadModel(module, states, experts, expert_layers, stage, sharded.vocab_size, sharded, uncut)
 
 
 def _read_module(
@@ -274,10 +279,15 @@ def _run_first(
     """Probe what the layers cache, and compare their results with transformers'."""
     module, stage, name = read.module, read.stage, info.architecture
     with torch.inference_mode():
-        width, layers = probe_layers(module, name, info.context_length, stage)
+        width, layers = probe_layers(module, name, info.context_length, stage, read.states)
+        if read.states is not None:
+            try:
+                read.states.settle(name)
+            except LostState as error:
+                raise CheckpointError(str(error)) from error
         vocab_size = width if read.vocab_size is None else read.vocab_size
         if settings.load_format != "dummy":
-            verify(module, name, layers, vocab_size, dtype, stage)
+            verify(module, name, layers, vocab_size, dtype, stage, read.states)
             if read.sharded is not None:
                 uncut = share_run(read.uncut, stage.shard)
                 check(module, name, read.sharded, stage, uncut)
@@ -291,6 +301,7 @@ def _run_first(
         read.expert_layers,
         stage,
         _longest(info, settings),
+        read.states,
     )
 
 

@@ -139,7 +139,7 @@ class ThreadedShards:
     def free_kv_memory(self) -> int:
         return min(self._all(lambda executor: executor.free_kv_memory()))
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: int, num_states: int = 0) -> None:
         self._all(lambda executor: executor.allocate(num_blocks))
 
     def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:

@@ -83,10 +83,13 @@ RECURRENT = {
     "ssm_state_size": 16,
     "state_size": 16,
     "chunk_size": 16,
+    "mamba_chunk_size": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
 }
 SIZES: dict[str, Any] = WIDTHS | DEPTHS | HEADS | POSITIONS | TOKENS | EXPERTS | LATENT | RECURRENT
 """Field -> a small number for it."""
@@ -136,8 +139,20 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "llama4_text": {"attention_chunk_size": 8192},
     "bamba": {"attn_layer_indices": [1, 3]},
+    "bailing_hybrid": MLA | {"layer_group_size": 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": MLA | {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm3": {"layer_types": ["conv", "full_attention"] * 2},
+    "nemotron_h": {
+        "n_groups": 1,
+        "layers_block_type": ["mamba", "moe", "attention", "mamba"],
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "mamba"]},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1},
-    "mamba2": {"num_heads": 4, "head_dim": 32, "expand": 2},
+    "mamba2": {"num_heads": 4, "head_dim": 32, "expand": 2, "n_groups": 1},
 }
 """Fields that a model type's class needs beside the sizes."""
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
-from engine.core import EngineCore
+from engine.core import EngineCore, ModelPlace
 from engine.executor.uni import UniExecutor
 from engine.messages import Counters, Delta, FinishReason, Submit, TokenLogprobs
 from engine.model.checkpoint import read_model_info
+from engine.pieces.kinds import BoundarySlots
 from engine.scheduling.speculation import Speculation
+from engine.step import ModelFacts
 from tests.engine.invariance.mixed import longest_of
 from tests.engine.oracle import Oracle, knowing
 
@@ -74,6 +76,8 @@ class How:
     seqs: int = 64
     cache: int = 16384
     """Tokens that the KV cache has room for."""
+    states: int = 256
+    """Slots of recurrent states, where the model has such."""
     caching: bool = True
     ngrams: bool = False
     drafts: Answers | None = None
@@ -91,7 +95,10 @@ ALONE = How(caching=False, together=False)
 class Instance:
     """A loaded model, served under one setting after the other."""
 
-    def __init__(self, directory: Path, executor: Any, block_size: int = 16) -> None:
+    def __init__(
+        self, directory: Path, executor: Any, block_size: int = 16, facts: ModelFacts | None = None
+    ) -> None:
+        self.facts = facts
         self.info = read_model_info(directory)
         self.executor = executor
         self.block_size = block_size
@@ -100,7 +107,9 @@ class Instance:
         """An engine with an empty cache."""
         num_blocks = how.cache // self.block_size
         self.executor.set_threads(how.threads)
-        self.executor.allocate(num_blocks)
+        kinds = [] if self.facts is None else self.facts.boundaries
+        boundaries = [BoundarySlots(kind, how.states) for kind in kinds]
+        self.executor.allocate(num_blocks, sum(each.count for each in boundaries))
         config = EngineConfig(
             cache=CacheConfig(block_size=self.block_size, enable_prefix_caching=how.caching),
             scheduler=SchedulerConfig(
@@ -121,6 +130,7 @@ class Instance:
             self.executor,
             num_blocks=num_blocks,
             max_model_len=min(MOST_TOKENS, self.info.context_length),
+            place=ModelPlace(boundaries=boundaries),
             speculation=speculation,
         )
 
@@ -193,6 +203,6 @@ def load(
     """An instance of one worker."""
     config = settings(directory, block_size, dtype, kept, **device)
     executor = UniExecutor(config, read_model_info(directory), 1)
-    executor.load(lambda _phase: None)
-    executor.allocate(8)
-    return Instance(directory, executor, block_size)
+    facts = executor.load(lambda _phase: None)
+    executor.allocate(8, 2)
+    return Instance(directory, executor, block_size, facts)

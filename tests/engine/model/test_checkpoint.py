@@ -524,19 +524,17 @@ RULED_OUT: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "llama", "quantization": {"bits": 4, "group_size": 64}},
         "weights quantised by mlx",
     ),
-    "recurrent layers that are listed": (
-        {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
-        "layers of type mamba: it needs a recurrent state cache, which is not built",
+    "a state on the module": (
+        {"model_type": "recurrent_gemma"},
+        "keeps a recurrent state in a way of its own, which is not built",
     ),
-    "recurrent layers by default": (
-        {"model_type": "qwen3_next"},
-        "layers of type linear_attention: it needs a recurrent state cache",
+    "a cache of its own": (
+        {"model_type": "minimax"},
+        "keeps a recurrent state in a way of its own, which is not built",
     ),
-    "a recurrent state": ({"model_type": "mamba2"}, "a recurrent state cache, which is not built"),
-    "convolutions": ({"model_type": "lfm2", "full_attn_idxs": [1]}, "layers of type conv"),
     "chunked attention": (
         {"model_type": "llama4_text", "layer_types": ["chunked_attention", "full_attention"]},
-        "layers of type chunked_attention: only full and sliding-window attention is built",
+        "layers of type chunked_attention: only full and sliding-window attention, and recurrent states are built",
     ),
     "chunked attention of a part": (
         {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}},
@@ -548,7 +546,7 @@ RULED_OUT: dict[str, tuple[dict[str, Any], str]] = {
             "model_type": "minimax_m3_vl",
             "text_config": {"sparse_attention_config": {"sparse_attention_freq": [0, 1]}},
         },
-        "layers of type minimax_m3_sparse: only full and sliding-window attention is built",
+        "layers of type minimax_m3_sparse: only full and sliding-window attention, and recurrent states are built",
     ),
     "no type": ({"model_type": None}, "has no 'model_type'"),
     "a type that is no word": ({"model_type": 5}, "has no 'model_type'"),

@@ -1,0 +1,40 @@
+"""Memory of recurrent states at boundaries: slots that the scheduler hands out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.states.held import State
+
+
+class StatePool:
+    """States of all layers of one worker, by slot.
+
+    A slot holds a layer's tensors with those of all other layers, at one position of one context.
+    """
+
+    def __init__(self, like: Sequence[State], num_slots: int, first: int) -> None:
+        """Room for ``num_slots`` states in the form of ``like`` (by layer), numbered from ``first`` on."""
+        self.first = first
+        self.num_slots = num_slots
+        self.layers = [
+            tuple(None if each is None else each.new_zeros((num_slots, *each.shape[1:])) for each in state)
+            for state in like
+        ]
+        """By layer: tensors [slots, ...]."""
+
+    def read(self, slot: int, layer: int) -> State:
+        """State of a layer in a slot; not to be changed."""
+        index = slot - self.first
+        return tuple(None if each is None else each[index : index + 1] for each in self.layers[layer])
+
+    def write(self, slot: int, layer: int, state: State) -> None:
+        """Fill a layer's part of a slot."""
+        for place, tensor in zip(self.read(slot, layer), state, strict=True):
+            if place is not None and tensor is not None:
+                place.copy_(tensor)
+
+
+def state_bytes(like: Sequence[State]) -> int:
+    """Bytes of one slot."""
+    return sum(each.numel() * each.element_size() for state in like for each in state if each is not None)
