@@ -118,7 +118,8 @@ def test_blocks_that_their_writer_computed_wrongly_are_found_by_computing_one(
     again.close()
     assert again.core.sharing.exchange is not None
     counters = again.core.sharing.exchange.counters()
-    assert (counters.checked_blocks, counters.wrong_blocks) == (1, 1)
+    # one is computed of each transfer that ended before the first was compared
+    assert 1 <= counters.checked_blocks == counters.wrong_blocks <= 4
     assert "KV blocks of files are not asked for any more" in caplog.text
     assert "is not used any more" in caplog.text
     assert again.answers(submits[:2]) == {each.request: alone[each.request] for each in submits[:2]}
