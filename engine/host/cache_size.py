@@ -83,6 +83,16 @@ def size_cache(
         _check_memory(num_blocks, cache, num_bytes * config.num_local_workers, neighbours)
     if facts.device == "cpu" and cache.gpu_memory_utilization is not None:
         logger.warning("--gpu-memory-utilization is ignored on a CPU: give --kv-cache-memory-bytes")
+    size = CacheSize(num_blocks, min(asked_len, num_blocks * cache.block_size), num_boundaries)
+    _log_size(config, facts, size)
+    return size
+
+
+def _log_size(config: EngineConfig, facts: ModelFacts, size: CacheSize) -> None:
+    """Log how large a cache is, and what it does not hold."""
+    cache, asked_len, num_blocks = config.cache, config.model.max_model_len, size.num_blocks
+    assert asked_len is not None
+    block_bytes = facts.kv.bytes_per_token * cache.block_size
     capacity = num_blocks * cache.block_size
     asked_blocks = (cache.kv_cache_memory_bytes or 0) // max(block_bytes, 1)
     less = cache.num_gpu_blocks_override is None and num_blocks < asked_blocks
@@ -95,10 +105,11 @@ def size_cache(
         num_blocks, capacity, num_blocks * block_bytes / 2**20, capacity / asked_len, asked_len,
         ", as many as --max-num-seqs requests can use: not all of --kv-cache-memory-bytes" * less,
     )  # fmt: skip
-    if num_boundaries:
+    if size.num_boundaries:
+        boundary_bytes = sum(kind.num_bytes for kind in facts.boundaries)
         logger.info(
             "# slots for state: %d of %s each, whatever the context: enough for %d running requests",
-            num_boundaries, _bytes(boundary_bytes), num_boundaries // FEWEST_SLOTS,
+            size.num_boundaries, _bytes(boundary_bytes), size.num_boundaries // FEWEST_SLOTS,
         )  # fmt: skip
     if capacity < asked_len:
         logger.warning(
@@ -106,7 +117,6 @@ def size_cache(
             "that name no max_tokens end there; raise --kv-cache-memory-bytes or lower --max-model-len",
             capacity, asked_len,
         )  # fmt: skip
-    return CacheSize(num_blocks, min(asked_len, capacity), num_boundaries)
 
 
 def boundary_slots(memory: int, boundary_bytes: int, useful: int, block_bytes: int) -> int:
