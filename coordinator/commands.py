@@ -1,4 +1,4 @@
-"""Asking the coordinator to do something, once: for ``lockstep`` commands and the admin API."""
+"""Commands to the coordinator, for ``lockstep`` and the admin API."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ MAX_CONTROL_BYTES = 1024**2
 
 
 class Coordinator:
-    """One process's worth of coordinator. Binds at once; :meth:`run` serves until cancelled."""
+    """The coordinator of a mesh: it binds at once; :meth:`run` serves until cancelled."""
 
     def __init__(
         self, endpoint: str, rules: Rules, keys: MeshKeys | None = None, listen_fd: int | None = None

@@ -46,7 +46,7 @@ class Adoption:
         return self.age(now) < self._rules.return_grace
 
     def hear_of_epoch(self, now: float) -> None:
-        """An instance knows of an epoch that this coordinator did not number."""
+        """Note that an instance knows of an epoch of a coordinator before this one."""
         if self._heard_at is None:
             self._heard_at = now
 
@@ -55,16 +55,16 @@ class Adoption:
         return now - self._heard_at if self._heard_at is not None else 0.0
 
     def adopt(self, now: float) -> None:
-        """The newest group known is the predecessor's."""
+        """Take over the newest group of the coordinator before this one."""
         self._adopted_at = now
 
     def report_lost(self, suspects: Collection[str]) -> None:
-        """Members of the adopted group are reported as lost."""
+        """Note members of the adopted group that others report as lost."""
         if self.is_open:
             self._reported_lost.update(suspects)
 
     def is_over(self, group: GroupPlan, size: int | None, now: float) -> bool:
-        """Whether the fate of the adopted group is known: its members are back, or have had the time."""
+        """Whether the members of the adopted group are back, or have had the time."""
         assert self._adopted_at is not None
         since = now - self._adopted_at
         if self.is_young(now) and not self._all_are_back(group, size):
@@ -75,7 +75,7 @@ class Adoption:
         return since >= rules.member_timeout or missing <= self._reported_lost
 
     def end(self) -> None:
-        """The adopted group is one like any other from now on."""
+        """End the wait: the adopted group is one like any other from now on."""
         self._adopted_at = None
 
     def _all_are_back(self, group: GroupPlan, size: int | None) -> bool:

@@ -1,4 +1,4 @@
-"""Candidates for the next group: which instances it may have, and which experts each would own (pure)."""
+"""Candidates for the next group: possible members, and the experts of each (pure)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ class Candidates:
         return f"<Candidates {[record.rank for record in self.all()]}>"
 
     def all(self) -> list[Record]:
-        """The instances that would be in a group formed now, by rank; the same list while they are."""
+        """The instances that would be in a group formed now, by rank.
+
+        The same list is returned as long as they do not change.
+        """
         loaded, out = self._records.loaded(), self._reach.left_out
         if not out:
             return loaded

@@ -75,7 +75,7 @@ class Epochs:
     # ---- what is learnt
 
     def learn(self, epoch: int, group: GroupPlan | None, now: float) -> None:
-        """An instance that registers knows this epoch, and steps in this group."""
+        """Take over the epoch and the group that a registering instance knows."""
         self.number = max(self.number, epoch, group.epoch if group is not None else 0)
         known = self.form.epoch if self.form is not None else 0
         if self.number > 0:
@@ -98,7 +98,7 @@ class Epochs:
         return not self.adoption.is_open or (group is not None and group.epoch < form.epoch)
 
     def heard(self, record: Record) -> None:
-        """After a heartbeat."""
+        """Take over the epochs that a heartbeat names."""
         self.number = max(self.number, record.epoch, record.ready_epoch)
 
     def begins(self, now: float) -> bool:
@@ -118,7 +118,7 @@ class Epochs:
         return self._begun
 
     def lost(self, epoch: int, suspects: Collection[str], *, entered: bool) -> bool:
-        """A report that a group is broken, or, without ``entered``, could not form.
+        """Take a report that a group is broken, or, without ``entered``, could not form.
 
         Returns whether this is news about the newest group.
         """

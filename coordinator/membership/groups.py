@@ -1,4 +1,4 @@
-"""Groups of the mesh: reports of lost members, who is removed, and when the next group is formed (pure).
+"""Groups of the mesh: losses that members report, removals, and the next group (pure).
 
 :mod:`coordinator.membership.suspicion` decides which accused members are dead, and
 :mod:`coordinator.membership.reach` which live instances are left out. :mod:`coordinator.membership.epochs`
@@ -51,7 +51,7 @@ class Groups:
     def heard(
         self, peer: Peer, record: Record, message: Heartbeat, now: float, *, was_ready: bool
     ) -> Iterator[Instruction]:
-        """Take a heartbeat: an answered probe, a step into a group, a plan that is missing."""
+        """Take a heartbeat: answered probes, steps into a group, missing plans."""
         self.suspicions.answered(record.instance, message.answers)
         is_ready = record.state is State.READY
         if self._roster.spreads:

@@ -1,4 +1,4 @@
-"""The mesh as watchers see it: state of each instance, and what the mesh waits for (pure)."""
+"""The mesh as watchers see it: its instances, and what it waits for (pure)."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Operations:
         return f"<Operations {len(self._pending)} pending, asked to drain: {sorted(self._drains)}>"
 
     def on_launcher(self, peer: Peer, now: float) -> None:
-        """A sign of life of the launcher."""
+        """Note a sign of life of the launcher."""
         self._launcher = (peer, now)
 
     def drain(self, asker: Peer, wish: Drain, instances: Mapping[int, CommandTarget]) -> Iterator[Sent]:
@@ -91,7 +91,7 @@ class Operations:
         return instance in self._drains
 
     def scale(self, asker: Peer, wish: Scale, now: float) -> Iterator[Sent]:
-        """Ask the launcher."""
+        """Forward a scale command to the launcher."""
         if self._launcher is None or now - self._launcher[1] > LAUNCHER_TIMEOUT:
             problem = (
                 "no serve command runs this mesh's coordinator, so nobody here can start instances: start or "

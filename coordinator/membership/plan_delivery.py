@@ -1,4 +1,4 @@
-"""Delivery of group plans: which instances lack the newest one, and what each is sent (pure)."""
+"""Delivery of group plans: the instances that lack the newest one (pure)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from coordinator.messages import State
 
 
 class MemberReport(Protocol):
-    """The part of a record that counts."""
+    """Name, state and epoch of an instance: the part of its record that counts here."""
 
     @property
     def instance(self) -> str: ...
@@ -46,7 +46,7 @@ class Progress:
     def follow(
         self, epoch: int, names: frozenset[str], leavers: Collection[str], here: Iterable[MemberReport]
     ) -> None:
-        """Begin with another group; ``here`` are all instances."""
+        """Follow another group from now on; ``here`` are all instances."""
         self._epoch, self._names, self._leavers = epoch, names, frozenset(leavers)
         self.absent, self.loading, self.outside, self.elsewhere = (set(names) for _ in range(4))
         self.leaving = set()
@@ -54,7 +54,7 @@ class Progress:
             self.heard(record)
 
     def heard(self, record: MemberReport) -> None:
-        """An instance is here, or has sent a heartbeat."""
+        """Note an instance that is here, and the epoch and state that it reports."""
         name = record.instance
         if name in self._leavers:
             self.leaving.add(name)
@@ -66,7 +66,7 @@ class Progress:
         _mark(self.elsewhere, name, record.epoch != self._epoch)
 
     def left(self, name: str) -> None:
-        """An instance is here no more."""
+        """Note that an instance is gone."""
         self.leaving.discard(name)
         if name in self._names:
             for missing in (self.absent, self.loading, self.outside, self.elsewhere):

@@ -113,7 +113,7 @@ class Reachability:
     # ---- what is learnt
 
     def reported(self, accuser: str, suspects: Collection[str], evidence: Evidence, *, entered: bool) -> None:
-        """A member of the newest group names others as lost.
+        """Take a report of a member of the newest group that others are lost.
 
         In a group that had begun, a closed connection is no evidence about the way between two instances.
         Every instance that gives up its group leaves one.
@@ -122,7 +122,7 @@ class Reachability:
             self._reported |= {frozenset((accuser, suspect)) for suspect in suspects if suspect != accuser}
 
     def failed(self, form: GroupPlan, lasted: float, others: Collection[Record], now: float) -> list[Asked]:
-        """A group broke, or could not form, though all its members live.
+        """Count a group that broke, or could not form, though all its members live.
 
         ``lasted``: seconds since it began. Returns the questions to send, if that happened too often. They go
         to the members, and to the ``others`` that have their weights, since a group may need them in place of
@@ -166,20 +166,20 @@ class Reachability:
         return tries
 
     def begin_group(self) -> None:
-        """Another group is being formed: reports about the one before are over."""
+        """Forget reports about the group before the one that is being formed."""
         self._reported = set()
 
     def has_begun(self) -> None:
-        """The newest group has begun."""
+        """Note that the newest group has begun."""
         self.problem = ""
 
     def answered(self, message: Reached) -> None:
-        """An instance names the others that it reaches."""
+        """Take an instance's answer: the others that it reaches."""
         for question in self._questions():
             question.answer(message)
 
     def forget(self, instance: str) -> None:
-        """An instance is gone."""
+        """Forget an instance that is gone."""
         if self._question is not None and instance in self._question.peers:
             self._is_void = True
         self._out.pop(instance, None)

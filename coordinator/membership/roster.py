@@ -1,4 +1,4 @@
-"""Roster of the mesh: instances by rank, the mesh's size, and the settings that all share (pure)."""
+"""Roster of the mesh: its instances, size and common settings (pure)."""
 
 from __future__ import annotations
 

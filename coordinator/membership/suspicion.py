@@ -102,12 +102,12 @@ class Suspicions:
             self._new.add(instance)
 
     def waits(self, instance: str) -> None:
-        """An instance itself reports a broken group: its step thread has come out of it."""
+        """Note that a suspect reports a broken group itself: its step thread is well."""
         self._waiting.add(instance)
         self._new.add(instance)
 
     def forget(self, instance: str) -> None:
-        """An instance is gone."""
+        """Forget an instance that is gone."""
         self._open.pop(instance, None)
         self._new.discard(instance)
         self._answered_at.pop(instance, None)
@@ -121,7 +121,7 @@ class Suspicions:
         self._excused.clear()
 
     def all_is_well(self) -> None:
-        """A group has begun: the steps of all its members move."""
+        """Forget all excuses: a group has begun, so the steps of its members move."""
         self._excused.clear()
         self._excused_before.clear()
 

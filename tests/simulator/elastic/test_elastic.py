@@ -69,12 +69,12 @@ def test_the_schedules_reach_what_they_are_for() -> None:
 
 @pytest.mark.parametrize("seed", [10681, 20377, 21200, 30685, 31815, 39012, 304312, 311666])
 def test_schedules_that_failed_once(seed: int) -> None:
-    """Each found a fault of the protocol; the first one, a bound of the simulator, the last one, its order."""
+    """Each found a fault of the protocol; the first and last, of the simulator."""
     simulate(seed)
 
 
 def test_who_is_in_a_group_again_is_not_taken_to_be_out_of_it() -> None:
-    """It is taken out, comes back, and a plan names it: no later welcome has to fence it."""
+    """An instance that was taken out is in a plan: no later welcome fences it."""
     world = simulate(284090)
     instance = world.instances["i0"]
     assert any("taken out" in str(what) for _, who, what in world.trace if who == "coordinator")

@@ -323,7 +323,7 @@ class World(Schedule[Call]):
         self._push_at(when, order, Call(who, False, what, arguments, link))
 
     def _hold(self, link: tuple[str, str], message: Call, when: int) -> None:
-        """Let a message wait for an instance that stands still, before later ones of its connection."""
+        """Let a message wait for a stopped instance, in the order of its connection."""
         order = self.rng.random()
         last, last_order = self._last_arrival[link]
         if (when, order) <= (last, last_order):
