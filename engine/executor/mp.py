@@ -296,7 +296,7 @@ def _combined(facts: Sequence[ModelFacts]) -> ModelFacts:
 
 
 def _largest_of_each_kind(facts: Sequence[ModelFacts]) -> list[BoundaryKind]:
-    """Kinds of state beside keys and values, with the bytes of the worker that keeps the most."""
+    """Kinds of boundary state, each with the largest size that any worker keeps."""
     kinds: dict[str, BoundaryKind] = {}
     for kind in (kind for each in facts for kind in each.boundaries):
         known = kinds.get(kind.label)
