@@ -7,7 +7,7 @@ It runs on the model itself, for a library chooses how it sums by the shapes of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from engine.compute.fixed_blocks import FixedBlocks, UnknownOperator
 from engine.model.checkpoint import CheckpointError
 from engine.model.probe import run_stage
 from engine.model.weights import LoadedModel
-from engine.states.layers import StepRows
+from engine.states.layers import StateRows
 
 COUNT = 40
 """Length of the test request in tokens: two and a part blocks of rows."""
@@ -47,10 +47,6 @@ def check(
     cache = make_cache(2 * pages)
     tables = np.arange(2 * pages, dtype=np.int32).reshape(2, pages)
 
-    def forget() -> None:
-        if model.states is not None:
-            model.states.running.clear()
-
     def run(rows: list[tuple[int, int, int]]) -> torch.Tensor:
         """Outputs of the rows (request, first token, how many) of the first request."""
         requests, begins, counts = (np.array(column) for column in zip(*rows, strict=True))
@@ -63,11 +59,10 @@ def check(
         ids = (positions * 7919 + of_token * 13) % model.vocab_size
         plan = {PLAN_KEYWORD: cache.plan(packed)}
         tokens, places = torch.from_numpy(ids), torch.from_numpy(positions)
-        with steps(StepRows(requests.tolist(), (begins - start).tolist(), counts.tolist())):
+        with _states(model, StateRows(requests.tolist(), (begins - start).tolist(), counts.tolist())):
             output = run_stage(model.module, model.stage, tokens, places, **plan)
         return output[torch.from_numpy((of_token == 0).nonzero()[0])].clone()
 
-    steps = (lambda rows: nullcontext()) if model.states is None else model.states.step
     other = min(OTHER_COUNT, count - 1)
     pieces = [
         [(0, 0, count // 5), (1, 0, other - 2)],
@@ -79,7 +74,7 @@ def check(
     try:
         with torch.inference_mode(), blocks:
             alone = run([(0, 0, count)])
-            forget()
+            _forget(model)
             torch.set_num_threads(threads + 2)
             beside = torch.cat([run(rows) for rows in pieces])
     except UnknownOperator as error:
@@ -89,7 +84,7 @@ def check(
         ) from error
     finally:
         blocks.is_strict = False
-        forget()
+        _forget(model)
         torch.set_num_threads(threads)
     differ = int((alone != beside).any(dim=-1).sum())
     if differ:
@@ -97,3 +92,14 @@ def check(
             f"--batch-invariant: in a trial of {name} in {model.dtype}, {differ} of {count} tokens have "
             "other bits beside another request: leave the flag out, or try another --dtype"
         )
+
+
+def _states(model: LoadedModel, rows: StateRows) -> AbstractContextManager[None]:
+    """Context in which layers with a recurrent state compute these rows."""
+    return nullcontext() if model.states is None else model.states.step(rows)
+
+
+def _forget(model: LoadedModel) -> None:
+    """Drop what such layers keep of the trial's requests."""
+    if model.states is not None:
+        model.states.running.clear()

@@ -26,7 +26,7 @@ from engine.kernels.choosing.logits import NO_DRAWS, Draws, draws
 from engine.messages import TokenLogprobs
 from engine.model.weights import LoadedModel
 from engine.scheduling.speculation import num_taken
-from engine.states.layers import StepRows
+from engine.states.layers import StateRows
 from engine.step import Admit, ExtraTokens, Span, Step, StepResult
 from parallel.communicators.base import carries
 from parallel.tensor_parallel import TensorRank
@@ -134,7 +134,7 @@ class ModelRunner:
         """Context in which layers with a recurrent state compute the rows of a step."""
         if self._model.states is None:
             return contextlib.nullcontext()
-        return self._model.states.step(StepRows(step.slots, step.starts, step.counts, step.pieces))
+        return self._model.states.step(StateRows(step.slots, step.starts, step.counts, step.pieces))
 
     def _num_equal(self, admit: Admit) -> int:
         """Number of leading tokens in common with the request that had the slot before."""

@@ -69,14 +69,8 @@ class LoadedShard:
         """See :class:`.Executor`."""
         device = self._device()
         check_kind(self._config.device)
-        if device.type == "cuda" and self._config.device.batch_invariant:
-            raise CheckpointError(
-                "--batch-invariant is not built for GPUs: leave it out, or compute on the CPU (--device cpu)"
-            )
-        if device.type == "cuda" and self._config.device.enable_eplb:
-            raise CheckpointError(
-                "--enable-eplb is not built for GPUs: leave it out, or compute on the CPU (--device cpu)"
-            )
+        if device.type == "cuda":
+            self._check_gpu()
         if device.type == "cpu" and not self._on_torch:
             library.begin_build()
         if self._threads > 0:
@@ -126,6 +120,22 @@ class LoadedShard:
             kv=KVSpec(num_layers=len(model.layers), bytes_per_token=self._kv_bytes),
             boundaries=[] if model.states is None else [model.states.kind],
         )
+
+    def _check_gpu(self) -> None:
+        """Raise CheckpointError for what is asked for and is not built for GPUs."""
+        asked = {
+            "--batch-invariant": self._config.device.batch_invariant,
+            "--enable-eplb": self._config.device.enable_eplb,
+        }
+        for flag in (flag for flag, is_on in asked.items() if is_on):
+            raise CheckpointError(
+                f"{flag} is not built for GPUs: leave it out, or compute on the CPU (--device cpu)"
+            )
+        if self._info.has_states:
+            raise CheckpointError(
+                f"{self._info.architecture} has layers with a recurrent state, which are not built for GPUs: "
+                "compute on the CPU (--device cpu)"
+            )
 
     def _when_read(self) -> None:
         """Compile the kernels of a shard now: later its groups' deadlines would include it."""

@@ -35,7 +35,7 @@ from engine.attention.base import (
 from engine.model.checkpoint import CheckpointError
 from engine.model.model_sources import ALONE_LAYER_TYPES, LAYER_TYPES
 from engine.model.sharding.shard import PassThrough, Stage
-from engine.states.layers import StateLayers, StepRows
+from engine.states.layers import StateLayers, StateRows
 from parallel.communicators.base import CollectiveError
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -312,7 +312,7 @@ def verify(
         indices = torch.from_numpy(places).to(module.device)
         places_in_request = torch.from_numpy(positions).to(module.device)
         plan = {PLAN_KEYWORD: cache.plan(packed)}
-        requests = StepRows([request for request, _, _ in rows], starts.tolist(), counts.tolist())
+        requests = StateRows([request for request, _, _ in rows], starts.tolist(), counts.tolist())
         with contextlib.nullcontext() if states is None else states.step(requests):
             found[indices] = run_stage(module, stage, ids[indices], places_in_request, **plan).float()
     if states is not None:

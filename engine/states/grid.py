@@ -9,7 +9,7 @@ GRID = 64
 """Tokens between two kept states: a constant, by absolute position, on which bits depend."""
 
 
-class Part(NamedTuple):
+class Cell(NamedTuple):
     """Tokens of one cell of the grid, as indices behind a boundary."""
 
     begin: int
@@ -26,7 +26,7 @@ def boundary_of(position: int) -> int:
     return position - position % GRID
 
 
-def parts(count: int) -> Iterator[Part]:
+def cells(count: int) -> Iterator[Cell]:
     """Cells of the first ``count`` tokens behind a boundary."""
     for begin in range(0, count, GRID):
-        yield Part(begin, min(begin + GRID, count))
+        yield Cell(begin, min(begin + GRID, count))

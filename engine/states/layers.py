@@ -16,7 +16,7 @@ import torch
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from engine.pieces.kinds import BoundaryKind
-from engine.states.grid import GRID, parts
+from engine.states.grid import GRID, cells
 from engine.states.held import Row, RunningStates, State, new_request
 from engine.states.pool import StatePool, state_bytes
 from engine.step import RowPieces
@@ -41,7 +41,7 @@ class LostState(Exception):
     """Error: a module that computes something else where its tokens are cut."""
 
 
-class StepRows(NamedTuple):
+class StateRows(NamedTuple):
     """Rows of a step, as far as states need them."""
 
     slots: Sequence[int]
@@ -100,7 +100,7 @@ class StateLayers:
             layer.settle(name, width)
 
     @contextmanager
-    def step(self, rows: StepRows) -> Iterator[None]:
+    def step(self, rows: StateRows) -> Iterator[None]:
         """Context in which the model's calls compute these rows, packed one behind the other."""
         self._rows = [
             (self.running.begin(slot, start, count, rows.pieces.get(index)), count)
@@ -172,7 +172,7 @@ class _StateLayer:
         """Outputs [open and new tokens, width] of one row, whose states go where they belong."""
         pool, outputs = self._layers.pool, []
         state = None if row.reads is None or pool is None else pool.read(row.reads, self._index)
-        for part in parts(len(inputs)):
+        for part in cells(len(inputs)):
             cell = inputs[part.begin : part.end]
             output, behind = self._cell(cell, state, options)
             outputs.append(output[: len(cell)])

@@ -140,7 +140,7 @@ class ThreadedShards:
         return min(self._all(lambda executor: executor.free_kv_memory()))
 
     def allocate(self, num_blocks: int, num_states: int = 0) -> None:
-        self._all(lambda executor: executor.allocate(num_blocks))
+        self._all(lambda executor: executor.allocate(num_blocks, num_states))
 
     def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
         for worker in self.workers:

@@ -19,10 +19,11 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from engine.core import EngineCore
+from engine.core import EngineCore, ModelPlace
 from engine.executor.uni import UniExecutor
 from engine.messages import Submit
 from engine.model.checkpoint import CheckpointError, check_servable, read_model_info, why_experts_stay_whole
+from engine.pieces.kinds import BoundarySlots
 from engine.sampling import SamplingParams
 from tests.engine.groups.test_lockstep_engine import (
     NUM_REQUESTS,
@@ -42,6 +43,8 @@ REFUSED = "refused"
 NONE = "–"
 """A layout that a family has nothing for: experts of a dense model."""
 NUM_BLOCKS = 24
+NUM_STATES = 12
+"""Slots of recurrent states, for families that have such."""
 BLOCK_SIZE = 16
 NATIVE = "native kernels: "
 
@@ -197,9 +200,17 @@ def _one(directory: Path, *, tp: int, pp: int) -> list[list[int]]:
         UniExecutor(config, info, 1) if tp * pp == 1 else ThreadedShards(config, info, tp=tp, pp=pp)
     )
     try:
-        executor.load(lambda _phase: None)
-        executor.allocate(NUM_BLOCKS)
-        core = EngineCore(config, info, executor, num_blocks=NUM_BLOCKS, max_model_len=info.context_length)
+        facts = executor.load(lambda _phase: None)
+        boundaries = [BoundarySlots(kind, NUM_STATES) for kind in facts.boundaries]
+        executor.allocate(NUM_BLOCKS, NUM_STATES)
+        core = EngineCore(
+            config,
+            info,
+            executor,
+            num_blocks=NUM_BLOCKS,
+            max_model_len=info.context_length,
+            place=ModelPlace(boundaries=boundaries),
+        )
         outputs: list[list[int]] = [[] for _ in range(NUM_REQUESTS)]
         for index in range(NUM_REQUESTS):
             params = SamplingParams(temperature=0.0, max_tokens=length(index), ignore_eos=True)

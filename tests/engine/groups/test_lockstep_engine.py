@@ -22,12 +22,13 @@ import torch
 import transformers
 
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
-from engine.core import EngineCore
+from engine.core import EngineCore, ModelPlace
 from engine.executor.uni import UniExecutor
 from engine.groups.recovery_times import RecoveryTimes
 from engine.groups.stepping import Agreement
 from engine.messages import Submit
 from engine.model.checkpoint import read_model_info
+from engine.pieces.kinds import BoundarySlots
 from engine.sampling import SamplingParams
 from parallel.links.counts import LinkCount
 from parallel.lockstep import Lockstep, RunStep, Sleep, StepHeader, Wake
@@ -44,6 +45,8 @@ NUM_REQUESTS = 24
 BLOCK_SIZE = 4
 NUM_BLOCKS = 22
 """Cache blocks of each instance: so few that requests are preempted."""
+NUM_STATES = 12
+"""Slots of recurrent states of each instance, for models that have such."""
 ROUTER = b"router"
 SHARED = [random.Random(99).randrange(3, VOCAB) for _ in range(17)]
 
@@ -209,8 +212,8 @@ class Mesh:
             )
             own = msgspec.structs.replace(config, scheduler=limits)
             executor = self._executor(own, layout, member.rank)
-            executor.load(lambda _phase: None)
-            executor.allocate(NUM_BLOCKS)
+            facts = executor.load(lambda _phase: None)
+            executor.allocate(NUM_BLOCKS, NUM_STATES)
             if isinstance(executor, ThreadedShards):
                 executor.join(groups, self.placement)
             else:
@@ -218,7 +221,8 @@ class Mesh:
             stepping = ThreadStepping(member, self.steppings)
             self.steppings.append(stepping)
             self.executors.append(executor)
-            core = EngineCore(own, self.info, executor, num_blocks=NUM_BLOCKS, max_model_len=512)
+            place = ModelPlace(boundaries=[BoundarySlots(kind, NUM_STATES) for kind in facts.boundaries])
+            core = EngineCore(own, self.info, executor, num_blocks=NUM_BLOCKS, max_model_len=512, place=place)
             core.stepping = stepping
             self.cores.append(core)
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from engine.states.grid import GRID, Part, boundary_of, parts
+from engine.states.grid import GRID, Cell, boundary_of, cells
 from engine.states.held import RunningStates
 from engine.step import RowPieces
 
@@ -70,8 +70,8 @@ class Worker:
     [(1, [(0, 1)]), (GRID, [(0, GRID)]), (GRID + 3, [(0, GRID), (GRID, GRID + 3)])],
 )
 def test_rows_are_cut_at_the_grid(count: int, expected: list[tuple[int, int]]) -> None:
-    found = list(parts(count))
-    assert found == [Part(*each) for each in expected]
+    found = list(cells(count))
+    assert found == [Cell(*each) for each in expected]
     assert [part.is_whole for part in found] == [end - begin == GRID for begin, end in expected]
 
 
