@@ -63,7 +63,7 @@ def _row_of(family: str, seconds: float) -> Row:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The rows that are served in Markdown, with totals over all and shared remarks."""
+    """Families that are served in Markdown, those with equal verdicts together, with totals over all."""
     rows = sorted(rows, key=lambda row: row.family.lower())
     served = [row for row in rows if row.dp not in ("", REFUSED)]
     without = ", ".join(f"{row.family}" for row in rows if not row.dp)
@@ -76,12 +76,15 @@ def table(rows: Iterable[Row]) -> str:
         "",
         *(f"{number}. {remark}" for remark, number in shared.items()),
         *([""] if shared else []),
-        "| family | class | dp | ep | tp | pp | kernels | remarks |",
-        "|---|---|---|---|---|---|---|---|",
+        "| families and their classes | dp | ep | tp | pp | kernels | remarks |",
+        "|---|---|---|---|---|---|---|",
     ]
+    alike: dict[tuple[str, ...], list[str]] = {}
     for row in served:
-        verdicts = row.dp, row.ep, row.tp, row.pp, row.kernels
-        lines.append(_line(row.family, row.model_class, *verdicts, _remarks(row, shared)))
+        verdicts = row.dp, row.ep, row.tp, row.pp, row.kernels, _remarks(row, shared)
+        alike.setdefault(verdicts, []).append(f"{row.family} ({row.model_class})")
+    often = sorted(alike, key=lambda verdicts: -len(alike[verdicts]))
+    lines += [_line(", ".join(alike[verdicts]), *verdicts) for verdicts in often]
     return "\n".join(lines) + "\n"
 
 

@@ -57,8 +57,8 @@ def test_the_table() -> None:
     assert wrong(rows) == ["bad, tp: 3 of 24 differ"]
     lines = table(rows).splitlines()
     assert lines[-2:] == [
-        "| bad | BadForCausalLM | exact | – | 3 of 24 differ | fails | torch | pp: a \\| b |",
-        "| good | GoodForCausalLM | exact | exact | exact | exact | native |  |",
+        "| bad (BadForCausalLM) | exact | – | 3 of 24 differ | fails | torch | pp: a \\| b |",
+        "| good (GoodForCausalLM) | exact | exact | exact | exact | native |  |",
     ]
     assert (
         f"4 of {len(families())} families: exact are 2 with dp, 1 with ep, 1 with tp, 1 with pp; 1 run"
@@ -86,8 +86,7 @@ def test_remarks_of_many_families_stand_once_before_the_table() -> None:
     ]
     lines = table(rows).splitlines()
     assert lines[4:7] == ["1. has no plan", "2. has no layers", ""]
-    assert [line.split(" | ")[-1] for line in lines[-3:]] == [
-        "tp: (1); pp: (2) |",
-        "tp: (1) |",
-        "tp: (1); pp: (2) |",
+    assert lines[-2:] == [
+        "| A (AForCausalLM), C (CForCausalLM) | exact | – | refused | refused | torch | tp: (1); pp: (2) |",
+        "| B (BForCausalLM) | exact | – | refused | refused | torch | tp: (1) |",
     ]
