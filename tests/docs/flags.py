@@ -19,7 +19,9 @@ def tables() -> dict[Path, str]:
     """Markdown below the mark of each page, by page."""
     named = [(flag.here, _name(flag)) for flag in FOREIGN if flag.here]
     refused = [(flag.instead, _with_harmless(flag)) for flag in FOREIGN if flag.instead]
-    ignored = [(flag.why, _name(flag)) for flag in FOREIGN if flag.harmless is None]
+    ignored = [
+        (flag.why, " ".join((f"--{flag.name}", *flag.shorts))) for flag in FOREIGN if flag.harmless is None
+    ]
     assert len(named) + len(refused) + len(ignored) == len(FOREIGN)
     others = [
         "## Flags that are refused",
@@ -33,7 +35,7 @@ def tables() -> dict[Path, str]:
         "",
         "`serve` warns `--FLAG VALUE ignored: REASON`.",
         "",
-        *_table("reason", "flags", ignored),
+        *_table("reason", "flags", ignored, one_span=True),
     ]
     return {
         USE / "coming-from-vllm.md": "\n".join(_table("here", "elsewhere", named, code=True)) + "\n",
@@ -41,14 +43,17 @@ def tables() -> dict[Path, str]:
     }
 
 
-def _table(left: str, right: str, pairs: list[tuple[str, str]], *, code: bool = False) -> list[str]:
-    """A row for each different left cell, with all its flags."""
+def _table(
+    left: str, right: str, pairs: list[tuple[str, str]], *, code: bool = False, one_span: bool = False
+) -> list[str]:
+    """A table with a row for each left cell; its flags are one code span if asked."""
     rows: dict[str, list[str]] = {}
     for key, flag in pairs:
         rows.setdefault(key, []).append(flag)
     lines = [f"| {left} | {right} |", "|---|---|"]
     for key, flags in rows.items():
-        lines.append(f"| {f'`{key}`' if code else key} | {' '.join(flags)} |")
+        names = " ".join(flags)
+        lines.append(f"| {f'`{key}`' if code else key} | {f'`{names}`' if one_span else names} |")
     return lines
 
 

@@ -1,7 +1,7 @@
 """The pages of all limits, made from the constants and flags that set them.
 
-``python -m tests.docs.limits`` writes ``docs/run/limits.md`` (flags, router), ``limits-mesh.md`` (engine)
-and ``limits-groups.md`` (coordinator, parallel, and transfers of KV blocks).
+``python -m tests.docs.limits`` writes ``docs/run/limits.md`` (flags, settings, commands), ``limits-router.md``,
+``limits-mesh.md`` (engine) and ``limits-groups.md`` (coordinator, parallel).
 Modules are parsed, not imported, so torch stays out.
 """
 
@@ -32,8 +32,8 @@ APART = (
     "coordinator/settings/",
 )
 """Modules whose constants are sizes of computations: no operator meets them."""
-TRANSFERS = "engine/transfers/"
-"""The room whose constants are on the page of groups and links."""
+COMMANDS = ("router/launcher/", "router/offline/", "router/tools/", "engine/config/")
+"""Rooms on the page of flags: settings, and what the commands start."""
 INNER = re.compile(
     r"^(_|LOOK|POLL|RECONNECT_INTERVAL|MAX_ERROR|MAX_NAMED$|MOST_AT_ONCE|MOST_PLANS|MOST_COMPARED|MOST$)|COMPARED$"
 )
@@ -61,24 +61,28 @@ MADE = """\
 This page is made from the code: `python -m tests.docs.limits` writes it, and a test compares the two.
 The names in the tables are `module.CONSTANT`, the headings are folders.
 """
-ROUTER_HEAD = f"""\
+COMMANDS_HEAD = f"""\
 # Limits
 
-Each wait, queue and size that a flag or the router bounds. [limits-mesh.md](limits-mesh.md) has those of instances,
-[limits-groups.md](limits-groups.md) those of the coordinator, groups and links. {MADE}
+For operators who look up a bound by its name: each wait, queue and size. This page has those of flags and settings, of `serve`, `LLM` and the tools.
+[limits-router.md](limits-router.md) has the router's, [limits-mesh.md](limits-mesh.md) those of instances, and
+[limits-groups.md](limits-groups.md) those of the coordinator, communicators and links. {MADE}
 [operations.md](operations.md#limits) explains what a client notices at the most important ones;
 [bounds.md](../design/bounds.md) lists bounds by what they protect, with what happens beyond them.
 """
+ROUTER_HEAD = f"""\
+# Limits of the router
+
+For operators: each wait, queue and size that a router bounds. [limits.md](limits.md) lists the other pages. {MADE}"""
 MESH_HEAD = f"""\
 # Limits inside the mesh
 
-Each wait, queue and size that instances bound. [limits.md](limits.md) has the flags and the router,
-[limits-groups.md](limits-groups.md) the coordinator and groups. {MADE}"""
+For operators: each wait, queue and size that instances bound. [limits.md](limits.md) lists the other pages. {MADE}"""
 GROUPS_HEAD = f"""\
 # Limits of the coordinator and of groups
 
-Each wait, queue and size that the coordinator, communicators, the links between hosts and transfers of KV blocks bound. [limits.md](limits.md) has the flags and
-the router. {MADE}"""
+For operators: each wait, queue and size of the coordinator, communicators and links between hosts.
+[limits.md](limits.md) lists the other pages. {MADE}"""
 
 
 class Limit(NamedTuple):
@@ -216,8 +220,8 @@ def default(field: Field) -> str:
     return f"{field.default:,}" if isinstance(field.default, int) else f"{field.default:g}"
 
 
-def tables(packages: tuple[str, ...], but: str = " ") -> Iterator[str]:
-    """A heading and a table for each room of some packages, ``but`` one room."""
+def tables(packages: tuple[str, ...], but: tuple[str, ...] = ()) -> Iterator[str]:
+    """A heading and a table for each room of some packages, except ``but``."""
     named = (limit for limit in limits() if limit.module.startswith(packages))
     wanted = (limit for limit in named if not limit.module.startswith(but))
     for name, group in groupby(wanted, room):
@@ -229,16 +233,15 @@ def tables(packages: tuple[str, ...], but: str = " ") -> Iterator[str]:
 @cache
 def pages() -> dict[Path, str]:
     """The text of each page."""
-    lines = [ROUTER_HEAD, "## Flags of `serve`\n", "| flag | default | meaning |", "|---|---|---|"]
+    lines = [COMMANDS_HEAD, "## Flags of `serve`\n", "| flag | default | meaning |", "|---|---|---|"]
     lines += [f"| `{each.long_name}` | {default(each)} | {first_sentence(each.help)} |" for each in flags()]
-    return {
-        FOLDER / "limits.md": "\n".join([*lines, *tables(("router/",))]) + "\n",
-        FOLDER / "limits-mesh.md": "\n".join([MESH_HEAD, *tables(("engine/",), TRANSFERS)]) + "\n",
-        FOLDER / "limits-groups.md": "\n".join(
-            [GROUPS_HEAD, *tables(("coordinator/", "parallel/", TRANSFERS))]
-        )
-        + "\n",
+    texts = {
+        "limits.md": [*lines, *tables(COMMANDS)],
+        "limits-router.md": [ROUTER_HEAD, *tables(("router/",), COMMANDS)],
+        "limits-mesh.md": [MESH_HEAD, *tables(("engine/",), COMMANDS)],
+        "limits-groups.md": [GROUPS_HEAD, *tables(("coordinator/", "parallel/"))],
     }
+    return {FOLDER / name: "\n".join(text) + "\n" for name, text in texts.items()}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 from tests.docs import limits
 
 
-@pytest.mark.parametrize("name", ["limits.md", "limits-mesh.md", "limits-groups.md"])
+@pytest.mark.parametrize("name", ["limits.md", "limits-router.md", "limits-mesh.md", "limits-groups.md"])
 def test_page_of_limits_is_what_the_constants_make(name: str) -> None:
     (path,) = (path for path in limits.pages() if path.name == name)
     assert path.read_text() == limits.pages()[path], "run `python -m tests.docs.limits`"

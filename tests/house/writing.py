@@ -32,6 +32,7 @@ MADE = {
     "families-refused.md",
     "foreign-flags.md",
     "limits.md",
+    "limits-router.md",
     "limits-mesh.md",
     "limits-groups.md",
 }
