@@ -63,20 +63,13 @@ def check(
             output = run_stage(model.module, model.stage, tokens, places, **plan)
         return output[torch.from_numpy((of_token == 0).nonzero()[0])].clone()
 
-    other = min(OTHER_COUNT, count - 1)
-    pieces = [
-        [(0, 0, count // 5), (1, 0, other - 2)],
-        [(0, count // 5, 1), (1, other - 2, 2)],
-        [(1, other, 1), (0, count // 5 + 1, count - count // 5 - 2)],
-        [(0, count - 1, 1), (1, 0, 1)],
-    ]
     blocks.is_strict = True
     try:
         with torch.inference_mode(), blocks:
             alone = run([(0, 0, count)])
             _forget(model)
             torch.set_num_threads(threads + 2)
-            beside = torch.cat([run(rows) for rows in pieces])
+            beside = torch.cat([run(rows) for rows in _pieces(count)])
     except UnknownOperator as error:
         raise CheckpointError(
             f"--batch-invariant: {name} uses the operator {error}, of which it is not known whether it "
@@ -86,12 +79,22 @@ def check(
         blocks.is_strict = False
         _forget(model)
         torch.set_num_threads(threads)
-    differ = int((alone != beside).any(dim=-1).sum())
-    if differ:
+    if differ := int((alone != beside).any(dim=-1).sum()):
         raise CheckpointError(
             f"--batch-invariant: in a trial of {name} in {model.dtype}, {differ} of {count} tokens have "
             "other bits beside another request: leave the flag out, or try another --dtype"
         )
+
+
+def _pieces(count: int) -> list[list[tuple[int, int, int]]]:
+    """Steps of the first request's ``count`` tokens in pieces, beside another one."""
+    other = min(OTHER_COUNT, count - 1)
+    return [
+        [(0, 0, count // 5), (1, 0, other - 2)],
+        [(0, count // 5, 1), (1, other - 2, 2)],
+        [(1, other, 1), (0, count // 5 + 1, count - count // 5 - 2)],
+        [(0, count - 1, 1), (1, 0, 1)],
+    ]
 
 
 def _states(model: LoadedModel, rows: StateRows) -> AbstractContextManager[None]:

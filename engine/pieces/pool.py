@@ -62,6 +62,40 @@ class Observer(Protocol):
     def dropped(self, block_hash: BlockHash) -> None: ...
 
 
+class PartialBlocks:
+    """Names of blocks that are partly filled, by the tokens that are in them.
+
+    One request can go on in such a block, after nobody held it. No other finds it, no observer hears of it.
+    Requests with equal tokens have a block each.
+    """
+
+    def __init__(self, references: Sequence[int]) -> None:
+        """``references``: holders of each block."""
+        self._references = references
+        self._name_of: dict[int, BlockHash] = {}
+        self._blocks: dict[BlockHash, list[int]] = {}
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._name_of
+
+    def name(self, block: int, name: BlockHash) -> None:
+        """Name a held block; the first name of its content stays."""
+        if block not in self._name_of:
+            self._blocks.setdefault(name, []).append(block)
+            self._name_of[block] = name
+
+    def find(self, name: BlockHash) -> int | None:
+        """A block of this name that nobody holds."""
+        return next((block for block in self._blocks.get(name, ()) if self._references[block] == 0), None)
+
+    def forget(self, block: int) -> None:
+        """Drop the name of a block, if it has one."""
+        if (name := self._name_of.pop(block, None)) is not None:
+            self._blocks[name].remove(block)
+            if not self._blocks[name]:
+                del self._blocks[name]
+
+
 class PiecePool:
     """Slots of each kind with reference counts, least-recently-used free lists and one index of names."""
 
@@ -90,8 +124,8 @@ class PiecePool:
         ]
         self._hash_of: dict[int, BlockHash] = {}
         self._block_of: dict[BlockHash, int] = {}
-        self._part_of: dict[int, BlockHash] = {}
-        self._parts: dict[BlockHash, list[int]] = {}
+        self.parts = PartialBlocks(self._references)
+        """Blocks that are partly filled."""
         self.num_touched = 0
         """Blocks that were ever given out: the first ones of the cache."""
 
@@ -207,22 +241,8 @@ class PiecePool:
             for observer in self._observers_of(block):
                 observer.stored(block_hash)
 
-    def name_part(self, block: int, name: BlockHash) -> None:
-        """Name a held block that is partly filled, by the tokens that are in it.
-
-        One request can go on in it: see :meth:`part`. Nobody else finds it, and no observer hears of it.
-        Requests with equal tokens have a block each.
-        """
-        if self._caching and block not in self._part_of:
-            self._parts.setdefault(name, []).append(block)
-            self._part_of[block] = name
-
-    def part(self, name: BlockHash) -> int | None:
-        """A partly filled block of this name that nobody holds."""
-        return next((block for block in self._parts.get(name, ()) if self._references[block] == 0), None)
-
     def go_on_in(self, block: int) -> None:
-        """Hold a block that :meth:`part` found.
+        """Hold a block that :meth:`PartialBlocks.find` found.
 
         It is about to be filled further, so its name is void.
         """
@@ -252,7 +272,7 @@ class PiecePool:
             if self._references[block] == 0:
                 free = self._free_list_of(block)
                 free[block] = None
-                if block not in self._hash_of and block not in self._part_of:
+                if block not in self._hash_of and block not in self.parts:
                     free.move_to_end(block, last=False)
 
     def _observers_of(self, slot: int) -> tuple[Observer, ...]:
@@ -264,10 +284,7 @@ class PiecePool:
         return self._free_boundaries[bisect_right(self.kinds.ends, slot) - 1]
 
     def _forget(self, block: int) -> None:
-        if (part := self._part_of.pop(block, None)) is not None:
-            self._parts[part].remove(block)
-            if not self._parts[part]:
-                del self._parts[part]
+        self.parts.forget(block)
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]

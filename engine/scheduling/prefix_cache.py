@@ -73,7 +73,7 @@ class PrefixCache:
         if not request.copy or request.num_computed != before // size * size or self._pool.kinds.step:
             return None
         name = request.name_of_part(size)
-        part = None if name is None else self._pool.part(name)
+        part = None if name is None else self._pool.parts.find(name)
         if part is not None:
             request.num_computed = before
         return part

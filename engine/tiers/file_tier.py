@@ -56,6 +56,23 @@ LOWER = 10
 """How much lower than that of others the writer's priority is (nice)."""
 
 
+class _DiskHealth:
+    """Record of how long the disk of some files has not answered."""
+
+    def __init__(self, files: BlockFiles) -> None:
+        self._files = files
+        self.hung_for = 0.0
+        """Seconds for which it has not answered, when it was looked at last."""
+
+    def note(self, hangs_for: float) -> None:
+        """Note what was seen; log when a hang begins and ends."""
+        if hangs_for and not self.hung_for:
+            logger.error("the disk of %r hangs: prompts are computed until it answers", self._files)
+        elif self.hung_for and not hangs_for:
+            logger.warning("the disk of %r answers again after %.0f s", self._files, self.hung_for)
+        self.hung_for = hangs_for
+
+
 class FileTier:
     """Reads and writes blocks of one cache until it is closed."""
 
@@ -81,8 +98,7 @@ class FileTier:
         self._reads = Reads(memory.bytes_of)
         self._work = threading.Condition()
         """Guards the reads, and wakes threads that wait for a block to read."""
-        self._hung_for = 0.0
-        """Seconds for which the disk has not answered, when it was looked at last."""
+        self._disk = _DiskHealth(files)
         self._problem: OSError | None = None
         """Why nothing can be written to the directory."""
         self._call_began: float | None = None
@@ -137,7 +153,7 @@ class FileTier:
         found = 0
         with self._work:
             is_open = len(self._reads) < MOST_READS and not self._reads.is_overdue(self._clock())
-        if is_open and not self._hung_for and self._cleared.is_set() and not self._is_abandoned:
+        if is_open and not self._disk.hung_for and self._cleared.is_set() and not self._is_abandoned:
             found = self.usable(names)
         self._add(queried_blocks=len(names), found_blocks=found)
         return found
@@ -175,7 +191,9 @@ class FileTier:
             hangs_for = self._reads.hangs_for(now)
         self._pool.hold(held)
         self._pool.release(returned)
-        self._tell_health(now, hangs_for)
+        if (began := self._call_began) is not None and now > began + WRITE_HANGS:
+            hangs_for = max(hangs_for, now - began)
+        self._disk.note(hangs_for)
         while self._written:
             name, is_written = self._written.popleft()
             block = self.policy.ended(name, now, is_written=is_written)
@@ -225,7 +243,7 @@ class FileTier:
         """Counters of the file tier since its start."""
         totals = {name: type(getattr(FileCounters(), name))(value) for name, value in self._totals.items()}
         totals["skipped_blocks"], totals["write_failures"] = self.policy.num_skipped, self.policy.num_failed
-        totals["hung_seconds"] = round(self._hung_for, 1)
+        totals["hung_seconds"] = round(self._disk.hung_for, 1)
         return FileCounters(**totals)
 
     def close(self) -> None:
@@ -246,16 +264,6 @@ class FileTier:
     def _add(self, **more: float) -> None:
         for name, amount in more.items():
             self._totals[name] += amount
-
-    def _tell_health(self, now: float, hangs_for: float) -> None:
-        """Note for how long the disk has not answered; log when that begins and ends."""
-        if (began := self._call_began) is not None and now > began + WRITE_HANGS:
-            hangs_for = max(hangs_for, now - began)
-        if hangs_for and not self._hung_for:
-            logger.error("the disk of %r hangs: prompts are computed until it answers", self._files)
-        elif self._hung_for and not hangs_for:
-            logger.warning("the disk of %r answers again after %.0f s", self._files, self._hung_for)
-        self._hung_for = hangs_for
 
     # ---- the readers
 

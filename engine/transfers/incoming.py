@@ -245,7 +245,7 @@ class IncomingTransfers:
             if self._origins is not None and self._pool.slot_of(name) == slot:
                 self._origins.came(name, end.source)
         if end.has_part:
-            self._pool.name_part(slots[num_whole], names[num_whole])
+            self._pool.parts.name(slots[num_whole], names[num_whole])
 
     def _count(self, end: TransferEnded, tokens: int) -> None:
         self._totals.add(

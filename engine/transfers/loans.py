@@ -103,7 +103,7 @@ class Loans:
             self._mover.refuse(loan, str(answer))
             return
         if answer.has_part:
-            self._pool.name_part(answer.blocks[-1], answer.names[-1])
+            self._pool.parts.name(answer.blocks[-1], answer.names[-1])
         self._pool.hold(answer.blocks)
         self._lent[loan], self._kept[loan] = list(answer.blocks), 0
         self._handed_over.append(request.key)

@@ -148,7 +148,7 @@ def have(core: EngineCore, tokens: Sequence[int]) -> int:
     for block, name in zip(blocks, names[known:], strict=False):
         pool.name(block, name)
     if rest:
-        pool.name_part(
+        pool.parts.name(
             blocks[-1], hash_block(names[-1] if names else None, tokens[full * size : full * size + rest])
         )
     pool.release(blocks)

@@ -103,13 +103,13 @@ def test_what_may_be_wrong_is_found_no_more() -> None:
 def test_a_partly_filled_block_that_is_filled_further_is_no_longer_found() -> None:
     pool = PiecePool(2)
     (block, _) = held = pool.take(2) or []
-    pool.name_part(block, b"part")
-    assert pool.part(b"part") is None, "somebody holds it"
+    pool.parts.name(block, b"part")
+    assert pool.parts.find(b"part") is None, "somebody holds it"
     pool.release(held)
-    assert pool.part(b"part") == block
+    assert pool.parts.find(b"part") == block
     pool.go_on_in(block)
     pool.release([block])
-    assert pool.part(b"part") is None, "it has more tokens by now"
+    assert pool.parts.find(b"part") is None, "it has more tokens by now"
 
 
 def test_without_caching_nothing_is_known() -> None:

@@ -131,12 +131,12 @@ def test_a_request_waits_for_its_blocks_and_goes_on_in_the_last_one(setup: Setup
     assert setup.turn() == [request]
     assert setup.exchange.take_copied() == [((b"router", 3), 4 * SIZE, True)]
     assert len(setup.pool.find_prefix(request.prefix_hashes(SIZE))) == 5
-    part = setup.pool.part(request.name_of_part(SIZE) or b"")
+    part = setup.pool.parts.find(request.name_of_part(SIZE) or b"")
     assert part == wanted.blocks[1]
     assert setup.pool.num_used == 0
     setup.pool.go_on_in(part)
     assert setup.pool.num_used == 1
-    assert setup.pool.part(request.name_of_part(SIZE) or b"") is None, "no other request goes on in it"
+    assert setup.pool.parts.find(request.name_of_part(SIZE) or b"") is None, "no other request goes on in it"
 
 
 def test_a_request_waits_for_many_blocks_only_if_fetching_pays(setup: Setup) -> None:
@@ -153,23 +153,23 @@ def test_a_request_waits_for_many_blocks_only_if_fetching_pays(setup: Setup) -> 
 def test_parts_leave_the_cache_like_other_blocks_when_room_is_needed() -> None:
     pool = PiecePool(2)
     (block,) = pool.take(1) or ()
-    pool.name_part(block, b"part")
+    pool.parts.name(block, b"part")
     pool.release([block])
-    assert pool.part(b"part") == block
+    assert pool.parts.find(b"part") == block
     assert list(pool.known) == [], "routers do not hear of it"
     assert pool.take(2) is not None
-    assert pool.part(b"part") is None
+    assert pool.parts.find(b"part") is None
 
 
 def test_requests_with_equal_tokens_go_on_in_a_block_each() -> None:
     pool = PiecePool(4)
     blocks = pool.take(2) or []
     for block in blocks:
-        pool.name_part(block, b"part")
-    assert pool.part(b"part") is None, "both are held"
+        pool.parts.name(block, b"part")
+    assert pool.parts.find(b"part") is None, "both are held"
     pool.release(blocks)
     found = []
-    while (part := pool.part(b"part")) is not None:
+    while (part := pool.parts.find(b"part")) is not None:
         pool.go_on_in(part)
         found.append(part)
     assert sorted(found) == sorted(blocks)

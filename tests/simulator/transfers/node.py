@@ -307,7 +307,7 @@ class Node:
         names = request.prefix_hashes(SIZE)
         known = self.pool.find_prefix(names)
         name = request.name_of_part(SIZE) if request.copy and len(known) == len(names) else None
-        part = None if name is None else self.pool.part(name)
+        part = None if name is None else self.pool.parts.find(name)
         here = known if part is None else [*known, part]
         if self.pool.num_free_beside(here) < -(-len(request.token_ids) // SIZE) - len(here):
             return False
