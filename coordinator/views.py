@@ -3,7 +3,7 @@
 A mesh of thousands changes many times a second while it starts, and a view of 1,024 members has 200 KB. So a
 watcher gets the whole view once, and then changes with consecutive numbers, at most 20 a second. A watcher
 that misses a number asks for the whole again. :class:`ViewLog` is the coordinator's end and :class:`ViewCopy`
-the watcher's; docs/design/views.md has the rules.
+the watcher's; docs/design/processes.md has the rules.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 
 def installation() -> str:
-    """The commands of docs/run/deploy-systemd.md, up to those that start the units."""
-    page = (ROOT / "docs" / "run" / "deploy-systemd.md").read_text()
+    """The commands of docs/run/deploy-hosts.md, up to those that start the units."""
+    page = (ROOT / "docs" / "run" / "deploy-hosts.md").read_text()
     lines = page.split("```")[1].strip().splitlines()
     assert lines[-1].startswith("systemctl daemon-reload")
     return "set -e; cd /opt/source; export PATH=$PATH:/opt/lockstep/bin\n" + "\n".join(lines[:-1])

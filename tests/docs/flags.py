@@ -46,7 +46,10 @@ def tables() -> dict[Path, str]:
 def _table(
     left: str, right: str, pairs: list[tuple[str, str]], *, code: bool = False, one_span: bool = False
 ) -> list[str]:
-    """A table with a row for each left cell; its flags are one code span if asked."""
+    """A table with a row for each left cell.
+
+    Its flags are one code span, if asked.
+    """
     rows: dict[str, list[str]] = {}
     for key, flag in pairs:
         rows.setdefault(key, []).append(flag)
