@@ -9,7 +9,7 @@ An instance that gets work while asleep sends a :class:`Wake` to all peers and w
 (epoch, step) that it wants begun. So a stale one is ignored, and an early one is remembered until its step
 comes. One for a step beyond the next but one is ignored. A repeated one is harmless; the waker repeats it
 until the step has begun. :class:`Lockstep` is the state of one instance; it knows no sockets and no clock.
-docs/design/agreement.md has the proof obligations.
+docs/design/proofs.md has the proof obligations.
 """
 
 from __future__ import annotations

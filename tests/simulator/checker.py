@@ -1,7 +1,7 @@
 """Rules of every schedule, checked by an observer of what instances do.
 
 The world passes on to the checker every header, decision, wake and piece of work as it happens. Each rule is
-one of the proof obligations of docs/design/agreement.md. Time is the world's *counted* time, which stands
+one of the proof obligations of docs/design/proofs.md. Time is the world's *counted* time, which stands
 still while any instance is paused: so a bound of b means "b ticks, and the pauses that fall between".
 """
 
