@@ -33,6 +33,8 @@ PUBLIC = {
 
 IMPORTED = {
     "torch.utils._python_dispatch.TorchDispatchMode",
+    "transformers.cache_utils.DynamicCache",
+    "transformers.cache_utils.LinearAttentionLayer",
     "transformers.conversion_mapping.get_checkpoint_conversion_mapping",
     "transformers.conversion_mapping.get_model_conversion_mapping",
     "transformers.conversion_mapping.register_checkpoint_conversion_mapping",

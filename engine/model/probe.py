@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,7 +85,8 @@ def probe_layers(
     probe, outputs = _run_probe(module, name, context_length, stage)
     if not probe.shapes and states is None:
         raise CheckpointError(f"{name}: {NOT_THROUGH_INTERFACE}")
-    _check_all_layers_attend(module, name, set(probe.seen) | (set() if states is None else states.identities))
+    mixing = set(probe.seen) | (set() if states is None else states.identities)
+    _check_all_layers_attend(module, name, mixing, _token_by_token(module.config.get_text_config()))
     if any(_may_count(attention) for attention in probe.seen.values()):
         _check_none_counts(probe, lambda: _run_probe(module, name, context_length, stage)[0])
     return outputs.shape[-1], tuple(probe.shapes)
@@ -241,9 +242,13 @@ def _window(mask_function: MaskFunction, far: int) -> int | None:
     return windows.pop() if len(windows) == 1 else OTHER
 
 
-def _check_all_layers_attend(module: Any, name: str, attention_ids: set[int]) -> None:
-    """Check that each decoder layer has a module that attended, or one with a state."""
-    alone = _token_by_token(module.config.get_text_config())
+def _check_all_layers_attend(
+    module: Any, name: str, attention_ids: set[int], alone: Sequence[bool] = ()
+) -> None:
+    """Check that each decoder layer has a module that attended, or one with a state.
+
+    ``alone``: by layer, whether it mixes no tokens; empty where that is unknown.
+    """
     for path, stack in module.named_modules():
         if not isinstance(stack, torch.nn.ModuleList):
             continue

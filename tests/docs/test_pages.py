@@ -19,7 +19,7 @@ PAGES = sorted(DOCS.rglob("*.md"))
 AT_ROOT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
 
 README_BYTES = 9_000
-PAGE_BYTES = 16 * 1024
+PAGE_BYTES = 12 * 1024
 """Largest size of a page that is neither a result nor a note."""
 
 LINK = re.compile(r"\]\(<?([^)\s>]+)>?\)")

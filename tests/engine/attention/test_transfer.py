@@ -96,6 +96,7 @@ def test_a_step_waits_once(kinds: slice, by_kernel: bool, monkeypatch: pytest.Mo
 
     class Model:
         device = torch.device("cuda")
+        states = None
 
         class stage:
             class shard:

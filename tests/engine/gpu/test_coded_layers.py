@@ -171,7 +171,7 @@ def test_experts_of_sorted_pairs(kind: str, gather: bool) -> None:
 
 # ---- whole models
 
-EACH_PUSH = {("llama", "w4a16 asymmetric"), ("qwen3_moe", "w8a8 per channel"), ("gpt_oss", MXFP4)}
+EACH_PUSH = {("llama", "w4a16 asymmetric")}
 CASES = [
     *((family, kind) for family in ("llama", "qwen3_moe") for kind in KINDS if kind != "deepseek's fp8"),
     ("gpt_oss", MXFP4),

@@ -23,7 +23,7 @@ FAMILIES = [
     pytest.param(("kimi_linear", "float32"), marks=pytest.mark.nightly),
     pytest.param(("granitemoehybrid", "bfloat16"), marks=pytest.mark.nightly),
 ]
-NUM_REQUESTS = 10
+NUM_REQUESTS = 7
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -18,6 +18,7 @@ from coordinator.numerics import Arithmetic, class_of
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.executor.uni import UniExecutor
+from engine.groups.stepping import Stepping
 from engine.kernels.core import library
 from engine.messages import Submit, TokenLogprobs
 from engine.model.checkpoint import read_model_info
@@ -115,15 +116,16 @@ def requests() -> list[SamplingParams]:
     ]
 
 
-def answers(executor: Any, directory: Path, dtype: str, **how: Any) -> list[Answer]:
+def answers(executor: Any, directory: Path, dtype: str, stepping: Stepping | None = None) -> list[Answer]:
     core = EngineCore(
         settings(directory, dtype),
         read_model_info(directory),
         executor,
         num_blocks=NUM_BLOCKS,
         max_model_len=512,
-        **how,
     )
+    if stepping is not None:
+        core.stepping = stepping
     found: list[Answer] = [([], []) for _ in range(NUM_REQUESTS)]
     for index, params in enumerate(requests()):
         submit = Submit(
