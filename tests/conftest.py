@@ -43,7 +43,12 @@ def _session_directory() -> str:
     return made
 
 
-hypothesis.settings.register_profile("lockstep", max_examples=examples(100))
+hypothesis.settings.register_profile(
+    "lockstep",
+    max_examples=examples(100),
+    deadline=None,  # a busy machine is no fault of the code
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("lockstep")
 
 os.environ["XDG_RUNTIME_DIR"] = _session_directory()
