@@ -52,12 +52,12 @@ def endpoint(address: str, port: int) -> str:
 
 
 def url(scheme: str, address: str, port: int) -> str:
-    """The same for any scheme."""
+    """A URL of any scheme; IPv6 addresses are put in brackets."""
     return f"{scheme}://[{address}]:{port}" if ":" in address else f"{scheme}://{address}:{port}"
 
 
 class MeshAddressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the coordinator of a mesh is, and how it is reached."""
+    """Address of a mesh's coordinator, and the transport to it."""
 
     data_parallel_address: Annotated[
         str, flag("-dpa", help="Address of the coordinator, the same for all instances and routers.")
@@ -106,7 +106,7 @@ class MeshAddressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class MeshConfig(MeshAddressConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the processes of one mesh find each other."""
+    """Settings by which the processes of a mesh find each other."""
 
     data_parallel_size: Annotated[
         Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] | None,
@@ -206,7 +206,7 @@ class MeshConfig(MeshAddressConfig, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The coordinator."""
+    """Settings of the coordinator."""
 
     mesh: MeshConfig = MeshConfig()
     settings: Annotated[

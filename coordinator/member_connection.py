@@ -65,15 +65,15 @@ SILENCE = 3.0
 
 
 class RegistrationRefused(Exception):
-    """The coordinator will not have this instance; the message is its reason."""
+    """Error: the coordinator refuses this instance, for the reason in the message."""
 
 
 class StartupTimeout(Exception):
-    """Others did not come in time; the message says which ones are missing."""
+    """Error: instances of the mesh are missing at the deadline; the message names them."""
 
 
 class MemberConnection:
-    """An instance's membership in the mesh, kept up by a thread of its own.
+    """Connection of an instance to the coordinator: registration and heartbeats, in a thread.
 
     The thread sends heartbeats also during a long step. The coordinator may be away at any time; when it is
     back, it gets everything again.
@@ -116,7 +116,7 @@ class MemberConnection:
         self._thread.start()
 
     def wait_for_welcome(self, timeout: float) -> Welcome:
-        """Wait for the coordinator's answer, saying what is waited for.
+        """Wait until the coordinator admits this instance, and log what it waits for.
 
         Raises:
             RegistrationRefused: it said no.
@@ -136,16 +136,16 @@ class MemberConnection:
 
     @property
     def refusal(self) -> str | None:
-        """Why the coordinator no longer wants this instance (its rank went to another meanwhile)."""
+        """Reason for which the coordinator dropped this instance (its rank went to another)."""
         return self._state.refusal
 
     @property
     def neighbours(self) -> int:
-        """Instances on this host, this one included."""
+        """Number of instances on this host, with this one."""
         return self._state.neighbours
 
     def follow(self, on_form: Callable[[GroupPlan], None], on_fenced: Callable[[], None]) -> None:
-        """From now on, call ``on_form`` with each GroupPlan that arrives.
+        """Subscribe ``on_form`` to each GroupPlan that arrives.
 
         Some arrive twice; one that is already here is handed over at once. ``on_fenced`` is called when the
         others go on without this instance, which was taken for dead and has registered again. Both are called
@@ -157,7 +157,7 @@ class MemberConnection:
             on_form(self._state.form)
 
     def enter(self, group: GroupPlan | None) -> None:
-        """This instance steps in another group now, or in none."""
+        """Report the group in which this instance steps now, or none."""
         self._state.enter(group)
         self._wake()
 
@@ -181,7 +181,7 @@ class MemberConnection:
         ready_epoch: int | None = None,
         numerics: Numerics | None = None,
     ) -> None:
-        """Send changed facts about this instance at once. ``experts``: by rank and layer."""
+        """Send a heartbeat with changed facts at once. ``experts``: by rank and layer."""
         mine = self._state
         mine.store = store or mine.store
         if experts is not None:
@@ -198,7 +198,7 @@ class MemberConnection:
         self._wake()
 
     def leave(self) -> None:
-        """Say goodbye and stop. The instance must hold no request any more."""
+        """Leave the mesh, and stop the thread. The instance must hold no request any more."""
         self._leaving = True
         self._wake()
         self._thread.join(timeout=2.0)
@@ -285,7 +285,7 @@ class MemberConnection:
             self._on_drain(message.timeout)
 
     def _try_ways(self, connection: AsyncConnection[FromCoordinator, ToCoordinator], question: Reach) -> None:
-        """Connect to others and say which this instance reaches, beside all that goes on here."""
+        """Try connections to other instances in a task, and report the reachable ones."""
 
         async def answer() -> None:
             name = self._state.register.instance
@@ -297,7 +297,7 @@ class MemberConnection:
             task.add_done_callback(self._trying.discard)
 
     async def _watch_key(self, connection: AsyncConnection[FromCoordinator, ToCoordinator]) -> None:
-        """End a process whose key is refused before it ever was a member.
+        """End a process whose mesh key is refused before it was a member.
 
         A member serves on: what answers at the coordinator's address is not its coordinator.
         """
@@ -312,7 +312,7 @@ class MemberConnection:
 
 
 class Watcher:
-    """Keeps the newest view of the world, for routers, the launcher and ``lockstep status``."""
+    """Newest view of the mesh, for routers, the launcher and ``lockstep status``."""
 
     def __init__(
         self,
@@ -342,7 +342,7 @@ class Watcher:
 
     @property
     def head(self) -> View | None:
-        """The newest view without its members, which costs nothing."""
+        """Head of the newest view, without its members."""
         return self._copy.head
 
     @property
@@ -393,7 +393,7 @@ class Watcher:
         return news
 
     async def _watch_key(self) -> None:
-        """A coordinator that answered once was the right one.
+        """Refused keys count only until the coordinator has answered once.
 
         Later a refusal is just an absence.
         """
@@ -404,7 +404,7 @@ class Watcher:
                 raise KeyRefused(f"the coordinator at {self._connection.endpoint} refused us: {refused}")
 
     def tell_odd(self, odd: dict[str, int]) -> None:
-        """Have the coordinator know the verdicts of shadow checks, by instance."""
+        """Report verdicts of shadow checks to the coordinator, by instance."""
         self._message = msgspec.structs.replace(self._message, odd=odd)
         self._connection.send(self._watch())
 
@@ -413,7 +413,7 @@ class Watcher:
         return msgspec.structs.replace(self._message, series=series, number=number)
 
     def send(self, message: ToCoordinator) -> bool:
-        """Tell the coordinator something else; False if there is no connection now."""
+        """Send another message to the coordinator; False without a connection."""
         return self._connection.send(message)
 
     async def _ask(self) -> None:
@@ -429,7 +429,7 @@ class Watcher:
 
 
 async def fetch_view(endpoint: str, timeout: float, keys: MeshKeys | None = None) -> View:
-    """The view, asked for once.
+    """A single fetch of the mesh's view.
 
     Raises:
         TimeoutError: no answer.

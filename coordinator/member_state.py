@@ -1,4 +1,4 @@
-"""What an instance sends to the coordinator and has received from it (pure).
+"""State machine of an instance's messages with the coordinator (pure).
 
 Messages go in, messages come out. The coordinator may be away at any time, and a new one may know nothing. So
 every message is sent again and again, and a lost one does no harm.
@@ -40,7 +40,7 @@ from coordinator.plans import changed
 
 
 class MemberState:
-    """An instance's state in the mesh.
+    """Registration, epoch and reports of one instance.
 
     Before each message it is set what is new, by assignment.
     """
@@ -88,13 +88,13 @@ class MemberState:
         return f"<MemberState rank {rank} {self.state} epoch {self.epoch}>"
 
     def hold(self, experts: Sequence[Sequence[Sequence[int]]]) -> None:
-        """This instance holds these experts now, by tensor-parallel rank and layer."""
+        """Record the experts that this instance holds, by tensor-parallel rank and layer."""
         alike = all(of_layer == of_rank[0] for of_rank in experts for of_layer in of_rank)
         self.experts = tuple(tuple(of_rank[0]) if of_rank else () for of_rank in experts) if alike else ()
         self.experts_by_layer = () if alike else tuple(tuple(map(tuple, of_rank)) for of_rank in experts)
 
     def enter(self, group: GroupPlan | None) -> None:
-        """This instance steps in another group now, or in none."""
+        """Record the group in which this instance steps, or none."""
         self._group = group
         if group is not None and self._lost is not None and self._lost.epoch < group.epoch:
             self._lost = None
@@ -104,7 +104,7 @@ class MemberState:
         self._lost = lost
 
     def outgoing(self, load: Load) -> list[ToCoordinator]:
-        """What to send now: at every interval, and whenever something is new."""
+        """Messages to send now: at every interval, and at each change."""
         if self.welcome is None:
             return [msgspec.structs.replace(self.register, numerics=self.numerics)]
         heartbeat = Heartbeat(
@@ -192,7 +192,7 @@ class MemberState:
             self.on_form(form)
 
     def _register_again(self) -> bool:
-        """The coordinator does not know this instance (any more).
+        """Register again: the coordinator does not know this instance.
 
         What it asked before is forgotten: the probes of another one bear the same numbers.
         """
