@@ -227,8 +227,10 @@ def _is_part_of_itself(model_type: str) -> bool:
     return f"{model_type}_text" in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
-def make_config(family: str) -> PreTrainedConfig:
+def make_config(family: str, **other_sizes: Any) -> PreTrainedConfig:
     """The tiny configuration of a family.
+
+    ``other_sizes``: in place of those of :data:`SIZES`.
 
     Raises:
         Exception: its class does not take these sizes; the message is the class's own.
@@ -240,5 +242,6 @@ def make_config(family: str) -> PreTrainedConfig:
     config_class = CONFIG_MAPPING[model_type]
     fields = {name for each in config_class.__mro__ for name in vars(each).get("__annotations__", {})}
     mapped = set(getattr(config_class, "attribute_map", None) or {})
-    sizes = {name: size for name, size in SIZES.items() if name in fields - mapped or name in TOKENS}
+    known = SIZES | other_sizes
+    sizes = {name: size for name, size in known.items() if name in fields - mapped or name in TOKENS}
     return config_class(**(sizes | changes))

@@ -1,18 +1,53 @@
-"""Tiny models with recurrent states, of each kind of layer that is known."""
+"""Tiny models with recurrent states, of each kind of layer that is known.
+
+``python -m tests.engine.states.models qwen3_next DIRECTORY`` writes one that ``serve DIRECTORY`` takes.
+"""
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from engine.config import SHIPPED_MODEL
+from engine.model.finding import MODELS_DIRECTORY
 from tests.engine.tiny_models import save, widen
-from tests.families.configs import make_config
+from tests.families.configs import POSITIONS, make_config
+
+SHIPPED_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+SHIPPED_VOCAB = 4096
+"""Tokens of the shipped model's tokenizer."""
+LONGEST = 16384
+"""Context length of a model that is served."""
 
 
 def make_state_model(directory: Path, family: str, dtype: torch.dtype = torch.float32) -> Path:
     """Write a tiny model of a family and return its directory."""
-    model = AutoModelForCausalLM.from_config(make_config(family), dtype=torch.float32)
+    return _make(make_config(family), directory, dtype)
+
+
+def make_servable_model(directory: Path, family: str, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write a tiny model with the shipped tokenizer and long contexts; returns its directory."""
+    sizes = dict.fromkeys(POSITIONS, LONGEST) | {
+        "vocab_size": SHIPPED_VOCAB,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
+    _make(make_config(family, **sizes), directory, dtype)
+    for name in SHIPPED_FILES:
+        shutil.copy(MODELS_DIRECTORY / SHIPPED_MODEL / name, directory)
+    return directory
+
+
+def _make(config: PreTrainedConfig, directory: Path, dtype: torch.dtype) -> Path:
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     widen(model, 1)
     return save(model.to(dtype), directory)
+
+
+if __name__ == "__main__":
+    make_servable_model(Path(sys.argv[2]), sys.argv[1])
