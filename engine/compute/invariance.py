@@ -17,7 +17,7 @@ from engine.compute.fixed_blocks import FixedBlocks, UnknownOperator
 from engine.model.checkpoint import CheckpointError
 from engine.model.probe import run_stage
 from engine.model.weights import LoadedModel
-from engine.states.layers import StateRows
+from engine.states.held import StateRows
 
 COUNT = 40
 """Length of the test request in tokens: two and a part blocks of rows."""

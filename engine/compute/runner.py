@@ -26,7 +26,7 @@ from engine.kernels.choosing.logits import NO_DRAWS, Draws, draws
 from engine.messages import TokenLogprobs
 from engine.model.weights import LoadedModel
 from engine.scheduling.speculation import num_taken
-from engine.states.layers import StateRows
+from engine.states.held import RequestStates, StateRows
 from engine.step import Admit, ExtraTokens, Span, Step, StepResult
 from parallel.communicators.base import carries
 from parallel.tensor_parallel import TensorRank
@@ -62,6 +62,7 @@ class ModelRunner:
         self._model = model
         self._cache = cache
         self._program = program
+        self._states: RequestStates | None = model.states if program is None else program.states
         self._graphs = graphs
         self._block_size = block_size
         self.spans: deque[Span] = deque(maxlen=MOST_SPANS)
@@ -90,8 +91,8 @@ class ModelRunner:
         if result is not None:
             return _done(result)
         for admit in step.admits:
-            if self._model.states is not None:
-                self._model.states.running.admit(admit.slot, self._num_equal(admit))
+            if self._states is not None:
+                self._states.admit(admit.slot, self._num_equal(admit))
             self._slots[admit.slot] = RequestSlot.of(admit)
             self._tables.clear(admit.slot)
         if not step.slots:
@@ -109,7 +110,8 @@ class ModelRunner:
             program = self._program
             draws = self._draws(step, wanted) if program is not None and self._is_plain(step) else None
             if program is not None and draws is not None and program.can_choose(len(input_ids), draws):
-                tokens = program.choose(packed, input_ids, wanted.tokens, draws)
+                with self._states_of(step):
+                    tokens = program.choose(packed, input_ids, wanted.tokens, draws)
                 pending = _done(self._result(step, wanted, tokens, {}, {}))
                 self._continuation = program.continuation
                 if self._continuation is not None:
@@ -132,9 +134,9 @@ class ModelRunner:
 
     def _states_of(self, step: Step) -> contextlib.AbstractContextManager[None]:
         """Context in which layers with a recurrent state compute the rows of a step."""
-        if self._model.states is None:
+        if self._states is None:
             return contextlib.nullcontext()
-        return self._model.states.step(StateRows(step.slots, step.starts, step.counts, step.pieces))
+        return self._states.step(StateRows(step.slots, step.starts, step.counts, step.pieces))
 
     def _num_equal(self, admit: Admit) -> int:
         """Number of leading tokens in common with the request that had the slot before."""

@@ -35,6 +35,7 @@ from engine.kernels.mlp.mlp import mlp_of
 from engine.kernels.norms.norm import Norm, norm_of
 from engine.kernels.products.packing import PACK
 from engine.kernels.registry import mixer_of
+from engine.kernels.states.shape import StateShape
 from engine.model.quantization.attached import reader_of
 
 
@@ -96,8 +97,13 @@ class DecoderModel:
 
     @property
     def cached(self) -> tuple[LayerShape, ...]:
-        """Shapes of what the layers cache of a token."""
-        return tuple(layer.mixer.cached for layer in self.layers)
+        """Shapes of what the layers cache of a token, of those that do."""
+        return tuple(layer.mixer.cached for layer in self.layers if layer.mixer.cached is not None)
+
+    @property
+    def states(self) -> tuple[StateShape, ...]:
+        """Shapes of the layers' recurrent states, of those that have one."""
+        return tuple(layer.mixer.state for layer in self.layers if layer.mixer.state is not None)
 
     @property
     def sparse(self) -> list[Moe]:

@@ -32,6 +32,7 @@ from engine.kernels.lowering.writer import PartialSums, StepList, Writer, Writer
 from engine.kernels.position_tables import PositionTables
 from engine.kernels.products.packing import Packer
 from engine.kernels.registry import LAYOUTS
+from engine.kernels.states.native_states import NativeStates
 from engine.kernels.step_list import PackedDecoder
 from parallel.communicators.base import Communicator
 from parallel.expert_parallel import ExpertParallel
@@ -78,6 +79,8 @@ class Program:
         self._positions = PositionTables(decoder)
         self.sums = RankSums(library, ranks if decoder.num_sums else None, decoder.sums_width)
         self._cache: NativeCache | None = None
+        self.states = NativeStates(decoder.states, decoder.dtype) if decoder.states else None
+        """Recurrent states of requests; None: no layer has one."""
         self._room = BufferRoom()
         self._buffers: Buffers | None = None
         self.continuation: DecodeContinuation | None = None
@@ -132,6 +135,12 @@ class Program:
     def use(self, cache: NativeCache) -> None:
         """Keep keys and values in this cache from now on."""
         self._cache, self._room = cache, self._room._replace(own=0)
+
+    def allocate_states(self, num_slots: int, first: int) -> None:
+        """Keep recurrent states in slots numbered from ``first`` on, and forget those of requests."""
+        if self.states is not None:
+            self.states.allocate(num_slots, first)
+            self._lists.clear()
 
     def spread(self) -> None:
         """Use these kernels for experts that are exchanged outside the list of operations.
@@ -201,7 +210,7 @@ class Program:
         assert self._buffers is not None
         assert self._cache is not None
         chosen = self._buffers.chosen[: len(wanted)]
-        if packed.num_single == len(packed.starts) == len(wanted):
+        if packed.num_single == len(packed.starts) == len(wanted) and self.states is None:
             self.continuation = DecodeContinuation(arguments, input_ids, packed, plan, self._cache.block_size)
             return self.continuation.chose(chosen)
         found: list[int] = chosen.tolist()
@@ -293,7 +302,9 @@ class Program:
         decoder, tables = self._decoder, self._positions.tables
         facts = WriterFacts(decoder.hidden, decoder.dtype, self._size, decoder.num_sums, tables)
         exchange = self.exchange.current if exchanges else None
-        writer = Writer(self._packed.most_operations, facts, self._cache, self._buffers, exchange, sums)
+        writer = Writer(
+            self._packed.most_operations, facts, self._cache, self._buffers, exchange, sums, self.states
+        )
         return self._packed.write(writer, exchanges=exchanges)
 
     def _failure(self) -> BaseException:
@@ -334,6 +345,7 @@ class Program:
             seconds=self.seconds,
             choose=int(draws is not None),
             draws=draws if draws is not None and len(draws) else None,
+            **({} if self.states is None else self.states.arguments()),
         )
 
     def _make_room(self, wanted: BufferRoom) -> None:

@@ -27,6 +27,7 @@ from engine.kernels.mlp import narrow as narrow_mlp
 from engine.kernels.mlp.mlp import Mlp, PackedMlp
 from engine.kernels.products.made_up import MadeUpWeights
 from engine.kernels.products.quantized import ROUNDING
+from engine.kernels.states.shape import LAYER_STATE, STATE_FILL, STATE_ROW
 
 LAYOUTS = {
     "exchange": EXCHANGE,
@@ -36,6 +37,9 @@ LAYOUTS = {
     "shape": SHAPE,
     "routing": ROUTING,
     "rounding": ROUNDING,
+    "layer_state": LAYER_STATE,
+    "state_row": STATE_ROW,
+    "state_fill": STATE_FILL,
 }
 """Structures that operations read, by the names that the compiled sources have for their sizes."""
 

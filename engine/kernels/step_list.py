@@ -6,11 +6,14 @@ of all tokens are in the cache, that layer goes on with those alone whose logits
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 from engine.kernels.choosing.output import PackedOutput
 from engine.kernels.decoder import DecoderModel, Layer
 from engine.kernels.embedding.embedding import PackedEmbedding
 from engine.kernels.embedding.per_layer import PackedInput
-from engine.kernels.lowering.parts import Packing
+from engine.kernels.lowering.parts import KeptNumbers, Packing
 from engine.kernels.lowering.writer import StepList, Writer
 from engine.kernels.registry import packed_feed_forward, packed_mixer
 
@@ -28,6 +31,13 @@ class PackedLayer:
         self.input = None if layer.input is None else PackedInput(layer.input, packing)
 
 
+def _kept_numbers(layers: Sequence[Layer]) -> list[KeptNumbers]:
+    """Numbers of what each layer keeps."""
+    caches = accumulate((layer.mixer.cached is not None for layer in layers), initial=0)
+    states = accumulate((layer.mixer.state is not None for layer in layers), initial=0)
+    return [KeptNumbers(*each) for each in zip(caches, states, strict=True)][: len(layers)]
+
+
 class PackedDecoder:
     """The weights of all layers, and of the output layer.
 
@@ -37,6 +47,7 @@ class PackedDecoder:
     def __init__(self, decoder: DecoderModel, packing: Packing) -> None:
         self.decoder = decoder
         self.layers = [PackedLayer(layer, packing) for layer in decoder.layers]
+        self._kept = _kept_numbers(decoder.layers)
         self.output = None if decoder.output is None else PackedOutput(decoder.output, packing)
         embedding = decoder.embedding
         self.embedding = None if embedding is None else PackedEmbedding(embedding, packing)
@@ -70,11 +81,12 @@ class PackedDecoder:
         """
         packed, layer = self.layers[number], self.layers[number].layer
         place, mlp_place = layer.places
-        packed.mixer.project(writer, writer.norm(place.norm, writer.buffers.normed))
+        kept = self._kept[number]
+        packed.mixer.project(writer, writer.norm(place.norm, writer.buffers.normed), kept)
         if selects:
             writer.select()
         rows = packed.mlp.read(writer, mlp_place) if layer.is_parallel else None
-        writer.add_product(packed.mixer.mix(writer, number), place.last_norm, place.factor)
+        writer.add_product(packed.mixer.mix(writer, kept), place.last_norm, place.factor)
         if rows is None:
             rows = packed.mlp.read(writer, mlp_place)
         packed.mlp.add(writer, mlp_place, rows)

@@ -35,7 +35,8 @@ from engine.attention.base import (
 from engine.model.checkpoint import CheckpointError
 from engine.model.model_sources import ALONE_LAYER_TYPES, LAYER_TYPES
 from engine.model.sharding.shard import PassThrough, Stage
-from engine.states.layers import StateLayers, StateRows
+from engine.states.held import StateRows
+from engine.states.layers import StateLayers
 from parallel.communicators.base import CollectiveError
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+LABEL = "recurrent state"
+"""Word for this kind of piece, in names and in logs."""
 GRID = 64
-"""Tokens between two kept states: a constant, by absolute position, on which bits depend."""
+"""Tokens between two states that torch's modules keep, by absolute position: bits depend on it."""
+NATIVE_GRID = 16
+"""The same of the native kernels (``GRID`` in ``engine/kernels/states/state.hpp``)."""
 
 
 class Cell(NamedTuple):
@@ -21,9 +25,9 @@ class Cell(NamedTuple):
         return self.end - self.begin == GRID
 
 
-def boundary_of(position: int) -> int:
+def boundary_of(position: int, grid: int = GRID) -> int:
     """The last boundary at or before a position."""
-    return position - position % GRID
+    return position - position % grid
 
 
 def cells(count: int) -> Iterator[Cell]:

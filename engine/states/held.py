@@ -6,8 +6,10 @@ step can run again and drafts can be refused, so inputs are kept as the last row
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -18,6 +20,46 @@ State = tuple[torch.Tensor | None, ...]
 """Tensors of one layer's state behind some token."""
 NOWHERE: tuple[int, int | None] = (0, None)
 """Boundary and slot of a context's beginning, where no state is read."""
+
+
+class StateRows(NamedTuple):
+    """Rows of a step, as far as states need them."""
+
+    slots: Sequence[int]
+    starts: Sequence[int]
+    counts: Sequence[int]
+    pieces: Mapping[int, RowPieces] = {}
+
+
+class RequestStates(Protocol):
+    """Contract of the recurrent states of running requests, by the requests' slots."""
+
+    def admit(self, slot: int, num_equal: int) -> None:
+        """A request takes a slot, whose first ``num_equal`` tokens are those of the one before."""
+
+    def step(self, rows: StateRows) -> AbstractContextManager[None]:
+        """Context in which the model computes these rows, packed one behind the other."""
+
+
+class RowBoundaries:
+    """Boundaries of one request that its next row, or its last one run again, may begin from."""
+
+    def __init__(self) -> None:
+        self._known = [NOWHERE]
+        """Positions and slots of states, the newest first."""
+
+    def begin(self, start: int, pieces: RowPieces | None) -> tuple[int, int | None, dict[int, int]]:
+        """Boundary of a row, the slot that it reads, and the slots that it fills by position."""
+        fills: dict[int, int] = {}
+        if pieces is not None:
+            if pieces.begins is not None:
+                position, slots = pieces.begins
+                self._known.insert(0, (position, slots[0]) if position else NOWHERE)
+            fills = {position: slots[0] for position, slots in pieces.fills.items()}
+        read = next((each for each in self._known if each[0] <= start), NOWHERE)
+        last = max(fills, default=read[0])
+        self._known = [(last, fills[last]), read] if fills else [read]
+        return *read, fills
 
 
 @dataclass
@@ -67,8 +109,7 @@ def new_request(num_tokens: int) -> Row:
 class _Kept:
     """What is kept of the request in a slot, before and after its last row."""
 
-    goes_on: list[tuple[int, int | None]] = field(default_factory=lambda: [NOWHERE])
-    """Positions and slots of states that rows may begin from, the newest first."""
+    boundaries: RowBoundaries = field(default_factory=RowBoundaries)
     before: OpenRows | None = None
     after: OpenRows | None = None
     """Complete if all layers have run."""
@@ -88,7 +129,7 @@ class RunningStates:
         """
         kept = self._kept.get(slot)
         if kept is not None:
-            kept.goes_on = [NOWHERE]
+            kept.boundaries = RowBoundaries()
             kept.before, kept.after = _cut(kept.before, num_equal), _cut(kept.after, num_equal)
 
     def clear(self) -> None:
@@ -101,18 +142,9 @@ class RunningStates:
         Raises RuntimeError if that does not reach its start.
         """
         kept = self._kept.setdefault(slot, _Kept())
-        fills: dict[int, int] = {}
-        if pieces is not None:
-            if pieces.begins is not None:
-                position, slots = pieces.begins
-                kept.goes_on.insert(0, (position, slots[0]) if position else NOWHERE)
-            fills = {position: slots[0] for position, slots in pieces.fills.items()}
-        goes_on = next((each for each in kept.goes_on if each[0] <= start), NOWHERE)
-        boundary, reads = goes_on
+        boundary, reads, fills = kept.boundaries.begin(start, pieces)
         before = self._open_rows(kept, boundary, start)
-        last = max(fills, default=boundary)
-        kept.goes_on = [(last, fills[last]), goes_on] if fills else [goes_on]
-        kept.before, kept.after = before, OpenRows(last, start + count)
+        kept.before, kept.after = before, OpenRows(max(fills, default=boundary), start + count)
         return Row(before, kept.after, boundary, start - boundary, reads, fills)
 
     def _open_rows(self, kept: _Kept, boundary: int, start: int) -> OpenRows | None:

@@ -8,21 +8,18 @@ whatever comes with it. (torch rounds softplus, sigmoid and silu otherwise in th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from engine.pieces.kinds import BoundaryKind
-from engine.states.grid import GRID, cells
-from engine.states.held import Row, RunningStates, State, new_request
+from engine.states.grid import GRID, LABEL, cells
+from engine.states.held import Row, RunningStates, State, StateRows, new_request
 from engine.states.pool import StatePool, state_bytes
-from engine.step import RowPieces
 
-LABEL = "recurrent state"
-"""The kind's word in names of pieces and in logs."""
 UPDATES = ("update_conv_state", "update_recurrent_state")
 """Methods of transformers' caches that modules with a state call."""
 CACHES = ("cache_params", "past_key_values", "past_key_value", "cache")
@@ -39,15 +36,6 @@ DROPPED = ("attention_mask", "seq_idx")
 
 class LostState(Exception):
     """Error: a module that computes something else where its tokens are cut."""
-
-
-class StateRows(NamedTuple):
-    """Rows of a step, as far as states need them."""
-
-    slots: Sequence[int]
-    starts: Sequence[int]
-    counts: Sequence[int]
-    pieces: Mapping[int, RowPieces] = {}
 
 
 class StateLayers:
@@ -85,6 +73,10 @@ class StateLayers:
         """Make room for states in slots numbered from ``first`` on, and forget all requests."""
         self.running.clear()
         self.pool = StatePool([layer.like for layer in self._layers], num_slots, first)
+
+    def admit(self, slot: int, num_equal: int) -> None:
+        """See :meth:`RunningStates.admit`."""
+        self.running.admit(slot, num_equal)
 
     def settle(self, name: str) -> None:
         """Choose how each module continues from a state, by comparing with itself without a cut.

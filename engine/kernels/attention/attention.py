@@ -65,7 +65,7 @@ class Attention:
     value_norm: Norm | None = None
     """Norm of the values of each head: weights [value_dim]."""
     source: int | None = None
-    """Number of the layer, among those here, whose keys and values it reads.
+    """Number of the keys and values that it reads, among those of all layers here.
 
     It has queries alone then. None: it has its own.
     """
@@ -79,6 +79,8 @@ class Attention:
 
     Queries are multiplied by what would make keys of them, and sums of latents by what would make values.
     """
+
+    state = None
 
     @property
     def shared(self) -> int:

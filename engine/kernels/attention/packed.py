@@ -10,7 +10,7 @@ from engine.kernels.attention.attention import APART, ATTENDED, LATENT, PROJECTE
 from engine.kernels.attention.latent import Latents
 from engine.kernels.core.operations import CENTRED, NORM_LAST, QUERIES_ONLY, WITHIN, OperationKind
 from engine.kernels.exchange.sums import norm_parts
-from engine.kernels.lowering.parts import Packing
+from engine.kernels.lowering.parts import KeptNumbers, Packing
 from engine.kernels.lowering.product import Product, Rows
 from engine.kernels.lowering.writer import Writer
 from engine.kernels.norms.norm import Norm, OverRanks
@@ -50,14 +50,14 @@ class PackedAttention:
         parts = parts_here(attention.width, packing.ranks if attention.is_partial else 1)
         self.out = packing.packer.panels(attention.out, multiple=32, parts=parts)
 
-    def project(self, writer: Writer, into: Rows) -> None:
+    def project(self, writer: Writer, into: Rows, kept: KeptNumbers) -> None:
         """Write queries, keys and values."""
         self.projection.project(writer, into)
 
-    def mix(self, writer: Writer, number: int) -> Product:
+    def mix(self, writer: Writer, kept: KeptNumbers) -> Product:
         """Write the cache's new entries, and attention up to its last product."""
         buffers, attention, norms = writer.buffers, self.attention, self.attention.head_norms
-        stored = number if attention.source is None else attention.source
+        stored = kept.cache if attention.source is None else attention.source
         keys, values = writer.cache.keys[stored], writer.cache.values[stored]
         alone = 0 if attention.source is None else QUERIES_ONLY
         within = WITHIN if attention.keeps_latents else 0

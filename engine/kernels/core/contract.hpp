@@ -191,6 +191,17 @@ struct Angles {
     int64_t half;
 };
 
+// What a row of a step reads of its request's recurrent state, and where it keeps it (states/state.hpp).
+struct StateRow {
+    int64_t reads;        // slot of the state at the row's boundary; -1: the context begins there
+    uint8_t *from, *to;   // rings of the cell that the row begins in, and of those behind it; where it ends in the first, the same
+    int64_t open;         // open rows between the boundary and the row's first token
+    int64_t first_fill, num_fills;  // of the step's fills
+};
+struct StateFill {
+    int64_t position, slot;  // multiples of the grid, rising in a row
+};
+
 struct Step {
     int64_t tokens, selected, num_tasks, table_width, block_size;
     const int64_t* ids;
@@ -209,6 +220,9 @@ struct Step {
     int64_t num_chosen_tasks;
     const int32_t* chosen_tasks; // the same of the chosen tokens, of which result i is that of token i
     const void* draws;           // [selected] of Draw, how each token is chosen; null: all the most likely ones
+    int64_t rows;                // of a model with recurrent states; else 0
+    const StateRow* states;      // [rows]
+    const StateFill* fills;
 };
 
 // How many rows an operation goes through: a step's tokens, or those whose logits are wanted.

@@ -33,7 +33,7 @@ _STEP = np.dtype(
     [(name, np.int64) for name in (
         "tokens", "selected", "num_tasks", "table_width", "block_size", "ids", "slots", "chosen", "positions",
         "angles", "starts", "counts", "offsets", "tables", "tasks", "seconds", "choose", "apart",
-        "num_chosen_tasks", "chosen_tasks", "draws"
+        "num_chosen_tasks", "chosen_tasks", "draws", "rows", "states", "fills"
     )]
 )  # fmt: skip
 

@@ -18,6 +18,7 @@ from engine.kernels.lowering.scratch import UsesScratch
 from engine.kernels.lowering.writer import Writer
 from engine.kernels.norms.norm import Norm
 from engine.kernels.products.packing import Packer
+from engine.kernels.states.shape import StateShape
 
 
 class PositionTable(Protocol):
@@ -45,15 +46,19 @@ class LayerPart(UsesScratch, Protocol):
 
 
 class Mixer(LayerPart, Protocol):
-    """A part that reads what earlier tokens left: attention."""
+    """A part that reads what earlier tokens left: attention, a recurrence, or both."""
 
     @property
-    def cached(self) -> LayerShape:
-        """Shape of what is cached of a token."""
+    def cached(self) -> LayerShape | None:
+        """Shape of what is cached of a token; None without keys and values."""
+
+    @property
+    def state(self) -> StateShape | None:
+        """Shape of its recurrent state; None without one."""
 
     @property
     def source(self) -> int | None:
-        """Number of the layer whose cache it reads; None for its own."""
+        """Number of another layer's cache that it reads; None for its own."""
 
     def tables(self) -> list[PositionTable]:
         """Tables by position that its operations read."""
@@ -99,14 +104,29 @@ class PartPlace(NamedTuple):
     """Factor on what it adds."""
 
 
+class KeptNumbers(NamedTuple):
+    """Numbers of what a mixer keeps, among the same of all layers here."""
+
+    cache: int
+    """Number of its keys and values, if it has any."""
+    state: int
+    """Number of its recurrent state, if it has one."""
+
+
 class PackedMixer(Protocol):
     """A mixer whose weights are laid out."""
 
-    def project(self, writer: Writer, into: Rows) -> None:
-        """Write operations for all tokens, whether their logits are wanted or not."""
+    def project(self, writer: Writer, into: Rows, kept: KeptNumbers) -> None:
+        """Write operations for all tokens, whether their logits are wanted or not.
 
-    def mix(self, writer: Writer, number: int) -> Product:
-        """Write the other operations, up to the last product; ``number``: of the layer."""
+        A recurrence is among them: each token changes the state.
+        """
+
+    def mix(self, writer: Writer, kept: KeptNumbers) -> Product:
+        """Write the other operations, up to the last product.
+
+        They are those of the tokens that the stream has (``writer.rows``).
+        """
 
 
 class PackedFeedForward(Protocol):

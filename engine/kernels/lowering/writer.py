@@ -30,6 +30,7 @@ from engine.kernels.lowering.buffers import Buffers
 from engine.kernels.lowering.product import Product, Rows
 from engine.kernels.norms.norm import Norm
 from engine.kernels.products.packing import PackedWeights, add_rounding
+from engine.kernels.states.native_states import NativeStates
 from parallel.parts import parts_here
 
 
@@ -85,6 +86,7 @@ class Writer:
         buffers: Buffers,
         exchange: ExpertExchange | None,
         sums: Sums | None,
+        states: NativeStates | None = None,
     ) -> None:
         """``room``: most operations.
 
@@ -93,6 +95,7 @@ class Writer:
         """
         self.facts, self.hidden = facts, facts.hidden
         self.cache, self.buffers, self.exchange = cache, buffers, exchange
+        self._states = states
         self._sums = sums
         self.num_sums = 0
         """Sums written so far."""
@@ -126,6 +129,18 @@ class Writer:
         assert self.exchange is not None
         self._num_exchanges += 1
         return self.exchange.of_layer(self._num_exchanges - 1)
+
+    def layer_state(self, number: int) -> np.ndarray[Any, Any]:
+        """The record of a layer's recurrent state, for ``extra`` of its operations."""
+        assert self._states is not None
+        return self._states.records[number]
+
+    def selected(self, rows: torch.Tensor, out: torch.Tensor, width: int) -> torch.Tensor:
+        """Rows of the stream's tokens, out of those of all tokens; ``out``: where they go."""
+        if not self.rows:
+            return rows
+        self.add(OperationKind.SELECT, into=rows, out=out, k=width)
+        return out
 
     def select(self) -> None:
         """Go on with those rows alone whose logits are wanted."""

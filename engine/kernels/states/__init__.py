@@ -1,0 +1,1 @@
+"""Layers with a recurrent state: their state in memory, and the operations that compute them."""
