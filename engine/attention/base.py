@@ -31,13 +31,54 @@ IMPLEMENTATION = "lockstep"
 LAYER_ATTRIBUTE = "lockstep_layer"
 """Attribute of an attention module: its index among the cached layers."""
 
+TEMPERATURE_ATTRIBUTE = "lockstep_temperature"
+"""Attribute of an attention module: the factor on its queries by position.
+
+Few have one: see :mod:`engine.attention.temperature`.
+"""
+
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 
 
+class KeyReach(NamedTuple):
+    """Keys that a query sees by its position.
+
+    All up to it, a window of them, or those of its chunk.
+    """
+
+    window: int | None = None
+    """Keys that a query sees, itself included; None: no window."""
+    chunk: int | None = None
+    """Positions of a chunk; None: no chunks.
+
+    Chunks begin at multiples of it, and a query sees keys of its own chunk.
+    """
+
+    def first_key(self, positions: Int64s) -> Int64s:
+        """Position of the first key that a query at each position sees."""
+        if self.window is not None:
+            return np.maximum(positions - self.window + 1, 0)
+        if self.chunk is not None:
+            return positions - positions % self.chunk
+        return np.zeros_like(positions)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a query sees all keys up to its position."""
+        return self == WHOLE_CONTEXT
+
+    def within(self, longest: int) -> KeyReach:
+        """The same for contexts of at most ``longest`` tokens."""
+        return self if (self.window or self.chunk or longest) < longest else WHOLE_CONTEXT
+
+
+WHOLE_CONTEXT = KeyReach()
+
+
 @dataclass(frozen=True)
 class LayerShape:
-    """Shape of what one attention layer caches of a token, and its window."""
+    """Shape of what an attention layer caches of a token, and its queries' reach."""
 
     kv_heads: int
     key_dim: int
@@ -49,6 +90,13 @@ class LayerShape:
     """
     apart: int = 0
     """First numbers of a key that stay in 16 bits beside codes."""
+    chunk: int | None = None
+    """Positions of a chunk; None: there are no chunks. See :class:`KeyReach`."""
+
+    @property
+    def reach(self) -> KeyReach:
+        """Keys that a query sees."""
+        return KeyReach(self.window, self.chunk)
 
     def bytes_per_token(self, dtype: torch.dtype, codes: KVCodes | None = None) -> int:
         """Bytes of a token's keys and values; codes take one each, and a scale."""
@@ -100,6 +148,11 @@ class AttentionPlan(Protocol):
 
     use: AttentionUse
     """Use of the cache that this plan belongs to."""
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[tokens] positions of the step's tokens, on the device."""
+        ...
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
@@ -186,6 +239,9 @@ def paged_attention(
     """
     assert attention_mask is None, "transformers built a mask for the paged attention"
     plan: AttentionPlan = kwargs[PLAN_KEYWORD]
+    temperature = vars(module).get(TEMPERATURE_ATTRIBUTE)
+    if temperature is not None:
+        query = temperature.scaled(query, plan.positions)
     turn = LATE.take(query, key)
     late = {} if turn is None else {"turn": turn}  # of plans that turn late, and of no others
     began = time.perf_counter()

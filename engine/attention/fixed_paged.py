@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.attention.base import Int64s, PackedRows, Scoring
+from engine.attention.base import Int64s, KeyReach, PackedRows, Scoring
 from engine.attention.torch_paged import MASK_ELEMENTS, MIN_TILE, TorchPagedAttention
 from engine.attention.transfer import upload
 
@@ -81,8 +81,13 @@ class FixedAttentionPlan:
         self._cache = cache
         self._rows = rows
         self._slots = slots
-        self._parts: dict[tuple[int | None, int, int], list[_Part]] = {}
+        self._parts: dict[tuple[KeyReach, int, int], list[_Part]] = {}
         self.use = cache.use
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """See ``base.AttentionPlan``."""
+        return torch.from_numpy(self._rows.positions)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
@@ -97,8 +102,7 @@ class FixedAttentionPlan:
         attended = query.new_empty(num_tokens, heads, value_dim)
         # For a single block of a single head torch would use all its threads inside of each product.
         least = 2 if kv_heads == 1 else 1
-        window = cache.windows[cache.window_of[layer]]
-        for part in self._parts_of(window, max(QUERY_ROWS // group, 1), least):
+        for part in self._parts_of(cache.layers[layer].reach, max(QUERY_ROWS // group, 1), least):
             blocks, per_block = part.tokens.shape
             contexts = part.num_contexts, -1, kv_heads
             keys, values = cache.select(layer, part.slots)
@@ -126,9 +130,9 @@ class FixedAttentionPlan:
             attended.index_copy_(0, part.into, found.index_select(0, part.places))
         return attended
 
-    def _parts_of(self, window: int | None, per_block: int, least: int) -> list[_Part]:
-        """The calls of layers with a window; at least so many blocks each."""
-        shape = window, per_block, least
+    def _parts_of(self, reach: KeyReach, per_block: int, least: int) -> list[_Part]:
+        """The calls of layers with a reach; at least so many blocks each."""
+        shape = reach, per_block, least
         if shape not in self._parts:
             parts = _Parts(self._cache, self._rows, *shape)
             self._parts[shape] = [*parts.of_single_tokens(), *parts.of_longer_rows()]
@@ -139,11 +143,11 @@ class _Parts:
     """Cuts the rows of a step into parts."""
 
     def __init__(
-        self, cache: FixedPagedAttention, rows: PackedRows, window: int | None, per_block: int, least: int
+        self, cache: FixedPagedAttention, rows: PackedRows, reach: KeyReach, per_block: int, least: int
     ) -> None:
         self._cache = cache
         self._rows = rows
-        self._window = window
+        self._reach = reach
         self._per_block = per_block
         self._least = least
 
@@ -170,8 +174,8 @@ class _Parts:
         for row in range(self._rows.num_single, len(self._rows.starts)):
             start, count = int(self._rows.starts[row]), int(self._rows.counts[row])
             most = max(MASK_ELEMENTS // (start + count), MIN_TILE)
-            if self._window is not None:
-                most = min(most, max(self._window, MIN_TILE))
+            if seen := self._reach.window or self._reach.chunk:
+                most = min(most, max(seen, MIN_TILE))
             for begin in range(start, start + count, most):
                 end = min(begin + most, start + count)
                 yield self._of_tokens(row, begin, end, int(first_tokens[row]) - start)
@@ -192,9 +196,7 @@ class _Parts:
 
     def _first_key(self, positions: Int64s) -> Int64s:
         """First key of the first tile that queries at these positions can see."""
-        if self._window is None:
-            return np.zeros_like(positions)
-        return np.maximum(positions - self._window + 1, 0) // KEY_TILE * KEY_TILE
+        return self._reach.first_key(positions) // KEY_TILE * KEY_TILE
 
     def _part(
         self,
@@ -209,8 +211,8 @@ class _Parts:
         """``seen`` [contexts, keys] are positions of keys, ``at`` [blocks, tokens per block] of queries."""
         cache = self._cache
         visible = seen[:, None, :] <= at[:, :, None]
-        if self._window is not None:
-            visible &= seen[:, None, :] > at[:, :, None] - self._window
+        if not self._reach.is_whole:
+            visible &= seen[:, None, :] >= self._reach.first_key(at)[:, :, None]
         mask = torch.zeros(visible.shape, dtype=cache.dtype)
         mask.masked_fill_(torch.from_numpy(~visible), HIDDEN[cache.dtype])
         return _Part(

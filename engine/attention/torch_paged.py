@@ -7,19 +7,20 @@ block_size + offset. Codes have scales [slots, kv_heads] beside them, and are wi
 Rows of one token (decode) are computed together over their gathered, padded
 contexts; longer rows one by one, cut into tiles so that no mask grows with the square of a prompt.
 Grouped query heads are the query axis of the product (decode) or share keys by stride 0 (prefill), so
-keys are never copied per head. Layers with different windows get different views of the same step.
+keys are never copied per head. Layers in which queries reach other keys get other views of the same step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.attention.base import Int64s, LayerShape, PackedRows, Scoring
+from engine.attention.base import Int64s, KeyReach, LayerShape, PackedRows, Scoring
 from engine.attention.kv_codes import SCALE_TYPE, KVCodes, quantized, widened
 from engine.attention.paged_tensors import PagedTensors, zeros
 from engine.attention.transfer import upload
@@ -68,7 +69,7 @@ class _LongRow:
 
 @dataclass(frozen=True)
 class _View:
-    """A step as seen by the layers of one window."""
+    """A step as seen by the layers of one reach."""
 
     singles: list[_Singles]
     long_rows: list[_LongRow]
@@ -83,8 +84,6 @@ class TorchPagedAttention(PagedTensors):
     """Kind of codes of keys and values; None: plain numbers."""
 
     def __post_init__(self) -> None:
-        self.windows = sorted({layer.window for layer in self.layers}, key=lambda window: window or 0)
-        self.window_of = [self.windows.index(layer.window) for layer in self.layers]
         self.allocate(self.num_blocks, self.dtype if self.codes is None else torch.int8)
         self.scales: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Scales [slots, kv_heads, 1] of each layer's keys and values, where these are codes."""
@@ -98,7 +97,7 @@ class TorchPagedAttention(PagedTensors):
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(layers={len(self.keys)}, blocks={self.num_blocks}, "
-            f"block_size={self.block_size}, windows={self.windows}, {self.dtype}, {self.device})"
+            f"block_size={self.block_size}, {self.dtype}, {self.device})"
         )
 
     def plan(self, rows: PackedRows) -> TorchAttentionPlan:
@@ -111,16 +110,11 @@ class TorchPagedAttention(PagedTensors):
         if self.device.type != "cpu":  # there these buffers would take what the cache leaves
             most_blocks = GATHER_BYTES // max(self._token_bytes * self.block_size, 1)
         builder = _ViewBuilder(rows, self.block_size, self.dtype, self.device, most_blocks)
-        views: dict[int | None, _View] = {}
-        view_of_window = []
-        for window in self.windows:
-            effective = window if window is not None and window < longest else None
-            if effective not in views:
-                views[effective] = builder.view(effective)
-            view_of_window.append(views[effective])
-        return TorchAttentionPlan(
-            self, upload(slots, self.device), [view_of_window[index] for index in self.window_of]
-        )
+        views: dict[KeyReach, _View] = {}
+        for reach in {layer.reach.within(longest) for layer in self.layers}:
+            views[reach] = builder.view(reach)
+        view_of_layer = [views[layer.reach.within(longest)] for layer in self.layers]
+        return TorchAttentionPlan(self, rows, upload(slots, self.device), view_of_layer)
 
     def store(
         self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -198,27 +192,25 @@ class _ViewBuilder:
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
-        self.masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
+        self.masks: dict[tuple[int, int, int, KeyReach, int], torch.Tensor] = {}
         self.first_tokens = np.cumsum(rows.counts) - rows.counts
 
-    def view(self, window: int | None) -> _View:
+    def view(self, reach: KeyReach) -> _View:
         num_rows, num_single = len(self.rows.starts), self.rows.num_single
-        singles = [self._singles(group, window) for group in self._single_groups(window)]
-        long_rows = [self._long_row(row, window) for row in range(num_single, num_rows)]
+        singles = [self._singles(group, reach) for group in self._single_groups(reach)]
+        long_rows = [self._long_row(row, reach) for row in range(num_single, num_rows)]
         return _View(singles, long_rows)
 
-    def _first_blocks(self, positions: Int64s, window: int | None) -> Int64s:
+    def _first_blocks(self, positions: Int64s, reach: KeyReach) -> Int64s:
         """The first block that a query at each position can see into."""
-        if window is None:
-            return np.zeros_like(positions)
-        return np.maximum(positions - window + 1, 0) // self.block_size
+        return reach.first_key(positions) // self.block_size
 
-    def _single_groups(self, window: int | None) -> list[Int64s]:
+    def _single_groups(self, reach: KeyReach) -> list[Int64s]:
         """One-token rows, grouped so that padding to the longest of a group wastes little."""
         if not self.rows.num_single:
             return []
         positions = self.rows.starts[: self.rows.num_single]
-        num_blocks = positions // self.block_size + 1 - self._first_blocks(positions, window)
+        num_blocks = positions // self.block_size + 1 - self._first_blocks(positions, reach)
         order = np.argsort(-num_blocks, kind="stable")
         lengths = num_blocks[order]
         groups, begin = [], 0
@@ -237,9 +229,9 @@ class _ViewBuilder:
             for first in range(0, len(group), most)
         ]
 
-    def _singles(self, group: Int64s, window: int | None) -> _Singles:
+    def _singles(self, group: Int64s, reach: KeyReach) -> _Singles:
         positions = self.rows.starts[group]
-        first_blocks = self._first_blocks(positions, window)
+        first_blocks = self._first_blocks(positions, reach)
         last_blocks = positions // self.block_size
         width = int((last_blocks - first_blocks).max()) + 1
         # Rows with fewer blocks repeat their last one: masked, and never another request's memory.
@@ -247,8 +239,8 @@ class _ViewBuilder:
         blocks = self.rows.block_tables[group[:, None], columns]
         key_positions = first_blocks[:, None] * self.block_size + np.arange(width * self.block_size)
         visible = key_positions <= positions[:, None]
-        if window is not None:
-            visible &= key_positions > positions[:, None] - window
+        if not reach.is_whole:
+            visible &= key_positions >= reach.first_key(positions)[:, None]
         all_rows = len(group) == self.rows.num_single
         return _Singles(
             rows=None if all_rows else upload(group, self.device),
@@ -257,44 +249,44 @@ class _ViewBuilder:
             mask=self._additive(visible)[:, None, None, :],
         )
 
-    def _long_row(self, row: int, window: int | None) -> _LongRow:
+    def _long_row(self, row: int, reach: KeyReach) -> _LongRow:
         start, count = int(self.rows.starts[row]), int(self.rows.counts[row])
         first_token = int(self.first_tokens[row])
         own = start == 0  # the whole context is in this step: nothing to gather
-        first_block = 0 if window is None else max(start - window + 1, 0) // self.block_size
+        first_block = int(self._first_blocks(self.rows.starts[row], reach))
         blocks = None
         if not own:
             table = self.rows.block_tables[row, first_block : (start + count - 1) // self.block_size + 1]
             blocks = upload(table, self.device)
-        tiles = self._tiles(start, count, 0 if own else first_block * self.block_size, window)
+        tiles = self._tiles(start, count, 0 if own else first_block * self.block_size, reach)
         return _LongRow(slice(first_token, first_token + count), blocks, tiles)
 
-    def _tiles(self, start: int, count: int, context_start: int, window: int | None) -> list[_Tile]:
-        if start == 0 and (window is None or count <= window):
+    def _tiles(self, start: int, count: int, context_start: int, reach: KeyReach) -> list[_Tile]:
+        seen = reach.window or reach.chunk
+        if start == 0 and (seen is None or count <= seen):
             return [_Tile(slice(0, count), slice(0, count), None)]
         tile = max(MASK_ELEMENTS // (start + count), MIN_TILE)
-        if window is not None:
-            tile = min(tile, max(window, MIN_TILE))
+        if seen is not None:
+            tile = min(tile, max(seen, MIN_TILE))
         tiles = []
-        for begin in range(0, count, tile):
-            end = min(begin + tile, count)
-            first_key = context_start
-            if window is not None:
-                first_key = max(first_key, start + begin - window + 1)
-            mask = self.tile_mask(end - begin, start + end - first_key, start + begin - first_key, window)
-            keys = slice(first_key - context_start, start + end - context_start)
-            tiles.append(_Tile(slice(begin, end), keys, mask))
+        for begin in range(start, start + count, tile):
+            end = min(begin + tile, start + count)
+            first_key = max(context_start, int(reach.first_key(np.array([begin]))[0]))
+            mask = self.tile_mask(begin, end, first_key, reach)
+            keys = slice(first_key - context_start, end - context_start)
+            tiles.append(_Tile(slice(begin - start, end - start), keys, mask))
         return tiles
 
-    def tile_mask(self, num_queries: int, num_keys: int, offset: int, window: int | None) -> torch.Tensor:
-        """Mask of a tile whose query i stands at key ``offset + i``."""
-        shape = (num_queries, num_keys, offset, window)
+    def tile_mask(self, begin: int, end: int, first_key: int, reach: KeyReach) -> torch.Tensor:
+        """Mask of a tile of queries at positions [begin, end), over keys from ``first_key`` on."""
+        within = begin % reach.chunk if reach.chunk is not None else 0
+        shape = (end - begin, end - first_key, begin - first_key, reach, within)
         if shape not in self.masks:
-            queries = np.arange(offset, offset + num_queries)[:, None]
-            keys = np.arange(num_keys)[None, :]
+            queries = np.arange(begin, end)[:, None]
+            keys = np.arange(first_key, end)[None, :]
             visible = keys <= queries
-            if window is not None:
-                visible &= keys > queries - window
+            if not reach.is_whole:
+                visible &= keys >= reach.first_key(queries)
             self.masks[shape] = self._additive(visible)
         return self.masks[shape]
 
@@ -307,11 +299,19 @@ class _ViewBuilder:
 class TorchAttentionPlan:
     """One step over a :class:`TorchPagedAttention`. Implements ``base.AttentionPlan``."""
 
-    def __init__(self, cache: TorchPagedAttention, slots: torch.Tensor, views: list[_View]) -> None:
+    def __init__(
+        self, cache: TorchPagedAttention, rows: PackedRows, slots: torch.Tensor, views: list[_View]
+    ) -> None:
         self._cache = cache
+        self._rows = rows
         self._slots = slots
         self._views = views
         self.use = cache.use
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """See ``base.AttentionPlan``."""
+        return upload(self._rows.positions, self._cache.device)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring

@@ -11,6 +11,7 @@ the slots to write, the block tables and four numbers per tile; no mask, and not
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -133,6 +134,14 @@ class TritonAttentionPlan:
         self._singles = singles
         self._rows = rows
         self._long_tiles: dict[int, Tiles | None] = {}
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """See ``base.AttentionPlan``."""
+        if self._rows is not None:
+            return upload(self._rows.positions, self._cache.device)
+        assert self._singles is not None
+        return self._singles.positions
 
     def attend(
         self,

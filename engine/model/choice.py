@@ -69,6 +69,8 @@ def choose_backend(
         return "TORCH_SDPA"
     began = time.monotonic()
     problem = why_not_triton(model.device)
+    if problem is None and any(layer.chunk is not None for layer in model.layers):
+        problem = "its kernels have no chunked attention"
     if problem is None:
         problem = _compare(model, cache.block_size)
     if problem is None:
@@ -193,6 +195,11 @@ class _BothPlans:
         self._both = both
         self._first = first
         self._second = second
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """See ``base.AttentionPlan``."""
+        return self._first.positions
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring

@@ -32,11 +32,11 @@ ALONE_LAYER_TYPES = frozenset({"moe", "mlp"})
 SUPPORTED_LAYER_TYPES = (
     STATE_LAYER_TYPES
     | ALONE_LAYER_TYPES
-    | {"attention", "full_attention", "sliding_attention", "dense", "sparse"}
+    | {"attention", "full_attention", "sliding_attention", "chunked_attention", "dense", "sparse"}
 )
 RECURRENT_LAYER_TYPES = frozenset({"hybrid_sliding", "recurrent"})
 """Types with a recurrent state that are not built."""
-OTHER_LAYER_TYPES = frozenset({"chunked_attention", "indexed_attention", "minimax_m3_sparse"})
+OTHER_LAYER_TYPES = frozenset({"indexed_attention", "minimax_m3_sparse"})
 """Types without a recurrent state that are not built."""
 LAYER_TYPES = ("layer_types", "layers_block_type")
 """Fields of a config.json that list the type of each layer."""
@@ -159,8 +159,8 @@ def why_layers_unsupported(types: Collection[str]) -> str:
         return f"has layers of type {', '.join(recurrent)}, whose recurrent state is not built"
     if unknown:
         return (
-            f"has layers of type {', '.join(unknown)}: only full and sliding-window attention, and recurrent "
-            "states are built"
+            f"has layers of type {', '.join(unknown)}: only full, sliding-window and chunked attention, and "
+            "recurrent states are built"
         )
     return ""
 

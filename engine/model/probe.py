@@ -29,6 +29,9 @@ from engine.attention.base import (
     IMPLEMENTATION,
     LAYER_ATTRIBUTE,
     PLAN_KEYWORD,
+    WHOLE_CONTEXT,
+    Int64s,
+    KeyReach,
     LayerShape,
     PackedRows,
 )
@@ -44,7 +47,8 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 PROBE_IMPLEMENTATION = "lockstep-probe"
 PROBE_TOKENS = 3
-OTHER = -1
+OTHER = KeyReach(window=-1)
+"""Stands for masks that are neither causal, nor a window, nor chunks."""
 MASK_CODE = 64
 """Number that fills the masks of the probe, with those after it.
 
@@ -59,7 +63,9 @@ COUNTS = (
     "counts the tokens of a call instead of using position_ids, so tokens of several requests, or of a later "
     "chunk, would be computed as if they stood elsewhere"
 )
-NOT_CAUSAL = "uses a mask that is neither causal nor a causal sliding window, or builds it in its own way"
+NOT_CAUSAL = (
+    "uses a mask that is neither causal, nor a causal window, nor causal chunks, or builds it in its own way"
+)
 
 BLOCK_SIZE = 4
 FIRST, SECOND = 11, 6
@@ -168,11 +174,8 @@ class _Probe:
         self.device = module.device
         self.far = far
         self.paths = {id(part): path for path, part in module.named_modules()}
-        self.windows: list[int | None] = []
-        """Windows of the masks built so far: None for plain causal.
-
-        OTHER stands for masks that are neither.
-        """
+        self.reaches: list[KeyReach] = []
+        """What the masks built so far let queries see."""
         self.shapes: list[LayerShape] = []
         self.seen: dict[int, Any] = {}
         """Attention modules by identity, in the order of calls."""
@@ -188,8 +191,8 @@ class _Probe:
 
         Its result goes to the layers.
         """
-        self.windows.append(_window(mask_function, self.far))
-        code = MASK_CODE + len(self.windows) - 1
+        self.reaches.append(_reach(mask_function, self.far))
+        code = MASK_CODE + len(self.reaches) - 1
         return torch.full((1, 1, q_length, kv_length), code, device=self.device)
 
     def attention(
@@ -207,40 +210,57 @@ class _Probe:
             raise self.refuse(attention, "adds a position bias, which is not built")
         if id(attention) in self.seen:
             raise self.refuse(attention, "attends more than once per token, which is not built")
-        window = self._window_of(attention, attention_mask)
+        reach = self._reach_of(attention, attention_mask)
         self.seen[id(attention)] = attention
         self.given.append(torch.cat([query.flatten(), key.flatten()]))
         setattr(attention, LAYER_ATTRIBUTE, len(self.shapes))
-        self.shapes.append(LayerShape(key.shape[1], key.shape[3], value.shape[3], window))
+        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], reach.window, chunk=reach.chunk)
+        self.shapes.append(shape)
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
-    def _window_of(self, attention: Any, mask: torch.Tensor | None) -> int | None:
+    def _reach_of(self, attention: Any, mask: torch.Tensor | None) -> KeyReach:
         if mask is None:
             raise self.refuse(attention, NOT_CAUSAL)
         first = float(mask.flatten()[0])
         index = int(first) - MASK_CODE if abs(first) < 2 * MASK_CODE else -1
-        if not 0 <= index < len(self.windows) or not bool((mask == mask.flatten()[0]).all()):
+        if not 0 <= index < len(self.reaches) or not bool((mask == mask.flatten()[0]).all()):
             raise self.refuse(attention, NOT_CAUSAL)  # a mask that is not, or not only, one of ours
-        if self.windows[index] == OTHER:
+        if self.reaches[index] == OTHER:
             raise self.refuse(attention, NOT_CAUSAL)
-        return self.windows[index]
+        return self.reaches[index]
 
 
-def _window(mask_function: MaskFunction, far: int) -> int | None:
-    """Window of a mask function; None: plain causal; OTHER: neither.
+def _reach(mask_function: MaskFunction, far: int) -> KeyReach:
+    """What a mask function lets queries see; OTHER for any other mask.
 
     Mask functions work on indices, so they can be asked about positions far beyond the probe.
     """
+    positions: Int64s = np.array([far, far - far // 3 - 1])
+    firsts = [_first_key(mask_function, position) for position in positions.tolist()]
+    first, other = firsts
+    if first is None or other is None:
+        return OTHER
+    window = far - first + 1
+    guesses = [WHOLE_CONTEXT, KeyReach(window=window)]
+    if first:
+        before = _first_key(mask_function, first - 1)
+        chunk = first - (before or 0)
+        guesses.append(KeyReach(chunk=chunk))
+        positions = np.append(positions, [first - 1, first, first - chunk // 2])
+        firsts += [_first_key(mask_function, position) for position in positions[2:].tolist()]
+    return next((guess for guess in guesses if guess.first_key(positions).tolist() == firsts), OTHER)
+
+
+def _first_key(mask_function: MaskFunction, query: int) -> int | None:
+    """First key that a query sees; None for a mask with gaps.
+
+    None, too, if the query sees later keys, or not its own.
+    """
     zero = torch.zeros((), dtype=torch.int64)
-    windows: set[int | None] = set()
-    for query in (far, far - far // 3 - 1):
-        keys = torch.arange(query + 2)
-        visible = mask_function(zero, zero, torch.tensor(query), keys).expand(len(keys))
-        count = int(visible.sum())
-        if not bool(visible[query - count + 1 : query + 1].all()):
-            return OTHER
-        windows.add(None if count == query + 1 else count)
-    return windows.pop() if len(windows) == 1 else OTHER
+    keys = torch.arange(query + 2)
+    visible = mask_function(zero, zero, torch.tensor(query), keys).expand(len(keys))
+    first = query - int(visible.sum()) + 1
+    return first if first >= 0 and bool(visible[first : query + 1].all()) else None
 
 
 def _check_all_layers_attend(

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.attention.base import IMPLEMENTATION, PLAN_KEYWORD, LayerShape, paged_attention
 from engine.attention.kv_codes import KVCodes
+from engine.attention.temperature import scale_by_position
 from engine.config import ModelConfig
 from engine.gpu.fused_layers import fuse_layers
 from engine.gpu.late_rotary import turn_late
@@ -205,6 +206,7 @@ def _read_model(
     with _LOADING:  # angles are computed in torch's default type, which is another one while a model is made
         _fix_rope_scaling(module, _longest(info, settings))
     states = compute_on_grid(module)
+    scale_by_position(module)
     if sharded is None:
         return _ReadModel(module, states, experts, expert_layers, WHOLE_STAGE, None)
     uncut = None

@@ -96,6 +96,8 @@ SIZES: dict[str, Any] = WIDTHS | DEPTHS | HEADS | POSITIONS | TOKENS | EXPERTS |
 
 MLA = {"num_key_value_heads": 4}
 """Latent attention has a key for each head."""
+CHUNKED = {"attention_chunk_size": 12, "floor_scale": 8, "attn_scale": 0.5}
+"""Llama 4's chunks of attention, and its queries' temperature, for short contexts."""
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": MLA,
     "deepseek_v3": MLA,
@@ -137,7 +139,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
     },
-    "llama4_text": {"attention_chunk_size": 8192},
+    "llama4_text": CHUNKED,
     "bamba": {"attn_layer_indices": [1, 3]},
     "bailing_hybrid": MLA | {"layer_group_size": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -201,7 +203,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         ALL_ATTEND | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96},
     ),
-    "Llama 4 without chunks": ("llama4_text", {"layer_types": ["full_attention"] * LAYERS}),
+    "Llama 4 without chunks": ("llama4_text", CHUNKED | {"layer_types": ["full_attention"] * LAYERS}),
     "Ministral 3, scaled queries": (
         "ministral3",
         {"sliding_window": None, "rope_parameters": SCALED_QUERIES},

@@ -19,7 +19,6 @@ ROWS = {
     "Qwen3VL (language part)": DENSE,
     "Qwen3VLMoe (language part)": (EXACT, EXACT, REFUSED, EXACT),
     "ernie4_5_moe": SPARSE,
-    "llama4_text": (REFUSED,) * 4,
 }
 """Family -> its verdicts with dp, ep, tp and pp."""
 
@@ -31,7 +30,7 @@ def test_verdicts(family: str, tmp_path: Path) -> None:
 
 
 def test_a_refusal_says_whether_config_json_is_enough(tmp_path: Path) -> None:
-    assert measure("llama4_text", tmp_path / "early").notes[0].startswith("config.json: ")
+    assert measure("inkling_text", tmp_path / "early").notes[0].startswith("config.json: ")
     late = measure("falcon", tmp_path / "late")
     assert (late.dp, late.pp) == (REFUSED, REFUSED)
     assert late.notes[0].startswith("dp: ")

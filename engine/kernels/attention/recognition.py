@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from engine.attention.base import LayerShape
+from engine.attention.base import TEMPERATURE_ATTRIBUTE, LayerShape
 from engine.kernels.attention.attention import Attention
 from engine.kernels.attention.latent import Latents, is_latent, latent_parts, noted_latent
 from engine.kernels.attention.rotary import (
@@ -46,6 +46,8 @@ def attention_of(module: Any, shape: LayerShape, base: BaseModel) -> Attention:
     dim, value_dim = shape.key_dim, shape.value_dim
     if dim % LANES or value_dim % LANES:
         raise NotRecognised(f"heads of {dim} and {value_dim}")
+    if shape.chunk is not None or TEMPERATURE_ATTRIBUTE in vars(module):
+        raise NotRecognised("chunked attention, or a temperature by position")
     if is_latent(module):
         return _latent_attention(module, shape, base)
     inward, out_name = attention_projections(module)

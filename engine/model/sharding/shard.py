@@ -240,6 +240,10 @@ def sharded_class(
         )
     with torch.device("meta"):
         whole = model_class(config)
+    if whole.base_model is whole and hasattr(whole, USUAL_BASE):  # Llama 4's names its larger model's part
+        fields = {"base_model_prefix": USUAL_BASE, "__module__": model_class.__module__}
+        model_class = type(model_class.__name__, (model_class,), fields)
+        whole.base_model_prefix = USUAL_BASE
     name = model_class.__name__
     layers = _layers_of_stage(name, whole, shard)
     plan = tensor_plan(name, whole) if shard.size > 1 else {}
@@ -305,6 +309,8 @@ def _without_experts(plan: dict[str, str], whole: Any) -> dict[str, str]:
     }
 
 
+USUAL_BASE = "model"
+"""Usual name of a model's base, where its class names none that it has."""
 STACKS = "layers", "h"
 """Names of a base model's list of layers."""
 EMBEDDINGS = "embed_tokens", "wte", "wpe"

@@ -22,6 +22,7 @@ CASES = {  # layer, query heads per KV head, soft cap, sinks
     "many queries": (LayerShape(1, 16, 16, None), 20, None, False),
     "narrow window": (LayerShape(2, 16, 16, 12), 3, None, True),
     "wide window": (LayerShape(2, 16, 16, 600), 2, None, True),
+    "chunks": (LayerShape(2, 16, 16, None, chunk=520), 2, None, False),
     "narrow values": (LayerShape(3, 24, 20, None), 1, None, False),
     "narrow keys": (LayerShape(2, 16, 24, None), 2, None, True),
     "soft cap": (LayerShape(2, 16, 16, 600), 2, 1.5, False),
@@ -106,7 +107,7 @@ def test_pieces_and_neighbours_change_no_bit(case: str, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("codes", ["int8", "fp8"])
-@pytest.mark.parametrize("case", ["full", "narrow window", "narrow values", "soft cap"])
+@pytest.mark.parametrize("case", ["full", "narrow window", "chunks", "narrow values", "soft cap"])
 def test_codes_are_the_same_in_pieces(case: str, codes: KVCodes) -> None:
     rows = Rows(case, torch.bfloat16)
     whole = rows.run("TORCH_FIXED", WHOLE, codes)

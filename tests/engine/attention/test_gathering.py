@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.attention import torch_paged
-from engine.attention.base import LayerShape, PackedRows, Scoring
+from engine.attention.base import WHOLE_CONTEXT, LayerShape, PackedRows, Scoring
 from engine.attention.torch_paged import GATHER_BYTES, TorchPagedAttention, gather_bytes
 
 LAYERS = [LayerShape(2, 16, 8, None), LayerShape(4, 8, 8, 20)]
@@ -59,7 +59,7 @@ def test_rows_are_gathered_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     parts, cache = attended()
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
-    view = made(packed, BLOCK_SIZE, torch.float32, CPU, most).view(None)
+    view = made(packed, BLOCK_SIZE, torch.float32, CPU, most).view(WHOLE_CONTEXT)
     assert len(view.singles) > 2
     assert max(len(each.blocks) for each in view.singles) <= most
     rows = sorted(row for each in view.singles if each.rows is not None for row in each.rows.tolist())

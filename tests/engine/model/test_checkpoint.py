@@ -532,21 +532,13 @@ RULED_OUT: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "minimax"},
         "keeps a recurrent state in a way of its own, which is not built",
     ),
-    "chunked attention": (
-        {"model_type": "llama4_text", "layer_types": ["chunked_attention", "full_attention"]},
-        "layers of type chunked_attention: only full and sliding-window attention, and recurrent states are built",
-    ),
-    "chunked attention of a part": (
-        {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}},
-        "layers of type chunked_attention",
-    ),
     "indexed attention": ({"model_type": "deepseek_v32"}, "layers of type indexed_attention"),
     "sparse attention by a legacy key": (
         {
             "model_type": "minimax_m3_vl",
             "text_config": {"sparse_attention_config": {"sparse_attention_freq": [0, 1]}},
         },
-        "layers of type minimax_m3_sparse: only full and sliding-window attention, and recurrent states are built",
+        "layers of type minimax_m3_sparse: only full, sliding-window and chunked attention, and recurrent states",
     ),
     "no type": ({"model_type": None}, "has no 'model_type'"),
     "a type that is no word": ({"model_type": 5}, "has no 'model_type'"),

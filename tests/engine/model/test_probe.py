@@ -81,13 +81,15 @@ class Requests:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """[tokens, heads, value_dim], by the definition, in float64."""
-        window = self.layers[layer].window or math.inf
+        window, chunk = self.layers[layer].window or math.inf, self.layers[layer].chunk
         lines = []
         for request, start, count in rows:
             query, key, value = (tensor.double() for tensor in self.tensors[request][layer])
             key, value = (tensor.repeat_interleave(self.group, dim=0) for tensor in (key, value))
             for position in range(start, start + count):
                 seen = [k for k in range(position + 1) if position - k < window]
+                if chunk is not None:
+                    seen = [k for k in seen if k // chunk == position // chunk]
                 scores = torch.einsum("hd,hkd->hk", query[:, position], key[:, seen]) * scale
                 if softcap is not None:
                     scores = softcap * torch.tanh(scores / softcap)
@@ -111,6 +113,8 @@ SHAPES = {
         LayerShape(2, 16, 16, 9),
         LayerShape(2, 16, 16, 30),
     ],
+    "chunks": [LayerShape(2, 16, 16, None, chunk=7), LayerShape(2, 16, 16, None)],
+    "chunks of one": [LayerShape(1, 8, 8, None, chunk=1)],
     "different dims": [LayerShape(4, 24, 16, None), LayerShape(2, 8, 20, 6)],
 }
 

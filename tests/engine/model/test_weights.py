@@ -15,13 +15,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, core_model_loading
 
-from engine.attention.base import LayerShape
+from engine.attention.base import WHOLE_CONTEXT, KeyReach, LayerShape
 from engine.config import ModelConfig
 from engine.lifecycle.ended import InstanceEnded
 from engine.model.checkpoint import CheckpointError, ModelInfo, read_model_info
 from engine.model.model_class import class_of
 from engine.model.module_reading import ModuleReader
-from engine.model.probe import OTHER, _check_all_layers_attend, _window
+from engine.model.probe import OTHER, _check_all_layers_attend, _reach
 from engine.model.weights import LoadedModel, load_model
 from engine.sampling import SamplingParams
 from parallel.communicators.base import CollectiveError
@@ -68,15 +68,19 @@ def test_layer_shapes(tmp_path: Path) -> None:
     assert latent.layers == (LayerShape(4, 24, 20, None),) * 3
 
 
-def test_window_of_a_mask_function() -> None:
+def test_reach_of_a_mask_function() -> None:
     def causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return key <= query
 
-    assert _window(causal, 5000) is None
-    assert _window(lambda b, h, q, k: causal(b, h, q, k) & (k > q - 100), 5000) == 100
-    assert _window(lambda b, h, q, k: causal(b, h, q, k) & (q // 64 == k // 64), 5000) == OTHER
-    assert _window(lambda b, h, q, k: k <= q + 1, 5000) == OTHER
-    assert _window(lambda b, h, q, k: causal(b, h, q, k) & (k % 2 == 0), 5000) == OTHER
+    assert _reach(causal, 5000) == WHOLE_CONTEXT
+    assert _reach(lambda b, h, q, k: causal(b, h, q, k) & (k > q - 100), 5000) == KeyReach(window=100)
+    assert _reach(lambda b, h, q, k: causal(b, h, q, k) & (k > q - 1), 5000) == KeyReach(window=1)
+    for chunk in (5, 64, 2500, 4999):
+        chunked = _reach(lambda b, h, q, k, c=chunk: causal(b, h, q, k) & (q // c == k // c), 5000)
+        assert chunked == KeyReach(chunk=chunk)
+    assert _reach(lambda b, h, q, k: causal(b, h, q, k) & ((q + 9) // 64 == (k + 9) // 64), 5000) == OTHER
+    assert _reach(lambda b, h, q, k: k <= q + 1, 5000) == OTHER
+    assert _reach(lambda b, h, q, k: causal(b, h, q, k) & (k % 2 == 0), 5000) == OTHER
 
 
 def test_a_layer_that_does_not_attend_is_named() -> None:
@@ -142,14 +146,6 @@ REFUSED_ARCHITECTURES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: transformers.RecurrentGemmaConfig(**small()),
         "does not go through transformers' attention interface",
     ),
-    "chunked": (
-        lambda: transformers.Llama4TextConfig(**small()),
-        "layers of type chunked_attention: only full and sliding-window attention, and recurrent states are built",
-    ),
-    "counting": (
-        lambda: counting(),
-        r"model.layers.3.self_attn counts the tokens of a call instead of using position_ids",
-    ),
     "indexed": (lambda: transformers.DeepseekV32Config(**small()), "layers of type indexed_attention"),
     "bidirectional": (
         lambda: transformers.BertConfig(**small(num_attention_heads=4)),
@@ -176,6 +172,17 @@ def test_a_layer_that_could_count_and_does_not_is_served(changes: dict[str, Any]
     )
     model.save_pretrained(tmp_path)
     assert len(load(tmp_path).layers) == 4
+
+
+def test_a_layer_that_counts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Llama 4's would, if its queries were not scaled by position instead."""
+    monkeypatch.setattr("engine.model.weights.scale_by_position", lambda module: None)
+    transformers.AutoModelForCausalLM.from_config(
+        counting(intermediate_size_mlp=96, num_local_experts=2, head_dim=16)
+    ).save_pretrained(tmp_path)
+    message = r"model.layers.3.self_attn counts the tokens of a call instead of using position_ids"
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("case", REFUSED_ARCHITECTURES)

@@ -1,0 +1,69 @@
+"""Bits of models whose queries see a part of their context, under all schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+import torch
+
+from engine.messages import Submit
+from tests.engine.invariance.answers import ALONE, Answers, How, Instance, load
+from tests.engine.invariance.mixed import requests
+from tests.engine.states.models import make_state_model
+from tests.engine.tiny_models import VOCAB
+
+FAMILIES = [("llama4_text", "bfloat16")]
+NUM_REQUESTS = 10
+SHARED = [4 + number % 97 for number in range(75)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def instance(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Instance:
+    family, dtype = request.param
+    torch.set_num_threads(1)
+    directory = make_state_model(tmp_path_factory.mktemp(family), family, getattr(torch, dtype))
+    return load(directory, dtype=dtype, batch_invariant=True)
+
+
+@pytest.fixture(scope="module")
+def submits() -> list[Submit]:
+    """Requests of all kinds; every third begins as the first does."""
+    drawn = requests(5, vocab_size=VOCAB, greedy=False, count=NUM_REQUESTS, longest=150, most=10)
+    drawn = [
+        msgspec.structs.replace(each, params=msgspec.structs.replace(each.params, grammar=None))
+        for each in drawn
+    ]
+    return [
+        msgspec.structs.replace(each, prompt_ids=SHARED + each.prompt_ids[:30]) if index % 3 == 0 else each
+        for index, each in enumerate(drawn)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(instance: Instance, submits: list[Submit]) -> Answers:
+    return instance.answers(submits, ALONE)[0]
+
+
+def test_answers_in_company_are_those_alone(
+    instance: Instance, submits: Sequence[Submit], alone: Answers
+) -> None:
+    instance.check_in_company(submits, alone)
+
+
+@pytest.mark.parametrize("budget", [pytest.param(1, marks=pytest.mark.nightly), 7, 50])
+def test_chunks_of_any_size_give_the_same_bits(
+    instance: Instance, submits: Sequence[Submit], alone: Answers, budget: int
+) -> None:
+    some = submits[:4]
+    found, _ = instance.answers(some, How(budget=budget, caching=False))
+    assert found == {each.request: alone[each.request] for each in some}
+
+
+def test_found_prefixes_give_the_same_bits(
+    instance: Instance, submits: Sequence[Submit], alone: Answers
+) -> None:
+    found, counters = instance.answers(submits, How(together=False))
+    assert found == alone
+    assert counters.prefix_cache_hits >= 64
