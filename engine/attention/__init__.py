@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -40,11 +40,13 @@ def make_attention(
     backend: Backend = "TORCH_SDPA",
     programs: int | None = None,
     codes: KVCodes | None = None,
+    memory: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
 ) -> PagedAttention:
     """The KV cache of a model and its attention on ``device``, by a suitable backend.
 
     ``programs``: how many of them keep the device busy, for TRITON_ATTN; None: chosen for the device.
-    ``codes``: what keys and values are kept as, None for numbers; TRITON_ATTN has none.
+    ``codes``: what keys and values are kept as, None for numbers; TRITON_ATTN has none. ``memory``: gives
+    tensors of zeros on a CPU; None: in memory of this process.
     """
     if backend == "TRITON_ATTN":
         assert codes is None, "codes are refused where the backend is chosen"
@@ -63,7 +65,13 @@ def make_attention(
     else:
         from engine.attention.torch_paged import TorchPagedAttention as PlainAttention  # type: ignore[assignment]
     return PlainAttention(
-        layers, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device, codes=codes
+        layers,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        dtype=dtype,
+        device=device,
+        codes=codes,
+        memory=memory,
     )
 
 

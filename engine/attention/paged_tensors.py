@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
@@ -26,6 +26,8 @@ class PagedTensors:
     block_size: int
     dtype: torch.dtype
     device: torch.device
+    memory: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None
+    """Gives tensors of zeros; None: in memory of this process, or on the device."""
     keys: list[torch.Tensor] = field(init=False)
     values: list[torch.Tensor] = field(init=False)
     use: AttentionUse = field(init=False, default_factory=AttentionUse)
@@ -33,10 +35,12 @@ class PagedTensors:
     def allocate(self, num_blocks: int, dtype: torch.dtype) -> None:
         """Make the tensors, of so many blocks and this data type."""
         slots = num_blocks * self.block_size
-        self.keys = [zeros((slots, each.kv_heads, each.key_dim), dtype, self.device) for each in self.layers]
-        self.values = [
-            zeros((slots, each.kv_heads, each.value_dim), dtype, self.device) for each in self.layers
-        ]
+        self.keys = [self.zeros((slots, each.kv_heads, each.key_dim), dtype) for each in self.layers]
+        self.values = [self.zeros((slots, each.kv_heads, each.value_dim), dtype) for each in self.layers]
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed memory for a part of the cache."""
+        return zeros(shape, dtype, self.device) if self.memory is None else self.memory(shape, dtype)
 
     @property
     def stored(self) -> list[torch.Tensor]:

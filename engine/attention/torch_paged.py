@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from engine.attention.base import Int64s, KeyReach, LayerShape, PackedRows, Scoring
 from engine.attention.kv_codes import SCALE_TYPE, KVCodes, quantized, widened
-from engine.attention.paged_tensors import PagedTensors, zeros
+from engine.attention.paged_tensors import PagedTensors
 from engine.attention.transfer import upload
 
 MASK_ELEMENTS = 1 << 22
@@ -90,7 +90,7 @@ class TorchPagedAttention(PagedTensors):
         if self.codes is not None:
             slots = self.num_blocks * self.block_size
             shapes = [(slots, layer.kv_heads, 1) for layer in self.layers]
-            self.scales = [tuple(zeros(shape, SCALE_TYPE, self.device) for _ in "kv") for shape in shapes]
+            self.scales = [tuple(self.zeros(shape, SCALE_TYPE) for _ in "kv") for shape in shapes]
         self._scratch: dict[str, torch.Tensor] = {}
         self._token_bytes = max(_bytes_per_token(self.layers, self.dtype), default=0)
 

@@ -156,6 +156,8 @@ class CacheAt(msgspec.Struct, frozen=True):
     """Address of the number of steps that the worker is done with, in 8 bytes."""
     tensors: list[tuple[int, int]]
     """Address of each tensor, and the bytes of a block in it."""
+    further: list[list[tuple[int, int]]] = []
+    """The same of each boundary kind."""
 
 
 class Allocated(msgspec.Struct, frozen=True, tag="allocated"):

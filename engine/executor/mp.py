@@ -46,6 +46,8 @@ from engine.host.cores import Share
 from engine.model.checkpoint import ModelInfo
 from engine.pieces.kinds import BoundaryKind
 from engine.step import KVSpec, ModelFacts, Span, Step, StepResult
+from engine.transfers.block_memory import CacheMemory
+from engine.transfers.piece_memory import PieceMemory
 from parallel.links.keys import LinkKey
 from parallel.topology import cores_of_worker
 
@@ -88,7 +90,8 @@ class MpExecutor:
         self._expert_layers = 0
         self._arithmetic: list[Arithmetic] = []
         self._caches: list[CacheAt | None] = []
-        self._num_blocks = 0
+        self._num_slots: list[int] = []
+        """Slots of each kind of piece, blocks first."""
         self._num_begun = self._num_finished = 0
         """Steps that were sent, and the first of them whose results are here."""
         self._sent: deque[int] = deque()
@@ -204,9 +207,10 @@ class MpExecutor:
         allocated = self._channels.await_each(self._workers, Allocated)
         self._expert_bytes = [each.expert_bytes for each in allocated]
         self._arithmetic = [each.arithmetic for each in allocated if each.arithmetic is not None]
-        self._caches, self._num_blocks = [each.cache for each in allocated], num_blocks
+        self._caches = [each.cache for each in allocated]
+        self._num_slots = [num_blocks, num_states][: 1 + bool(num_states)]
 
-    def block_memory(self) -> ShardMemory | None:
+    def block_memory(self) -> CacheMemory | None:
         """See :class:`.Executor`. None where a worker is on another host."""
         caches = [
             WorkerCache(worker.name, worker.child.pid, worker.ended, cache)
@@ -215,11 +219,14 @@ class MpExecutor:
         ]
         if len(caches) < len(self._workers):
             return None
-        memory = ShardMemory(caches, self._num_blocks, lambda: self._num_finished)
-        problem = memory.problem()
-        if problem:
+        regions = [
+            ShardMemory(caches, count, lambda: self._num_finished, kind)
+            for kind, count in enumerate(self._num_slots)
+        ]
+        if problem := regions[0].problem():
             logger.warning("KV blocks are not shared with other instances: %s", problem)
-        return None if problem else memory
+            return None
+        return PieceMemory(regions) if len(regions) > 1 else regions[0]
 
     def arithmetic(self) -> list[Arithmetic]:
         """See :class:`.Executor`."""

@@ -50,11 +50,12 @@ class WorkerCache:
 class _Shard:
     """Reader and writer of the KV cache in one worker's memory."""
 
-    def __init__(self, worker: WorkerCache) -> None:
+    def __init__(self, worker: WorkerCache, kind: int) -> None:
         self._worker = worker
         self._ended = os.dup(worker.ended)  # copies may outlast the executor, which closes the other one
         weakref.finalize(self, os.close, self._ended)
-        places = np.array(worker.cache.tensors, dtype=np.uint64).reshape(-1, 2)
+        tensors = [worker.cache.tensors, *worker.cache.further][kind]
+        places = np.array(tensors, dtype=np.uint64).reshape(-1, 2)
         self._addresses, self._sizes = places[:, 0], places[:, 1]
         self.layout = tuple(map(int, self._sizes))
         self.num_bytes = sum(self.layout)
@@ -124,11 +125,14 @@ class ShardMemory:
     """Implements :class:`engine.transfers.block_memory.CacheMemory` for workers of this host."""
 
     def __init__(
-        self, workers: Sequence[WorkerCache], num_blocks: int, num_finished: Callable[[], int]
+        self, workers: Sequence[WorkerCache], num_blocks: int, num_finished: Callable[[], int], kind: int = 0
     ) -> None:
-        """``workers``: by stage, then rank. ``num_finished``: steps whose results are here."""
+        """``workers``: by stage, then rank. ``num_finished``: steps whose results are here.
+
+        ``kind``: 0 for blocks, then the boundary kinds, of which there are ``num_blocks`` slots.
+        """
         self.num_blocks = num_blocks
-        self._shards = [_Shard(worker) for worker in workers] if sys.platform == "linux" else []
+        self._shards = [_Shard(worker, kind) for worker in workers] if sys.platform == "linux" else []
         self._num_finished = num_finished
         self._settled = 0
         """Steps that all workers are known to be done with."""
@@ -150,6 +154,8 @@ class ShardMemory:
     @property
     def layout(self) -> tuple[int, ...]:
         return tuple(size for shard in self._shards for size in shard.layout)
+
+    block_layout = layout
 
     @property
     def shards(self) -> tuple[int, ...]:

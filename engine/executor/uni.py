@@ -44,8 +44,10 @@ from engine.model.experts_function import sum_experts_in_order
 from engine.model.sharding.shard import WHOLE, Shard
 from engine.model.weights import LoadedModel
 from engine.numerics import native_kind
+from engine.states.pool import own_zeros
 from engine.step import Span, Step, StepResult
-from engine.transfers.block_memory import BlockMemory
+from engine.transfers.block_memory import BlockMemory, CacheMemory
+from engine.transfers.piece_memory import PieceMemory
 from parallel.devices import device_sharers
 
 logger = logging.getLogger(__name__)
@@ -87,7 +89,7 @@ class UniExecutor(SpreadShard):
         self._runner: ModelRunner | None = None
         self._stored: list[torch.Tensor] = []
         """The tensors of the KV cache."""
-        self._num_blocks = 0
+        self._num_blocks = self._num_states = 0
         self.shared: SharedCache | None = None
         """Memory for the KV cache that outlives this process, where it is wanted.
 
@@ -191,9 +193,7 @@ class UniExecutor(SpreadShard):
         """See :class:`.Executor`."""
         model, block_size = self._model, self._config.cache.block_size
         assert model is not None, "load() comes first"
-        self._num_blocks = num_blocks
-        if model.states is not None:
-            model.states.allocate(num_states, first=num_blocks)
+        self._num_blocks, self._num_states = num_blocks, num_states
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
         self._bytes_for_copies(num_blocks * block_size * self._kv_bytes * self._shard.neighbours)
@@ -209,10 +209,13 @@ class UniExecutor(SpreadShard):
             )
         if self._program is None and self._config.device.batch_invariant:
             self._fix_blocks(model)
-        if self._program is None:
-            self.shared = None
         if self.shared is not None:
-            self.shared.reserve(num_blocks)
+            self.shared.reserve(num_blocks, *[num_states] * bool(num_states))
+        zeros = own_zeros if self.shared is None else self.shared.zeros
+        if self._program is not None:
+            self._program.allocate_states(num_states, num_blocks, zeros)
+        elif model.states is not None:
+            model.states.allocate(num_states, num_blocks, zeros)
         if self._program is not None:
             native = NativeCache(
                 self._program.cached,
@@ -231,8 +234,8 @@ class UniExecutor(SpreadShard):
                 self._held.on_built = self._program.prepare_experts
                 self._held.check_limit(self._most_held)
             return
-        cache = self._make_cache(num_blocks)
-        self._stored = cache.stored if model.device.type == "cpu" else []
+        cache = self._make_cache(num_blocks, self.shared)
+        self._stored = cache.stored
         graphs = self._make_graphs(cache, num_blocks)
         self.computes_apart = launches_ahead(self._place, self._shard, has_graphs=graphs is not None)
         fixed = self._fixed is not None
@@ -256,21 +259,39 @@ class UniExecutor(SpreadShard):
         invariance.check(model, self._fixed, self._make_cache, self._config.cache.block_size)
         logger.info("batch-invariant: checked in %.1f s", time.monotonic() - began)
 
-    def block_memory(self) -> BlockMemory | None:
+    def block_memory(self) -> CacheMemory | None:
         """See :class:`.Executor`; None where the cache is on a device."""
-        if not self._stored:
-            return None
-        shape = self._num_blocks, -1
-        return BlockMemory([each.view(torch.uint8).reshape(shape).numpy() for each in self._stored])
+        regions = self.regions
+        return PieceMemory(regions) if len(regions) > 1 else next(iter(regions), None)
+
+    @property
+    def regions(self) -> list[BlockMemory]:
+        """Memory of KV blocks, and of recurrent states; none where it is on a device, or not made yet."""
+        if self._model is None or self._model.device.type != "cpu" or not self._num_blocks:
+            return []
+        counts = [self._num_blocks, self._num_states][: 1 + bool(self._num_states)]
+        return [
+            BlockMemory([each.view(torch.uint8).view(count, -1).numpy() for each in tensors], count)
+            for count, tensors in zip(counts, self._tensors, strict=True)
+        ]
+
+    @property
+    def _tensors(self) -> list[list[torch.Tensor]]:
+        """Tensors of each region."""
+        if not self._num_states:
+            return [self._stored]
+        assert self._model is not None
+        states = self._model.states if self._program is None else self._program.states
+        return [self._stored, [] if states is None or states.pool is None else states.pool.stored]
 
     def published(self, identity: str) -> tuple[str, Table] | None:
         """Place of the KV cache that outlives this process, and its table of blocks.
 
         None where it dies with it.
         """
-        if self.shared is None or not self._stored:
+        if self.shared is None or not self._num_blocks:
             return None
-        return self.shared.address, self.shared.table(identity, self._stored)
+        return self.shared.address, self.shared.table(identity, *self._tensors)
 
     def arithmetic(self) -> list[Arithmetic]:
         """See :class:`.Executor`."""
@@ -298,7 +319,7 @@ class UniExecutor(SpreadShard):
                 f"--numerics {found}, or auto"
             )
 
-    def _make_cache(self, num_blocks: int) -> PagedAttention:
+    def _make_cache(self, num_blocks: int, memory: SharedCache | None = None) -> PagedAttention:
         model = self._model
         assert model is not None, "load() comes first"
         return make_attention(
@@ -309,6 +330,7 @@ class UniExecutor(SpreadShard):
             device=model.device,
             backend=self._backend,
             codes=self._config.cache.kv_codes,
+            memory=None if memory is None else memory.zeros,
         )
 
     def _make_graphs(self, cache: PagedAttention, num_blocks: int) -> DecodeGraphs | None:

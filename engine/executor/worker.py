@@ -246,8 +246,8 @@ class Worker:
                 raise AssertionError(f"{begin.name} got {message!r} while it serves")
 
     def _cache_of(self, executor: UniExecutor) -> CacheAt | None:
-        memory = executor.block_memory()
-        return None if memory is None else CacheAt(ctypes.addressof(self._num_done), memory.places)
+        places = [region.places for region in executor.regions]
+        return CacheAt(ctypes.addressof(self._num_done), places[0], places[1:]) if places else None
 
     def _execute(self, executor: UniExecutor, message: Execute) -> None:
         spread = self._spread

@@ -34,6 +34,7 @@ from engine.kernels.products.packing import Packer
 from engine.kernels.registry import LAYOUTS
 from engine.kernels.states.native_states import NativeStates
 from engine.kernels.step_list import PackedDecoder
+from engine.states.pool import Zeros, own_zeros
 from parallel.communicators.base import Communicator
 from parallel.expert_parallel import ExpertParallel
 from parallel.parts import is_order_fixed
@@ -136,10 +137,10 @@ class Program:
         """Keep keys and values in this cache from now on."""
         self._cache, self._room = cache, self._room._replace(own=0)
 
-    def allocate_states(self, num_slots: int, first: int) -> None:
+    def allocate_states(self, num_slots: int, first: int, zeros: Zeros = own_zeros) -> None:
         """Keep recurrent states in slots numbered from ``first`` on, and forget those of requests."""
         if self.states is not None:
-            self.states.allocate(num_slots, first)
+            self.states.allocate(num_slots, first, zeros)
             self._lists.clear()
 
     def spread(self) -> None:

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 from engine.pieces.kinds import BoundaryKind
 from engine.states.grid import GRID, LABEL, cells
 from engine.states.held import Row, RunningStates, State, StateRows, new_request
-from engine.states.pool import StatePool, state_bytes
+from engine.states.pool import StatePool, Zeros, own_zeros, state_bytes
 
 UPDATES = ("update_conv_state", "update_recurrent_state")
 """Methods of transformers' caches that modules with a state call."""
@@ -69,10 +69,10 @@ class StateLayers:
             label=LABEL, grid=GRID, num_bytes=states + sum(layer.open_bytes for layer in self._layers)
         )
 
-    def allocate(self, num_slots: int, first: int) -> None:
+    def allocate(self, num_slots: int, first: int, zeros: Zeros = own_zeros) -> None:
         """Make room for states in slots numbered from ``first`` on, and forget all requests."""
         self.running.clear()
-        self.pool = StatePool([layer.like for layer in self._layers], num_slots, first)
+        self.pool = StatePool([layer.like for layer in self._layers], num_slots, first, zeros)
 
     def admit(self, slot: int, num_equal: int) -> None:
         """See :meth:`RunningStates.admit`."""

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import torch
 
 from engine.states.held import State
+
+Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Gives a tensor of zeros of a shape and type."""
+
+
+def own_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in memory of this process."""
+    return torch.zeros(shape, dtype=dtype)
 
 
 class StatePool:
     """States of all layers of one worker, by slot.
 
-    A slot holds a layer's tensors with those of all other layers, at one position of one context.
+    A slot holds a layer's tensors with those of all other layers, at one position of one context. All of
+    them together are one piece, which is copied whole.
     """
 
-    def __init__(self, like: Sequence[State], num_slots: int, first: int) -> None:
-        """Room for ``num_slots`` states in the form of ``like`` (by layer), numbered from ``first`` on."""
+    def __init__(self, like: Sequence[State], num_slots: int, first: int, zeros: Zeros = own_zeros) -> None:
+        """Room for ``num_slots`` states in the form of ``like`` (by layer), numbered from ``first`` on.
+
+        ``zeros``: where the tensors are.
+        """
         self.first = first
         self.num_slots = num_slots
         self.layers = [
-            tuple(None if each is None else each.new_zeros((num_slots, *each.shape[1:])) for each in state)
+            tuple(None if each is None else zeros((num_slots, *each.shape[1:]), each.dtype) for each in state)
             for state in like
         ]
         """By layer: tensors [slots, ...]."""
+
+    @property
+    def stored(self) -> list[torch.Tensor]:
+        """Tensors of all layers, each of ``num_slots`` equal parts; empty ones are left out."""
+        return [each for state in self.layers for each in state if each is not None and each.numel()]
 
     def read(self, slot: int, layer: int) -> State:
         """State of a layer in a slot; not to be changed."""

@@ -38,7 +38,12 @@ class CacheMemory(Protocol):
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Bytes of a block in each tensor."""
+        """Bytes of a piece in each tensor, kind after kind."""
+        ...
+
+    @property
+    def block_layout(self) -> tuple[int, ...]:
+        """The same of blocks alone."""
         ...
 
     @property
@@ -79,12 +84,14 @@ class BlockMemory:
 
     shards: tuple[int, ...] = ()
 
-    def __init__(self, parts: Sequence[Bytes]) -> None:
-        """``parts``: [blocks, bytes of a block] each, sharing the memory of the cache."""
-        assert parts, "a cache without layers"
-        assert len({len(part) for part in parts}) == 1, "all tensors have the same blocks"
+    def __init__(self, parts: Sequence[Bytes], num_blocks: int | None = None) -> None:
+        """``parts``: [blocks, bytes of a block] each, sharing the memory of the cache.
+
+        ``num_blocks``: needed where there are no parts, as in a stage without such layers.
+        """
+        self.num_blocks = len(parts[0]) if num_blocks is None else num_blocks
+        assert {len(part) for part in parts} <= {self.num_blocks}, "all tensors have the same blocks"
         self._parts = list(parts)
-        self.num_blocks = len(parts[0])
         self._begins = np.array([part.ctypes.data for part in parts], dtype=np.int64)
         self._steps = np.array([part.strides[0] for part in parts], dtype=np.int64)
         self._sizes = np.array(self.layout, dtype=np.int64)
@@ -96,6 +103,8 @@ class BlockMemory:
     def layout(self) -> tuple[int, ...]:
         """Bytes of a block in each tensor."""
         return tuple(part.shape[1] for part in self._parts)
+
+    block_layout = layout
 
     @property
     def block_bytes(self) -> int:

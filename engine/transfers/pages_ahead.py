@@ -101,7 +101,7 @@ class _Keeper:
 
 def blocks_at_once(memory: CacheMemory) -> int:
     """Blocks that have the same huge pages."""
-    return max(1, HUGE // max(memory.layout))
+    return max(1, HUGE // max(memory.block_layout, default=HUGE))
 
 
 def wanted_blocks(num_used: int, group: int, num_blocks: int, ahead: int) -> int:

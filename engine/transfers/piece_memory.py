@@ -32,6 +32,11 @@ class PieceMemory:
         return tuple(size for region in self._regions for size in region.layout)
 
     @property
+    def block_layout(self) -> tuple[int, ...]:
+        """See :class:`.CacheMemory`."""
+        return self._regions[0].layout
+
+    @property
     def shards(self) -> tuple[int, ...]:
         """Tensors of each worker, kind after kind."""
         return tuple(count for region in self._regions for count in region.shards)

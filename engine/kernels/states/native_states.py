@@ -16,7 +16,7 @@ from engine.kernels.states.shape import LAYER_STATE, STATE_FILL, STATE_ROW, Stat
 from engine.pieces.kinds import BoundaryKind
 from engine.states.grid import LABEL, NATIVE_GRID
 from engine.states.held import StateRows
-from engine.states.pool import StatePool, state_bytes
+from engine.states.pool import StatePool, Zeros, own_zeros, state_bytes
 
 
 class NativeStates:
@@ -51,10 +51,10 @@ class NativeStates:
         """Bytes of a running request's rings."""
         return NUM_RINGS * self._ring_bytes
 
-    def allocate(self, num_slots: int, first: int = 0) -> None:
+    def allocate(self, num_slots: int, first: int = 0, zeros: Zeros = own_zeros) -> None:
         """Make room for states in slots numbered from ``first`` on, and forget all requests."""
         self.clear()
-        self.pool = StatePool([shape.like(self._dtype) for shape in self._shapes], num_slots, first)
+        self.pool = StatePool([shape.like(self._dtype) for shape in self._shapes], num_slots, first, zeros)
         self.records = [self._record(number) for number in range(len(self._shapes))]
 
     def _record(self, number: int) -> np.ndarray[Any, Any]:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from engine.transfers.fetching import TransferEnded, TransferOutcome, Wanted
 from engine.transfers.identity import CacheFacts, identity_of
 from engine.transfers.lending import Lookup
 from engine.transfers.mover import BlockMover
+from engine.transfers.piece_memory import PieceMemory
 from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory of workers is reached on Linux only")
@@ -115,6 +117,23 @@ def test_a_block_is_its_shards_by_rank(make: Make) -> None:
     assert cache.workers[0].ask("tell 1 7") == data[0, 64:104].tobytes().hex()
     assert cache.workers[1].ask("tell 0 2") == data[1, 104:112].tobytes().hex()
     assert cache.workers[1].ask("tell 2 8") == bytes(5000).hex()
+
+
+def test_pieces_of_a_further_kind_are_their_shards_too(make: Make) -> None:
+    """A stage without such layers has no tensors of that kind."""
+    cache = make((64, 40), (8,))
+    (first, second), size = (worker.cache for worker in cache.workers), 40
+    blocks, states = first.cache.tensors[:1], first.cache.tensors[1:]
+    split = replace(first, cache=CacheAt(first.cache.steps, blocks, [states]))
+    without = replace(second, cache=CacheAt(second.cache.steps, second.cache.tensors, [[]]))
+    regions = [ShardMemory([split, without], NUM_BLOCKS, lambda: 0, kind) for kind in (0, 1)]
+    memory = PieceMemory(regions)
+    assert (memory.layout, memory.shards) == ((64, 8, size), (1, 1, 1, 0))
+    data = np.random.default_rng(2).integers(0, 256, size, dtype=np.uint8)
+    memory.write(NUM_BLOCKS + 4, data.data)
+    assert cache.workers[0].ask("tell 1 4") == data.tobytes().hex()
+    assert (memory.read([NUM_BLOCKS + 4])[0] == data).all()
+    assert not memory.read([3, 4, 5]).any(), "no block is touched"
 
 
 def test_nothing_is_in_the_cache_before_its_bytes_are_right(make: Make) -> None:
