@@ -105,7 +105,17 @@ def granite(**multipliers: float) -> Any:
     return transformers.GraniteConfig(**SMALL | without | multipliers, attention_multiplier=0.25)
 
 
+GATED_ATTENTION: dict[str, Any] = WIDER | {
+    "head_dim": 16,
+    "layer_types": ["full_attention"] * 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
+"""Attention of families that have layers with a gated delta rule, without those layers."""
+
+
 NATIVE: dict[str, Callable[[], Any]] = {
+    "gated_attention": lambda: transformers.Qwen3_5TextConfig(**GATED_ATTENTION),
+    "gated_attention_biases": lambda: transformers.Qwen3_5TextConfig(**GATED_ATTENTION, attention_bias=True),
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "llama_biases": lambda: transformers.LlamaConfig(**SMALL, attention_bias=True),
     "llama_linear": lambda: transformers.LlamaConfig(**SMALL | rope("linear", factor=8.0)),

@@ -64,6 +64,11 @@ class Attention:
     """Factors on queries by position."""
     value_norm: Norm | None = None
     """Norm of the values of each head: weights [value_dim]."""
+    gates: torch.Tensor | None = None
+    """[heads * value_dim, hidden]: sigmoids of what it makes are factors on the heads' results.
+
+    Gates lie between queries and keys, with their part of the bias. None: there are none.
+    """
     source: int | None = None
     """Number of the keys and values that it reads, among those of all layers here.
 
@@ -105,10 +110,15 @@ class Attention:
         if self.source is not None:
             return self.heads * self.dim
         latents = 0 if self.latents is None else self.latents.width
-        queries = self.heads * self.cached.key_dim
+        queries = self.heads * self.cached.key_dim + self.gates_width
         if self.keeps_latents:
             return queries + latents
         return queries + latents + self.kv_heads * (self.dim - self.shared + self.value_dim)
+
+    @property
+    def gates_width(self) -> int:
+        """Numbers of a token's gates."""
+        return 0 if self.gates is None else self.width
 
     @property
     def attended_width(self) -> int:
@@ -123,7 +133,8 @@ class Attention:
     def matrices(self) -> list[torch.Tensor]:
         latents = [] if self.latents is None else [each.weight for each in self.latents.normed]
         latents += [] if self.latents is None else [self.latents.expand]
-        return [*self.qkv, self.out, *latents]
+        gates = [] if self.gates is None else [self.gates]
+        return [*self.qkv, self.out, *gates, *latents]
 
     def scratch(self) -> list[Scratch]:
         latents = [] if self.latents is None else [each.size for each in self.latents.normed]

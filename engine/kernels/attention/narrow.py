@@ -50,7 +50,7 @@ def narrow_shape(attention: Attention, shape: LayerShape) -> LayerShape:
 def make_up(weights: MadeUpWeights, attention: Attention, module: Any) -> None:
     """Make weights up for an attention module."""
     (heads, kv_heads), dim, hidden = narrow_heads(attention), attention.dim, attention.out.shape[0]
-    loud_query, value_dim = range(dim * (heads // 2), dim * heads), attention.value_dim
+    loud_query, value_dim = [*range(dim * (heads // 2), dim * heads)], attention.value_dim
     loud_value, loud_out = (
         [index for index in range(number * value_dim) if index % value_dim >= value_dim // 2]
         for number in (kv_heads, heads)
@@ -58,7 +58,11 @@ def make_up(weights: MadeUpWeights, attention: Attention, module: Any) -> None:
     if attention.latents is not None:
         _make_up_latents(weights, attention, module, loud_value, loud_out)
         return
-    sizes = heads * dim, kv_heads * dim, kv_heads * value_dim
+    num_queries = heads * dim
+    if attention.gates is not None:  # behind the queries of each head
+        num_queries *= 2
+        loud_query = [2 * dim * (index // dim) + index % dim for index in loud_query]
+    sizes = num_queries, kv_heads * dim, kv_heads * value_dim
     inward, out = attention_projections(module)
     if is_joined(inward):
         before = sizes[0] + sizes[1]

@@ -14,6 +14,7 @@ from engine.kernels.lowering.parts import KeptNumbers, Packing
 from engine.kernels.lowering.product import Product, Rows
 from engine.kernels.lowering.writer import Writer
 from engine.kernels.norms.norm import Norm, OverRanks
+from engine.kernels.products.activations import ActivationKind
 from engine.kernels.products.packing import PackedWeights
 from engine.model.quantization.attached import in_a_row, rows_of
 from parallel.parts import parts_here
@@ -130,7 +131,18 @@ class PackedHeads:
             self._normalise_all_heads(writer, attention.wide_norms)
 
     def values(self, writer: Writer, attended: torch.Tensor) -> torch.Tensor:
-        """The sums over the cache, which are values already."""
+        """The sums over the cache, which are values already, behind their gates."""
+        attention, projected = self._attention, writer.buffers[PROJECTED]
+        if attention.gates is not None:
+            writer.add(
+                OperationKind.TIMES,
+                into=projected.data_ptr() + attention.heads * attention.dim * projected.element_size(),
+                out=attended,
+                a=ActivationKind.SIGMOID,
+                n=attention.projected_width,
+                k=attention.gates_width,
+                flags=writer.rows,
+            )
         return attended
 
     def _normalise_all_heads(self, writer: Writer, norms: tuple[Norm, Norm]) -> None:
@@ -374,11 +386,12 @@ def _keys_and_values(attention: Attention, latents: Latents) -> tuple[torch.Tens
 
 
 def _projections(attention: Attention) -> list[torch.Tensor]:
-    """Weights of queries, keys and values, their heads in the order of computation."""
-    turned, values = attention.qkv[:2], attention.qkv[2:]
-    if attention.places is None:
-        return [*attention.qkv]
-    return [*(_ordered(weight, attention) for weight in turned), *values]
+    """Weights of queries, gates, keys and values, their heads in the order of computation."""
+    gates = [] if attention.gates is None else [attention.gates]
+    (queries, *keys), values = attention.qkv[:2], attention.qkv[2:]
+    if attention.places is not None:
+        queries, *keys = (_ordered(weight, attention) for weight in (queries, *keys))
+    return [queries, *gates, *keys, *values]
 
 
 def _ordered(weight: torch.Tensor, attention: Attention) -> torch.Tensor:

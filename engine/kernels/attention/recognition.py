@@ -16,6 +16,7 @@ from engine.kernels.attention.rotary import (
     Noted,
     QueryFactors,
     Rotary,
+    is_gated,
     noted,
     order_of_pairs,
     rotary_of,
@@ -57,6 +58,9 @@ def attention_of(module: Any, shape: LayerShape, base: BaseModel) -> Attention:
     projections = [whole(each) for each in inward.values()]
     if len(projections) == len(VALUES_OF_KEYS):
         projections.append(projections[1])
+    gates = None
+    if is_gated(module, shape):
+        projections[0], gates = _without_gates(projections[0], dim)
     heads, weights = _weights_by_kind(projections, shape, is_joined(inward), has_keys=source is None)
     rotary = rotary_of(base.module, module)
     seen = noted(module, rotary, shape, heads, _telling(module.config))
@@ -70,6 +74,10 @@ def attention_of(module: Any, shape: LayerShape, base: BaseModel) -> Attention:
             raise NotRecognised("a norm over all heads whose numbers are turned in neighbouring pairs")
         if qkv_bias is not None:
             qkv_bias[: len(everywhere)] = qkv_bias[everywhere]
+    if gates is not None:
+        if seen.turning.wide_norms is not None:
+            raise NotRecognised("a norm over all heads that have gates")
+        qkv_bias = _with_bias_of(gates, qkv_bias, heads * dim)
     return replace(
         _plain_attention(module, shape, seen, out_name, weights),
         qkv_bias=qkv_bias,
@@ -80,7 +88,27 @@ def attention_of(module: Any, shape: LayerShape, base: BaseModel) -> Attention:
         places=places,
         heads=heads,
         source=source,
+        gates=None if gates is None else gates.weight,
     )
+
+
+def _without_gates(both: Linear, dim: int) -> tuple[Linear, Linear]:
+    """Projections of queries and of gates, which lie behind the queries of each head."""
+    places = torch.arange(both.outputs).view(-1, 2, dim).transpose(0, 1).flatten(1)
+    queries, gates = (
+        replace(both, weight=rows_of(both.weight, each), bias=None if both.bias is None else both.bias[each])
+        for each in places
+    )
+    return queries, gates
+
+
+def _with_bias_of(gates: Linear, bias: torch.Tensor | None, num_queries: int) -> torch.Tensor | None:
+    """The bias of queries, keys and values, with that of gates between the first two."""
+    if bias is None:
+        return None
+    of_gates = gates.own_bias
+    assert of_gates is not None
+    return torch.cat([bias[:num_queries], of_gates, bias[num_queries:]])
 
 
 def _weights_by_kind(

@@ -20,11 +20,14 @@ from engine.kernels.products.projections import (
     VALUES_OF_KEYS,
     attention_projections,
     is_joined,
+    linear_of,
 )
 from parallel.tensor_parallel import ParallelRMSNorm
 
 NORMS = ("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"), ("q_layernorm", "k_layernorm")
 """Names of the norms of queries and keys."""
+CLOSE = 1e-5
+"""Distance of two ways to compute the same."""
 VALUE_NORM = "v_norm"
 NORM_NAMES = {name for both in NORMS for name in both}
 TOKENS = 6
@@ -109,7 +112,7 @@ class Noted:
 
 
 class Notes:
-    """Attention plan that records its inputs and computes nothing."""
+    """Attention plan that records its inputs; its results are made up."""
 
     def __init__(self, value_dim: int) -> None:
         self.use = AttentionUse()
@@ -120,7 +123,8 @@ class Notes:
     ) -> torch.Tensor:
         self.query, self.key, self.value = (each.transpose(0, 1) for each in (query, key, value))
         self.scale, self.cap, self.sinks = float(scoring.scale), float(scoring.softcap or 0), scoring.sinks
-        return query.new_zeros(query.shape[1], query.shape[0], self._value_dim)
+        self.result = made_up(query.shape[1], query.shape[0], self._value_dim, seed=6, dtype=query.dtype)
+        return self.result
 
 
 def rotary_of(base: Any, attention: Any) -> Rotary | None:
@@ -144,13 +148,17 @@ def noted(
         for place, (number, width) in enumerate(((heads, dim), (kv_heads, dim), (kv_heads, shape.value_dim)))
     ]
     given = [torch.cat(raw, dim=-1)] if is_joined(names) else raw[: len(names)]
+    gates = made_up(1, TOKENS, heads * dim, seed=9, dtype=torch.float32) if is_gated(module, shape) else None
+    if gates is not None:
+        both = [each.view(1, TOKENS, heads, dim) for each in (raw[0], gates)]
+        given[0] = torch.cat(both, dim=-1).flatten(2)
     if len(names) == len(VALUES_OF_KEYS):
         raw[2] = raw[1]
     parts = {name: Gives(each) for name, each in zip(names, given, strict=True)}
     parts |= {name: alone(part) for name, part in module.named_children() if name in NORM_NAMES}
-    notes = Notes(shape.value_dim)
+    notes, result = Notes(shape.value_dim), Gives(lambda rows: rows)
     angles = None if rotary is None else rotary(torch.arange(TOKENS)[None])
-    with_parts(module, parts | {out: Gives(lambda rows: rows)})(
+    with_parts(module, parts | {out: result})(
         hidden_states=made_up(1, TOKENS, 2, seed=7, dtype=torch.float32),
         position_embeddings=angles,
         attention_mask=None,
@@ -159,6 +167,8 @@ def noted(
         **_others_of(module, raw[1:], kv_heads),
         **{PLAN_KEYWORD: notes},
     )
+    if gates is not None:
+        _check_gates(module, notes, gates, result.given[0])
     query, key = (rows.view(TOKENS, -1, dim) for rows in raw[:2])
     norms = _norms(module)
     ways = list(_ways(module, norms, dim, heads, kv_heads, angles))
@@ -169,6 +179,22 @@ def noted(
     factors = (notes.query * expected).sum((1, 2)) / expected.square().sum((1, 2))
     value_norm = _value_norm(module, raw[2].view(TOKENS, -1, shape.value_dim), notes.value)
     return Noted(way, value_norm, notes.scale, notes.cap, notes.sinks, factors)
+
+
+def is_gated(module: Any, shape: LayerShape) -> bool:
+    """Whether the projection of queries gives a gate for each number of the result, too."""
+    names, out = attention_projections(module)
+    if is_joined(names) or shape.key_dim != shape.value_dim:
+        return False
+    queries, outputs = (linear_of(each).weight for each in (next(iter(names.values())), getattr(module, out)))
+    return int(queries.shape[0]) == 2 * int(outputs.shape[1])
+
+
+def _check_gates(module: Any, notes: Notes, gates: torch.Tensor, found: torch.Tensor) -> None:
+    """Check that results are multiplied by the sigmoids of the gates."""
+    expected = notes.result.flatten(1) * gates[0].sigmoid()
+    if distance(found.view(TOKENS, -1), expected) > CLOSE:
+        raise NotRecognised(f"{type(module).__name__} uses its gates in another way")
 
 
 def _others_of(module: Any, raw: list[torch.Tensor], kv_heads: int) -> dict[str, Any]:

@@ -61,7 +61,7 @@ void inputs(const Operation& op, const Step& step, Work& work) {
     });
 }
 
-// out [rows, k] is multiplied by in, of tokens' rows which are part of wider ones, of n numbers
+// out [rows, k] is multiplied by in, of tokens' rows which are part of wider ones, of n numbers. a: SIGMOID, if by the sigmoids of in
 template <class T>
 void times(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
@@ -71,7 +71,9 @@ void times(const Operation& op, const Step& step, Work& work) {
         E* to = static_cast<E*>(op.out) + row * pitch_of<T>(op.k);
         for (int64_t i = 0; i < op.k; i += LANES) {
             Mask lanes = lanes_of(int(op.k - i));
-            T::store(to + i, T::load(to + i, lanes) * T::load(from + i, lanes), lanes);
+            Floats factor = T::load(from + i, lanes);
+            if (op.a == SIGMOID) factor = sigmoid_ps(factor);
+            T::store(to + i, T::load(to + i, lanes) * factor, lanes);
         }
     });
 }

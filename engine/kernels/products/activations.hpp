@@ -6,7 +6,7 @@
 
 namespace {
 
-enum Activation : int64_t { LINEAR_ONLY, SILU, GELU_TANH, GELU, RELU_SQUARED, XIELU, RELU, CLIPPED };
+enum Activation : int64_t { LINEAR_ONLY, SILU, GELU_TANH, GELU, RELU_SQUARED, XIELU, RELU, CLIPPED, SIGMOID };
 
 inline Floats negative(Floats x) { return filled(0.f) - x; }
 inline Floats sigmoid_ps(Floats x) { return filled(1.f) / (filled(1.f) + exp_ps(negative(x))); }

@@ -27,6 +27,8 @@ class ActivationKind(enum.IntEnum):
 
     The gate is clipped from above first, ``up`` on both sides.
     """
+    SIGMOID = 8
+    """Gates of heads alone have it."""
 
 
 @dataclass(frozen=True)

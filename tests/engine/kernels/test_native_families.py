@@ -46,7 +46,18 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C
 
 BLOCK_SIZE = 16
 DENSE = [family for family in NATIVE if "moe" not in family and family not in ("mixtral", *MIXTURES)]
-EACH_PUSH = ["gemma2", "gemma3", "gemma4", "phi4_mini", "glm4", "olmo2", "cohere2", "granite", "gpt2"]
+EACH_PUSH = [
+    "gated_attention",
+    "gemma2",
+    "gemma3",
+    "gemma4",
+    "phi4_mini",
+    "glm4",
+    "olmo2",
+    "cohere2",
+    "granite",
+    "gpt2",
+]
 """Families that have all operations between them."""
 SHAPES = ["tp2", "pp2"]
 SOME_SHAPES = [("gemma2", "tp2"), ("phi4_mini", "tp2"), ("cohere2", "pp2")]
