@@ -11,6 +11,8 @@ They have a tokenizer of their own.
     gpt-oss-small GPT-OSS, 116 M parameters, 16 experts, 4 per token
     latent-small  DeepSeek-V2, 102 M parameters: latent attention, 16 experts, 4 per token, and a shared one
     dense-wide    the layers of dense-small, and the 151,936 tokens of Qwen's models
+    qwen3-next-small  Qwen3-Next, 8 layers of 1,024: every fourth layer attention, 16 experts
+    granite-h-small   Granite 4 H, 8 layers of 1,024: Mamba 2, every fourth layer attention; dense
 
 They compute as trained models of their shape would, and say nothing. The same seed gives the same weights.
 The tokenizer has 8192 entries and was trained on the sources of Python's standard library. Further tokens are
@@ -34,6 +36,11 @@ MANY_TOKENS = 151_936
 YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
 YARN |= {"original_max_position_embeddings": 4096, "truncate": False}
 NAMES = ("dense-small", "dense-0.5b", "moe-small", "gpt-oss-small", "latent-small", "dense-wide")
+NAMES += ("qwen3-next-small", "granite-h-small")
+RATES = ("A_log", "dt_bias")
+"""Weights of recurrent states that keep the values that the library begins with."""
+HYBRID: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 8, "tie_word_embeddings": False}
+HYBRID |= {"layer_types": [*["linear_attention"] * 3, "full_attention"] * 2}
 
 
 def config_of(name: str) -> Any:
@@ -104,6 +111,30 @@ def config_of(name: str) -> Any:
                 n_group=1,
                 topk_group=1,
             )
+        case "qwen3-next-small":
+            return transformers.Qwen3NextConfig(
+                **shared | HYBRID,
+                num_attention_heads=8,
+                num_key_value_heads=2,
+                head_dim=128,
+                linear_num_key_heads=8,
+                linear_num_value_heads=16,
+                moe_intermediate_size=384,
+                shared_expert_intermediate_size=384,
+                num_experts=16,
+                num_experts_per_tok=4,
+            )
+        case "granite-h-small":
+            return transformers.GraniteMoeHybridConfig(
+                **shared | HYBRID,
+                num_attention_heads=16,
+                num_key_value_heads=4,
+                shared_intermediate_size=2816,
+                num_local_experts=0,
+                mamba_n_heads=32,
+                mamba_d_state=128,
+                attention_multiplier=64**-0.5,
+            )
     raise ValueError(f"unknown model {name!r}: {', '.join(NAMES)}")
 
 
@@ -113,12 +144,14 @@ def make(directory: Path, name: str, seed: int = 0) -> int:
     from transformers import AutoModelForCausalLM
 
     config = config_of(name)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for path, weight in sorted(model.named_parameters()):
             if weight.ndim == 1:
-                weight.fill_(1.0)
+                if not path.endswith(RATES):
+                    weight.fill_(1.0)
                 continue
             # Wide enough that the likeliest token is clear: the usual 0.02 makes all nearly equal.
             # Tied embeddings are output weights, too.
