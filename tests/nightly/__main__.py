@@ -1,7 +1,8 @@
 """Runner of the night's parts: ``python -m tests.nightly [PART ...] [--minutes N] [--status]``.
 
-All parts run if none is named. Every test runs at full size (``LOCKSTEP_NIGHTLY=1``). A part that takes longer than 25 minutes (``--minutes``,
-for a machine that does other work as well) is ended and has failed. A part that passes on a checkout without changes goes to ``passed.json``, which is committed; ``--status`` compares it with
+All parts run if none is named. Every test runs at full size (``LOCKSTEP_NIGHTLY=1``). A part that takes longer
+than 25 minutes is ended and has failed (``--minutes``, for a machine that does other work as well). A part that
+passes on a checkout without changes goes to ``passed.json``, which is committed; ``--status`` compares it with
 the history. The status is 1 if a part failed.
 """
 

@@ -99,7 +99,7 @@ def test_only_a_clean_checkout_is_recorded(
     written: list[str] = []
     answers = {"rev-parse": "0123", "status": changed}
     monkeypatch.setattr(command, "git", lambda verb, *_: answers[verb])
-    monkeypatch.setattr(command, "run_part", lambda part, parts: part.name != "kernels")
+    monkeypatch.setattr(command, "run_part", lambda part, parts, minutes: part.name != "kernels")
     monkeypatch.setattr(command, "write_pass", lambda name, passed: written.append(name))
     assert command.main(["router"]) == 0
     assert command.main(["kernels", "fuzz"]) == 1
