@@ -73,6 +73,8 @@ class OperationKind(enum.IntEnum):
     SCALE = 26
     INPUTS = 27
     TIMES = 28
+    GATED_NORM = 29
+    SSD_ROWS = 30
 
 
 class RecordedWeights:

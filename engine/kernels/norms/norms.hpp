@@ -6,6 +6,7 @@
 #include "../core/contract.hpp"
 #include "../core/numbers.hpp"
 #include "../exchange/sums.hpp"
+#include "../products/activations.hpp"
 
 namespace {
 
@@ -104,6 +105,36 @@ void squares(const Operation& op, const Step& step, Work& work) {
     work.for_each(rows_of(op, step), [&](int64_t row) {
         const E* from = static_cast<const E*>(op.in) + row * pitch_of<T>(op.n);
         static_cast<float*>(op.out)[row * BOTH + op.c] = op.d == 0 ? 0.f : squares_in_parts<T>(from, op.k, op.b);
+    });
+}
+
+// out [rows, k] = the norm of in, float [rows, k] without space between rows, in `groups` equal parts, times weights and SILU of a gate.
+// extra: the gate, part of rows of n numbers; cap: a factor on it, 0 for none; more: weights [k], none: without a norm; number: what is
+// added to the mean squares. NORM_LAST: in is multiplied by the gate before the norm, where it is then.
+template <class T>
+void gated_norm(const Operation& op, const Step& step, Work& work) {
+    using E = typename T::Element;
+    const int64_t groups = std::max<int64_t>(1, op.groups), width = op.k / groups;
+    const bool is_last = op.flags & NORM_LAST, has_norm = op.more != nullptr;
+    auto* weights = static_cast<const float*>(op.more);
+    const Floats factor = factor_of(op.cap);
+    work.for_each(rows_of(op, step) * groups, [&](int64_t number) {
+        const int64_t row = number / groups, at = number % groups * width;
+        float* in = static_cast<float*>(const_cast<void*>(op.in)) + row * op.k + at;
+        const E* gate = static_cast<const E*>(op.extra) + row * pitch_of<T>(op.n) + at;
+        E* out = static_cast<E*>(op.out) + row * pitch_of<T>(op.k) + at;
+        auto of_gate = [&](int64_t i, Mask lanes) { return silu_ps(T::load(gate + i, lanes) * factor); };
+        for (int64_t i = 0; i < width && is_last; i += LANES) {
+            Mask lanes = lanes_of(int(width - i));
+            store(in + i, load(in + i, lanes) * of_gate(i, lanes), lanes);
+        }
+        const float scale = has_norm ? 1.f / std::sqrt(squares_of<Float>(in, width) / float(width) + float(op.number)) : 1.f;
+        for (int64_t i = 0; i < width; i += LANES) {
+            Mask lanes = lanes_of(int(width - i));
+            Floats x = load(in + i, lanes) * filled(scale);
+            if (has_norm) x = x * load(weights + at + i, lanes);
+            T::store(out + i, is_last ? x : x * of_gate(i, lanes), lanes);
+        }
     });
 }
 

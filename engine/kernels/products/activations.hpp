@@ -12,6 +12,13 @@ inline Floats negative(Floats x) { return filled(0.f) - x; }
 inline Floats sigmoid_ps(Floats x) { return filled(1.f) / (filled(1.f) + exp_ps(negative(x))); }
 inline Floats tanh_of(Floats x) { return filled(1.f) - filled(2.f) / (filled(1.f) + exp_ps(x + x)); }
 
+// ln(1 + e^x): the greater of x and 0, and the series of ln(1 + z) = 2 artanh(z / (2 + z)) of what is left.
+inline Floats softplus_ps(Floats x) {
+    Floats z = exp_ps(negative(maximum(x, negative(x)))), s = z / (filled(2.f) + z), square = s * s, p = filled(1.f / 15.f);
+    for (float c : {1.f / 13.f, 1.f / 11.f, 1.f / 9.f, 1.f / 7.f, 1.f / 5.f, 1.f / 3.f, 1.f}) p = fmadd(p, square, filled(c));
+    return fmadd(p + p, s, maximum(x, filled(0.f)));
+}
+
 // 0.5 (1 + erf(x / sqrt(2))): Abramowitz and Stegun, 7.1.26, whose error is below 2e-7.
 inline Floats normal_below(Floats x) {
     Floats size = maximum(x, negative(x)) * filled(0.70710678f);
