@@ -85,6 +85,8 @@ class How:
     policy: Any = "fcfs"
     threads: int = 1
     long_prefill: int = 0
+    longest: int = MOST_TOKENS
+    """Context length, if the model has as much."""
     together: bool = True
     """Whether all requests come at once, else each after the end of the one before."""
 
@@ -129,7 +131,7 @@ class Instance:
             self.info,
             self.executor,
             num_blocks=num_blocks,
-            max_model_len=min(MOST_TOKENS, self.info.context_length),
+            max_model_len=min(how.longest, self.info.context_length),
             place=ModelPlace(boundaries=boundaries),
             speculation=speculation,
         )

@@ -1,0 +1,102 @@
+"""An agent's run: a long history that grows each turn, with two branches.
+
+``python -m tests.engine.states.agent qwen3_next`` prints what each turn computes, and what a state costs.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from engine.messages import Submit
+from engine.sampling import SamplingParams
+from tests.engine.invariance.answers import How, Instance, load, run
+from tests.engine.states.models import LONGEST, SHIPPED_VOCAB, make_servable_model
+from tests.engine.tiny_models import make_tiny_model
+
+FIRST_TOKEN = 4
+"""Tokens before it are special ones."""
+ATTENTION = "llama"
+"""Family without recurrent states that others are compared with."""
+HISTORY, GROWTH, ANSWER, TURNS, BRANCHES = 6000, 300, 8, 10, 2
+"""Tokens before the first turn, of each turn, and of its answer; turns of each branch."""
+
+
+class Turn(NamedTuple):
+    """One request of an agent."""
+
+    prompt: int
+    """Tokens of its prompt."""
+    computed: int
+    """Tokens that were computed for it, its answer among them."""
+
+
+def load_served(directory: Path, family: str) -> Instance:
+    """A tiny model of a family in bfloat16, with long contexts."""
+    if family == ATTENTION:
+        make_tiny_model(
+            directory,
+            family,
+            dtype=torch.bfloat16,
+            vocab_size=SHIPPED_VOCAB,
+            max_position_embeddings=LONGEST,
+        )
+    else:
+        make_servable_model(directory, family)
+    return load(directory)
+
+
+def agent_turns(instance: Instance) -> list[Turn]:
+    """All turns of a run, those of the branches one by one."""
+    chance, turns = random.Random(1), []
+    core = instance.core(How(cache=32768, states=64, longest=LONGEST))
+    counters = core.scheduler.counters
+
+    def text(count: int) -> list[int]:
+        return [chance.randrange(FIRST_TOKEN, SHIPPED_VOCAB) for _ in range(count)]
+
+    def turn(history: Sequence[int]) -> list[int]:
+        """The history with this turn's answer."""
+        before = counters().scheduled_tokens
+        params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
+        submit = Submit(len(turns), "turn", list(history), params, 0)
+        answer = run(core, [submit])[submit.request].token_ids
+        turns.append(Turn(len(history), counters().scheduled_tokens - before))
+        return [*history, *answer]
+
+    histories = [turn(text(HISTORY))] * BRANCHES
+    for _ in range(TURNS):
+        histories = [turn([*each, *text(GROWTH - ANSWER)]) for each in histories]
+    return turns
+
+
+def grid_of(instance: Instance) -> int:
+    """Tokens between two kept states of a model."""
+    assert instance.facts is not None
+    (kind,) = instance.facts.boundaries
+    return kind.grid
+
+
+def main(family: str) -> None:
+    """Print the turns of a family beside those of attention alone."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        attention = agent_turns(load_served(Path(directory) / ATTENTION, ATTENTION))
+        instance = load_served(Path(directory) / family, family)
+        turns = agent_turns(instance)
+    print(f"turn  prompt  computed: {ATTENTION:>8} {family:>12}")
+    for number, (one, other) in enumerate(zip(attention, turns, strict=True)):
+        print(f"{number:4} {one.prompt:7} {one.computed:18} {other.computed:12}")
+    more = [other.computed - one.computed for one, other in zip(attention, turns, strict=True)]
+    print(f"more tokens than with attention alone: {max(more)} at most in a turn, {sum(more)} in all turns")
+    print(f"tokens between two states: {grid_of(instance)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
