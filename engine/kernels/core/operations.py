@@ -20,7 +20,7 @@ QUANTIZED, WIDE, ROUNDED, QUERIES_ONLY, WITHIN = 128, 256, 512, 1024, 2048
 They add to what is there; write float32; compute the selected rows only; read compressed weights; run only if
 tokens are chosen; have norms around the mean, or norms behind the rotation; read codes of weights; multiply
 float32 whatever the step's type; multiply inputs that were rounded to 8 bits; have queries, but no keys and
-values; have values that are the end of keys.
+values; have values that are the end of keys, or gates that are what they open.
 """
 
 _OPERATION = np.dtype(

@@ -276,8 +276,9 @@ void for_experts(const int64_t* begins, int64_t num_experts, int64_t parts, Work
     }
 }
 
-// out [rows, n] = silu(gate) * up of in [rows, k], rows sorted by expert; weights by expert: gate's panels, then up's.
-// extra: first row of each expert; a: experts, b: the activation, SILU if 0, factors: its numbers; more: bias [experts, 2, n] or none
+// out [rows, n] = silu(gate) * up of in [rows, k], rows sorted by expert; weights by expert: gate's panels, then up's; with WITHIN up's
+// are the gate's. extra: first row of each expert; a: experts, b: the activation, SILU if 0, factors: its numbers; more: bias
+// [experts, 2, n] or none
 template <class T, class In = T>
 void experts_up(const Operation& op, Work& work) {
     using E = typename T::Element;
@@ -287,13 +288,14 @@ void experts_up(const Operation& op, Work& work) {
     auto* biases = static_cast<const float*>(op.more);
     auto bias_of = [&](int64_t row, int64_t column) { return biases == nullptr ? nullptr : biases + row * op.n + column; };
     Weights weights(op, op.k / In::PACK, In::PACK);
-    auto gate_of = [&](const ExpertTask& task) { return task.expert * 2 * panels + TOGETHER * task.part; };
-    auto panels_at = [&](int64_t gate) { return Panels{weights.panel(gate), weights.panel(gate + panels)}; };
+    const int64_t up = op.flags & WITHIN ? 0 : panels;  // behind the gate
+    auto gate_of = [&](const ExpertTask& task) { return task.expert * (panels + up) + TOGETHER * task.part; };
+    auto panels_at = [&](int64_t gate) { return Panels{weights.panel(gate), weights.panel(gate + up)}; };
     for_experts(static_cast<const int64_t*>(op.extra), op.a, (panels + TOGETHER - 1) / TOGETHER, work,
                 [&](const ExpertTask& now, const ExpertTask& next) {
         auto count_of = [&](const ExpertTask& task) { return std::min(TOGETHER, panels - TOGETHER * task.part); };
         int64_t gate = gate_of(now), then = next.rows > 0 ? gate_of(next) : gate, count = count_of(now);
-        products.want(weights, {then, then + panels}, next.rows > 0 ? count_of(next) : 0, warm_tiles<In>(op.k, now.rows) * count);
+        products.want(weights, {then, then + up}, next.rows > 0 ? count_of(next) : 0, warm_tiles<In>(op.k, now.rows) * count);
         for (int64_t panel = 0; panel < count; ++panel) {
             int64_t column = (TOGETHER * now.part + panel) * LANES;
             products.multiply(static_cast<const typename In::Element*>(op.in) + now.first * pitch_of<In>(op.k), op.k, now.rows, panels_at(gate + panel),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from engine.kernels.core.stand_ins import NotRecognised, distance, made_up
-from engine.kernels.products.activations import CLOSE, KNOWN, Activation, ActivationKind
+from engine.kernels.products.activations import CLOSE, KNOWN, Activation, ActivationKind, activation_of
 from engine.model.quantization.attached import outputs_of
 
 ROWS, LARGE = 8, 6.0
@@ -31,6 +31,13 @@ class ExpertForm:
     is_transposed: bool
     """Whether weights are [experts, inputs, outputs]."""
     has_bias: bool
+    has_gate: bool = True
+    """Whether gate and up are products of their own; else they are one and the same."""
+
+    @property
+    def first(self) -> str:
+        """Name of the weights of the first product."""
+        return first_of(has_gate=self.has_gate)
 
     def halves(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gate and up [..., width] of [..., 2 * width]."""
@@ -41,13 +48,15 @@ class ExpertForm:
 
     def joined(self, width: int, columns: list[int]) -> list[int]:
         """Where these columns of gate and up are in [..., 2 * width]."""
+        if not self.has_gate:
+            return columns
         if self.is_interleaved:
             return [2 * column + which for column in columns for which in (0, 1)]
         return [*columns, *(width + column for column in columns)]
 
     def weights(self, module: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gate and up [experts, width, hidden], down [experts, hidden, width]."""
-        inward, down = module.gate_up_proj, module.down_proj.data
+        inward, down = getattr(module, self.first), module.down_proj.data
         if self.is_transposed:
             down = down.mT
         wide = inward.data if self.is_transposed else inward.data.mT
@@ -68,6 +77,11 @@ class ExpertForm:
         return inward.float().contiguous(), module.down_proj_bias.data.float().contiguous()
 
 
+def first_of(*, has_gate: bool) -> str:
+    """Name of the weights of the first product of experts."""
+    return "gate_up_proj" if has_gate else "up_proj"
+
+
 def form_of(module: Any) -> ExpertForm:
     """The form of a module of fused experts.
 
@@ -75,18 +89,33 @@ def form_of(module: Any) -> ExpertForm:
         NotRecognised: the kernels do not know it.
     """
     own = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
-    has_bias, is_transposed = bool(module.has_bias), bool(module.is_transposed)
-    names = {"gate_up_proj", "down_proj"}
+    has_bias, is_transposed, has_gate = map(bool, (module.has_bias, module.is_transposed, module.has_gate))
+    first = first_of(has_gate=has_gate)
+    names = {first, "down_proj"}
     if own.keys() != names | ({f"{name}_bias" for name in names} if has_bias else set()):
         raise NotRecognised(f"experts with {', '.join(sorted(own))}")
     hidden, width = own["down_proj"][1:][:: -1 if is_transposed else 1]
-    inward = (2 * width, hidden)
-    if own["gate_up_proj"][1:] != inward[:: -1 if is_transposed else 1]:
+    inward = ((1 + has_gate) * width, hidden)
+    if own[first][1:] != inward[:: -1 if is_transposed else 1]:
         raise NotRecognised("experts laid out the other way round")
     if width % 2 or hidden % 2:
         raise NotRecognised("experts of an odd width")
+    if not has_gate:
+        if has_bias or is_transposed:
+            raise NotRecognised(
+                "experts without a gate that have biases, or are laid out the other way round"
+            )
+        return ExpertForm(hidden, width, _own_gate(module), False, False, False, has_gate=False)
     activation, is_interleaved = _gate_of(module, width)
     return ExpertForm(hidden, width, activation, is_interleaved, is_transposed, has_bias)
+
+
+def _own_gate(module: Any) -> Activation:
+    """The activation whose product with its own input is that of experts without a gate."""
+    squared = activation_of(module)
+    if squared.kind is not ActivationKind.RELU_SQUARED:
+        raise NotRecognised(f"experts without a gate whose activation is {squared.kind.name}")
+    return Activation(ActivationKind.RELU)
 
 
 def _gate_of(module: Any, width: int) -> tuple[Activation, bool]:

@@ -61,7 +61,7 @@ class Moe:
     router_bias: torch.Tensor | None
     routing: Routing
     experts: Any
-    """The module with ``gate_up_proj`` and ``down_proj`` of the experts here."""
+    """The module with the weights of the experts here."""
     form: ExpertForm
     is_partial: bool
     """Whether its result is a sum over the tensor-parallel ranks."""
@@ -105,7 +105,7 @@ class Moe:
 
     def matrices(self) -> list[torch.Tensor]:
         shared = [] if self.shared is None else self.shared.matrices()
-        return [*shared, self.router, self.experts.gate_up_proj, self.experts.down_proj]
+        return [*shared, self.router, getattr(self.experts, self.form.first), self.experts.down_proj]
 
     def scratch(self) -> list[Scratch]:
         floats, hidden = {"dtype": torch.float32}, self.router.shape[1]
@@ -132,7 +132,11 @@ class Moe:
 
 def mixture_of(block: Any, beside: Any, hidden: int, dtype: torch.dtype) -> Moe:
     """The mixture of a block: router, experts, and perhaps a shared expert."""
-    children = {name for name, part in block.named_children() if part is not norm_in(block)}
+    children = {
+        name
+        for name, part in block.named_children()
+        if part is not norm_in(block) and not isinstance(part, torch.nn.Identity)
+    }
     children -= {"experts", "gate", "router", "act_fn"}
     shared = shared_of(block)
     if beside is not None and shared is not None:

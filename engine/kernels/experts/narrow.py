@@ -21,7 +21,8 @@ def make_up(weights: MadeUpWeights, moe: Moe, layer: Any) -> None:
     hidden, module, count = moe.router.shape[1], moe.experts, moe.num_experts
     loud = range(columns // 2, columns)
     both, turned = moe.form.joined(columns, list(loud)), moe.form.is_transposed
-    weights.put(module.gate_up_proj, (count, 2 * columns, hidden), loud_rows=both, is_turned=turned)
+    outputs = (1 + moe.form.has_gate) * columns
+    weights.put(getattr(module, moe.form.first), (count, outputs, hidden), loud_rows=both, is_turned=turned)
     weights.put(module.down_proj, (count, hidden, columns), quiet_columns=loud, power=2, is_turned=turned)
     if moe.form.has_bias:
         weights.put(module.gate_up_proj_bias, (count, 2 * columns), size=0.2)

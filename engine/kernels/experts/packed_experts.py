@@ -13,10 +13,10 @@ import torch
 
 from engine.host.background import let_go
 from engine.kernels.core.library import KernelLibrary
-from engine.kernels.core.operations import AS_FLOAT, OperationKind, OperationList, StepArguments
+from engine.kernels.core.operations import AS_FLOAT, WITHIN, OperationKind, OperationList, StepArguments
 from engine.kernels.core.pages import Arena
 from engine.kernels.core.rows import SLACK, bytes_pitch, pitch_of, spaced
-from engine.kernels.experts.form import ExpertForm, form_of
+from engine.kernels.experts.form import ExpertForm, first_of, form_of
 from engine.kernels.products.packing import PackedWeights, Packer, add_rounding
 from parallel.parts import parts_here
 
@@ -35,7 +35,9 @@ class PackedExperts:
     @classmethod
     def of(cls, module: Any, form: ExpertForm, packer: Packer, ranks: int = 1) -> PackedExperts:
         """Pack the weights of an experts module; ``ranks`` have a part of each."""
-        if form.is_interleaved or form.is_transposed:
+        if not form.has_gate:
+            inward, down = packer.panels(getattr(module, form.first)), module.down_proj
+        elif form.is_interleaved or form.is_transposed:
             gate, up, down = form.weights(module)
             inward = packer.gate_and_up(gate, up)
         else:
@@ -90,6 +92,7 @@ class PackedExperts:
             b=activation.kind,
             n=form.width,
             k=form.hidden,
+            flags=0 if form.has_gate else WITHIN,
             **shared,
         )
         operations.add(
@@ -133,7 +136,7 @@ class NativeExperts:
 
         ``rows``: where the module has each of these experts now, or -1. What is packed already is copied.
         """
-        weight = parameters["gate_up_proj"]
+        weight = parameters[first_of(has_gate=module.has_gate)]
         if not len(weight):
             return
         packed = self._packed_in_part(module, parameters, rows) or self._pack(module, parameters)
@@ -147,7 +150,7 @@ class NativeExperts:
     ) -> PackedExperts | None:
         """See :meth:`prepare`; None if all have to be packed."""
         known = self._packed.get(id(module))
-        if known is None or known[0]() is not module.gate_up_proj:
+        if known is None or known[0]() is not _first(module):
             return None
         new = [number for number, row in enumerate(rows) if row < 0]
         if len(new) == len(rows) or not isinstance(known[1].up, torch.Tensor):
@@ -168,7 +171,7 @@ class NativeExperts:
 
     def packed(self, module: Any) -> PackedExperts:
         """The module's weights, packed when they are seen for the first time."""
-        weight = module.gate_up_proj
+        weight = _first(module)
         known = self._packed.get(id(module))
         if known is not None and known[0]() is weight:
             return known[1]
@@ -199,6 +202,12 @@ class NativeExperts:
         packed.write(operations, spaced(rows), middle, result, begins, rounded=rounded)
         operations.run(self._library, StepArguments(), rows.dtype)
         return result[:, : packed.form.hidden].contiguous()
+
+
+def _first(module: Any) -> torch.nn.Parameter:
+    """Weights of the first product of experts, by whose identity they are known."""
+    found: torch.nn.Parameter = getattr(module, first_of(has_gate=module.has_gate))
+    return found
 
 
 def _with(module: Any, parameters: Mapping[str, torch.nn.Parameter]) -> Any:
