@@ -23,7 +23,7 @@ from engine.model.checkpoint import (
     why_experts_stay_whole,
 )
 from engine.model.finding import find_model
-from engine.model.state_limits import fit_states
+from engine.model.state_limits import check_states
 from engine.model.weight_set import check_weights
 from parallel.pipeline_parallel import check_split
 from parallel.placement import assign_experts
@@ -42,7 +42,7 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
     """
     model = config.model
     info = _find(config)
-    fit_states(config, info)  # refuses what cannot be done
+    check_states(config, info)
     settings = Settings(
         model=_place(model.model, info) or SHIPPED_MODEL,
         revision=model.revision,

@@ -61,19 +61,21 @@ class CacheSharing:
         address: str,
         identity: str,
         token_bytes: float,
+        end_bytes: int = 0,
         checks: bool = False,
         tier: FileTier | None = None,
         heir: LocalCarrier | None = None,
     ) -> None:
         """Fetch KV blocks from other instances from now on, and lend them blocks.
 
-        ``address`` is where they ask for them; ``token_bytes`` those of one token in the cache. ``checks``:
-        bits do not depend on the batch, so some fetched blocks are computed as well, and compared. ``tier``:
-        blocks in files. ``heir``: those of dead instances.
+        ``address`` is where they ask for them; ``token_bytes`` those of one token in the cache, and
+        ``end_bytes`` those of the boundary pieces at the end of a context. ``checks``: bits do not depend on
+        the batch, so some fetched blocks are computed as well, and compared. ``tier``: blocks in files.
+        ``heir``: those of dead instances.
         """
         self.exchange = BlockExchange(
             self._pool,
-            Sources(mover, FetchPrice(token_bytes), tier=tier, heir=heir),
+            Sources(mover, FetchPrice(token_bytes, end_bytes), tier=tier, heir=heir),
             self._block_size,
             checks=checks and self._in_flight == 1,
             in_flight=self._scheduler.blocks_in_flight,

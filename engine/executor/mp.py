@@ -303,10 +303,10 @@ def _combined(facts: Sequence[ModelFacts]) -> ModelFacts:
 
 
 def _largest_of_each_kind(facts: Sequence[ModelFacts]) -> list[BoundaryKind]:
-    """Kinds of boundary state, each with the largest size that any worker keeps."""
+    """Kinds of boundary state, with the largest size and the forms of all workers."""
     kinds: dict[str, BoundaryKind] = {}
     for kind in (kind for each in facts for kind in each.boundaries):
-        known = kinds.get(kind.label)
-        if known is None or known.num_bytes < kind.num_bytes:
-            kinds[kind.label] = kind
+        known = kinds.setdefault(kind.label, msgspec.structs.replace(kind, form=""))
+        largest, form = max(known.num_bytes, kind.num_bytes), f"{known.form}/{kind.form}"
+        kinds[kind.label] = msgspec.structs.replace(known, num_bytes=largest, form=form)
     return list(kinds.values())

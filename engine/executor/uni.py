@@ -266,7 +266,7 @@ class UniExecutor(SpreadShard):
 
     @property
     def regions(self) -> list[BlockMemory]:
-        """Memory of KV blocks, and of recurrent states; none where it is on a device, or not made yet."""
+        """Memory of KV blocks, and of recurrent states; none on devices."""
         if self._model is None or self._model.device.type != "cpu" or not self._num_blocks:
             return []
         counts = [self._num_blocks, self._num_states][: 1 + bool(self._num_states)]

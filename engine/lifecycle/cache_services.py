@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from coordinator.config import MeshConfig, endpoint
 from coordinator.messages import Settings
 from coordinator.numerics import Numerics
@@ -29,7 +31,7 @@ from engine.tiers.own_folders import NotOwn
 from engine.transfers import checksums
 from engine.transfers.block_memory import CacheMemory
 from engine.transfers.identity import CacheFacts, identity_of
-from engine.transfers.mover import LARGEST_BLOCK, BlockMover
+from engine.transfers.mover import BlockMover
 from engine.transfers.pages_ahead import PagesAhead
 
 if TYPE_CHECKING:
@@ -145,9 +147,7 @@ class CacheServices:
             logger.info("KV blocks move in our own way: %s of --kv-transfer-config change nothing", names)
         if memory is None or not cache.enable_prefix_caching or not cache.enable_kv_transfer:
             return
-        if memory.block_bytes > LARGEST_BLOCK:
-            logger.warning("KV blocks of %d bytes are too large to be moved", memory.block_bytes)
-            return
+        kinds = [(kind.label, kind.grid, kind.form) for kind in core.pool.kinds.boundaries]
         facts = CacheFacts(
             numerics=self._numerics.fingerprint,
             dtype=self._settings.dtype,
@@ -157,6 +157,7 @@ class CacheServices:
             tensor_parallel_size=self._config.device.tensor_parallel_size,
             pipeline_parallel_size=self._config.device.pipeline_parallel_size,
             weights=self._numerics.weights,
+            boundaries=kinds or msgspec.UNSET,
         )
         identity = identity_of(facts)
         checksums.begin_build()
@@ -170,6 +171,7 @@ class CacheServices:
             address=mover.address,
             identity=identity,
             token_bytes=memory.block_bytes / cache.block_size,
+            end_bytes=sum(memory.bytes_of(end - 1) for end in core.pool.kinds.ends[1:]),
             checks=self._numerics.invariant,
             tier=self._tier,
             heir=self._heir,
@@ -187,10 +189,10 @@ class CacheServices:
         folder = folder_of(Path(settings.model).name, numerics.fingerprint, identity)
         key = file_key(self._keys) if self._keys is not None and is_lasting(self._mesh) else None
         files = BlockFiles(root, folder, identity, key)
-        if file_bytes(memory.block_bytes) > cache.kv_cache_dir_size:
-            raise InstanceEnded(
-                process.EXIT_USAGE, "--kv-cache-dir-size is less than one KV block: give more"
-            )
+        largest = max(memory.bytes_of(end - 1) for end in core.pool.kinds.ends)
+        if file_bytes(largest) > cache.kv_cache_dir_size:
+            what = "KV block" if largest == memory.block_bytes else "state of a request"
+            raise InstanceEnded(process.EXIT_USAGE, f"--kv-cache-dir-size is less than one {what}: give more")
         tier = FileTier(core.pool, memory, files, cache.kv_cache_dir_size, wake)
         try:
             tier.start()

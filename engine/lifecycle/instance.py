@@ -40,7 +40,6 @@ from engine.lifecycle.step_watch import StepWatch, place_of
 from engine.lifecycle.stop_requests import StopRequests
 from engine.model.checkpoint import ModelInfo
 from engine.model.host_digest import host_digest
-from engine.model.state_limits import fit_states
 from engine.numerics import kind_problem, numerics_of
 from engine.pieces.kinds import BoundarySlots
 from engine.serving.server import Server
@@ -170,9 +169,6 @@ class InstanceProcess:
                 f"({welcome.settings.model}, fingerprint {welcome.settings.fingerprint}): give MODEL",
             )
         self._settings = settings
-        if info.has_states:
-            self._config = fit_states(self._config, info)
-            logger.info("KV blocks do not move between instances: recurrent states belong to them")
         return info
 
     # ---- serving

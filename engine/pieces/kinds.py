@@ -33,7 +33,9 @@ class BoundaryKind(msgspec.Struct, frozen=True, kw_only=True):
     grid: int
     """Tokens between two positions that can have a piece, whatever chunks are computed."""
     num_bytes: int
-    """Bytes of a piece, over all layers of one worker."""
+    """Bytes of a piece in one worker, with what a request keeps beside it."""
+    form: str = ""
+    """Digest of a piece's shapes and data types: part of the cache's identity."""
 
     def name(self, chain: Name) -> Name:
         """Name of the piece at the position of a chain hash."""

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 from engine.pieces.kinds import BoundaryKind
 from engine.states.grid import GRID, LABEL, cells
 from engine.states.held import Row, RunningStates, State, StateRows, new_request
-from engine.states.pool import StatePool, Zeros, own_zeros, state_bytes
+from engine.states.pool import StatePool, Zeros, form_of, own_zeros, state_bytes
 
 UPDATES = ("update_conv_state", "update_recurrent_state")
 """Methods of transformers' caches that modules with a state call."""
@@ -64,10 +64,9 @@ class StateLayers:
 
         A running request holds at least one; the inputs that it keeps beside are counted with it.
         """
-        states = state_bytes([layer.like for layer in self._layers])
-        return BoundaryKind(
-            label=LABEL, grid=GRID, num_bytes=states + sum(layer.open_bytes for layer in self._layers)
-        )
+        like = [layer.like for layer in self._layers]
+        num_bytes = state_bytes(like) + sum(layer.open_bytes for layer in self._layers)
+        return BoundaryKind(label=LABEL, grid=GRID, num_bytes=num_bytes, form=form_of(like))
 
     def allocate(self, num_slots: int, first: int, zeros: Zeros = own_zeros) -> None:
         """Make room for states in slots numbered from ``first`` on, and forget all requests."""

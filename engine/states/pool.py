@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -52,6 +53,15 @@ class StatePool:
         for place, tensor in zip(self.read(slot, layer), state, strict=True):
             if place is not None and tensor is not None:
                 place.copy_(tensor)
+
+
+def form_of(like: Sequence[State]) -> str:
+    """Digest of the data types and shapes of a slot's tensors, layer by layer."""
+    text = ";".join(
+        ",".join("-" if each is None else f"{each.dtype}{list(each.shape[1:])}" for each in state)
+        for state in like
+    )
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def state_bytes(like: Sequence[State]) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from engine.pieces.kinds import BLOCKS_ONLY, PieceKinds
 from engine.pieces.pool import BlockHash
@@ -27,6 +27,7 @@ from engine.transfers.messages import (
     ToTaker,
     WindowGrant,
     digest_of,
+    digest_of_part,
     joined,
     split,
 )
@@ -157,6 +158,8 @@ class _Fetch:
     slots: Sequence[int] = ()
     """Where they go."""
     has_part: bool = False
+    parts: bytearray = field(default_factory=bytearray)
+    """Bytes that have come of the next piece, where it comes in parts."""
 
 
 class Fetcher:
@@ -266,11 +269,13 @@ class Fetcher:
         return [] if count else self._end(fetch, TransferOutcome.ABSENT, now)
 
     def _piece(self, fetch: _Fetch, piece: BlockPiece, now: float) -> list[Action]:
-        digests, wanted = split(piece.digests, DIGEST_BYTES), fetch.wanted
+        digests = split(piece.digests, DIGEST_BYTES)
         end = piece.first + len(digests)
         is_next = fetch.lent is not None and piece.first == fetch.count and end <= fetch.lent
         sizes = [self._bytes_of(slot) for slot in fetch.slots[piece.first : end]]
-        if not is_next or len(piece.data) != sum(sizes):
+        if is_next and len(sizes) == 1 and len(piece.data) < sizes[0]:
+            return self._part(fetch, piece, sizes[0], now)
+        if not is_next or len(piece.data) != sum(sizes) or fetch.parts:
             return self._end(fetch, TransferOutcome.WRONG, now, for_good=True)
         actions: list[Action] = []
         data = memoryview(piece.data)
@@ -280,8 +285,27 @@ class Fetcher:
                 return [*actions, *self._end(fetch, TransferOutcome.WRONG, now, for_good=True)]
             actions.append(Write(fetch.slots[fetch.count], block))
             fetch.count += 1
+        return self._go_on(fetch, len(piece.data), actions, now)
+
+    def _part(self, fetch: _Fetch, piece: BlockPiece, size: int, now: float) -> list[Action]:
+        """Take in a part of a piece, which is written once it is whole."""
+        name, end = fetch.names[fetch.count], piece.offset + len(piece.data)
+        digest = digest_of_part(self._identity, name, piece.offset, piece.data)
+        if piece.offset != len(fetch.parts) or not piece.data or end > size or digest != piece.digests:
+            return self._end(fetch, TransferOutcome.WRONG, now, for_good=True)
+        fetch.parts += piece.data
+        actions: list[Action] = []
+        if end == size:
+            actions.append(Write(fetch.slots[fetch.count], memoryview(fetch.parts)))
+            fetch.parts = bytearray()
+            fetch.count += 1
+        return self._go_on(fetch, len(piece.data), actions, now)
+
+    def _go_on(self, fetch: _Fetch, num_bytes: int, actions: list[Action], now: float) -> list[Action]:
+        """Have the next piece sent behind one that was right, or end the transfer."""
+        wanted = fetch.wanted
         fetch.heard_at = now
-        fetch.num_bytes += len(piece.data)
+        fetch.num_bytes += num_bytes
         if fetch.count == fetch.lent:
             return [*actions, *self._end(fetch, TransferOutcome.WHOLE, now)]
         return [*actions, SendToSource(wanted.source, WindowGrant(wanted.number, 1))]

@@ -28,6 +28,8 @@ class CacheFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of all bytes of the weights; the class has a shortened one."""
     shards: Sequence[int] = ()
     """Number of tensors of each worker, by stage, then rank."""
+    boundaries: Sequence[tuple[str, int, str]] | msgspec.UnsetType = msgspec.UNSET
+    """Label, grid and form of each boundary kind; not set without such kinds."""
 
 
 def identity_of(facts: CacheFacts) -> str:

@@ -7,12 +7,14 @@ no more, or when the taker's connection is gone. No clock ends it: bytes that ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.pieces.kinds import BLOCKS_ONLY, PieceKinds
 from engine.pieces.pool import BlockHash
 from engine.transfers.messages import (
+    LARGEST_WHOLE,
+    PART_BYTES,
     Enough,
     Held,
     Holder,
@@ -60,13 +62,15 @@ class Lookup:
 
 @dataclass(frozen=True)
 class SendPiece:
-    """Read these blocks, and send them with their digests."""
+    """Read these blocks, or a part of a single one, and send them with their digests."""
 
     peer: Peer
     number: int
     first: int
     names: Sequence[BlockHash]
     blocks: Sequence[int]
+    part: tuple[int, int] | None = None
+    """Begin and end of the part, in bytes; None: the blocks are sent whole."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,8 @@ class _Loan:
     """None while they are looked up."""
     next: int = 0
     """Index of the next block to read."""
+    offset: int = 0
+    """Bytes of it that were read, where it is sent in parts."""
     is_over: bool = False
     """The taker went while its blocks were looked up."""
     told: tuple[bytes, bool] = (b"", False)
@@ -97,8 +103,16 @@ class _Loan:
 class Lender:
     """State of all loans of one cache: windows, limits, and when each ends."""
 
-    def __init__(self, identity: str, blocks_per_piece: int, kinds: PieceKinds = BLOCKS_ONLY) -> None:
+    def __init__(
+        self,
+        identity: str,
+        blocks_per_piece: int,
+        kinds: PieceKinds = BLOCKS_ONLY,
+        bytes_of: Callable[[int], int] = lambda _: 0,
+    ) -> None:
+        """``bytes_of``: bytes of the piece in a slot; large ones are sent in parts."""
         self._identity = identity
+        self._bytes_of = bytes_of
         self._kinds = kinds
         self._per_piece = blocks_per_piece
         self._loans: dict[Key, _Loan] = {}
@@ -209,8 +223,13 @@ class Lender:
         while loan.pieces > 0 and loan.next < len(loan.blocks):
             first, num_blocks = loan.next, len(loan.blocks) - len(self._kinds.boundaries)
             end = min(first + self._per_piece, num_blocks) if first < num_blocks else first + 1
-            actions.append(SendPiece(*key, first, loan.names[first:end], loan.blocks[first:end]))
-            loan.next, loan.pieces = end, loan.pieces - 1
+            size, part = self._bytes_of(loan.blocks[first]), None
+            if size > (LARGEST_WHOLE if first < num_blocks else PART_BYTES):
+                part = loan.offset, min(loan.offset + PART_BYTES, size)
+                loan.offset = part[1] % size
+                end = first + 1
+            actions.append(SendPiece(*key, first, loan.names[first:end], loan.blocks[first:end], part))
+            loan.next, loan.pieces = end - bool(loan.offset), loan.pieces - 1
         if loan.next == len(loan.blocks):
             del self._loans[key]
             actions.append(Return(key))

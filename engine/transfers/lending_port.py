@@ -21,10 +21,12 @@ from engine.pieces.pool import BlockHash
 from engine.transfers import lending
 from engine.transfers.block_memory import CacheGone, CacheMemory
 from engine.transfers.lending import Key, Lender, Lookup, Return
-from engine.transfers.messages import BlockPiece, ToSource, ToTaker, digest_of
+from engine.transfers.messages import BlockPiece, ToSource, ToTaker, digest_of, digest_of_part
 
 PIECE_BYTES = 1 << 18
 """Bytes of a piece, if more than one block fits into it."""
+LEAST_BYTES = 64
+"""Bytes that a block counts at least: those of models without keys and values have none."""
 LARGEST_QUESTION = 2 << 20
 """Bytes of a message of a taker; a larger one costs it the connection."""
 HELD_INTERVAL = 0.25
@@ -46,13 +48,16 @@ class LendingPort:
         lose: Callable[[CacheGone], None],
     ) -> None:
         """``tell`` gets events for the step loop; ``lose``: the cache is out of reach."""
-        self.lender = Lender(identity, max(1, PIECE_BYTES // memory.block_bytes), kinds)
+        per_piece = max(1, PIECE_BYTES // max(memory.block_bytes, LEAST_BYTES))
+        self.lender = Lender(identity, per_piece, kinds, memory.bytes_of)
         self._memory = memory
         self._identity = identity
         self._tell, self._lose = tell, lose
         self.is_lost = False
         """Whether the cache is out of reach: nothing is sent from then on."""
         self._listener: AsyncListener[ToSource, ToTaker] | None = None
+        self._in_parts: tuple[tuple[Peer, int, int], list[memoryview]] | None = None
+        """The piece that was sent in parts last, and its bytes."""
         self._may_lend = asyncio.Event()
         """Whether there may be loans to look at: a thread without any sleeps."""
 
@@ -141,8 +146,24 @@ class LendingPort:
             self._carry_out(self.lender.received(peer, message))
 
     def _piece(self, action: lending.SendPiece) -> BlockPiece:
+        if action.part is not None:
+            return self._part(action, *action.part)
         data = self._memory.read(action.blocks)
         digests = [
             digest_of(self._identity, name, row.data) for name, row in zip(action.names, data, strict=True)
         ]
         return BlockPiece(action.number, action.first, b"".join(digests), data.tobytes())
+
+    def _part(self, action: lending.SendPiece, begin: int, end: int) -> BlockPiece:
+        """A part of a block, which is read once: memory of workers is copied."""
+        key = action.peer, action.number, action.first
+        if self._in_parts is None or self._in_parts[0] != key:
+            self._in_parts = key, self._memory.parts_of(action.blocks[0])
+        (_, parts), at, data = self._in_parts, 0, bytearray()
+        for each in parts:
+            data += each[max(begin - at, 0) : max(end - at, 0)]
+            at += each.nbytes
+        digest = digest_of_part(self._identity, action.names[0], begin, data)
+        if end == at:
+            self._in_parts = None
+        return BlockPiece(action.number, action.first, digest, bytes(data), begin)

@@ -22,6 +22,10 @@ DIGEST_BYTES = 16
 CRC = struct.Struct("<IQ")
 MOST_BLOCKS = 65_536
 """Blocks of one transfer."""
+LARGEST_WHOLE = 32 << 20
+"""Bytes of a block above which it comes in parts, in several messages."""
+PART_BYTES = 4 << 20
+"""Bytes of such a part, and of a boundary piece above which it comes in parts."""
 MOST_PIECES = 16
 """Pieces that a taker grants at once."""
 
@@ -52,6 +56,11 @@ def digest_of_crc(identity: str, name: BlockHash, crc: int, length: int) -> byte
     """:func:`digest_of` so many bytes with this CRC."""
     facts = CRC.pack(crc, length)
     return hashlib.blake2b(identity.encode() + name + facts, digest_size=DIGEST_BYTES).digest()
+
+
+def digest_of_part(identity: str, name: BlockHash, offset: int, data: Buffer) -> bytes:
+    """:func:`digest_of` a part of a block, and the place where it begins."""
+    return digest_of(identity, name + offset.to_bytes(8, "little"), data)
 
 
 def joined(names: Iterable[BlockHash]) -> bytes:
@@ -130,7 +139,9 @@ class BlockPiece(msgspec.Struct, frozen=True, tag="piece"):
     digests: bytes
     """:data:`DIGEST_BYTES` of each block."""
     data: bytes
-    """The blocks one after the other."""
+    """The blocks one after the other, or a part of a single one."""
+    offset: Annotated[int, Meta(ge=0)] = 0
+    """Place of the first byte in its block; parts of a block come in order."""
 
     def __post_init__(self) -> None:
         if not self.digests or len(self.digests) % DIGEST_BYTES:

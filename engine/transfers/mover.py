@@ -20,7 +20,7 @@ import uvloop
 import zmq.asyncio
 
 from coordinator.rpc.keys import MeshKeys
-from coordinator.rpc.rpc import MAX_MESSAGE_BYTES, with_room
+from coordinator.rpc.rpc import with_room
 from engine.pieces.kinds import BLOCKS_ONLY, PieceKinds
 from engine.pieces.pool import BlockHash
 from engine.transfers.block_memory import CacheGone, CacheMemory
@@ -30,9 +30,6 @@ from engine.transfers.lending import Key, Lookup, Return
 from engine.transfers.lending_port import LendingPort
 
 logger = logging.getLogger(__name__)
-
-LARGEST_BLOCK = MAX_MESSAGE_BYTES // 2
-"""Bytes of a block above which nothing is moved."""
 
 Event = Lookup | Return | TransferEnded
 """An event for the step loop."""

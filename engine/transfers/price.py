@@ -17,6 +17,8 @@ FADES = 60.0
 """Seconds after which half of what a measured price lies above :data:`UNKNOWN` is forgotten."""
 FEWEST = 64
 """Fewest tokens that are fetched, and of a step that says something about computing."""
+COMMON = 1024
+"""Tokens of a fetch that routers' prices are for."""
 GAIN = 0.3
 """Part of the way that an estimate moves to what was measured."""
 
@@ -24,9 +26,10 @@ GAIN = 0.3
 class FetchPrice:
     """Price by the measured speeds of computing and of one kind of source."""
 
-    def __init__(self, token_bytes: float) -> None:
-        """``token_bytes``: of one token in the cache."""
+    def __init__(self, token_bytes: float, end_bytes: int = 0) -> None:
+        """``token_bytes``: of one token in the cache; ``end_bytes``: of boundary pieces, once a context."""
         self.token_bytes = token_bytes
+        self.end_bytes = end_bytes
         self._byte_seconds = 0.0
         self._token_seconds = 0.0
         self._fetched_at = 0.0
@@ -43,21 +46,22 @@ class FetchPrice:
 
     def fetched(self, num_bytes: int, seconds: float, now: float) -> None:
         """Take in a transfer; without any bytes it counts as one of a token."""
-        self._byte_seconds = _towards(self._byte_seconds, seconds / max(num_bytes, self.token_bytes))
+        self._byte_seconds = _towards(self._byte_seconds, seconds / max(num_bytes, self.token_bytes, 1))
         self._fetched_at = now
 
-    def at(self, now: float) -> float:
-        """Cost of a fetched token, in tokens to compute."""
+    def at(self, now: float, tokens: int = COMMON) -> float:
+        """Cost of a fetched token, in tokens to compute, where so many are fetched at once."""
         if not self._byte_seconds or not self._token_seconds:
             return UNKNOWN
-        price = self.token_bytes * self._byte_seconds / self._token_seconds
+        num_bytes = self.token_bytes + self.end_bytes / max(tokens, 1)
+        price = num_bytes * self._byte_seconds / self._token_seconds
         price = min(price, WORST)
         kept = float(0.5 ** ((now - self._fetched_at) / FADES))
         return min(price, UNKNOWN + (price - UNKNOWN) * kept)
 
     def pays(self, tokens: int, now: float) -> bool:
         """Whether so many tokens are fetched rather than computed."""
-        return tokens >= FEWEST and self.at(now) <= WORTH
+        return tokens >= FEWEST and self.at(now, tokens) <= WORTH
 
     def seconds_to_compute(self, tokens: int) -> float | None:
         """How long computing so many tokens takes; None if that is not known."""

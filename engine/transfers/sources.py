@@ -80,8 +80,8 @@ class Sources:
         self.mover = mover
         self.price = price
         self._clock = clock
-        self._tier, self._tier_price = tier, FetchPrice(price.token_bytes)
-        self._heir, self._heir_price = heir, FetchPrice(price.token_bytes)
+        self._tier, self._tier_price = tier, FetchPrice(price.token_bytes, price.end_bytes)
+        self._heir, self._heir_price = heir, FetchPrice(price.token_bytes, price.end_bytes)
         self._distrusted: dict[Source, None] = {}
 
     def __repr__(self) -> str:

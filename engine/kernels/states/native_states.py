@@ -16,7 +16,7 @@ from engine.kernels.states.shape import LAYER_STATE, STATE_FILL, STATE_ROW, Stat
 from engine.pieces.kinds import BoundaryKind
 from engine.states.grid import LABEL, NATIVE_GRID
 from engine.states.held import StateRows
-from engine.states.pool import StatePool, Zeros, own_zeros, state_bytes
+from engine.states.pool import StatePool, Zeros, form_of, own_zeros, state_bytes
 
 
 class NativeStates:
@@ -44,7 +44,7 @@ class NativeStates:
     def kind(self) -> BoundaryKind:
         """The kind of piece that states are."""
         like = [shape.like(self._dtype) for shape in self._shapes]
-        return BoundaryKind(label=LABEL, grid=NATIVE_GRID, num_bytes=state_bytes(like))
+        return BoundaryKind(label=LABEL, grid=NATIVE_GRID, num_bytes=state_bytes(like), form=form_of(like))
 
     @property
     def request_bytes(self) -> int:
