@@ -29,6 +29,8 @@ class Attention:
     qkv: tuple[torch.Tensor, ...]
     """Weights of queries [heads * dim, hidden], keys and values [kv_heads * dim, hidden].
 
+    With gates there are twice as many of queries.
+
     With latents it is queries alone: their weights know how to make keys and values.
     """
     qkv_bias: torch.Tensor | None
@@ -64,10 +66,10 @@ class Attention:
     """Factors on queries by position."""
     value_norm: Norm | None = None
     """Norm of the values of each head: weights [value_dim]."""
-    gates: torch.Tensor | None = None
-    """[heads * value_dim, hidden]: sigmoids of what it makes are factors on the heads' results.
+    has_gates: bool = False
+    """Whether behind the weights of each head's query are those of as many gates.
 
-    Gates lie between queries and keys, with their part of the bias. None: there are none.
+    Their sigmoids are factors on the heads' results. They are computed between queries and keys.
     """
     source: int | None = None
     """Number of the keys and values that it reads, among those of all layers here.
@@ -118,7 +120,7 @@ class Attention:
     @property
     def gates_width(self) -> int:
         """Numbers of a token's gates."""
-        return 0 if self.gates is None else self.width
+        return self.width if self.has_gates else 0
 
     @property
     def attended_width(self) -> int:
@@ -133,8 +135,7 @@ class Attention:
     def matrices(self) -> list[torch.Tensor]:
         latents = [] if self.latents is None else [each.weight for each in self.latents.normed]
         latents += [] if self.latents is None else [self.latents.expand]
-        gates = [] if self.gates is None else [self.gates]
-        return [*self.qkv, self.out, *gates, *latents]
+        return [*self.qkv, self.out, *latents]
 
     def scratch(self) -> list[Scratch]:
         latents = [] if self.latents is None else [each.size for each in self.latents.normed]

@@ -59,7 +59,7 @@ def make_up(weights: MadeUpWeights, attention: Attention, module: Any) -> None:
         _make_up_latents(weights, attention, module, loud_value, loud_out)
         return
     num_queries = heads * dim
-    if attention.gates is not None:  # behind the queries of each head
+    if attention.has_gates:  # behind the queries of each head
         num_queries *= 2
         loud_query = [2 * dim * (index // dim) + index % dim for index in loud_query]
     sizes = num_queries, kv_heads * dim, kv_heads * value_dim

@@ -133,7 +133,7 @@ class PackedHeads:
     def values(self, writer: Writer, attended: torch.Tensor) -> torch.Tensor:
         """The sums over the cache, which are values already, behind their gates."""
         attention, projected = self._attention, writer.buffers[PROJECTED]
-        if attention.gates is not None:
+        if attention.has_gates:
             writer.add(
                 OperationKind.TIMES,
                 into=projected.data_ptr() + attention.heads * attention.dim * projected.element_size(),
@@ -387,10 +387,16 @@ def _keys_and_values(attention: Attention, latents: Latents) -> tuple[torch.Tens
 
 def _projections(attention: Attention) -> list[torch.Tensor]:
     """Weights of queries, gates, keys and values, their heads in the order of computation."""
-    gates = [] if attention.gates is None else [attention.gates]
     (queries, *keys), values = attention.qkv[:2], attention.qkv[2:]
-    if attention.places is not None:
-        queries, *keys = (_ordered(weight, attention) for weight in (queries, *keys))
+    places, gates = attention.places, []
+    if attention.has_gates:
+        both, every = 2 * attention.dim, torch.arange(attention.dim)
+        gates = [_of_each_head(queries, both, attention.dim + every)]
+        queries = _of_each_head(queries, both, every if places is None else places)
+    elif places is not None:
+        queries = _ordered(queries, attention)
+    if places is not None:
+        keys = [_ordered(weight, attention) for weight in keys]
     return [queries, *gates, *keys, *values]
 
 

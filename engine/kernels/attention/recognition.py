@@ -58,14 +58,18 @@ def attention_of(module: Any, shape: LayerShape, base: BaseModel) -> Attention:
     projections = [whole(each) for each in inward.values()]
     if len(projections) == len(VALUES_OF_KEYS):
         projections.append(projections[1])
-    gates = None
-    if is_gated(module, shape):
-        projections[0], gates = _without_gates(projections[0], dim)
-    heads, weights = _weights_by_kind(projections, shape, is_joined(inward), has_keys=source is None)
+    gated = is_gated(module, shape)
+    heads, weights = _weights_by_kind(
+        projections, shape, is_joined(inward), numbers=2 * dim if gated else dim, has_keys=source is None
+    )
     rotary = rotary_of(base.module, module)
     seen = noted(module, rotary, shape, heads, _telling(module.config))
     number, places = _rotary_number(seen, rotary, base.rotaries, dim)
     norms, qkv_bias = seen.turning.norms, joined_bias(projections)
+    if gated:
+        if seen.turning.wide_norms is not None or (places is not None and qkv_bias is not None):
+            raise NotRecognised("a norm over all heads that have gates, or biases of turned pairs")
+        qkv_bias = _gates_behind(qkv_bias, heads, dim)
     if places is not None:
         everywhere = _everywhere(places, heads + (shape.kv_heads if source is None else 0), dim)
         if norms is not None:
@@ -74,10 +78,6 @@ def attention_of(module: Any, shape: LayerShape, base: BaseModel) -> Attention:
             raise NotRecognised("a norm over all heads whose numbers are turned in neighbouring pairs")
         if qkv_bias is not None:
             qkv_bias[: len(everywhere)] = qkv_bias[everywhere]
-    if gates is not None:
-        if seen.turning.wide_norms is not None:
-            raise NotRecognised("a norm over all heads that have gates")
-        qkv_bias = _with_bias_of(gates, qkv_bias, heads * dim)
     return replace(
         _plain_attention(module, shape, seen, out_name, weights),
         qkv_bias=qkv_bias,
@@ -88,40 +88,29 @@ def attention_of(module: Any, shape: LayerShape, base: BaseModel) -> Attention:
         places=places,
         heads=heads,
         source=source,
-        gates=None if gates is None else gates.weight,
+        has_gates=gated,
     )
 
 
-def _without_gates(both: Linear, dim: int) -> tuple[Linear, Linear]:
-    """Projections of queries and of gates, which lie behind the queries of each head."""
-    places = torch.arange(both.outputs).view(-1, 2, dim).transpose(0, 1).flatten(1)
-    queries, gates = (
-        replace(both, weight=rows_of(both.weight, each), bias=None if both.bias is None else both.bias[each])
-        for each in places
-    )
-    return queries, gates
-
-
-def _with_bias_of(gates: Linear, bias: torch.Tensor | None, num_queries: int) -> torch.Tensor | None:
-    """The bias of queries, keys and values, with that of gates between the first two."""
+def _gates_behind(bias: torch.Tensor | None, heads: int, dim: int) -> torch.Tensor | None:
+    """A bias whose first numbers are a query and gates of each head, with all queries first."""
     if bias is None:
         return None
-    of_gates = gates.own_bias
-    assert of_gates is not None
-    return torch.cat([bias[:num_queries], of_gates, bias[num_queries:]])
+    both, others = bias.split([2 * heads * dim, len(bias) - 2 * heads * dim])
+    return torch.cat([both.view(heads, 2, dim).transpose(0, 1).flatten(), others])
 
 
 def _weights_by_kind(
-    projections: list[Linear], shape: LayerShape, are_joined: bool, *, has_keys: bool
+    projections: list[Linear], shape: LayerShape, are_joined: bool, *, numbers: int, has_keys: bool
 ) -> tuple[int, tuple[torch.Tensor, ...]]:
     """Number of query heads, and weights of queries, keys and values.
 
-    Without keys, weights of queries alone.
+    ``numbers``: that a query head has of them. Without keys, weights of queries alone.
     """
     dim, value_dim, kv_heads = shape.key_dim, shape.value_dim, shape.kv_heads
     of_keys = kv_heads * (dim + value_dim) if has_keys else 0
-    heads = (sum(each.outputs for each in projections) - of_keys) // dim
-    sizes = (heads * dim, kv_heads * dim, kv_heads * value_dim)[: 3 if has_keys else 1]
+    heads = (sum(each.outputs for each in projections) - of_keys) // numbers
+    sizes = (heads * numbers, kv_heads * dim, kv_heads * value_dim)[: 3 if has_keys else 1]
     weights = [each.weight for each in projections]
     if are_joined:
         ends = list(accumulate(sizes, initial=0))
