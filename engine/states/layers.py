@@ -143,7 +143,7 @@ class _StateLayer:
 
     def settle(self, name: str, width: int) -> None:
         """See :meth:`StateLayers.settle`; ``width``: numbers of a token's input."""
-        weight = next(self.module.parameters())
+        weight = next(each for each in self.module.parameters() if each.ndim > 1)
         places = torch.arange(1, (GRID + CHECKED) * width + 1, device=weight.device, dtype=torch.float32)
         inputs = torch.sin(places * 0.61803).view(-1, width).to(weight.dtype) * 2**0.5
         whole = _first_of(self._forward(**{self._input: inputs.unsqueeze(0)}))[0].float()
