@@ -5,14 +5,20 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.messages import Counters, Submit
+from engine.sampling import SamplingParams
 from engine.states.grid import GRID
 from tests.engine.compute.test_runner import GREEDY, load, make_driver
+from tests.engine.invariance import answers
+from tests.engine.invariance.answers import PEER, Answer, How, run, step
 from tests.engine.states.models import make_state_model
 from tests.engine.tiny_models import VOCAB
+from tests.nightly import NIGHTLY
 
 EACH_PUSH = ["qwen3_next", "nemotron_h"]
 AT_NIGHT = [
@@ -47,6 +53,18 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def generated(directory: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Tokens that transformers gives, with all of a context computed for each."""
+    own = AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    options = {"max_new_tokens": NUM_NEW, "do_sample": False, "use_cache": False, "eos_token_id": None}
+    with torch.no_grad():
+        return [
+            own.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts
+        ]
+
+
 @pytest.mark.parametrize(
     "family", [*EACH_PUSH, *(pytest.param(each, marks=pytest.mark.nightly) for each in AT_NIGHT)]
 )
@@ -54,17 +72,78 @@ def test_tokens_are_those_of_generate_without_a_cache(family: str, tmp_path: Pat
     make_state_model(tmp_path, family)
     numbers = random.Random(3)
     prompts = [[numbers.randrange(3, VOCAB) for _ in range(length)] for length in LENGTHS]
-    own = AutoModelForCausalLM.from_pretrained(
-        tmp_path, attn_implementation="eager", dtype=torch.float32
-    ).eval()
-    options = {"max_new_tokens": NUM_NEW, "do_sample": False, "use_cache": False, "eos_token_id": None}
-    with torch.no_grad():
-        expected = [
-            own.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts
-        ]
+    expected = generated(tmp_path, prompts)
     model = load(tmp_path)
     for chunk in (7, 50, 1 << 20):
         driver = make_driver(model, chunk)
         requests = [driver.add(prompt, GREEDY) for prompt in prompts]
         driver.generate(requests, NUM_NEW, chunk=chunk, together=chunk != 50)
         assert [request.output_ids for request in requests] == expected, f"in chunks of {chunk}"
+
+
+COUNT, ABORTED = (32, 8) if NIGHTLY else (12, 3)
+"""Requests at once, and those among them that are given up."""
+
+
+def many_prompts() -> list[list[int]]:
+    """Prompts of which half begin alike, and part at and beside positions of the grid."""
+    numbers = random.Random(4)
+
+    def text(length: int) -> list[int]:
+        return [numbers.randrange(3, VOCAB) for _ in range(length)]
+
+    shared = text(2 * GRID + 11)
+    parts = [GRID, GRID - 1, GRID + 17, 2 * GRID, 2 * GRID + 11]
+    return [
+        (shared[: parts[index // 2 % len(parts)]] if index % 2 else []) + text(numbers.randrange(1, 50))
+        for index in range(COUNT)
+    ]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [EACH_PUSH[0], *(pytest.param(each, marks=pytest.mark.nightly) for each in [EACH_PUSH[1], *AT_NIGHT])],
+)
+def test_many_requests_at_once_have_the_tokens_of_generate(family: str, tmp_path: Path) -> None:
+    """In chunks of any size, behind hits, preempted, in slots of others, and beside aborted ones."""
+    make_state_model(tmp_path, family)
+    prompts = many_prompts()
+    expected = dict(enumerate(generated(tmp_path, prompts)))
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
+    submits = [Submit(index, str(index), prompt, params, 0) for index, prompt in enumerate(prompts)]
+    instance = answers.load(tmp_path, dtype="float32")
+
+    def tokens(how: How, some: list[Submit]) -> dict[int, list[int]]:
+        found, counted = instance.answers(some, how)
+        counters.append(counted)
+        return {number: answer.token_ids for number, answer in found.items()}
+
+    counters: list[Counters] = []
+    assert tokens(How(budget=1), submits[:3]) == {number: expected[number] for number in range(3)}
+    for budget in (7, 16, 50, 64) if NIGHTLY else (7, 50):
+        assert tokens(How(budget=budget), submits) == expected, f"in chunks of {budget}"
+    assert counters[-1].prefix_cache_hits >= GRID
+    core = instance.core(How(budget=16, seqs=2, policy="priority"))
+    urgent = [msgspec.structs.replace(each, priority=-each.request) for each in submits]
+    found = run(core, urgent, steps_between=3)
+    assert {number: answer.token_ids for number, answer in found.items()} == expected
+    assert core.scheduler.counters().preemptions > 3
+    assert tokens(How(budget=64, states=3, caching=False), submits) == expected, "few slots of states"
+
+    core = instance.core(How(budget=50, seqs=5, states=12))
+    given_up = range(0, COUNT, COUNT // ABORTED)
+    found = {number: Answer() for number in range(2 * COUNT)}
+    for submit in [
+        *submits,
+        *(msgspec.structs.replace(each, request=COUNT + each.request) for each in submits),
+    ]:
+        assert core.submit(PEER, submit) is None
+        step(core, found, lambda: None)
+        if submit.request - 1 in given_up:
+            core.abort(PEER, [submit.request - 1])
+    while not core.is_empty:
+        step(core, found, lambda: None)
+    for number, ids in expected.items():
+        assert found[COUNT + number].token_ids == ids
+        assert found[number].token_ids == ids[: len(found[number].token_ids)]
+        assert number in given_up or found[number].token_ids == ids
