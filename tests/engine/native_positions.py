@@ -198,9 +198,11 @@ def main() -> None:
     parser.add_argument("families", nargs="*", help=f"of {', '.join(NATIVE)}; all by default")
     parser.add_argument("--positions", type=int, default=20_000, help="of each family and data type")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--share", default="1/1", help="which part of the families, such as 2/4")
     arguments = parser.parse_args()
     failed = False
-    for family in arguments.families or NATIVE:
+    first, step = map(int, arguments.share.split("/"))
+    for family in (arguments.families or list(NATIVE))[first - 1 :: step]:
         for dtype in (torch.float32, torch.bfloat16):
             began = time.monotonic()
             problem = check(family, dtype, arguments.positions, arguments.seed)
