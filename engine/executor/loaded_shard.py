@@ -13,14 +13,11 @@ from pathlib import Path
 import torch
 
 from engine.attention import Backend
-from engine.attention.base import (
-    LayerShape,
-)
 from engine.config import EngineConfig
 from engine.executor_contract import Progress
 from engine.host.cores import has_gpu
 from engine.kernels.core import library
-from engine.kernels.make import cached_layers
+from engine.kernels.make import Kept, kept_by_torch, kept_of
 from engine.model.checkpoint import CheckpointError, ModelInfo, chosen_dtype
 from engine.model.choice import choose_backend
 from engine.model.expert_change import HeldExperts
@@ -59,8 +56,8 @@ class LoadedShard:
         self._held: HeldExperts | None = None
         self._digest: HostDigest | None = None
         """Digest of the weights; None where they are random."""
-        self._cached: tuple[LayerShape, ...] = ()
-        """Shapes of what the layers cache of a token."""
+        self._kept = Kept((), None)
+        """What the model keeps of requests."""
         self._on_torch = config.device.on_torch
         library.choose(native_kind(config.device))
         self._backend: Backend = "TORCH_SDPA"
@@ -106,9 +103,10 @@ class LoadedShard:
             )
             self._held.check_limit(self._most_held)
             self._held.rehearse()
-        self._cached = model.layers
+        self._kept = kept_by_torch(model)
         if not self._on_torch:
-            self._cached = cached_layers(model, self._config.cache.block_size)
+            has_states = self._info.has_states
+            self._kept = kept_of(model, self._config.cache.block_size, has_states=has_states)
         progress(f"loaded {model.weight_bytes / 2**20:.0f} MiB in {time.monotonic() - began:.1f} s")
         return ModelFacts(
             architecture=self._info.architecture,
@@ -118,7 +116,7 @@ class LoadedShard:
             dtype=str(dtype).removeprefix("torch."),
             device=str(device),
             kv=KVSpec(num_layers=len(model.layers), bytes_per_token=self._kv_bytes),
-            boundaries=[] if model.states is None else [model.states.kind],
+            boundaries=[] if self._kept.states is None else [self._kept.states],
         )
 
     def _check_gpu(self) -> None:
@@ -153,7 +151,7 @@ class LoadedShard:
         """Bytes of a token in the KV cache, with numbers or with codes."""
         assert self._model is not None, "load() comes first"
         dtype, codes = self._model.dtype, self._config.cache.kv_codes
-        return sum(layer.bytes_per_token(dtype, codes) for layer in self._cached)
+        return sum(layer.bytes_per_token(dtype, codes) for layer in self._kept.layers)
 
     @property
     def layers(self) -> range:

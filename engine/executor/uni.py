@@ -38,7 +38,7 @@ from engine.inheritance.table import Table
 from engine.kernels.cache.native_cache import NativeCache
 from engine.kernels.core import library
 from engine.kernels.lowering.buffers import BufferRoom
-from engine.kernels.make import bytes_for_program, make_program
+from engine.kernels.make import bytes_for_program, kept_by_torch, make_program
 from engine.model.checkpoint import CheckpointError, ModelInfo
 from engine.model.experts_function import sum_experts_in_order
 from engine.model.sharding.shard import WHOLE, Shard
@@ -186,7 +186,8 @@ class UniExecutor(SpreadShard):
         largest = scheduler.largest_step()
         total = largest + (members - 1) * most_tokens(scheduler.token_budget())
         room = BufferRoom(largest, scheduler.most_sampled(), total)
-        num_bytes = bytes_for_program(self._model, self._config.cache.block_size, room)
+        requests = scheduler.most_requests()
+        num_bytes = bytes_for_program(self._model, self._config.cache.block_size, room, requests)
         return num_bytes * self._shard.neighbours
 
     def allocate(self, num_blocks: int, num_states: int = 0) -> None:
@@ -202,10 +203,10 @@ class UniExecutor(SpreadShard):
             self._program = make_program(model, block_size)
             self._on_torch = self._program is None
         self._check_kernels()
-        if self._program is None and self._cached != model.layers:
+        if self._program is None and self._kept != kept_by_torch(model):
             raise CheckpointError(
                 f"the native kernels cannot compute {self._info.architecture} after all, as the log says. "
-                "Torch needs a larger KV cache: set LOCKSTEP_NATIVE_KERNELS=0"
+                "Torch needs another KV cache: set LOCKSTEP_NATIVE_KERNELS=0"
             )
         if self._program is None and self._config.device.batch_invariant:
             self._fix_blocks(model)

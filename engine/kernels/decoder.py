@@ -1,10 +1,10 @@
 """Recognises a transformers model whose layers are of the usual kind, and finds its weights.
 
-Usual: a mixer (attention), then a feed-forward part (an MLP or a mixture of experts), each added to the
-residual stream, with norms before or behind them. Which of the known operations the model's code makes of its
-parts is seen in what that code gives for made-up inputs (:mod:`engine.kernels.core.stand_ins`). Whether that
-is all it does is tried by running both (:mod:`engine.kernels.trial`). So a family that differs in a detail is
-computed by torch, not served wrong.
+Usual: a mixer (attention, a recurrence), then a feed-forward part (an MLP or a mixture of experts), or one of
+them alone, each added to the residual stream, with norms before or behind them. Which of the known operations
+the model's code makes of its parts is seen in what that code gives for made-up inputs
+(:mod:`engine.kernels.core.stand_ins`). Whether that is all it does is tried by running both
+(:mod:`engine.kernels.trial`). So a family that differs in a detail is computed by torch, not served wrong.
 
 A model may be a shard: a stage without the embedding or the output layer, or a tensor-parallel rank's part,
 whose mixers and MLPs give partial sums (:mod:`parallel.tensor_plan`).
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from engine.attention.base import LayerShape
+from engine.attention.base import LAYER_ATTRIBUTE, LayerShape
 from engine.kernels.attention.rotary import Rotary
 from engine.kernels.choosing.output import Output, output_of
 from engine.kernels.core.base_model import BaseModel
@@ -41,16 +41,18 @@ from engine.model.quantization.attached import reader_of
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: a mixer and a feed-forward part, each added to the stream."""
+    """One layer: a mixer and a feed-forward part, or one of them, each added to the stream."""
 
     norm: Norm | None
     """Before the mixer."""
-    mixer: Mixer
+    mixer: Mixer | None
+    """None in a layer that has a feed-forward part alone."""
     last_norm: Norm | None
     """Norm of what the mixer gives."""
     second_norm: Norm | None
     """Before the feed-forward part."""
-    mlp: FeedForward
+    mlp: FeedForward | None
+    """None in a layer that has a mixer alone."""
     mlp_last_norm: Norm | None
     """Norm of what the feed-forward part gives."""
     is_parallel: bool
@@ -71,9 +73,9 @@ class Layer:
         )
 
     @property
-    def parts(self) -> tuple[LayerPart, LayerPart]:
-        """The mixer and the feed-forward part."""
-        return self.mixer, self.mlp
+    def parts(self) -> tuple[LayerPart, ...]:
+        """The mixer and the feed-forward part, of those that it has."""
+        return tuple(part for part in (self.mixer, self.mlp) if part is not None)
 
     def matrices(self) -> list[torch.Tensor]:
         """The matrices of a layer, experts that are here among them."""
@@ -96,14 +98,19 @@ class DecoderModel:
     dtype: torch.dtype
 
     @property
+    def mixers(self) -> list[Mixer]:
+        """Mixers of the layers that have one."""
+        return [layer.mixer for layer in self.layers if layer.mixer is not None]
+
+    @property
     def cached(self) -> tuple[LayerShape, ...]:
         """Shapes of what the layers cache of a token, of those that do."""
-        return tuple(layer.mixer.cached for layer in self.layers if layer.mixer.cached is not None)
+        return tuple(mixer.cached for mixer in self.mixers if mixer.cached is not None)
 
     @property
     def states(self) -> tuple[StateShape, ...]:
         """Shapes of the layers' recurrent states, of those that have one."""
-        return tuple(layer.mixer.state for layer in self.layers if layer.mixer.state is not None)
+        return tuple(mixer.state for mixer in self.mixers if mixer.state is not None)
 
     @property
     def sparse(self) -> list[Moe]:
@@ -127,7 +134,8 @@ class DecoderModel:
     @property
     def sums_width(self) -> int:
         """Numbers of a row that are added up over the ranks, at most."""
-        return self.hidden * max((layer.mlp.sums_per_token for layer in self.layers), default=1)
+        rows = [layer.mlp.sums_per_token for layer in self.layers if layer.mlp is not None]
+        return self.hidden * max(rows, default=1)
 
     @property
     def num_sums(self) -> int:
@@ -161,7 +169,7 @@ class DecoderModel:
 def recognise(module: Any, shapes: Sequence[LayerShape], dtype: torch.dtype) -> DecoderModel:
     """Recognise a model, and return its parts as a decoder.
 
-    ``shapes``: of its layers; of a stage, those that are computed there.
+    ``shapes``: of its attention layers; of a stage, of those that are computed there.
 
     Raises:
         NotRecognised: the model has other parts.
@@ -171,19 +179,23 @@ def recognise(module: Any, shapes: Sequence[LayerShape], dtype: torch.dtype) -> 
     _only(module, {module.base_model_prefix, "lm_head"})
     hidden = int(module.config.get_text_config().hidden_size)
     base = BaseModel(getattr(module, module.base_model_prefix, None), hidden, dtype)
-    if hidden % 2 or len(base.layers) != len(shapes):
-        raise NotRecognised("an odd hidden size, or layers without attention")
+    if hidden % 2:
+        raise NotRecognised("an odd hidden size")
     with torch.inference_mode():
-        layers = tuple(_layer(layer, shape, base) for layer, shape in zip(base.layers, shapes, strict=True))
+        layers = tuple(_layer(layer, shapes, base) for layer in base.layers)
         embedding = embedding_of(base.module, base.names, hidden, dtype)
         output = output_of(module, getattr(base.module, base.names["norm"]), hidden)
     decoder = DecoderModel(embedding, layers, output, hidden, tuple(base.rotaries.values()), dtype)
+    if len(decoder.cached) != len(shapes):
+        raise NotRecognised("attention in other places than its layers")
+    if decoder.states and any(mixer.source is not None for mixer in decoder.mixers):
+        raise NotRecognised("keys and values of another layer beside recurrent states")
     if len({(mlp.num_experts, mlp.top_k) for mlp in decoder.sparse}) > 1:
         raise NotRecognised("another number of experts in another layer")
     return decoder
 
 
-def _layer(layer: Any, shape: LayerShape, base: BaseModel) -> Layer:
+def _layer(layer: Any, shapes: Sequence[LayerShape], base: BaseModel) -> Layer:
     order, hidden, stack = order_of(without_input(layer), base.hidden), base.hidden, base.all_layers
 
     def norm(name: str | None) -> Norm | None:
@@ -192,7 +204,7 @@ def _layer(layer: Any, shape: LayerShape, base: BaseModel) -> Layer:
     mlp, behind = _feed_forward(layer, order, norm(order.behind_mlp), base)
     return Layer(
         norm=norm(order.before_attention),
-        mixer=mixer_of(getattr(layer, order.attention), shape, base),
+        mixer=None if order.attention is None else _mixer(getattr(layer, order.attention), shapes, base),
         last_norm=norm(order.behind_attention),
         second_norm=norm(order.before_mlp),
         mlp=mlp,
@@ -204,13 +216,21 @@ def _layer(layer: Any, shape: LayerShape, base: BaseModel) -> Layer:
     )
 
 
+def _mixer(module: Any, shapes: Sequence[LayerShape], base: BaseModel) -> Mixer:
+    """The mixer of a module; attention has the shape of its number."""
+    number = getattr(module, LAYER_ATTRIBUTE, None)
+    return mixer_of(module, None if number is None else shapes[number], base)
+
+
 def _feed_forward(
     layer: Any, order: Order, behind: Norm | None, base: BaseModel
-) -> tuple[FeedForward, Norm | None]:
+) -> tuple[FeedForward | None, Norm | None]:
     """The MLP or the mixture of a layer, and the norm behind it.
 
     The norm may be one of the mixture's own parts.
     """
+    if order.mlp is None:
+        return None, behind
     block, hidden = getattr(layer, order.mlp), base.hidden
     beside = None if order.beside is None else getattr(layer, order.beside)
     if not hasattr(block, "experts"):

@@ -16,7 +16,7 @@ import logging
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -33,9 +33,13 @@ from engine.kernels.core.stand_ins import NotRecognised
 from engine.kernels.decoder import DecoderModel, recognise
 from engine.kernels.lowering import buffers
 from engine.kernels.program import Program
+from engine.kernels.states.native_states import NativeStates
 from engine.kernels.trial import judge
 from engine.model.quantization.attached import forget_codes
 from engine.model.weights import LoadedModel
+from engine.pieces.kinds import BoundaryKind
+from engine.states.grid import NATIVE_GRID
+from engine.states.held import StateRows
 from parallel.communicators.base import CollectiveError
 from parallel.tensor_parallel import TensorRank
 
@@ -59,14 +63,18 @@ STEPS = [  # [(request, start, count)]: prompts in pieces, then decode beside a 
     [(1, 9, 1), (0, 19, 14)],
     [(0, 33, 1), (1, 10, 1)],
 ]
+SLOTS = 4
+"""Slots for the recurrent states of these steps."""
 
 
 class _Off(Exception):
     """Reason why torch computes this model, logged as "native kernels: off"."""
 
 
-def bytes_for_program(model: LoadedModel, block_size: int, largest: buffers.BufferRoom | None = None) -> int:
-    """Bytes that :func:`make_program` takes beside the model, and its ``largest`` step.
+def bytes_for_program(
+    model: LoadedModel, block_size: int, largest: buffers.BufferRoom | None = None, requests: int = 0
+) -> int:
+    """Bytes that :func:`make_program` takes beside the model, its ``largest`` step and running ``requests``.
 
     0 where torch computes, also for want of room.
     """
@@ -74,25 +82,52 @@ def bytes_for_program(model: LoadedModel, block_size: int, largest: buffers.Buff
         return 0
     try:
         decoder = _decoder_of(model, block_size)
-        return decoder.num_bytes + (0 if largest is None else buffers.num_bytes(decoder.needs, largest))
+        room = 0 if largest is None else buffers.num_bytes(decoder.needs, largest)
+        rows = NativeStates(decoder.states, decoder.dtype).request_bytes
+        return decoder.num_bytes + room + requests * rows
     except _Off:
         return 0
 
 
-def cached_layers(model: LoadedModel, block_size: int) -> tuple[LayerShape, ...]:
-    """Shapes of the layers' caches: for the kernels where they compute, else for torch.
+class Kept(NamedTuple):
+    """What a model keeps of requests, in the form of those who compute it: the kernels, or torch."""
 
-    The kernels may keep less than torch. Then they are tried now: a cache with room for that is too small for
-    torch, so :func:`make_program` must not fail later for a reason that can be known.
+    layers: tuple[LayerShape, ...]
+    """Shapes of what attention layers cache of a token."""
+    states: BoundaryKind | None
+    """Kind of recurrent states; None: no layer has one."""
+
+
+def kept_by_torch(model: LoadedModel) -> Kept:
+    """What torch's modules keep."""
+    return Kept(model.layers, None if model.states is None else model.states.kind)
+
+
+def kept_of(model: LoadedModel, block_size: int, *, has_states: bool) -> Kept:
+    """What is kept: for the kernels where they compute, else for torch.
+
+    The kernels may keep less than torch, or states on another grid. Then they are tried now: a cache for
+    those is none for torch, so :func:`make_program` must not fail later for a reason that can be known.
+    ``has_states``: whether any worker's layers have a recurrent state; then all shards call this together.
+
+    Raises:
+        parallel.communicators.base.CollectiveError: another shard is lost.
     """
-    has_latents = model.device.type == "cpu" and any(map(is_latent, model.module.modules()))
-    kernels = library.load() if has_latents else None
-    if kernels is None:
-        return model.layers
-    try:
-        return _prove(kernels, model, block_size).decoder.cached
-    except _Off:
-        return model.layers
+    on_cpu = model.device.type == "cpu"
+    must_try = on_cpu and (has_states or any(map(is_latent, model.module.modules())))
+    kernels = library.load() if must_try else None
+    decoder = None
+    if kernels is not None:
+        with suppress(_Off):
+            decoder = _prove(kernels, model, block_size).decoder
+    if has_states:
+        is_ours = kernels is not None and decoder is not None
+        if not _all_have(model, kernels.key if kernels is not None and is_ours else None):
+            decoder = None
+    if decoder is None:
+        return kept_by_torch(model)
+    states = NativeStates(decoder.states, decoder.dtype).kind if decoder.states else None
+    return Kept(decoder.cached, states)
 
 
 def make_program(model: LoadedModel, block_size: int) -> Program | None:
@@ -225,6 +260,8 @@ def _decoder_of(model: LoadedModel, block_size: int) -> DecoderModel:
     with _off_by_any_error():
         decoder = recognise(model.module, model.layers, model.dtype)
     needed, free = decoder.num_bytes * model.stage.shard.neighbours, available_memory()
+    if decoder.states and NATIVE_GRID % block_size:
+        raise _Off(f", --block-size {block_size} does not divide the {NATIVE_GRID} tokens of states' grid")
     if needed > free * (1 - MARGIN):
         sizes = f"{needed / 2**30:.1f} GiB of weights are laid out anew, and {free / 2**30:.1f} GiB are free"
         raise _Off(f", {sizes}; steps run on torch's own operators")
@@ -234,6 +271,8 @@ def _decoder_of(model: LoadedModel, block_size: int) -> DecoderModel:
 class _Sample(NamedTuple):
     """A step as the model's own modules compute it."""
 
+    rows: list[tuple[int, int, int]]
+    """As in :data:`STEPS`."""
     packed: PackedRows
     ids: Int64s
     expected: torch.Tensor | None
@@ -254,16 +293,27 @@ def _run_model(model: LoadedModel, block_size: int) -> list[_Sample]:
             requests = [request for request, _, _ in rows]
             packed = PackedRows(starts, counts, TABLES[requests], positions, int((counts == 1).sum()))
             ids = (positions * 7919 + np.repeat(requests, counts) * 13) % model.vocab_size
-            given = model.stage.forward(
-                model.module,
-                _received(model, len(ids)),
-                input_ids=torch.from_numpy(ids).unsqueeze(0),
-                position_ids=torch.from_numpy(positions).unsqueeze(0),
-                use_cache=False,
-                **{PLAN_KEYWORD: cache.plan(packed)},
-            )
-            samples.append(_Sample(packed, ids, _send_on(model, given)))
+            with _states_of(model, rows):
+                given = model.stage.forward(
+                    model.module,
+                    _received(model, len(ids)),
+                    input_ids=torch.from_numpy(ids).unsqueeze(0),
+                    position_ids=torch.from_numpy(positions).unsqueeze(0),
+                    use_cache=False,
+                    **{PLAN_KEYWORD: cache.plan(packed)},
+                )
+            samples.append(_Sample(rows, packed, ids, _send_on(model, given)))
+    if model.states is not None:
+        model.states.running.clear()
     return samples
+
+
+def _states_of(model: LoadedModel, rows: list[tuple[int, int, int]]) -> AbstractContextManager[None]:
+    """Context in which modules with a recurrent state compute these rows."""
+    if model.states is None:
+        return nullcontext()
+    requests, starts, counts = zip(*rows, strict=True)
+    return model.states.step(StateRows(requests, starts, counts))
 
 
 def _received(model: LoadedModel, tokens: int) -> torch.Tensor | None:
@@ -289,24 +339,27 @@ def _difference(program: Program, model: LoadedModel, block_size: int, samples: 
     Median over tokens. 0 before the last stage.
     """
     program.use(NativeCache(program.cached, num_blocks=8, block_size=block_size, dtype=model.dtype))
+    program.allocate_states(SLOTS, 0)
     differences = [torch.zeros(1)]
     with torch.inference_mode():
-        for packed, ids, expected in samples:
-            found = _send_on(model, _computed(program, model, packed, ids))
+        for sample in samples:
+            found, expected = _send_on(model, _computed(program, model, sample)), sample.expected
             if found is not None and expected is not None:
                 spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
                 differences.append((found - expected).norm(dim=-1) / spread.clamp(min=1e-6))
     return float(torch.cat(differences[1:] or differences).median())
 
 
-def _computed(program: Program, model: LoadedModel, packed: PackedRows, ids: Int64s) -> torch.Tensor:
+def _computed(program: Program, model: LoadedModel, sample: _Sample) -> torch.Tensor:
     """The program's result for a step.
 
     If it fails, the result is NaN, since other stages wait for one.
     """
+    ids = sample.ids
     received = _received(model, len(ids))
     try:
-        return program.forward(packed, ids, np.arange(len(ids)), received)
+        with program.alone(sample.rows):
+            return program.forward(sample.packed, ids, np.arange(len(ids)), received)
     except CollectiveError:
         raise
     except Exception as error:  # noqa: BLE001 (whatever it is, torch can compute this model)

@@ -58,17 +58,22 @@ class NarrowCopy:
                 part.be_alone()
             elif isinstance(part, VocabularyParallel):
                 part.first = 0
+        for part in self.module.modules():
+            if part.__dict__.get("forward", part) is None:
+                del part.forward  # the one that computes on the grid, which :func:`_weights_for` left out
         for layer, part in zip(decoder.layers, _parts(self.module), strict=True):
-            NARROW_MIXERS[type(layer.mixer)].tell(layer.mixer, mixer_module(part))
+            if layer.mixer is not None:
+                NARROW_MIXERS[type(layer.mixer)].tell(layer.mixer, mixer_module(part))
         for part in expert_modules(self.module).values():
             part.num_experts = max((moe.num_experts for moe in decoder.sparse), default=part.num_experts)
         if decoder.sparse and self.module._can_set_experts_implementation():
             self.module.set_experts_implementation(EXPERTS_IMPLEMENTATION)
+        attentions = [mixer for mixer in decoder.mixers if mixer.cached is not None]
         self.layers = tuple(
-            NARROW_MIXERS[type(layer.mixer)].shape(layer.mixer, shape)
-            for shape, layer in zip(model.layers, decoder.layers, strict=True)
+            NARROW_MIXERS[type(mixer)].shape(mixer, shape)
+            for shape, mixer in zip(model.layers, attentions, strict=True)
         )
-        """Shapes of what the copy's layers cache."""
+        """Shapes of what the copy's attention layers cache."""
         self._mixers = [layer.mixer for layer in decoder.layers]
         self.decoder = self._recognise(torch.float32)
         """The copy's parts, with whole sums, whatever the model's sums are."""
@@ -97,7 +102,11 @@ class NarrowCopy:
         decoder = recognise(self.module, self.layers, dtype)
         embedding, output = decoder.embedding, decoder.output
         layers = (
-            replace(layer, mixer=layer.mixer.whole().chosen_as(mixer), mlp=layer.mlp.whole())
+            replace(
+                layer,
+                mixer=None if layer.mixer is None else layer.mixer.whole().chosen_as(mixer),
+                mlp=None if layer.mlp is None else layer.mlp.whole(),
+            )
             for layer, mixer in zip(decoder.layers, self._mixers, strict=True)
         )
         return replace(
@@ -118,8 +127,10 @@ def _weights_for(model: LoadedModel, decoder: DecoderModel) -> MadeUpWeights:
     """Made-up weights for all that a model has."""
     weights = MadeUpWeights(model.dtype)
     for layer, part in zip(decoder.layers, _parts(model.module), strict=True):
-        NARROW_MIXERS[type(layer.mixer)].make_up(weights, layer.mixer, mixer_module(part))
-        NARROW_PARTS[type(layer.mlp)](weights, layer.mlp, part)
+        if layer.mixer is not None:
+            NARROW_MIXERS[type(layer.mixer)].make_up(weights, layer.mixer, mixer_module(part))
+        if layer.mlp is not None:
+            NARROW_PARTS[type(layer.mlp)](weights, layer.mlp, part)
     if decoder.embedding is not None:
         weight = decoder.embedding.weight
         weights.put(weight, (min(len(weight), MOST_TOKENS), decoder.hidden), size=1.0)
@@ -155,6 +166,8 @@ def _add_rest(weights: MadeUpWeights, model: LoadedModel) -> None:
         elif buffer.dtype == model.dtype:
             weights.keep_buffer(buffer)
     for module in model.module.modules():
+        if (forward := module.__dict__.get("forward")) is not None:
+            memo[id(forward)] = None
         if (ranks := getattr(module, "_ranks", None)) is not None:
             memo[id(ranks)] = TensorRank(0, 1)
         if (spread := getattr(module, EXPERTS_ATTRIBUTE, None)) is not None:

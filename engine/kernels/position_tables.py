@@ -20,7 +20,7 @@ class PositionTables:
 
     def __init__(self, decoder: DecoderModel) -> None:
         self._rotaries = decoder.rotaries
-        self._kinds = {each for layer in decoder.layers for each in layer.mixer.tables()}
+        self._kinds = {each for mixer in decoder.mixers for each in mixer.tables()}
         self._angles: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Cosines and sines [positions, half] of each rotary embedding."""
         self.angles = np.zeros(0, dtype=np.int64)

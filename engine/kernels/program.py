@@ -9,6 +9,7 @@ sum over tensor-parallel ranks, their communicator adds up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -142,6 +143,10 @@ class Program:
         if self.states is not None:
             self.states.allocate(num_slots, first, zeros)
             self._lists.clear()
+
+    def alone(self, rows: Sequence[tuple[int, int, int]]) -> AbstractContextManager[None]:
+        """Context of a step outside of a scheduler; ``rows``: (request, start, tokens) of each."""
+        return nullcontext() if self.states is None else self.states.alone(rows)
 
     def spread(self) -> None:
         """Use these kernels for experts that are exchanged outside the list of operations.

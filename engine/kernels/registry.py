@@ -27,6 +27,7 @@ from engine.kernels.mlp import narrow as narrow_mlp
 from engine.kernels.mlp.mlp import Mlp, PackedMlp
 from engine.kernels.products.made_up import MadeUpWeights
 from engine.kernels.products.quantized import ROUNDING
+from engine.kernels.states import short_conv
 from engine.kernels.states.shape import LAYER_STATE, STATE_FILL, STATE_ROW
 
 LAYOUTS = {
@@ -43,13 +44,20 @@ LAYOUTS = {
 }
 """Structures that operations read, by the names that the compiled sources have for their sizes."""
 
-RECOGNISERS: tuple[Callable[[Any, LayerShape, BaseModel], Mixer | None], ...] = (attention_of,)
+RECOGNISERS: tuple[Callable[[Any, LayerShape | None, BaseModel], Mixer | None], ...] = (
+    short_conv.short_conv_of,
+    attention_of,
+)
 """Recognisers of mixers, the particular before the general.
 
-Each returns None for modules that it does not know; the last one raises.
+Each returns None for modules that it does not know; the last one raises. The shape is that of what attention
+caches; None for modules without attention.
 """
 
-PACKED_MIXERS: dict[type, Callable[[Any, Packing], PackedMixer]] = {Attention: PackedAttention}
+PACKED_MIXERS: dict[type, Callable[[Any, Packing], PackedMixer]] = {
+    Attention: PackedAttention,
+    short_conv.ShortConv: short_conv.PackedShortConv,
+}
 PACKED_FEED_FORWARDS: dict[type, Callable[[Any, Packing], PackedFeedForward]] = {
     Mlp: PackedMlp,
     Moe: PackedMoe,
@@ -61,14 +69,15 @@ class NarrowMixer(NamedTuple):
 
     make_up: Callable[[MadeUpWeights, Any, Any], None]
     """Makes weights up for a module of the model."""
-    tell: Callable[[Any, Any], None]
+    tell: Callable[[Any, Any], None] = lambda mixer, module: None
     """Sets numbers that the copy's module reads."""
-    shape: Callable[[Any, LayerShape], LayerShape]
+    shape: Callable[[Any, LayerShape], LayerShape] = lambda mixer, shape: shape
     """Shape of what the copy caches."""
 
 
 NARROW_MIXERS: dict[type, NarrowMixer] = {
-    Attention: NarrowMixer(narrow_attention.make_up, narrow_attention.tell, narrow_attention.narrow_shape)
+    Attention: NarrowMixer(narrow_attention.make_up, narrow_attention.tell, narrow_attention.narrow_shape),
+    short_conv.ShortConv: NarrowMixer(short_conv.make_up),
 }
 NARROW_PARTS: dict[type, Callable[[MadeUpWeights, Any, Any], None]] = {
     Mlp: narrow_mlp.make_up,
@@ -76,7 +85,7 @@ NARROW_PARTS: dict[type, Callable[[MadeUpWeights, Any, Any], None]] = {
 }
 
 
-def mixer_of(module: Any, shape: LayerShape, base: BaseModel) -> Mixer:
+def mixer_of(module: Any, shape: LayerShape | None, base: BaseModel) -> Mixer:
     """The mixer of a module.
 
     Raises:

@@ -22,6 +22,7 @@
 #include "experts/experts.hpp"
 #include "norms/norms.hpp"
 #include "products/linear.hpp"
+#include "states/conv.hpp"
 #include "states/ssd.hpp"
 #include "states/state.hpp"
 

@@ -26,15 +26,16 @@ class PackedLayer:
 
     def __init__(self, layer: Layer, packing: Packing) -> None:
         self.layer = layer
-        self.mixer = packed_mixer(layer.mixer, packing)
-        self.mlp = packed_feed_forward(layer.mlp, packing)
+        self.mixer = None if layer.mixer is None else packed_mixer(layer.mixer, packing)
+        self.mlp = None if layer.mlp is None else packed_feed_forward(layer.mlp, packing)
         self.input = None if layer.input is None else PackedInput(layer.input, packing)
 
 
 def _kept_numbers(layers: Sequence[Layer]) -> list[KeptNumbers]:
     """Numbers of what each layer keeps."""
-    caches = accumulate((layer.mixer.cached is not None for layer in layers), initial=0)
-    states = accumulate((layer.mixer.state is not None for layer in layers), initial=0)
+    mixers = [layer.mixer for layer in layers]
+    caches = accumulate((each is not None and each.cached is not None for each in mixers), initial=0)
+    states = accumulate((each is not None and each.state is not None for each in mixers), initial=0)
     return [KeptNumbers(*each) for each in zip(caches, states, strict=True)][: len(layers)]
 
 
@@ -65,7 +66,7 @@ class PackedDecoder:
         if self.embedding is not None:
             self.embedding.write(writer)
         for number, packed in enumerate(self.layers):
-            is_cut = packed.mlp.exchanges and not exchanges
+            is_cut = packed.mlp is not None and packed.mlp.exchanges and not exchanges
             selects = packed is self.layers[-1] and not is_cut and self.output is not None
             self._write_layer(writer, number, selects=selects)
         if writer.num_sums == 1:
@@ -82,14 +83,15 @@ class PackedDecoder:
         packed, layer = self.layers[number], self.layers[number].layer
         place, mlp_place = layer.places
         kept = self._kept[number]
-        packed.mixer.project(writer, writer.norm(place.norm, writer.buffers.normed), kept)
+        if packed.mixer is not None:
+            packed.mixer.project(writer, writer.norm(place.norm, writer.buffers.normed), kept)
         if selects:
             writer.select()
-        rows = packed.mlp.read(writer, mlp_place) if layer.is_parallel else None
-        writer.add_product(packed.mixer.mix(writer, kept), place.last_norm, place.factor)
-        if rows is None:
-            rows = packed.mlp.read(writer, mlp_place)
-        packed.mlp.add(writer, mlp_place, rows)
+        rows = packed.mlp.read(writer, mlp_place) if packed.mlp is not None and layer.is_parallel else None
+        if packed.mixer is not None:
+            writer.add_product(packed.mixer.mix(writer, kept), place.last_norm, place.factor)
+        if packed.mlp is not None:
+            packed.mlp.add(writer, mlp_place, packed.mlp.read(writer, mlp_place) if rows is None else rows)
         if packed.input is not None:
             packed.input.add(writer)
         if layer.stream_factor != 1.0:

@@ -130,7 +130,7 @@ def _difference(kernels: KernelLibrary, copy: NarrowCopy, positions: Int64s) -> 
     if not bad:
         return None
     (number, index), worst = max(bad.items(), key=lambda each: each[1])
-    where = "the output" if number == len(copy.layers) else f"layer {number}"
+    where = "the output" if number == len(copy.parts) else f"layer {number}"
     return f"{where} differs by {worst:.2g} at position {positions[index]}"
 
 
@@ -146,8 +146,8 @@ def _deviations(
     programs: dict[tuple[Any, ...], Program] = {}
     for number, layer in enumerate(decoder.layers):
         given, expected = run.states[number], run.states[number + 1]
-        kind = copy.layers[number], *_fields(layer)
-        if kind not in programs or layer.mixer.source is not None:
+        kind = tuple(_fields(layer))
+        if kind not in programs or (layer.mixer is not None and layer.mixer.source is not None):
             programs[kind] = _program_of(kernels, replace(decoder, output=None), run, number)
         found = _compute(programs[kind], given, run.inputs)
         yield from _too_far(number, (found - expected).norm(dim=-1), (expected - given).norm(dim=-1))
@@ -158,17 +158,17 @@ def _deviations(
         yield from _too_far(0, (found - expected).norm(dim=-1), (expected - given).norm(dim=-1))
     if run.logits is None:
         return
-    last = _program_of(kernels, decoder, run, len(copy.layers) - 1)
+    last = _program_of(kernels, decoder, run, len(copy.parts) - 1)
     found = _compute(last, run.states[-2], run.inputs)
     for half, expected in zip(_halves(found), _halves(run.logits), strict=True):  # one of which is louder
-        yield from _too_far(len(copy.layers), (half - expected).norm(dim=-1), expected.norm(dim=-1))
+        yield from _too_far(len(copy.parts), (half - expected).norm(dim=-1), expected.norm(dim=-1))
 
 
 def _program_of(kernels: KernelLibrary, decoder: DecoderModel, run: _Run, number: int) -> Program:
     """A program of one layer alone, with another's keys and values if it reads them."""
     layer, count = decoder.layers[number], len(run.states[0])
-    source = layer.mixer.source
-    if source is None:
+    source = None if layer.mixer is None else layer.mixer.source
+    if layer.mixer is None or source is None:
         return _program(kernels, replace(decoder, layers=(layer,)), count)
     stored = _program_of(kernels, replace(decoder, output=None), run, source)
     _compute(stored, run.states[source], run.inputs)
@@ -292,8 +292,8 @@ def _run(copy: NarrowCopy, positions: Int64s, draw: int = 0) -> _Run:
     finally:
         for hook in hooks:
             hook.remove()
-    if len(states) != len(copy.layers) + 1:
-        raise NotRecognised(f"{len(states) - 1} calls of {len(copy.layers)} layers")
+    if len(states) != len(copy.parts) + 1:
+        raise NotRecognised(f"{len(states) - 1} calls of {len(copy.parts)} layers")
     if decoder.embedding is not None and not torch.equal(states[0], embedded):
         raise NotRecognised("it changes what the embedding gives")
     has_inputs = any(layer.input is not None for layer in decoder.layers)
@@ -327,6 +327,7 @@ def _program(kernels: KernelLibrary, decoder: DecoderModel, count: int) -> Progr
     program.use(
         NativeCache(decoder.cached, num_blocks=_num_blocks(count), block_size=BLOCK_SIZE, dtype=decoder.dtype)
     )
+    program.allocate_states(1, 0)
     return program
 
 
@@ -338,7 +339,8 @@ def _compute(program: Program, given: torch.Tensor, inputs: torch.Tensor | None 
     count, are_ids = len(given), given.ndim == 1
     ids = given.numpy() if are_ids else np.zeros(count, dtype=np.int64)
     hidden = None if are_ids else given[None]
-    found = program.forward(_packed(count), ids, np.arange(count), hidden, None if are_ids else inputs)
+    with program.alone([(0, 0, count)]):
+        found = program.forward(_packed(count), ids, np.arange(count), hidden, None if are_ids else inputs)
     return found.reshape(count, -1).clone()
 
 
@@ -357,7 +359,9 @@ def _placed(decoder: DecoderModel, positions: Int64s) -> DecoderModel:
     rotaries = tuple(_Placed(rotary, positions) for rotary in decoder.rotaries)
     at = tuple(positions.tolist())
     layers = tuple(
-        replace(layer, mixer=layer.mixer.with_tables(lambda table: _PlacedTable(table, at)))
+        layer
+        if layer.mixer is None
+        else replace(layer, mixer=layer.mixer.with_tables(lambda table: _PlacedTable(table, at)))
         for layer in decoder.layers
     )
     return replace(decoder, embedding=None, layers=layers, rotaries=rotaries)

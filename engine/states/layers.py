@@ -44,7 +44,7 @@ class StateLayers:
     def __init__(self, module: Any) -> None:
         """Finds the modules, and has them computed on the grid."""
         self._module = module
-        found = [part for part in module.modules() if _has_state(part)]
+        found = [part for part in module.modules() if has_state(part)]
         self._layers = [_StateLayer(index, part, self) for index, part in enumerate(found)]
         self.running = RunningStates(len(found))
         self.pool: StatePool | None = None
@@ -227,7 +227,7 @@ def compute_on_grid(module: Any) -> StateLayers | None:
     return states if states.identities else None
 
 
-def _has_state(module: Any) -> bool:
+def has_state(module: Any) -> bool:
     """Whether a module's code updates a recurrent state in a cache that it gets."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and any(name in code.co_names for name in UPDATES)

@@ -38,12 +38,14 @@ from engine.kernels.products.projections import (
 from engine.model.quantization.attached import reader_of, rows_of
 
 
-def attention_of(module: Any, shape: LayerShape, base: BaseModel) -> Attention:
+def attention_of(module: Any, shape: LayerShape | None, base: BaseModel) -> Attention:
     """The attention of a module.
 
     Raises:
         NotRecognised: it has other parts, or does something else with them.
     """
+    if shape is None:
+        raise NotRecognised(f"the recurrence of {type(module).__name__}")
     dim, value_dim = shape.key_dim, shape.value_dim
     if dim % LANES or value_dim % LANES:
         raise NotRecognised(f"heads of {dim} and {value_dim}")

@@ -10,6 +10,7 @@ import torch
 from engine.attention.base import LAYER_ATTRIBUTE
 from engine.kernels.core.stand_ins import NotRecognised
 from engine.model.sharding.shard import PassThrough
+from engine.states.layers import has_state
 
 TABLE, PROJECTION, TABLE_NORM = (
     "embed_tokens_per_layer",
@@ -20,7 +21,7 @@ TABLE, PROJECTION, TABLE_NORM = (
 NAMES = {
     "embedding": ("embed_tokens", "wte"),
     "layers": ("layers", "h"),
-    "norm": ("norm", "ln_f", "final_layernorm"),
+    "norm": ("norm", "ln_f", "final_layernorm", "embedding_norm"),
     "rotary": ("rotary_emb",),
     "positions": ("wpe",),
     "table": (TABLE,),
@@ -71,6 +72,11 @@ def base_parts(base: Any) -> dict[str, str]:
     return names
 
 
+def is_mixer(module: Any) -> bool:
+    """Whether a module of a layer looks at other tokens: attention, or a recurrence."""
+    return hasattr(module, LAYER_ATTRIBUTE) or has_state(module)
+
+
 def mixer_module(layer: Any) -> Any:
-    """The module of a layer that looks at other tokens."""
-    return next(part for _, part in layer.named_children() if hasattr(part, LAYER_ATTRIBUTE))
+    """The module of a layer that looks at other tokens; None if there is none."""
+    return next((part for _, part in layer.named_children() if is_mixer(part)), None)

@@ -181,7 +181,7 @@ struct Operation {
     int64_t step_in, step_out;  // numbers from one group to the next
 };
 constexpr int64_t ADD = 1, AS_FLOAT = 2, SELECTED = 4, COMPRESSED = 8, TO_CHOOSE = 16, CENTRED = 32, NORM_LAST = 64,
-                  QUANTIZED = 128, WIDE = 256, ROUNDED = 512, QUERIES_ONLY = 1024, WITHIN = 2048;
+                  QUANTIZED = 128, WIDE = 256, ROUNDED = 512, QUERIES_ONLY = 1024, WITHIN = 2048, ACTIVATED = 4096;
 
 constexpr int64_t BOTH = 2;  // norms over all heads: of queries, and of keys
 

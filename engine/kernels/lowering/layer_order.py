@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from engine.attention.base import LAYER_ATTRIBUTE, PLAN_KEYWORD
+from engine.kernels.core.base_model import is_mixer
 from engine.kernels.core.stand_ins import Gives, NotRecognised, distance, made_up, with_parts
 
 CLOSE = 1e-6
@@ -38,8 +39,10 @@ class Inside:
 class Order:
     """Names of a layer's parts, by their place."""
 
-    attention: str
-    mlp: str
+    attention: str | None
+    """The part that looks at other tokens; None in a layer that has an MLP alone."""
+    mlp: str | None
+    """None in a layer without one."""
     beside: str | None
     """An MLP of the mixture's rows, whose result is added to the mixture's."""
     inside: Inside | None
@@ -62,17 +65,19 @@ def order_of(layer: Any, hidden: int) -> Order:
         return _order_of_both(layer, hidden)
     attention, mlp, beside, norms = _parts(layer)
     rows = made_up(1, 3, hidden, seed=1)
+    if attention is None or mlp is None:
+        return _order_of_one(layer, attention, mlp, norms, rows)
     both = [mlp] if beside is None else [mlp, beside]
     results = {
         name: made_up(1, 3, hidden, seed=2 + number) for number, name in enumerate([attention, *both, *norms])
     }
-    parts = {name: Gives(result) for name, result in results.items()}
-    parts[attention] = Gives((results[attention], None))
+    mixed = _as_given(layer, attention, results[attention])
+    parts = {name: Gives(result) for name, result in results.items()} | {attention: Gives(mixed)}
     try:
         found = _run(layer, parts, rows)
     except ValueError:  # what the MLP gives is taken apart: its routing stands beside it
         parts |= {name: Gives(results[name]) for name in (*norms, *both)}
-        parts |= {attention: Gives((results[attention], None)), mlp: Gives((results[mlp], None))}
+        parts |= {attention: Gives(mixed), mlp: Gives((results[mlp], None))}
         found = _run(layer, parts, rows)
     if any(len(part.given) != 1 for part in parts.values()):
         raise NotRecognised(f"{type(layer).__name__} does not use each of its parts once")
@@ -83,6 +88,54 @@ def order_of(layer: Any, hidden: int) -> Order:
         results[mlp] = results[mlp] + results.pop(beside)
     order = _ordered(type(layer).__name__, attention, mlp, rows, results, given, found)
     return replace(order, beside=beside)
+
+
+def _as_given(layer: Any, name: str, result: torch.Tensor) -> Any:
+    """A result as a mixer's module gives it: attention has weights beside it."""
+    return (result, None) if hasattr(getattr(layer, name), LAYER_ATTRIBUTE) else result
+
+
+def _order_of_one(
+    layer: Any, attention: str | None, mlp: str | None, norms: list[str], rows: torch.Tensor
+) -> Order:
+    """The order of a layer with one part: attention, a recurrence or an MLP."""
+    kind, part = type(layer).__name__, attention or mlp
+    assert part is not None
+    results = {name: made_up(*rows.shape, seed=2 + number) for number, name in enumerate([part, *norms])}
+    parts = {name: Gives(result) for name, result in results.items()}
+    for name in norms:
+        parts[name].weight = torch.nn.Parameter(rows.new_empty(0))  # some layers read its type
+    parts[part] = Gives(results[part] if attention is None else _as_given(layer, part, results[part]))
+    found = _run(layer, parts, rows)
+    if any(len(each.given) != 1 for each in parts.values()):
+        raise NotRecognised(f"{kind} does not use each of its parts once")
+    given = {name: each.given[0].reshape(rows.shape) for name, each in parts.items()}
+    before = next((name for name in norms if torch.equal(results[name], given[part])), None)
+    behind = next((name for name in norms if torch.equal(results[part], given[name])), None)
+    if {before, behind} - {None} != set(norms):
+        raise NotRecognised(f"{kind} has a norm in another place")
+    added = results[behind or part]
+    both = torch.stack([rows.flatten(), added.flatten()], dim=1)
+    stream_factor, of_part = torch.linalg.lstsq(both, found.flatten()[:, None]).solution.flatten().tolist()
+    factor = round(of_part / stream_factor, DIGITS)
+    if (
+        distance(found, stream_factor * (rows + factor * added)) > CLOSE
+        or distance(given[before or part], rows) > CLOSE
+    ):
+        raise NotRecognised(f"{kind} adds up its parts in another way")
+    return Order(
+        attention=attention,
+        mlp=mlp,
+        beside=None,
+        inside=None,
+        before_attention=before if mlp is None else None,
+        behind_attention=behind if mlp is None else None,
+        before_mlp=None if mlp is None else before,
+        behind_mlp=None if mlp is None else behind,
+        is_parallel=False,
+        factor=factor,
+        stream_factor=round(stream_factor, DIGITS),
+    )
 
 
 def _run(layer: Any, parts: dict[str, Gives], rows: torch.Tensor) -> torch.Tensor:
@@ -200,17 +253,18 @@ def _children(layer: Any) -> dict[str, Any]:
     }
 
 
-def _parts(layer: Any) -> tuple[str, str, str | None, list[str]]:
-    """Names of attention, the MLP, one beside a mixture, and the norms."""
+def _parts(layer: Any) -> tuple[str | None, str | None, str | None, list[str]]:
+    """Names of the mixer, the MLP, one beside a mixture, and the norms."""
     children = _children(layer)
-    attention = [name for name, part in children.items() if hasattr(part, LAYER_ATTRIBUTE)]
+    attention = [name for name, part in children.items() if is_mixer(part)]
     wide = [name for name, part in children.items() if any(each.ndim > 1 for each in part.parameters())]
     mlp = sorted(
         (name for name in wide if name not in attention),
         key=lambda name: not hasattr(children[name], "experts"),
     )
     beside = mlp.pop() if len(mlp) == 2 and hasattr(children[mlp[0]], "experts") else None
-    if len(attention) != 1 or len(mlp) != 1 or any(True for _ in layer.named_parameters(recurse=False)):
+    numbers = len(attention), len(mlp)
+    if numbers not in ((1, 1), (1, 0), (0, 1)) or any(True for _ in layer.named_parameters(recurse=False)):
         raise NotRecognised(f"{type(layer).__name__} has the parts {', '.join(sorted(children))}")
     norms = [name for name in children if name not in (*attention, *mlp, beside)]
-    return attention[0], mlp[0], beside, norms
+    return next(iter(attention), None), next(iter(mlp), None), beside, norms

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from engine.kernels.core.operations import OperationKind
-from engine.kernels.core.stand_ins import NotRecognised
+from engine.kernels.core.stand_ins import Gives, NotRecognised, with_parts
 from engine.kernels.lowering.parts import Packing, PartPlace
 from engine.kernels.lowering.product import Product, Rows
 from engine.kernels.lowering.scratch import Scratch
 from engine.kernels.lowering.writer import Writer
-from engine.kernels.products.activations import Activation, activation_of
-from engine.kernels.products.projections import joined_bias, linear_of, mlp_projections, whole
+from engine.kernels.products.activations import NAMES, Activation, activation_by_results, activation_of
+from engine.kernels.products.projections import UNNAMED, joined_bias, linear_of, mlp_projections, whole
 from engine.model.quantization.attached import rows_of
 from parallel.parts import parts_here
 
@@ -80,10 +80,25 @@ def mlp_of(module: Any) -> Mlp:
         down=down.weight,
         is_partial=down.is_partial,
         width=width,
-        activation=activation_of(module),
+        activation=_activation(module, projections),
         bias=joined_bias(inward),
         down_bias=down.own_bias,
     )
+
+
+def _activation(module: Any, projections: list[Any]) -> Activation:
+    """The activation of an MLP: a part of it, or seen in what its code makes of its gate."""
+    if len(projections) != len(UNNAMED) or any(hasattr(module, name) for name in NAMES):
+        return activation_of(module)
+    names = {id(part): name for name, part in module.named_children()}
+    gate, up, down = (names[id(part)] for part in projections)
+
+    def run(given: torch.Tensor) -> torch.Tensor:
+        parts = {gate: Gives(given), up: Gives(torch.ones_like(given)), down: Gives(given)}
+        with_parts(module, parts)(given)
+        return parts[down].given[0]
+
+    return activation_by_results(run, f"of {type(module).__name__}")
 
 
 class PackedMlp:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.attention.base import LAYER_ATTRIBUTE
+from engine.kernels.core.base_model import is_mixer
 from engine.kernels.mlp.mlp import Mlp
 from engine.kernels.products.activations import ActivationKind
 from engine.kernels.products.made_up import MadeUpWeights
@@ -17,7 +17,7 @@ SQUARED = ActivationKind.RELU_SQUARED, ActivationKind.XIELU
 
 def parts_beside_mixer(layer: Any) -> list[Any]:
     """The modules of a layer that do not look at other tokens."""
-    return [part for _, part in layer.named_children() if not hasattr(part, LAYER_ATTRIBUTE)]
+    return [part for _, part in layer.named_children() if not is_mixer(part)]
 
 
 def make_up(weights: MadeUpWeights, mlp: Mlp, layer: Any) -> None:

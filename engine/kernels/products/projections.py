@@ -78,6 +78,8 @@ QUERIES_ALONE = SEPARATE[:1]
 JOINED = "qkv_proj", "c_attn"
 OUT = "o_proj", "out_proj", "dense", "c_proj"
 GATED = "gate_proj", "up_proj", "down_proj"
+UNNAMED = "w1", "w3", "w2"
+"""Names of gate, up and down where the activation is no part of the MLP."""
 JOINED_GATE = ("gate_up_proj", "down_proj"), ("input_linear", "output_linear")
 PLAIN = ("up_proj", "down_proj"), ("c_fc", "c_proj"), ("fc1", "fc2"), ("dense_h_to_4h", "dense_4h_to_h")
 
@@ -110,7 +112,7 @@ def mlp_projections(module: Any) -> list[Any] | None:
     """
     names = {name for name, part in module.named_children() if next(part.parameters(), None) is not None}
     names -= set(ACTIVATIONS)
-    for kind in (GATED, *JOINED_GATE, *PLAIN):
+    for kind in (GATED, UNNAMED, *JOINED_GATE, *PLAIN):
         if names == set(kind):
             return [getattr(module, name) for name in kind]
     return None

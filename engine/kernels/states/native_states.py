@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -14,9 +14,10 @@ from engine.kernels.core.pages import mapped
 from engine.kernels.states.rings import NUM_RINGS, NativeRow, RequestRings
 from engine.kernels.states.shape import LAYER_STATE, STATE_FILL, STATE_ROW, StateShape
 from engine.pieces.kinds import BoundaryKind
-from engine.states.grid import LABEL, NATIVE_GRID
+from engine.states.grid import LABEL, NATIVE_GRID, boundary_of
 from engine.states.held import StateRows
 from engine.states.pool import StatePool, Zeros, form_of, own_zeros, state_bytes
+from engine.step import RowPieces
 
 
 class NativeStates:
@@ -36,6 +37,8 @@ class NativeStates:
         """Record of each layer's state, which operations point to."""
         self._step: list[NativeRow] = []
         self._slots: Sequence[int] = ()
+        self._next_slot = 0
+        """Number of slots that steps outside of a scheduler have filled."""
 
     def __repr__(self) -> str:
         return f"<NativeStates of {len(self._shapes)} layers, {len(self._rings)} requests>"
@@ -78,6 +81,24 @@ class NativeStates:
     def clear(self) -> None:
         """No request is there any more."""
         self._rings.clear()
+
+    def alone(self, rows: Sequence[tuple[int, int, int]]) -> AbstractContextManager[None]:
+        """Context of a step of requests that are in no scheduler, which fills slots one after the other.
+
+        ``rows``: (request, start, tokens) of each. Requests are the same until :meth:`clear`.
+        """
+        assert self.pool is not None
+        pieces = {}
+        for index, (request, start, count) in enumerate(rows):
+            if start == 0:
+                self._rings.pop(request, None)
+            last, fills = boundary_of(start + count, NATIVE_GRID), {}
+            if last > boundary_of(start, NATIVE_GRID):
+                fills[last] = [self.pool.first + self._next_slot % self.pool.num_slots]
+                self._next_slot += 1
+            pieces[index] = RowPieces((0, []) if start == 0 else None, fills)
+        requests, starts, counts = zip(*rows, strict=True)
+        return self.step(StateRows(requests, starts, counts, pieces))
 
     @contextmanager
     def step(self, rows: StateRows) -> Iterator[None]:
