@@ -17,10 +17,10 @@ from tests.engine.tiny_models import VOCAB
 
 FAMILIES = [
     pytest.param(("qwen3_next", "bfloat16")),
-    pytest.param(("lfm2_moe", "bfloat16")),
+    pytest.param(("lfm2", "bfloat16")),
     pytest.param(("lfm3", "bfloat16"), marks=pytest.mark.nightly),
     pytest.param(("nemotron_h", "bfloat16"), marks=pytest.mark.nightly),
-    pytest.param(("lfm2", "float32"), marks=pytest.mark.nightly),
+    pytest.param(("lfm2_moe", "float32"), marks=pytest.mark.nightly),
     pytest.param(("falcon_h1", "bfloat16"), marks=pytest.mark.nightly),
     pytest.param(("kimi_linear", "float32"), marks=pytest.mark.nightly),
     pytest.param(("granitemoehybrid", "bfloat16"), marks=pytest.mark.nightly),
