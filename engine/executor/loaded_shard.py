@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.executor_contract import Progress
 from engine.host.cores import has_gpu
 from engine.kernels.core import library
-from engine.kernels.make import Kept, kept_by_torch, kept_of
+from engine.kernels.make import KeptForms, kept_by_torch, kept_of
 from engine.model.checkpoint import CheckpointError, ModelInfo, chosen_dtype
 from engine.model.choice import choose_backend
 from engine.model.expert_change import HeldExperts
@@ -56,7 +56,7 @@ class LoadedShard:
         self._held: HeldExperts | None = None
         self._digest: HostDigest | None = None
         """Digest of the weights; None where they are random."""
-        self._kept = Kept((), None)
+        self._kept = KeptForms((), None)
         """What the model keeps of requests."""
         self._on_torch = config.device.on_torch
         library.choose(native_kind(config.device))

@@ -41,7 +41,7 @@ from engine.model.quantization.attached import reader_of
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: a mixer and a feed-forward part, or one of them, each added to the stream."""
+    """One layer: a mixer, a feed-forward part, or both, each added to the stream."""
 
     norm: Norm | None
     """Before the mixer."""

@@ -89,8 +89,8 @@ def bytes_for_program(
         return 0
 
 
-class Kept(NamedTuple):
-    """What a model keeps of requests, in the form of those who compute it: the kernels, or torch."""
+class KeptForms(NamedTuple):
+    """Forms of what a model keeps of requests: those of the kernels, or of torch."""
 
     layers: tuple[LayerShape, ...]
     """Shapes of what attention layers cache of a token."""
@@ -98,12 +98,12 @@ class Kept(NamedTuple):
     """Kind of recurrent states; None: no layer has one."""
 
 
-def kept_by_torch(model: LoadedModel) -> Kept:
+def kept_by_torch(model: LoadedModel) -> KeptForms:
     """What torch's modules keep."""
-    return Kept(model.layers, None if model.states is None else model.states.kind)
+    return KeptForms(model.layers, None if model.states is None else model.states.kind)
 
 
-def kept_of(model: LoadedModel, block_size: int, *, has_states: bool) -> Kept:
+def kept_of(model: LoadedModel, block_size: int, *, has_states: bool) -> KeptForms:
     """What is kept: for the kernels where they compute, else for torch.
 
     The kernels may keep less than torch, or states on another grid. Then they are tried now: a cache for
@@ -127,7 +127,7 @@ def kept_of(model: LoadedModel, block_size: int, *, has_states: bool) -> Kept:
     if decoder is None:
         return kept_by_torch(model)
     states = NativeStates(decoder.states, decoder.dtype).kind if decoder.states else None
-    return Kept(decoder.cached, states)
+    return KeptForms(decoder.cached, states)
 
 
 def make_program(model: LoadedModel, block_size: int) -> Program | None:

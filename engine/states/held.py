@@ -42,14 +42,14 @@ class RequestStates(Protocol):
 
 
 class RowBoundaries:
-    """Boundaries of one request that its next row, or its last one run again, may begin from."""
+    """Boundaries that a request's next row, or its last one run again, begins from."""
 
     def __init__(self) -> None:
         self._known = [NOWHERE]
         """Positions and slots of states, the newest first."""
 
     def begin(self, start: int, pieces: RowPieces | None) -> tuple[int, int | None, dict[int, int]]:
-        """Boundary of a row, the slot that it reads, and the slots that it fills by position."""
+        """Boundary of a row, the slot that it reads, and those that it fills."""
         fills: dict[int, int] = {}
         if pieces is not None:
             if pieces.begins is not None:

@@ -40,7 +40,7 @@ class Order:
     """Names of a layer's parts, by their place."""
 
     attention: str | None
-    """The part that looks at other tokens; None in a layer that has an MLP alone."""
+    """The part that looks at other tokens; None in a layer without one."""
     mlp: str | None
     """None in a layer without one."""
     beside: str | None

@@ -58,7 +58,7 @@ class RequestRings:
             ring.end = max(ring.boundary, min(ring.end, num_equal))
 
     def begin(self, start: int, count: int, pieces: RowPieces | None) -> NativeRow:
-        """A row of a step. Nothing is kept from its start on until it has :meth:`ended`.
+        """Begin a row. Nothing is kept from its start on until it has :meth:`ended`.
 
         Raises:
             RuntimeError: what is kept does not reach its start.

@@ -1,4 +1,4 @@
-"""Rings of open rows, over steps that run again, drafts that are refused and other requests."""
+"""Rings of open rows over steps that run again, refused drafts and other requests."""
 
 from __future__ import annotations
 
