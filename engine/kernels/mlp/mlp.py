@@ -87,7 +87,7 @@ def mlp_of(module: Any) -> Mlp:
 
 
 def _activation(module: Any, projections: list[Any]) -> Activation:
-    """The activation of an MLP: a part of it, or seen in what its code makes of its gate."""
+    """The activation of an MLP: a part of it, or what its code does."""
     if len(projections) != len(UNNAMED) or any(hasattr(module, name) for name in NAMES):
         return activation_of(module)
     names = {id(part): name for name, part in module.named_children()}

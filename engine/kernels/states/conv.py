@@ -1,4 +1,4 @@
-"""Causal convolutions of each number with the same number of the tokens before: weights and operation."""
+"""Causal convolutions of each number by itself: weights and operation."""
 
 from __future__ import annotations
 

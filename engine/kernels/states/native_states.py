@@ -83,7 +83,7 @@ class NativeStates:
         self._rings.clear()
 
     def alone(self, rows: Sequence[tuple[int, int, int]]) -> AbstractContextManager[None]:
-        """Context of a step of requests that are in no scheduler, which fills slots one after the other.
+        """Context of a step outside of a scheduler, which fills slots in turn.
 
         ``rows``: (request, start, tokens) of each. Requests are the same until :meth:`clear`.
         """
