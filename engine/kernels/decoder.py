@@ -20,6 +20,7 @@ import torch
 
 from engine.attention.base import LAYER_ATTRIBUTE, LayerShape
 from engine.kernels.attention.rotary import Rotary
+from engine.kernels.cache.state_shape import StateShape
 from engine.kernels.choosing.output import Output, output_of
 from engine.kernels.core.base_model import BaseModel
 from engine.kernels.core.stand_ins import NotRecognised
@@ -35,7 +36,6 @@ from engine.kernels.mlp.mlp import mlp_of
 from engine.kernels.norms.norm import Norm, norm_of
 from engine.kernels.products.packing import PACK
 from engine.kernels.registry import mixer_of
-from engine.kernels.states.shape import StateShape
 from engine.model.quantization.attached import reader_of
 
 

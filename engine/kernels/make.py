@@ -27,13 +27,13 @@ from engine.attention.torch_paged import TorchPagedAttention
 from engine.host.memory import MARGIN, available_memory
 from engine.kernels.attention.latent import is_latent
 from engine.kernels.cache.native_cache import NativeCache
+from engine.kernels.cache.native_states import NativeStates
 from engine.kernels.core import library
 from engine.kernels.core.base_model import base_parts
 from engine.kernels.core.stand_ins import NotRecognised
 from engine.kernels.decoder import DecoderModel, recognise
 from engine.kernels.lowering import buffers
 from engine.kernels.program import Program
-from engine.kernels.states.native_states import NativeStates
 from engine.kernels.trial import judge
 from engine.model.quantization.attached import forget_codes
 from engine.model.weights import LoadedModel

@@ -16,6 +16,7 @@ import torch
 
 from engine.attention.base import AttentionUse, Int64s, LayerShape, PackedRows
 from engine.kernels.cache.native_cache import NativeCache, NativePlan
+from engine.kernels.cache.native_states import NativeStates
 from engine.kernels.choosing.logits import NO_DRAWS, Draws, can_contest
 from engine.kernels.core import operations
 from engine.kernels.core.library import KernelLibrary, Kind
@@ -33,7 +34,6 @@ from engine.kernels.lowering.writer import PartialSums, StepList, Writer, Writer
 from engine.kernels.position_tables import PositionTables
 from engine.kernels.products.packing import Packer
 from engine.kernels.registry import LAYOUTS
-from engine.kernels.states.native_states import NativeStates
 from engine.kernels.step_list import PackedDecoder
 from engine.states.pool import Zeros, own_zeros
 from parallel.communicators.base import Communicator

@@ -15,6 +15,7 @@ from engine.kernels.attention import narrow as narrow_attention
 from engine.kernels.attention.attention import Attention
 from engine.kernels.attention.packed import PackedAttention
 from engine.kernels.attention.recognition import attention_of
+from engine.kernels.cache.state_shape import LAYER_STATE, STATE_FILL, STATE_ROW
 from engine.kernels.choosing.logits import DRAW, SHAPE
 from engine.kernels.core.base_model import BaseModel
 from engine.kernels.exchange.layouts import EXCHANGE, LINKAGE, PEER
@@ -28,7 +29,6 @@ from engine.kernels.mlp.mlp import Mlp, PackedMlp
 from engine.kernels.products.made_up import MadeUpWeights
 from engine.kernels.products.quantized import ROUNDING
 from engine.kernels.states import short_conv
-from engine.kernels.states.shape import LAYER_STATE, STATE_FILL, STATE_ROW
 
 LAYOUTS = {
     "exchange": EXCHANGE,

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from engine.attention.base import LayerShape
+from engine.kernels.cache.state_shape import StateShape
 from engine.kernels.lowering.product import Product, Rows
 from engine.kernels.lowering.scratch import UsesScratch
 from engine.kernels.lowering.writer import Writer
 from engine.kernels.norms.norm import Norm
 from engine.kernels.products.packing import Packer
-from engine.kernels.states.shape import StateShape
 
 
 class PositionTable(Protocol):

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from engine.kernels.cache.native_cache import NativeCache
+from engine.kernels.cache.native_states import NativeStates
 from engine.kernels.core.operations import (
     ADD,
     AS_FLOAT,
@@ -30,7 +31,6 @@ from engine.kernels.lowering.buffers import Buffers
 from engine.kernels.lowering.product import Product, Rows
 from engine.kernels.norms.norm import Norm
 from engine.kernels.products.packing import PackedWeights, add_rounding
-from engine.kernels.states.native_states import NativeStates
 from parallel.parts import parts_here
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from engine.attention.base import LayerShape
+from engine.kernels.cache.state_shape import StateShape
 from engine.kernels.core.base_model import BaseModel
 from engine.kernels.core.operations import OperationKind
 from engine.kernels.core.stand_ins import Gives, NotRecognised, distance, made_up, with_parts
@@ -19,7 +20,6 @@ from engine.kernels.lowering.writer import Writer
 from engine.kernels.products.made_up import MadeUpWeights
 from engine.kernels.products.projections import joined_bias, linear_of, whole
 from engine.kernels.states.conv import Conv, conv_of
-from engine.kernels.states.shape import StateShape
 from engine.states.layers import has_state
 
 PARTS = {"in_proj", "conv", "out_proj"}

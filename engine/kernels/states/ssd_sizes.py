@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.kernels.states.shape import StateShape
+from engine.kernels.cache.state_shape import StateShape
 
 LANES = 16
 """Numbers of a vector: an open row keeps x in whole ones (``ssd.hpp``)."""

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
+from engine.kernels.cache.native_states import NativeStates
 from engine.kernels.core import library
 from engine.kernels.core.library import KernelLibrary
 from engine.kernels.core.operations import NORM_LAST, OperationKind, OperationList, StepArguments
 from engine.kernels.core.rows import spaced
-from engine.kernels.states.native_states import NativeStates
 from engine.kernels.states.ssd_sizes import Sizes
 from engine.states.grid import NATIVE_GRID
 from engine.states.held import StateRows

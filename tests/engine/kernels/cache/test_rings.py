@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.kernels.states.rings import NUM_RINGS, NativeRow, RequestRings
+from engine.kernels.cache.rings import NUM_RINGS, NativeRow, RequestRings
 from engine.states.grid import NATIVE_GRID, boundary_of
 from engine.step import RowPieces
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine.kernels.cache.rings import NUM_RINGS, NativeRow, RequestRings
+from engine.kernels.cache.state_shape import LAYER_STATE, STATE_FILL, STATE_ROW, StateShape
 from engine.kernels.core.pages import mapped
-from engine.kernels.states.rings import NUM_RINGS, NativeRow, RequestRings
-from engine.kernels.states.shape import LAYER_STATE, STATE_FILL, STATE_ROW, StateShape
 from engine.pieces.kinds import BoundaryKind
 from engine.states.grid import LABEL, NATIVE_GRID, boundary_of
 from engine.states.held import StateRows
