@@ -15,6 +15,7 @@ from engine.groups.stepping import Agreement, Alone, Stepping
 from engine.messages import LockstepCounters
 from engine.scheduling.output_processor import RowOutput
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step_making import filled_by
 from engine.step import Masks, Step
 
 
@@ -87,7 +88,8 @@ class StepPipeline:
         if exchange is not None:
             if len(step.slots) < step.num_tokens:
                 exchange.sources.computed(step.num_tokens, self._finished_at - began)
-            for request in exchange.wrong_requests(self._scheduler.queues.running):
+            running = self._scheduler.queues.running
+            for request in exchange.wrong_requests(running, filled_by(step)):
                 self._scheduler.set_back(request)
         times = self._executor.expert_times()
         if times is not None and agreement.sizes:

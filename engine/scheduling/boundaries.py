@@ -28,8 +28,10 @@ class Boundaries:
         self._block_size = block_size
         self.step = pool.kinds.step
         """Tokens between two positions that can have pieces; 0: the model has none."""
-        self._pending: list[tuple[list[int], BlockHash]] = []
-        """Slots that a step fills, with the chain hash of their position."""
+        self._pending: list[tuple[Request, list[int], BlockHash]] = []
+        """Slots that a step fills for a request, with the chain hash of their position."""
+        self._wrong: list[Request] = []
+        """Requests whose pending slots are not named."""
         self._retiring: list[int] = []
         """Slots that the step in the making is the last one to read."""
         self._retired: deque[list[int]] = deque()
@@ -48,13 +50,18 @@ class Boundaries:
         self._pool.hold(request.boundary)
         request.boundary_at = num_blocks * self._block_size
         parted_at = len(self._pool.find_blocks(request.prefix_hashes(self._block_size))) * self._block_size
-        request.kept_positions = kept_positions(len(request.token_ids), self.step, parted_at)
+        kept = kept_positions(len(request.token_ids), self.step, parted_at)
+        if request.most_cached is not None:  # what was fetched up to there is computed as well
+            kept = sorted({*kept, (request.most_cached + 1) * self._block_size})
+        request.kept_positions = kept
 
     def vacate(self, request: Request, *, is_wrong: bool) -> None:
         """Release a request's pieces, and name the last one unless it is wrong.
 
         One that steps in flight read or fill is kept until they are answered: they may run again.
         """
+        if is_wrong and self._pending:
+            self._wrong.append(request)
         if request.boundary:
             if not is_wrong:
                 self._name(request.boundary, self._chain_at(request, request.boundary_at))
@@ -122,10 +129,12 @@ class Boundaries:
 
     def settle(self) -> None:
         """Name what was filled, for rows of later steps only."""
-        for slots, chain in self._pending:
-            self._name(slots, chain)
+        for request, slots, chain in self._pending:
+            if request not in self._wrong:
+                self._name(slots, chain)
             self._pool.release(slots)
         self._pending.clear()
+        self._wrong.clear()
 
     # ---- helpers
 
@@ -138,12 +147,12 @@ class Boundaries:
         for position in request.kept_positions:
             if start < position < last and (slots := self._pool.take_boundary()) is not None:
                 fills[position] = slots
-                self._pending.append((slots, self._chain_at(request, position)))
+                self._pending.append((request, slots, self._chain_at(request, position)))
         return fills
 
     def _keep(self, slots: list[int], request: Request, position: int) -> None:
         self._pool.hold(slots)
-        self._pending.append((slots, self._chain_at(request, position)))
+        self._pending.append((request, slots, self._chain_at(request, position)))
 
     def _chain_at(self, request: Request, position: int) -> BlockHash:
         num_blocks = position // self._block_size

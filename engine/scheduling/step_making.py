@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
 import msgspec
 
 from engine.scheduling.request import Request
@@ -152,6 +154,16 @@ def made_anew(under_way: UnderWay) -> UnderWay:
         },
     )
     return msgspec.structs.replace(under_way, step=step)
+
+
+def filled_by(step: Step) -> Callable[[Request], Mapping[int, Sequence[int]]]:
+    """Finds the slots of boundary pieces that a step fills for a request, by position."""
+
+    def find(request: Request) -> Mapping[int, Sequence[int]]:
+        row = step.slots.index(request.slot) if request.slot in step.slots else -1
+        return step.pieces[row].fills if row in step.pieces else {}
+
+    return find
 
 
 def slots_filled(step: Step) -> set[int]:

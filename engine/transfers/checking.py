@@ -3,32 +3,46 @@
 A digest shows what a transfer did to a block, not what its source had computed. So a request of every so many
 transfers takes one block less from the cache than it could, and computes that one. A block has one right
 content: where the two differ, the source is wrong. Files may be of anybody, so the first blocks that are read
-from them are checked as well.
+from them are checked as well. With boundary pieces such a request goes on from an earlier one, or from its
+beginning, and both its block and its boundary pieces at the end of the transfer are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from engine.pieces.pool import BlockHash, PiecePool
-from engine.scheduling.request import Request
+from engine.scheduling.request import Request, Status
 from engine.transfers.fetching import FILES, Source
 
 CHECK_INTERVAL = 32
 """Transfers of which one has a block checked."""
 
 
+Filled = Callable[[Request], Mapping[int, Sequence[int]]]
+"""Slots of boundary pieces that a step has filled for a request, by position."""
+
+
+def nothing(_: Request) -> dict[int, Sequence[int]]:
+    """Finds that no boundary piece was filled."""
+    return {}
+
+
 @dataclass(frozen=True)
 class BlockCheck:
-    """A fetched block, and the same one as it is computed here."""
+    """Fetched pieces at the end of a transfer, and the same ones as they are computed here."""
 
     request: Request
     source: Source
     names: Sequence[BlockHash]
-    """Blocks of the transfer."""
-    fetched: int
-    own: int
+    """Pieces of the transfer."""
+    position: int
+    """Tokens before their end."""
+    fetched: Sequence[int]
+    """Slots of the last block, and of the boundary pieces behind it."""
+    own: Sequence[int] = ()
+    """Slots of what was computed here; empty until then."""
 
 
 class Origins:
@@ -70,11 +84,11 @@ class BlockChecks:
         self._pool = pool
         self._block_size = block_size
         self.origins = Origins()
-        """Where fetched blocks came from."""
-        pool.observe(self.origins)
+        """Where fetched pieces came from."""
+        pool.observe(self.origins, every_kind=True)
         self._num_transfers = 0
         self._files_are_new = True
-        """Whether no block of a file was checked yet."""
+        """Whether nothing of a file was checked yet."""
         self._pending: list[BlockCheck] = []
 
     def __repr__(self) -> str:
@@ -84,7 +98,7 @@ class BlockChecks:
         return len(self._pending)
 
     def fetched(self, request: Request, source: Source, names: Sequence[BlockHash]) -> None:
-        """Note a transfer for a request, which is about to be queued."""
+        """Note a transfer for a request, which is about to be queued; ``names``: of its blocks."""
         self._num_transfers += 1
         is_due = self._num_transfers % CHECK_INTERVAL == 0 or (source == FILES and self._files_are_new)
         if not is_due or names[-1] not in request.hashes:
@@ -95,26 +109,65 @@ class BlockChecks:
     def admitted(self, request: Request) -> None:
         """Begin the check of a request that is in a step by now.
 
-        Where that step does not compute all of its block, nothing is checked.
+        A block is compared after this step, and not at all if the step does not compute the whole of it. With
+        boundary pieces, the request goes on from an earlier one. So steps may pass before it is there again.
         """
         most, checked = request.most_cached, request.checked
         request.most_cached = request.checked = None
         if most is None or checked is None:
             return
         source, names = checked
-        there = self._pool.slot_of(names[-1])
-        if there is None or request.num_computed < (most + 1) * self._block_size:
+        named = self._pool.kinds.names_behind(names)
+        fetched = [self._pool.slot_of(name) for name in named[len(names) - 1 :]]
+        found, position = [slot for slot in fetched if slot is not None], (most + 1) * self._block_size
+        if len(found) < len(fetched):
             return
-        check = BlockCheck(request, source, names, there, request.blocks[most])
-        if check.fetched != check.own:
-            self._pool.hold([check.fetched, check.own])
-            self._pending.append(check)
+        check = BlockCheck(request, source, named, position, found)
+        if not self._pool.kinds.step:
+            own = request.blocks[most]
+            if own in found or request.num_computed < position:
+                return
+            check = replace(check, own=[own])
             self._files_are_new &= source != FILES
+        self._pool.hold([*check.fetched, *check.own])
+        self._pending.append(check)
 
-    def compare(self, same: Callable[[int, int], bool]) -> tuple[int, list[BlockCheck]]:
-        """Compare blocks computed by the step that just ended; returns how many, and wrong ones."""
+    def compare(
+        self, same: Callable[[int, int], bool], filled: Filled = nothing
+    ) -> tuple[int, list[BlockCheck]]:
+        """Compare what the last step has computed; returns how many checks, and wrong ones."""
         pending, self._pending = self._pending, []
-        wrong = [check for check in pending if not same(check.fetched, check.own)]
+        count, wrong = 0, []
         for check in pending:
-            self._pool.release([check.fetched, check.own])
-        return len(pending), wrong
+            own = check.own or self._own(check, filled)
+            if own is None:
+                self._pending.append(check)
+                continue
+            self._pool.release([*check.fetched, *check.own])
+            count += bool(own)
+            if not all(map(same, check.fetched, own)):
+                wrong.append(check)
+        return count, wrong
+
+    def drop_ended(self) -> None:
+        """Let go of pieces of requests that do not compute them any more, between two steps."""
+        pending, self._pending = self._pending, []
+        for check in pending:
+            if check.own or check.request.status is Status.RUNNING:
+                self._pending.append(check)
+            else:
+                self._pool.release(check.fetched)
+
+    def _own(self, check: BlockCheck, filled: Filled) -> Sequence[int] | None:
+        """Slots that a request has filled with what was fetched; None: it has not come so far.
+
+        Empty where it has no boundary piece there: slots lacked, or it goes on from what was fetched.
+        """
+        request = check.request
+        if request.status is Status.RUNNING and request.num_computed < check.position:
+            return None
+        found = filled(request).get(check.position) if request.status is Status.RUNNING else None
+        if found is None:
+            return ()
+        self._files_are_new &= check.source != FILES
+        return [request.blocks[check.position // self._block_size - 1], *found]

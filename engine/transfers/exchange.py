@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from engine.messages import TransferCounters
 from engine.pieces.pool import BlockHash, PiecePool
 from engine.scheduling.request import Request, RequestKey
-from engine.transfers.checking import BlockChecks
+from engine.transfers.checking import BlockChecks, Filled, nothing
 from engine.transfers.copies import RequestCopies
 from engine.transfers.fetching import Source, TransferEnded, TransferOutcome
 from engine.transfers.handing_over import Find, nobody
@@ -173,15 +173,15 @@ class BlockExchange:
         if self._checks is not None:
             self._checks.admitted(request)
 
-    def wrong_requests(self, running: Iterable[Request] = ()) -> list[Request]:
+    def wrong_requests(self, running: Iterable[Request] = (), filled: Filled = nothing) -> list[Request]:
         """Requests to compute anew, by the checks of the step that just ended.
 
         They are those that were checked, and those of the ``running`` ones that hold blocks of the same
-        source.
+        source. ``filled``: finds the boundary pieces that the step has filled.
         """
         if not self._checks:
             return []
-        count, wrong = self._checks.compare(self.sources.mover.same)
+        count, wrong = self._checks.compare(self.sources.mover.same, filled)
         self._totals.add(checked_blocks=count, wrong_blocks=len(wrong))
         if not wrong:
             return []
@@ -215,6 +215,8 @@ class BlockExchange:
                 case TransferEnded():
                     ready += self._ended(event)
         self._loans.hand_over_due(find)
+        if self._checks:
+            self._checks.drop_ended()
         if self._incoming and self.sources.may_hang:
             ready += self._overdue()
         if self.sources.mover.has_ended and not self.is_idle:

@@ -62,7 +62,7 @@ class Lookup:
 
 @dataclass(frozen=True)
 class SendPiece:
-    """Read these blocks, or a part of a single one, and send them with their digests."""
+    """Read blocks, or a part of one, and send them with their digests."""
 
     peer: Peer
     number: int

@@ -11,6 +11,7 @@ import msgspec
 from engine.core import EngineCore
 from engine.inheritance.heir import Heir
 from engine.messages import Submit, TransferCounters
+from engine.scheduling.request import from_submit
 from engine.tiers.block_files import BlockFiles
 from engine.tiers.file_tier import FileTier
 from engine.transfers.identity import CacheFacts, identity_of
@@ -84,6 +85,12 @@ class Serving:
         """Names of the states that others can find here."""
         found = {name: self.pool.slot_of(name) for name in self.pool.known}
         return {name for name, slot in found.items() if slot is not None and slot >= self.pool.num_blocks}
+
+    def names_of(self, submit: Submit) -> list[bytes]:
+        """Names of what others can go on behind of a prompt: blocks, then the state."""
+        request = from_submit(submit, PEER, arrival=1, eos_ids=(), max_model_len=10**6)
+        names = request.prefix_hashes(self.core.sharing._block_size)
+        return self.pool.kinds.names_behind(names[: len(self.pool.find_prefix(names))])
 
     @property
     def num_computed(self) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from engine.messages import HandedOver, Prefetch, Submit
 from engine.sampling import SamplingParams
-from engine.transfers import fetching, price
+from engine.transfers import checking, fetching, price
 from engine.transfers.identity import identity_of
 from tests.engine.invariance.answers import ALONE, PEER, Answers, Instance, load
 from tests.engine.states.models import make_state_model
@@ -138,6 +138,56 @@ def test_a_state_of_another_grid_or_layout_is_not_read(
     assert taker.answers(submits, source.mover.address, source) == alone
     assert taker.counters.fetched_tokens == 0
     assert taker.counters.outcomes.keys() == {"refused"}
+
+
+@pytest.mark.parametrize("wrong", [None, "state", "block"])
+def test_a_source_that_computed_wrongly_is_found_and_costs_no_answer(
+    both: tuple[Serving, Serving],
+    submits: list[Submit],
+    alone: Answers,
+    wrong: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(checking, "CHECK_INTERVAL", 1)
+    (source, taker), submit = both, submits[3]
+    source.answers([submit])
+    if wrong is not None:
+        names = source.names_of(submit)
+        slot = source.pool.slot_of(names[-1] if wrong == "state" else names[-2])
+        flipped = source.memory.read([slot])[0] ^ 0x11
+        source.memory.write(slot, flipped.data)
+    assert taker.answers([submit], source.mover.address, source) == {submit.request: alone[submit.request]}
+    counters = taker.counters
+    assert (counters.checked_blocks, counters.wrong_blocks) == (1, int(wrong is not None))
+    assert ("is not what was computed here" in caplog.text) == (wrong is not None)
+    assert taker.core.reports.report(0, 0).blocks_used == 0
+    if wrong is not None:  # what is known by now was computed here
+        slot = taker.pool.slot_of(names[-1] if wrong == "state" else names[-2])
+        assert slot is not None
+        assert not (taker.memory.read([slot])[0] == flipped).all()
+    before = counters.outcomes
+    assert taker.answers(submits[:3], source.mover.address, source) == {n: alone[n] for n in range(3)}
+    assert (taker.counters.outcomes == before) == (wrong is not None), "a wrong source is not asked again"
+
+
+def test_a_check_of_a_request_that_is_aborted_leaves_nothing(
+    both: tuple[Serving, Serving], submits: list[Submit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checking, "CHECK_INTERVAL", 1)
+    monkeypatch.setattr(checking.BlockChecks, "_own", lambda *_: None)  # as if it had not come so far
+    source, taker = both
+    source.answers(submits[:1])
+    taker.submit(submits[:1], source.mover.address)
+    while not taker.found[0].token_ids:
+        source.turn()
+        taker.turn()
+    assert taker.core.sharing.exchange._checks
+    taker.core.abort(PEER, [0])
+    serve(source, taker)
+    assert not taker.core.sharing.exchange._checks
+    assert taker.core.reports.report(0, 0).blocks_used == 0
+    assert taker.pool.num_free_boundaries == len(taker.pool.kinds.slots_of(1))
 
 
 def test_a_source_that_dies_in_the_middle_costs_its_pieces_only(
