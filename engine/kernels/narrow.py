@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.kernels.core.base_model import base_parts, mixer_module
 from engine.kernels.decoder import DecoderModel, recognise
-from engine.kernels.experts.routing import CORRECTION
+from engine.kernels.experts.routing import CORRECTIONS
 from engine.kernels.products.made_up import MadeUpWeights, random_numbers
 from engine.kernels.registry import NARROW_MIXERS, NARROW_PARTS
 from engine.model.expert_weights import expert_modules
@@ -160,7 +160,7 @@ def _add_rest(weights: MadeUpWeights, model: LoadedModel) -> None:
             size, mean = (0.2, float(id(weight) not in biases)) if is_vector else (None, 0.0)
             weights.put(weight, tuple(weight.shape), size=size, mean=mean)
     for name, buffer in model.module.named_buffers():
-        if name.endswith(CORRECTION):
+        if name.endswith(CORRECTIONS):
             made = random_numbers(buffer.shape, zlib.crc32(b"correction")).mul_(0.2)
             memo[id(buffer)] = made.to(torch.bfloat16).float()
         elif buffer.dtype == model.dtype:

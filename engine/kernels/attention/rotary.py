@@ -127,9 +127,13 @@ class Notes:
         return self.result
 
 
+ROTARIES = "rotary_emb", "pos_emb"
+"""Names of a base model's rotary embedding."""
+
+
 def rotary_of(base: Any, attention: Any) -> Rotary | None:
     """The rotary embedding that a layer is given."""
-    module = getattr(base, "rotary_emb", None)
+    module = next((part for name in ROTARIES if (part := getattr(base, name, None)) is not None), None)
     if module is None:
         return None
     if "layer_type" not in inspect.signature(module.forward).parameters:

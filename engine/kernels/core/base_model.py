@@ -22,7 +22,7 @@ NAMES = {
     "embedding": ("embed_tokens", "wte"),
     "layers": ("layers", "h"),
     "norm": ("norm", "ln_f", "final_layernorm", "embedding_norm"),
-    "rotary": ("rotary_emb",),
+    "rotary": ("rotary_emb", "pos_emb"),
     "positions": ("wpe",),
     "table": (TABLE,),
     "projection": (PROJECTION,),

@@ -8,6 +8,7 @@ alone is the same as theirs of all, divided by their sum.) What a router does be
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,8 @@ LEAST = 1e-20
 """The least sum that weights are divided by."""
 ROUTERS = ("gate", "router")
 """Names of a router in its block."""
-CORRECTION = "e_score_correction_bias"
+CORRECTIONS = "e_score_correction_bias", "expert_bias"
+"""Names of what is added to scores to choose by."""
 FACTORS = "routed_scaling_factor", "router_scaling_factor"
 """Names of the factor on the weights."""
 EXACT = "num_group", "router_scaling_factor"
@@ -93,7 +95,9 @@ def weights_of(router: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     Raises:
         NotRecognised: it has other ones.
     """
-    parameters = {name: weight for name, weight in router.named_parameters() if CORRECTION not in name}
+    parameters = {
+        name: weight for name, weight in router.named_parameters() if not name.endswith(CORRECTIONS)
+    }
     linear = [name for name in parameters if name.rpartition(".")[2] == "weight"]
     if len(linear) != 1 or len(parameters) > 2:
         raise NotRecognised(f"a router with {', '.join(sorted(parameters))}")
@@ -122,7 +126,7 @@ def routing_of(block: Any, dtype: torch.dtype) -> Routing:
         raise NotRecognised(f"{groups} groups of experts, of which {kept} do not hold {top_k}")
     return Routing(
         top_k=top_k,
-        is_sigmoid=is_own or getattr(router, "expert_selection_fn", None) == "sigmoid",
+        is_sigmoid=is_own or getattr(router, "expert_selection_fn", None) == "sigmoid" or _has_switch(router),
         normalised=bool(getattr(router, "norm_topk_prob", not hasattr(router, "topk_method"))),
         factor=float(next((getattr(router, name) for name in FACTORS if hasattr(router, name)), 1.0)),
         least=float(getattr(router, "norm_min", LEAST)),
@@ -161,13 +165,18 @@ def _correction(block: Any, router: Any) -> tuple[torch.Tensor | None, bool]:
 
     It is unless it lies in statistics beside the router's weight.
     """
-    for holder in (router, block):
-        if isinstance(found := getattr(holder, CORRECTION, None), torch.Tensor):
+    for holder, name in product((router, block), CORRECTIONS):
+        if isinstance(found := getattr(holder, name, None), torch.Tensor):
             return _flat(found), True
-    for holder in router.children():
-        if isinstance(found := getattr(holder, CORRECTION, None), torch.Tensor):
+    for holder, name in product(router.children(), CORRECTIONS):
+        if isinstance(found := getattr(holder, name, None), torch.Tensor):
             return _flat(found), False
     return None, False
+
+
+def _has_switch(router: Any) -> bool:
+    """Whether a router's correction can be switched off: its scores are sigmoids all the same."""
+    return hasattr(router, "use_expert_bias")
 
 
 def _flat(correction: torch.Tensor) -> torch.Tensor:

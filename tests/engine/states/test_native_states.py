@@ -1,0 +1,89 @@
+"""Models with recurrent states on the native kernels: tokens of generate, grids and refusals."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.kernels.core import library
+from engine.messages import Submit
+from engine.sampling import SamplingParams
+from engine.states.grid import GRID, NATIVE_GRID
+from tests.engine.invariance.answers import How, load, run
+from tests.engine.states.models import make_state_model
+from tests.engine.tiny_models import VOCAB
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
+
+LENGTHS = (5, 37, 3, NATIVE_GRID - 2, 1, 2 * GRID + 9, NATIVE_GRID)
+NUM_NEW = 2 * NATIVE_GRID + 2
+AT_NIGHT = ["lfm2_moe"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    "family", ["lfm2", *(pytest.param(each, marks=pytest.mark.nightly) for each in AT_NIGHT)]
+)
+def test_tokens_are_those_of_generate_without_a_cache(family: str, tmp_path: Path) -> None:
+    make_state_model(tmp_path, family)
+    numbers = random.Random(3)
+    prompts = [[numbers.randrange(3, VOCAB) for _ in range(length)] for length in LENGTHS]
+    own = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    options = {"max_new_tokens": NUM_NEW, "do_sample": False, "use_cache": False, "eos_token_id": None}
+    with torch.no_grad():
+        expected = [
+            own.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts
+        ]
+    instance = load(tmp_path, dtype="float32")
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
+    submits = [Submit(index, str(index), prompt, params, seed=1) for index, prompt in enumerate(prompts)]
+    for budget in (1, 7, 16, 50, 512):
+        core = instance.core(How(budget=budget))
+        program = instance.executor._program
+        assert program is not None
+        assert program.states is not None
+        for tensor in program.states.pool.stored:
+            tensor.view(torch.uint8).fill_(0xFF)  # NaN in any type
+        found = run(core, submits)
+        assert [found[index].token_ids for index in range(len(prompts))] == expected, f"in chunks of {budget}"
+
+
+def test_block_sizes_that_do_not_divide_the_native_grid_are_computed_by_torch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_state_model(tmp_path, "lfm2")
+    native = load(tmp_path, dtype="float32")
+    with caplog.at_level(logging.INFO):
+        wide = load(tmp_path, block_size=32, dtype="float32")
+    assert native.facts is not None
+    assert wide.facts is not None
+    assert [kind.grid for kind in native.facts.boundaries] == [NATIVE_GRID]
+    assert [kind.grid for kind in wide.facts.boundaries] == [GRID]
+    assert wide.executor._program is None
+    assert "--block-size 32 does not divide the 16 tokens of states' grid" in caplog.text
+
+
+def test_rings_of_running_requests_are_counted(tmp_path: Path) -> None:
+    make_state_model(tmp_path, "lfm2")
+    instance = load(tmp_path, dtype="float32")
+    program = instance.executor._program
+    states = program.states
+    hidden, conv_layers = 64, 2
+    assert states.request_bytes == conv_layers * 2 * NATIVE_GRID * hidden * 4
+    instance.executor._program = None
+    with_rings = instance.executor._bytes_for_program()
+    requests = instance.executor._config.scheduler.most_requests()
+    without = with_rings - requests * states.request_bytes
+    assert without > 0
+    assert with_rings > program.weight_bytes
