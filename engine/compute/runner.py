@@ -136,7 +136,7 @@ class ModelRunner:
         """Context in which layers with a recurrent state compute the rows of a step."""
         if self._states is None:
             return contextlib.nullcontext()
-        return self._states.step(StateRows(step.slots, step.starts, step.counts, step.pieces))
+        return self._states.step(_state_rows(step))
 
     def _num_equal(self, admit: Admit) -> int:
         """Number of leading tokens in common with the request that had the slot before."""
@@ -159,7 +159,8 @@ class ModelRunner:
             assert self._program is not None
             began = time.monotonic()
             self._tables.extend(step)
-            tokens = self._program.continue_rows(step.new_blocks)
+            rows = None if self._states is None else _state_rows(step)
+            tokens = self._program.continue_rows(step.new_blocks, rows)
             if tokens is not None:
                 self.spans.append((began, time.monotonic()))
                 return StepResult([*tokens])
@@ -416,6 +417,10 @@ class ModelRunner:
                 )
             begin += len(draft) + 1
         return row_logprobs, further
+
+
+def _state_rows(step: Step) -> StateRows:
+    return StateRows(step.slots, step.starts, step.counts, step.pieces)
 
 
 def _done(result: StepResult) -> Pending:

@@ -35,6 +35,7 @@ from engine.kernels.position_tables import PositionTables
 from engine.kernels.products.packing import Packer
 from engine.kernels.registry import LAYOUTS
 from engine.kernels.step_list import PackedDecoder
+from engine.states.held import StateRows
 from engine.states.pool import Zeros, own_zeros
 from parallel.communicators.base import Communicator
 from parallel.expert_parallel import ExpertParallel
@@ -216,17 +217,20 @@ class Program:
         assert self._buffers is not None
         assert self._cache is not None
         chosen = self._buffers.chosen[: len(wanted)]
-        if packed.num_single == len(packed.starts) == len(wanted) and self.states is None:
+        if packed.num_single == len(packed.starts) == len(wanted):
             self.continuation = DecodeContinuation(arguments, input_ids, packed, plan, self._cache.block_size)
             return self.continuation.chose(chosen)
         found: list[int] = chosen.tolist()
         return found
 
-    def continue_rows(self, new_blocks: Mapping[int, Sequence[int]]) -> list[int] | None:
+    def continue_rows(
+        self, new_blocks: Mapping[int, Sequence[int]], rows: StateRows | None = None
+    ) -> list[int] | None:
         """Compute the next position of each row of the last step, as :meth:`choose` does.
 
-        ``new_blocks``: by row, for those whose position begins a block. None, and nothing done, if the rows
-        must be packed again: not all of them got a chosen token, or room is lacking.
+        ``new_blocks``: by row, for those whose position begins a block; ``rows``: what recurrent states need.
+        None, and nothing done, if the rows must be packed again: not all of them got a chosen token, or room
+        is lacking.
         """
         last, self.continuation = self.continuation, None
         if last is None or not last.fits(self._positions.num_positions):
@@ -234,7 +238,10 @@ class Program:
         last.advance(new_blocks)
         size = last.size
         self._make_room(BufferRoom(size, size, self.exchange.total(size)))
-        self._run(last.arguments, size)
+        with nullcontext() if self.states is None or rows is None else self.states.step(rows):
+            if self.states is not None:
+                last.arguments.put(**self.states.arguments())
+            self._run(last.arguments, size)
         assert self._buffers is not None
         self.continuation = last  # not if the step came to no end: it runs again, from where it stood
         tokens = last.chose(self._buffers.chosen[:size])

@@ -91,8 +91,13 @@ class StepArguments:
     """Arguments of one step; keeps the arrays that they point to alive."""
 
     def __init__(self, **fields: Any) -> None:
-        self._kept = fields
+        self._kept: dict[str, Any] = {}
         self.array = np.zeros((), dtype=_STEP)
+        self.put(**fields)
+
+    def put(self, **fields: Any) -> None:
+        """Set some of them."""
+        self._kept |= fields
         for name, value in fields.items():
             self.array[name] = _address(value)
 

@@ -32,7 +32,7 @@ CLOSE = {torch.float32: 1e-5}
 
 @dataclass(frozen=True)
 class ShortConv:
-    """Three projections of a token: one gates the input of a convolution, one what that gives."""
+    """A convolution between two gates, each of which is a projection of a token."""
 
     inward: torch.Tensor
     """[3 * width, hidden]"""

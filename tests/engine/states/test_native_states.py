@@ -11,9 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.kernels.core import library
+from engine.kernels.make import bytes_for_program
 from engine.messages import Submit
 from engine.sampling import SamplingParams
 from engine.states.grid import GRID, NATIVE_GRID
+from tests.engine.compute.test_runner import load as load_model
 from tests.engine.invariance.answers import How, load, run
 from tests.engine.states.models import make_state_model
 from tests.engine.tiny_models import VOCAB
@@ -57,6 +59,7 @@ def test_tokens_are_those_of_generate_without_a_cache(family: str, tmp_path: Pat
             tensor.view(torch.uint8).fill_(0xFF)  # NaN in any type
         found = run(core, submits)
         assert [found[index].token_ids for index in range(len(prompts))] == expected, f"in chunks of {budget}"
+        assert program.continuation is not None, "its last step was packed anew"
 
 
 def test_block_sizes_that_do_not_divide_the_native_grid_are_computed_by_torch(
@@ -76,14 +79,8 @@ def test_block_sizes_that_do_not_divide_the_native_grid_are_computed_by_torch(
 
 def test_rings_of_running_requests_are_counted(tmp_path: Path) -> None:
     make_state_model(tmp_path, "lfm2")
-    instance = load(tmp_path, dtype="float32")
-    program = instance.executor._program
-    states = program.states
+    model = load_model(tmp_path)
     hidden, conv_layers = 64, 2
-    assert states.request_bytes == conv_layers * 2 * NATIVE_GRID * hidden * 4
-    instance.executor._program = None
-    with_rings = instance.executor._bytes_for_program()
-    requests = instance.executor._config.scheduler.most_requests()
-    without = with_rings - requests * states.request_bytes
-    assert without > 0
-    assert with_rings > program.weight_bytes
+    of_request = conv_layers * 2 * NATIVE_GRID * hidden * 4
+    without = bytes_for_program(model, NATIVE_GRID)
+    assert bytes_for_program(model, NATIVE_GRID, requests=10) == without + 10 * of_request > without > 0
