@@ -37,6 +37,12 @@ TEMPERATURE_ATTRIBUTE = "lockstep_temperature"
 Few have one: see :mod:`engine.attention.temperature`.
 """
 
+INDEXER_ATTRIBUTE = "lockstep_indexer"
+"""Attribute of an attention module: its indexer, if it attends to chosen keys."""
+
+NO_MASK = torch.zeros(1, 1, 1, 1)
+"""Mask for modules that cut one before they attend: nothing is hidden by it."""
+
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 
@@ -92,6 +98,8 @@ class LayerShape:
     """First numbers of a key that stay in 16 bits beside codes."""
     chunk: int | None = None
     """Positions of a chunk; None: there are no chunks. See :class:`KeyReach`."""
+    index_dim: int = 0
+    """Numbers of a key of the layer's indexer, never codes; 0: there is none."""
 
     @property
     def reach(self) -> KeyReach:
@@ -100,10 +108,11 @@ class LayerShape:
 
     def bytes_per_token(self, dtype: torch.dtype, codes: KVCodes | None = None) -> int:
         """Bytes of a token's keys and values; codes take one each, and a scale."""
+        index_bytes = self.index_dim * int(dtype.itemsize)
         if codes is not None:
             codes_and_apart = self.key_dim + self.apart + self.value_dim
-            return self.kv_heads * (codes_and_apart + 2 * int(SCALE_TYPE.itemsize))
-        return self.kv_heads * (self.key_dim + self.value_dim) * int(dtype.itemsize)
+            return self.kv_heads * (codes_and_apart + 2 * int(SCALE_TYPE.itemsize)) + index_bytes
+        return self.kv_heads * (self.key_dim + self.value_dim) * int(dtype.itemsize) + index_bytes
 
 
 @dataclass(frozen=True)
@@ -132,8 +141,19 @@ class AttentionUse:
     """Seconds in attention; on an asynchronous device, the host's share only."""
 
 
+@dataclass(frozen=True)
+class KeyChoice:
+    """Keys that the queries of a step attend to, as an indexer chose them."""
+
+    visible: list[torch.Tensor]
+    """By row: [groups of KV heads, queries, keys], whether a query attends to a key.
+
+    Empty where each attends to all keys up to its own.
+    """
+
+
 class Scoring(NamedTuple):
-    """Scoring of attention: scale, soft cap and sinks."""
+    """Scoring of attention: scale, soft cap, sinks and chosen keys."""
 
     scale: float
     """Factor on the products."""
@@ -141,6 +161,8 @@ class Scoring(NamedTuple):
     """If given, scaled products s become softcap * tanh(s / softcap)."""
     sinks: torch.Tensor | None = None
     """[heads] logits that take part in the softmax and add nothing; None: there are none."""
+    chosen: KeyChoice | None = None
+    """Keys that take part; None: all that the layer's reach has."""
 
 
 class AttentionPlan(Protocol):
@@ -237,20 +259,23 @@ def paged_attention(
     plan. Queries and keys may still have to be turned (:mod:`engine.gpu.late_rotary`). transformers builds no
     mask for an implementation that has no mask builder of the same name, so none is expected.
     """
-    assert attention_mask is None, "transformers built a mask for the paged attention"
+    assert attention_mask is None or attention_mask is NO_MASK, "transformers built a mask"
     plan: AttentionPlan = kwargs[PLAN_KEYWORD]
     temperature = vars(module).get(TEMPERATURE_ATTRIBUTE)
     if temperature is not None:
         query = temperature.scaled(query, plan.positions)
     turn = LATE.take(query, key)
     late = {} if turn is None else {"turn": turn}  # of plans that turn late, and of no others
+    chosen = kwargs.get("indices", kwargs.get("block_indices"))  # transformers' names
+    if chosen is not None and not chosen.visible:
+        chosen = None
     began = time.perf_counter()
     attended = plan.attend(
         getattr(module, LAYER_ATTRIBUTE),
         query[0],
         key[0],
         value[0],
-        Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux),
+        Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, chosen),
         **late,
     )
     plan.use.calls += 1

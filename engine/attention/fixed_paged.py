@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.attention.base import Int64s, KeyReach, PackedRows, Scoring
-from engine.attention.torch_paged import MASK_ELEMENTS, MIN_TILE, TorchPagedAttention
+from engine.attention.base import Int64s, KeyChoice, KeyReach, PackedRows, Scoring
+from engine.attention.torch_paged import MASK_ELEMENTS, MIN_TILE, StepOverPages, TorchPagedAttention
 from engine.attention.transfer import upload
 
 KEY_TILE = 512
@@ -55,6 +55,18 @@ class _Part:
     num_contexts: int
     mask: torch.Tensor
     """[blocks, 1, tokens per block, keys], added to the scores."""
+    rows: Int64s
+    """[contexts] the rows of the step that these are."""
+
+    def mask_of(self, chosen: KeyChoice, first_tokens: Int64s) -> torch.Tensor:
+        """[blocks, groups, tokens per block, keys]: the mask where queries attend to chosen keys."""
+        blocks = self.tokens.split(1) if self.num_contexts > 1 else (self.tokens,)
+        found = []
+        for row, tokens in zip(self.rows.tolist(), blocks, strict=True):
+            visible = chosen.visible[row][:, tokens - int(first_tokens[row])]
+            visible = F.pad(visible, (0, self.mask.shape[-1] - visible.shape[-1]))
+            found.append(visible.transpose(0, 1))
+        return torch.where(torch.cat(found), self.mask, HIDDEN[self.mask.dtype])
 
 
 class FixedPagedAttention(TorchPagedAttention):
@@ -73,27 +85,25 @@ class FixedPagedAttention(TorchPagedAttention):
         found: Int64s = blocks * self.block_size + positions % self.block_size
         return found
 
+    def index_products(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """See ``key_choice.IndexCache``: in tiles of one number of keys."""
+        padded = F.pad(keys, (0, 0, 0, -len(keys) % KEY_TILE))
+        return torch.cat([F.linear(queries, tile) for tile in padded.split(KEY_TILE)], dim=1)[:, : len(keys)]
 
-class FixedAttentionPlan:
+
+class FixedAttentionPlan(StepOverPages[FixedPagedAttention]):
     """One step over a :class:`FixedPagedAttention`. Implements ``base.AttentionPlan``."""
 
     def __init__(self, cache: FixedPagedAttention, rows: PackedRows, slots: torch.Tensor) -> None:
-        self._cache = cache
-        self._rows = rows
-        self._slots = slots
+        super().__init__(cache, rows, slots)
+        self._first_tokens = np.cumsum(rows.counts) - rows.counts
         self._parts: dict[tuple[KeyReach, int, int], list[_Part]] = {}
-        self.use = cache.use
-
-    @cached_property
-    def positions(self) -> torch.Tensor:
-        """See ``base.AttentionPlan``."""
-        return torch.from_numpy(self._rows.positions)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         """See ``base.AttentionPlan.attend``."""
-        cache, (scale, softcap, sinks) = self._cache, scoring
+        cache, (scale, softcap, sinks, chosen) = self._cache, scoring
         cache.store(layer, self._slots, key.transpose(0, 1), value.transpose(0, 1))
         heads, num_tokens, dim = query.shape
         kv_heads, value_dim = cache.values[layer].shape[1:]
@@ -110,7 +120,10 @@ class FixedAttentionPlan:
             values = values.view(*contexts, value_dim).transpose(1, 2)
             used = per_block * group
             rows = queries[part.tokens].permute(0, 2, 1, 3, 4).reshape(blocks, kv_heads, used, dim)
-            mask = part.mask.repeat_interleave(group, dim=2)
+            mask = part.mask
+            if chosen is not None:
+                mask = part.mask_of(chosen, self._first_tokens)
+            mask = mask.repeat_interleave(group, dim=2)
             if missing := -used % QUERY_ROWS:
                 rows, mask = F.pad(rows, (0, 0, 0, missing)), F.pad(mask, (0, 0, 0, missing))
             compute = _fused if softcap is None else partial(_capped, softcap)
@@ -164,9 +177,8 @@ class _Parts:
             within = np.minimum(seen, positions[blocks][:, None])
             slots = self._cache.slots(self._rows, blocks[:, None], within)
             at = positions[tokens]
-            yield self._part(
-                tokens, np.arange(len(rows)) * self._per_block, rows, slots, len(blocks), seen, at
-            )
+            places = np.arange(len(rows)) * self._per_block
+            yield self._part(tokens, places, rows, slots, blocks, seen, at)
 
     def of_longer_rows(self) -> Iterator[_Part]:
         """Rows of several tokens, one after the other."""
@@ -192,7 +204,8 @@ class _Parts:
         seen = np.arange(first, first + -(-(end - first) // KEY_TILE) * KEY_TILE)
         slots = self._cache.slots(self._rows, row, np.minimum(seen, end - 1))
         at = positions.reshape(num_blocks, self._per_block)
-        return self._part(at + offset, places, begin + places + offset, slots, 1, seen[None], at)
+        rows = np.array([row])
+        return self._part(at + offset, places, begin + places + offset, slots, rows, seen[None], at)
 
     def _first_key(self, positions: Int64s) -> Int64s:
         """First key of the first tile that queries at these positions can see."""
@@ -204,7 +217,7 @@ class _Parts:
         places: Int64s,
         into: Int64s,
         slots: Int64s,
-        num_contexts: int,
+        rows: Int64s,
         seen: Int64s,
         at: Int64s,
     ) -> _Part:
@@ -220,8 +233,9 @@ class _Parts:
             torch.from_numpy(places),
             torch.from_numpy(into),
             torch.from_numpy(slots.reshape(-1)),
-            num_contexts,
+            len(rows),
             mask.unsqueeze(1),
+            rows,
         )
 
 

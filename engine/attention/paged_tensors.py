@@ -30,6 +30,8 @@ class PagedTensors:
     """Gives tensors of zeros; None: in memory of this process, or on the device."""
     keys: list[torch.Tensor] = field(init=False)
     values: list[torch.Tensor] = field(init=False)
+    index_keys: dict[int, torch.Tensor] = field(init=False)
+    """By layer with an indexer: keys [slots, dim]."""
     use: AttentionUse = field(init=False, default_factory=AttentionUse)
 
     def allocate(self, num_blocks: int, dtype: torch.dtype) -> None:
@@ -37,6 +39,11 @@ class PagedTensors:
         slots = num_blocks * self.block_size
         self.keys = [self.zeros((slots, each.kv_heads, each.key_dim), dtype) for each in self.layers]
         self.values = [self.zeros((slots, each.kv_heads, each.value_dim), dtype) for each in self.layers]
+        self.index_keys = {
+            number: self.zeros((slots, each.index_dim), self.dtype)
+            for number, each in enumerate(self.layers)
+            if each.index_dim
+        }
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeroed memory for a part of the cache."""
@@ -44,8 +51,8 @@ class PagedTensors:
 
     @property
     def stored(self) -> list[torch.Tensor]:
-        """Tensors of keys, values and scales, each beginning with the first block."""
-        return [*self.keys, *self.values]
+        """Tensors of keys, values and indexers' keys, each beginning with the first block."""
+        return [*self.keys, *self.values, *self.index_keys.values()]
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

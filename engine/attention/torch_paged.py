@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.attention.base import Int64s, KeyReach, LayerShape, PackedRows, Scoring
+from engine.attention.base import Int64s, KeyChoice, KeyReach, LayerShape, PackedRows, Scoring
+from engine.attention.key_choice import Question, choose_keys
 from engine.attention.kv_codes import SCALE_TYPE, KVCodes, quantized, widened
 from engine.attention.paged_tensors import PagedTensors
 from engine.attention.transfer import upload
@@ -94,6 +96,11 @@ class TorchPagedAttention(PagedTensors):
         self._scratch: dict[str, torch.Tensor] = {}
         self._token_bytes = max(_bytes_per_token(self.layers, self.dtype), default=0)
 
+    @property
+    def stored(self) -> list[torch.Tensor]:
+        """See ``base.PagedAttention``."""
+        return [*super().stored, *(each for pair in self.scales for each in pair)]
+
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(layers={len(self.keys)}, blocks={self.num_blocks}, "
@@ -142,6 +149,21 @@ class TorchPagedAttention(PagedTensors):
                 found[number] = widened(found[number], own_scales, self.codes, self.dtype)
         return found[0], found[1]
 
+    def store_index(self, layer: int, slots: torch.Tensor, keys: torch.Tensor) -> None:
+        """See ``key_choice.IndexCache``."""
+        self.index_keys[layer].index_copy_(0, slots, keys)
+
+    def index_context(self, layer: int, rows: PackedRows, row: int) -> torch.Tensor:
+        """See ``key_choice.IndexCache``."""
+        end = int(rows.starts[row] + rows.counts[row])
+        blocks = upload(rows.block_tables[row, : -(-end // self.block_size)], self.device)
+        keys = self.index_keys[layer].unflatten(0, (-1, self.block_size))
+        return keys.index_select(0, blocks).flatten(0, 1)[:end].float()
+
+    def index_products(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """See ``key_choice.IndexCache``."""
+        return torch.matmul(queries, keys.t())
+
     def contexts(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [len(blocks) * block_size, kv_heads, dim], valid until the next call."""
         keys = self._gather(self.keys[layer], blocks, "keys")
@@ -173,6 +195,9 @@ class TorchPagedAttention(PagedTensors):
         gathered = scratch[:size].view(-1, width)
         torch.index_select(cache.view(-1, width), 0, blocks, out=gathered)
         return gathered.view(-1, kv_heads, dim)
+
+
+Cache = TypeVar("Cache", bound=TorchPagedAttention)
 
 
 class _ViewBuilder:
@@ -296,22 +321,36 @@ class _ViewBuilder:
         return mask.masked_fill_(upload(~visible, self.device), float("-inf"))
 
 
-class TorchAttentionPlan:
-    """One step over a :class:`TorchPagedAttention`. Implements ``base.AttentionPlan``."""
+class StepOverPages(Generic[Cache]):
+    """One step over a cache: its rows, and what its indexers choose.
 
-    def __init__(
-        self, cache: TorchPagedAttention, rows: PackedRows, slots: torch.Tensor, views: list[_View]
-    ) -> None:
+    Implements ``key_choice.ChoosingPlan``, but for attention.
+    """
+
+    def __init__(self, cache: Cache, rows: PackedRows, slots: torch.Tensor) -> None:
         self._cache = cache
         self._rows = rows
         self._slots = slots
-        self._views = views
         self.use = cache.use
 
     @cached_property
     def positions(self) -> torch.Tensor:
         """See ``base.AttentionPlan``."""
         return upload(self._rows.positions, self._cache.device)
+
+    def choose(self, layer: int, question: Question) -> KeyChoice:
+        """See ``key_choice.ChoosingPlan``."""
+        return choose_keys(self._cache, layer, self._rows, self._slots, question)
+
+
+class TorchAttentionPlan(StepOverPages[TorchPagedAttention]):
+    """One step over a :class:`TorchPagedAttention`. Implements ``base.AttentionPlan``."""
+
+    def __init__(
+        self, cache: TorchPagedAttention, rows: PackedRows, slots: torch.Tensor, views: list[_View]
+    ) -> None:
+        super().__init__(cache, rows, slots)
+        self._views = views
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
@@ -323,7 +362,10 @@ class TorchAttentionPlan:
             layer, self._slots, key.transpose(0, 1), value.transpose(0, 1)
         )
         attended = query.new_empty(tokens, heads, value_dim)
-        attention = _Attention(kv_heads, heads // kv_heads, *scoring)
+        attention = _Attention(kv_heads, heads // kv_heads, *scoring[:3])
+        if scoring.chosen is not None:
+            self._attend_to(scoring.chosen, layer, query, attention, attended)
+            return attended
         view = self._views[layer]
         for singles in view.singles:
             batch, rows = singles.batch, singles.rows
@@ -351,6 +393,28 @@ class TorchAttentionPlan:
                     queries[:, tile.queries], keys[tile.keys], values[tile.keys], tile.mask
                 )
         return attended
+
+    def _attend_to(
+        self,
+        chosen: KeyChoice,
+        layer: int,
+        query: torch.Tensor,
+        attention: _Attention,
+        attended: torch.Tensor,
+    ) -> None:
+        """Attention of each row over the keys that any of its queries chose."""
+        cache, token = self._cache, 0
+        for table, visible in zip(self._rows.block_tables, chosen.visible, strict=True):
+            seen = visible.flatten(0, 1).any(dim=0).nonzero().squeeze(1)
+            blocks = upload(table, cache.device).long()[seen // cache.block_size]
+            keys, values = cache.select(layer, blocks * cache.block_size + seen % cache.block_size)
+            step = max(MASK_ELEMENTS // len(seen), MIN_TILE)
+            for part in visible.index_select(2, seen).split(step, dim=1):
+                tokens = slice(token, token + part.shape[1])
+                mask = torch.zeros(part.shape, dtype=query.dtype, device=query.device)
+                mask.masked_fill_(~part, float("-inf"))
+                attended[tokens] = attention.tile(query[:, tokens], keys, values, mask[:, None])
+                token = tokens.stop
 
 
 @dataclass(frozen=True)
@@ -381,7 +445,10 @@ class _Attention:
     def tile(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attention of one tile [heads, queries, dim] over [length, kv_heads, dim]."""
+        """Attention of one tile [heads, queries, dim] over [length, kv_heads, dim].
+
+        ``mask``: [queries, keys], or [KV heads, 1, queries, keys], which may be one for all KV heads.
+        """
         heads, num_queries, dim = queries.shape
         grouped = queries.reshape(self.kv_heads, self.group, num_queries, dim)
         keys, values = keys.transpose(0, 1)[:, None], values.transpose(0, 1)[:, None]
@@ -400,7 +467,8 @@ class _Attention:
                 sinks = None
                 if self.sinks is not None:
                     sinks = self.sinks.view(self.kv_heads, self.group, 1, 1)[part]
-                parts.append(self._plain(grouped[part], keys[part], values[part], mask, sinks))
+                own = mask[part] if mask.dim() == 4 and len(mask) > 1 else mask
+                parts.append(self._plain(grouped[part], keys[part], values[part], own, sinks))
             attended = torch.cat(parts)
         return attended.reshape(heads, num_queries, -1).transpose(0, 1)
 

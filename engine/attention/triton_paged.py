@@ -243,7 +243,7 @@ class _Launch:
         self.shape = cache.layers[layer]
         self.keys, self.values = cache.keys[layer], cache.values[layer]
         self.heads = heads
-        self.scale, self.softcap, self.sinks = scoring
+        self.scale, self.softcap, self.sinks, _ = scoring
         self.block_k = _padded(self.shape.key_dim)
         self.block_v = _padded(self.shape.value_dim)
         self.block_n = self._keys_at_once()

@@ -69,8 +69,8 @@ def choose_backend(
         return "TORCH_SDPA"
     began = time.monotonic()
     problem = why_not_triton(model.device)
-    if problem is None and any(layer.chunk is not None for layer in model.layers):
-        problem = "its kernels have no chunked attention"
+    if problem is None and any(layer.chunk is not None or layer.index_dim for layer in model.layers):
+        problem = "its kernels have neither chunked attention nor chosen keys"
     if problem is None:
         problem = _compare(model, cache.block_size)
     if problem is None:

@@ -22,6 +22,13 @@ STATE_UPDATES = ("update_conv_state", "update_recurrent_state")
 OWN_STATE = "keeps a recurrent state in a way of its own, which is not built"
 LINEAR_ATTENTION = '"linear_attention"'
 """In modelling code, the type of layers that keep a recurrent state."""
+INDEXERS = (
+    ("self.wq_b =", "self.k_norm =", "self.weights_proj =", "self.index_topk"),
+    ("self.topk_blocks =", "self.block_size =", "self.local_blocks ="),
+)
+"""In modelling code, the parts of each kind of indexer that :mod:`engine.attention.indexers` knows."""
+INDEXER_CLASS = re.compile(r"^class \w+Indexer\(", re.M)
+UNKNOWN_INDEXER = "chooses keys by an indexer of a kind that is not built"
 STATEFUL = "_is_stateful = True"
 """In modelling code, the mark of models whose layers may have a recurrent state."""
 
@@ -29,15 +36,16 @@ STATE_LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid", "mamba"})
 """Types with a recurrent state that :mod:`engine.states` computes."""
 ALONE_LAYER_TYPES = frozenset({"moe", "mlp"})
 """Types that compute each token by itself."""
+CHOOSING_LAYER_TYPES = frozenset({"indexed_attention", "minimax_m3_sparse"})
+"""Types that attend to keys that an indexer chooses."""
 SUPPORTED_LAYER_TYPES = (
     STATE_LAYER_TYPES
     | ALONE_LAYER_TYPES
+    | CHOOSING_LAYER_TYPES
     | {"attention", "full_attention", "sliding_attention", "chunked_attention", "dense", "sparse"}
 )
 RECURRENT_LAYER_TYPES = frozenset({"hybrid_sliding", "recurrent"})
 """Types with a recurrent state that are not built."""
-OTHER_LAYER_TYPES = frozenset({"indexed_attention", "minimax_m3_sparse"})
-"""Types without a recurrent state that are not built."""
 LAYER_TYPES = ("layer_types", "layers_block_type")
 """Fields of a config.json that list the type of each layer."""
 PLAIN_HEADS = frozenset(
@@ -109,6 +117,8 @@ def why_not_served(config: Mapping[str, Any], *, trust_remote_code: bool = False
     has_states = STATEFUL in code or LINEAR_ATTENTION in code
     if has_states and not any(update in code for update in STATE_UPDATES):
         return OWN_STATE
+    if INDEXER_CLASS.search(code) and not any(all(part in code for part in kind) for kind in INDEXERS):
+        return UNKNOWN_INDEXER
     return why_layers_unsupported(_layer_types(text))
 
 
@@ -202,7 +212,7 @@ def _filled_in_types(model_type: str) -> frozenset[tuple[str, str]]:
     """
     node = _configuration_class(model_type)
     found = frozenset() if node is None else frozenset(_assigned_types(node, ""))
-    return frozenset(each for each in found if each[0] in RECURRENT_LAYER_TYPES | OTHER_LAYER_TYPES)
+    return frozenset(each for each in found if each[0] in RECURRENT_LAYER_TYPES)
 
 
 def _assigned_types(node: ast.AST, key: str) -> Iterator[tuple[str, str]]:

@@ -27,6 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from engine.attention import make_attention
 from engine.attention.base import (
     IMPLEMENTATION,
+    INDEXER_ATTRIBUTE,
     LAYER_ATTRIBUTE,
     PLAN_KEYWORD,
     WHOLE_CONTEXT,
@@ -35,6 +36,7 @@ from engine.attention.base import (
     LayerShape,
     PackedRows,
 )
+from engine.attention.indexers import IndexedAttention, choosing_few
 from engine.model.checkpoint import CheckpointError
 from engine.model.model_sources import ALONE_LAYER_TYPES, LAYER_TYPES
 from engine.model.sharding.shard import PassThrough, Stage
@@ -214,7 +216,15 @@ class _Probe:
         self.seen[id(attention)] = attention
         self.given.append(torch.cat([query.flatten(), key.flatten()]))
         setattr(attention, LAYER_ATTRIBUTE, len(self.shapes))
-        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], reach.window, chunk=reach.chunk)
+        indexer: IndexedAttention | None = vars(attention).get(INDEXER_ATTRIBUTE)
+        shape = LayerShape(
+            key.shape[1],
+            key.shape[3],
+            value.shape[3],
+            reach.window,
+            chunk=reach.chunk,
+            index_dim=0 if indexer is None else indexer.key_dim,
+        )
         self.shapes.append(shape)
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
@@ -302,9 +312,24 @@ def verify(
 ) -> None:
     """Compare packed, chunked, paged steps with transformers' eager attention on whole sequences.
 
+    Indexers choose few of the tokens meanwhile.
+
     Raises:
         CheckpointError: they disagree.
     """
+    with choosing_few(module):
+        _verify(module, name, layers, vocab_size, dtype, stage, states)
+
+
+def _verify(
+    module: Any,
+    name: str,
+    layers: tuple[LayerShape, ...],
+    vocab_size: int,
+    dtype: torch.dtype,
+    stage: Stage,
+    states: StateLayers | None,
+) -> None:
     ids = (torch.arange(FIRST + SECOND, device=module.device) * 7919 + 13) % vocab_size
     module.set_attn_implementation("eager")
     try:

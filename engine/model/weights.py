@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 from transformers.utils import logging as transformers_logging
 
 from engine.attention.base import IMPLEMENTATION, PLAN_KEYWORD, LayerShape, paged_attention
+from engine.attention.indexers import UnknownIndexer, choose_over_pages
 from engine.attention.kv_codes import KVCodes
 from engine.attention.temperature import scale_by_position
 from engine.config import ModelConfig
@@ -207,6 +208,10 @@ def _read_model(
         _fix_rope_scaling(module, _longest(info, settings))
     states = compute_on_grid(module)
     scale_by_position(module)
+    try:
+        choose_over_pages(module)
+    except UnknownIndexer as error:
+        raise CheckpointError(f"{info.architecture} chooses keys by {error}, which is not built") from error
     if sharded is None:
         return _ReadModel(module, states, experts, expert_layers, WHOLE_STAGE, None)
     uncut = None

@@ -69,7 +69,7 @@ LATENT = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 32,
     "index_topk": 16,
-    "index_n_heads": 2,
+    "index_n_heads": 16,
     "index_head_dim": 16,
 }
 RECURRENT = {
@@ -103,6 +103,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v3": MLA,
     "deepseek_v32": MLA,
     "glm_moe_dsa": MLA,
+    "axk2": MLA,
+    "hy_v4": MLA,
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3],
+        "index_n_heads": 2,
+        "index_block_size": 8,
+        "index_topk_blocks": 3,
+        "rotary_dim": 8,
+    },
     "glm4_moe_lite": MLA,
     "axk1": MLA,
     "minicpm3": MLA,
@@ -198,6 +207,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "top_k_experts": 2,
         },
     ),
+    "GLM-5.2, shared choices": ("glm_moe_dsa", MLA | {"indexer_types": ["full", "shared"] * 2}),
     "Granite 4.0, all attention": ("granitemoehybrid", ALL_ATTEND),
     "Granite 4.0 micro": (
         "granitemoehybrid",

@@ -49,8 +49,8 @@ def attention_of(module: Any, shape: LayerShape | None, base: BaseModel) -> Atte
     dim, value_dim = shape.key_dim, shape.value_dim
     if dim % LANES or value_dim % LANES:
         raise NotRecognised(f"heads of {dim} and {value_dim}")
-    if shape.chunk is not None or TEMPERATURE_ATTRIBUTE in vars(module):
-        raise NotRecognised("chunked attention, or a temperature by position")
+    if shape.chunk is not None or shape.index_dim or TEMPERATURE_ATTRIBUTE in vars(module):
+        raise NotRecognised("chunked attention, chosen keys, or a temperature by position")
     if is_latent(module):
         return _latent_attention(module, shape, base)
     inward, out_name = attention_projections(module)

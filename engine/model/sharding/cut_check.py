@@ -154,7 +154,7 @@ def _compare_layers(
             forward = _Compared(layer, index, run.inputs[row], run.outputs[row], judge)
             stack.enter_context(forward_by(layer, forward))
         else:
-            stack.enter_context(forward_by(layer, PassThrough().forward))
+            stack.enter_context(forward_by(layer, PassThrough().looks_like(layer).forward))
     if sharded.share is not None:
         for experts in expert_modules(module).values():
             stack.enter_context(forward_by(experts, NoExperts().forward))

@@ -7,6 +7,7 @@ other, from the tensors that :mod:`engine.model.sharding.shard_weights` reads fo
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Callable
@@ -107,14 +108,28 @@ class Shard:
 WHOLE = Shard()
 
 
+CHOSEN_KEYS = "prev_topk_indices"
+"""Argument of layers that take over and return the keys that an indexer chose."""
+
+
 class PassThrough(torch.nn.Module):  # type: ignore[misc]
     """Stand-in for a module of another stage."""
 
-    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    returns_keys = False
+    """Whether it stands for a layer that returns :data:`CHOSEN_KEYS`, too."""
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **options: Any) -> Any:
+        """The input, as the replaced module returns its output."""
+        hidden = self.passed(hidden)
+        return (hidden, options.get(CHOSEN_KEYS)) if self.returns_keys else hidden
+
+    def passed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What stands for the output."""
         return hidden
 
     def looks_like(self, module: Any) -> PassThrough:
         """Copy the plain attributes of the replaced module: some models look them up."""
+        self.returns_keys = CHOSEN_KEYS in inspect.signature(type(module).forward).parameters
         for name, value in vars(module).items():
             if not name.startswith("_") and not isinstance(value, torch.Tensor):
                 self.__dict__.setdefault(name, value)
@@ -132,7 +147,8 @@ class StageInput(PassThrough):
         super().__init__()
         self.received: torch.Tensor | None = None
 
-    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def passed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What came from the stage before."""
         return hidden if self.received is None else self.received
 
 
@@ -143,7 +159,8 @@ class StageOutput(PassThrough):
         super().__init__()
         self.hidden: torch.Tensor | None = None
 
-    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def passed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The output of this stage, which is kept."""
         self.hidden = hidden
         return hidden
 
@@ -246,6 +263,7 @@ def sharded_class(
         whole.base_model_prefix = USUAL_BASE
     name = model_class.__name__
     layers = _layers_of_stage(name, whole, shard)
+    _check_indexers(name, whole, shard, layers)
     plan = tensor_plan(name, whole) if shard.size > 1 else {}
     if share is not None:
         plan = _without_experts(plan, whole)
@@ -350,6 +368,23 @@ def _layers_of_stage(name: str, whole: Any, shard: Shard) -> range:
         raise CheckpointError(f"{name}: {error}") from error
     split = shard.split or balanced_split(sizes, ends[0], ends[1] + head, shard.num_stages)
     return layers_of(split, shard.stage)
+
+
+def _check_indexers(name: str, whole: Any, shard: Shard, layers: range) -> None:
+    """Refuse cuts through a choice of keys: between layers that share it, or among heads."""
+    kinds = getattr(whole.config.get_text_config(), "indexer_types", None) or ()
+    if layers.start and kinds and kinds[layers.start] == "shared":
+        full = [index for index, kind in enumerate(kinds) if kind == "full"]
+        raise CheckpointError(
+            f"{name}: layer {layers.start}, the first of stage {shard.stage}, attends to the keys that layer "
+            f"{max(index for index in full if index < layers.start)} chooses, in another stage. Let stages "
+            f"begin at one of {', '.join(map(str, full[1:]))} (--pipeline-split), or use -pp 1"
+        )
+    if shard.size > 1 and any(hasattr(part, "topk_blocks") for part in whole.modules()):
+        raise CheckpointError(
+            f"{name}: its indexer chooses keys for each KV head, which is not cut: use -tp 1, and -pp to "
+            "spread its layers"
+        )
 
 
 def _num_parameters(module: Any) -> int:

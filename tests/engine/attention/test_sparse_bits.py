@@ -14,7 +14,14 @@ from tests.engine.invariance.mixed import requests
 from tests.engine.states.models import make_state_model
 from tests.engine.tiny_models import VOCAB
 
-FAMILIES = [("llama4_text", "bfloat16")]
+FAMILIES = [
+    pytest.param(("llama4_text", "bfloat16")),
+    pytest.param(("deepseek_v32", "bfloat16")),
+    pytest.param(("GLM-5.2, shared choices", "float32"), marks=pytest.mark.nightly),
+    pytest.param(("axk2", "bfloat16"), marks=pytest.mark.nightly),
+    pytest.param(("hy_v4", "bfloat16"), marks=pytest.mark.nightly),
+    pytest.param(("minimax_m3_vl_text", "bfloat16")),
+]
 NUM_REQUESTS = 10
 SHARED = [4 + number % 97 for number in range(75)]
 

@@ -532,13 +532,9 @@ RULED_OUT: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "minimax"},
         "keeps a recurrent state in a way of its own, which is not built",
     ),
-    "indexed attention": ({"model_type": "deepseek_v32"}, "layers of type indexed_attention"),
-    "sparse attention by a legacy key": (
-        {
-            "model_type": "minimax_m3_vl",
-            "text_config": {"sparse_attention_config": {"sparse_attention_freq": [0, 1]}},
-        },
-        "layers of type minimax_m3_sparse: only full, sliding-window and chunked attention, and recurrent states",
+    "an indexer of another kind": (
+        {"model_type": "qwen4_exp_text"},
+        "chooses keys by an indexer of a kind that is not built",
     ),
     "no type": ({"model_type": None}, "has no 'model_type'"),
     "a type that is no word": ({"model_type": 5}, "has no 'model_type'"),

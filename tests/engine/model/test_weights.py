@@ -146,7 +146,6 @@ REFUSED_ARCHITECTURES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: transformers.RecurrentGemmaConfig(**small()),
         "does not go through transformers' attention interface",
     ),
-    "indexed": (lambda: transformers.DeepseekV32Config(**small()), "layers of type indexed_attention"),
     "bidirectional": (
         lambda: transformers.BertConfig(**small(num_attention_heads=4)),
         "bert.encoder.layer.0.attention.self uses a mask that is neither causal",
@@ -181,6 +180,15 @@ def test_a_layer_that_counts_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         counting(intermediate_size_mlp=96, num_local_experts=2, head_dim=16)
     ).save_pretrained(tmp_path)
     message = r"model.layers.3.self_attn counts the tokens of a call instead of using position_ids"
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+def test_an_indexer_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.attention.indexers.TOKEN_PARTS", ("other_part",))
+    config = transformers.DeepseekV32Config(**small(num_key_value_heads=4, index_topk=16, q_lora_rank=32))
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    message = "DeepseekV32ForCausalLM chooses keys by DeepseekV32Indexer, which is not built"
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path)
 
