@@ -329,7 +329,7 @@ class FileTier:
         if self._kept:  # what is not done now, the first request would wait for
             group = blocks_at_once(self._memory)
             wanted = wanted_blocks(len(self._kept), group, self._memory.num_blocks, MOST_AHEAD)
-            self._memory.prepare(min(PREPARED_BYTES // self._memory.block_bytes, wanted))
+            self._memory.prepare(min(PREPARED_BYTES // max(1, self._memory.block_bytes), wanted))
         self._listed.set()
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWER)

@@ -31,7 +31,7 @@ def nothing(_: Request) -> dict[int, Sequence[int]]:
 
 @dataclass(frozen=True)
 class BlockCheck:
-    """Fetched pieces at the end of a transfer, and the same ones as they are computed here."""
+    """Fetched pieces at the end of a transfer, and the same ones computed here."""
 
     request: Request
     source: Source
@@ -98,7 +98,7 @@ class BlockChecks:
         return len(self._pending)
 
     def fetched(self, request: Request, source: Source, names: Sequence[BlockHash]) -> None:
-        """Note a transfer for a request, which is about to be queued; ``names``: of its blocks."""
+        """Note a transfer of named blocks for a request, which is about to be queued."""
         self._num_transfers += 1
         is_due = self._num_transfers % CHECK_INTERVAL == 0 or (source == FILES and self._files_are_new)
         if not is_due or names[-1] not in request.hashes:

@@ -15,11 +15,12 @@ import torch
 
 from engine.inheritance.names import FILE_NAME
 from engine.messages import Submit
-from engine.transfers import price
+from engine.transfers import price, sources
 from tests.engine.invariance.answers import ALONE, Answers, Instance, load
 from tests.engine.states.models import make_state_model
 from tests.engine.states.serving import Serving
 from tests.engine.states.test_transfers import prompt
+from tests.waiting import PATIENCE
 
 FAMILIES = [
     pytest.param(("qwen3_next", "bfloat16")),
@@ -54,6 +55,8 @@ def is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read even the little that tiny models compute faster."""
     monkeypatch.setattr(price, "WORTH", float("inf"))
     monkeypatch.setattr(price, "FEWEST", 16)
+    monkeypatch.setattr(sources, "LEAST_SECONDS", PATIENCE)
+    monkeypatch.setattr(sources, "MOST_SECONDS", PATIENCE)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

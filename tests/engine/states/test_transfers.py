@@ -11,7 +11,7 @@ import torch
 
 from engine.messages import HandedOver, Prefetch, Submit
 from engine.sampling import SamplingParams
-from engine.transfers import checking, fetching, price
+from engine.transfers import checking, fetching, price, sources
 from engine.transfers.identity import identity_of
 from tests.engine.invariance.answers import ALONE, PEER, Answers, Instance, load
 from tests.engine.states.models import make_state_model
@@ -35,6 +35,8 @@ def is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(price, "WORTH", float("inf"))
     monkeypatch.setattr(price, "FEWEST", 16)
     monkeypatch.setattr(fetching, "STALL", PATIENCE)
+    monkeypatch.setattr(sources, "LEAST_SECONDS", PATIENCE)
+    monkeypatch.setattr(sources, "MOST_SECONDS", PATIENCE)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -156,6 +158,8 @@ def test_a_source_that_computed_wrongly_is_found_and_costs_no_answer(
         names = source.names_of(submit)
         slot = source.pool.slot_of(names[-1] if wrong == "state" else names[-2])
         flipped = source.memory.read([slot])[0] ^ 0x11
+        if not flipped.size:
+            pytest.skip("without keys and values blocks are empty")
         source.memory.write(slot, flipped.data)
     assert taker.answers([submit], source.mover.address, source) == {submit.request: alone[submit.request]}
     counters = taker.counters
@@ -184,6 +188,7 @@ def test_a_check_of_a_request_that_is_aborted_leaves_nothing(
         taker.turn()
     assert taker.core.sharing.exchange._checks
     taker.core.abort(PEER, [0])
+    taker.turn()
     serve(source, taker)
     assert not taker.core.sharing.exchange._checks
     assert taker.core.reports.report(0, 0).blocks_used == 0
