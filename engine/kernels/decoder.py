@@ -36,6 +36,7 @@ from engine.kernels.mlp.mlp import mlp_of
 from engine.kernels.norms.norm import Norm, norm_of
 from engine.kernels.products.packing import PACK
 from engine.kernels.registry import mixer_of
+from engine.kernels.states.side_by_side import side_by_side
 from engine.model.quantization.attached import reader_of
 
 
@@ -204,7 +205,7 @@ def _layer(layer: Any, shapes: Sequence[LayerShape], base: BaseModel) -> Layer:
     mlp, behind = _feed_forward(layer, order, norm(order.behind_mlp), base)
     return Layer(
         norm=norm(order.before_attention),
-        mixer=None if order.attention is None else _mixer(getattr(layer, order.attention), shapes, base),
+        mixer=_mixers(layer, order, shapes, base),
         last_norm=norm(order.behind_attention),
         second_norm=norm(order.before_mlp),
         mlp=mlp,
@@ -214,6 +215,18 @@ def _layer(layer: Any, shapes: Sequence[LayerShape], base: BaseModel) -> Layer:
         stream_factor=order.stream_factor,
         input=input_of(layer, hidden, stack.index(layer), len(stack)),
     )
+
+
+def _mixers(layer: Any, order: Order, shapes: Sequence[LayerShape], base: BaseModel) -> Mixer | None:
+    """The mixer of a layer, or both as one."""
+    if order.attention is None:
+        return None
+    mixer, side = _mixer(getattr(layer, order.attention), shapes, base), order.side
+    if side is None:
+        return mixer
+    if order.is_parallel or order.factor != 1.0 or order.behind_attention is not None:
+        raise NotRecognised("attention beside a recurrence in another order")
+    return side_by_side(mixer, _mixer(getattr(layer, side.attention), shapes, base), side)
 
 
 def _mixer(module: Any, shapes: Sequence[LayerShape], base: BaseModel) -> Mixer:

@@ -163,7 +163,7 @@ def _add_rest(weights: MadeUpWeights, model: LoadedModel) -> None:
         if name.endswith(CORRECTIONS):
             made = random_numbers(buffer.shape, zlib.crc32(b"correction")).mul_(0.2)
             memo[id(buffer)] = made.to(torch.bfloat16).float()
-        elif buffer.dtype == model.dtype:
+        elif buffer.dtype == model.dtype and id(buffer) not in memo:
             weights.keep_buffer(buffer)
     for module in model.module.modules():
         if (forward := module.__dict__.get("forward")) is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from engine.attention.base import LayerShape
+from engine.attention.base import LAYER_ATTRIBUTE, LayerShape
 from engine.kernels.attention import narrow as narrow_attention
 from engine.kernels.attention.attention import Attention
 from engine.kernels.attention.packed import PackedAttention
@@ -28,7 +28,10 @@ from engine.kernels.mlp import narrow as narrow_mlp
 from engine.kernels.mlp.mlp import Mlp, PackedMlp
 from engine.kernels.products.made_up import MadeUpWeights
 from engine.kernels.products.quantized import ROUNDING
-from engine.kernels.states import short_conv
+from engine.kernels.states import narrow_ssd, short_conv
+from engine.kernels.states.packed_ssd import PackedSsd
+from engine.kernels.states.side_by_side import PackedSideBySide, SideBySide
+from engine.kernels.states.ssd import Ssd, ssd_of
 
 LAYOUTS = {
     "exchange": EXCHANGE,
@@ -46,6 +49,7 @@ LAYOUTS = {
 
 RECOGNISERS: tuple[Callable[[Any, LayerShape | None, BaseModel], Mixer | None], ...] = (
     short_conv.short_conv_of,
+    ssd_of,
     attention_of,
 )
 """Recognisers of mixers, the particular before the general.
@@ -57,6 +61,10 @@ caches; None for modules without attention.
 PACKED_MIXERS: dict[type, Callable[[Any, Packing], PackedMixer]] = {
     Attention: PackedAttention,
     short_conv.ShortConv: short_conv.PackedShortConv,
+    Ssd: PackedSsd,
+    SideBySide: lambda mixer, packing: PackedSideBySide(
+        mixer, packed_mixer(mixer.recurrence, packing), packed_mixer(mixer.attention, packing)
+    ),
 }
 PACKED_FEED_FORWARDS: dict[type, Callable[[Any, Packing], PackedFeedForward]] = {
     Mlp: PackedMlp,
@@ -78,7 +86,31 @@ class NarrowMixer(NamedTuple):
 NARROW_MIXERS: dict[type, NarrowMixer] = {
     Attention: NarrowMixer(narrow_attention.make_up, narrow_attention.tell, narrow_attention.narrow_shape),
     short_conv.ShortConv: NarrowMixer(short_conv.make_up),
+    Ssd: NarrowMixer(narrow_ssd.make_up, narrow_ssd.tell),
 }
+
+
+def _make_up_both(weights: MadeUpWeights, mixer: SideBySide, modules: Any) -> None:
+    for part, module in _with_modules(mixer, modules):
+        NARROW_MIXERS[type(part)].make_up(weights, part, module)
+
+
+def _tell_both(mixer: SideBySide, modules: Any) -> None:
+    for part, module in _with_modules(mixer, modules):
+        NARROW_MIXERS[type(part)].tell(part, module)
+
+
+def _with_modules(mixer: SideBySide, modules: Any) -> list[tuple[Mixer, Any]]:
+    """Both mixers of a layer with their modules, which come in any order."""
+    recurrence, attention = sorted(modules, key=lambda module: hasattr(module, LAYER_ATTRIBUTE))
+    return [(mixer.recurrence, recurrence), (mixer.attention, attention)]
+
+
+NARROW_MIXERS[SideBySide] = NarrowMixer(
+    _make_up_both,
+    _tell_both,
+    lambda mixer, shape: NARROW_MIXERS[Attention].shape(mixer.attention, shape),
+)
 NARROW_PARTS: dict[type, Callable[[MadeUpWeights, Any, Any], None]] = {
     Mlp: narrow_mlp.make_up,
     Moe: narrow_mixture.make_up,

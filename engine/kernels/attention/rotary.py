@@ -177,12 +177,20 @@ def noted(
     norms = _norms(module)
     ways = list(_ways(module, norms, dim, heads, kv_heads, angles))
     which, rows, seen = (0, query, notes.query) if tuple(names) == QUERIES_ALONE else (1, key, notes.key)
-    off = [distance(seen, _turned(rows, which, way, norms, angles)) for way in ways]
+    off = [_off(seen, _turned(rows, which, way, norms, angles)) for way in ways]
     way = ways[off.index(min(off))]
     expected = _turned(query, 0, way, norms, angles)
     factors = (notes.query * expected).sum((1, 2)) / expected.square().sum((1, 2))
+    if which:
+        expected = _turned(key, 1, way, norms, angles)
+        factors *= (notes.key * expected).sum() / expected.square().sum()
     value_norm = _value_norm(module, raw[2].view(TOKENS, -1, shape.value_dim), notes.value)
     return Noted(way, value_norm, notes.scale, notes.cap, notes.sinks, factors)
+
+
+def _off(seen: torch.Tensor, expected: torch.Tensor) -> float:
+    """Distance of rows but for a factor."""
+    return distance(seen / seen.norm(), expected / expected.norm())
 
 
 def is_gated(module: Any, shape: LayerShape) -> bool:

@@ -74,7 +74,11 @@ def _factor_and_cap(module: Any, hidden: int) -> tuple[float, float]:
     rows = made_up(1, TOKENS, hidden, seed=1)
     tried = torch.tensor([SMALL, 1.0, -2.0, 50.0, HUGE], dtype=torch.float64)
     head = Gives(tried.expand(1, TOKENS, -1))
+    head.weight = torch.nn.Parameter(rows.new_empty(0))  # some models read its type
     base = Gives(_Outputs(last_hidden_state=rows))
+    for name, value in vars(getattr(module, module.base_model_prefix)).items():
+        if isinstance(value, int | float):  # some models keep their factor there
+            base.__dict__.setdefault(name, value)
     ids = torch.arange(TOKENS)[None]
     found = (
         with_parts(module, {module.base_model_prefix: base, "lm_head": head})(

@@ -19,9 +19,9 @@ TABLE, PROJECTION, TABLE_NORM = (
 )
 """Names of the parts that make inputs which layers have beside the stream."""
 NAMES = {
-    "embedding": ("embed_tokens", "wte"),
+    "embedding": ("embed_tokens", "wte", "embeddings"),
     "layers": ("layers", "h"),
-    "norm": ("norm", "ln_f", "final_layernorm", "embedding_norm"),
+    "norm": ("norm", "ln_f", "final_layernorm", "embedding_norm", "norm_f"),
     "rotary": ("rotary_emb", "pos_emb"),
     "positions": ("wpe",),
     "table": (TABLE,),
@@ -78,5 +78,6 @@ def is_mixer(module: Any) -> bool:
 
 
 def mixer_module(layer: Any) -> Any:
-    """The module of a layer that looks at other tokens; None if there is none."""
-    return next((part for _, part in layer.named_children() if is_mixer(part)), None)
+    """The module of a layer that looks at other tokens; several as a list, None if there is none."""
+    found = [part for _, part in layer.named_children() if is_mixer(part)]
+    return found if len(found) > 1 else next(iter(found), None)

@@ -36,6 +36,18 @@ class Inside:
 
 
 @dataclass(frozen=True)
+class Side:
+    """Attention beside a recurrence, which reads the same rows."""
+
+    attention: str
+    """Its name."""
+    factor_in: float
+    """Factor on what it reads, of what the recurrence does."""
+    factors: tuple[float, float]
+    """Factors on what the recurrence gives, and on what it gives."""
+
+
+@dataclass(frozen=True)
 class Order:
     """Names of a layer's parts, by their place."""
 
@@ -57,27 +69,30 @@ class Order:
     """Factor on what attention and the MLP add."""
     stream_factor: float
     """Factor on all that the layer gives."""
+    side: Side | None = None
+    """Attention beside the part that looks at other tokens."""
 
 
 def order_of(layer: Any, hidden: int) -> Order:
     """The order of a layer's parts."""
     if hasattr(layer, ROUTER) and hasattr(layer, EXPERTS):
         return _order_of_both(layer, hidden)
-    attention, mlp, beside, norms = _parts(layer)
+    mixers, mlp, beside, norms = _parts(layer)
+    attention = next(iter(mixers), None)
     rows = made_up(1, 3, hidden, seed=1)
     if attention is None or mlp is None:
         return _order_of_one(layer, attention, mlp, norms, rows)
     both = [mlp] if beside is None else [mlp, beside]
     results = {
-        name: made_up(1, 3, hidden, seed=2 + number) for number, name in enumerate([attention, *both, *norms])
+        name: made_up(1, 3, hidden, seed=2 + number) for number, name in enumerate([*mixers, *both, *norms])
     }
-    mixed = _as_given(layer, attention, results[attention])
-    parts = {name: Gives(result) for name, result in results.items()} | {attention: Gives(mixed)}
+    mixed = {name: _as_given(layer, name, results[name]) for name in mixers}
+    parts = {name: Gives(result) for name, result in (results | mixed).items()}
     try:
         found = _run(layer, parts, rows)
     except ValueError:  # what the MLP gives is taken apart: its routing stands beside it
-        parts |= {name: Gives(results[name]) for name in (*norms, *both)}
-        parts |= {attention: Gives(mixed), mlp: Gives((results[mlp], None))}
+        parts = {name: Gives(result) for name, result in (results | mixed).items()}
+        parts[mlp] = Gives((results[mlp], None))
         found = _run(layer, parts, rows)
     if any(len(part.given) != 1 for part in parts.values()):
         raise NotRecognised(f"{type(layer).__name__} does not use each of its parts once")
@@ -86,8 +101,34 @@ def order_of(layer: Any, hidden: int) -> Order:
         if not torch.equal(given.pop(beside), given[mlp]):
             raise NotRecognised(f"{type(layer).__name__} gives its two MLPs different rows")
         results[mlp] = results[mlp] + results.pop(beside)
+    side = None if len(mixers) == 1 else _joined_side(mixers, mlp, rows, results, given, found)
     order = _ordered(type(layer).__name__, attention, mlp, rows, results, given, found)
-    return replace(order, beside=beside)
+    return replace(order, beside=beside, side=side)
+
+
+def _joined_side(
+    mixers: list[str],
+    mlp: str,
+    rows: torch.Tensor,
+    results: dict[str, torch.Tensor],
+    given: dict[str, torch.Tensor],
+    found: torch.Tensor,
+) -> Side:
+    """Attention beside a recurrence, whose result is joined to the recurrence's."""
+    recurrence, attention = mixers
+    added = [rows, results[recurrence], results.pop(attention), results[mlp]]
+    _, *factors, of_mlp = (
+        torch.linalg.lstsq(torch.stack([each.flatten() for each in added], dim=1), found.flatten()[:, None])
+        .solution.flatten()
+        .tolist()
+    )
+    of_both = round(factors[0] / of_mlp, DIGITS), round(factors[1] / of_mlp, DIGITS)
+    results[recurrence] = of_both[0] * added[1] + of_both[1] * added[2]
+    read, seen = given[recurrence], given.pop(attention)
+    factor_in = round(float((seen * read).sum() / read.square().sum()), DIGITS)
+    if distance(seen, factor_in * read) > CLOSE:
+        raise NotRecognised("attention beside a recurrence that reads other rows")
+    return Side(attention, factor_in, of_both)
 
 
 def _as_given(layer: Any, name: str, result: torch.Tensor) -> Any:
@@ -253,10 +294,11 @@ def _children(layer: Any) -> dict[str, Any]:
     }
 
 
-def _parts(layer: Any) -> tuple[str | None, str | None, str | None, list[str]]:
-    """Names of the mixer, the MLP, one beside a mixture, and the norms."""
+def _parts(layer: Any) -> tuple[list[str], str | None, str | None, list[str]]:
+    """Names of mixers, a recurrence first, of the MLP, one beside a mixture, and the norms."""
     children = _children(layer)
     attention = [name for name, part in children.items() if is_mixer(part)]
+    attention.sort(key=lambda name: hasattr(children[name], LAYER_ATTRIBUTE))
     wide = [name for name, part in children.items() if any(each.ndim > 1 for each in part.parameters())]
     mlp = sorted(
         (name for name in wide if name not in attention),
@@ -264,7 +306,8 @@ def _parts(layer: Any) -> tuple[str | None, str | None, str | None, list[str]]:
     )
     beside = mlp.pop() if len(mlp) == 2 and hasattr(children[mlp[0]], "experts") else None
     numbers = len(attention), len(mlp)
-    if numbers not in ((1, 1), (1, 0), (0, 1)) or any(True for _ in layer.named_parameters(recurse=False)):
+    is_known = numbers in ((1, 1), (1, 0), (0, 1), (2, 1))
+    if not is_known or any(True for _ in layer.named_parameters(recurse=False)):
         raise NotRecognised(f"{type(layer).__name__} has the parts {', '.join(sorted(children))}")
     norms = [name for name in children if name not in (*attention, *mlp, beside)]
-    return next(iter(attention), None), next(iter(mlp), None), beside, norms
+    return attention, next(iter(mlp), None), beside, norms

@@ -24,3 +24,5 @@ class Product(NamedTuple):
     """Whether other ranks have other inputs."""
     row_factors: torch.Tensor | None = None
     """Logits [rows] in float32, whose sigmoids are factors on the result."""
+    factor: float = 1.0
+    """Factor on the result."""

@@ -192,6 +192,7 @@ class Writer:
         """Multiply rows by weights; a partial sum is added over all ranks first."""
         parts = parts_here(product.width, self.facts.ranks if product.is_partial else 1)
         into = self.rounded(product.into, product.weights, product.width)
+        factor *= product.factor
         fields = {"into": into, "weights": product.weights, "n": self.hidden, "k": product.width}
         to: dict[str, Any] = {"out": out, "number": factor_field(factor), "factors": product.row_factors}
         if product.is_partial:

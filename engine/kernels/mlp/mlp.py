@@ -12,7 +12,7 @@ from engine.kernels.core.stand_ins import Gives, NotRecognised, with_parts
 from engine.kernels.lowering.parts import Packing, PartPlace
 from engine.kernels.lowering.product import Product, Rows
 from engine.kernels.lowering.scratch import Scratch
-from engine.kernels.lowering.writer import Writer
+from engine.kernels.lowering.writer import Writer, factor_field
 from engine.kernels.products.activations import NAMES, Activation, activation_by_results, activation_of
 from engine.kernels.products.projections import UNNAMED, joined_bias, linear_of, mlp_projections, whole
 from engine.model.quantization.attached import rows_of
@@ -20,6 +20,8 @@ from parallel.parts import parts_here
 
 MIDDLE = "middle"
 """Rows between the products of an MLP."""
+GATE_FACTOR, FACTOR = "gate_multiplier", "down_multiplier"
+"""Names of factors on a gate, and on what an MLP gives."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,10 @@ class Mlp:
     bias: torch.Tensor | None
     """float32, of gate, then of up."""
     down_bias: torch.Tensor | None
+    gate_factor: float = 1.0
+    """Factor on what the activation is applied to, of an MLP with a gate."""
+    factor: float = 1.0
+    """Factor on what it gives."""
 
     sums_per_token = 1
 
@@ -83,6 +89,8 @@ def mlp_of(module: Any) -> Mlp:
         activation=_activation(module, projections),
         bias=joined_bias(inward),
         down_bias=down.own_bias,
+        gate_factor=float(getattr(module, GATE_FACTOR, 1.0)),
+        factor=float(getattr(module, FACTOR, 1.0)),
     )
 
 
@@ -133,8 +141,10 @@ class PackedMlp:
         shape = {"into": into, "out": middle, "n": mlp.width, "k": writer.hidden, "flags": writer.rows}
         given = {"weights": self.inward, "more": mlp.bias}
         if mlp.gate is not None:
-            writer.add(OperationKind.GATED, a=mlp.activation.kind, **given, **shape)
+            factor = factor_field(mlp.gate_factor)
+            writer.add(OperationKind.GATED, a=mlp.activation.kind, number=factor, **given, **shape)
         else:
             numbers, kind = mlp.activation.numbers, mlp.activation.kind
             writer.add(OperationKind.LINEAR, extra=numbers, c=kind, **given, **shape)
-        return Product(middle, self.down, mlp.width, mlp.down_bias, mlp.is_partial, row_factors)
+        bias = mlp.down_bias
+        return Product(middle, self.down, mlp.width, bias, mlp.is_partial, row_factors, mlp.factor)

@@ -71,14 +71,15 @@ void linear(const Operation& op, const Step& step, Work& work) {
     products.finish();
 }
 
-// out [tokens, n] = silu(in x gate) * (in x up); gate's panels come first, then up's. a: the activation, SILU if 0; more: bias [2, n]
+// out [tokens, n] = silu(in x gate) * (in x up); gate's panels come first, then up's. a: the activation, SILU if 0; more: bias [2, n];
+// number: a factor on the gate before the activation, 0 for none
 template <class T, class In = T>
 void gated(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
     int64_t rows = rows_of(op, step);
     if (rows == 0) return;
     int64_t words = op.k / In::PACK * LANES, panels = (op.n + LANES - 1) / LANES;
-    auto products = gated_products<T, In>(op.n, op.a);
+    auto products = gated_products<T, In>(op.n, op.a, nullptr, float(op.number));
     auto* bias = static_cast<const float*>(op.more);
     Weights weights(op, op.k / In::PACK, In::PACK);
     auto panels_of = [&](int64_t panel) { return Panels{weights.panel(panel), weights.panel(panels + panel)}; };

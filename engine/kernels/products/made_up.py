@@ -75,9 +75,10 @@ class MadeUpWeights:
         for buffer in self._buffers:
             buffer.data = buffer.data.to(dtype)
 
-    def keep_buffer(self, buffer: torch.Tensor) -> None:
-        """Keep a copy of a buffer, which is converted like a weight."""
-        self.memo[id(buffer)] = buffer.to(torch.float32, copy=True)
+    def keep_buffer(self, buffer: torch.Tensor, columns: torch.Tensor | None = None) -> None:
+        """Keep a copy of a buffer, or of some columns, which is converted like a weight."""
+        some = buffer if columns is None else buffer[..., columns]
+        self.memo[id(buffer)] = some.to(torch.float32, copy=True)
         self._buffers.append(self.memo[id(buffer)])
 
     def linear(

@@ -645,10 +645,11 @@ struct GatedColumns {
 };
 
 template <class T, class In>
-auto gated_products(int64_t n, int64_t activation, const float* with = nullptr) {
+auto gated_products(int64_t n, int64_t activation, const float* with = nullptr, float factor = 0.f) {
     auto place = [pitch = pitch_of<T>(n)](const GatedColumns<T>& to, int64_t row) { return to.out + row * pitch; };
-    return products_into<In, GatedColumns<T>>([place, activation, with](const GatedColumns<T>& to, int64_t row, Floats gate, Floats up) {
+    return products_into<In, GatedColumns<T>>([place, activation, with, factor](const GatedColumns<T>& to, int64_t row, Floats gate, Floats up) {
         if (to.gate_bias != nullptr) gate = gate + load(to.gate_bias, to.lanes), up = up + load(to.up_bias, to.lanes);
+        if (factor != 0) gate = gate * filled(factor);
         T::store(place(to, row), gated(activation, gate, up, with), to.lanes);
     }, place);
 }

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C
 
 LENGTHS = (5, 37, 3, NATIVE_GRID - 2, 1, 2 * GRID + 9, NATIVE_GRID)
 NUM_NEW = 2 * NATIVE_GRID + 2
-AT_NIGHT = ["lfm2_moe"]
+AT_NIGHT = ["lfm2_moe", "mamba2", "granitemoehybrid", "bamba", "falcon_h1"]
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def one_thread() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["lfm2", *(pytest.param(each, marks=pytest.mark.nightly) for each in AT_NIGHT)]
+    "family", ["lfm2", "nemotron_h", *(pytest.param(each, marks=pytest.mark.nightly) for each in AT_NIGHT)]
 )
 def test_tokens_are_those_of_generate_without_a_cache(family: str, tmp_path: Path) -> None:
     make_state_model(tmp_path, family)
