@@ -333,7 +333,7 @@ STACKS = "layers", "h"
 """Names of a base model's list of layers."""
 EMBEDDINGS = "embed_tokens", "wte", "wpe"
 """Names of a base model's embeddings of tokens and of positions."""
-LAST_NORMS = "norm", "ln_f", "final_layernorm"
+LAST_NORMS = "norm", "ln_f", "final_layernorm", "embedding_norm"
 """Names of the norm behind a base model's layers."""
 
 

@@ -16,7 +16,9 @@ from engine.messages import Submit
 from engine.sampling import SamplingParams
 from engine.states.grid import GRID, NATIVE_GRID
 from tests.engine.compute.test_runner import load as load_model
-from tests.engine.invariance.answers import How, load, run
+from tests.engine.invariance.answers import ALONE, How, Instance, load, run, settings
+from tests.engine.invariance.mixed import requests
+from tests.engine.shard_threads import ThreadedShards
 from tests.engine.states.models import make_state_model
 from tests.engine.tiny_models import VOCAB
 
@@ -84,3 +86,24 @@ def test_rings_of_running_requests_are_counted(tmp_path: Path) -> None:
     of_request = conv_layers * 2 * NATIVE_GRID * hidden * 4
     without = bytes_for_program(model, NATIVE_GRID)
     assert bytes_for_program(model, NATIVE_GRID, requests=10) == without + 10 * of_request > without > 0
+
+
+@pytest.mark.parametrize("split", [(2, 2), pytest.param((3, 1), marks=pytest.mark.nightly)])
+def test_stages_give_the_bits_of_one_worker(split: tuple[int, int], tmp_path: Path) -> None:
+    """Also where the last of them has no layer with a state."""
+    make_state_model(tmp_path, "lfm2", torch.bfloat16)
+    submits = requests(5, vocab_size=VOCAB, greedy=False, count=5, longest=80, most=10)
+    whole = load(tmp_path)
+    alone = whole.answers(submits, ALONE)[0]
+    executor = ThreadedShards(settings(tmp_path), whole.info, pp=2, split=split)
+    try:
+        facts = executor.load(lambda _phase: None)
+        stages = Instance(tmp_path, executor, facts=facts)
+        assert stages.answers(submits, How(budget=24))[0] == alone
+        programs = [worker.executor._program for worker in executor.workers]
+        assert [program is not None and program.states is not None for program in programs] == [
+            True,
+            split[1] > 1,
+        ]
+    finally:
+        executor.close()
