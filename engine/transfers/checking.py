@@ -150,7 +150,7 @@ class BlockChecks:
         return count, wrong
 
     def drop_ended(self) -> None:
-        """Let go of pieces of requests that do not compute them any more, between two steps."""
+        """Let go of checks whose requests run no more, between two steps."""
         pending, self._pending = self._pending, []
         for check in pending:
             if check.own or check.request.status is Status.RUNNING:
@@ -159,7 +159,7 @@ class BlockChecks:
                 self._pool.release(check.fetched)
 
     def _own(self, check: BlockCheck, filled: Filled) -> Sequence[int] | None:
-        """Slots that a request has filled with what was fetched; None: it has not come so far.
+        """Slots of a request's own pieces; None: it has not come so far.
 
         Empty where it has no boundary piece there: slots lacked, or it goes on from what was fetched.
         """

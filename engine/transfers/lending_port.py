@@ -26,7 +26,7 @@ from engine.transfers.messages import BlockPiece, ToSource, ToTaker, digest_of, 
 PIECE_BYTES = 1 << 18
 """Bytes of a piece, if more than one block fits into it."""
 LEAST_BYTES = 64
-"""Bytes that a block counts at least: those of models without keys and values have none."""
+"""Fewest bytes that a block counts: without keys and values it has none."""
 LARGEST_QUESTION = 2 << 20
 """Bytes of a message of a taker; a larger one costs it the connection."""
 HELD_INTERVAL = 0.25

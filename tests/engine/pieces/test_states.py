@@ -131,6 +131,19 @@ def test_what_was_computed_from_wrong_content_is_not_found() -> None:
     assert bench.outputs[number] == expected_output(tokens(1, 21), 20)
 
 
+def test_what_a_step_fills_from_wrong_content_is_not_found() -> None:
+    """The content is found to be wrong when the step has ended, before its states have names."""
+    bench = ToyBench(grid=8, block_size=4, budget=64)
+    number = bench.add(tokens(1, 45), max_tokens=4)
+    bench.begin()
+    bench.pool.unname(list(bench.pool.known))
+    bench.scheduler.set_back(bench.requests[number])
+    bench.scheduler.update(bench.under_way.popleft(), bench.executor.finish())
+    assert not list(bench.pool.known)
+    bench.finish()
+    assert bench.outputs[number] == expected_output(tokens(1, 45), 4)
+
+
 @settings(max_examples=examples(200), deadline=None)
 @given(
     seed=st.integers(0, 10**6),

@@ -27,6 +27,7 @@ from engine.transfers.messages import (
     LoanRequest,
     WindowGrant,
     digest_of,
+    digest_of_part,
     joined,
 )
 
@@ -82,6 +83,45 @@ def test_blocks_are_written_where_they_go_and_room_is_granted(fetcher: Fetcher) 
     assert written(last) == {3: data_of(2)}
     assert last[-1] == ended(TransferOutcome.WHOLE, 3, 0.3)
     assert len(fetcher) == 0
+
+
+def part(offset: int, data: bytes, first: int = 0, name: bytes = NAMES[0]) -> BlockPiece:
+    return BlockPiece(1, first, digest_of_part("same", name, offset, data), data, offset)
+
+
+def test_parts_of_a_block_are_written_once_it_is_whole(fetcher: Fetcher) -> None:
+    fetcher.received("s", Lent(1, 2), 0.1)
+    whole = data_of(0)
+    for begin, end in [(0, 3), (3, 5)]:
+        (grant,) = fetcher.received("s", part(begin, whole[begin:end]), 0.2)
+        assert grant == SendToSource("s", WindowGrant(1, 1))
+    actions = fetcher.received("s", part(5, whole[5:]), 0.3)
+    assert written(actions) == {11: whole}
+    last = fetcher.received("s", piece(1, 1), 0.4)
+    assert written(last) == {7: data_of(1)}
+    assert last[-1] == ended(TransferOutcome.WHOLE, 2, 0.4)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        part(4, data_of(0)[4:]),
+        part(2, data_of(0)[2:4]),
+        part(3, b""),
+        part(3, data_of(0)),
+        part(3, data_of(0)[3:], name=NAMES[1]),
+        BlockPiece(1, 0, digest_of_part("same", NAMES[0], 0, data_of(0)[3:]), data_of(0)[3:], 3),
+        piece(0, 1),
+    ],
+    ids=["gap", "again", "empty", "too long", "another name", "another place", "the whole"],
+)
+def test_a_part_that_does_not_follow_is_wrong(fetcher: Fetcher, wrong: BlockPiece) -> None:
+    fetcher.received("s", Lent(1, 2), 0.1)
+    fetcher.received("s", part(0, data_of(0)[:3]), 0.2)
+    actions = fetcher.received("s", wrong, 0.3)
+    assert not written(actions)
+    (end,) = (each for each in actions if isinstance(each, TransferEnded))
+    assert (end.outcome, end.count, end.for_good) == (TransferOutcome.WRONG, 0, True)
 
 
 def test_a_source_that_has_none_or_refuses_ends_it(fetcher: Fetcher) -> None:

@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+from engine.pieces.kinds import BoundaryKind, BoundarySlots, PieceKinds
+from engine.transfers import lending
 from engine.transfers.lending import (
     MOST_LOANS,
     MOST_LOANS_OF_PEER,
@@ -44,6 +46,24 @@ def test_a_loan_is_looked_up_then_read_as_room_is_granted(lender: Lender) -> Non
     ]
     assert len(lender) == 0
     assert lender.received(b"t", WindowGrant(1, 1)) == []  # it was on the way
+
+
+def test_large_pieces_are_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks only above the larger bound, as instances without parts expect them."""
+    monkeypatch.setattr(lending, "PART_BYTES", 10)
+    monkeypatch.setattr(lending, "LARGEST_WHOLE", 20)
+    kinds = PieceKinds(8, [BoundarySlots(BoundaryKind(label="state", grid=4, num_bytes=25), 3)], 4)
+    for block_bytes, blocks in [(20, [None]), (21, [(0, 10), (10, 20), (20, 21)] * 2)]:
+        sizes = [block_bytes] * 8 + [25] * 3
+        lender = Lender("same", 2, kinds, sizes.__getitem__)
+        lender.received(b"t", asking(count=2, pieces=1))
+        actions = lender.found((b"t", 1), [4, 2, 9])
+        while len(lender):
+            actions += lender.received(b"t", WindowGrant(1, 1))
+        sent = [each for each in actions if isinstance(each, SendPiece)]
+        assert [each.part for each in sent] == [*blocks, (0, 10), (10, 20), (20, 25)]
+        assert [each.blocks for each in sent[-3:]] == [[9]] * 3
+        assert actions[-1] == Return((b"t", 1))
 
 
 def test_a_loan_of_nothing_ends_at_once(lender: Lender) -> None:
