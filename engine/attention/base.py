@@ -19,17 +19,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.attention.current_call import CURRENT
 from engine.attention.kv_codes import SCALE_TYPE, KVCodes
 from engine.gpu.late_rotary import LATE
 
 PLAN_KEYWORD = "attention_plan"
 """Name under which the plan travels through ``model(...)`` to the attention function."""
 
+REACH_KEYWORD = "own_reach"
+"""Keyword of attention functions: the :class:`KeyReach` of modules that make their mask themselves."""
+
+BIASES_KEYWORD = "bias_numbers"
+"""Keyword of attention functions: how many numbers of a key are biases, the last ones."""
+
 IMPLEMENTATION = "lockstep"
 """Name of our function in transformers' attention registry."""
 
 LAYER_ATTRIBUTE = "lockstep_layer"
-"""Attribute of an attention module: its index among the cached layers."""
+"""Attribute of an attention module: its index among the cached layers, or :class:`LayersInTurn`."""
 
 TEMPERATURE_ATTRIBUTE = "lockstep_temperature"
 """Attribute of an attention module: the factor on its queries by position.
@@ -82,6 +89,23 @@ class KeyReach(NamedTuple):
 WHOLE_CONTEXT = KeyReach()
 
 
+class LayersInTurn:
+    """Cached layers of a module that attends several times per token, one for each of its calls in a step."""
+
+    def __init__(self, first: int) -> None:
+        self.layers = [first]
+        self._plan: object = None
+        self._calls = 0
+
+    def next(self, plan: object) -> int:
+        """The layer of the module's next call with this plan."""
+        if plan is not self._plan:
+            self._plan, self._calls = plan, 0
+        layer = self.layers[self._calls % len(self.layers)]
+        self._calls += 1
+        return layer
+
+
 @dataclass(frozen=True)
 class LayerShape:
     """Shape of what an attention layer caches of a token, and its queries' reach."""
@@ -100,6 +124,8 @@ class LayerShape:
     """Positions of a chunk; None: there are no chunks. See :class:`KeyReach`."""
     index_dim: int = 0
     """Numbers of a key of the layer's indexer, never codes; 0: there is none."""
+    bias_numbers: int = 0
+    """Last numbers of a key that are linear biases, which codes would round away."""
 
     @property
     def reach(self) -> KeyReach:
@@ -260,10 +286,13 @@ def paged_attention(
     mask for an implementation that has no mask builder of the same name, so none is expected.
     """
     assert attention_mask is None or attention_mask is NO_MASK, "transformers built a mask"
-    plan: AttentionPlan = kwargs[PLAN_KEYWORD]
+    plan: AttentionPlan = (kwargs if PLAN_KEYWORD in kwargs else CURRENT.options)[PLAN_KEYWORD]
     temperature = vars(module).get(TEMPERATURE_ATTRIBUTE)
     if temperature is not None:
         query = temperature.scaled(query, plan.positions)
+    layer = getattr(module, LAYER_ATTRIBUTE)
+    if isinstance(layer, LayersInTurn):
+        layer = layer.next(plan)
     turn = LATE.take(query, key)
     late = {} if turn is None else {"turn": turn}  # of plans that turn late, and of no others
     chosen = kwargs.get("indices", kwargs.get("block_indices"))  # transformers' names
@@ -271,7 +300,7 @@ def paged_attention(
         chosen = None
     began = time.perf_counter()
     attended = plan.attend(
-        getattr(module, LAYER_ATTRIBUTE),
+        layer,
         query[0],
         key[0],
         value[0],

@@ -62,6 +62,11 @@ def choose_backend(
     Raises:
         CheckpointError: the wanted backend cannot run here, or computes something else.
     """
+    if cache.kv_codes is not None and any(layer.bias_numbers for layer in model.layers):
+        raise CheckpointError(
+            f"--kv-cache-dtype {cache.kv_codes}: this model's keys carry linear biases (ALiBi), which codes "
+            "would round away: leave the flag out"
+        )
     if wanted == "TORCH_SDPA" or (wanted == "auto" and model.device.type != "cuda"):
         return "TORCH_SDPA"
     if cache.kv_codes is not None:

@@ -68,6 +68,38 @@ NO_TYPE = (
     "original checkpoint, or pass --trust-remote-code if this one brings its own code"
 )
 ENCODER = "is an encoder-decoder model: only decoder-only models are served"
+NO_DECODER = (
+    "is an encoder by its config.json: only decoders are served. A checkpoint that was trained as one has "
+    "is_decoder true there"
+)
+NOT_THROUGH_INTERFACE = (
+    "its attention does not go through transformers' attention interface (AttentionInterface), "
+    "so it cannot be paged"
+)
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+"""In modelling code, the name of transformers' table of attention functions."""
+OWN_TABLE = re.compile(rf"^({INTERFACE}|\w+_ATTENTION_CLASSES) = ", re.M)
+"""In modelling code, a table of attention functions or modules beside transformers'."""
+TWO_SIDED = re.compile(
+    r"(?<!encoder_)attention_mask = create_bidirectional_mask|else create_bidirectional_mask"
+)
+"""In modelling code, the mask of encoders that may be decoders."""
+OWN_ATTENTION = frozenset(
+    {
+        "bloom",
+        "codegen",
+        "falcon",
+        "gpt_neo",
+        "gpt_neox_japanese",
+        "gptj",
+        "megatron_bert",
+        "mpt",
+        "openai",
+        "rembert",
+        "xglm",
+    }
+)
+"""Directories of models for which :mod:`engine.attention.own_attention` calls the attention function."""
 RENAMED = {"kimi_k2": "deepseek_v3"}
 """Types that the configuration class of a larger model gives to its language part."""
 
@@ -75,6 +107,13 @@ RENAMED = {"kimi_k2": "deepseek_v3"}
 def has_experts_interface(model_type: str) -> bool:
     """Whether the experts of this family go through transformers' experts interface."""
     return EXPERTS_INTERFACE in _modeling_code(model_type)
+
+
+def calls_interface(model_type: str) -> bool:
+    """Whether a family's attention calls the function of transformers' table, by itself or brought to it."""
+    code = _modeling_code(model_type)
+    brought = not OWN_ATTENTION.isdisjoint(_homes(model_type))
+    return not code or brought or (INTERFACE in code and not OWN_TABLE.search(code))
 
 
 def is_known(model_type: str) -> bool:
@@ -119,6 +158,11 @@ def why_not_served(config: Mapping[str, Any], *, trust_remote_code: bool = False
         return OWN_STATE
     if INDEXER_CLASS.search(code) and not any(all(part in code for part in kind) for kind in INDEXERS):
         return UNKNOWN_INDEXER
+    if not has_states and not calls_interface(text_type):
+        return f"is not served: {NOT_THROUGH_INTERFACE}"
+    is_decoder = text.get("is_decoder", defaults.get("is_decoder"))
+    if is_decoder is False and TWO_SIDED.search(code):
+        return NO_DECODER
     return why_layers_unsupported(_layer_types(text))
 
 
@@ -257,12 +301,19 @@ def _configuration_class(model_type: str) -> ast.ClassDef | None:
 
 @cache
 def _configuration_classes(model_type: str) -> dict[str, ast.ClassDef]:
-    code = next(filter(None, (_code(name, f"configuration_{name}.py") for name in _homes(model_type))), "")
+    code = _code_of("configuration", model_type)
     return {node.name: node for node in ast.parse(code).body if isinstance(node, ast.ClassDef)}
 
 
 def _modeling_code(model_type: str) -> str:
-    return next(filter(None, (_code(name, f"modeling_{name}.py") for name in _homes(model_type))), "")
+    return _code_of("modeling", model_type)
+
+
+def _code_of(kind: str, model_type: str) -> str:
+    """Text of a type's file of one kind; empty if there is none."""
+    homes = _homes(model_type)
+    texts = (_code(home, f"{kind}_{name}.py") for home in homes for name in (home, *homes))
+    return next(filter(None, texts), "")
 
 
 def _homes(model_type: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import accelerate
 
 from engine.attention.base import IMPLEMENTATION
+from engine.attention.own_attention import first_implementation
 from engine.config import ModelConfig
 from engine.model.checkpoint import CheckpointError, ModelInfo, format_of_weights
 from engine.model.expert_weights import ExpertShare, only_experts_of
@@ -63,7 +64,10 @@ class ModuleReader:
         devices = [device] if device.type == "cuda" else []
         with there, torch.random.fork_rng(devices=devices):  # all instances make the same weights
             torch.manual_seed(0)
-            options = {"dtype": self.dtype, "attn_implementation": IMPLEMENTATION}
+            options = {
+                "dtype": self.dtype,
+                "attn_implementation": first_implementation(self.model_class, IMPLEMENTATION),
+            }
             if self.model_class is AutoModelForCausalLM:
                 return self.model_class.from_config(self.config, trust_remote_code=True, **options)
             return self.model_class._from_config(self.config, **options)
@@ -118,7 +122,7 @@ class ModuleReader:
         return options | {
             "config": self.config,
             "dtype": self.dtype,
-            "attn_implementation": IMPLEMENTATION,
+            "attn_implementation": first_implementation(model_class, IMPLEMENTATION),
             "output_loading_info": True,
         }
 

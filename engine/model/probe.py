@@ -26,19 +26,23 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from engine.attention import make_attention
 from engine.attention.base import (
+    BIASES_KEYWORD,
     IMPLEMENTATION,
     INDEXER_ATTRIBUTE,
     LAYER_ATTRIBUTE,
     PLAN_KEYWORD,
+    REACH_KEYWORD,
     WHOLE_CONTEXT,
     Int64s,
     KeyReach,
     LayerShape,
+    LayersInTurn,
     PackedRows,
 )
 from engine.attention.indexers import IndexedAttention, choosing_few
+from engine.attention.own_attention import set_implementation
 from engine.model.checkpoint import CheckpointError
-from engine.model.model_sources import ALONE_LAYER_TYPES, LAYER_TYPES
+from engine.model.model_sources import ALONE_LAYER_TYPES, LAYER_TYPES, NOT_THROUGH_INTERFACE
 from engine.model.sharding.shard import PassThrough, Stage
 from engine.states.held import StateRows
 from engine.states.layers import StateLayers
@@ -57,10 +61,6 @@ MASK_CODE = 64
 They are exact in bfloat16, too.
 """
 
-NOT_THROUGH_INTERFACE = (
-    "its attention does not go through transformers' attention interface (AttentionInterface), "
-    "so it cannot be paged"
-)
 COUNTS = (
     "counts the tokens of a call instead of using position_ids, so tokens of several requests, or of a later "
     "chunk, would be computed as if they stood elsewhere"
@@ -103,9 +103,9 @@ def probe_layers(
 
 def _check_none_counts(probe: _Probe, run_again: Callable[[], _Probe]) -> None:
     """Refuse layers whose queries and keys depend on where a range of numbers begins."""
-    attentions = list(probe.seen.values())
+    attentions = [probe.seen[identity] for identity in probe.callers]
     try:
-        with _Renumbered(probe.far, attentions):
+        with _Renumbered(probe.far, probe.seen.values()):
             again = run_again()
     except CheckpointError:  # numbers that index something: positions do not
         return
@@ -120,7 +120,7 @@ def _run_probe(module: Any, name: str, context_length: int, stage: Stage) -> tup
     implementation = f"{PROBE_IMPLEMENTATION}-{threading.get_ident()}"  # workers may be threads
     AttentionInterface.register(implementation, probe.attention)
     AttentionMaskInterface.register(implementation, probe.mask)
-    module.set_attn_implementation(implementation)
+    set_implementation(module, implementation)
     try:
         tokens = torch.arange(PROBE_TOKENS, device=module.device)
         return probe, run_stage(module, stage, tokens, tokens, **{PLAN_KEYWORD: None})
@@ -129,7 +129,7 @@ def _run_probe(module: Any, name: str, context_length: int, stage: Stage) -> tup
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{name}: a first run on {PROBE_TOKENS} tokens failed: {error}") from error
     finally:
-        module.set_attn_implementation(IMPLEMENTATION)
+        set_implementation(module, IMPLEMENTATION)
 
 
 def _may_count(attention: Any) -> bool:
@@ -181,8 +181,10 @@ class _Probe:
         self.shapes: list[LayerShape] = []
         self.seen: dict[int, Any] = {}
         """Attention modules by identity, in the order of calls."""
+        self.callers: list[int] = []
+        """Identity of the module of each call."""
         self.given: list[torch.Tensor] = []
-        """Queries and keys of each module, one behind the other."""
+        """Queries and keys of each call, one behind the other."""
 
     def refuse(self, attention: Any, problem: str) -> CheckpointError:
         path = self.paths.get(id(attention), type(attention).__name__)
@@ -206,16 +208,12 @@ class _Probe:
         attention_mask: torch.Tensor | None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        if PLAN_KEYWORD not in options:
-            raise self.refuse(attention, "does not get the keyword arguments of the model's call")
         if options.get("position_bias") is not None:
             raise self.refuse(attention, "adds a position bias, which is not built")
-        if id(attention) in self.seen:
-            raise self.refuse(attention, "attends more than once per token, which is not built")
-        reach = self._reach_of(attention, attention_mask)
-        self.seen[id(attention)] = attention
+        reach = options.get(REACH_KEYWORD) or self._reach_of(attention, attention_mask)
+        self.callers.append(id(attention))
         self.given.append(torch.cat([query.flatten(), key.flatten()]))
-        setattr(attention, LAYER_ATTRIBUTE, len(self.shapes))
+        self._number(attention)
         indexer: IndexedAttention | None = vars(attention).get(INDEXER_ATTRIBUTE)
         shape = LayerShape(
             key.shape[1],
@@ -224,9 +222,22 @@ class _Probe:
             reach.window,
             chunk=reach.chunk,
             index_dim=0 if indexer is None else indexer.key_dim,
+            bias_numbers=options.get(BIASES_KEYWORD, 0),
         )
         self.shapes.append(shape)
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+    def _number(self, attention: Any) -> None:
+        """Give a module the number of its next cached layer."""
+        number = len(self.shapes)
+        if id(attention) not in self.seen:
+            self.seen[id(attention)] = attention
+            setattr(attention, LAYER_ATTRIBUTE, number)
+            return
+        before = getattr(attention, LAYER_ATTRIBUTE)
+        if not isinstance(before, LayersInTurn):
+            setattr(attention, LAYER_ATTRIBUTE, before := LayersInTurn(before))
+        before.layers.append(number)
 
     def _reach_of(self, attention: Any, mask: torch.Tensor | None) -> KeyReach:
         if mask is None:
@@ -331,11 +342,11 @@ def _verify(
     states: StateLayers | None,
 ) -> None:
     ids = (torch.arange(FIRST + SECOND, device=module.device) * 7919 + 13) % vocab_size
-    module.set_attn_implementation("eager")
+    set_implementation(module, "eager")
     try:
         expected = torch.cat([_alone(module, stage, ids[:FIRST]), _alone(module, stage, ids[FIRST:])])
     finally:
-        module.set_attn_implementation(IMPLEMENTATION)
+        set_implementation(module, IMPLEMENTATION)
     if not bool(expected.isfinite().all()):
         raise CheckpointError(
             f"{name}: on a few tokens its output is not finite in {dtype}: broken weights, or a data type "

@@ -18,8 +18,10 @@ from transformers import AttentionInterface
 from transformers.utils import logging as transformers_logging
 
 from engine.attention.base import IMPLEMENTATION, PLAN_KEYWORD, LayerShape, paged_attention
+from engine.attention.current_call import follow_calls
 from engine.attention.indexers import UnknownIndexer, choose_over_pages
 from engine.attention.kv_codes import KVCodes
+from engine.attention.own_attention import adapt
 from engine.attention.temperature import scale_by_position
 from engine.config import ModelConfig
 from engine.gpu.fused_layers import fuse_layers
@@ -32,8 +34,9 @@ from engine.model.errors import first_line
 from engine.model.expert_weights import ExpertShare
 from engine.model.experts_function import choose_experts_function, spread_experts, sum_experts_in_order
 from engine.model.model_class import class_of
+from engine.model.model_sources import NOT_THROUGH_INTERFACE
 from engine.model.module_reading import ModuleReader
-from engine.model.probe import NOT_THROUGH_INTERFACE, probe_layers, verify
+from engine.model.probe import probe_layers, verify
 from engine.model.quantization.layers import round_inputs
 from engine.model.sharding.cut_check import check, share_run
 from engine.model.sharding.shard import WHOLE, Shard, ShardedClass, Stage, sharded_class
@@ -212,6 +215,8 @@ def _read_model(
         choose_over_pages(module)
     except UnknownIndexer as error:
         raise CheckpointError(f"{info.architecture} chooses keys by {error}, which is not built") from error
+    follow_calls(module, PLAN_KEYWORD)
+    adapt(module, IMPLEMENTATION)
     if sharded is None:
         return _ReadModel(module, states, experts, expert_layers, WHOLE_STAGE, None)
     uncut = None
@@ -266,6 +271,7 @@ def _run_uncut(reader: ModuleReader, sharded: ShardedClass, device: torch.device
             module.set_experts_implementation(choose_experts_function(module))
         if round_inputs(module):
             sum_experts_in_order(module)
+        adapt(module, IMPLEMENTATION)
         _fix_rope_scaling(module, _longest(reader.info, reader.settings))
         return module
 

@@ -98,6 +98,24 @@ MLA = {"num_key_value_heads": 4}
 """Latent attention has a key for each head."""
 CHUNKED = {"attention_chunk_size": 12, "floor_scale": 8, "attn_scale": 0.5}
 """Llama 4's chunks of attention, and its queries' temperature, for short contexts."""
+ENCODERS = (
+    "bert",
+    "bert-generation",
+    "big_bird",
+    "camembert",
+    "data2vec-text",
+    "electra",
+    "ernie",
+    "megatron-bert",
+    "rembert",
+    "roberta",
+    "roberta-prelayernorm",
+    "roc_bert",
+    "roformer",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+)
+"""Types whose causal language models are decoders only where their config.json has ``is_decoder``."""
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": MLA,
     "deepseek_v3": MLA,
@@ -149,6 +167,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
     },
     "llama4_text": CHUNKED,
+    **{name: {"is_decoder": True} for name in ENCODERS},
+    "xmod": {"is_decoder": True, "default_language": "en_XX", "languages": ["en_XX"]},
     "bamba": {"attn_layer_indices": [1, 3]},
     "bailing_hybrid": MLA | {"layer_group_size": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -191,7 +211,7 @@ ALL_ATTEND = {"layer_types": ["attention"] * LAYERS, "position_embedding_type": 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek-V2-Lite": ("deepseek_v2", MLA | {"q_lora_rank": None}),
     "Falcon, new decoder": ("falcon", {"new_decoder_architecture": True}),
-    "Falcon, ALiBi": ("falcon", {"alibi": True}),
+    "Falcon, ALiBi": ("falcon", {"alibi": True, "multi_query": False, "num_kv_heads": 4}),
     "Gemma 3n, shared caches": (
         "gemma3n_text",
         {"layer_types": ALTERNATING, "intermediate_size": [96] * LAYERS, "num_kv_shared_layers": 2},

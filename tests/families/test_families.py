@@ -16,6 +16,8 @@ ROWS = {
     "Gemma 4, experts": SPARSE,
     "Granite 4.0 micro": DENSE,
     "Granite 4.0, all attention": SPARSE,
+    "bloom": (EXACT, NONE, REFUSED, REFUSED),
+    "nemotron": DENSE,
     "Qwen3VL (language part)": DENSE,
     "Qwen3VLMoe (language part)": (EXACT, EXACT, REFUSED, EXACT),
     "ernie4_5_moe": SPARSE,
@@ -29,8 +31,11 @@ def test_verdicts(family: str, tmp_path: Path) -> None:
     assert (row.dp, row.ep, row.tp, row.pp) == ROWS[family], row.notes
 
 
-def test_a_refusal_says_whether_config_json_is_enough(tmp_path: Path) -> None:
+def test_a_refusal_says_whether_config_json_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert measure("inkling_text", tmp_path / "early").notes[0].startswith("config.json: ")
+    monkeypatch.setattr("engine.attention.own_attention.KINDS", {})
     late = measure("falcon", tmp_path / "late")
     assert (late.dp, late.pp) == (REFUSED, REFUSED)
     assert late.notes[0].startswith("dp: ")

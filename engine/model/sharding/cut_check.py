@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention.base import IMPLEMENTATION
+from engine.attention.own_attention import set_implementation
 from engine.model.checkpoint import CheckpointError
 from engine.model.expert_weights import expert_modules
 from engine.model.sharding.shard import PassThrough, Shard, ShardedClass, Stage
@@ -100,7 +101,7 @@ def check(module: Any, name: str, sharded: ShardedClass, stage: Stage, run: Uncu
                 stack.enter_context(forward_by(head, _SomeRows(head, rows)))
             output = one_forward(module, input_ids(columns, device), stage, hidden)
     finally:
-        module.set_attn_implementation(IMPLEMENTATION)
+        set_implementation(module, IMPLEMENTATION)
     if shard.is_last:
         judge.same("the logits", output, run.logits[:, here])
     else:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from engine.attention.own_attention import set_implementation
 from engine.model.checkpoint import CheckpointError
 from engine.model.expert_weights import expert_modules
 from engine.model.sharding.shard import WHOLE, PassThrough, ShardedClass, Stage, class_leaving
@@ -265,7 +266,7 @@ def one_forward(
 
 
 def use_eager(module: Any) -> None:
-    module.set_attn_implementation("eager")
+    set_implementation(module, "eager")
 
 
 def hidden_of(output: Any) -> torch.Tensor:

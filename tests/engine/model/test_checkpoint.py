@@ -539,6 +539,13 @@ RULED_OUT: dict[str, tuple[dict[str, Any], str]] = {
     "no type": ({"model_type": None}, "has no 'model_type'"),
     "a type that is no word": ({"model_type": 5}, "has no 'model_type'"),
     "an encoder": ({"model_type": "t5"}, "is an encoder-decoder model"),
+    "an encoder alone": ({"model_type": "data2vec-text"}, "is an encoder by its config.json"),
+    "attention of its own": (
+        {"model_type": "xlnet"},
+        "does not go through transformers' attention interface",
+    ),
+    "a table of attention modules": ({"model_type": "git"}, "transformers' attention interface"),
+    "a table of attention functions": ({"model_type": "doge"}, "transformers' attention interface"),
     "no language model": (
         {"model_type": "clip_text_model"},
         "transformers has no causal language model for model type 'clip_text_model'",
@@ -608,6 +615,8 @@ SERVED: dict[str, dict[str, Any]] = {
         "model_type": "minimax_m3_vl",
         "text_config": {"sparse_attention_config": {"sparse_attention_freq": [0, 0]}},
     },
+    "an encoder's form as a decoder": {"model_type": "bert", "is_decoder": True},
+    "attention that is brought to the interface": {"model_type": "bloom"},
     "no legacy key": {"model_type": "minimax_m3_vl_text"},
     "a language part by its old name": {"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2"}},
 }
