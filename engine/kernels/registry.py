@@ -29,6 +29,7 @@ from engine.kernels.mlp.mlp import Mlp, PackedMlp
 from engine.kernels.products.made_up import MadeUpWeights
 from engine.kernels.products.quantized import ROUNDING
 from engine.kernels.states import narrow_ssd, short_conv
+from engine.kernels.states.delta_layer import DELTA_LAYER
 from engine.kernels.states.packed_ssd import PackedSsd
 from engine.kernels.states.side_by_side import PackedSideBySide, SideBySide
 from engine.kernels.states.ssd import Ssd, ssd_of
@@ -41,6 +42,7 @@ LAYOUTS = {
     "shape": SHAPE,
     "routing": ROUTING,
     "rounding": ROUNDING,
+    "delta_layer": DELTA_LAYER,
     "layer_state": LAYER_STATE,
     "state_row": STATE_ROW,
     "state_fill": STATE_FILL,

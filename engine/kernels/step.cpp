@@ -23,6 +23,7 @@
 #include "norms/norms.hpp"
 #include "products/linear.hpp"
 #include "states/conv.hpp"
+#include "states/delta.hpp"
 #include "states/ssd.hpp"
 #include "states/state.hpp"
 

@@ -76,6 +76,7 @@ class OperationKind(enum.IntEnum):
     GATED_NORM = 29
     SSD_ROWS = 30
     CONV = 31
+    DELTA_ROWS = 32
 
 
 class RecordedWeights:
