@@ -28,7 +28,8 @@ from engine.kernels.mlp import narrow as narrow_mlp
 from engine.kernels.mlp.mlp import Mlp, PackedMlp
 from engine.kernels.products.made_up import MadeUpWeights
 from engine.kernels.products.quantized import ROUNDING
-from engine.kernels.states import narrow_ssd, short_conv
+from engine.kernels.states import narrow_ssd, packed_delta, short_conv
+from engine.kernels.states.delta import DeltaRule, delta_rule_of
 from engine.kernels.states.delta_layer import DELTA_LAYER
 from engine.kernels.states.packed_ssd import PackedSsd
 from engine.kernels.states.side_by_side import PackedSideBySide, SideBySide
@@ -52,6 +53,7 @@ LAYOUTS = {
 RECOGNISERS: tuple[Callable[[Any, LayerShape | None, BaseModel], Mixer | None], ...] = (
     short_conv.short_conv_of,
     ssd_of,
+    delta_rule_of,
     attention_of,
 )
 """Recognisers of mixers, the particular before the general.
@@ -67,6 +69,7 @@ PACKED_MIXERS: dict[type, Callable[[Any, Packing], PackedMixer]] = {
     SideBySide: lambda mixer, packing: PackedSideBySide(
         mixer, packed_mixer(mixer.recurrence, packing), packed_mixer(mixer.attention, packing)
     ),
+    DeltaRule: packed_delta.PackedDeltaRule,
 }
 PACKED_FEED_FORWARDS: dict[type, Callable[[Any, Packing], PackedFeedForward]] = {
     Mlp: PackedMlp,
@@ -89,6 +92,7 @@ NARROW_MIXERS: dict[type, NarrowMixer] = {
     Attention: NarrowMixer(narrow_attention.make_up, narrow_attention.tell, narrow_attention.narrow_shape),
     short_conv.ShortConv: NarrowMixer(short_conv.make_up),
     Ssd: NarrowMixer(narrow_ssd.make_up, narrow_ssd.tell),
+    DeltaRule: NarrowMixer(packed_delta.make_up, packed_delta.tell),
 }
 
 
