@@ -81,7 +81,15 @@ SIZES: dict[str, Any] = {
     "chunk_size": 64,
     "mamba_chunk_size": 64,
 }
-FAMILIES = ("qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "lfm2", "nemotron_h", "granitemoehybrid")
+FAMILIES = (
+    "qwen3_next",
+    "qwen3_5_text",
+    "olmo_hybrid",
+    "kimi_linear",
+    "lfm2",
+    "nemotron_h",
+    "granitemoehybrid",
+)
 
 
 def config_of(family: str) -> Any:
@@ -202,7 +210,9 @@ def in_words(name: str, page: dict[str, Any], family: dict[str, Any]) -> str:
     words = f"{ratio:.1f}x ({median:.1f} ms"
     if name.endswith("requests"):
         num_bytes = family["weight_bytes"] + int(name.split()[0]) * family["state_bytes"]
-        words += f", {100 * num_bytes / page['limits']['read_gb_per_s'] / 1e6 / median:.0f} % of memory's rate"
+        words += (
+            f", {100 * num_bytes / page['limits']['read_gb_per_s'] / 1e6 / median:.0f} % of memory's rate"
+        )
     return f"{words})"
 
 

@@ -26,7 +26,11 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C
 
 LENGTHS = (5, 37, 3, NATIVE_GRID - 2, 1, 2 * GRID + 9, NATIVE_GRID)
 NUM_NEW = 2 * NATIVE_GRID + 2
-AT_NIGHT = ["lfm2_moe", "mamba2", "granitemoehybrid", "bamba", "falcon_h1"]
+EACH_PUSH = ["lfm2", "nemotron_h", "qwen3_next"]
+AT_NIGHT = [
+    *("lfm2_moe", "mamba2", "granitemoehybrid", "bamba", "falcon_h1"),
+    *("qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +39,7 @@ def one_thread() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["lfm2", "nemotron_h", *(pytest.param(each, marks=pytest.mark.nightly) for each in AT_NIGHT)]
+    "family", [*EACH_PUSH, *(pytest.param(each, marks=pytest.mark.nightly) for each in AT_NIGHT)]
 )
 def test_tokens_are_those_of_generate_without_a_cache(family: str, tmp_path: Path) -> None:
     make_state_model(tmp_path, family)
