@@ -47,6 +47,9 @@ Few have one: see :mod:`engine.attention.temperature`.
 INDEXER_ATTRIBUTE = "lockstep_indexer"
 """Attribute of an attention module: its indexer, if it attends to chosen keys."""
 
+CHOSEN_KEYS = "prev_topk_indices"
+"""Argument of layers that take over and return the keys that an indexer chose."""
+
 NO_MASK = torch.zeros(1, 1, 1, 1)
 """Mask for modules that cut one before they attend: nothing is hidden by it."""
 

@@ -4,6 +4,8 @@ The indexer's own code makes its queries, weights and keys. It is called with a 
 and watched until it multiplies queries by keys, and scores by weights. The rest is done by
 :mod:`engine.attention.key_choice`. Calls without an attention plan compute as before, but for equal scores:
 of these the lower position wins there, too.
+
+Where no request is longer than what an indexer chooses, it is taken out: its layer attends to whole contexts.
 """
 
 from __future__ import annotations
@@ -50,6 +52,11 @@ class IndexedAttention:
     def key_dim(self) -> int:
         """Numbers of a key of the indexer."""
         return int(self._indexer.head_dim)
+
+    @property
+    def num_groups(self) -> int:
+        """Number of choices of a query: KV heads are grouped by them."""
+        return self.rule.num_groups(getattr(self._indexer, "num_heads", 1))
 
     @property
     def rule(self) -> ChoiceRule:
@@ -103,6 +110,31 @@ class IndexedAttention:
         self._plan = options.get(PLAN_KEYWORD)
         if self._plan is not None and not self._by_blocks:
             options = {**options, "attention_mask": NO_MASK}  # it is cut before the indexer is called
+        return args, options
+
+
+class WholeContexts:
+    """Stand-in for an indexer that chooses single keys, and would choose all of every context."""
+
+    def __init__(self, module: Any) -> None:
+        """Takes the indexer of an attention module out."""
+        self._is_paged = False
+        del module.indexer
+        module.indexer = self
+        module.register_forward_pre_hook(self._begin, with_kwargs=True)
+
+    def __call__(self, hidden: torch.Tensor, *others: Any, **_: Any) -> Any:
+        """All keys; without a plan, their numbers [1, queries, keys]."""
+        if self._is_paged:
+            return KeyChoice([])
+        mask: torch.Tensor = others[2]
+        keys = torch.arange(mask.shape[-1], dtype=torch.int32, device=hidden.device)
+        return keys.expand(1, hidden.shape[1], -1)
+
+    def _begin(self, _: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        self._is_paged = PLAN_KEYWORD in options
+        if self._is_paged and options.get("attention_mask") is None:
+            options = {**options, "attention_mask": NO_MASK}
         return args, options
 
 
@@ -162,13 +194,20 @@ class _LowerPositions(TorchFunctionMode):  # type: ignore[misc]
         return torch.return_types.topk((numbers.gather(-1, indices), indices))
 
 
-def choose_over_pages(module: Any) -> list[IndexedAttention]:
+def choose_over_pages(module: Any, longest: int) -> None:
     """Have the layers of a model that have an indexer choose keys over paged contexts.
+
+    ``longest``: tokens of the longest request.
 
     Raises:
         UnknownIndexer: an indexer is of a kind that is not built.
     """
-    return [IndexedAttention(part) for part in module.modules() if getattr(part, "indexer", None) is not None]
+    parts = [part for part in module.modules() if hasattr(part, "indexer")]
+    for part in parts:
+        if longest <= getattr(part.config, "index_topk", 0):
+            WholeContexts(part)
+        elif part.indexer is not None:  # else the keys are those of a layer before
+            IndexedAttention(part)
 
 
 @contextmanager

@@ -215,6 +215,11 @@ class _Probe:
         self.given.append(torch.cat([query.flatten(), key.flatten()]))
         self._number(attention)
         indexer: IndexedAttention | None = vars(attention).get(INDEXER_ATTRIBUTE)
+        if indexer is not None and indexer.num_groups not in (1, key.shape[1]):
+            problem = (
+                f"chooses keys {indexer.num_groups} times for {key.shape[1]} KV heads, which is not built"
+            )
+            raise self.refuse(attention, problem)
         shape = LayerShape(
             key.shape[1],
             key.shape[3],

@@ -212,7 +212,7 @@ def _read_model(
     states = compute_on_grid(module)
     scale_by_position(module)
     try:
-        choose_over_pages(module)
+        choose_over_pages(module, _longest(info, settings))
     except UnknownIndexer as error:
         raise CheckpointError(f"{info.architecture} chooses keys by {error}, which is not built") from error
     follow_calls(module, PLAN_KEYWORD)

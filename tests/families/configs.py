@@ -210,6 +210,7 @@ SCALED_QUERIES = {
 ALL_ATTEND = {"layer_types": ["attention"] * LAYERS, "position_embedding_type": "rope"}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek-V2-Lite": ("deepseek_v2", MLA | {"q_lora_rank": None}),
+    "DeepSeek-V3.2, short contexts": ("deepseek_v32", MLA | {"index_topk": 512}),
     "Falcon, new decoder": ("falcon", {"new_decoder_architecture": True}),
     "Falcon, ALiBi": ("falcon", {"alibi": True, "multi_query": False, "num_kv_heads": 4}),
     "Gemma 3n, shared caches": (
@@ -226,6 +227,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "enable_moe_block": True,
             "top_k_experts": 2,
         },
+    ),
+    "GLM-5.2, short contexts": (
+        "glm_moe_dsa",
+        MLA | {"indexer_types": ["full", "shared"] * 2, "index_topk": 512},
     ),
     "GLM-5.2, shared choices": ("glm_moe_dsa", MLA | {"indexer_types": ["full", "shared"] * 2}),
     "Granite 4.0, all attention": ("granitemoehybrid", ALL_ATTEND),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.kernels.core import library
 from tests.families.__main__ import refused_table, table, wrong
 from tests.families.configs import families, make_config
 from tests.families.measure import EXACT, NONE, REFUSED, Row, measure
@@ -13,6 +14,7 @@ from tests.families.measure import EXACT, NONE, REFUSED, Row, measure
 DENSE, SPARSE = (EXACT, NONE, EXACT, EXACT), (EXACT,) * 4
 ROWS = {
     "aria_text": (EXACT, EXACT, REFUSED, EXACT),
+    "GLM-5.2, short contexts": SPARSE,
     "Gemma 4, experts": SPARSE,
     "Granite 4.0 micro": DENSE,
     "Granite 4.0, all attention": SPARSE,
@@ -29,6 +31,12 @@ ROWS = {
 def test_verdicts(family: str, tmp_path: Path) -> None:
     row = measure(family, tmp_path)
     assert (row.dp, row.ep, row.tp, row.pp) == ROWS[family], row.notes
+
+
+@pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
+def test_contexts_that_are_seen_whole_are_computed_by_the_kernels(tmp_path: Path) -> None:
+    row = measure("DeepSeek-V3.2, short contexts", tmp_path)
+    assert (row.dp, row.kernels) == (EXACT, "native"), row.notes
 
 
 def test_a_refusal_says_whether_config_json_is_enough(

@@ -5,12 +5,13 @@ The layer's own code runs on made-up rows, with stand-ins for its parts.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from engine.attention.base import LAYER_ATTRIBUTE, PLAN_KEYWORD
+from engine.attention.base import CHOSEN_KEYS, LAYER_ATTRIBUTE, PLAN_KEYWORD
 from engine.kernels.core.base_model import is_mixer
 from engine.kernels.core.stand_ins import Gives, NotRecognised, distance, made_up, with_parts
 
@@ -132,8 +133,11 @@ def _joined_side(
 
 
 def _as_given(layer: Any, name: str, result: torch.Tensor) -> Any:
-    """A result as a mixer's module gives it: attention has weights beside it."""
-    return (result, None) if hasattr(getattr(layer, name), LAYER_ATTRIBUTE) else result
+    """A result as a mixer's module gives it: attention has weights beside it, some chosen keys."""
+    if not hasattr(getattr(layer, name), LAYER_ATTRIBUTE):
+        return result
+    chooses = CHOSEN_KEYS in inspect.signature(type(layer).forward).parameters
+    return (result, None, None) if chooses else (result, None)
 
 
 def _order_of_one(

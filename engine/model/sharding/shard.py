@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from engine.attention.base import CHOSEN_KEYS
 from engine.model.checkpoint import CheckpointError
 from engine.model.expert_weights import ExpertShare, expert_modules, keep_experts, spread_modules
 from parallel.communicators.base import Communicator
@@ -106,10 +107,6 @@ class Shard:
 
 
 WHOLE = Shard()
-
-
-CHOSEN_KEYS = "prev_topk_indices"
-"""Argument of layers that take over and return the keys that an indexer chose."""
 
 
 class PassThrough(torch.nn.Module):  # type: ignore[misc]

@@ -179,6 +179,17 @@ def test_a_layer_that_counts_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         load(tmp_path)
 
 
+def test_a_choice_for_other_heads_is_refused(tmp_path: Path) -> None:
+    config = transformers.MiniMaxM3VLTextConfig(
+        **small(num_key_value_heads=4, head_dim=16, rotary_dim=8, layer_types=["minimax_m3_sparse"] * 2)
+        | {"index_n_heads": 2, "index_head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    message = r"model.layers.0.self_attn chooses keys 2 times for 4 KV heads, which is not built"
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
 def test_an_indexer_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.attention.indexers.TOKEN_PARTS", ("other_part",))
     config = transformers.DeepseekV32Config(**small(num_key_value_heads=4, index_topk=16, q_lora_rank=32))
