@@ -299,15 +299,18 @@ def _check_all_layers_attend(
     for path, stack in module.named_modules():
         if not isinstance(stack, torch.nn.ModuleList):
             continue
-        own = [layer for layer in stack if not isinstance(layer, PassThrough)]
-        attends = [any(id(part) in attention_ids for part in layer.modules()) for layer in own]
-        if len(alone) == len(attends):
-            attends = [does or each for does, each in zip(attends, alone, strict=True)]
-        if any(attends) and not all(attends):
-            idle = [index for index, does in enumerate(attends) if not does]
+        own = [index for index, layer in enumerate(stack) if not isinstance(layer, PassThrough)]
+        idle = [
+            index for index in own if not any(id(part) in attention_ids for part in stack[index].modules())
+        ]
+        if len(idle) == len(own):
+            continue  # a list of something else
+        if len(alone) == len(stack):
+            idle = [index for index in idle if not alone[index]]
+        if idle:
             raise CheckpointError(
-                f"{name}: {len(idle)} of {len(attends)} layers did not call the attention function, first "
-                f"{path}.{idle[0]} ({type(own[idle[0]]).__name__}): what it keeps between tokens is unknown"
+                f"{name}: {len(idle)} of {len(own)} layers did not call the attention function, first "
+                f"{path}.{idle[0]} ({type(stack[idle[0]]).__name__}): what it keeps between tokens is unknown"
             )
 
 

@@ -328,9 +328,9 @@ USUAL_BASE = "model"
 """Usual name of a model's base, where its class names none that it has."""
 STACKS = "layers", "h"
 """Names of a base model's list of layers."""
-EMBEDDINGS = "embed_tokens", "wte", "wpe"
+EMBEDDINGS = "embed_tokens", "embeddings", "wte", "wpe"
 """Names of a base model's embeddings of tokens and of positions."""
-LAST_NORMS = "norm", "ln_f", "final_layernorm", "embedding_norm"
+LAST_NORMS = "norm", "norm_f", "embedding_norm", "ln_f", "final_layernorm"
 """Names of the norm behind a base model's layers."""
 
 
