@@ -12,10 +12,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from engine.config import SchedulerConfig
-from engine.core import EngineCore
+from engine.core import EngineCore, ModelPlace
 from engine.executor.uni import UniExecutor
 from engine.messages import Submit
 from engine.model.checkpoint import read_model_info
+from engine.pieces.kinds import BoundarySlots
 from parallel.communicators.base import Communicator
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.links.forming_group import FormingGroup
@@ -30,6 +31,8 @@ from tests.waiting import until
 PATIENCE = 60.0
 NUM_BLOCKS = 200
 """KV blocks of each instance."""
+NUM_STATES = 64
+"""Slots of recurrent states of each instance, where the model has such."""
 FEW = 24
 """Tokens of a step that cuts prompts."""
 
@@ -83,15 +86,23 @@ class Members:
                 if ranks == 1
                 else ThreadedShards(config, info, tp=ranks, place=place)
             )
-            executor.load(lambda _phase: None)
-            executor.allocate(num_blocks)
+            facts = executor.load(lambda _phase: None)
+            boundaries = [BoundarySlots(kind, NUM_STATES) for kind in facts.boundaries]
+            executor.allocate(num_blocks, sum(each.count for each in boundaries))
             if ranks == 1:
                 executor.join(ends[member.rank], placement)
             else:
                 executor.join([list(ends)], placement)
             steppings.append(ThreadStepping(member, steppings))
             self.executors.append(executor)
-            core = EngineCore(config, info, executor, num_blocks=num_blocks, max_model_len=1024)
+            core = EngineCore(
+                config,
+                info,
+                executor,
+                num_blocks=num_blocks,
+                max_model_len=1024,
+                place=ModelPlace(boundaries=boundaries),
+            )
             core.stepping = steppings[-1]
             self.cores.append(core)
 

@@ -11,7 +11,7 @@ import pytest
 from engine.messages import Submit
 from tests.engine.invariance.answers import ALONE, Answers, How, run
 from tests.engine.invariance.mixed import longest_of, requests
-from tests.engine.invariance.test_table import KERNELS, Model, model, models
+from tests.engine.invariance.test_table import FAMILIES, KERNELS, Model, model, models
 from tests.nightly import NIGHTLY
 
 __all__ = ["model", "models"]
@@ -39,7 +39,7 @@ def drawn(chance: random.Random, submits: Sequence[Submit], alone: Answers) -> H
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.diagonal("seed", "model", columns=5, each=1)
+@pytest.mark.diagonal("seed", "model", columns=len(FAMILIES), each=1)
 def test_mixed_requests_have_the_bits_that_they_have_alone(seed: int, model: Model) -> None:
     """Some of them resumed, on an instance whose cache has what others left."""
     chance, instance = random.Random(seed), model.instance
