@@ -25,7 +25,7 @@ from engine.model.model_sources import (
 )
 from engine.model.quantization.formats import online_format
 from engine.model.quantization.view import log_format
-from engine.model.text_parts import class_with_head
+from engine.model.text_parts import class_with_head, read_as_whole
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,7 @@ def _model_class(info: ModelInfo, config: Any, trust_remote_code: bool) -> tuple
         )
     if is_part:
         text_config.tie_word_embeddings = config.tie_word_embeddings
+        read_as_whole(found, text_config.model_type, config.model_type)
     elif problem := why_another_head(info.architecture, found.__name__):
         raise CheckpointError(f"{info.architecture} {problem}")
     return found, text_config, is_part

@@ -150,7 +150,9 @@ def why_not_served(config: Mapping[str, Any], *, trust_remote_code: bool = False
     if not has_language_model(text_type) and not (trust_remote_code and "auto_map" in config):
         return why_no_language_model(text_type)
     named = _names("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES").get(model_type, "")
-    if problem := why_another_head(next(iter(config.get("architectures") or ()), ""), named):
+    architecture = next(iter(config.get("architectures") or ()), "")
+    is_whole = config.get("text_config") and architecture.endswith("ForConditionalGeneration")
+    if not is_whole and (problem := why_another_head(architecture, named)):
         return problem
     code = _modeling_code(text_type)
     has_states = STATEFUL in code or LINEAR_ATTENTION in code

@@ -29,8 +29,23 @@ NAMES = {
 }
 """Names in a checkpoint with other modalities -> names in its language model alone."""
 
-OTHER_MODALITIES = re.compile(r"vision|visual|image|audio|multi_modal|multimodal|mm_projector|embed_vision")
+OTHER_MODALITIES = re.compile(
+    r"vision|visual|image|audio|multi_modal|multimodal|mm_projector|embed_vision|^patch_merge"
+)
 """Names of tensors that only other modalities need."""
+
+
+def read_as_whole(model_class: Any, text_type: str, whole_type: str) -> None:
+    """Have a language part read its tensors as the larger model has them, where only that has a layout.
+
+    The layout's names from their beginning on are of the larger model: :data:`NAMES` has those.
+    """
+    if any(get_checkpoint_conversion_mapping(name) for name in (model_class.__name__, text_type)):
+        return
+    layout = get_checkpoint_conversion_mapping(whole_type) or ()
+    own = [each for each in layout if not any(name.startswith("^") for name in each.source_patterns)]
+    if own:
+        register_checkpoint_conversion_mapping(model_class.__name__, own)
 
 
 def class_with_head(text_config: Any, whole_type: str) -> Any | None:

@@ -617,6 +617,18 @@ SERVED: dict[str, dict[str, Any]] = {
     },
     "an encoder's form as a decoder": {"model_type": "bert", "is_decoder": True},
     "attention that is brought to the interface": {"model_type": "bloom"},
+    "a legacy key that makes layers sparse": {
+        "model_type": "minimax_m3_vl",
+        "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
+        "text_config": {"sparse_attention_config": {"sparse_attention_freq": [0, 1]}},
+    },
+    "chunked attention of a language part": {
+        "model_type": "llama4",
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "text_config": {"model_type": "llama4_text"},
+    },
+    "indexed attention": {"model_type": "deepseek_v32"},
+    "a shared index": {"model_type": "glm_moe_dsa", "index_topk_freq": 4},
     "no legacy key": {"model_type": "minimax_m3_vl_text"},
     "a language part by its old name": {"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2"}},
 }

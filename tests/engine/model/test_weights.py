@@ -372,6 +372,52 @@ LARGER_MODELS: dict[str, Callable[[], Any]] = {
         mm_tokens_per_image=4,
         tie_word_embeddings=True,
     ),
+    "Llama4": lambda: larger(
+        "Llama4",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "intermediate_size_mlp": 96,
+            "interleave_moe_layer_step": 2,
+            "num_local_experts": 4,
+            "attention_chunk_size": 8,
+            "floor_scale": 8,
+            "attn_scale": 0.5,
+        },
+        VISION
+        | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+        | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+    ),
+    "MiniMaxM3Sparse": lambda: transformers.MiniMaxM3VLConfig(
+        text_config={
+            **small(num_hidden_layers=4),
+            "sparse_attention_config": {  # as published, instead of layer_types
+                "sparse_attention_freq": [0, 1, 1, 1],
+                "sparse_num_index_heads": 2,
+                "sparse_index_dim": 16,
+                "sparse_block_size": 4,
+                "sparse_topk_blocks": 2,
+                "sparse_local_block": 1,
+            },
+            "moe_layer_freq": [0, 1, 1, 1],
+            "dense_intermediate_size": 96,
+            "shared_intermediate_size": 48,
+            "head_dim": 16,
+            "rotary_dim": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 56,
+            "patch_size": 14,
+        },
+        projector_hidden_size=32,
+        tie_word_embeddings=False,
+    ),
     "Qwen2VL": lambda: larger(
         "Qwen2VL",
         {"rope_parameters": positions_of(2, 3, 3)},
@@ -433,7 +479,8 @@ def make_larger(kind: str, directory: Path) -> Any:
 def test_the_language_part_of_a_larger_model(kind: str, tmp_path: Path) -> None:
     whole = make_larger(kind, tmp_path)
     model = load(tmp_path)
-    assert type(model.module).__name__ in (f"{kind}ForCausalLM", f"{kind}TextForCausalLM")
+    names = kind, f"{kind}Text", kind.replace("Sparse", "VL")
+    assert type(model.module).__name__ in [f"{name}ForCausalLM" for name in names]
     prompt = make_prompts((29,))[0]
     driver = make_driver(model)
     request = driver.add(prompt, SamplingParams(temperature=0.0, prompt_logprobs=0))
