@@ -108,8 +108,10 @@ def _log_size(config: EngineConfig, facts: ModelFacts, size: CacheSize) -> None:
     if size.num_boundaries:
         boundary_bytes = sum(kind.num_bytes for kind in facts.boundaries)
         logger.info(
-            "# slots for state: %d of %s each, whatever the context: enough for %d running requests",
-            size.num_boundaries, _bytes(boundary_bytes), size.num_boundaries // FEWEST_SLOTS,
+            "# state: %d requests fit, %s each, flat in context (%d slots of %s, %d for a running request; "
+            "the others keep prefixes)",
+            size.num_boundaries // FEWEST_SLOTS, _bytes(FEWEST_SLOTS * boundary_bytes), size.num_boundaries,
+            _bytes(boundary_bytes), FEWEST_SLOTS,
         )  # fmt: skip
     if capacity < asked_len:
         logger.warning(

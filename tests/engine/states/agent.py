@@ -1,6 +1,6 @@
 """An agent's run: a long history that grows each turn, with two branches.
 
-``python -m tests.engine.states.agent qwen3_next`` prints what each turn computes, and what a state costs.
+``python -m tests.engine.states.agent qwen3_next`` prints what each turn computes, and the memory of states.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from engine.messages import Submit
 from engine.sampling import SamplingParams
-from tests.engine.invariance.answers import How, Instance, load, run
+from tests.engine.invariance.answers import PEER, Answer, How, Instance, load, run, step
 from tests.engine.states.models import LONGEST, SHIPPED_VOCAB, make_servable_model
 from tests.engine.tiny_models import make_tiny_model
 
@@ -26,6 +26,10 @@ ATTENTION = "llama"
 """Family without recurrent states that others are compared with."""
 HISTORY, GROWTH, ANSWER, TURNS, BRANCHES = 6000, 300, 8, 10, 2
 """Tokens before the first turn, of each turn, and of its answer; turns of each branch."""
+
+
+LENGTHS = (100, 1000, HISTORY)
+"""Contexts whose states are counted."""
 
 
 class Turn(NamedTuple):
@@ -76,6 +80,28 @@ def agent_turns(instance: Instance) -> list[Turn]:
     return turns
 
 
+def held_states(instance: Instance, length: int) -> int:
+    """Most slots of states that a request holds while its context of so many tokens goes on."""
+    core = instance.core(How(cache=32768, states=64, longest=LONGEST))
+    prompt = [FIRST_TOKEN + number % 1000 for number in range(length)]
+    params = SamplingParams(temperature=0.0, max_tokens=2 * grid_of(instance), ignore_eos=True)
+    found = {0: Answer()}
+    assert core.submit(PEER, Submit(0, "held", prompt, params, 0)) is None
+    most = 0
+    while not core.is_empty:
+        step(core, found, lambda: None)
+        if found[0].token_ids:
+            most = max(most, sum(core.pool.num_holders(slot) > 0 for slot in core.pool.kinds.slots_of(1)))
+    return most
+
+
+def state_bytes_of(instance: Instance) -> int:
+    """Bytes of one state, with the inputs that are kept beside it."""
+    assert instance.facts is not None
+    (kind,) = instance.facts.boundaries
+    return kind.num_bytes
+
+
 def grid_of(instance: Instance) -> int:
     """Tokens between two kept states of a model."""
     assert instance.facts is not None
@@ -96,6 +122,9 @@ def main(family: str) -> None:
     more = [other.computed - one.computed for one, other in zip(attention, turns, strict=True)]
     print(f"more tokens than with attention alone: {max(more)} at most in a turn, {sum(more)} in all turns")
     print(f"tokens between two states: {grid_of(instance)}")
+    for length in LENGTHS:
+        kib = held_states(instance, length) * state_bytes_of(instance) / 1024
+        print(f"state of a running request of {length} tokens: {kib:.1f} KiB")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,16 @@ from engine.messages import Submit
 from engine.pieces.kinds import kept_positions
 from engine.sampling import SamplingParams
 from tests.engine.invariance.answers import Answer, Answers, How, Instance, load, run
-from tests.engine.states.agent import ATTENTION, HISTORY, Turn, agent_turns, grid_of, load_served
+from tests.engine.states.agent import (
+    ATTENTION,
+    HISTORY,
+    LENGTHS,
+    Turn,
+    agent_turns,
+    grid_of,
+    held_states,
+    load_served,
+)
 from tests.engine.states.models import make_servable_model
 from tests.nightly import NIGHTLY
 
@@ -54,6 +63,9 @@ def test_an_agents_turns_compute_as_much_as_with_attention_alone_but_for_the_gri
     assert turns[0] == attention_turns[0]
     more = [one.computed - other.computed for one, other in zip(turns, attention_turns, strict=True)]
     assert max(more) <= grid_of(instance) - BLOCK
+    held = {held_states(instance, length) for length in LENGTHS}
+    assert len(held) == 1, "memory is flat in context"
+    assert held <= {1, 2}
     assert all(each.computed < HISTORY // 10 for each in turns[1:]), "each turn is a hit"
 
 
