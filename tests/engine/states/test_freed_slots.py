@@ -20,7 +20,7 @@ from tests.nightly import examples
 
 FAMILIES = [
     pytest.param(("lfm2", "bfloat16")),
-    pytest.param(("qwen3_next", "bfloat16"), marks=pytest.mark.nightly),
+    pytest.param(("qwen3_next", "bfloat16")),
     pytest.param(("nemotron_h", "bfloat16"), marks=pytest.mark.nightly),
     pytest.param(("falcon_h1", "float32"), marks=pytest.mark.nightly),
 ]

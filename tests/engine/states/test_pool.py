@@ -47,11 +47,11 @@ def test_states_are_pieces_behind_the_blocks(family: str, tmp_path: Path) -> Non
     assert memory.layout == blocks.layout + states.layout
     assert memory.block_layout == blocks.layout
     assert (memory.block_bytes == 0) == (family == "mamba2")
-    pool = executor._model.states.pool
-    assert memory.bytes_of(num_blocks) == sum(each[0].nbytes for each in pool.stored) > 0
+    _, stored = executor._tensors
+    assert memory.bytes_of(num_blocks) == sum(each[0].nbytes for each in stored) > 0
     data = np.random.default_rng(1).integers(0, 255, memory.bytes_of(num_blocks), dtype=np.uint8)
     memory.write(num_blocks + 3, data.data)
-    assert b"".join(each[3].numpy().tobytes() for each in pool.stored) == data.tobytes()
-    assert not any(each[2].any() or each[4].any() for each in pool.stored), "no other slot is touched"
+    assert b"".join(each[3].view(torch.uint8).numpy().tobytes() for each in stored) == data.tobytes()
+    assert not any(each[2].any() or each[4].any() for each in stored), "no other slot is touched"
     assert (memory.read([num_blocks + 3])[0] == data).all()
     executor.close()
