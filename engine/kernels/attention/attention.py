@@ -71,6 +71,8 @@ class Attention:
 
     Their sigmoids are factors on the heads' results. They are computed between queries and keys.
     """
+    head_gates: torch.Tensor | None = None
+    """[heads, hidden]: weights of one such gate for each head; None: there are none."""
     source: int | None = None
     """Number of the keys and values that it reads, among those of all layers here.
 
@@ -120,7 +122,7 @@ class Attention:
     @property
     def gates_width(self) -> int:
         """Numbers of a token's gates."""
-        return self.width if self.has_gates else 0
+        return self.width if self.has_gates or self.head_gates is not None else 0
 
     @property
     def attended_width(self) -> int:
@@ -135,7 +137,8 @@ class Attention:
     def matrices(self) -> list[torch.Tensor]:
         latents = [] if self.latents is None else [each.weight for each in self.latents.normed]
         latents += [] if self.latents is None else [self.latents.expand]
-        return [*self.qkv, self.out, *latents]
+        gates = [] if self.head_gates is None else [self.head_gates]
+        return [*self.qkv, self.out, *latents, *gates]
 
     def scratch(self) -> list[Scratch]:
         latents = [] if self.latents is None else [each.size for each in self.latents.normed]

@@ -8,7 +8,7 @@ from typing import Any
 from engine.attention.base import LayerShape
 from engine.kernels.attention.attention import Attention
 from engine.kernels.attention.latent import is_latent, latent_modules
-from engine.kernels.attention.rotary import NORMS
+from engine.kernels.attention.rotary import HEAD_GATES, NORMS
 from engine.kernels.products.made_up import MadeUpWeights
 from engine.kernels.products.projections import attention_projections, is_joined
 
@@ -72,6 +72,8 @@ def make_up(weights: MadeUpWeights, attention: Attention, module: Any) -> None:
         for each, rows, loud_rows in zip(inward.values(), sizes, (loud_query, (), loud_value), strict=False):
             weights.linear(each, rows, hidden, loud_rows=loud_rows)
     weights.linear(getattr(module, out), hidden, heads * value_dim, quiet_columns=loud_out)
+    if attention.head_gates is not None:
+        weights.linear(getattr(module, HEAD_GATES), heads, hidden)
     for weight in module.parameters(recurse=False):
         if weight.shape == (attention.heads,):  # sinks
             weights.put(weight, (heads,), size=1.0)

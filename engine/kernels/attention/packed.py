@@ -133,7 +133,7 @@ class PackedHeads:
     def values(self, writer: Writer, attended: torch.Tensor) -> torch.Tensor:
         """The sums over the cache, which are values already, behind their gates."""
         attention, projected = self._attention, writer.buffers[PROJECTED]
-        if attention.has_gates:
+        if attention.gates_width:
             writer.add(
                 OperationKind.TIMES,
                 into=projected.data_ptr() + attention.heads * attention.dim * projected.element_size(),
@@ -395,6 +395,9 @@ def _projections(attention: Attention) -> list[torch.Tensor]:
         queries = _of_each_head(queries, both, every if places is None else places)
     elif places is not None:
         queries = _ordered(queries, attention)
+    if attention.head_gates is not None:  # as many as a head has results
+        number = torch.arange(attention.heads).repeat_interleave(attention.value_dim)
+        gates = [rows_of(attention.head_gates, number)]
     if places is not None:
         keys = [_ordered(weight, attention) for weight in keys]
     return [queries, *gates, *keys, *values]

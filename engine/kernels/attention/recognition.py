@@ -12,6 +12,7 @@ from engine.attention.base import TEMPERATURE_ATTRIBUTE, LayerShape
 from engine.kernels.attention.attention import Attention
 from engine.kernels.attention.latent import Latents, is_latent, latent_parts, noted_latent
 from engine.kernels.attention.rotary import (
+    HEAD_GATES,
     TOKENS,
     Noted,
     QueryFactors,
@@ -60,7 +61,7 @@ def attention_of(module: Any, shape: LayerShape | None, base: BaseModel) -> Atte
     projections = [whole(each) for each in inward.values()]
     if len(projections) == len(VALUES_OF_KEYS):
         projections.append(projections[1])
-    gated = is_gated(module, shape)
+    gated, head_gates = is_gated(module, shape), _head_gates(module)
     heads, weights = _weights_by_kind(
         projections, shape, is_joined(inward), numbers=2 * dim if gated else dim, has_keys=source is None
     )
@@ -72,6 +73,11 @@ def attention_of(module: Any, shape: LayerShape | None, base: BaseModel) -> Atte
         if seen.turning.wide_norms is not None or (places is not None and qkv_bias is not None):
             raise NotRecognised("a norm over all heads that have gates, or biases of turned pairs")
         qkv_bias = _gates_behind(qkv_bias, heads, dim)
+    if head_gates is not None:
+        if gated or source is not None or qkv_bias is not None or seen.turning.wide_norms is not None:
+            raise NotRecognised("gates of heads beside biases, other gates or other layers' keys")
+        if len(head_gates) != heads:
+            raise NotRecognised(f"{len(head_gates)} gates of {heads} heads")
     if places is not None:
         everywhere = _everywhere(places, heads + (shape.kv_heads if source is None else 0), dim)
         if norms is not None:
@@ -91,7 +97,19 @@ def attention_of(module: Any, shape: LayerShape | None, base: BaseModel) -> Atte
         heads=heads,
         source=source,
         has_gates=gated,
+        head_gates=head_gates,
     )
+
+
+def _head_gates(module: Any) -> torch.Tensor | None:
+    """Weights of a gate for each head; None without one."""
+    gates = getattr(module, HEAD_GATES, None)
+    if gates is None:
+        return None
+    found = whole(gates)
+    if found.bias is not None:
+        raise NotRecognised("gates of heads with a bias")
+    return found.weight
 
 
 def _gates_behind(bias: torch.Tensor | None, heads: int, dim: int) -> torch.Tensor | None:

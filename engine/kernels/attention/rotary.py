@@ -159,6 +159,10 @@ def noted(
     if len(names) == len(VALUES_OF_KEYS):
         raw[2] = raw[1]
     parts = {name: Gives(each) for name, each in zip(names, given, strict=True)}
+    if getattr(module, HEAD_GATES, None) is not None:
+        of_heads = made_up(1, TOKENS, heads, seed=9, dtype=torch.float32)
+        parts[HEAD_GATES] = Gives(of_heads)
+        gates = of_heads.repeat_interleave(shape.value_dim, dim=-1)
     parts |= {name: alone(part) for name, part in module.named_children() if name in NORM_NAMES}
     notes, result = Notes(shape.value_dim), Gives(lambda rows: rows)
     angles = None if rotary is None else rotary(torch.arange(TOKENS)[None])
@@ -191,6 +195,10 @@ def noted(
 def _off(seen: torch.Tensor, expected: torch.Tensor) -> float:
     """Distance of rows but for a factor."""
     return distance(seen / seen.norm(), expected / expected.norm())
+
+
+HEAD_GATES = "g_proj"
+"""Name of the projection that gives a gate for each head."""
 
 
 def is_gated(module: Any, shape: LayerShape) -> bool:

@@ -28,7 +28,7 @@ LENGTHS = (5, 37, 3, NATIVE_GRID - 2, 1, 2 * GRID + 9, NATIVE_GRID)
 NUM_NEW = 2 * NATIVE_GRID + 2
 EACH_PUSH = ["lfm2", "nemotron_h", "qwen3_next"]
 AT_NIGHT = [
-    *("lfm2_moe", "mamba2", "granitemoehybrid", "bamba", "falcon_h1"),
+    *("lfm2_moe", "lfm3", "mamba2", "granitemoehybrid", "bamba", "falcon_h1"),
     *("qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"),
 ]
 
