@@ -93,7 +93,7 @@ WHOLE_CONTEXT = KeyReach()
 
 
 class LayersInTurn:
-    """Cached layers of a module that attends several times per token, one for each of its calls in a step."""
+    """Cached layers of a module that attends several times per token, by call."""
 
     def __init__(self, first: int) -> None:
         self.layers = [first]

@@ -20,7 +20,7 @@ CURRENT = CurrentCall()
 
 
 def follow_calls(module: Any, keyword: str) -> None:
-    """Keep the arguments of each call of a model that has the keyword, for as long as it runs."""
+    """Keep the arguments of a model's calls that have the keyword, while they run."""
 
     def before(_module: Any, _arguments: Any, options: dict[str, Any]) -> None:
         if keyword in options:

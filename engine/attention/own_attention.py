@@ -23,7 +23,7 @@ REFERENCES = ("eager", "sdpa")
 OWN_REACH = {REACH_KEYWORD: WHOLE_CONTEXT}
 """For modules that make their causal mask themselves."""
 BIAS_NUMBERS = 2
-"""Numbers of the keys' type that make a bias: together they are nearly as good as float32."""
+"""Numbers of the keys' type that make a bias, nearly as good as float32."""
 NO_SHARED_BIASES = "linear biases of heads that share keys are not built"
 
 
@@ -136,7 +136,7 @@ def _inner(module: Any, attention: _Attention) -> None:
 
 
 def _inner_by_columns(module: Any, attention: _Attention) -> None:
-    """The same with keys [1, heads, dim, tokens], and a mask of the module's own (GPT)."""
+    """Modules with such a method for keys [1, heads, dim, tokens], and their own mask (GPT)."""
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
         scaling = value.shape[-1] ** -0.5 if module.scale else 1.0
@@ -271,4 +271,4 @@ KINDS: dict[str, Callable[[Any, _Attention], None]] = {
     "rembert.RemBertSelfAttention": _separate,
     "xglm.XGLMAttention": _scaled_first,
 }
-"""Family and class of transformers -> how its modules are made to call the attention function."""
+"""Family and class of transformers -> what makes its modules call the attention function."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-CACHES = {"past_key_value", "past_key_values"}
+CACHES = {"cache", "past_key_value", "past_key_values"}
 """Names of transformers' own cache in families' code, which is None here."""
 
 

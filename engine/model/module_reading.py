@@ -31,6 +31,9 @@ from engine.model.weight_set import is_laid_out_as_usual
 HARMLESS_TENSORS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
 """Buffers that old versions of transformers saved and the model computes by itself."""
 
+PREDICTION = re.compile(r"(^|\.)mtp(_\w+)?\.|(^|\.)layers\.(?P<layer>\d+)\.")
+"""Tensors that may predict further tokens: by name, or in a layer behind the model's last."""
+
 
 @dataclass(frozen=True)
 class ModuleReader:
@@ -126,6 +129,14 @@ class ModuleReader:
             "output_loading_info": True,
         }
 
+    def _predicts_further(self, name: str) -> bool:
+        """Whether a tensor only serves to predict several tokens at once, which is not used."""
+        found = PREDICTION.search(name)
+        layers = getattr(self.config, "num_hidden_layers", None)
+        if found is None or found["layer"] is None or layers is None:
+            return found is not None and found["layer"] is None
+        return int(found["layer"]) >= layers
+
     def _check_report(self, report: dict[str, Any]) -> None:
         """Refuse missing tensors, those of another shape, and those that the model does not know."""
         if other := sorted(report["mismatched_keys"], key=str):
@@ -134,7 +145,11 @@ class ModuleReader:
                 f"{self.info.architecture}: {self.info.directory} has {len(other)} tensor(s) of another "
                 f"shape than its config.json says: {name} is {list(found)}, not {list(wanted)}"
             )
-        unexpected = [key for key in report["unexpected_keys"] if not HARMLESS_TENSORS.search(key)]
+        unexpected = [
+            key
+            for key in report["unexpected_keys"]
+            if not HARMLESS_TENSORS.search(key) and not self._predicts_further(key)
+        ]
         if self.is_part:
             unexpected = [key for key in unexpected if not OTHER_MODALITIES.search(key)]
         for keys, problem in (

@@ -298,6 +298,18 @@ def test_old_buffers_in_a_checkpoint_are_ignored(tmp_path: Path) -> None:
     assert greedy_ids(load(tmp_path)) == expected
 
 
+def test_weights_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    expected = greedy_ids(load(make_tiny_model(tmp_path, "llama")))
+    shutil.copytree(tmp_path, inside := tmp_path / "inside")
+    name = "layers.2.eh_proj.weight"  # behind its two layers
+    for further in ("mtp.fc.weight", "model.mtp.norm.weight", f"model.{name}", "mtp_layers.0.norm.weight"):
+        change_tensors(tmp_path, lambda tensors, name=further: tensors.update({name: torch.ones(2)}))
+    assert greedy_ids(load(tmp_path)) == expected
+    change_tensors(inside, lambda tensors: tensors.update({"model.layers.1.norm.weight": torch.ones(2)}))
+    with pytest.raises(CheckpointError, match=r"has 1 tensor.* does not know: model\.layers\.1\.norm"):
+        load(inside)
+
+
 def test_dummy_weights_are_the_same_everywhere(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, "qwen3_moe")
     first, second = load(tmp_path, load_format="dummy"), load(tmp_path, load_format="dummy")
@@ -349,6 +361,17 @@ def positions_of(*sections: int) -> dict[str, Any]:
 def vision_of(**more: Any) -> dict[str, Any]:
     return VISION | {"out_hidden_size": COMMON["hidden_size"], "num_position_embeddings": 16} | more
 
+
+DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+"""Layers with a recurrent state beside one that attends, as in Qwen3.5."""
 
 LARGER_MODELS: dict[str, Callable[[], Any]] = {
     "Gemma3": lambda: transformers.Gemma3Config(
@@ -443,6 +466,18 @@ LARGER_MODELS: dict[str, Callable[[], Any]] = {
             "num_experts_per_tok": 2,
         },
         vision_of(deepstack_visual_indexes=[0]),
+    ),
+    "Qwen3_5": lambda: larger("Qwen3_5", DELTA, vision_of()),
+    "Qwen3_5Moe": lambda: larger(
+        "Qwen3_5Moe",
+        DELTA
+        | {
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 48,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        vision_of(),
     ),
     "Glm4v": lambda: larger(
         "Glm4v",
