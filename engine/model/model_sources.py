@@ -48,6 +48,12 @@ RECURRENT_LAYER_TYPES = frozenset({"hybrid_sliding", "recurrent"})
 """Types with a recurrent state that are not built."""
 LAYER_TYPES = ("layer_types", "layers_block_type")
 """Fields of a config.json that list the type of each layer."""
+PATTERN = "hybrid_override_pattern"
+"""Key of Nemotron-H's original checkpoints: a letter for each layer."""
+PATTERN_TYPES = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}
+NUMBERED = "linear_attn_config"
+"""Key of Kimi-Linear's original checkpoints: numbers of the layers of each type."""
+NUMBERED_TYPES = {"kda_layers": "linear_attention", "full_attn_layers": "full_attention"}
 PLAIN_HEADS = frozenset(
     {
         "qwen2_vl_text",
@@ -226,18 +232,27 @@ def has_states(text: Mapping[str, Any]) -> bool:
 
     ``text`` is what :func:`language_config` returns.
     """
-    model_type = str(text.get("model_type", ""))
+    if listed := _listed_types(text):
+        return not STATE_LAYER_TYPES.isdisjoint(listed)
+    return STATEFUL in _modeling_code(str(text.get("model_type", "")))
+
+
+def _listed_types(text: Mapping[str, Any]) -> set[str]:
+    """Types that a config.json lists, by today's keys or by those of original checkpoints."""
     for name in LAYER_TYPES:
         if isinstance(listed := text.get(name), list) and listed:
-            return not STATE_LAYER_TYPES.isdisjoint(map(str, listed))
-    return STATEFUL in _modeling_code(model_type)
+            return {str(each) for each in listed}
+    if isinstance(pattern := text.get(PATTERN), str):
+        return {PATTERN_TYPES.get(letter, letter) for letter in pattern}
+    numbers = text.get(NUMBERED)
+    found = numbers if isinstance(numbers, Mapping) else {}
+    return {kind for key, kind in NUMBERED_TYPES.items() if found.get(key)}
 
 
 def _layer_types(text: Mapping[str, Any]) -> set[str]:
     """Types that a config.json lists, or that its class takes where the file lists none."""
-    for name in LAYER_TYPES:
-        if isinstance(listed := text.get(name), list) and listed:
-            return {str(each) for each in listed}
+    if listed := _listed_types(text):
+        return listed
     filled_in = _filled_in_types(str(text["model_type"]))
     return {name for name, key in filled_in if not key or _names_any(text, key)}
 

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from engine.model.model_sources import LAYER_TYPES
 from tests.engine.model.test_weights import LARGER_MODELS
 from tests.engine.tiny_models import ALTERNATING, VOCAB
 
@@ -174,10 +175,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": MLA | {"layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
-    "lfm3": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm3": {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"]},
+    "kolibri1": {"layer_types": ALTERNATING},
+    "inkling_text": {"layer_types": ["hybrid", "hybrid_sliding"] * 2},
+    "inkling2_text": {"layer_types": ["hybrid", "hybrid_sliding"] * 2},
     "nemotron_h": {
         "n_groups": 1,
-        "layers_block_type": ["mamba", "moe", "attention", "mamba"],
+        "layers_block_type": ["mamba", "moe", "attention", "mlp"],
         "n_group": 1,
         "topk_group": 1,
     },
@@ -251,6 +255,24 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM3, layers without positions": ("smollm3", {"no_rope_layers": [1, 1, 1, 0]}),
 }
 """Name -> model type, and fields of its class."""
+
+
+PUBLISHED: dict[str, set[str]] = {
+    "bamba": {"linear_attention", "full_attention"},
+    "granitemoehybrid": {"linear_attention", "full_attention"},
+    "lfm2": {"conv", "full_attention"},
+    "lfm2_moe": {"conv", "full_attention"},
+    "minimax_m3_vl_text": {"full_attention", "minimax_m3_sparse"},
+    "ministral": {"sliding_attention", "full_attention"},
+}
+"""Types of published models' layers, where their class takes others if a config.json is silent."""
+
+
+def layer_types(config: PreTrainedConfig) -> set[str]:
+    """Types of a configuration's layers, as its class names them; empty where it names none."""
+    text = config.get_text_config(decoder=True)
+    lists = (getattr(text, field, None) for field in LAYER_TYPES)
+    return {str(each) for listed in lists for each in listed or ()}
 
 
 def families() -> list[str]:

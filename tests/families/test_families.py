@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from engine.kernels.core import library
 from tests.families.__main__ import refused_table, table, wrong
-from tests.families.configs import families, make_config
+from tests.families.configs import PUBLISHED, families, layer_types, make_config
 from tests.families.measure import EXACT, NONE, REFUSED, Row, measure
 
 DENSE, SPARSE = (EXACT, NONE, EXACT, EXACT), (EXACT,) * 4
@@ -57,6 +58,20 @@ def test_nearly_all_families_have_a_tiny_configuration() -> None:
         except Exception as error:  # noqa: BLE001 (of the classes)
             without.append(f"{family}: {error}")
     assert len(without) < len(families()) // 20, without
+
+
+def test_tiny_models_have_the_layer_types_of_published_ones() -> None:
+    others = {}
+    for family in set(families()) & set(CONFIG_MAPPING):
+        try:
+            found = layer_types(make_config(family))
+        except Exception:  # noqa: BLE001 (a class that does not take the sizes: see above)
+            continue
+        published = PUBLISHED.get(family) or layer_types(CONFIG_MAPPING[family]())
+        if found != published:
+            others[family] = found ^ published
+    assert not others
+    assert len(set(families()) & set(CONFIG_MAPPING)) > 150
 
 
 def test_the_table() -> None:

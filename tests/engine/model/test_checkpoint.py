@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from copy import deepcopy
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from engine.config import SHIPPED_MODEL, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.model.checkpoint import (
@@ -28,6 +29,7 @@ from engine.model.checkpoint import (
     why_experts_stay_whole,
 )
 from engine.model.finding import MODELS_DIRECTORY, find_model
+from engine.model.model_sources import STATE_LAYER_TYPES, has_states, why_not_served
 from engine.model.weight_set import weight_files
 from engine.settings import adopt, resolve
 
@@ -536,6 +538,10 @@ RULED_OUT: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "qwen4_exp_text"},
         "chooses keys by an indexer of a kind that is not built",
     ),
+    "a pattern with an unknown letter": (
+        {"model_type": "nemotron_h", "hybrid_override_pattern": "M*Q"},
+        "layers of type Q: only full, sliding-window",
+    ),
     "no type": ({"model_type": None}, "has no 'model_type'"),
     "a type that is no word": ({"model_type": 5}, "has no 'model_type'"),
     "an encoder": ({"model_type": "t5"}, "is an encoder-decoder model"),
@@ -637,6 +643,37 @@ SERVED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", SERVED)
 def test_what_config_json_does_not_rule_out(case: str, tmp_path: Path) -> None:
     check_servable(write_config(tmp_path, **SERVED[case]), trust_remote_code=False)
+
+
+ORIGINAL_KEYS: dict[str, list[dict[str, Any]]] = {
+    "nemotron_h": [
+        {"hybrid_override_pattern": "M-M*E"},
+        {"hybrid_override_pattern": "*-*E"},
+        {"hybrid_override_pattern": "MM"},
+    ],
+    "kimi_linear": [
+        {"linear_attn_config": {"kda_layers": [1, 3], "full_attn_layers": [2]}},
+        {"linear_attn_config": {"kda_layers": [], "full_attn_layers": [1, 2, 3]}},
+    ],
+    "minimax_m3_vl_text": [
+        {"sparse_attention_config": {"sparse_attention_freq": [0, 1, 1]}},
+        {"sparse_attention_config": {"sparse_attention_freq": [0, 0, 0]}},
+    ],
+    "glm_moe_dsa": [{"index_topk_freq": 2}, {"index_topk_freq": 1, "index_skip_topk_offset": 1}],
+}
+"""Model type -> values of keys that original checkpoints have in place of a list of layer types."""
+
+
+@pytest.mark.parametrize("model_type", ORIGINAL_KEYS)
+def test_keys_of_original_checkpoints_are_read_as_transformers_reads_them(model_type: str) -> None:
+    for keys in ORIGINAL_KEYS[model_type]:
+        layers = len(keys.get("hybrid_override_pattern", "123"))
+        config = CONFIG_MAPPING[model_type](num_hidden_layers=layers, **deepcopy(keys))
+        with_list = {"model_type": model_type, "layer_types": config.layer_types}
+        original = {"model_type": model_type, "num_hidden_layers": layers, **keys}
+        assert why_not_served(original) == why_not_served(with_list) == "", keys
+        has_any = not STATE_LAYER_TYPES.isdisjoint(config.layer_types)
+        assert has_states(original) == has_states(with_list) == has_any, keys
 
 
 def test_a_config_without_a_type_is_served_only_by_code_of_its_own(tmp_path: Path) -> None:
