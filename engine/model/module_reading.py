@@ -135,7 +135,7 @@ class ModuleReader:
         layers = getattr(self.config, "num_hidden_layers", None)
         if found is None or found["layer"] is None or layers is None:
             return found is not None and found["layer"] is None
-        return int(found["layer"]) >= layers
+        return int(found["layer"]) >= int(layers)
 
     def _check_report(self, report: dict[str, Any]) -> None:
         """Refuse missing tensors, those of another shape, and those that the model does not know."""
