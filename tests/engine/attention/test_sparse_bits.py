@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
 from engine.messages import Submit
+from engine.transfers import price
 from tests.engine.invariance.answers import ALONE, Answers, How, Instance, load
 from tests.engine.invariance.mixed import requests
 from tests.engine.states.models import make_state_model
+from tests.engine.tiers.test_bits import Serving
 from tests.engine.tiny_models import VOCAB
 
 FAMILIES = [
@@ -74,3 +77,24 @@ def test_found_prefixes_give_the_same_bits(
     found, counters = instance.answers(submits, How(together=False))
     assert found == alone
     assert counters.prefix_cache_hits >= 64
+
+
+def test_prefixes_that_are_read_from_files_give_the_same_bits(
+    instance: Instance,
+    submits: list[Submit],
+    alone: Answers,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Indexers' keys are in the files, too: without them other keys would be chosen."""
+    monkeypatch.setattr(price, "WORTH", float("inf"))
+    monkeypatch.setattr(price, "FEWEST", 16)
+    for is_again in (False, True):
+        serving = Serving(instance, tmp_path)
+        try:
+            assert serving.answers(submits) == alone
+        finally:
+            serving.close()
+        counters = serving.core.reports.report(0, 0).transfers
+        assert counters is not None
+        assert (counters.prompt_tokens > 64, counters.wrong_blocks) == (is_again, 0)
