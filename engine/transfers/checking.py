@@ -18,6 +18,8 @@ from engine.transfers.fetching import FILES, Source
 
 CHECK_INTERVAL = 32
 """Transfers of which one has a block checked."""
+MOST_AGAIN = 4096
+"""Most tokens that are computed again for a check of states; behind more, a later transfer is checked."""
 
 
 Filled = Callable[[Request], Mapping[int, Sequence[int]]]
@@ -87,6 +89,8 @@ class BlockChecks:
         """Where fetched pieces came from."""
         pool.observe(self.origins, every_kind=True)
         self._num_transfers = 0
+        self._is_due = False
+        """Whether the next transfer that can be checked is checked."""
         self._files_are_new = True
         """Whether nothing of a file was checked yet."""
         self._pending: list[BlockCheck] = []
@@ -100,11 +104,17 @@ class BlockChecks:
     def fetched(self, request: Request, source: Source, names: Sequence[BlockHash]) -> None:
         """Note a transfer of named blocks for a request, which is about to be queued."""
         self._num_transfers += 1
-        is_due = self._num_transfers % CHECK_INTERVAL == 0 or (source == FILES and self._files_are_new)
+        self._is_due |= self._num_transfers % CHECK_INTERVAL == 0
+        is_due = self._is_due or (source == FILES and self._files_are_new)
         if not is_due or names[-1] not in request.hashes:
             return
-        request.most_cached = request.hashes.index(names[-1])
-        request.checked = source, names
+        most = request.hashes.index(names[-1])
+        if self._pool.kinds.step:
+            again = most + 1 - len(self._pool.find_prefix(request.hashes[:most]))
+            if again * self._block_size > MOST_AGAIN:
+                return
+        self._is_due = False
+        request.most_cached, request.checked = most, (source, names)
 
     def admitted(self, request: Request) -> None:
         """Begin the check of a request that is in a step by now.

@@ -11,6 +11,7 @@ from engine.pieces.kinds import BoundaryKind, BoundarySlots
 from engine.pieces.pool import PiecePool
 from engine.sampling import SamplingParams
 from engine.scheduling.request import Request, Status, from_submit
+from engine.transfers import checking
 from engine.transfers.checking import CHECK_INTERVAL, BlockChecks
 
 SIZE = 4
@@ -82,6 +83,20 @@ def test_a_state_is_compared_once_its_request_has_come_to_it(wrong: str | None) 
     assert not len(setup.checks)
     pool.release([*request.blocks, *own])
     assert (pool.num_used, pool.num_free_boundaries) == (0, 4)
+
+
+def test_a_check_that_would_compute_too_much_waits_for_another_transfer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checking, "MOST_AGAIN", 2 * SIZE - 1)
+    setup = Setup(STATES)
+    assert setup.request.most_cached is None
+    monkeypatch.setattr(checking, "MOST_AGAIN", 2 * SIZE)
+    setup.checks.fetched(setup.request, "source", setup.names[:2])
+    assert setup.request.most_cached == 1
+    setup.request.most_cached = None
+    setup.checks.fetched(setup.request, "source", setup.names[:2])
+    assert setup.request.most_cached is None, "one of so many"
 
 
 @pytest.mark.parametrize("case", ["passed without a slot", "preempted"])
