@@ -32,7 +32,7 @@ class ExpertForm:
     """Whether weights are [experts, inputs, outputs]."""
     has_bias: bool
     has_gate: bool = True
-    """Whether gate and up are products of their own; else they are one and the same."""
+    """Whether gate and up are two products; else they are one and the same."""
 
     @property
     def first(self) -> str:

@@ -37,7 +37,7 @@ class Inside:
 
 
 @dataclass(frozen=True)
-class Side:
+class AttentionBeside:
     """Attention beside a recurrence, which reads the same rows."""
 
     attention: str
@@ -70,7 +70,7 @@ class Order:
     """Factor on what attention and the MLP add."""
     stream_factor: float
     """Factor on all that the layer gives."""
-    side: Side | None = None
+    side: AttentionBeside | None = None
     """Attention beside the part that looks at other tokens."""
 
 
@@ -114,7 +114,7 @@ def _joined_side(
     results: dict[str, torch.Tensor],
     given: dict[str, torch.Tensor],
     found: torch.Tensor,
-) -> Side:
+) -> AttentionBeside:
     """Attention beside a recurrence, whose result is joined to the recurrence's."""
     recurrence, attention = mixers
     added = [rows, results[recurrence], results.pop(attention), results[mlp]]
@@ -129,7 +129,7 @@ def _joined_side(
     factor_in = round(float((seen * read).sum() / read.square().sum()), DIGITS)
     if distance(seen, factor_in * read) > CLOSE:
         raise NotRecognised("attention beside a recurrence that reads other rows")
-    return Side(attention, factor_in, of_both)
+    return AttentionBeside(attention, factor_in, of_both)
 
 
 def _as_given(layer: Any, name: str, result: torch.Tensor) -> Any:
@@ -299,7 +299,7 @@ def _children(layer: Any) -> dict[str, Any]:
 
 
 def _parts(layer: Any) -> tuple[list[str], str | None, str | None, list[str]]:
-    """Names of mixers, a recurrence first, of the MLP, one beside a mixture, and the norms."""
+    """Names of mixers (a recurrence first), of the MLP, one beside a mixture, and norms."""
     children = _children(layer)
     attention = [name for name, part in children.items() if is_mixer(part)]
     attention.sort(key=lambda name: hasattr(children[name], LAYER_ATTRIBUTE))

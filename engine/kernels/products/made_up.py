@@ -76,7 +76,7 @@ class MadeUpWeights:
             buffer.data = buffer.data.to(dtype)
 
     def keep_buffer(self, buffer: torch.Tensor, columns: torch.Tensor | None = None) -> None:
-        """Keep a copy of a buffer, or of some columns, which is converted like a weight."""
+        """Keep a copy of a buffer, or of some columns, converted like weights."""
         some = buffer if columns is None else buffer[..., columns]
         self.memo[id(buffer)] = some.to(torch.float32, copy=True)
         self._buffers.append(self.memo[id(buffer)])

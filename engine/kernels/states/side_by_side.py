@@ -13,7 +13,7 @@ from engine.kernels.attention.attention import Attention
 from engine.kernels.cache.state_shape import StateShape
 from engine.kernels.core.operations import ADD
 from engine.kernels.core.stand_ins import NotRecognised
-from engine.kernels.lowering.layer_order import Side
+from engine.kernels.lowering.layer_order import AttentionBeside
 from engine.kernels.lowering.parts import KeptNumbers, Mixer, PackedMixer, PositionTable
 from engine.kernels.lowering.product import Product, Rows
 from engine.kernels.lowering.scratch import Scratch
@@ -68,7 +68,7 @@ class SideBySide:
         return replace(self, recurrence=self.recurrence.whole(), attention=self.attention.whole())
 
 
-def side_by_side(recurrence: Mixer, attention: Mixer, side: Side) -> SideBySide:
+def side_by_side(recurrence: Mixer, attention: Mixer, side: AttentionBeside) -> SideBySide:
     """Both mixers of a layer as one.
 
     A factor on what attention reads is one on its scores, and on what it gives.
