@@ -113,7 +113,7 @@ def _head_gates(module: Any) -> torch.Tensor | None:
 
 
 def _gates_behind(bias: torch.Tensor | None, heads: int, dim: int) -> torch.Tensor | None:
-    """A bias whose first numbers are a query and gates of each head, with all queries first."""
+    """A bias of each head's query and gates, with all queries first."""
     if bias is None:
         return None
     both, others = bias.split([2 * heads * dim, len(bias) - 2 * heads * dim])
