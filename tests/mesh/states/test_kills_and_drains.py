@@ -136,3 +136,32 @@ def test_a_drained_instances_requests_move_with_their_states(model: Model, tmp_p
         assert computed <= number * model.grid
         wait_until(lambda: of(ports, "vllm:kv_cache_usage_perc", 0) == 0, 10, "nothing is held")
         end(command)
+
+
+@at_night
+def test_survivors_go_on_from_the_states_of_a_killed_instance(model: Model, tmp_path: Path) -> None:
+    ports = Ports()
+    flags = ("--enable-kv-inheritance", "--restart", "--no-enable-expert-parallel")
+    with model.serve(tmp_path / "log", ports, "-dp", "2", *flags) as command:
+        command.wait_for("2 instances ready")
+        assert ask(ports, 4, command.child("Engine_1").kill) == model.answers(4)
+        number, computed, cached = moved(command)
+        assert cached >= number * (LENGTH - model.grid)
+        assert computed <= number * 2 * model.grid
+        assert "Traceback" not in command.log
+        command.stop()
+
+
+def test_a_mesh_that_starts_again_goes_on_from_states_in_files(model: Model, tmp_path: Path) -> None:
+    ports = Ports()
+    flags = ("-dp", "1", "--kv-cache-dir", str(tmp_path / "kv"))
+    with model.serve(tmp_path / "log", ports, *flags) as command:
+        command.wait_for("1 instance ready")
+        assert ask(ports, 2) == model.answers(2)
+        end(command)
+    with model.serve(tmp_path / "again", ports, *flags) as command:
+        command.wait_for("1 instance ready")
+        assert ask(ports, 2) == model.answers(2)
+        found = of(ports, "vllm:kv_offload_tiering_block_hits_total", 0, tier="fs")
+        assert found >= 2 * (LENGTH - model.grid) // 16
+        end(command)
