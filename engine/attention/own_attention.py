@@ -108,7 +108,7 @@ class _Attention:
         biases: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:
-        """The same with biases [heads, tokens] of the keys, which are added to the scaled products."""
+        """The same with biases [heads, tokens], added to the keys' scaled products."""
         if key.shape[1] != query.shape[1]:
             raise NotImplementedError(NO_SHARED_BIASES)
         high = biases.to(key.dtype)
@@ -136,7 +136,7 @@ def _inner(module: Any, attention: _Attention) -> None:
 
 
 def _inner_by_columns(module: Any, attention: _Attention) -> None:
-    """Modules with such a method for keys [1, heads, dim, tokens], and their own mask (GPT)."""
+    """Modules with such a method for transposed keys, and a mask of their own (GPT)."""
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
         scaling = value.shape[-1] ** -0.5 if module.scale else 1.0
@@ -239,7 +239,7 @@ def _scaled_first(module: Any, attention: _Attention) -> None:
 
 
 def _kind_of(module: Any) -> Callable[[Any, _Attention], None] | None:
-    """How a module is made to call the attention function; None where it does, or is unknown."""
+    """What makes a module call the attention function; None for one of no kind."""
     home = type(module).__module__.split(".")
     own = home[:2] == ["transformers", "models"] and len(home) > 2
     return KINDS.get(f"{home[2]}.{type(module).__name__}") if own else None

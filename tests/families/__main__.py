@@ -36,6 +36,9 @@ OF_LAYER = re.compile(r"^[\w.]+\.\d+\.[\w.]+ ")
 LAYOUT = re.compile(r"(?:(?:dp|ep|tp|pp): )?")
 """What a remark on one layout begins with."""
 
+DETAILS = re.compile(r"(?<=has )[\w, ]+(?= beside its layers)|(?<=cannot be checked: use -tp 1 -pp 1)\. .*")
+"""What remarks on stages differ by: names of modules, and errors."""
+
 
 def _measure(family: str, results: multiprocessing.queues.SimpleQueue[Row]) -> None:  # type: ignore[name-defined]
     quieten()
@@ -134,7 +137,8 @@ def _remarks_of(row: Row) -> Iterator[tuple[str, str]]:
         text = note.replace(f"{row.model_class} ", "") if row.model_class else note
         layout = LAYOUT.match(text)
         end = layout.end() if layout else 0
-        yield text[:end], text[end:].replace(f" of {row.family} ", " ")
+        remark = DETAILS.sub(lambda found: "" if found[0][0] == "." else "modules", text[end:])
+        yield text[:end], remark.removeprefix(": ").replace(f" of {row.family} ", " ")
 
 
 def write_below_mark(page: Path, text: str) -> None:
