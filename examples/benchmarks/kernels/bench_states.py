@@ -94,7 +94,9 @@ FAMILIES = (
 
 def config_of(family: str) -> Any:
     """The family's tiny configuration with larger sizes, its layer types repeated."""
-    config = make_config(family, **SIZES)
+    config = make_config(
+        family, **{name: size for name, size in SIZES.items() if name != "num_hidden_layers"}
+    )
     for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
         kinds = getattr(config, name, None)
         if kinds:
