@@ -46,7 +46,7 @@ from router.tools.bench.report import machine
 from tests.families.configs import make_config
 
 HIDDEN, LAYERS, BLOCK_SIZE = 1024, 8, 16
-BEHIND = 70
+BEHIND = 20
 """Tokens of each request before its decode steps."""
 PROMPT = 512
 REQUESTS = (1, 8, 32)
