@@ -94,14 +94,14 @@ FAMILIES = (
 
 def config_of(family: str) -> Any:
     """The family's tiny configuration with larger sizes, its layer types repeated."""
-    config = make_config(
-        family, **{name: size for name, size in SIZES.items() if name != "num_hidden_layers"}
-    )
+    tiny = make_config(family, **{name: size for name, size in SIZES.items() if name != "num_hidden_layers"})
+    fields = tiny.to_dict()
+    if fields.get("kv_lora_rank"):
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
     for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
-        kinds = getattr(config, name, None)
-        if kinds:
-            setattr(config, name, ([*kinds] * LAYERS)[:LAYERS])
-    config.num_hidden_layers = LAYERS
+        if fields.get(name):
+            fields[name] = ([*fields[name]] * LAYERS)[:LAYERS]
+    config: Any = type(tiny)(**(fields | {"num_hidden_layers": LAYERS}))
     return config
 
 
