@@ -35,7 +35,7 @@ INPUTS, CONVOLVED, REDUCED, DECAYS, GATES = (
     "delta decays",
     "delta gates",
 )
-"""Names of scratch rows: projections, what the convolution gives, and what is made of few numbers."""
+"""Names of scratch rows: projections, convolved numbers, and what few numbers make."""
 RULED, WANTED = "ruled", "wanted ruled"
 """Names of scratch rows: results of all tokens, and those of the stream's tokens."""
 MOST_DIM = 256

@@ -1,4 +1,4 @@
-"""Sizes of a layer with a gated delta rule, and the record that ``delta.hpp`` reads of it."""
+"""Sizes of a gated delta rule, and the record that ``delta.hpp`` reads of it."""
 
 from __future__ import annotations
 

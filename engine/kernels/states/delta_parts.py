@@ -1,4 +1,4 @@
-"""Parts of modules with a gated delta rule, however a family names and joins its projections."""
+"""Parts of modules with a gated delta rule, by role, however families name them."""
 
 from __future__ import annotations
 
