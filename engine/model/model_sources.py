@@ -116,7 +116,7 @@ def has_experts_interface(model_type: str) -> bool:
 
 
 def calls_interface(model_type: str) -> bool:
-    """Whether a family's attention calls the function of transformers' table, by itself or brought to it."""
+    """Whether a family's attention calls a function of transformers' table, or is adapted to."""
     code = _modeling_code(model_type)
     brought = not OWN_ATTENTION.isdisjoint(_homes(model_type))
     return not code or brought or (INTERFACE in code and not OWN_TABLE.search(code))

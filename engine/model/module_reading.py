@@ -32,7 +32,7 @@ HARMLESS_TENSORS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
 """Buffers that old versions of transformers saved and the model computes by itself."""
 
 PREDICTION = re.compile(r"(^|\.)mtp(_\w+)?\.|(^|\.)layers\.(?P<layer>\d+)\.")
-"""Tensors that may predict further tokens: by name, or in a layer behind the model's last."""
+"""Tensors of multi-token prediction: by name, or in layers behind the model's last."""
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from engine.attention.base import (
     LayerShape,
     LayersInTurn,
     PackedRows,
+    PagedAttention,
 )
 from engine.attention.indexers import IndexedAttention, choosing_few
 from engine.attention.own_attention import set_implementation
@@ -336,33 +337,35 @@ def verify(
     Raises:
         CheckpointError: they disagree.
     """
-    with choosing_few(module):
-        _verify(module, name, layers, vocab_size, dtype, stage, states)
-
-
-def _verify(
-    module: Any,
-    name: str,
-    layers: tuple[LayerShape, ...],
-    vocab_size: int,
-    dtype: torch.dtype,
-    stage: Stage,
-    states: StateLayers | None,
-) -> None:
     ids = (torch.arange(FIRST + SECOND, device=module.device) * 7919 + 13) % vocab_size
-    set_implementation(module, "eager")
-    try:
-        expected = torch.cat([_alone(module, stage, ids[:FIRST]), _alone(module, stage, ids[FIRST:])])
-    finally:
-        set_implementation(module, IMPLEMENTATION)
-    if not bool(expected.isfinite().all()):
-        raise CheckpointError(
-            f"{name}: on a few tokens its output is not finite in {dtype}: broken weights, or a data type "
-            "too small for it (try --dtype bfloat16 or float32)"
-        )
     cache = make_attention(layers, num_blocks=8, block_size=BLOCK_SIZE, dtype=dtype, device=module.device)
+    with choosing_few(module):
+        set_implementation(module, "eager")
+        try:
+            expected = torch.cat([_alone(module, stage, ids[:FIRST]), _alone(module, stage, ids[FIRST:])])
+        finally:
+            set_implementation(module, IMPLEMENTATION)
+        if not bool(expected.isfinite().all()):
+            raise CheckpointError(
+                f"{name}: on a few tokens its output is not finite in {dtype}: broken weights, or a type "
+                "too small for it (try --dtype bfloat16 or float32)"
+            )
+        found = _in_steps(module, stage, ids, cache, states)
+    spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    difference = float(((found - expected).norm(dim=-1) / spread.clamp(min=1e-6)).median())
+    if not difference <= TOLERANCE.get(dtype, 0.3):
+        raise CheckpointError(
+            f"{name}: with paged attention its output differs from transformers' own by {difference:.0%}. It "
+            "seems to mix tokens in a way that is not built; it would be served wrong"
+        )
+
+
+def _in_steps(
+    module: Any, stage: Stage, ids: torch.Tensor, cache: PagedAttention, states: StateLayers | None
+) -> torch.Tensor:
+    """[tokens, width] outputs of two requests, packed, chunked and paged."""
     tables = np.array([[5, 1, 6, 0], [2, 7, 3, 0]], dtype=np.int32)
-    found = torch.empty_like(expected)
+    found: dict[int, torch.Tensor] = {}
     first, second = 0, FIRST  # where each request's tokens begin in ids
     steps = [  # [(request, start, count)]: chunked prefill, then decode beside prefill
         [(1, 0, 2), (0, 0, 5)],
@@ -384,16 +387,11 @@ def _verify(
         plan = {PLAN_KEYWORD: cache.plan(packed)}
         requests = StateRows([request for request, _, _ in rows], starts.tolist(), counts.tolist())
         with contextlib.nullcontext() if states is None else states.step(requests):
-            found[indices] = run_stage(module, stage, ids[indices], places_in_request, **plan).float()
+            outputs = run_stage(module, stage, ids[indices], places_in_request, **plan).float()
+        found |= dict(zip(places.tolist(), outputs, strict=True))
     if states is not None:
         states.running.clear()
-    spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
-    difference = float(((found - expected).norm(dim=-1) / spread.clamp(min=1e-6)).median())
-    if not difference <= TOLERANCE.get(dtype, 0.3):
-        raise CheckpointError(
-            f"{name}: with paged attention its output differs from transformers' own by {difference:.0%}. It "
-            "seems to mix tokens in a way that is not built; it would be served wrong"
-        )
+    return torch.stack([found[place] for place in range(len(ids))])
 
 
 def _alone(module: Any, stage: Stage, ids: torch.Tensor) -> torch.Tensor:

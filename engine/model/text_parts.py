@@ -36,7 +36,7 @@ OTHER_MODALITIES = re.compile(
 
 
 def read_as_whole(model_class: Any, text_type: str, whole_type: str) -> None:
-    """Have a language part read its tensors as the larger model has them, where only that has a layout.
+    """Give a language part the tensor layout of the larger model, if it has none.
 
     The layout's names from their beginning on are of the larger model: :data:`NAMES` has those.
     """

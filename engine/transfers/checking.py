@@ -19,7 +19,9 @@ from engine.transfers.fetching import FILES, Source
 CHECK_INTERVAL = 32
 """Transfers of which one has a block checked."""
 MOST_AGAIN = 4096
-"""Most tokens that are computed again for a check of states; behind more, a later transfer is checked."""
+"""Most tokens that a check of states computes again.
+
+Behind more, a later transfer is checked."""
 
 
 Filled = Callable[[Request], Mapping[int, Sequence[int]]]

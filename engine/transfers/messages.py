@@ -25,7 +25,7 @@ MOST_BLOCKS = 65_536
 LARGEST_WHOLE = 32 << 20
 """Bytes of a block above which it comes in parts, in several messages."""
 PART_BYTES = 4 << 20
-"""Bytes of such a part, and of a boundary piece above which it comes in parts."""
+"""Bytes of such a part. A boundary piece above it comes in parts."""
 MOST_PIECES = 16
 """Pieces that a taker grants at once."""
 

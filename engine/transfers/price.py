@@ -50,7 +50,7 @@ class FetchPrice:
         self._fetched_at = now
 
     def at(self, now: float, tokens: int = COMMON) -> float:
-        """Cost of a fetched token, in tokens to compute, where so many are fetched at once."""
+        """Cost of one of so many fetched tokens, in tokens to compute."""
         if not self._byte_seconds or not self._token_seconds:
             return UNKNOWN
         num_bytes = self.token_bytes + self.end_bytes / max(tokens, 1)

@@ -149,7 +149,6 @@ def noted_latent(
         position_embeddings=None if rotary is None else rotary.given(ids),
         attention_mask=None,
         position_ids=positions[None],
-        past_key_values=None,
         **{PLAN_KEYWORD: notes},
     )
     queries = query.view(TOKENS, heads, dim).split([dim - shared, shared], dim=-1)

@@ -171,7 +171,6 @@ def noted(
         position_embeddings=angles,
         attention_mask=None,
         position_ids=positions[None],
-        past_key_values=None,
         **_others_of(module, raw[1:], kv_heads),
         **{PLAN_KEYWORD: notes},
     )

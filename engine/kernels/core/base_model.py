@@ -78,6 +78,6 @@ def is_mixer(module: Any) -> bool:
 
 
 def mixer_module(layer: Any) -> Any:
-    """The module of a layer that looks at other tokens; two as a list, or None."""
+    """Module of a layer that mixes tokens; a list of two, or None."""
     found = [part for _, part in layer.named_children() if is_mixer(part)]
     return found if len(found) > 1 else next(iter(found), None)

@@ -133,7 +133,7 @@ def _joined_side(
 
 
 def _as_given(layer: Any, name: str, result: torch.Tensor) -> Any:
-    """A result as a mixer's module gives it: attention has weights beside it, some chosen keys."""
+    """A result in a mixer's form: attention has weights beside it, some chosen keys."""
     if not hasattr(getattr(layer, name), LAYER_ATTRIBUTE):
         return result
     chooses = CHOSEN_KEYS in inspect.signature(type(layer).forward).parameters
@@ -189,7 +189,6 @@ def _run(layer: Any, parts: dict[str, Gives], rows: torch.Tensor) -> torch.Tenso
         rows,
         attention_mask=None,
         position_ids=torch.arange(count)[None],
-        past_key_values=None,
         use_cache=False,
         position_embeddings=(torch.ones(1, count, 2), torch.zeros(1, count, 2)),
         **{PLAN_KEYWORD: None},

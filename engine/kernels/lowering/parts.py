@@ -73,6 +73,18 @@ class Mixer(LayerPart, Protocol):
         """The same mixer, with another one's choices that depend on sizes."""
 
 
+class PartialResult:
+    """Base of mixers whose one result may be a sum over the tensor-parallel ranks."""
+
+    is_partial: bool
+    """Whether it is, without its bias."""
+
+    @property
+    def num_sums(self) -> int:
+        """See :class:`LayerPart`."""
+        return int(self.is_partial)
+
+
 class FeedForward(LayerPart, Protocol):
     """A part that computes each token by itself: an MLP or a mixture."""
 

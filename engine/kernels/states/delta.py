@@ -18,7 +18,7 @@ from engine.attention.base import LayerShape
 from engine.kernels.cache.state_shape import StateShape
 from engine.kernels.core.base_model import BaseModel
 from engine.kernels.core.stand_ins import NotRecognised, distance
-from engine.kernels.lowering.parts import PositionTable
+from engine.kernels.lowering.parts import PartialResult, PositionTable
 from engine.kernels.lowering.scratch import Scratch
 from engine.kernels.products.activations import ActivationKind
 from engine.kernels.products.packing import LANES
@@ -76,7 +76,7 @@ class Decay:
 
 
 @dataclass(frozen=True)
-class DeltaRule:
+class DeltaRule(PartialResult):
     """Weights and properties of a layer with a gated delta rule, as recognised."""
 
     mixed: tuple[Outputs, ...]
@@ -146,10 +146,6 @@ class DeltaRule:
         heads, _, key_dim, value_dim = self.sizes
         kept = self.sizes.kept(by_channel=self.decay.by_channel)
         return StateShape(self.conv.kernel, self.conv.width, heads, key_dim, value_dim, head_floats=kept)
-
-    @property
-    def num_sums(self) -> int:
-        return int(self.is_partial)
 
     def matrices(self) -> list[torch.Tensor]:
         outputs = (*self.mixed, self.gates, self.decays, self.steps)

@@ -18,7 +18,7 @@ GATE_MODULE = "forget_gate"
 OUT = "out_proj", "o_proj"
 NORM = "norm", "o_norm"
 KEY_HEADS = "num_k_heads"
-"""Attribute with the number of key heads; without it there are as many as value heads."""
+"""Attribute with the number of key heads; without it, that of value heads."""
 BOUND = "lower_bound"
 
 
@@ -30,7 +30,7 @@ class Source(NamedTuple):
     places: torch.Tensor | None = None
     """Which of its outputs they are, in order; None: all of them."""
     before: str | None = None
-    """The same of a layer from the hidden numbers to its inputs; None: it reads these itself."""
+    """The same from hidden numbers to a layer's inputs; None: it reads them itself."""
 
     def of(self, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """These numbers [tokens, ...] out of what the layers gave."""
@@ -62,7 +62,7 @@ class DeltaParts:
     module: Any
     sizes: DeltaSizes
     sources: tuple[Source, ...]
-    """Of queries, keys, values, gates, decays and steps."""
+    """Projections to queries, keys, values, gates, decays and steps."""
     out: str
 
     @property
@@ -104,7 +104,7 @@ class DeltaParts:
         }
 
     def run(self, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Input of the last projection [tokens, width], as the module's own code makes it of such rows."""
+        """Input [tokens, width] of the last projection that the module's own code makes."""
         tokens = len(next(iter(rows.values())))
         stands: dict[str, Any] = {path: Gives(each[None]) for path, each in rows.items()}
         for each in self.sources:
@@ -123,7 +123,7 @@ class DeltaParts:
 
 
 def parts_of(module: Any, sizes: DeltaSizes | None = None) -> DeltaParts | None:
-    """The parts of a module with a gated delta rule; None for modules of another kind.
+    """Parts of a module with a gated delta rule; None for other modules.
 
     ``sizes``: of a copy of it with fewer heads, for which the parts are.
     """

@@ -1,4 +1,4 @@
-"""Gated delta rules in a step: their weights laid out, the operations that they write, and narrow copies."""
+"""Gated delta rules in a step: packed weights, operations and narrow copies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PackedDeltaRule:
         direct = [each.rows for each in (*mixer.mixed, *made.values()) if each.down is None]
         few = [direct.pop()] if mixer.decays.down is None else []
         self.inward = packer.panels(*direct, in_a_row([*few, mixer.steps.rows]), multiple=32)
-        """Weights to queries, keys and values, then to gates and decays, if at once, then to steps."""
+        """Weights to queries, keys, values, then gates, decays and steps."""
         self.reduced = {
             name: (
                 len(each.down),
@@ -115,7 +115,7 @@ class PackedDeltaRule:
 
 
 MOST_HEADS = 2
-"""Value heads of a narrow copy, which have one key head if several share one in the model."""
+"""Value heads of a narrow copy; they share a key head as in the model."""
 
 
 def narrow_sizes(mixer: DeltaRule) -> DeltaSizes:

@@ -13,7 +13,7 @@ from engine.kernels.cache.state_shape import StateShape
 from engine.kernels.core.base_model import BaseModel
 from engine.kernels.core.operations import OperationKind
 from engine.kernels.core.stand_ins import Gives, NotRecognised, distance, made_up, with_parts
-from engine.kernels.lowering.parts import KeptNumbers, Packing, PositionTable
+from engine.kernels.lowering.parts import KeptNumbers, Packing, PartialResult, PositionTable
 from engine.kernels.lowering.product import Product, Rows
 from engine.kernels.lowering.scratch import Scratch
 from engine.kernels.lowering.writer import Writer
@@ -31,7 +31,7 @@ CLOSE = {torch.float32: 1e-5}
 
 
 @dataclass(frozen=True)
-class ShortConv:
+class ShortConv(PartialResult):
     """A convolution between two gates, each of which is a projection of a token."""
 
     inward: torch.Tensor
@@ -53,10 +53,6 @@ class ShortConv:
     @property
     def state(self) -> StateShape:
         return StateShape(kernel=self.conv.kernel, width=self.width)
-
-    @property
-    def num_sums(self) -> int:
-        return int(self.is_partial)
 
     def matrices(self) -> list[torch.Tensor]:
         return [self.inward, self.out]

@@ -18,7 +18,7 @@ from engine.attention.base import LayerShape
 from engine.kernels.cache.state_shape import StateShape
 from engine.kernels.core.base_model import BaseModel
 from engine.kernels.core.stand_ins import Gives, NotRecognised, distance, made_up, with_parts
-from engine.kernels.lowering.parts import PositionTable
+from engine.kernels.lowering.parts import PartialResult, PositionTable
 from engine.kernels.lowering.scratch import Scratch
 from engine.kernels.products.projections import linear_of, whole
 from engine.kernels.states.conv import Conv, conv_of
@@ -59,7 +59,7 @@ class HeadNorm:
 
 
 @dataclass(frozen=True)
-class Ssd:
+class Ssd(PartialResult):
     """Weights and properties of one layer, as recognised."""
 
     sizes: Sizes
@@ -86,10 +86,6 @@ class Ssd:
     @property
     def state(self) -> StateShape:
         return self.sizes.state(self.conv.kernel)
-
-    @property
-    def num_sums(self) -> int:
-        return int(self.is_partial)
 
     def matrices(self) -> list[torch.Tensor]:
         return [self.inward, self.out]

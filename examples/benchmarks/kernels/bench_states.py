@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Steps of models with recurrent states: native kernels and torch's adapter in turns, and the memory limit.
+"""Benchmark of recurrent states: native kernels and torch's adapter in turns.
 
     python examples/benchmarks/kernels/bench_states.py qwen3_next kimi_linear
     python examples/benchmarks/kernels/bench_states.py --output-json build/states.json --times 5
@@ -171,7 +171,7 @@ def seconds(step: Callable[[], object]) -> float:
 
 
 def measure(family: str, times: int) -> dict[str, Any]:
-    """Milliseconds of steps by both, and bytes that a step reads; nothing if torch computes the family."""
+    """Milliseconds of steps by both, with bytes read; nothing without native kernels."""
     with tempfile.TemporaryDirectory() as directory:
         AutoModelForCausalLM.from_config(config_of(family), dtype=torch.bfloat16).save_pretrained(directory)
         info, how = read_model_info(Path(directory)), ModelConfig()
@@ -205,7 +205,7 @@ def in_milliseconds(pairs: list[tuple[float, float]]) -> dict[str, list[float]]:
 
 
 def in_words(name: str, page: dict[str, Any], family: dict[str, Any]) -> str:
-    """Ratio of a step's times, that of the native one, and the share of the memory limit."""
+    """Ratio of both times, the native time, and its share of the memory limit."""
     cell = family["steps"][name]
     ratio = statistics.median(theirs / ours for theirs, ours in zip(*cell.values(), strict=True))
     median = statistics.median(cell["native"])

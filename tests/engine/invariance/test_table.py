@@ -217,7 +217,7 @@ def test_the_number_of_threads_changes_nothing(column: str, model: Model) -> Non
 @pytest.mark.parametrize("block_size", [32, 64])
 @pytest.mark.diagonal("block_size", "model", columns=len(FAMILIES), each=1)
 def test_the_size_of_kv_blocks_changes_nothing(block_size: int, column: str, model: Model) -> None:
-    """Unless states are kept more often than blocks end: torch computes those, in a class of its own."""
+    """Models whose states are kept more often than blocks end are of another class."""
     other = load(model.directory, block_size, **model.device)
     assert model.instance.facts is not None
     if all(kind.grid % block_size == 0 for kind in model.instance.facts.boundaries):

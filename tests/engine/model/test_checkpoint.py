@@ -661,7 +661,7 @@ ORIGINAL_KEYS: dict[str, list[dict[str, Any]]] = {
     ],
     "glm_moe_dsa": [{"index_topk_freq": 2}, {"index_topk_freq": 1, "index_skip_topk_offset": 1}],
 }
-"""Model type -> values of keys that original checkpoints have in place of a list of layer types."""
+"""Model type -> keys that original checkpoints have in place of layer types."""
 
 
 @pytest.mark.parametrize("model_type", ORIGINAL_KEYS)

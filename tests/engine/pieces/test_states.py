@@ -132,7 +132,7 @@ def test_what_was_computed_from_wrong_content_is_not_found() -> None:
 
 
 def test_what_a_step_fills_from_wrong_content_is_not_found() -> None:
-    """The content is found to be wrong when the step has ended, before its states have names."""
+    """A step's content is found wrong before its states have names."""
     bench = ToyBench(grid=8, block_size=4, budget=64)
     number = bench.add(tokens(1, 45), max_tokens=4)
     bench.begin()

@@ -25,7 +25,7 @@ FIRST_TOKEN = 4
 ATTENTION = "llama"
 """Family without recurrent states that others are compared with."""
 HISTORY, GROWTH, ANSWER, TURNS, BRANCHES = 6000, 300, 8, 10, 2
-"""Tokens before the first turn, of each turn, and of its answer; turns of each branch."""
+"""Tokens before the first turn, per turn and per answer; turns of a branch."""
 
 
 LENGTHS = (100, 1000, HISTORY)
@@ -81,7 +81,7 @@ def agent_turns(instance: Instance) -> list[Turn]:
 
 
 def held_states(instance: Instance, length: int) -> int:
-    """Most slots of states that a request holds while its context of so many tokens goes on."""
+    """Most slots of states that a request of so many tokens holds."""
     core = instance.core(How(cache=32768, states=64, longest=LONGEST))
     prompt = [FIRST_TOKEN + number % 1000 for number in range(length)]
     params = SamplingParams(temperature=0.0, max_tokens=2 * grid_of(instance), ignore_eos=True)

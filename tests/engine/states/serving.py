@@ -1,4 +1,4 @@
-"""An instance of a model with states in this process, with what moves and keeps its pieces."""
+"""An instance of a model with states in this process, with movers and files."""
 
 from __future__ import annotations
 

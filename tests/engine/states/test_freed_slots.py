@@ -1,4 +1,4 @@
-"""Freed slots of states hold NaN, and no answer changes: none is read before it is written."""
+"""Freed slots of states hold NaN, and no answer changes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def alone(instance: Instance, submits: list[Submit]) -> Answers:
 
 
 def spoil_free(core: EngineCore, memory: CacheMemory) -> int:
-    """Fill each state's slot that nobody holds and nobody can find with NaN; returns how many."""
+    """Fill unheld slots without a name with NaN; returns how many."""
     pool = core.pool
     named = {pool.slot_of(name) for name in pool.known}
     free = [slot for slot in pool.kinds.slots_of(1) if not pool.num_holders(slot) and slot not in named]

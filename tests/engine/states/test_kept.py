@@ -1,4 +1,4 @@
-"""States that outlive their instance, in files and in shared memory: the bits of computed ones."""
+"""Bits of states that outlive their instance, in files and in shared memory."""
 
 from __future__ import annotations
 

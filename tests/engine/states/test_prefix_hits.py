@@ -57,7 +57,7 @@ def attention_turns(tmp_path_factory: pytest.TempPathFactory) -> list[Turn]:
 def test_an_agents_turns_compute_as_much_as_with_attention_alone_but_for_the_grid(
     family: str, attention_turns: list[Turn], tmp_path: Path
 ) -> None:
-    """A turn begins at the last state before its new text, so at most a grid less a block earlier."""
+    """A turn begins at most a grid less a block before its new text."""
     instance = load_served(tmp_path, family)
     turns = agent_turns(instance)
     assert turns[0] == attention_turns[0]
@@ -82,7 +82,7 @@ class Bits:
         return self.instance.core(How(**{"states": 64} | how))
 
     def check(self, core: EngineCore, prompt: Sequence[int], count: int = 4) -> tuple[Answer, int]:
-        """A request's answer, which is the one that it has alone, and the tokens found for it."""
+        """A request's answer, equal to that of it alone, and its cached tokens."""
         before = core.scheduler.counters().prefix_cache_hits
         found = run(core, [ask(prompt, count)])[0]
         assert found == self.alone(tuple(prompt), count)

@@ -105,7 +105,7 @@ def many_prompts() -> list[list[int]]:
     [EACH_PUSH[0], *(pytest.param(each, marks=pytest.mark.nightly) for each in [EACH_PUSH[1], *AT_NIGHT])],
 )
 def test_many_requests_at_once_have_the_tokens_of_generate(family: str, tmp_path: Path) -> None:
-    """In chunks of any size, behind hits, preempted, in slots of others, and beside aborted ones."""
+    """Answers in chunks, behind hits, preempted, in used slots, beside aborted requests."""
     make_state_model(tmp_path, family)
     prompts = many_prompts()
     expected = dict(enumerate(generated(tmp_path, prompts)))

@@ -31,7 +31,7 @@ Pair = tuple[Instance, Instance]
 
 @pytest.fixture(autouse=True)
 def is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fetch even the little that tiny models compute faster, and wait for it on a busy machine."""
+    """A price at which everything is fetched, with time for a busy machine."""
     monkeypatch.setattr(price, "WORTH", float("inf"))
     monkeypatch.setattr(price, "FEWEST", 16)
     monkeypatch.setattr(fetching, "STALL", PATIENCE)
@@ -233,7 +233,7 @@ def test_running_requests_are_handed_over_with_their_newest_states(
 
 
 def hand_over(source: Serving, taker: Serving, submits: Sequence[Submit]) -> None:
-    """Have running requests taken over once each has some tokens, and go on to their ends."""
+    """Hand running requests over in the middle, and let them go on to their ends."""
     for side in (source, taker):
         side.core.routers[PEER] = "router-1"
     source.submit(submits)

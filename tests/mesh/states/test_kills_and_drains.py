@@ -81,7 +81,7 @@ def ask(ports: Ports, count: int, act: Callable[[], object] | None = None) -> An
 
 
 def moved(command: Command) -> tuple[int, int, int]:
-    """Requests that went on elsewhere, and how many of their tokens were computed again and cached."""
+    """Requests that went on elsewhere, with their computed and cached tokens."""
     wait_until(lambda: "are back after" in command.log, 20, "all have moved")
     found = re.search(
         r"(\d+) requests of .* back .* (\d+) tokens computed again, (\d+) were cached", command.log

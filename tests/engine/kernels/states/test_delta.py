@@ -1,4 +1,4 @@
-"""Gated delta rules by rows: their numbers against float64, and equal bits however a context is cut."""
+"""Gated delta rules by rows against float64, and their bits however a context is cut."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_rows_in_company_with_drafts_and_steps_again_have_the_bits_alone(
 
 
 def test_a_strong_decay_forgets_without_overflow(dtype: torch.dtype) -> None:
-    """Keys are not divided by decays: those of a cell may be far beyond the numbers of a float."""
+    """Keys are not divided by decays, which may be too small for a float."""
     kind = KINDS[4]
     layer, context = Layer(kind, dtype), Context(kind, dtype, seed=3)
     layer.rates *= 40

@@ -1,4 +1,4 @@
-"""Layers with a gated delta rule: which modules are recognised, as what, and which are left to torch."""
+"""Recognition of layers with a gated delta rule, and of those left to torch."""
 
 from __future__ import annotations
 

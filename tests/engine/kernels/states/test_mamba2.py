@@ -1,4 +1,4 @@
-"""Mamba 2 layers of all kinds that families have are recognised, and computed by the native kernels."""
+"""Mamba 2 layers of all families' kinds are recognised and computed natively."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State space duality by rows: its numbers against float64, and equal bits however a context is cut."""
+"""State space duality by rows against float64, and its bits however a context is cut."""
 
 from __future__ import annotations
 
