@@ -24,6 +24,8 @@ TOKEN_PARTS = "wq_b", "wk", "k_norm", "weights_proj", "index_topk"
 """Attributes of an indexer that chooses single keys."""
 BLOCK_PARTS = "q_proj", "k_proj", "topk_blocks", "block_size", "local_blocks"
 """Attributes of an indexer that chooses blocks of keys."""
+CACHES = frozenset({"past_key_values", "cache"})
+"""Names that transformers has for the cache."""
 FEW = {"index_topk": 3, "topk_blocks": 2, "block_size": 2}
 """Numbers that make a choice of a context of a few tokens."""
 
@@ -88,8 +90,7 @@ class IndexedAttention:
         taken = _TakenKeys()
         watch = _Watch(1 if self._by_blocks else 2)
         args = tuple(taken if each is None else each for each in args)
-        if "past_key_values" in options:
-            options["past_key_values"] = taken
+        options |= dict.fromkeys(CACHES & options.keys(), taken)
         try:
             with watch:
                 self._forward(*args, **options)
