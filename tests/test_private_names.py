@@ -45,6 +45,7 @@ IMPORTED = {
     "transformers.integrations.gguf.gguf_tokenizer_mapping.GGUF_TOKENIZER_MAPPING",
     "transformers.integrations.gguf.gguf_tokenizer_mapping.convert_gguf_tokenizer",
     "transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS",
+    "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS",
     "transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING",
     "transformers.models.auto.modeling_auto.MODEL_MAPPING",
     "transformers.pytorch_utils.Conv1D",

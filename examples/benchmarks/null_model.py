@@ -35,6 +35,7 @@ class NullModel:
         self._block_size = block_size
         self._logits = torch.randn(most, vocabulary, generator=torch.Generator().manual_seed(0))
         self.continuation: Any = None
+        self.states: Any = None
 
     def forward(self, _packed: Any, _ids: Any, wanted: Any, _hidden: Any = None) -> Any:
         self.continuation = None
@@ -55,7 +56,7 @@ class NullModel:
             self.continuation = DecodeContinuation(StepArguments(), ids, packed, plan, self._block_size)
         return self._chosen(len(wanted)).tolist()
 
-    def continue_rows(self, new_blocks: Any) -> Any:
+    def continue_rows(self, new_blocks: Any, _rows: Any = None) -> Any:
         last, self.continuation = self.continuation, None
         if last is None or not last.fits(sys.maxsize):
             return None

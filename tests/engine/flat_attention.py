@@ -55,7 +55,8 @@ class FlatPlan:
         self.use = cache.use
 
     def attend(self, layer, query, key, value, scoring):
-        scale, softcap, sinks = scoring
+        scale, softcap, sinks, chosen = scoring
+        assert chosen is None
         assert softcap is None
         assert sinks is None
         keys, values = self.cache.keys[layer], self.cache.values[layer]

@@ -42,6 +42,7 @@ from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info
 from engine.model.weights import LoadedModel, load_model
 from engine.sampling import SamplingParams
+from engine.states.held import StateRows
 from engine.step import Step
 from tests.engine.driver import Driver
 from tests.engine.native_families import make_family
@@ -438,8 +439,10 @@ class Counted(Program):
     refuses = False
     continued = 0
 
-    def continue_rows(self, new_blocks: Mapping[int, Sequence[int]]) -> list[int] | None:
-        tokens = None if self.refuses else super().continue_rows(new_blocks)
+    def continue_rows(
+        self, new_blocks: Mapping[int, Sequence[int]], rows: StateRows | None = None
+    ) -> list[int] | None:
+        tokens = None if self.refuses else super().continue_rows(new_blocks, rows)
         self.continued += tokens is not None
         return tokens
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -143,8 +143,8 @@ def test_workers_that_share_memory_choose_and_go_on(
     continued: list[bool] = []
     continue_rows = Program.continue_rows
 
-    def noted(self: Program, new_blocks: Mapping[int, Sequence[int]]) -> list[int] | None:
-        chosen = continue_rows(self, new_blocks)
+    def noted(self: Program, *given: Any) -> list[int] | None:
+        chosen = continue_rows(self, *given)
         continued.append(chosen is not None)
         return chosen
 
