@@ -128,8 +128,15 @@ def test_a_mesh_whose_hosts_lose_each_other_goes_on_without_one_and_takes_it_bac
             took = time.monotonic() - began
             assert took < BOUND, first.log
             assert f"instance 1 is left out: no connection to instance 0 ({there} to {here})" in first.log
+            wait_until(  # it registers again with a heartbeat
+                lambda: (
+                    [each.state for each in view_of(head, "--mesh-key-file", str(key)).members]
+                    == [State.READY, State.LOADED]
+                ),
+                10,
+                "instance 1 did not register again",
+            )
             view = view_of(head, "--mesh-key-file", str(key))
-            assert [each.state for each in view.members] == [State.READY, State.LOADED]
             assert "no connection" in view.waiting_for
             epoch = view.epoch
             assert completion(head) == expected
