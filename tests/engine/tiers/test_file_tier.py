@@ -215,8 +215,10 @@ def test_a_read_can_be_cancelled_and_is_not_begun_after_its_time(
     cache.write(NAMES[:3])
     assert cache.read(NAMES[:3], [50, 51, 52], seconds=-1.0).outcome is TransferOutcome.CANCELLED
     began, goes_on, read = threading.Event(), threading.Event(), cache.files.read
+    names_begun: list[bytes] = []
 
     def slow(name: bytes, parts: list[memoryview]) -> None:
+        names_begun.append(name)
         began.set()
         goes_on.wait(PATIENCE)
         read(name, parts)
@@ -233,7 +235,9 @@ def test_a_read_can_be_cancelled_and_is_not_begun_after_its_time(
         return bool(ends)
 
     cache.until(ended)
-    assert (ends[0].outcome, ends[0].count) == (TransferOutcome.CANCELLED, 1)
+    # usually one: a second reader begins as well if it was not asleep yet
+    assert (ends[0].outcome, ends[0].count) == (TransferOutcome.CANCELLED, len(names_begun))
+    assert len(names_begun) <= file_tier.READERS < 3
 
 
 def test_a_directory_does_not_outgrow_its_bound(tmp_path: Path) -> None:
