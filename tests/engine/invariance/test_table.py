@@ -248,7 +248,7 @@ def test_preemption_changes_nothing(column: str, model: Model) -> None:
     """With and without what the prefix cache keeps of a preempted request."""
     for caching in (True, False):
         counters = model.check(column, model.scarce(column, caching=caching), lasting=True)
-        assert counters.preemptions > 3
+        assert counters.preemptions > 2
 
 
 @columns
