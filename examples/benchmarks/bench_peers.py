@@ -287,6 +287,7 @@ def parse_args() -> Args:
         type=int,
         help="requests per run, times its concurrency (default: 6 for 1, else 8)",
     )
+    add("--instructions", choices=["avx2"], help="forbid all systems what is beyond (default: the CPU's own)")
     add("--context", type=int, default=Room.context, help="most tokens of a request (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the prompts")
     add("--output-json", type=Path, metavar="FILE", help="write all numbers into this file, after each run")
@@ -295,6 +296,8 @@ def parse_args() -> Args:
     args = parser.parse_args()
     if min(*args.concurrency, args.repeats, args.rounds or 1) < 1:
         parser.error("a count is too small")
+    if args.instructions:
+        SYSTEMS.update({name: system.only_avx2() for name, system in SYSTEMS.items()})
     return args
 
 

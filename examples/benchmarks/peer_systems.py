@@ -14,7 +14,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from examples.benchmarks.formats.checkpoints import Variant, variant_of
@@ -24,6 +24,14 @@ PEERS = Path(os.environ.get("PEERS", ROOT / "build" / "peers"))
 CORES = os.cpu_count() or 1
 START_SECONDS = 600.0
 STOP_SECONDS = 30.0
+
+ONLY_AVX2 = {
+    "LOCKSTEP_NATIVE_KERNELS": "avx2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
+"""Environment in which Lockstep, torch and its libraries use nothing beyond AVX2."""
 
 
 class NotReady(Exception):
@@ -70,10 +78,19 @@ class System:
     def is_ours(self) -> bool:
         return not self.peer
 
+    def only_avx2(self) -> System:
+        """The same on a CPU that has nothing beyond AVX2.
+
+        llama.cpp chooses among its libraries by the CPU: it has an installation of its own.
+        """
+        own = {"PYTHONPATH": str(Path(__file__).with_name("only_avx2"))} if self.peer == "vllm" else {}
+        peer = "llama.cpp-avx2" if self.peer == "llama.cpp" else self.peer
+        return replace(self, environment=self.environment | ONLY_AVX2 | own, peer=peer)
+
     def lacks(self, model: Path) -> str:
         """Reason why it cannot serve the model; empty if it can."""
         if self.peer and not (PEERS / self.peer / "bin" / shlex.split(self.command)[0]).exists():
-            return "is not installed (examples/benchmarks/install_peers.sh)"
+            return f"is not installed (examples/benchmarks/install_peers.sh {self.peer})"
         model_type = json.loads((model / "config.json").read_text()).get("model_type", "")
         if self.model_types and model_type not in self.model_types:
             return f"is not set up for {model_type} here"
@@ -177,12 +194,10 @@ def environment_of(system: System, room: Room) -> dict[str, str]:
     """This process's environment with what a system sets, and without what misleads it."""
     environment = {**os.environ, "LOCKSTEP_PARENT_PID": str(os.getpid()), "HF_HUB_OFFLINE": "1"}
     environment["VLLM_NO_USAGE_STATS"] = "1"
-    environment |= {key: value.format_map(vars(room)) for key, value in system.environment.items()}
-    for variable in {"OMP_NUM_THREADS"} - system.environment.keys():
+    misleading = {"OMP_NUM_THREADS", "PYTHONPATH"} if system.peer else {"OMP_NUM_THREADS"}
+    for variable in misleading:
         environment.pop(variable, None)  # each chooses its own
-    if system.peer:
-        environment.pop("PYTHONPATH", None)
-    return environment
+    return environment | {key: value.format_map(vars(room)) for key, value in system.environment.items()}
 
 
 @contextlib.contextmanager

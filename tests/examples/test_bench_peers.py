@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from examples.benchmarks import peer_systems
 from examples.benchmarks import peer_tables as tables
 
 
@@ -61,3 +64,15 @@ def test_a_plot_of_it(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     tables.plot(tmp_path, page())
     assert (tmp_path / "m-bfloat16-plain.svg").read_text().rstrip().endswith("</svg>")
+
+
+def test_systems_that_may_use_nothing_beyond_avx2() -> None:
+    """torch answers so in every process of theirs."""
+    vllm = peer_systems.SYSTEMS["vllm"].only_avx2()
+    environment = peer_systems.environment_of(vllm, peer_systems.USUAL_ROOM)
+    asked = "import torch; print(torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_amx_tile_supported(), "
+    asked += "torch.cpu._is_vnni_supported(), torch.backends.cpu.get_cpu_capability())"
+    answers = subprocess.run([sys.executable, "-c", asked], env=environment, check=True, capture_output=True)
+    assert answers.stdout.split() == [b"False", b"False", b"False", b"AVX2"]
+    ours = peer_systems.SYSTEMS["lockstep"].only_avx2()
+    assert peer_systems.environment_of(ours, peer_systems.USUAL_ROOM)["LOCKSTEP_NATIVE_KERNELS"] == "avx2"

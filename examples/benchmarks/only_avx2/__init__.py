@@ -1,0 +1,1 @@
+"""Folder for PYTHONPATH: a hook that keeps vLLM to AVX2."""
