@@ -76,6 +76,22 @@ void sum_block<Float16>(const uint16_t* const* terms, int64_t count, uint16_t* o
         std::memcpy(out + i, rounded, lanes * 2);
     }
 }
+#elif defined(__aarch64__)
+struct Float16 {
+    using E = uint16_t;
+    using Sum = float;
+    static Sum widen(E element) {
+        __fp16 number;
+        std::memcpy(&number, &element, 2);
+        return number;
+    }
+    static E round(Sum sum) {  // to nearest, ties to even
+        auto number = __fp16(sum);
+        E bits;
+        std::memcpy(&bits, &number, 2);
+        return bits;
+    }
+};
 #endif
 
 // terms: one address per rank; they are moved on.
@@ -98,7 +114,7 @@ inline bool sum_kind(int64_t kind, const char** terms, int64_t count, char* out,
         case FLOAT32: sum_elements<Plain<float>>(terms, count, out, num_bytes); return true;
         case FLOAT64: sum_elements<Plain<double>>(terms, count, out, num_bytes); return true;
         case BFLOAT16: sum_elements<Bfloat16>(terms, count, out, num_bytes); return true;
-#ifdef __F16C__
+#if defined(__F16C__) || defined(__aarch64__)
         case FLOAT16: sum_elements<Float16>(terms, count, out, num_bytes); return true;
 #endif
         case BYTE: sum_elements<Plain<uint8_t>>(terms, count, out, num_bytes); return true;

@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include <immintrin.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
@@ -14,6 +13,8 @@
 #include <cstdint>
 #include <ctime>
 #include <vector>
+
+#include "waiting.hpp"  // of parallel/native
 
 namespace {
 
@@ -125,7 +126,7 @@ class Team {
     int64_t behind(int64_t number) {
         for (int spins = 0; spins < SPINS; ++spins) {
             if (int64_t found = under_way(); found > number) return found;
-            spins == SHORT_SPINS ? void(sched_yield()) : _mm_pause();
+            spins == SHORT_SPINS ? void(sched_yield()) : breathe();
         }
         asleep.fetch_add(1, std::memory_order_seq_cst);
         const timespec at_most{0, TEAM_SLEEP};

@@ -44,7 +44,8 @@ SOURCE = NativeSource(
         *(compiler.INCLUDE / name for name in ("links.hpp", "waiting.hpp")),
     ),
     flags=(
-        *("-fopenmp", "-mprefer-vector-width=512"),
+        "-fopenmp",
+        *(("-mprefer-vector-width=512",) if compiler.is_x86() else ()),
         *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # warnings about gcc's own intrinsics
     ),
     needs=frozenset(NEEDED_FLAGS),

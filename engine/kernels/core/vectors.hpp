@@ -1,11 +1,9 @@
-// Sixteen numbers at a time: what all kernels are written in, in the instructions of AVX-512 or of AVX2.
+// Sixteen numbers at a time: what all kernels are written in, in the instructions of AVX-512, of AVX2 or of NEON.
 //
-// Both headers give the same names: Floats, Words (of 32 bits), Doubles (eight with AVX-512, sums of sixteen floats in any case), and
+// All headers give the same names: Floats, Words (of 32 bits), Doubles (eight with AVX-512, sums of sixteen floats in any case), and
 // functions of them. A Mask has a bit for each lane, the first one the lowest. Operators of Floats are those of the language.
 
 #pragma once
-
-#include <immintrin.h>
 
 #include <cstdint>
 
@@ -14,5 +12,9 @@
 #include "vectors_avx512.hpp"
 #else
 #define LOCKSTEP_AVX512 0
+#ifdef __aarch64__
+#include "vectors_neon.hpp"
+#else
 #include "vectors_avx2.hpp"
+#endif
 #endif

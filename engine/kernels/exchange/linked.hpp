@@ -330,7 +330,7 @@ bool await_all(const Exchange& exchange, int64_t which, bool sent, bool beside_o
             if (rank != exchange.rank && look_at(exchange, rank, which) < 0) return false;
         if (began == 0) began = seconds_now();
         if (look % 4 != 0) {
-            __builtin_ia32_pause();
+            breathe();
             continue;
         }
         read_clock();

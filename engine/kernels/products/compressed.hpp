@@ -8,7 +8,6 @@
 
 #pragma once
 
-#include <immintrin.h>
 #include <omp.h>
 
 #include <algorithm>
@@ -54,7 +53,7 @@ inline void decompress(const Compressed& from, int64_t tile, uint32_t* to, const
     };
     for (int group = 0; group < 4; ++group) {
         for (int line = 0; line < 3; ++line)
-            _mm_prefetch(ahead + 64 * (3 * group + line), _MM_HINT_T0);
+            __builtin_prefetch(ahead + 64 * (3 * group + line));
         __m512i codes = _mm512_loadu_si512(bytes + CODES_AT + 64 * group);
         __m512i one = _mm512_loadu_si512(bytes + 128 * group), two = _mm512_loadu_si512(bytes + 128 * group + 64);
         put(4 * group, codes, one);

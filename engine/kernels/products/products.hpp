@@ -48,8 +48,8 @@ void multiply(Floats (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32_t* b, 
     const char* end = weights + 4 * LANES * steps;
     do {
         Words wa = load_words(weights), wb = load_words(weights + to_second);
-        if (ASKS >= 1 && ROWS >= 3) _mm_prefetch(asked.one, _MM_HINT_T1), asked.one += 64;
-        if (ASKS == 2 && ROWS >= 3) _mm_prefetch(asked.two, _MM_HINT_T1), asked.two += 64;
+        if (ASKS >= 1 && ROWS >= 3) __builtin_prefetch(asked.one, 0, 2), asked.one += 64;
+        if (ASKS == 2 && ROWS >= 3) __builtin_prefetch(asked.two, 0, 2), asked.two += 64;
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; ++row) {
             Words input = filled_words(*reinterpret_cast<const int*>(from[row / GROUP] + row % GROUP * pitch));
@@ -80,7 +80,7 @@ inline void multiply_panels(Floats (&result)[MAX_ROWS][2], int column, const uin
     auto* weights = reinterpret_cast<const char*>(words);
     const char* end = weights + 4 * LANES * steps;
     do {
-        if (ASKS) _mm_prefetch(asked, _MM_HINT_T1), asked += 64;
+        if (ASKS) __builtin_prefetch(asked, 0, 2), asked += 64;
 #pragma GCC unroll 2
         for (int part = 0; part < T::PARTS; ++part) {
             Floats lines[PANELS];
@@ -161,8 +161,8 @@ void multiply_codes(Floats (&sum)[MAX_ROWS][2], const Panel& a, const Panel& b, 
         const uint32_t *codes_a = from.codes + a.number * in_panel * LANES, *codes_b = from.codes + b.number * in_panel * LANES;
         for (; line < stop; ++line) {
             const Words coded[2] = {load_words(codes_a + line * LANES), load_words(codes_b + line * LANES)};
-            _mm_prefetch(ahead_a + 64 * line, _MM_HINT_T0);
-            _mm_prefetch(ahead_b + 64 * line, _MM_HINT_T0);
+            __builtin_prefetch(ahead_a + 64 * line);
+            __builtin_prefetch(ahead_b + 64 * line);
             auto multiply_line = [&](auto number) {
                 constexpr int ONE = 2 * number, TWO = ONE + 1;
                 auto widened = [&](int panel) {
@@ -299,8 +299,8 @@ void multiply_tiles(const char* in, int64_t pitch, Panels now, Panels next, int6
             aside();
             if (SOURCE == COLD)
                 for (int64_t line = 0; line < TILE; ++line) {
-                    _mm_prefetch(ahead(a, next.a, step / TILE) + 64 * line, _MM_HINT_T0);
-                    _mm_prefetch(ahead(b, next.b, step / TILE) + 64 * line, _MM_HINT_T0);
+                    __builtin_prefetch(ahead(a, next.a, step / TILE) + 64 * line);
+                    __builtin_prefetch(ahead(b, next.b, step / TILE) + 64 * line);
                 }
             _tile_loadd(4, in + 4 * step, pitch);
             _tile_loadd(6, words_of(a, 0, step), 64);

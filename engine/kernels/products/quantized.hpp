@@ -119,7 +119,7 @@ void widen_panel(const Quantized& from, int64_t panel, int64_t words, typename T
             zeros[part] = HAS_ZEROS ? of_chunk<T>(from.zeros + group * LANES, part) : filled(0.f);
         }
         for (int64_t left = each; left > 0; --left, line += LANES, ahead += 64, out += EACH * LANES) {
-            _mm_prefetch(ahead, _MM_HINT_T0);
+            __builtin_prefetch(ahead);
             widen_line<T, Codes, HAS_ZEROS>(codes, load_words(line), scales, zeros, out);
         }
     }
@@ -155,7 +155,7 @@ void widen_ordered(const Quantized& from, int64_t panel, int64_t words, typename
     const int32_t* groups = from.order + panel / from.panels_each * words * T::PACK;
     const float* zeros = HAS_ZEROS ? from.zeros + first : nullptr;
     for (const uint32_t* end = line + lines * LANES; line < end; line += LANES, ahead += 64, groups += EACH, out += EACH * LANES) {
-        _mm_prefetch(ahead, _MM_HINT_T0);
+        __builtin_prefetch(ahead);
         widen_ordered_line<T, Codes, HAS_ZEROS>(codes, load_words(line), from.scales + first, zeros, groups, out);
     }
 }
@@ -170,7 +170,7 @@ void widen_any(const Quantized& from, int64_t panel, int64_t words, typename T::
 inline void widen_halves(const Quantized& from, int64_t panel, int64_t words, float* out, const char* ahead) {
     const char* halves = reinterpret_cast<const char*>(from.codes) + panel * words * LANES * 2;
     for (int64_t word = 0; word < words; word += 2, halves += 64, ahead += 64, out += 2 * LANES) {
-        _mm_prefetch(ahead, _MM_HINT_T0);
+        __builtin_prefetch(ahead);
         store(out, load_halves(halves)), store(out + LANES, load_halves(halves + 32));
     }
 }

@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -38,7 +36,7 @@ class Wanted {
         for (int64_t left = each; left > 0 && piece < pieces.size();) {
             auto& [at, end] = pieces[piece];
             const char* stop = std::min(end, at + left * LINE);  // most of the time within one piece
-            for (; at < stop; at += LINE, --left) _mm_prefetch(at, _MM_HINT_T1);
+            for (; at < stop; at += LINE, --left) __builtin_prefetch(at, 0, 2);
             if (at >= end) ++piece;
         }
     }

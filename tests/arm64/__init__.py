@@ -1,0 +1,1 @@
+"""Tests of the kernels for ARM64, on any machine: cross-compiled, and run under QEMU."""

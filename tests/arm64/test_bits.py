@@ -1,0 +1,59 @@
+"""Kernels compiled for ARM64 have the bits of those for AVX2: each prints digests of the same made-up numbers."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from engine.kernels.core import library
+from parallel import compiler
+
+CROSS, QEMU = "aarch64-linux-gnu-g++", "qemu-aarch64"
+ROOT = Path("/usr/aarch64-linux-gnu")
+"""The C library that the cross compiler brings."""
+DRIVER = Path(__file__).with_name("bits.cpp")
+
+pytestmark = [
+    pytest.mark.skipif(
+        not all(map(shutil.which, (CROSS, QEMU, "g++"))), reason=f"no g++, {CROSS} or {QEMU} (qemu-user) here"
+    ),
+    pytest.mark.skipif(
+        not library.KIND_FLAGS["avx2"] <= compiler.cpu_flags(), reason="this CPU has no AVX2 to compare with"
+    ),
+    pytest.mark.timeout(600),  # two compilations of a minute each, on a busy machine of few cores
+]
+
+
+def built(command: list[str], to: Path) -> list[str]:
+    """The command that runs a driver, compiled by this command."""
+    compile_with(*command, "-O2", str(DRIVER), "-o", str(to))
+    return [str(to)]
+
+
+def compile_with(*command: str) -> None:
+    options = ["-std=c++17", "-fopenmp", f"-I{compiler.INCLUDE}", f"-I{library.KERNELS}"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:2000]
+
+
+def printed(command: list[str]) -> list[str]:
+    """The lines that a driver prints."""
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def test_neon_has_the_bits_of_avx2(tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as pool:
+        for_avx2 = pool.submit(built, ["g++", "-march=x86-64-v3"], tmp_path / "avx2")
+        for_neon = pool.submit(built, [CROSS, "-march=armv8-a"], tmp_path / "neon")
+    expected = printed(for_avx2.result())
+    found = printed([QEMU, "-L", str(ROOT), "-cpu", "max", *for_neon.result()])
+    assert len(expected) > 60
+    assert found == expected
+
+
+def test_all_kernels_compile_for_arm64() -> None:
+    compile_with(CROSS, "-march=armv8-a", "-fsyntax-only", str(library.SOURCE.path))
